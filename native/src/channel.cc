@@ -1,0 +1,284 @@
+#include "channel.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "algorithm/algorithm.h"
+#include "choose.h"
+#include "link/pipe.h"
+#include "link/tcp.h"
+#include "link/transfer.h"
+
+namespace ronde {
+
+namespace {
+
+std::vector<Descriptor> alarms(std::vector<std::vector<Descriptor>>& sockets) {
+  std::vector<Descriptor> first;
+  for (auto& row : sockets) {
+    first.push_back(row.empty() ? Descriptor() : std::move(row.front()));
+    if (!row.empty()) row.erase(row.begin());
+  }
+  return first;
+}
+
+void copy_text(char* to, const std::string& text) {
+  size_t length = std::min<size_t>(text.size(), RD_TEXT - 1);
+  std::memcpy(to, text.data(), length);
+  to[length] = 0;
+}
+
+}  // namespace
+
+Channel::Channel(const rd_layout& layout, std::shared_ptr<Segment> segment,
+                 std::vector<std::vector<Descriptor>> sockets, std::vector<Descriptor> direct)
+    : layout_(layout),
+      segment_(std::move(segment)),
+      own_bucket_(segment_ == nullptr && layout.bucket_bytes > 0 ? new char[layout.bucket_bytes]() : nullptr),
+      alarm_(alarms(sockets)), gate_(layout_, segment_.get()), meeting_(layout_) {
+  links_.resize(layout_.size);
+  direct_links_.resize(layout_.size);
+  for (uint32_t member = 0; member < layout_.size; ++member) {
+    if (member == layout_.me) continue;
+    if (layout_.places[member] == layout_.my_place) {
+      if (segment_ == nullptr) throw Stop{RD_BAD_CALL, int(member)};
+      links_[member] = std::make_unique<Pipe>(layout_, segment_.get(), Traffic::kCollective, member);
+      direct_links_[member] = std::make_unique<Pipe>(layout_, segment_.get(), Traffic::kDirect, member);
+      continue;
+    }
+    if (member >= sockets.size() || sockets[member].empty() || sockets[member][0].get() < 0) throw Stop{RD_BAD_CALL, int(member)};
+    links_[member] = std::make_unique<Tcp>(member, std::move(sockets[member]), &alarm_);
+    if (member < direct.size() && direct[member].get() >= 0) {
+      std::vector<Descriptor> one;
+      one.push_back(std::move(direct[member]));
+      direct_links_[member] = std::make_unique<Tcp>(member, std::move(one), &alarm_);
+    }
+  }
+  collectives_ = std::make_unique<Order>([this](Request& request) {
+    work(request, *collectives_, request.kind == RD_JOIN ? &Channel::join : &Channel::collective);
+  });
+}
+
+Channel::~Channel() {
+  bool idle = collectives_->queue.idle();
+  for (auto& [key, order] : direct_orders_) idle = idle && order->queue.idle();
+  if (idle) {
+    if (segment_ != nullptr) segment_->depart(layout_.my_local);
+    alarm_.depart();
+  } else {
+    abort(Stop{RD_CLOSED, int(layout_.me)});
+  }
+  collectives_->queue.close();
+  for (auto& [key, order] : direct_orders_) order->queue.close();
+}
+
+Queue& Channel::queue_of(const Request& request) {
+  if (request.kind != RD_SEND && request.kind != RD_RECEIVE) return collectives_->queue;
+  std::lock_guard<std::mutex> lock(orders_mutex_);
+  auto& order = direct_orders_[{request.peer, request.kind == RD_SEND}];
+  if (order == nullptr) {
+    order = std::make_unique<Order>([this](Request& r) {
+      Order* mine;
+      {
+        std::lock_guard<std::mutex> guard(orders_mutex_);
+        mine = direct_orders_[{r.peer, r.kind == RD_SEND}].get();
+      }
+      work(r, *mine, &Channel::direct_message);
+    });
+  }
+  return order->queue;
+}
+
+void Channel::abort(const Stop& stop) {
+  // Others must not mistake "I closed" for their own closing.
+  Stop told = stop.status == RD_CLOSED ? Stop{RD_PEER_LOST, int(layout_.me)} : stop;
+  if (segment_ != nullptr) segment_->abort(told.status, told.member);
+  alarm_.raise(told);
+}
+
+char* Channel::bucket() const {
+  if (layout_.bucket_bytes == 0) return nullptr;
+  return segment_ != nullptr ? segment_->bucket(layout_.my_local) : own_bucket_.get();
+}
+
+// Runs one call and turns whatever ends it into its result. A failure that is not a plain mistake ends the channel.
+void Channel::work(Request& request, Order& order, void (Channel::*what)(Request&, Team&)) {
+  rd_result& result = request.result;
+  result.member = -1;
+  result.start_ns = result.ready_ns = now_ns();
+  request.started_ns.store(result.start_ns);
+  try {
+    Waiter waiter(layout_, segment_.get(), &alarm_, request.deadline, &order.waiting_for);
+    Team team{layout_, segment_.get(), gate_, links_, waiter, order.flat, order.passing, slot_};
+    waiter.check();
+    (this->*what)(request, team);
+    result.status = RD_OK;
+  } catch (const Stop& stop) {
+    result.status = stop.status;
+    result.member = stop.member;
+    result.detail = stop.detail;
+    if (stop.status != RD_MISMATCH && stop.status != RD_BAD_CALL) abort(stop);
+  } catch (const std::bad_alloc&) {
+    result.status = RD_SYSTEM;
+    result.detail = ENOMEM;
+    abort(Stop{RD_PEER_LOST, int(layout_.me)});
+  }
+  result.end_ns = now_ns();
+}
+
+bool Channel::in_bucket(const Request& request, uint64_t* offset) const {
+  const char* start = bucket();
+  if (start == nullptr || request.parts.pieces().size() != 1) return false;
+  const rd_part& part = request.parts.pieces()[0];
+  const char* data = static_cast<const char*>(part.in);
+  if (part.in != part.out || data < start || data + request.parts.bytes() > start + layout_.bucket_bytes) return false;
+  *offset = uint64_t(data - start);
+  return true;
+}
+
+Header Channel::header_of(const Request& request, rd_algorithm algorithm) const {
+  Header header{};
+  header.sequence = sequence_;
+  header.signature = request.signature;
+  header.count = request.parts.count();
+  header.kind = request.kind;
+  header.dtype = request.dtype;
+  header.op = request.op;
+  header.algorithm = algorithm;
+  header.peer = request.peer;
+  header.prescale = request.prescale;
+  header.postscale = request.postscale;
+  header.in_bucket = in_bucket(request, &header.offset);
+  copy_text(header.text, request.text);
+  return header;
+}
+
+void Channel::require_agreement(Request& request, Verdict verdict) {
+  if (verdict != Verdict::kDiffer) return;
+  for (const Header& header : meeting_.headers()) {
+    rd_asked asked{header.signature, {}};
+    copy_text(asked.text, header.text);
+    request.asked.push_back(asked);
+  }
+  throw Stop{RD_MISMATCH};
+}
+
+void Channel::collective(Request& request, Team& team) {
+  rd_algorithm algorithm = choose(layout_, request.kind, request.op, request.parts.bytes(), request.algorithm);
+  ++sequence_;
+  Header header = header_of(request, algorithm);
+  Arithmetic arithmetic{request.dtype, request.op, request.prescale, request.postscale, layout_.size};
+  Job job{request.kind, arithmetic, request.peer, request.parts, request.counts, request.splits, header.offset, header.in_bucket != 0};
+  bool direct = algorithm == RD_DIRECT && segment_ != nullptr;
+  if (direct) direct_prepare(team, job);
+  meeting_.meet(team, header, request.trusted);
+  request.result.ready_ns = now_ns();
+  request.result.algorithm = algorithm;
+  const Header* asked;
+  require_agreement(request, judge(meeting_.headers(), &asked));
+  run_algorithm(algorithm, job, team);
+}
+
+// The others may ask for any allreduce while I have joined: I learn at the meeting which, and give zeros.
+void Channel::join(Request& request, Team& team) {
+  while (true) {
+    ++sequence_;
+    if (layout_.one_place() && segment_ != nullptr) direct_prepare_zeros(team);
+    meeting_.meet(team, header_of(request, RD_CHOOSE), false);
+    const Header* asked;
+    Verdict verdict = judge(meeting_.headers(), &asked);
+    if (verdict == Verdict::kEveryoneJoined) return;
+    if (verdict == Verdict::kAgreed) take_part(Header(*asked), team);
+    // When the others disagree among themselves, or ask for what cannot be joined, that is their error: I go on.
+  }
+}
+
+void Channel::take_part(const Header& asked, Team& team) {
+  if (asked.kind != RD_ALLREDUCE) return;
+  rd_dtype dtype = rd_dtype(asked.dtype);
+  std::vector<char> zeros(asked.count * element_bytes(dtype));
+  rd_part part{zeros.data(), zeros.data(), asked.count};
+  Arithmetic arithmetic{dtype, rd_op(asked.op), asked.prescale, asked.postscale, layout_.size};
+  Job job{RD_ALLREDUCE, arithmetic, asked.peer, Parts(&part, 1, element_bytes(dtype)), {}, {}};
+  run_algorithm(rd_algorithm(asked.algorithm), job, team);
+}
+
+void Channel::run_algorithm(rd_algorithm algorithm, const Job& job, Team& team) {
+  if (job.kind == RD_BARRIER) return;
+  if (layout_.size == 1) return alone(team, job);
+  bool adasum = job.arithmetic.op == RD_ADASUM;
+  switch (job.kind) {
+    case RD_ALLREDUCE:
+      if (adasum) return adasum_allreduce(team, job);
+      if (algorithm == RD_DIRECT) return direct_allreduce(team, job);
+      if (algorithm == RD_DOUBLING) return doubling_allreduce(team, job);
+      if (algorithm == RD_TWO_LEVEL) return two_level_allreduce(team, job);
+      return ring_allreduce(team, job);
+    case RD_BROADCAST:
+      return algorithm == RD_DIRECT ? direct_broadcast(team, job) : tree_broadcast(team, job);
+    case RD_ALLGATHER:
+      return algorithm == RD_DIRECT ? direct_allgather(team, job) : ring_allgather(team, job);
+    case RD_REDUCE_SCATTER:
+      return algorithm == RD_DIRECT ? direct_reduce_scatter(team, job) : ring_reduce_scatter(team, job);
+    default:
+      return pairwise_alltoall(team, job);
+  }
+}
+
+// A message is its header, then its bytes. The receiver compares; the sender is done when its bytes are on their way.
+void Channel::direct_message(Request& request, Team& team) {
+  Link* link = direct_links_[uint32_t(request.peer)].get();
+  if (link == nullptr) throw Stop{RD_BAD_CALL, request.peer};
+  uint64_t bytes = request.parts.bytes();
+  const rd_part& part = request.parts.pieces()[0];
+  if (request.kind == RD_SEND) {
+    Header header = header_of(request, RD_CHOOSE);
+    exchange(team.waiter, link, &header, sizeof header, nullptr, nullptr, 0);
+    request.result.ready_ns = now_ns();
+    exchange(team.waiter, link, part.in, bytes, nullptr, nullptr, 0);
+    return;
+  }
+  Header header{};
+  exchange(team.waiter, nullptr, nullptr, 0, link, &header, sizeof header);
+  request.result.ready_ns = now_ns();
+  uint64_t coming = header.count * element_bytes(rd_dtype(header.dtype));
+  if (header.signature == request.signature && coming == bytes) {
+    return exchange(team.waiter, nullptr, nullptr, 0, link, part.out, bytes);
+  }
+  for (uint64_t left = coming; left > 0;) {  // what was sent must leave the stream, or the next message would start in it
+    uint64_t piece = std::min<uint64_t>(left, 1 << 20);
+    exchange(team.waiter, nullptr, nullptr, 0, link, team.passing.room(1 << 20), piece);
+    left -= piece;
+  }
+  request.asked.resize(layout_.size);
+  request.asked[uint32_t(request.peer)].signature = header.signature;
+  copy_text(request.asked[uint32_t(request.peer)].text, header.text);
+  request.asked[layout_.me].signature = request.signature;
+  copy_text(request.asked[layout_.me].text, request.text);
+  throw Stop{RD_MISMATCH, request.peer};
+}
+
+void Channel::look(rd_status_now* now, uint32_t* missing) {
+  *now = {};
+  now->calls = collectives_->queue.finished();
+  Order* busy = collectives_.get();
+  std::shared_ptr<Request> request = busy->queue.current();
+  std::lock_guard<std::mutex> lock(orders_mutex_);
+  for (auto& [key, order] : direct_orders_) {
+    if (request != nullptr) break;
+    request = order->queue.current();
+    busy = order.get();
+  }
+  if (request == nullptr) return;
+  now->since_ns = request->started_ns.load();
+  now->kind = request->kind;
+  copy_text(now->text, request->text);
+  std::vector<uint32_t> late;
+  if (busy == collectives_.get()) late = gate_.missing();
+  int32_t waiting_for = busy->waiting_for.load();
+  if (late.empty() && waiting_for >= 0) late.push_back(uint32_t(waiting_for));
+  std::copy(late.begin(), late.end(), missing);
+  now->num_missing = int32_t(late.size());
+}
+
+}  // namespace ronde

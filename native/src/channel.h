@@ -1,0 +1,63 @@
+// A channel: one total order of collectives among its members, plus an order of its own for each pair's sends.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <vector>
+
+#include "link/alarm.h"
+#include "meeting.h"
+#include "queue.h"
+#include "team.h"
+
+namespace ronde {
+
+class Channel {
+ public:
+  // `sockets[member]` are the connections to a member at another place: the first is the alarm, the rest carry data.
+  // `direct[member]` is the one for send and receive. Throws Stop.
+  Channel(const rd_layout& layout, std::shared_ptr<Segment> segment, std::vector<std::vector<Descriptor>> sockets,
+          std::vector<Descriptor> direct);
+  ~Channel();
+
+  const Layout& layout() const { return layout_; }
+  Queue& queue_of(const Request& request);
+  void abort(const Stop& stop);
+  char* bucket() const;  // mine; null without one
+  void look(rd_status_now* now, uint32_t* missing);
+
+ private:
+  // One order of calls: what it needs while one of them runs.
+  struct Order {
+    explicit Order(std::function<void(Request&)> work) : queue(std::move(work)) {}
+    Queue queue;
+    Scratch flat, passing;
+    std::atomic<int32_t> waiting_for{-1};
+  };
+
+  void work(Request& request, Order& order, void (Channel::*what)(Request&, Team&));
+  void collective(Request& request, Team& team);
+  void join(Request& request, Team& team);
+  void take_part(const Header& asked, Team& team);
+  void direct_message(Request& request, Team& team);
+  void run_algorithm(rd_algorithm algorithm, const Job& job, Team& team);
+  Header header_of(const Request& request, rd_algorithm algorithm) const;
+  bool in_bucket(const Request& request, uint64_t* offset) const;
+  void require_agreement(Request& request, Verdict verdict);
+
+  const Layout layout_;
+  const std::shared_ptr<Segment> segment_;
+  const std::unique_ptr<char[]> own_bucket_;  // of a member that shares memory with nobody
+  Alarm alarm_;
+  Gate gate_;
+  Meeting meeting_;
+  std::vector<std::unique_ptr<Link>> links_, direct_links_;
+  uint32_t slot_ = 0;
+  uint64_t sequence_ = 0;
+  std::unique_ptr<Order> collectives_;
+  std::mutex orders_mutex_;                                   // guards direct_orders_
+  std::map<std::pair<int, bool>, std::unique_ptr<Order>> direct_orders_;  // by (member, sending)
+};
+
+}  // namespace ronde

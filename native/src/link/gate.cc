@@ -1,0 +1,53 @@
+#include "link/gate.h"
+
+#include "base/futex.h"
+
+namespace ronde {
+
+uint32_t Gate::arrive() {
+  uint32_t phase = phase_.load(std::memory_order_relaxed) + 1;
+  phase_.store(phase, std::memory_order_relaxed);
+  if (segment_ == nullptr) return phase;
+  segment_->line(layout_.my_local).phase.store(phase, std::memory_order_relaxed);
+  SegmentHead& head = segment_->head();
+  if (head.arrived[phase & 1].fetch_add(1, std::memory_order_acq_rel) + 1 < layout_.num_locals()) return phase;
+  head.arrived[phase & 1].store(0, std::memory_order_relaxed);
+  head.open.store(phase);  // sequentially consistent: a sleeper either sees this or is seen by the next line
+  if (head.sleepers.load() > 0) futex_wake_all(&head.open);
+  return phase;
+}
+
+void Gate::wait(uint32_t phase, Waiter& waiter) {
+  if (segment_ == nullptr) return;
+  SegmentHead& head = segment_->head();
+  auto open = [&] { return int32_t(head.open.load(std::memory_order_acquire) - phase) >= 0; };
+  auto hopeless = [&] {
+    for (uint32_t local = 0; local < layout_.num_locals(); ++local) {
+      const MemberLine& line = segment_->line(local);
+      if (line.departed.load() != 0 && int32_t(line.phase.load() - phase) < 0)
+        throw Stop{RD_PEER_LOST, int(layout_.locals()[local])};
+    }
+  };
+  try {
+    waiter.until(&head.open, &head.sleepers, open, hopeless);
+  } catch (Stop& stop) {
+    // Those who did not come are to blame for running out of time.
+    if (stop.status == RD_TIMEOUT && stop.member < 0) {
+      auto late = missing();
+      if (!late.empty()) stop.member = int(late[0]);
+    }
+    throw;
+  }
+}
+
+std::vector<uint32_t> Gate::missing() const {
+  std::vector<uint32_t> late;
+  if (segment_ == nullptr) return late;
+  uint32_t phase = phase_.load(std::memory_order_relaxed);
+  for (uint32_t local = 0; local < layout_.num_locals(); ++local)
+    if (int32_t(segment_->line(local).phase.load(std::memory_order_relaxed) - phase) < 0)
+      late.push_back(layout_.locals()[local]);
+  return late;
+}
+
+}  // namespace ronde

@@ -1,0 +1,95 @@
+#include "link/segment.h"
+
+#include <sys/mman.h>
+
+#include <cerrno>
+
+#include "base/futex.h"
+#include "base/stop.h"
+
+namespace ronde {
+
+namespace {
+
+constexpr uint64_t kPage = 4096;
+constexpr uint32_t kBeingWritten = UINT32_MAX;  // the member's number is there before the status is
+
+uint64_t take(uint64_t* end, uint64_t bytes) {
+  uint64_t start = *end;
+  *end += (bytes + kPage - 1) / kPage * kPage;
+  return start;
+}
+
+}  // namespace
+
+void Segment::place(const Layout& layout) {
+  locals_ = layout.num_locals();
+  slot_bytes_ = layout.slot_bytes;
+  bucket_bytes_ = (layout.bucket_bytes + kPage - 1) / kPage * kPage;
+  end_ = 0;
+  take(&end_, sizeof(SegmentHead));
+  lines_ = take(&end_, locals_ * sizeof(MemberLine));
+  headers_ = take(&end_, layout.size * sizeof(Header));
+  slots_ = take(&end_, uint64_t(locals_) * 2 * slot_bytes_);
+  results_ = take(&end_, 2 * slot_bytes_);
+  pipes_ = take(&end_, uint64_t(2) * locals_ * locals_ * sizeof(PipeRoom));
+  buckets_ = take(&end_, locals_ * bucket_bytes_);
+}
+
+Segment::Segment(const Layout& layout, int descriptor) {
+  place(layout);
+  void* base = mmap(nullptr, end_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
+  if (base == MAP_FAILED) throw Stop{RD_SYSTEM, -1, errno};
+  base_ = static_cast<char*>(base);
+  mapped_ = end_;
+}
+
+Segment::Segment(const Layout& layout, void* base) {
+  place(layout);
+  base_ = static_cast<char*>(base);
+}
+
+Segment::~Segment() {
+  if (mapped_ > 0) munmap(base_, mapped_);
+}
+
+uint64_t Segment::bytes(const Layout& layout) {
+  Segment measure(layout, nullptr);
+  return measure.end_;
+}
+
+PipeRoom* Segment::pipe(Traffic traffic, uint32_t from, uint32_t to) const {
+  auto* rooms = reinterpret_cast<PipeRoom*>(base_ + pipes_);
+  return &rooms[(uint64_t(traffic) * locals_ + from) * locals_ + to];
+}
+
+void Segment::abort(rd_status status, int member) {
+  uint32_t well = 0;
+  SegmentHead& h = head();
+  if (h.abort_status.compare_exchange_strong(well, kBeingWritten)) {
+    h.abort_member.store(member);
+    h.abort_status.store(uint32_t(status));
+  }
+  wake_everyone();
+}
+
+void Segment::depart(uint32_t local) {
+  line(local).departed.store(1);
+  wake_everyone();
+}
+
+void Segment::wake_everyone() {
+  futex_wake_all(&head().open);
+  for (uint32_t local = 0; local < locals_; ++local) {
+    line(local).bell.fetch_add(1);
+    futex_wake_all(&line(local).bell);
+  }
+}
+
+void Segment::check() const {
+  uint32_t status = head().abort_status.load(std::memory_order_acquire);
+  if (status == 0 || status == kBeingWritten) return;
+  throw Stop{rd_status(status), head().abort_member.load()};
+}
+
+}  // namespace ronde

@@ -1,0 +1,59 @@
+#include "link/waiter.h"
+
+#include <poll.h>
+#include <sched.h>
+
+#include <algorithm>
+
+#include "base/futex.h"
+#include "link/link.h"
+
+namespace ronde {
+
+SpinPolicy spin_policy(uint32_t num_locals, uint32_t num_cores) {
+  if (num_locals <= num_cores) return {2000, 0};
+  return {20, 40};
+}
+
+void Waiter::pause() { cpu_pause(); }
+
+void Waiter::give_way() { sched_yield(); }
+
+void Waiter::check() const {
+  if (!layout_.one_place()) alarm_->listen();  // a wait for memory does not hear the sockets
+  alarm_->check();
+  if (segment_ != nullptr) segment_->check();
+  if (deadline_.passed()) throw Stop{RD_TIMEOUT, waiting_for_->load(std::memory_order_relaxed)};
+}
+
+void Waiter::sleep_on(std::atomic<uint32_t>* word, uint32_t seen) const {
+  int64_t left = std::min<int64_t>(kSliceNs, deadline_.left_ns());
+  if (left > 0) futex_wait(word, seen, left);
+}
+
+bool Waiter::wants_sockets(const Turn& turn) {
+  return (turn.sending != nullptr && turn.sending->sending_socket() >= 0) ||
+         (turn.receiving != nullptr && turn.receiving->receiving_socket() >= 0);
+}
+
+void Waiter::note(const Turn& turn) {
+  Link* link = turn.receiving != nullptr ? turn.receiving : turn.sending;
+  waiting_for_->store(link == nullptr ? -1 : int32_t(link->member()), std::memory_order_relaxed);
+}
+
+void Waiter::check_departed(const Turn& turn) {
+  for (Link* link : {turn.receiving, turn.sending})
+    if (link != nullptr && link->departed()) throw Stop{RD_PEER_LOST, int(link->member())};
+}
+
+void Waiter::wait_sockets(const Turn& turn) {
+  pollfd asked[3] = {{alarm_->descriptor(), POLLIN, 0}, {-1, POLLOUT, 0}, {-1, POLLIN, 0}};
+  bool pipes = false;
+  if (turn.sending != nullptr) pipes |= (asked[1].fd = turn.sending->sending_socket()) < 0;
+  if (turn.receiving != nullptr) pipes |= (asked[2].fd = turn.receiving->receiving_socket()) < 0;
+  int64_t left = std::max<int64_t>(0, std::min(pipes ? kMixedNs : kSliceNs, deadline_.left_ns()));
+  timespec limit{time_t(left / 1000000000), long(left % 1000000000)};
+  ppoll(asked, 3, &limit, nullptr);
+}
+
+}  // namespace ronde

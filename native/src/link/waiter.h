@@ -1,0 +1,130 @@
+// One call's patience: its deadline, its abort, and how a thread waits for memory or sockets without wasting a core.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+
+#include "base/clock.h"
+#include "base/stop.h"
+#include "link/alarm.h"
+#include "link/segment.h"
+
+namespace ronde {
+
+class Link;
+
+// What one step of a transfer did, and what it waits for when it did nothing.
+struct Turn {
+  bool done = false;
+  bool progress = false;
+  Link* sending = nullptr;    // has something to send and no room
+  Link* receiving = nullptr;  // wants something that is not there yet
+};
+
+// How long to spin before sleeping. With a core for every local member a short spin beats a sleep; with more members
+// than cores the one we wait for may need this very core, so give it up at once.
+struct SpinPolicy {
+  uint32_t spins;   // looks with a pause in between
+  uint32_t yields;  // looks with the core offered to others in between
+};
+
+SpinPolicy spin_policy(uint32_t num_locals, uint32_t num_cores);
+
+class Waiter {
+ public:
+  Waiter(const Layout& layout, Segment* segment, Alarm* alarm, const Deadline& deadline,
+         std::atomic<int32_t>* waiting_for)
+      : layout_(layout),
+        segment_(segment),
+        alarm_(alarm),
+        deadline_(deadline),
+        policy_(spin_policy(layout.num_locals(), layout.num_cores)),
+        waiting_for_(waiting_for) {}
+
+  // Throws Stop when the call must end: aborted, closed, a member gone, or out of time.
+  void check() const;
+
+  // Sleeps until `ready()` is true; the word changes when it may be. `hopeless()` throws when it never will be.
+  template <class Ready, class Hopeless>
+  void until(std::atomic<uint32_t>* word, std::atomic<uint32_t>* sleepers, Ready ready, Hopeless hopeless) {
+    for (uint32_t i = 0; i < policy_.spins; ++i) {
+      if (ready()) return;
+      pause();
+    }
+    for (uint32_t i = 0; i < policy_.yields; ++i) {
+      if (ready()) return;
+      give_way();
+    }
+    while (true) {
+      uint32_t seen = word->load();
+      sleepers->fetch_add(1);  // whoever changes the word looks at this after
+      bool over = ready();
+      if (!over) sleep_on(word, seen);
+      sleepers->fetch_sub(1);
+      if (over || ready()) return;
+      check();
+      hopeless();
+    }
+  }
+
+  // Calls step() until it says done. A step moves what it can; when nothing moved, waits until one of the links it
+  // named might be ready again.
+  template <class Step>
+  void drive(Step step) {
+    uint32_t idle = 0;
+    while (true) {
+      Turn turn = step();
+      if (turn.done) break;
+      if (turn.progress) {
+        idle = 0;
+      } else if (wants_sockets(turn)) {
+        note(turn);
+        wait_sockets(turn);
+        check();
+      } else if (idle < policy_.spins + policy_.yields) {
+        idle++ < policy_.spins ? pause() : give_way();
+      } else {
+        note(turn);
+        if (sleep_for_bell(step)) break;
+      }
+    }
+    waiting_for_->store(-1, std::memory_order_relaxed);
+  }
+
+ private:
+  static void pause();
+  static void give_way();
+  static bool wants_sockets(const Turn& turn);
+  void sleep_on(std::atomic<uint32_t>* word, uint32_t seen) const;
+  void wait_sockets(const Turn& turn);
+  void note(const Turn& turn);
+  static void check_departed(const Turn& turn);
+
+  // Takes one more step after saying "I sleep", so that no wake-up is missed. True when that finished the work.
+  template <class Step>
+  bool sleep_for_bell(Step& step) {
+    MemberLine& mine = segment_->line(layout_.my_local);
+    uint32_t seen = mine.bell.load();
+    mine.sleepers.fetch_add(1);
+    Turn turn = step();
+    if (!turn.done && !turn.progress) sleep_on(&mine.bell, seen);
+    mine.sleepers.fetch_sub(1);
+    if (!turn.done && !turn.progress) {
+      check();
+      check_departed(turn);
+    }
+    return turn.done;
+  }
+
+  static constexpr int64_t kSliceNs = 50'000'000;  // an abort that raced with falling asleep is seen after this
+  static constexpr int64_t kMixedNs = 200'000;     // sockets and memory cannot be slept on together
+
+  const Layout& layout_;
+  Segment* segment_;
+  Alarm* alarm_;
+  const Deadline& deadline_;
+  SpinPolicy policy_;
+  std::atomic<int32_t>* waiting_for_;
+};
+
+}  // namespace ronde

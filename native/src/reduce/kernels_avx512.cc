@@ -1,0 +1,6 @@
+// The inner loops for CPUs with AVX-512 (F, BW, VL, DQ); compiled with its flags, empty elsewhere.
+#if defined(__x86_64__)
+#define RONDE_LEVEL kernels_avx512
+#define RONDE_LEVEL_NAME "avx512"
+#include "reduce/kernels.inc"
+#endif

@@ -1,0 +1,4 @@
+// The inner loops for any CPU.
+#define RONDE_LEVEL kernels_portable
+#define RONDE_LEVEL_NAME "portable"
+#include "reduce/kernels.inc"

@@ -1,0 +1,299 @@
+// The public functions of reduce.h: which inner loops to run on which piece.
+//
+// All of them work in blocks that stay in the first-level cache, so that what follows on a block (scaling, rounding,
+// copying it to the other outputs) costs little. No function here knows how an element is computed.
+#include "reduce/reduce.h"
+
+#include <cassert>
+#include <cstdint>
+#include <cstring>
+
+#include "reduce/kernels.h"
+
+namespace ronde {
+namespace {
+
+constexpr size_t kBlockBytes = 8192;
+constexpr size_t kLine = 64;
+
+constexpr size_t kElementBytes[RD_NUM_DTYPES] = {1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 1};
+
+struct alignas(kLine) Block {
+  char bytes[kBlockBytes];
+};
+
+bool is_16bit_float(rd_dtype dtype) { return dtype == RD_FLOAT16 || dtype == RD_BFLOAT16; }
+
+bool is_float(rd_dtype dtype) { return is_16bit_float(dtype) || dtype == RD_FLOAT32 || dtype == RD_FLOAT64; }
+
+// The dtype of the accumulators.
+rd_dtype wide(rd_dtype dtype) { return is_16bit_float(dtype) ? RD_FLOAT32 : dtype; }
+
+// Elements that fit in a block when they are wide.
+size_t block_count(rd_dtype dtype) { return kBlockBytes / element_bytes(wide(dtype)); }
+
+Fold fold_of(rd_op op) {
+  assert(op != RD_ADASUM && op < RD_NUM_OPS);
+  switch (op) {
+    case RD_MIN:
+      return kMin;
+    case RD_MAX:
+      return kMax;
+    case RD_PRODUCT:
+      return kProduct;
+    default:
+      return kSum;
+  }
+}
+
+const char* at(const void* data, size_t bytes) { return static_cast<const char*>(data) + bytes; }
+
+char* at(void* data, size_t bytes) { return static_cast<char*>(data) + bytes; }
+
+size_t least(size_t a, size_t b) { return a < b ? a : b; }
+
+// What is left to do with a folded result: divide (integers), then multiply.
+struct Finish {
+  uint64_t divisor = 1;
+  double factor = 1.0;
+
+  explicit Finish(const Arithmetic& a) : factor(a.postscale) {
+    if (a.op != RD_MEAN) return;
+    if (is_float(a.dtype)) {
+      factor = a.postscale / static_cast<double>(a.divisor);
+    } else {
+      divisor = a.divisor;
+    }
+  }
+
+  bool nothing() const { return divisor <= 1 && factor == 1.0; }
+};
+
+// One reduce_many: folds the inputs block by block.
+class Reduction {
+ public:
+  Reduction(const Arithmetic& a, const void* const* ins, size_t num_ins)
+      : own_(kernels().of[a.dtype]),
+        wide_(kernels().of[wide(a.dtype)]),
+        fold_(fold_of(a.op)),
+        element_bytes_(element_bytes(a.dtype)),
+        prescale_(a.prescale),
+        finish_(a),
+        ins_(ins),
+        num_ins_(num_ins),
+        is_sum_(fold_ == kSum),
+        is_direct_(num_ins > 1 && prescale_ == 1.0 && (finish_.nothing() || (is_sum_ && is_float(a.dtype)))) {}
+
+  // Elements first … first + n of the result go to out, and to twin unless it is null.
+  void block(size_t first, size_t n, void* out, void* twin) {
+    if (is_direct_) {
+      direct(first, n, out, twin);
+    } else {
+      general(first, n, out, twin);
+    }
+  }
+
+ private:
+  const char* in(size_t j, size_t first) const { return at(ins_[j], first * element_bytes_); }
+
+  // Inputs as they are, a result that needs no more than a factor: no pass but those that fold.
+  void direct(size_t first, size_t n, void* out, void* twin) {
+    const size_t last = num_ins_ - 1;
+    const void* left = in(0, first);
+    if (num_ins_ > 2) {
+      left = folded_.bytes;
+      own_.open[fold_](in(0, first), in(1, first), folded_.bytes, n);
+      for (size_t j = 2; j < last; ++j) own_.fold[fold_](folded_.bytes, in(j, first), folded_.bytes, n);
+    }
+    if (is_sum_) {
+      (num_ins_ > 2 ? own_.close_sum : own_.sum)(left, in(last, first), out, twin, n, finish_.factor);
+    } else {
+      (num_ins_ > 2 ? own_.close : own_.join)[fold_](left, in(last, first), out, n);
+      copy_twin(out, twin, n);
+    }
+  }
+
+  void general(size_t first, size_t n, void* out, void* twin) {
+    own_.load(in(0, first), folded_.bytes, n, prescale_);
+    for (size_t j = 1; j < num_ins_; ++j) {
+      own_.load(in(j, first), next_.bytes, n, prescale_);
+      wide_.join[fold_](folded_.bytes, next_.bytes, folded_.bytes, n);
+    }
+    if (finish_.divisor > 1) own_.divide(folded_.bytes, n, finish_.divisor);
+    own_.store(folded_.bytes, out, n, finish_.factor);
+    copy_twin(out, twin, n);
+  }
+
+  void copy_twin(const void* out, void* twin, size_t n) {
+    if (twin != nullptr) std::memcpy(twin, out, n * element_bytes_);
+  }
+
+  const DtypeKernels& own_;
+  const DtypeKernels& wide_;
+  const Fold fold_;
+  const size_t element_bytes_;
+  const double prescale_;
+  const Finish finish_;
+  const void* const* ins_;
+  const size_t num_ins_;
+  const bool is_sum_;
+  const bool is_direct_;
+  Block folded_;
+  Block next_;
+};
+
+bool any_shared(const void* const* ins, size_t num_ins, void* const* outs, size_t num_outs) {
+  for (size_t k = 0; k < num_outs; ++k) {
+    for (size_t j = 0; j < num_ins; ++j) {
+      if (outs[k] == ins[j]) return true;
+    }
+  }
+  return false;
+}
+
+// Results go to the first two outputs at once, and from the first, still in the cache, to the others.
+void reduce_cached(Reduction& reduction, void* const* outs, size_t num_outs, size_t count, size_t step, size_t bytes) {
+  for (size_t i = 0; i < count; i += step) {
+    const size_t n = least(step, count - i);
+    char* result = at(outs[0], i * bytes);
+    reduction.block(i, n, result, num_outs > 1 ? at(outs[1], i * bytes) : nullptr);
+    for (size_t k = 2; k < num_outs; ++k) std::memcpy(at(outs[k], i * bytes), result, n * bytes);
+  }
+}
+
+void reduce_streaming(Reduction& reduction, void* const* outs, size_t num_outs, size_t count, size_t step,
+                      size_t bytes) {
+  const Kernels& level = kernels();
+  Block result;
+  // The first block is shorter where that makes the others begin at a cache line.
+  size_t n = least(count, step - reinterpret_cast<uintptr_t>(outs[0]) % kLine / bytes);
+  for (size_t i = 0; i < count; i += n, n = least(step, count - i)) {
+    reduction.block(i, n, result.bytes, nullptr);
+    for (size_t k = 0; k < num_outs; ++k) level.stream(at(outs[k], i * bytes), result.bytes, n * bytes);
+  }
+  level.settle();
+}
+
+// out[i] = factor * in[i], in T on both sides.
+void scale(rd_dtype dtype, const void* in, void* out, size_t count, double factor) {
+  const DtypeKernels& own = kernels().of[dtype];
+  if (wide(dtype) == dtype) return own.load(in, out, count, factor);
+  const size_t bytes = element_bytes(dtype), step = block_count(dtype);
+  Block loaded;
+  for (size_t i = 0; i < count; i += step) {
+    const size_t n = least(step, count - i);
+    own.load(at(in, i * bytes), loaded.bytes, n, 1.0);
+    own.store(loaded.bytes, at(out, i * bytes), n, factor);
+  }
+}
+
+double fold_lanes(const double lanes[kLanes]) {
+  static_assert(kLanes == 8, "the order of this sum is part of the result");
+  return ((lanes[0] + lanes[4]) + (lanes[2] + lanes[6])) + ((lanes[1] + lanes[5]) + (lanes[3] + lanes[7]));
+}
+
+// How much of a vector stays when its overlap with the other is taken out once. Below the threshold its square has
+// no precision left to divide by.
+double share(double overlap, double square) {
+  constexpr double kAllButZero = 0x1p-511;
+  return square >= kAllButZero ? 1.0 - overlap / (2.0 * square) : 1.0;
+}
+
+}  // namespace
+
+size_t element_bytes(rd_dtype dtype) {
+  const auto index = static_cast<size_t>(dtype);
+  return index < RD_NUM_DTYPES ? kElementBytes[index] : 0;
+}
+
+bool supported(const Arithmetic& a) {
+  if (element_bytes(a.dtype) == 0 || static_cast<size_t>(a.op) >= RD_NUM_OPS) return false;
+  if (a.op == RD_MEAN && a.divisor == 0) return false;
+  if (a.op == RD_ADASUM) return is_float(a.dtype);
+  return a.dtype != RD_BOOL || (a.op != RD_MEAN && a.prescale == 1.0 && a.postscale == 1.0);
+}
+
+void reduce_many(const Arithmetic& a, const void* const* ins, size_t num_ins, void* const* outs, size_t num_outs,
+                 size_t count, bool streaming) {
+  assert(supported(a));
+  if (num_ins == 0 || num_outs == 0 || count == 0) return;
+  Reduction reduction(a, ins, num_ins);
+  const size_t step = block_count(a.dtype), bytes = element_bytes(a.dtype);
+  // An output that is an input is in the cache already, because it was read: throwing it out first is a waste.
+  if (streaming && !any_shared(ins, num_ins, outs, num_outs)) {
+    reduce_streaming(reduction, outs, num_outs, count, step, bytes);
+  } else {
+    reduce_cached(reduction, outs, num_outs, count, step, bytes);
+  }
+}
+
+void combine(rd_dtype dtype, rd_op op, const void* a, const void* b, void* out, size_t count) {
+  kernels().of[dtype].join[fold_of(op)](a, b, out, count);
+}
+
+void scale_before(const Arithmetic& a, const void* in, void* out, size_t count) {
+  if (a.prescale == 1.0) {
+    copy_bytes(out, in, count * element_bytes(a.dtype), false);
+  } else {
+    scale(a.dtype, in, out, count, a.prescale);
+  }
+}
+
+void finish(const Arithmetic& a, void* data, size_t count) {
+  const Finish finish(a);
+  if (finish.divisor > 1) kernels().of[a.dtype].divide(data, count, finish.divisor);
+  if (finish.factor != 1.0) scale(a.dtype, data, data, count, finish.factor);
+}
+
+void adasum_dots(rd_dtype dtype, const void* a, const void* b, size_t count, double dots[3]) {
+  assert(is_float(dtype));
+  const DtypeKernels& own = kernels().of[dtype];
+  const DtypeKernels& widened = kernels().of[wide(dtype)];
+  const size_t bytes = element_bytes(dtype), step = block_count(dtype);
+  Dots sums = {};
+  Block left, right;
+  for (size_t i = 0; i < count; i += step) {
+    const size_t n = least(step, count - i);
+    const void *x = at(a, i * bytes), *y = at(b, i * bytes);
+    if (is_16bit_float(dtype)) {
+      own.load(x, left.bytes, n, 1.0);
+      own.load(y, right.bytes, n, 1.0);
+      x = left.bytes;
+      y = right.bytes;
+    }
+    widened.dots(x, y, n, &sums);
+  }
+  dots[0] = fold_lanes(sums.ab);
+  dots[1] = fold_lanes(sums.aa);
+  dots[2] = fold_lanes(sums.bb);
+}
+
+void adasum_mix(rd_dtype dtype, const void* a, const void* b, void* out, size_t count, const double dots[3]) {
+  assert(is_float(dtype));
+  const DtypeKernels& own = kernels().of[dtype];
+  const DtypeKernels& widened = kernels().of[wide(dtype)];
+  const double ca = share(dots[0], dots[1]), cb = share(dots[0], dots[2]);
+  if (!is_16bit_float(dtype)) return own.mix(a, b, out, count, ca, cb);
+  const size_t bytes = element_bytes(dtype), step = block_count(dtype);
+  Block left, right;
+  for (size_t i = 0; i < count; i += step) {
+    const size_t n = least(step, count - i);
+    own.load(at(a, i * bytes), left.bytes, n, 1.0);
+    own.load(at(b, i * bytes), right.bytes, n, 1.0);
+    widened.mix(left.bytes, right.bytes, left.bytes, n, ca, cb);
+    own.store(left.bytes, at(out, i * bytes), n, 1.0);
+  }
+}
+
+void copy_bytes(void* out, const void* in, size_t bytes, bool streaming) {
+  if (out == in || bytes == 0) return;
+  if (!streaming) {
+    std::memcpy(out, in, bytes);
+    return;
+  }
+  const Kernels& level = kernels();
+  level.stream(out, in, bytes);
+  level.settle();
+}
+
+}  // namespace ronde

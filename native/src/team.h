@@ -1,0 +1,60 @@
+// What an algorithm works with: the members, their links and shared memory, and this call's patience.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "layout.h"
+#include "link/gate.h"
+#include "link/link.h"
+#include "link/segment.h"
+#include "link/waiter.h"
+#include "parts.h"
+#include "reduce/reduce.h"
+
+namespace ronde {
+
+// Memory that grows when needed and stays.
+class Scratch {
+ public:
+  char* room(uint64_t bytes) {
+    if (bytes > size_) {
+      memory_.reset(new char[bytes]);
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  uint64_t size_ = 0;
+};
+
+struct Team {
+  const Layout& layout;
+  Segment* segment;  // null when I am alone at my place
+  Gate& gate;
+  const std::vector<std::unique_ptr<Link>>& links;  // per member; null for myself
+  Waiter& waiter;
+  Scratch& flat;     // a call with several pieces, in one piece
+  Scratch& passing;  // what came in and is being added
+  uint32_t& slot;    // how many staging slots were used so far; the same on every member
+
+  Link* link(uint32_t member) const { return links[member].get(); }
+};
+
+// One collective after the members have agreed on it.
+struct Job {
+  rd_kind kind;
+  Arithmetic arithmetic;
+  int root;
+  Parts parts;
+  std::vector<uint64_t> counts;  // elements per member, as in rd_call
+  std::vector<uint64_t> splits;
+  uint64_t bucket_offset = 0;
+  bool in_bucket = false;
+
+  uint64_t element_bytes() const { return parts.element_bytes(); }
+};
+
+}  // namespace ronde

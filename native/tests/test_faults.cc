@@ -1,0 +1,242 @@
+// What happens when members disagree, give up, die or come late: every wait ends, and says about whom.
+#include <atomic>
+#include <future>
+
+#include "check.h"
+#include "ranks.h"
+
+using namespace ranks;
+
+namespace {
+
+const std::vector<std::vector<uint32_t>> kLayouts = {{0, 0}, {0, 0, 0, 0}, {0, 1}, {0, 1, 2, 3}, {0, 0, 1, 1}};
+
+rd_call sum_of(std::vector<float>& array, rd_part* part) {
+  *part = {array.data(), array.data(), array.size()};
+  rd_call c = call(RD_ALLREDUCE);
+  c.parts = part;
+  c.num_parts = 1;
+  return c;
+}
+
+int allreduce(Channel& channel, uint64_t count, double left_s = 60, rd_result* result = nullptr) {
+  std::vector<float> array(count, 1);
+  rd_part part;
+  auto request = run(channel, sum_of(array, &part), left_s);
+  if (result != nullptr) *result = request->result;
+  return request->result.status;
+}
+
+}  // namespace
+
+TEST(different_calls_are_a_mismatch_for_everyone_and_the_channel_goes_on) {
+  for (const auto& places : kLayouts) {
+    Ranks all({places});
+    all.run([&](uint32_t rank, Channel& channel) {
+      std::vector<float> array(10 + (rank == 1 ? 1 : 0), 1);
+      rd_part part;
+      rd_call c = sum_of(array, &part);
+      std::string text = "I am " + std::to_string(rank);
+      c.text = text.c_str();
+      c.signature = rank == 1 ? 5 : 4;
+      auto request = run(channel, c);
+      CHECK_EQ(request->result.status, int(RD_MISMATCH));
+      CHECK_EQ(request->asked.size(), size_t(all.size()));
+      for (uint32_t other = 0; other < request->asked.size(); ++other)
+        CHECK_EQ(std::string(request->asked[other].text), "I am " + std::to_string(other));
+      CHECK_EQ(allreduce(channel, 1000), int(RD_OK));
+    });
+  }
+}
+
+TEST(a_deadline_names_who_did_not_come) {
+  for (const auto& places : kLayouts) {
+    Ranks all({places});
+    uint32_t late = all.size() - 1;
+    std::atomic<uint32_t> ended{0};
+    all.run([&](uint32_t rank, Channel& channel) {
+      if (rank == late) return;
+      rd_result result;
+      CHECK_EQ(allreduce(channel, 100, rank == 0 ? 0.05 : 60, &result), int(RD_TIMEOUT));
+      if (all.size() == 2) CHECK_EQ(result.member, int(late));
+      ++ended;
+    });
+    CHECK_EQ(ended.load(), all.size() - 1);
+  }
+}
+
+TEST(an_abort_from_another_thread_ends_every_wait_and_names_the_blamed) {
+  for (const auto& places : kLayouts) {
+    Ranks all({places});
+    uint32_t dead = all.size() - 1;
+    all.run([&](uint32_t rank, Channel& channel) {
+      if (rank == dead) {
+        // Everyone waits for this one; the news reach them through the first member alone.
+        all.channel(0).abort({RD_PEER_LOST, int(dead)});
+        return;
+      }
+      rd_result result;
+      CHECK_EQ(allreduce(channel, 100, 60, &result), int(RD_PEER_LOST));
+      CHECK_EQ(result.member, int(dead));
+      CHECK_EQ(allreduce(channel, 100), int(RD_PEER_LOST));  // and so does every later call
+    });
+  }
+}
+
+TEST(a_member_that_closes_is_named_by_those_who_still_need_it) {
+  for (const auto& places : kLayouts) {
+    Ranks all({places});
+    uint32_t gone = all.size() - 1;
+    all.run([&](uint32_t rank, Channel& channel) {
+      CHECK_EQ(allreduce(channel, 5000), int(RD_OK));  // its last bytes arrive even though it leaves at once
+      if (rank == gone) return all.destroy(gone);
+      rd_result result;
+      CHECK_EQ(allreduce(channel, 5000, 60, &result), int(RD_PEER_LOST));
+      CHECK_EQ(result.member, int(gone));
+    });
+  }
+}
+
+TEST(channels_do_not_wait_for_each_other) {
+  for (const auto& places : kLayouts) {
+    Ranks left({places}), right({places});
+    left.run([&](uint32_t rank, Channel& channel) {
+      // Half of the members start with one channel, half with the other.
+      std::vector<float> a(3000, 1), b(3000, 1);
+      rd_part part_a, part_b;
+      rd_call call_a = sum_of(a, &part_a), call_b = sum_of(b, &part_b);
+      bool odd = rank % 2 == 1;
+      auto first = submit(odd ? right.channel(rank) : channel, odd ? call_b : call_a);
+      auto second = submit(odd ? channel : right.channel(rank), odd ? call_a : call_b);
+      CHECK_EQ(wait(odd ? right.channel(rank) : channel, first), RD_OK);
+      CHECK_EQ(wait(odd ? channel : right.channel(rank), second), RD_OK);
+      CHECK_EQ(a[0], float(left.size()));
+      CHECK_EQ(b[2999], float(left.size()));
+    });
+  }
+}
+
+TEST(submitted_calls_keep_their_order) {
+  Ranks all({{0, 0, 0}});
+  all.run([&](uint32_t, Channel& channel) {
+    std::vector<std::vector<float>> arrays(50, std::vector<float>(100, 1));
+    std::vector<rd_part> parts(arrays.size());
+    std::vector<std::shared_ptr<Request>> requests;
+    for (size_t i = 0; i < arrays.size(); ++i) {
+      rd_call c = sum_of(arrays[i], &parts[i]);
+      c.signature = i;  // any other order is a mismatch
+      requests.push_back(submit(channel, c));
+    }
+    CHECK_EQ(allreduce(channel, 10), int(RD_OK));  // a blocking call waits for its turn
+    for (auto& request : requests) CHECK_EQ(wait(channel, request), RD_OK);
+  });
+}
+
+TEST(a_member_that_has_joined_gives_zeros_until_all_have) {
+  for (const auto& places : kLayouts) {
+    Ranks all({places});
+    all.run([&](uint32_t rank, Channel& channel) {
+      // Rank r has data for r + 1 steps.
+      for (uint32_t step = 0; step <= rank; ++step) {
+        for (uint64_t count : {10, 20000}) {
+          std::vector<float> array(count, 1);
+          rd_part part;
+          CHECK_EQ(run(channel, sum_of(array, &part))->result.status, int(RD_OK));
+          CHECK_EQ(array[0], float(all.size() - step));
+          CHECK_EQ(array[count - 1], float(all.size() - step));
+        }
+      }
+      CHECK_EQ(run(channel, call(RD_JOIN))->result.status, int(RD_OK));
+      CHECK_EQ(allreduce(channel, 10), int(RD_OK));
+    });
+  }
+}
+
+TEST(what_cannot_be_joined_is_an_error_for_those_who_ask) {
+  Ranks all({{0, 0, 0}});
+  all.run([&](uint32_t rank, Channel& channel) {
+    if (rank != 0) {
+      int32_t value = 0;
+      rd_part part{&value, &value, 1};
+      rd_call c = call(RD_BROADCAST, RD_INT32);
+      c.peer = 1;
+      c.parts = &part;
+      c.num_parts = 1;
+      CHECK_EQ(run(channel, c)->result.status, int(RD_MISMATCH));
+    }
+    CHECK_EQ(run(channel, call(RD_JOIN))->result.status, int(RD_OK));
+  });
+}
+
+TEST(a_message_of_the_wrong_size_is_refused_and_the_next_arrives) {
+  for (const auto& places : {std::vector<uint32_t>{0, 0}, {0, 1}}) {
+    Ranks all({places});
+    all.run([&](uint32_t rank, Channel& channel) {
+      for (uint64_t count : {7, 8}) {
+        std::vector<float> array(rank == 0 ? count : 8, float(count));
+        rd_part part{array.data(), array.data(), array.size()};
+        rd_call c = call(rank == 0 ? RD_SEND : RD_RECEIVE);
+        c.peer = rank == 0 ? 1 : 0;
+        c.parts = &part;
+        c.num_parts = 1;
+        c.signature = array.size();
+        int want = rank == 1 && count == 7 ? RD_MISMATCH : RD_OK;
+        CHECK_EQ(run(channel, c)->result.status, want);
+      }
+    });
+  }
+}
+
+TEST(nonsense_is_refused_and_harms_nothing) {
+  Ranks all({{0, 0}});
+  all.run([&](uint32_t rank, Channel& channel) {
+    std::vector<float> array(4, 1);
+    rd_part part;
+    std::vector<rd_call> wrong(7, sum_of(array, &part));
+    wrong[0].kind = 99;
+    wrong[1].dtype = -1;
+    wrong[2].op = RD_NUM_OPS;
+    wrong[3].kind = RD_BROADCAST, wrong[3].peer = 2;
+    wrong[4].kind = RD_ALLGATHER;  // without counts
+    wrong[5].kind = RD_SEND, wrong[5].peer = int(rank);
+    wrong[6].dtype = RD_BOOL, wrong[6].op = RD_MEAN;
+    for (const rd_call& c : wrong) {
+      rd_status status = RD_OK;
+      try {
+        run(channel, c);
+      } catch (const ronde::Stop& stop) {
+        status = stop.status;
+      }
+      CHECK_EQ(status, RD_BAD_CALL);
+    }
+    CHECK_EQ(allreduce(channel, 4), int(RD_OK));
+  });
+}
+
+TEST(the_stall_watch_sees_who_is_missing) {
+  for (const auto& places : kLayouts) {
+    Ranks all({places});
+    uint32_t late = all.size() - 1;
+    std::promise<void> seen;
+    auto may_come = seen.get_future().share();
+    all.run([&](uint32_t rank, Channel& channel) {
+      if (rank == late) may_come.wait();
+      if (rank != 0) {
+        CHECK_EQ(allreduce(channel, 100), int(RD_OK));
+        return;
+      }
+      std::thread watch([&] {
+        rd_status_now now;
+        uint32_t missing[8];
+        do {  // ends when the others have arrived and only the late one has not
+          channel.look(&now, missing);
+        } while (now.since_ns == 0 || now.num_missing != 1);
+        CHECK_EQ(now.kind, int(RD_ALLREDUCE));
+        if (places.size() == 2 || places.back() == 0) CHECK_EQ(missing[0], late);
+        seen.set_value();
+      });
+      CHECK_EQ(allreduce(channel, 100), int(RD_OK));
+      watch.join();
+    });
+  }
+}

@@ -1,0 +1,1 @@
+"""The `ronde` command. The only part of ronde that prints."""

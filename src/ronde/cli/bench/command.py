@@ -1,0 +1,175 @@
+"""The subcommands of `ronde bench`. Used by cli/main.py."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import psutil
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from ronde.cli.bench.measure import Field, Kit, Lane, Pace, Record, lanes_of
+from ronde.cli.bench.ours import RondeKit
+from ronde.cli.bench.peers import find_peers
+from ronde.cli.bench.screen import Screen, conditions
+from ronde.cli.bench.shapes import MANY, Work, format_bytes, parse_numbers, parse_works
+from ronde.cli.bench.table import allreduce_table, negotiation_table, ranks_table
+from ronde.errors import RondeError
+
+__all__ = ["app"]
+
+PATHS = ("array", "bucket", "many")
+SIZES = "4K,64K,1M,16M,64M,256M,many"
+
+app = typer.Typer(help="Measure ronde on this machine, in turn with gloo and the MPI libraries there are.")
+
+Ranks = Annotated[int, typer.Option("-np", "--ranks", min=1, help="Number of ranks.")]
+Peers = Annotated[
+    str | None,
+    typer.Option(help="Measure these too: gloo, mpi (every MPI found), openmpi, mpich; or none. Default: all found."),
+]
+MpiPythons = Annotated[
+    list[str] | None, typer.Option("--mpi-python", help="Python of an environment with mpi4py and an MPI library.")
+]
+Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, one JSON object per line.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Bursts per implementation and size.")]
+Seconds = Annotated[float, typer.Option(help="Seconds per implementation and size, shared by its bursts.")]
+
+
+@app.command()
+def allreduce(
+    np: Ranks = 2,
+    sizes: Annotated[str, typer.Option(help="Bytes per rank; many: the 161 gradients of ResNet-50.")] = SIZES,
+    paths: Annotated[str, typer.Option(help="Ways through ronde: array, bucket, many.")] = ",".join(PATHS),
+    peers: Peers = None,
+    mpi_pythons: MpiPythons = None,
+    json: Json = None,
+    repeats: Repeats = 10,
+    seconds: Seconds = 1.0,
+) -> None:
+    """Sum float32 arrays over all ranks, in place."""
+    with reporting() as console:
+        works = chosen_works(sizes, paths)
+        pace = Pace(repeats=repeats, seconds=seconds)
+        found = find_peers(peers, mpi_pythons or ())
+        kits: list[Kit] = [RondeKit(), *found.peers]
+        caption = conditions(np)
+        with (
+            Screen(console, lambda records: allreduce_table(records, caption), json) as screen,
+            Field(pace, screen.note, screen.say) as field,
+        ):
+            for note in found.notes:
+                screen.note(note)
+            for kit in kits:
+                field.start(kit, np)
+            for work in works:
+                lanes = lanes_of(field.crews, kits, work, paths.split(","))
+                if has_room(lanes, work, screen):
+                    screen.add(field.race("allreduce", work.num_bytes, lanes))
+
+
+@app.command()
+def negotiation(
+    np: Ranks = 2,
+    flight: Annotated[str, typer.Option(help="How many operations are in flight at once.")] = "1,10,100,1000,10000",
+    json: Json = None,
+    repeats: Repeats = 10,
+    seconds: Seconds = 1.0,
+) -> None:
+    """Time per named operation of 4 bytes, against how many are in flight."""
+    with reporting() as console:
+        flights = parse_numbers(flight, "--flight")
+        pace = Pace(repeats=repeats, seconds=seconds)
+        caption = conditions(np)
+        with (
+            Screen(console, lambda records: negotiation_table(records, flights, caption), json) as screen,
+            Field(pace, screen.note, screen.say) as field,
+        ):
+            field.start(RondeKit(), np)
+            for num in flights:
+                lane = Lane(field.crews[0], "many", (1,), repeat=num, label=f"flight-{num}")
+                screen.add(field.race("negotiation", 4, [lane]))
+
+
+@app.command()
+def ranks(
+    counts: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4,8,16,32,64",
+    sizes: Annotated[str, typer.Option(help="Bytes per rank.")] = "4K,1M",
+    peers: Peers = "none",
+    mpi_pythons: MpiPythons = None,
+    json: Json = None,
+    repeats: Repeats = 3,
+    seconds: Seconds = 0.5,
+) -> None:
+    """How starting and reducing get slower with more ranks."""
+    with reporting() as console:
+        works = chosen_works(sizes, "array")
+        numbers = parse_numbers(counts, "--counts")
+        pace = Pace(repeats=repeats, seconds=seconds)
+        kits: list[Kit] = [RondeKit(), *find_peers(peers, mpi_pythons or ()).peers]
+        caption = conditions()
+        with Screen(console, lambda records: ranks_table(records, caption), json) as screen:
+            for num in numbers:
+                with Field(pace, screen.note, screen.say) as field:
+                    for kit in kits:
+                        screen.add(timed_start(field, kit, num))
+                    for work in works:
+                        lanes = lanes_of(field.crews, kits, work, ("array",))
+                        screen.add(field.race("allreduce", work.num_bytes, lanes))
+
+
+def chosen_works(sizes: str, paths: str) -> list[Work]:
+    """The sizes that at least one of the asked-for paths is for."""
+    chosen = paths.split(",")
+    for path in chosen:
+        if path not in PATHS:
+            raise ValueError(f"no such path: {path!r}; there are {', '.join(PATHS)}")
+    single = bool({"array", "bucket"} & set(chosen))
+    works = [work for work in parse_works(sizes) if (MANY in chosen if work.is_many else single)]
+    if not works:
+        raise ValueError(f"nothing to measure: none of the sizes {sizes!r} goes with the paths {paths!r}")
+    return works
+
+
+def has_room(lanes: Sequence[Lane], work: Work, screen: Screen) -> bool:
+    """Whether the work fits into memory: each rank's array, and as much again inside the library."""
+    needed = sum(2 * work.num_bytes * lane.crew.size for lane in lanes)
+    available = psutil.virtual_memory().available
+    if needed > available:
+        needs = f"needs about {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are free"
+        screen.note(f"{format_bytes(work.num_bytes)} is left out: it {needs}")
+    return needed <= available
+
+
+def timed_start(field: Field, kit: Kit, num_ranks: int) -> list[Record]:
+    """Start a crew; how long it took, from nothing to the first word of the last rank."""
+    num_before = len(field.crews)
+    start = time.perf_counter()
+    field.start(kit, num_ranks)
+    took_us = round((time.perf_counter() - start) * 1e6, 1)
+    if len(field.crews) == num_before:
+        return []
+    return [Record(kit.name, "start", "", num_ranks, 0, took_us, took_us, 0.0)]
+
+
+@contextmanager
+def reporting() -> Iterator[Console]:
+    """Turn errors into words: a wrong option is the user's, a failed crew is ours. SIGTERM ends like Ctrl-C does."""
+    console = Console()
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        yield console
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    except RondeError as error:
+        console.print(Text(f"error: {error}", style="red"))
+        raise typer.Exit(1) from None
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,136 @@
+"""The seam between collectives and what moves the bytes: native (C++), threads (tests), mpi, and one day nccl.
+
+A backend opens *channels*. A channel is one total order of calls among its members, agreed by all of them;
+channels never wait for each other. To add an engine, write these two classes in a module of its own and give it a
+name in `comm/world.py`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from ronde.types import Deadline, DType, Kind, Op
+
+__all__ = ["Backend", "Call", "Channel", "ChannelSpec", "Looking", "Outcome", "Part", "Ticket"]
+
+
+class Part(msgspec.Struct, frozen=True, gc=False):
+    """A piece of memory: address and number of elements. Whoever makes it keeps the memory alive."""
+
+    source: int
+    target: int
+    count: int
+
+
+class Call(msgspec.Struct, frozen=True, gc=True):
+    """One collective as one member asks for it. Field for field the C header's rd_call."""
+
+    kind: Kind
+    dtype: DType = DType.UINT8
+    op: Op = Op.SUM
+    parts: tuple[Part, ...] = ()
+    peer: int = -1
+    """A broadcast's root or the other side of send and receive, as an index among the members."""
+    prescale: float = 1.0
+    postscale: float = 1.0
+    counts: tuple[int, ...] | None = None
+    """Elements per member; allgather: given by each; reduce_scatter: for each; alltoall: from each to me."""
+    splits: tuple[int, ...] | None = None
+    """alltoall: elements I give to each member."""
+    text: str = ""
+    """In words, for errors and events."""
+    signature: int = 0
+    """Equal on all members, or the call is a Mismatch."""
+    trusted: bool = False
+    """Members agreed on this call before (negotiated, planned): no need to compare again."""
+    keep: object = None
+    """Owners of the memory behind parts, kept until the call is over."""
+
+
+class Outcome(msgspec.Struct, frozen=True, gc=False):
+    """When and how a call ran. Times are time.monotonic_ns()."""
+
+    start_ns: int
+    ready_ns: int
+    """Every member had arrived: until here it waited for others, from here it moved data."""
+    end_ns: int
+    algorithm: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Looking:
+    """What a channel is doing right now, for the stall watch."""
+
+    text: str
+    since_ns: int
+    missing: tuple[int, ...]
+    """Members (indices) that have not arrived."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChannelSpec:
+    """Which channel to open. Equal on all members but for nothing: `members` are ranks of the world."""
+
+    id: str
+    """Unique in the round, such as "0.ordered" or "3.plan.2"."""
+    members: tuple[int, ...]
+    me: int
+    """My index in members."""
+    bucket_bytes: int = 0
+    direct: bool = False
+    """Whether send and receive are needed."""
+
+
+class Ticket(Protocol):
+    """A call under way on a channel."""
+
+    def done(self) -> bool:
+        """Whether wait() would return at once."""
+
+    def wait(self, deadline: Deadline) -> Outcome:
+        """Wait for the call; raises what it ended in. OperationTimeout here leaves the call under way."""
+
+
+class Channel(Protocol):
+    """One total order of calls. run() and submit() raise, or the ticket's wait() does:
+    ValueError/TypeError/Mismatch for the caller's mistakes, PeerLost, RoundEnded and OperationTimeout for the world's."""
+
+    spec: ChannelSpec
+
+    def run(self, call: Call, deadline: Deadline) -> Outcome:
+        """Execute the call and wait for it."""
+
+    def submit(self, call: Call, deadline: Deadline) -> Ticket:
+        """Queue the call behind those before it."""
+
+    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """My bucket memory, spec.bucket_bytes long."""
+
+    def look(self) -> Looking | None:
+        """The call under way, or None when idle."""
+
+    def abort(self, *, lost: int = -1, why: str) -> None:
+        """End all waits at once: PeerLost(lost, why), or RoundEnded(why) when nobody is lost. lost is a rank of the
+        world. The first abort wins; safe from any thread."""
+
+    def close(self) -> None:
+        """Abort what is under way and free everything. Idempotent."""
+
+
+class Backend(Protocol):
+    """Opens channels among the members of a round."""
+
+    name: str
+
+    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> Channel:
+        """Collective among spec.members: all of them open the same channel."""
+
+    def lost(self, rank: int, why: str) -> None:
+        """A rank is gone: waits inside open_channel that need it must end with PeerLost."""
+
+    def close(self) -> None:
+        """Free everything. Idempotent; channels were closed before."""

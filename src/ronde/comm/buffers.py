@@ -1,0 +1,171 @@
+"""The caller's arrays as memory that a channel can read and write. Used by every collective.
+
+Accepted is whatever NumPy can see without copying: NumPy arrays and scalars, DLPack tensors on the CPU, and objects
+with the buffer protocol. What is not contiguous travels as a copy; an `out` that is not is filled at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from ronde.comm._native import address
+from ronde.types import DType
+
+__all__ = ["Array", "Bfloat16View", "Source", "Target", "address", "as_source", "as_target", "at_address", "new_target"]
+
+Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+
+NUMBERS: dict[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in DType if dtype is not DType.BFLOAT16}
+CPU_DEVICES = (1, 3)
+"""DLPack: plain memory, and memory pinned for a GPU, which the CPU reads as well."""
+
+
+class Bfloat16View:
+    """The bits of bfloat16 numbers, for libraries whose bfloat16 NumPy cannot read.
+
+    `bits` is an array of uint16 (for PyTorch: `tensor.view(torch.uint16)`); results come back as such a view too.
+    """
+
+    __slots__ = ("bits",)
+
+    def __init__(self, bits: object) -> None:
+        array = _as_array(bits, "Bfloat16View")
+        if array.dtype == np.int16:
+            array = array.view(np.uint16)
+        if array.dtype != np.uint16:
+            raise TypeError(f"Bfloat16View takes the bits as uint16, got {array.dtype}; use view(), not a conversion")
+        self.bits: Array = array
+
+    def __repr__(self) -> str:
+        """Shape only: the bits mean little to a reader."""
+        return f"Bfloat16View(shape={self.bits.shape})"
+
+
+class Source:
+    """What a member gives: contiguous memory, and what kind of thing the caller handed in."""
+
+    __slots__ = ("array", "dtype", "is_view")
+
+    def __init__(self, array: Array, dtype: DType, is_view: bool) -> None:
+        self.array = array
+        self.dtype = dtype
+        self.is_view = is_view
+
+    def wrap(self, array: Array) -> object:
+        """A result that is of the same kind as what was given."""
+        return Bfloat16View(array) if self.is_view else array
+
+
+class Target:
+    """Where a result goes: contiguous memory, and the caller's own array when that is another."""
+
+    __slots__ = ("_given", "_seen", "array")
+
+    def __init__(self, array: Array, given: object, seen: Array | None) -> None:
+        self.array = array
+        self._given = given
+        self._seen = seen
+
+    def finish(self) -> object:
+        """Copy to where the caller wants it, and hand that back."""
+        if self._seen is not None:
+            self._seen[...] = self.array
+            self._seen = None
+        return self._given
+
+
+def as_source(x: object, what: str) -> Source:
+    """Memory to read from. `what` is the operation's name, for errors."""
+    is_view = type(x) is Bfloat16View
+    array = x.bits if isinstance(x, Bfloat16View) else _as_array(x, what)
+    dtype = DType.BFLOAT16 if is_view else _number(array, what)
+    return Source(np.ascontiguousarray(array).reshape(array.shape), dtype, is_view)
+
+
+def as_target(out: object, source: Source, what: str) -> Target:
+    """Memory to write a result like `source` into; None allocates it."""
+    if out is None:
+        return new_target(source, source.array.shape)
+    if isinstance(out, np.generic | int | float):
+        raise TypeError(f"{what}: out must be an array that can be written to, got the number {out!r}")
+    array = out.bits if isinstance(out, Bfloat16View) else _as_array(out, what)
+    dtype = DType.BFLOAT16 if isinstance(out, Bfloat16View) else _number(array, what)
+    if not array.flags.writeable:
+        raise ValueError(f"{what}: out is read-only; pass a writable array, or leave out= away to get a new one")
+    if array.shape != source.array.shape or dtype is not source.dtype:
+        raise ValueError(
+            f"{what}: out is {dtype.name.lower()}{list(array.shape)}, "
+            f"but the result is {source.dtype.name.lower()}{list(source.array.shape)}"
+        )
+    if array.flags.c_contiguous:
+        return Target(array, out, None)
+    return Target(np.empty_like(array, order="C"), out, array)
+
+
+def new_target(source: Source, shape: Sequence[int]) -> Target:
+    """New memory for a result of this shape and of the source's dtype."""
+    array = np.empty(shape, source.array.dtype)
+    return Target(array, source.wrap(array), None)
+
+
+class _Memory:
+    """Memory by its address, as NumPy understands it."""
+
+    def __init__(self, start: int, count: int, dtype: np.dtype[Any]) -> None:
+        self.__array_interface__ = {"data": (start, False), "shape": (count,), "typestr": dtype.str, "version": 3}
+
+
+def at_address(start: int, count: int, dtype: np.dtype[Any]) -> Array:
+    """The reverse of address(): a flat array over memory that somebody else keeps alive."""
+    if count == 0:
+        return np.empty(0, dtype)
+    return np.asarray(_Memory(start, count, dtype))
+
+
+def _number(array: Array, what: str) -> DType:
+    found = NUMBERS.get(array.dtype)
+    if found is not None:
+        return found
+    if array.dtype.name == "bfloat16":  # of ml_dtypes, which JAX and TensorFlow use
+        return DType.BFLOAT16
+    if array.dtype.hasobject:
+        raise TypeError(f"{what}: an array of Python objects cannot be sent as numbers; use ronde.objects")
+    if not array.dtype.isnative:
+        raise TypeError(f"{what}: dtype {array.dtype.str} has foreign byte order; convert it with astype()")
+    raise TypeError(f"{what}: dtype {array.dtype} is not supported; supported are {', '.join(_supported())}")
+
+
+def _supported() -> list[str]:
+    return [dtype.name.lower() for dtype in DType]
+
+
+def _as_array(x: object, what: str) -> Array:
+    if isinstance(x, np.ndarray):
+        return x
+    if isinstance(x, np.generic | bool | int | float):
+        return np.asarray(x)
+    if hasattr(x, "__dlpack__"):
+        return _from_dlpack(x, what)
+    try:
+        view = memoryview(x)  # type: ignore[arg-type]  # whether it is a buffer is what we ask
+    except TypeError:
+        raise TypeError(
+            f"{what}: cannot read {type(x).__name__}; pass a NumPy array, a tensor with DLPack, or a buffer, "
+            "and use ronde.objects for Python objects"
+        ) from None
+    return np.asarray(view)
+
+
+def _from_dlpack(x: Any, what: str) -> Array:  # noqa: ANN401  # any library's tensor
+    name = type(x).__name__
+    device, _ = x.__dlpack_device__()
+    if int(device) not in CPU_DEVICES:
+        raise TypeError(f"{what}: the {name} is not in CPU memory (DLPack device {int(device)}); copy it there first")
+    try:
+        return np.from_dlpack(x)
+    except (RuntimeError, BufferError, TypeError) as error:
+        hint = "for bfloat16 pass ronde.Bfloat16View(its bits as uint16)"
+        raise TypeError(f"{what}: NumPy cannot read the {name}: {error}; {hint}") from None

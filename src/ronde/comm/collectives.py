@@ -1,0 +1,189 @@
+"""The collectives as functions of the current world: each is one line over a group's method of the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from ronde.comm.current import current, group_or_world
+from ronde.comm.group import Group
+from ronde.comm.plan import Bucket, Plan
+from ronde.observe.events import Event
+from ronde.observe.metrics import Metrics
+from ronde.types import Op
+
+__all__ = [
+    "add_group",
+    "allgather",
+    "allreduce",
+    "alltoall",
+    "barrier",
+    "broadcast",
+    "cross_rank",
+    "cross_size",
+    "events",
+    "groups",
+    "join",
+    "local_rank",
+    "local_size",
+    "metrics",
+    "plan",
+    "rank",
+    "receive",
+    "reduce_scatter",
+    "remove_group",
+    "send",
+    "size",
+    "world",
+]
+
+
+def rank() -> int:
+    """This process's number in the job, from 0."""
+    return current("rank()").rank
+
+
+def size() -> int:
+    """Number of ranks in the job."""
+    return current("size()").size
+
+
+def local_rank() -> int:
+    """This rank's number among those of its host."""
+    return current("local_rank()").topology.local_rank
+
+
+def local_size() -> int:
+    """Number of ranks on this host."""
+    return current("local_size()").topology.local_size
+
+
+def cross_rank() -> int:
+    """This host's number among those with a rank of my local number."""
+    return current("cross_rank()").topology.cross_rank
+
+
+def cross_size() -> int:
+    """Number of hosts with a rank of my local number."""
+    return current("cross_size()").topology.cross_size
+
+
+def world() -> Group:
+    """The group of all ranks."""
+    return current("world()").group
+
+
+def groups() -> list[Group]:
+    """The groups there are: the world first, then those of init(groups=…) and add_group() in order."""
+    return current("groups()").groups
+
+
+def add_group(ranks: Iterable[int]) -> Group:
+    """A new group of these ranks. Every rank of the job calls it, with the same ranks and in the same order."""
+    return current("add_group()").add_group(ranks)
+
+
+def remove_group(group: Group) -> None:
+    """Remove a group. Every rank of the job calls it, when nothing is under way in the group."""
+    current("remove_group()").remove_group(group)
+
+
+def allreduce(
+    x: Any,  # noqa: ANN401  # an array of any library
+    *,
+    op: str | Op = "sum",
+    out: Any = None,  # noqa: ANN401
+    group: Group | None = None,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    wait: bool = True,
+) -> Any:  # noqa: ANN401
+    """postscale * op(prescale * x) over all members, in a new array or in `out` (which may be x itself).
+
+    op is sum, mean, min, max, product or adasum. A list of arrays of one dtype travels as a unit and gives a list.
+    With wait=False it returns a Work at once. Without a name, members are matched by the order of their calls; with a
+    name the order does not matter.
+    """
+    members = group_or_world(group)
+    return members.allreduce(x, op=op, out=out, name=name, prescale=prescale, postscale=postscale, wait=wait)
+
+
+def allgather(x: Any, *, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:  # noqa: ANN401
+    """The members' arrays, one after the other along the first dimension, in which they may differ."""
+    return group_or_world(group).allgather(x, name=name, wait=wait)
+
+
+def broadcast(
+    x: Any,  # noqa: ANN401
+    *,
+    root: int = 0,
+    out: Any = None,  # noqa: ANN401
+    group: Group | None = None,
+    name: str | None = None,
+    wait: bool = True,
+) -> Any:  # noqa: ANN401
+    """The root's array for everybody, in a new array or in `out`. root is a rank of the job."""
+    return group_or_world(group).broadcast(x, root=root, out=out, name=name, wait=wait)
+
+
+def reduce_scatter(
+    x: Any,  # noqa: ANN401
+    *,
+    op: str | Op = "sum",
+    group: Group | None = None,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    wait: bool = True,
+) -> Any:  # noqa: ANN401
+    """My rows of the sum: the first dimension is shared out, the first members get one row more if need be."""
+    members = group_or_world(group)
+    return members.reduce_scatter(x, op=op, name=name, prescale=prescale, postscale=postscale, wait=wait)
+
+
+def alltoall(
+    x: Any,  # noqa: ANN401
+    *,
+    splits: Any = None,  # noqa: ANN401
+    group: Group | None = None,
+    name: str | None = None,
+    wait: bool = True,
+) -> Any:  # noqa: ANN401
+    """splits[i] of my rows go to member i (default: equal shares). The rows that came, and how many from each."""
+    return group_or_world(group).alltoall(x, splits=splits, name=name, wait=wait)
+
+
+def barrier(*, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:  # noqa: ANN401
+    """Return when every member has come here."""
+    return group_or_world(group).barrier(name=name, wait=wait)
+
+
+def join(*, group: Group | None = None) -> int:
+    """Out of data: give zeros to the others' allreduces until every member has joined. The rank that did last."""
+    return group_or_world(group).join()
+
+
+def send(x: Any, to: int, *, group: Group | None = None, wait: bool = True) -> Any:  # noqa: ANN401
+    """Give an array to one member (a rank of the job), which calls receive()."""
+    return group_or_world(group).send(x, to, wait=wait)
+
+
+def receive(out: Any, source: int, *, group: Group | None = None, wait: bool = True) -> Any:  # noqa: ANN401
+    """Fill the array `out` with what one member (a rank of the job) sends, and return it."""
+    return group_or_world(group).receive(out, source, wait=wait)
+
+
+def plan(buckets: Sequence[Bucket], *, group: Group | None = None) -> Plan:
+    """Agree with the other members on buckets that are reduced over and over."""
+    return Plan(buckets, group_or_world(group))
+
+
+def metrics() -> Metrics:
+    """What this rank's operations add up to so far."""
+    return current("metrics()").recorder.metrics()
+
+
+def events() -> list[Event]:
+    """What happened lately on this rank."""
+    return current("events()").recorder.events()

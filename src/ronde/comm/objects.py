@@ -1,0 +1,81 @@
+"""Python objects instead of arrays: pickled, sent as bytes, unpickled on arrival. Public as ronde.objects.
+
+Only members of the job can be at the other end: the data plane's sockets were authenticated with the job's key before
+anything was read from them. Matched by program order, as operations without a name. Without a group: the world.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import cloudpickle
+import numpy as np
+
+from ronde.comm.buffers import Array
+from ronde.comm.current import group_or_world
+from ronde.comm.group import Group, cut
+
+__all__ = ["allgather", "alltoall", "broadcast", "gather", "receive", "send"]
+
+
+def broadcast(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # noqa: ANN401  # any object
+    """The root's object for everybody; what the others pass is ignored. root is a rank of the world."""
+    members = group_or_world(group)
+    is_root = _is(members, root)
+    mine = _pickle(obj) if is_root else np.empty(0, np.uint8)
+    size = members.broadcast(np.array([mine.size], np.int64), root=root)
+    data = members.broadcast(mine if is_root else np.empty(int(size[0]), np.uint8), root=root)
+    return obj if is_root else _unpickle(data)
+
+
+def allgather(obj: Any, *, group: Group | None = None) -> list[Any]:  # noqa: ANN401
+    """Everybody's objects, in the order of the members."""
+    return [_unpickle(data) for data in group_or_world(group).allgather_each(_pickle(obj))]
+
+
+def gather(obj: Any, root: int = 0, *, group: Group | None = None) -> list[Any] | None:  # noqa: ANN401
+    """Everybody's objects on the root, in the order of the members; None on the others."""
+    members = group_or_world(group)
+    if root not in members.ranks:
+        raise ValueError(f"gather: root must be a member of {members!r}, got {root!r}")
+    mine = _pickle(obj)
+    data, sizes = members.alltoall(mine, splits=[mine.size if rank == root else 0 for rank in members.ranks])
+    return [_unpickle(piece) for piece in cut(data, sizes.tolist())] if _is(members, root) else None
+
+
+def alltoall(objects: Sequence[Any], *, group: Group | None = None) -> list[Any]:
+    """objects[i] goes to member i; what the members had for me comes back, in their order."""
+    members = group_or_world(group)
+    if len(objects) != members.size:
+        raise ValueError(f"alltoall: needs {members.size} objects, one per member of {members!r}, got {len(objects)}")
+    mine = [_pickle(obj) for obj in objects]
+    data, sizes = members.alltoall(np.concatenate(mine), splits=[piece.size for piece in mine])
+    return [_unpickle(piece) for piece in cut(data, sizes.tolist())]
+
+
+def send(obj: Any, to: int, *, group: Group | None = None) -> None:  # noqa: ANN401
+    """Give an object to one member (a rank of the world), which calls receive()."""
+    members = group_or_world(group)
+    data = _pickle(obj)
+    members.send(np.array([data.size], np.int64), to)
+    members.send(data, to)
+
+
+def receive(source: int, *, group: Group | None = None) -> Any:  # noqa: ANN401
+    """The object that one member (a rank of the world) sends."""
+    members = group_or_world(group)
+    size = members.receive(np.empty(1, np.int64), source)
+    return _unpickle(members.receive(np.empty(int(size[0]), np.uint8), source))
+
+
+def _is(group: Group, rank: int) -> bool:
+    return group.rank is not None and group.ranks[group.rank] == rank
+
+
+def _pickle(obj: object) -> Array:
+    return np.frombuffer(cloudpickle.dumps(obj), np.uint8)
+
+
+def _unpickle(data: Array) -> Any:  # noqa: ANN401
+    return cloudpickle.loads(data.data)

@@ -1,0 +1,111 @@
+"""What each kind of call does, carried out on the memory of all members at once. Used by the in-process backend.
+
+The whole data plane in the fewest words: what another backend must leave in the members' memory is what this does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import numpy as np
+
+from ronde.comm.arithmetic import reduce
+from ronde.comm.backend import Call, Part
+from ronde.comm.buffers import Array, at_address
+from ronde.comm.signature import mismatch
+from ronde.types import DType, Kind
+
+__all__ = ["carry_out", "compare", "copy_across"]
+
+
+def compare(members: Sequence[int], calls: Sequence[Call]) -> None:
+    """Raise Mismatch, the same for everybody, unless the members (ranks of the world) ask for the same.
+
+    A member whose call is JOIN takes part in an allreduce of the others, and in nothing else.
+    """
+    asked = [call for call in calls if call.kind is not Kind.JOIN]
+    if not asked:
+        return
+    first = asked[0]
+    agree = all((call.kind, call.signature, call.peer) == (first.kind, first.signature, first.peer) for call in asked)
+    joined_alone = len(asked) == len(calls) or first.kind is Kind.ALLREDUCE
+    if not agree or not joined_alone:
+        raise mismatch({rank: call.text for rank, call in zip(members, calls, strict=True)})
+
+
+def carry_out(calls: Sequence[Call]) -> None:
+    """Do what the members ask for. They agree on it; those that have joined give zeros and take nothing."""
+    asked = [call for call in calls if call.kind is not Kind.JOIN]
+    work = _WORK.get(asked[0].kind) if asked else None
+    if work is not None:
+        work(calls)
+
+
+def copy_across(send: Call, receive: Call) -> None:
+    """A message from one member to another."""
+    _write(receive.parts, _read(send), send.dtype)
+
+
+def _allreduce(calls: Sequence[Call]) -> None:
+    asked = [call for call in calls if call.kind is not Kind.JOIN]
+    first = asked[0]
+    zeros = np.zeros(sum(part.count for part in first.parts), first.dtype.numpy)
+    inputs = [zeros if call.kind is Kind.JOIN else _read(call) for call in calls]
+    result = reduce(inputs, first.dtype, first.op, first.prescale, first.postscale)
+    for call in asked:
+        _write(call.parts, result, call.dtype)
+
+
+def _allgather(calls: Sequence[Call]) -> None:
+    everything = np.concatenate([_read(call) for call in calls])
+    for call in calls:
+        at_address(call.parts[0].target, len(everything), call.dtype.numpy)[:] = everything
+
+
+def _broadcast(calls: Sequence[Call]) -> None:
+    data = _read(calls[calls[0].peer])
+    for call in calls:
+        _write(call.parts, data, call.dtype)
+
+
+def _reduce_scatter(calls: Sequence[Call]) -> None:
+    first = calls[0]
+    result = reduce([_read(call) for call in calls], first.dtype, first.op, first.prescale, first.postscale)
+    starts = _starts(first.counts)
+    for call, start, count in zip(calls, starts, first.counts or (), strict=False):
+        at_address(call.parts[0].target, count, call.dtype.numpy)[:] = result[start : start + count]
+
+
+def _alltoall(calls: Sequence[Call]) -> None:
+    given = []
+    for call in calls:
+        data, starts = _read(call), _starts(call.splits)
+        given.append([data[start : start + count] for start, count in zip(starts, call.splits or (), strict=False)])
+    for me, call in enumerate(calls):
+        mine = np.concatenate([row[me] for row in given])
+        at_address(call.parts[0].target, len(mine), call.dtype.numpy)[:] = mine
+
+
+_WORK: dict[Kind, Callable[[Sequence[Call]], None]] = {
+    Kind.ALLREDUCE: _allreduce,
+    Kind.ALLGATHER: _allgather,
+    Kind.BROADCAST: _broadcast,
+    Kind.REDUCE_SCATTER: _reduce_scatter,
+    Kind.ALLTOALL: _alltoall,
+}
+
+
+def _read(call: Call) -> Array:
+    """All parts of a member, one after the other, in memory of our own: outputs may overlap with inputs."""
+    views = [at_address(part.source, part.count, call.dtype.numpy) for part in call.parts]
+    return np.concatenate(views) if views else np.empty(0, call.dtype.numpy)
+
+
+def _write(parts: Sequence[Part], data: Array, dtype: DType) -> None:
+    for part, start in zip(parts, _starts([part.count for part in parts]), strict=False):
+        at_address(part.target, part.count, dtype.numpy)[:] = data[start : start + part.count]
+
+
+def _starts(counts: Sequence[int] | None) -> list[int]:
+    return [0, *accumulate(counts or ())]

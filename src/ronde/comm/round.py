@@ -1,0 +1,184 @@
+"""One round from the coordinator's side: what its members say goes in, what to tell them comes out. No I/O, no clock.
+
+It puts together who may run what (negotiator), which groups there are (group_book) and who waits too long
+(observe.stall), and knows who is still there.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+from ronde.comm.group_book import GroupBook
+from ronde.comm.negotiator import Negotiator, Send
+from ronde.net.messages import (
+    Announce,
+    FromCoordinator,
+    FromWorker,
+    GroupChanged,
+    GroupWanted,
+    Lost,
+    StackQuery,
+    StackReply,
+    Stalled,
+    Waiting,
+    Welcome,
+)
+from ronde.observe.stall import Stall, StallWatch, Wait, report
+from ronde.types import Member
+
+__all__ = ["Round", "RoundRules"]
+
+LEFT = "it has left the round by shutdown()"
+ANSWER_S = 1.0
+"""How long a missing rank may take to say where it is."""
+MOST_LATE = 1000
+"""Late operations looked at in one go, the oldest of a group first."""
+NEVER_NS = 1 << 62
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RoundRules:
+    """What the settings say about a round."""
+
+    fusion_bytes: int
+    stall_s: float
+    leaving_s: float
+    """After a rank has left, the others may take this long to finish what it had finished with them. Only then are
+    they told, which ends everything that still waits for it."""
+    state: Callable[[Member], str] = lambda member: ""
+    """What the process of a silent member is doing, as far as it can be seen from here."""
+
+
+class Round:
+    """The members that were welcomed together."""
+
+    def __init__(
+        self, members: tuple[Member, ...], groups: tuple[tuple[int, ...], ...], rules: RoundRules, now_ns: int
+    ) -> None:
+        self.members = members
+        self.present = set(range(len(members)))
+        """Ranks that have neither left nor been lost."""
+        self._rules = rules
+        self._negotiator = Negotiator(len(members), fusion_bytes=rules.fusion_bytes)
+        self._book = GroupBook(len(members), groups)
+        for group, ranks in self._book.items()[1:]:
+            self._negotiator.add_group(group, ranks)
+        self._watch = StallWatch(rules.stall_s, patience_s=ANSWER_S)
+        self._waits: list[Wait] = []
+        self._leaving: dict[int, int] = {}
+        self._out: list[Send] = []
+        self._began_ns = now_ns
+        self._look_ns = min(1_000_000_000, max(20_000_000, int(rules.stall_s * 1e8))) if rules.stall_s else NEVER_NS
+        self._next_look_ns = now_ns + self._look_ns
+        self._num_asked = 0
+
+    def welcome(self, number: int) -> None:
+        """Tell everybody that it begins."""
+        self._tell(self.present, Welcome(number, self.members))
+
+    def hear(self, rank: int, message: FromWorker, now_ns: int) -> bool:
+        """A present member says something; whether it is something that is said in a round."""
+        if type(message) is Announce:
+            self._negotiator.feed(rank, message, now_ns)
+        elif type(message) is GroupWanted:
+            self._change_groups(self._book.want(rank, message))
+        elif type(message) is Waiting:
+            self._hear_waiting(rank, message, now_ns)
+        elif type(message) is StackReply:
+            self._watch.answer(message.ticket, rank, message.line)
+        else:
+            return False
+        return True
+
+    def leave(self, rank: int, now_ns: int) -> None:
+        """A member shuts down in good order."""
+        self.present.discard(rank)
+        self._leaving[rank] = now_ns + int(self._rules.leaving_s * 1e9)
+
+    def lose(self, rank: int, why: str) -> None:
+        """A member is gone: everybody is told at once."""
+        self.present.discard(rank)
+        self._leaving.pop(rank, None)
+        self._negotiator.lose(rank, why)
+        self._change_groups(self._book.lose(rank, why))
+        self._tell(self.present, Lost(rank, why))
+
+    def advance(self, now_ns: int) -> list[Send]:
+        """What to send now. Called after everything that was there to hear."""
+        if self._leaving:
+            for rank in [rank for rank, due_ns in self._leaving.items() if due_ns <= now_ns]:
+                self.lose(rank, LEFT)
+        if now_ns >= self._next_look_ns:
+            self._look_for_stalls(now_ns)
+        if self._num_asked:
+            self._report_stalls(now_ns)
+        sends = self._negotiator.flush()
+        if self._out:
+            sends = [*sends, *self._out]
+            self._out = []
+        if len(self.present) < len(self.members):
+            sends = list(self._to_present(sends))
+        return sends
+
+    def due_ns(self, now_ns: int) -> int:
+        """When advance() has to be called even if nothing is heard."""
+        ask_ns = now_ns + 50_000_000 if self._num_asked else NEVER_NS
+        return min(self._next_look_ns, ask_ns, *self._leaving.values())
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _tell(self, ranks: Iterable[int], message: FromCoordinator) -> None:
+        self._out.append(Send(tuple(ranks), message))
+
+    def _to_present(self, sends: list[Send]) -> Iterator[Send]:
+        """A rank that has left may already wait for the next round under the same number."""
+        for ranks, message in sends:
+            there = tuple(rank for rank in ranks if rank in self.present)
+            if there:
+                yield Send(there, message)
+
+    def _change_groups(self, changes: Iterable[tuple[int, GroupChanged]]) -> None:
+        done = False
+        for rank, changed in changes:
+            self._tell((rank,), changed)
+            if not done and not changed.why:
+                done = True  # the same change is told to every rank
+                if changed.removed:
+                    self._negotiator.remove_group(changed.id)
+                else:
+                    self._negotiator.add_group(changed.id, changed.ranks)
+
+    # --- stalls ----------------------------------------------------------------------------------------------------
+
+    def _hear_waiting(self, rank: int, message: Waiting, now_ns: int) -> None:
+        """The member's clock may be another host's: believe no more than what is possible here."""
+        limit_ns = int(self._rules.stall_s * 1e9)
+        since_ns = min(max(message.since_ns, self._began_ns), now_ns - limit_ns)
+        missing = tuple(sorted({other for other in message.missing if 0 <= other < len(self.members)}))
+        self._waits.append(
+            Wait(op=message.op, group=message.group, since_ns=since_ns, missing=missing, present=(rank,))
+        )
+
+    def _look_for_stalls(self, now_ns: int) -> None:
+        self._next_look_ns = now_ns + self._look_ns
+        late_ns = now_ns - int(self._rules.stall_s * 1e9)
+        named = [
+            Wait(op=late.text, group=late.group, since_ns=late.since_ns, missing=late.missing, present=late.announced)
+            for late in itertools.islice(self._negotiator.pending(late_ns), MOST_LATE)
+        ]
+        waits, self._waits = self._waits, []
+        for stall in self._watch.due(now_ns, [*named, *waits]):
+            self._num_asked += 1
+            self._tell(stall.asked, StackQuery(stall.ticket))
+
+    def _report_stalls(self, now_ns: int) -> None:
+        for stall in self._watch.finished(now_ns):
+            self._num_asked -= 1
+            self._tell(self.present, self._stalled(stall, now_ns))
+
+    def _stalled(self, stall: Stall, now_ns: int) -> Stalled:
+        wait = stall.wait
+        text = report(stall, now_ns, members=self.members, state=self._rules.state)
+        return Stalled(wait.op, wait.group, stall.waited_s(now_ns), wait.missing, text)

@@ -1,0 +1,151 @@
+"""The handle of an operation under way. Made by groups, plans and the engine; used by everybody who does not wait."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ronde.comm.lane import Flight
+from ronde.comm.operations import Operation
+from ronde.comm.wording import ranks_text
+from ronde.errors import OperationTimeout, RondeError
+from ronde.types import Deadline
+
+__all__ = ["Board", "NamedWork", "Work"]
+
+
+class Work:
+    """One operation under way. It keeps the memory it works on alive.
+
+    wait() may be called any number of times and from any thread; it gives the same result or error each time.
+    """
+
+    __slots__ = ("_error", "_finish", "_flights", "_limit_s", "_over", "_result", "name")
+
+    def __init__(
+        self, flights: tuple[Flight, ...] | None, finish: Callable[[], Any], limit_s: float, name: str = ""
+    ) -> None:
+        self.name = name
+        """The name it was given; empty for an operation matched by program order."""
+        self._flights = flights
+        self._finish: Callable[[], Any] | None = finish
+        self._limit_s = limit_s
+        self._over = False
+        self._error: Exception | None = None
+        self._result: Any = None
+
+    def wait(self, timeout_s: float | None = None) -> Any:  # noqa: ANN401  # arrays, lists of them, or None
+        """The result, or the error it ended in. OperationTimeout when timeout_s is over; the work goes on then.
+
+        Without timeout_s it waits as long as an operation may take (the setting operation_s).
+        """
+        if not self._over:
+            self._complete(Deadline(self._limit_s if timeout_s is None else timeout_s))
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def done(self) -> bool:
+        """Whether wait() would return at once."""
+        flights = self._flights
+        return self._over or (flights is not None and all(flight.done() for flight in flights))
+
+    def result(self) -> Any:  # noqa: ANN401  # as wait()
+        """The result of an operation that is over, without waiting."""
+        if not self.done():
+            raise ValueError(f"{self.name or 'the operation'} is still under way; wait() for it")
+        return self.wait()
+
+    def _complete(self, deadline: Deadline) -> None:
+        try:
+            for flight in self._take_off(deadline):
+                flight.wait(deadline)
+        except OperationTimeout as error:
+            if not self.done():
+                raise
+            self._end(error)
+        except (RondeError, ValueError, TypeError) as error:
+            self._end(error)
+        else:
+            finish = self._finish
+            if finish is not None:  # None when another thread was faster
+                self._result = finish()
+                self._end(None)
+
+    def _take_off(self, deadline: Deadline) -> tuple[Flight, ...]:
+        """The flights this work is on."""
+        assert self._flights is not None
+        return self._flights
+
+    def _end(self, error: Exception | None) -> None:
+        self._error = error
+        self._over = True
+        self._finish = None
+
+    def __repr__(self) -> str:
+        """For debugging."""
+        return f"<Work {self.name or 'unnamed'}: {'over' if self.done() else 'under way'}>"
+
+
+class Board:
+    """Where the engine announces departures: named works wait here until their flight is known."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self._stalled: dict[int, tuple[str, tuple[int, ...]]] = {}
+
+    def note_stall(self, group: int, op: str, missing: tuple[int, ...]) -> None:
+        """The last stall report of a group, to say more when a wait for it ends."""
+        self._stalled[group] = (op, missing)
+
+    def explain(self, group: int, name: str) -> str:
+        """Whom a named operation waits for, if that is known."""
+        op, missing = self._stalled.get(group, ("", ()))
+        return f"; it waits for {ranks_text(missing)}" if missing and repr(name) in op else ""
+
+
+class NamedWork(Work):
+    """An operation with a name: it takes off when every member has announced it."""
+
+    __slots__ = ("_board", "group", "known", "operation")
+
+    def __init__(self, operation: Operation, group: int, name: str, board: Board, limit_s: float) -> None:
+        super().__init__(None, operation.result, limit_s, name)
+        self.operation = operation
+        self.group = group
+        self.known = 0
+        """The id it was announced by; 0 when it was announced in full."""
+        self._board = board
+
+    @property
+    def departed(self) -> bool:
+        """Whether it has taken off."""
+        return self._flights is not None
+
+    def depart(self, flights: tuple[Flight, ...]) -> None:
+        """It is under way on these. The engine holds the board's lock."""
+        self._flights = flights
+
+    def fail(self, error: Exception) -> None:
+        """It will not take off. The engine holds the board's lock."""
+        if not self._over:
+            self._end(error)
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return f"{self.operation.form.label} {self.name!r} of group {self.group}"
+
+    def _take_off(self, deadline: Deadline) -> tuple[Flight, ...]:
+        if self._flights is None:
+            board = self._board
+            with board.changed:
+                while self._flights is None and not self._over:
+                    if not board.changed.wait(deadline.left_s) and deadline.passed:
+                        waits = board.explain(self.group, self.name)
+                        raise OperationTimeout(f"{self.title} did not start within {deadline.seconds:g} s{waits}")
+        if self._error is not None:
+            raise self._error
+        assert self._flights is not None
+        return self._flights

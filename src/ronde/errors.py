@@ -1,0 +1,78 @@
+"""Every exception ronde raises by itself. The caller's own mistakes are plain ValueError and TypeError.
+
+    RondeError                 the world's fault
+    ├── NotInitialized         a call that needs ronde.init() first
+    ├── StartFailed            the members did not find each other
+    ├── RoundEnded             this round is over; a new one may begin
+    │   └── PeerLost           … because a member is gone
+    ├── OperationTimeout       an operation's deadline passed
+    └── ProtocolError          a message that no ronde of this version sends
+    Mismatch (ValueError)      members asked for different things; the same on every member
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "Mismatch",
+    "NotInitialized",
+    "OperationTimeout",
+    "PeerLost",
+    "ProtocolError",
+    "RondeError",
+    "RoundEnded",
+    "StartFailed",
+]
+
+
+class RondeError(RuntimeError):
+    """Something in the world went wrong: not the caller's mistake."""
+
+
+class NotInitialized(RondeError):
+    """An operation was called outside of init() … shutdown()."""
+
+    def __init__(self, what: str = "this call") -> None:
+        super().__init__(f"{what} needs a running round; call ronde.init() first")
+
+
+class StartFailed(RondeError):
+    """The members of a job did not come together."""
+
+
+class RoundEnded(RondeError):
+    """The round this operation belonged to is over."""
+
+
+class PeerLost(RoundEnded):
+    """A member is gone: killed, exited, or no longer reachable."""
+
+    def __init__(self, *, rank: int, peer: int, op: str = "", why: str = "") -> None:
+        self.rank = rank
+        self.peer = peer
+        self.op = op
+        self.why = why
+        during = f" during {op}" if op else ""
+        because = f" ({why})" if why else ""
+        super().__init__(
+            f"rank {rank} lost rank {peer}{during}{because}; start a new round, or look at the output of rank {peer}"
+        )
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keyword-only arguments do not survive the default pickling."""
+        return (_peer_lost, (self.rank, self.peer, self.op, self.why))
+
+
+def _peer_lost(rank: int, peer: int, op: str, why: str) -> PeerLost:
+    return PeerLost(rank=rank, peer=peer, op=op, why=why)
+
+
+class OperationTimeout(RondeError):
+    """An operation did not finish before its deadline."""
+
+
+class ProtocolError(RondeError):
+    """A message was truncated, too large, of another version, or makes no sense."""
+
+
+class Mismatch(ValueError):
+    """The members of a group asked for different things under one name or at one place in their programs."""

@@ -1,0 +1,135 @@
+"""`host:port` in words and numbers, the addresses of this machine, and which host this is. Used by door, control
+and whoever tells others where to connect."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import ipaddress
+import socket
+from pathlib import Path
+
+import psutil
+
+from ronde.errors import StartFailed
+
+__all__ = [
+    "candidates",
+    "facing",
+    "format_address",
+    "free_port",
+    "host_identity",
+    "parse_address",
+    "peer_host",
+    "resolve",
+]
+
+SAME_EVERYWHERE = ("docker", "br-", "veth", "virbr", "cni", "podman")
+"""Interfaces inside one machine. Their addresses repeat on every host, so another host would reach itself."""
+
+
+def parse_address(text: str) -> tuple[str, int]:
+    """Host and port of `host:port`; an IPv6 address stands in brackets: `[::1]:29500`."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError(f"address {text!r}: an IPv6 address needs brackets, as in [::1]:29500")
+    if not colon or not host or any(c.isspace() or c in "[]" for c in host):
+        raise ValueError(f"address must be host:port, as in 10.0.0.1:29500, got {text!r}")
+    if not (port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) <= 65535):
+        raise ValueError(f"address {text!r}: the port must be from 1 to 65535, got {port!r}")
+    return host, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """The text that parse_address reads."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def resolve(host: str, port: int) -> list[tuple[str, int]]:
+    """All numeric addresses of a host, in the system's order of preference. Takes as long as the system's resolver."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError) as error:
+        raise StartFailed(
+            f"the name {host!r} is unknown on host {socket.gethostname()} ({error}); "
+            "check its spelling, or give a numeric address"
+        ) from None
+    return list(dict.fromkeys((str(sockaddr[0]), port) for *_, sockaddr in found))
+
+
+def family(host: str) -> socket.AddressFamily:
+    """The address family of a numeric host."""
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def peer_host(sock: socket.socket) -> str:
+    """The numeric host at the other end of a TCP socket: where its other ports are."""
+    return str(sock.getpeername()[0])
+
+
+def facing(host: str) -> str:
+    """The address of this machine from which it talks to `host`, and which that host can therefore reach."""
+    found, port = resolve(host, 9)[0]
+    with socket.socket(family(found), socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((found, port))  # UDP: picks the route, sends nothing
+        except OSError as error:
+            raise StartFailed(
+                f"host {socket.gethostname()} has no route to {host} ({error.strerror}); check its network"
+            ) from None
+        return str(probe.getsockname()[0])
+
+
+def free_port(host: str) -> int:
+    """A TCP port of an address of this machine that nobody uses now, for an address that must be told before there is
+    a listener. The system does not hand it out again soon, but it does not keep it for us either."""
+    place = resolve(host, 0)[0]
+    with socket.socket(family(place[0]), socket.SOCK_STREAM) as probe:
+        probe.bind(place)
+        return int(probe.getsockname()[1])
+
+
+def candidates(host: str = "") -> tuple[str, ...]:
+    """Addresses where others may reach this machine, best first: the one facing `host`, then those of the network
+    interfaces that are up. Loopback only when there is nothing else."""
+    first = [facing(host)] if host else []
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    others: list[str] = []
+    for name, addresses in sorted(psutil.net_if_addrs().items()):
+        if name in up and not name.startswith(SAME_EVERYWHERE):
+            others += [found.address for found in addresses if found.family in (socket.AF_INET, socket.AF_INET6)]
+    others = [text for text in others if _is_reachable(text)]
+    others.sort(key=lambda text: ":" in text)  # stable: IPv4 first
+    return tuple(dict.fromkeys((*first, *others))) or ("127.0.0.1",)
+
+
+def _is_reachable(text: str) -> bool:
+    # A link-local IPv6 address means nothing without the name of the interface on the *other* side.
+    address = ipaddress.ip_address(text.partition("%")[0])
+    return not (address.is_loopback or address.is_unspecified or (address.version == 6 and address.is_link_local))
+
+
+@functools.cache
+def host_identity() -> str:
+    """A name that is equal exactly where processes share memory and abstract Unix sockets: one machine since one
+    boot, and one network namespace of it. Readable: the host's name comes first."""
+    name = socket.gethostname()
+    facts = (name, _read("/proc/sys/kernel/random/boot_id"), _link("/proc/self/ns/net"))
+    digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
+    return f"{name}-{digest[:12]}"
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:  # hidden in some containers; the other facts remain
+        return ""
+
+
+def _link(path: str) -> str:
+    try:
+        return str(Path(path).readlink())
+    except OSError:
+        return ""

@@ -1,0 +1,282 @@
+"""What workers and the coordinator say to each other. Used by net/control on both sides.
+
+Every message is a frozen struct; `encode` and `decode` stand side by side. Decoding is strict: a message that is
+truncated, too long, of another version or of the wrong shape raises ProtocolError and nothing else.
+"""
+
+from __future__ import annotations
+
+from typing import TypeAlias, TypeVar
+
+import msgspec
+
+from ronde.errors import ProtocolError
+from ronde.types import Member
+
+__all__ = [
+    "Announce",
+    "Beat",
+    "BeatBack",
+    "Bye",
+    "Ended",
+    "Failed",
+    "FromCoordinator",
+    "FromWorker",
+    "GroupChanged",
+    "GroupWanted",
+    "Join",
+    "Leave",
+    "Lost",
+    "Refused",
+    "Request",
+    "Run",
+    "RunItem",
+    "StackQuery",
+    "StackReply",
+    "Stalled",
+    "TraceBatch",
+    "Unknown",
+    "Waiting",
+    "Welcome",
+    "decode_from_coordinator",
+    "decode_from_worker",
+    "encode",
+]
+
+VERSION = 1
+LIMIT_BYTES = 64 * 1024 * 1024
+_VERSION_BYTE = bytes([VERSION])
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """Base of all messages."""
+
+
+class Request(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One named operation as one rank asks for it. Several shapes make a grouped operation that runs as a unit."""
+
+    group: int
+    name: str
+    kind: int
+    dtype: int
+    shapes: tuple[tuple[int, ...], ...]
+    op: int = 0
+    root: int = -1
+    """A broadcast's root, as a rank of the world."""
+    prescale: float = 1.0
+    postscale: float = 1.0
+    splits: tuple[int, ...] | None = None
+    """all-to-all: rows for each member; None shares them out evenly."""
+
+
+# --- from a worker ---------------------------------------------------------------------------------------------
+
+
+class Join(Message, frozen=True):
+    """I want to be part of the round."""
+
+    version: int
+    round: int
+    size: int
+    member: Member
+    groups: tuple[tuple[int, ...], ...] = ()
+    """Groups to make at the start, as sorted ranks; equal on all members."""
+
+
+class Announce(Message, frozen=True):
+    """I am ready for these named operations: new ones in full, known ones by the id the coordinator gave them."""
+
+    new: tuple[Request, ...] = ()
+    known: tuple[int, ...] = ()
+
+
+class GroupWanted(Message, frozen=True):
+    """Make a group of these ranks (id 0), or remove group `id`. Every rank of the world sends it."""
+
+    ranks: tuple[int, ...]
+    id: int = 0
+
+
+class Beat(Message, frozen=True):
+    """I am alive; my monotonic clock says so. Answered at once, to find the distance of the clocks."""
+
+    sent_ns: int
+
+
+class Waiting(Message, frozen=True):
+    """An operation without a name has waited here too long for these ranks."""
+
+    op: str
+    group: int
+    since_ns: int
+    missing: tuple[int, ...]
+
+
+class StackReply(Message, frozen=True):
+    """Where my Python threads are right now; line is the innermost line of the user's code in the main thread."""
+
+    ticket: int
+    line: str
+    stack: str
+
+
+class TraceBatch(Message, frozen=True):
+    """Encoded trace events (JSON objects, UTF-8) for the timeline, on the coordinator's clock."""
+
+    events: tuple[bytes, ...]
+    dropped: int = 0
+
+
+class Leave(Message, frozen=True):
+    """I am going. orderly: by shutdown(). Otherwise `why` says what ended me."""
+
+    orderly: bool
+    why: str = ""
+
+
+FromWorker: TypeAlias = Join | Announce | GroupWanted | Beat | Waiting | StackReply | TraceBatch | Leave
+
+
+# --- from the coordinator --------------------------------------------------------------------------------------
+
+
+class Welcome(Message, frozen=True):
+    """Everybody is here. Groups from Join got the ids 1, 2, …; group 0 is the world."""
+
+    round: int
+    members: tuple[Member, ...]
+
+
+class Refused(Message, frozen=True):
+    """You cannot take part, and why."""
+
+    why: str
+
+
+class RunItem(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One named operation that every member has announced."""
+
+    id: int
+    """Announce it by this from now on."""
+    name: str
+    request: Request | None = None
+    """In full for a rank that did not announce it because it has joined."""
+    rows: tuple[int, ...] | None = None
+    """allgather: first dimension per member and part (member-major). all-to-all: rows member i gives to member j,
+    row-major."""
+
+
+class Run(Message, frozen=True):
+    """Execute these on the group's negotiated channel, fused into one operation."""
+
+    group: int
+    items: tuple[RunItem, ...]
+
+
+class Failed(Message, frozen=True):
+    """This named operation cannot run: the members disagree. The same words on every member."""
+
+    group: int
+    name: str
+    why: str
+
+
+class Unknown(Message, frozen=True):
+    """I have forgotten this id: announce the operation in full."""
+
+    id: int
+
+
+class GroupChanged(Message, frozen=True):
+    """The group of these ranks now has this id; or, with removed, is no more; or, with why, cannot be."""
+
+    ranks: tuple[int, ...]
+    id: int
+    removed: bool = False
+    why: str = ""
+
+
+class Lost(Message, frozen=True):
+    """A rank is gone. Everything it was part of is over."""
+
+    rank: int
+    why: str
+
+
+class Ended(Message, frozen=True):
+    """The round is over for everybody."""
+
+    why: str
+
+
+class StackQuery(Message, frozen=True):
+    """Where are you right now?"""
+
+    ticket: int
+
+
+class Stalled(Message, frozen=True):
+    """Somebody waits. The report that was logged, for everybody's event log."""
+
+    op: str
+    group: int
+    waited_s: float
+    missing: tuple[int, ...]
+    report: str
+
+
+class BeatBack(Message, frozen=True):
+    """Answer to Beat: your clock then, my clock now."""
+
+    sent_ns: int
+    coordinator_ns: int
+
+
+class Bye(Message, frozen=True):
+    """Your leaving is noted."""
+
+    last: int = -1
+
+
+FromCoordinator: TypeAlias = (
+    Welcome | Refused | Run | Failed | Unknown | GroupChanged | Lost | Ended | StackQuery | Stalled | BeatBack | Bye
+)
+
+_T = TypeVar("_T")
+
+_encoder = msgspec.msgpack.Encoder()
+_from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)
+_from_coordinator: msgspec.msgpack.Decoder[FromCoordinator] = msgspec.msgpack.Decoder(FromCoordinator)
+
+
+def encode(message: FromWorker | FromCoordinator) -> bytes:
+    """Bytes for the wire: the protocol's version, then the message."""
+    data = _VERSION_BYTE + _encoder.encode(message)
+    if len(data) > LIMIT_BYTES:  # here, where it can be told, and not by a connection that the other side cuts
+        raise ProtocolError(
+            f"{type(message).__name__} message of {len(data)} bytes; at most {LIMIT_BYTES} are allowed; send parts"
+        )
+    return data
+
+
+def decode_from_worker(data: bytes) -> FromWorker:
+    """What a worker said."""
+    return _decode(_from_worker, data)
+
+
+def decode_from_coordinator(data: bytes) -> FromCoordinator:
+    """What the coordinator said."""
+    return _decode(_from_coordinator, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
+    if not data:
+        raise ProtocolError("empty message")
+    if len(data) > LIMIT_BYTES:
+        raise ProtocolError(f"message of {len(data)} bytes; at most {LIMIT_BYTES} are allowed")
+    if data[0] != VERSION:
+        raise ProtocolError(f"message of protocol version {data[0]}; this ronde speaks version {VERSION}")
+    try:
+        return decoder.decode(memoryview(data)[1:])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"not a message: {error}") from None

@@ -1,0 +1,233 @@
+"""What happened, as typed values. Emitted through the Recorder; read by ronde.events(), the log and the timeline.
+
+`at_ns` is time.monotonic_ns() of the process that emitted the event.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import msgspec
+
+__all__ = [
+    "COORDINATOR",
+    "ChannelClosed",
+    "ChannelOpened",
+    "Event",
+    "GroupAdded",
+    "GroupRemoved",
+    "MessageRefused",
+    "OperationFailed",
+    "PeerGone",
+    "StallReported",
+    "Started",
+    "Stopped",
+    "decode",
+    "encode",
+    "name_ranks",
+    "shorten",
+    "to_text",
+    "without_surrogates",
+]
+
+COORDINATOR = -1
+"""The rank in events of the coordinator, which is no rank of the job."""
+
+TEXT_LIMIT = 200
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of all events."""
+
+    at_ns: int
+    rank: int
+
+    def words(self) -> str:
+        """What happened, without who and when."""
+        return type(self).__name__
+
+
+class Started(Event, frozen=True, kw_only=True):
+    """The rank is part of a round."""
+
+    size: int
+    host: str
+    pid: int
+    backend: str = ""
+
+    def words(self) -> str:
+        """What happened."""
+        through = f", through {shorten(self.backend)}" if self.backend else ""
+        return f"started as one of {self.size} on host {shorten(self.host)}, pid {self.pid}{through}"
+
+
+class Stopped(Event, frozen=True, kw_only=True):
+    """The rank left the round: in order, or for the reason in `why`."""
+
+    orderly: bool = True
+    why: str = ""
+
+    def words(self) -> str:
+        """What happened."""
+        return ("left in order" if self.orderly else "left out of order") + _because(self.why)
+
+
+class OperationFailed(Event, frozen=True, kw_only=True):
+    """An operation ended in an error on this rank."""
+
+    op: str
+    group: int
+    why: str
+
+    def words(self) -> str:
+        """What happened."""
+        return f"{shorten(self.op)} (group {self.group}) failed{_because(self.why)}"
+
+
+class PeerGone(Event, frozen=True, kw_only=True):
+    """Another rank is gone."""
+
+    peer: int
+    why: str = ""
+
+    def words(self) -> str:
+        """What happened."""
+        return f"lost rank {self.peer}{_because(self.why)}"
+
+
+class StallReported(Event, frozen=True, kw_only=True):
+    """An operation waits for ranks; the report says where they are."""
+
+    op: str
+    group: int
+    waited_s: float
+    missing: tuple[int, ...]
+    report: str
+
+    def words(self) -> str:
+        """The report as it stands, on several lines."""
+        return without_surrogates(self.report)
+
+
+class GroupAdded(Event, frozen=True, kw_only=True):
+    """A group was made."""
+
+    group: int
+    ranks: tuple[int, ...]
+
+    def words(self) -> str:
+        """What happened."""
+        return f"group {self.group} added: {name_ranks(self.ranks)}"
+
+
+class GroupRemoved(Event, frozen=True, kw_only=True):
+    """A group was removed."""
+
+    group: int
+
+    def words(self) -> str:
+        """What happened."""
+        return f"group {self.group} removed"
+
+
+class ChannelOpened(Event, frozen=True, kw_only=True):
+    """A channel among these ranks is open."""
+
+    channel: str
+    members: tuple[int, ...]
+
+    def words(self) -> str:
+        """What happened."""
+        return f"channel {shorten(self.channel)} opened: {name_ranks(self.members)}"
+
+
+class ChannelClosed(Event, frozen=True, kw_only=True):
+    """A channel is closed: in order, or for the reason in `why`."""
+
+    channel: str
+    why: str = ""
+
+    def words(self) -> str:
+        """What happened."""
+        return f"channel {shorten(self.channel)} closed{_because(self.why)}"
+
+
+class MessageRefused(Event, frozen=True, kw_only=True):
+    """A message or a caller was turned away."""
+
+    source: str
+    why: str
+
+    def words(self) -> str:
+        """What happened."""
+        return f"refused a message of {shorten(self.source)}{_because(self.why)}"
+
+
+_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
+    Started
+    | Stopped
+    | OperationFailed
+    | PeerGone
+    | StallReported
+    | GroupAdded
+    | GroupRemoved
+    | ChannelOpened
+    | ChannelClosed
+    | MessageRefused
+)
+_encoder = msgspec.json.Encoder()
+
+
+def encode(event: Event) -> bytes:
+    """One JSON object; its "type" is the event's name. Text that UTF-8 cannot hold is written as escapes."""
+    try:
+        return _encoder.encode(event)
+    except UnicodeEncodeError:
+        texts = {field: getattr(event, field) for field in event.__struct_fields__}
+        clean = {field: without_surrogates(value) for field, value in texts.items() if isinstance(value, str)}
+        return _encoder.encode(msgspec.structs.replace(event, **clean))
+
+
+def decode(data: bytes) -> Event:
+    """The event that was encoded; msgspec.DecodeError says what is wrong with the data."""
+    return _decoder.decode(data)
+
+
+def to_text(event: Event) -> str:
+    """For the log: who and what. The log has its own time."""
+    who = "coordinator" if event.rank == COORDINATOR else f"rank {event.rank}"
+    return f"{who}: {event.words()}"
+
+
+def shorten(text: str, limit: int = TEXT_LIMIT) -> str:
+    """One line of at most `limit` printable characters: a user's name must not break a log or a file."""
+    # Cut first: a name may be a megabyte long.
+    shown = text if len(text) <= limit else text[: limit - 1] + "…"
+    if shown.isprintable():
+        return shown
+    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
+    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def without_surrogates(text: str) -> str:
+    """The text with what UTF-8 cannot hold (bytes of a file name, half a pair) as escapes; lines stay."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """`rank 2`, or `ranks 0, 1, 4-7`: three or more in a row as a range, so that a thousand stay readable."""
+    runs: list[list[int]] = []
+    for rank in sorted(set(ranks)):
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1].append(rank)
+        else:
+            runs.append([rank])
+    if not runs:
+        return "no ranks"
+    one = len(runs) == 1 and len(runs[0]) == 1
+    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
+    return f"{'rank' if one else 'ranks'} {', '.join(words)}"
+
+
+def _because(why: str) -> str:
+    return f": {shorten(why, 1000)}" if why else ""

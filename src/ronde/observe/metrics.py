@@ -1,0 +1,131 @@
+"""How many operations ran, how many bytes they moved, how long they waited and moved. Summed by the Recorder.
+
+`Tally` is on the path of every operation. Each thread adds to sums of its own, so that no thread waits for another and
+none loses an addition of the other; a snapshot adds up all threads. One entry is replaced as a whole (a new tuple), so
+that a snapshot never sees an operation counted but its bytes not.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TypeAlias
+
+import msgspec
+
+__all__ = ["Metrics", "Sums", "Tally"]
+
+Entry: TypeAlias = tuple[int, int, int, int]
+"""Operations, bytes, nanoseconds of waiting, nanoseconds of moving."""
+
+Entries: TypeAlias = dict[tuple[int, str], Entry]
+
+NOTHING: Entry = (0, 0, 0, 0)
+
+
+class Sums(msgspec.Struct, frozen=True, kw_only=True):
+    """What the operations of one kind in one group add up to; in a total, group and kind are None."""
+
+    group: int | None = None
+    kind: str | None = None
+    operations: int = 0
+    bytes: int = 0
+    wait_s: float = 0.0
+    """Waiting for the other members to come."""
+    move_s: float = 0.0
+    """From then on to the end."""
+
+
+class Metrics(msgspec.Struct, frozen=True, kw_only=True):
+    """The sums of one rank at one moment."""
+
+    rank: int
+    rows: tuple[Sums, ...] = ()
+    """Sorted by group and kind."""
+    total: Sums = Sums()
+
+    def of(self, group: int, kind: str) -> Sums:
+        """The sums of this kind in this group; zeros if none ran."""
+        for row in self.rows:
+            if row.group == group and row.kind == kind:
+                return row
+        return Sums(group=group, kind=kind)
+
+    def to_json(self) -> str:
+        """For files and dashboards."""
+        return msgspec.json.encode(self).decode()
+
+
+class Tally:
+    """Sums that many threads add to at once, none of them lost."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._ended: Entries = {}
+        """Sums of the threads that are no more."""
+        self._threads: list[tuple[weakref.ref[_Anchor], Entries]] = []
+        self._mine = _Mine(self._register)
+
+    def add(self, group: int, kind: str, num_bytes: int, wait_ns: int, move_ns: int) -> None:
+        """Count one operation."""
+        key = (group, kind)
+        entries = self._mine.entries
+        operations, total_bytes, total_wait, total_move = entries.get(key, NOTHING)
+        entries[key] = (operations + 1, total_bytes + num_bytes, total_wait + wait_ns, total_move + move_ns)
+
+    def snapshot(self, rank: int) -> Metrics:
+        """All sums now."""
+        with self._lock:
+            self._fold_ended()
+            merged = self._ended.copy()
+            for _, entries in self._threads:
+                _merge(merged, entries.copy())  # a copy: its thread goes on adding keys
+        rows = tuple(_sums(entry, group, kind) for (group, kind), entry in sorted(merged.items()))
+        return Metrics(rank=rank, rows=rows, total=_sums(_total(merged), None, None))
+
+    def _register(self, anchor: _Anchor) -> Entries:
+        entries: Entries = {}
+        with self._lock:
+            self._fold_ended()  # so that a program with a thread per operation does not keep them all
+            self._threads.append((weakref.ref(anchor), entries))
+        return entries
+
+    def _fold_ended(self) -> None:
+        running = []
+        for anchor, entries in self._threads:
+            if anchor() is None:
+                _merge(self._ended, entries)
+            else:
+                running.append((anchor, entries))
+        self._threads = running
+
+
+class _Anchor:
+    """Held by a thread's local storage only: when it is gone, so is the thread."""
+
+
+class _Mine(threading.local):
+    """The calling thread's sums; Python runs __init__ again in each thread that comes here first."""
+
+    def __init__(self, register: Callable[[_Anchor], Entries]) -> None:
+        self.anchor = _Anchor()
+        self.entries = register(self.anchor)
+
+
+def _merge(into: Entries, entries: Entries) -> None:
+    for key, (operations, num_bytes, wait_ns, move_ns) in entries.items():
+        before = into.get(key, NOTHING)
+        into[key] = (before[0] + operations, before[1] + num_bytes, before[2] + wait_ns, before[3] + move_ns)
+
+
+def _total(entries: Entries) -> Entry:
+    columns = tuple(zip(*entries.values(), strict=True))
+    return (sum(columns[0]), sum(columns[1]), sum(columns[2]), sum(columns[3])) if columns else NOTHING
+
+
+def _sums(entry: Entry, group: int | None, kind: str | None) -> Sums:
+    operations, num_bytes, wait_ns, move_ns = entry
+    return Sums(
+        group=group, kind=kind, operations=operations, bytes=num_bytes, wait_s=wait_ns / 1e9, move_s=move_ns / 1e9
+    )

@@ -1,0 +1,118 @@
+"""Where a process is right now: its Python lines, and whether it runs at all.
+
+A worker answers the coordinator's StackQuery with `where_is_main_thread()`, from a thread of its own, while the main
+thread waits or computes. `process_state` looks at a process that does not answer.
+"""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from pathlib import Path
+from types import FrameType
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from ronde.observe.events import shorten, without_surrogates
+
+__all__ = ["ProcessState", "process_state", "where_is_main_thread"]
+
+SOURCE_LIMIT = 120
+FRAMES_LIMIT = 100
+"""Innermost frames shown of one thread: endless recursion is deeper than anyone reads."""
+STACK_LIMIT = 64 * 1024
+"""Characters of the whole text, for it travels in one message."""
+
+ProcessState: TypeAlias = Literal["running", "sleeping", "blocked", "stopped", "gone"]
+
+_STATES: dict[str, ProcessState] = {
+    "R": "running",
+    "S": "sleeping",
+    "I": "sleeping",
+    "D": "blocked",  # in the kernel, waiting for a disk, a network file system or a device
+    "T": "stopped",
+    "t": "stopped",  # by a debugger
+    "Z": "gone",
+    "X": "gone",
+}
+
+_RONDE = str(Path(__file__).parents[1]) + os.sep
+# os.__file__ is the standard library by the name it was imported under; sysconfig knows what symbolic links hide.
+_LIBRARY = tuple(
+    {path + os.sep for path in (str(Path(os.__file__).parent), *map(sysconfig.get_path, ("stdlib", "platstdlib")))}
+)
+_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+class _Frame(NamedTuple):
+    """One frame as it was when looked at; the thread goes on."""
+
+    file: str
+    line: int
+    function: str
+    names: dict[str, Any]
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line, self.names).strip()
+
+
+def where_is_main_thread() -> tuple[str, str]:
+    """The innermost line of the user's code in the main thread, such as `train.py:42 in step: loss.backward()`, and the
+    stacks of all threads but the caller's, main thread first, as text."""
+    main = threading.main_thread().ident
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    # Look at all threads before reading any source: reading lets the other threads go on.
+    seen = {ident: _look(frame) for ident, frame in sys._current_frames().items()}
+    frames = seen.pop(main, []) if main is not None else []
+    line = _describe(_user_frame(frames)) if frames else "the end of its main thread"
+    if main != threading.get_ident():
+        seen.pop(threading.get_ident(), None)
+    texts = [_stack_text("main thread", frames)] if frames else []
+    texts += [_stack_text(f"thread {shorten(names.get(ident, str(ident)))}", seen[ident]) for ident in sorted(seen)]
+    stack = without_surrogates("\n".join(texts))
+    return line, stack if len(stack) <= STACK_LIMIT else stack[: STACK_LIMIT - 1] + "…"
+
+
+def process_state(pid: int) -> ProcessState:
+    """What the kernel says about a process of this host; "gone" also when it only waits to be reaped."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+    except OSError:  # no such process, or it went while we read
+        return "gone"
+    # The name stands in parentheses and may itself contain any character: the state follows the last one.
+    fields = text.rpartition(")")[2].split()
+    return _STATES.get(fields[0], "sleeping") if fields else "gone"
+
+
+def _look(frame: FrameType | None) -> list[_Frame]:
+    """The frames of a thread, innermost first."""
+    frames: list[_Frame] = []
+    while frame is not None and len(frames) < FRAMES_LIMIT:
+        code = frame.f_code
+        frames.append(_Frame(code.co_filename, frame.f_lineno or 0, code.co_name, frame.f_globals))
+        frame = frame.f_back
+    return frames
+
+
+def _user_frame(frames: list[_Frame]) -> _Frame:
+    """The innermost frame that is the user's; else one of an installed package; else the innermost of all."""
+    outside = [frame for frame in frames if not frame.file.startswith((_RONDE, "<frozen "))]
+    installed = [frame for frame in outside if any(part in frame.file for part in _INSTALLED)]
+    own = [frame for frame in outside if frame not in installed and not frame.file.startswith(_LIBRARY)]
+    return next(iter(own or installed or frames))
+
+
+def _describe(frame: _Frame) -> str:
+    source = frame.source
+    place = f"{shorten(Path(frame.file).name)}:{frame.line} in {shorten(frame.function)}"
+    return f"{place}: {shorten(source, SOURCE_LIMIT)}" if source else place
+
+
+def _stack_text(title: str, frames: list[_Frame]) -> str:
+    """As in a traceback: outermost first."""
+    lines = [(frame.file, frame.line, frame.function, frame.source) for frame in reversed(frames)]
+    return f"{title}:\n{''.join(traceback.format_list(lines))}"

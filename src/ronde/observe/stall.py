@@ -1,0 +1,178 @@
+"""Which operations wait too long, and what the ranks they wait for are doing. Pure; run by the coordinator.
+
+    every tick         for stall in watch.due(now_ns, waits): send StackQuery(stall.ticket) to each of stall.asked
+    on a StackReply    watch.answer(ticket, rank, line)
+    every tick         for stall in watch.finished(now_ns): log report(stall, now_ns, …)
+
+All times are on one clock, the coordinator's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from ronde.observe.events import name_ranks, shorten
+from ronde.types import Member
+
+__all__ = ["Stall", "StallWatch", "Wait", "report"]
+
+SHOWN = 16
+"""Ranks and operations named one by one in a report; the others are counted."""
+REMEMBERED = 4096
+"""Reported operations that are remembered, so that a job of many days does not grow."""
+
+
+class Wait(msgspec.Struct, frozen=True, kw_only=True):
+    """An operation in which some members wait for others, as the coordinator or one of the members sees it."""
+
+    op: str
+    """In words, such as `allreduce 'grad.3'`."""
+    group: int
+    since_ns: int
+    missing: tuple[int, ...]
+    present: tuple[int, ...] = ()
+
+
+@dataclass(slots=True)
+class Stall:
+    """Operations that became late together, and what the ranks they wait for have answered."""
+
+    ticket: int
+    waits: tuple[Wait, ...]
+    """Those of one group that miss the same ranks; the one that has waited longest first."""
+    asked_ns: int
+    lines: dict[int, str] = dataclasses.field(default_factory=dict)
+    """Per rank, the line it is at."""
+
+    @property
+    def wait(self) -> Wait:
+        """The one that has waited longest."""
+        return self.waits[0]
+
+    @property
+    def asked(self) -> tuple[int, ...]:
+        """The ranks to ask where they are."""
+        return self.wait.missing[:SHOWN]
+
+    def waited_s(self, now_ns: int) -> float:
+        """How long the first has waited."""
+        return (now_ns - self.wait.since_ns) / 1e9
+
+
+class StallWatch:
+    """Reports each operation once: when it has waited for limit_s. The same operation of a later step counts anew."""
+
+    def __init__(self, limit_s: float, *, patience_s: float = 2.0) -> None:
+        self._limit_ns = int(limit_s * 1e9)
+        self._patience_ns = int(patience_s * 1e9)
+        self._reported: dict[tuple[int, str], int] = {}
+        self._open: dict[int, Stall] = {}
+        self._tickets = 0
+
+    def due(self, now_ns: int, waits: Iterable[Wait]) -> list[Stall]:
+        """The operations that have become late since the last call. A limit of 0 turns the watch off."""
+        if self._limit_ns <= 0:
+            return []
+        together: dict[tuple[int, tuple[int, ...]], list[Wait]] = {}
+        for wait in _merge(waits):
+            if now_ns - wait.since_ns >= self._limit_ns and self._is_news(wait):
+                self._remember(wait, now_ns)
+                together.setdefault((wait.group, wait.missing), []).append(wait)
+        return [self._open_stall(group_of, now_ns) for group_of in together.values()]
+
+    def answer(self, ticket: int, rank: int, line: str) -> None:
+        """A rank says where it is. Answers nobody waits for any more are dropped."""
+        stall = self._open.get(ticket)
+        if stall is not None and rank in stall.asked:
+            stall.lines[rank] = line
+
+    def finished(self, now_ns: int) -> list[Stall]:
+        """The stalls whose ranks have all answered, or had the time to."""
+        done = [
+            stall
+            for stall in self._open.values()
+            if len(stall.lines) == len(stall.asked) or now_ns - stall.asked_ns >= self._patience_ns
+        ]
+        for stall in done:
+            del self._open[stall.ticket]
+        return done
+
+    def _is_news(self, wait: Wait) -> bool:
+        # Members that come to a reported operation later do not make it new: the first of them came before the report.
+        return wait.since_ns > self._reported.get((wait.group, wait.op), wait.since_ns - 1)
+
+    def _remember(self, wait: Wait, now_ns: int) -> None:
+        self._reported.pop((wait.group, wait.op), None)  # to the end of the order
+        self._reported[wait.group, wait.op] = now_ns
+        if len(self._reported) > REMEMBERED:
+            del self._reported[next(iter(self._reported))]
+
+    def _open_stall(self, waits: list[Wait], now_ns: int) -> Stall:
+        self._tickets += 1
+        stall = Stall(self._tickets, tuple(sorted(waits, key=lambda wait: wait.since_ns)), now_ns)
+        self._open[stall.ticket] = stall
+        return stall
+
+
+def report(
+    stall: Stall, now_ns: int, *, members: Sequence[Member], state: Callable[[Member], str] = lambda member: ""
+) -> str:
+    """The stall in words, a line per missing rank. `state` tells what the process of a silent member is doing, or ""
+    if that cannot be known from here."""
+    wait = stall.wait
+    there = f" ({name_ranks(wait.present)} {'is' if len(wait.present) == 1 else 'are'} there)" if wait.present else ""
+    lines = [
+        f"{shorten(wait.op)} (group {wait.group}) has waited {stall.waited_s(now_ns):.1f} s "
+        f"for {_name_missing(wait.missing)}{there}"
+    ]
+    by_rank = {member.rank: member for member in members}
+    lines += [f"  {_whereabouts(rank, by_rank.get(rank), stall.lines.get(rank), state)}" for rank in stall.asked]
+    if len(wait.missing) > len(stall.asked):
+        lines.append(f"  and {len(wait.missing) - len(stall.asked)} more ranks, not asked")
+    others = stall.waits[1:]
+    if others:
+        named = ", ".join(shorten(other.op) for other in others[:SHOWN])
+        more = f" and {len(others) - SHOWN} more" if len(others) > SHOWN else ""
+        lines.append(f"  for the same ranks {'waits' if len(others) == 1 else 'wait'} also {named}{more}")
+    return "\n".join(lines)
+
+
+def _merge(waits: Iterable[Wait]) -> list[Wait]:
+    """One Wait per operation. Members report at different moments: who waits there himself is not missing."""
+    reports: dict[tuple[int, str], list[Wait]] = {}
+    for wait in waits:
+        reports.setdefault((wait.group, wait.op), []).append(wait)
+    merged = []
+    for (group, op), same in reports.items():
+        present = {rank for wait in same for rank in wait.present}
+        missing = {rank for wait in same for rank in wait.missing} - present
+        if missing:
+            since_ns = min(wait.since_ns for wait in same)
+            merged.append(
+                Wait(op=op, group=group, since_ns=since_ns, missing=_sorted(missing), present=_sorted(present))
+            )
+    return merged
+
+
+def _sorted(ranks: set[int]) -> tuple[int, ...]:
+    return tuple(sorted(ranks))
+
+
+def _name_missing(ranks: tuple[int, ...]) -> str:
+    return ", ".join(f"rank {rank}" for rank in ranks) if len(ranks) <= 4 else name_ranks(ranks)
+
+
+def _whereabouts(rank: int, member: Member | None, line: str | None, state: Callable[[Member], str]) -> str:
+    if member is None:
+        return f"rank {rank} is not a member of this round"
+    who = f"rank {rank} on host {shorten(member.host)}, pid {member.pid},"
+    if line:
+        return f"{who} is at {shorten(line, 400)}"
+    if line is not None:
+        return f"{who} answers, but cannot say where it is"
+    known = state(member)
+    return f"{who} does not answer" + (f"; its process is {known}" if known else "")

@@ -1,0 +1,169 @@
+"""Every setting, in one place: its default, its environment name, its meaning. The only reader of the environment.
+
+Strength: argument of init() > environment > default. Wrong values fail at start, naming the field.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import os
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_type_hints
+
+__all__ = ["Described", "Settings", "describe"]
+
+PREFIX = "RONDE_"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """How a rank finds its round and how the round behaves."""
+
+    rank: int = 0
+    """This process's number in the job, from 0."""
+
+    size: int = 1
+    """Number of ranks in the job."""
+
+    coordinator: str = ""
+    """`address:port` of the coordinator; needed when size is above 1."""
+
+    coordinator_hosted: bool = False
+    """Whether somebody else (the launcher) hosts the coordinator. Otherwise rank 0 does, in a thread."""
+
+    key: str = ""
+    """The job's secret, 64 hexadecimal digits, equal on all ranks. Needed when size is above 1."""
+
+    host: str = ""
+    """Name of this rank's host. Ranks with equal names share memory; the default tells hosts and network
+    namespaces apart by itself."""
+
+    backend: str = "native"
+    """Data plane: `native`, or `mpi` (through mpi4py)."""
+
+    start_s: float = 60.0
+    """How long init() waits for all members."""
+
+    operation_s: float = 1800.0
+    """How long one operation may take before it fails on all members."""
+
+    shutdown_s: float = 5.0
+    """How long shutdown() waits for the others to say goodbye."""
+
+    stall_s: float = 30.0
+    """An operation that waits for members longer than this is reported, with what those members are doing. 0 turns
+    the watch off."""
+
+    heartbeat_s: float = 10.0
+    """A host that cannot be reached for so long is lost."""
+
+    fusion_bytes: int = 64 * 1024 * 1024
+    """Most bytes of named operations that travel as one."""
+
+    slot_bytes: int = 4 * 1024 * 1024
+    """Staging room in shared memory per member and slot."""
+
+    chunk_bytes: int = 256 * 1024
+    """How much of a slot one step of the shared-memory algorithm uses."""
+
+    algorithm: str = ""
+    """Force one allreduce algorithm: direct, doubling, ring or two_level. Empty: chosen by size and places."""
+
+    num_sockets: int = 2
+    """TCP connections per pair of neighbours and channel."""
+
+    timeline: str = ""
+    """File for the Chrome trace of all ranks; written by the coordinator. Empty for none."""
+
+    timeline_events: int = 1_000_000
+    """Most events a timeline holds; later ones are counted, not written."""
+
+    def __post_init__(self) -> None:
+        """Check every field at once, so that a wrong value fails here and by name."""
+        _at_least("size", self.size, 1)
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank must be from 0 to size - 1 = {self.size - 1}, got {self.rank}")
+        if self.backend not in ("native", "mpi"):
+            raise ValueError(f"backend must be native or mpi, got {self.backend!r}")
+        if self.algorithm not in ("", "direct", "doubling", "ring", "two_level"):
+            raise ValueError(f"algorithm must be empty, direct, doubling, ring or two_level, got {self.algorithm!r}")
+        for name in ("start_s", "operation_s", "shutdown_s", "heartbeat_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
+        if self.stall_s < 0:
+            raise ValueError(f"stall_s must be 0 (off) or more seconds, got {self.stall_s}")
+        _at_least("fusion_bytes", self.fusion_bytes, 0)
+        _at_least("chunk_bytes", self.chunk_bytes, 4096)
+        _at_least("slot_bytes", self.slot_bytes, self.chunk_bytes)
+        _at_least("num_sockets", self.num_sockets, 1)
+        _at_least("timeline_events", self.timeline_events, 1)
+        if self.key and (len(self.key) != 64 or not set(self.key) <= set("0123456789abcdefABCDEF")):
+            raise ValueError("key must be 64 hexadecimal digits (make one with ronde.net.keys.new_key())")
+
+    def __repr__(self) -> str:
+        """All fields, the key hidden."""
+        shown = (f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if f.name != "key")
+        return f"Settings({', '.join(shown)})"
+
+    @classmethod
+    def load(cls, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
+        """Settings from arguments over the environment over the defaults."""
+        environ = os.environ if environ is None else environ
+        hints = get_type_hints(cls)
+        values: dict[str, Any] = {}
+        for field in dataclasses.fields(cls):
+            text = environ.get(PREFIX + field.name.upper())
+            if text is not None:
+                values[field.name] = _parse(PREFIX + field.name.upper(), text, hints[field.name])
+        unknown = set(given or ()) - {field.name for field in dataclasses.fields(cls)}
+        if unknown:
+            raise TypeError(f"unknown setting {', '.join(sorted(unknown))}; ronde.settings.describe() lists all")
+        values.update(given or {})
+        return cls(**values)
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _parse(name: str, text: str, kind: type) -> Any:  # noqa: ANN401  # the type is the field's
+    if kind is str:
+        return text
+    if kind is bool:
+        if text.lower() in ("1", "true", "yes", "on"):
+            return True
+        if text.lower() in ("0", "false", "no", "off", ""):
+            return False
+        raise ValueError(f"{name} must be 1 or 0, got {text!r}")
+    try:
+        return kind(text)
+    except ValueError:
+        words = {int: "a whole number", float: "a number"}[kind]
+        raise ValueError(f"{name} must be {words}, got {text!r}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Described:
+    """One setting as the reference page shows it."""
+
+    name: str
+    env: str
+    default: object
+    help: str
+
+
+def describe() -> list[Described]:
+    """All settings with the text written below each field."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(Settings)))
+    body = tree.body[0].body  # type: ignore[attr-defined]  # a class has a body
+    helps: dict[str, str] = {}
+    for before, after in zip(body, body[1:], strict=False):
+        if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
+            assert isinstance(before.target, ast.Name)
+            helps[before.target.id] = " ".join(str(after.value.value).split())
+    return [Described(f.name, PREFIX + f.name.upper(), f.default, helps[f.name]) for f in dataclasses.fields(Settings)]

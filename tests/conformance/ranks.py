@@ -1,0 +1,89 @@
+"""Runs one function on several ranks at once, and tells which rank failed and how. Used by all tests with ranks."""
+
+from __future__ import annotations
+
+import threading
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol, TypeAlias
+
+from ronde.comm.loopback import Loopback
+from ronde.comm.place import Place
+from ronde.comm.threads import Hub, ThreadsBackend
+from ronde.comm.world import World
+from ronde.settings import Settings
+from ronde.types import Member, Topology
+
+Body: TypeAlias = Callable[[World], Any]
+
+PATIENCE_S = 40.0
+"""Below pytest's own limit, so that the ranks that hang can be named."""
+
+
+class Ranks(Protocol):
+    """Ranks of one job, ready to run bodies."""
+
+    def run(self, body: Body) -> None:
+        """Run it on every rank; AssertionError shows what each rank that failed has to say."""
+
+
+class RanksFailed(AssertionError):
+    """What went wrong, rank by rank."""
+
+    def __init__(self, failures: dict[int, str]) -> None:
+        self.failures = failures
+        super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(failures.items())))
+
+
+class ThreadRanks:
+    """Every body gets a fresh world per rank; the ranks are threads of this process."""
+
+    def __init__(self, size: int, *, groups: tuple[tuple[int, ...], ...] = (), **settings: Any) -> None:
+        self._size = size
+        self._groups = groups
+        self._given = {"operation_s": 20.0, "start_s": 20.0, "stall_s": 0.0, **settings}
+
+    def run(self, body: Body) -> list[Any]:
+        """Run it on every rank; what each returned."""
+        return run_threads(self._size, body, groups=self._groups, **self._given)
+
+
+def run_threads(size: int, body: Body, *, groups: tuple[tuple[int, ...], ...] = (), **settings: Any) -> list[Any]:
+    """Run the body in a world per rank; what each returned."""
+    places = make_places(size, groups=groups, **settings)
+    results: list[Any] = [None] * size
+    failures: dict[int, str] = {}
+
+    def one(rank: int) -> None:
+        try:
+            world = World(places[rank], groups)
+            try:
+                results[rank] = body(world)
+            except BaseException as error:
+                world.close(orderly=False, why=f"the test failed here: {error}")
+                raise
+            world.close()
+        except BaseException:
+            failures[rank] = traceback.format_exc()
+
+    threads = [threading.Thread(target=one, args=(rank,), name=f"rank-{rank}", daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    for rank, thread in enumerate(threads):
+        if thread.is_alive():
+            failures.setdefault(rank, "it hangs")
+    if failures:
+        raise RanksFailed(failures)
+    return results
+
+
+def make_places(size: int, *, groups: tuple[tuple[int, ...], ...] = (), **settings: Any) -> list[Place]:
+    """Places for ranks that are threads: one coordinator and one hub for all of them."""
+    given = [Settings(rank=rank, size=size, **settings) for rank in range(size)]
+    members = tuple(Member(rank, "here", 1, "") for rank in range(size))
+    loopback, hub = Loopback(members, groups, given[0]), Hub()
+    return [
+        Place(given[rank], Topology(members, rank), loopback.client(rank), ThreadsBackend(hub)) for rank in range(size)
+    ]

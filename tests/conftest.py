@@ -1,0 +1,100 @@
+"""What all tests share: after a test, no thread, process, file descriptor or shared memory of its making is left.
+
+A test that has to leave something says so: `@pytest.mark.leaves(reason="…")`.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import pytest
+
+CLOSING_S = 5.0
+"""What is just closing (a thread that was told to end, a child about to be reaped) gets this long."""
+
+NATIVE_THREADS = ("ronde", "ZMQbg")
+"""Names of native threads that somebody has to close. The pools of BLAS and PyTorch stay by design."""
+
+
+@dataclass(frozen=True)
+class Held:
+    """What this process holds at one moment. Each thing is (what to compare, how to call it in a message)."""
+
+    things: frozenset[tuple[str, str]]
+
+    @classmethod
+    def now(cls) -> Held:
+        """Look at the process."""
+        return cls(frozenset((*_python_threads(), *_native_threads(), *_children(), *_files(), *_shared_memory())))
+
+    def beyond(self, before: Held) -> list[str]:
+        """What was not there before, in words."""
+        return sorted(words for _, words in self.things - before.things)
+
+
+def _python_threads() -> Iterator[tuple[str, str]]:
+    for thread in threading.enumerate():
+        yield f"thread {thread.ident}", f"thread {thread.name!r}"
+
+
+def _native_threads() -> Iterator[tuple[str, str]]:
+    known = {thread.native_id for thread in threading.enumerate()}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+        except OSError:  # it ended while we looked
+            continue
+        if int(task.name) not in known and name.startswith(NATIVE_THREADS):
+            yield f"native thread {task.name}", f"native thread {name!r}"
+
+
+def _children() -> Iterator[tuple[str, str]]:
+    for child in psutil.Process().children(recursive=True):
+        try:
+            words = f"process {child.pid} ({child.status()}): {' '.join(child.cmdline()) or child.name()}"
+        except psutil.Error:  # it ended while we looked
+            words = f"process {child.pid}"
+        yield f"process {child.pid} {child.create_time()}", words
+
+
+def _files() -> Iterator[tuple[str, str]]:
+    for link in Path("/proc/self/fd").iterdir():
+        try:
+            target = str(link.readlink())
+        except OSError:  # the descriptor of this very listing
+            continue
+        yield f"file {link.name} {target}", f"file descriptor {link.name}: {target}"
+
+
+def _shared_memory() -> Iterator[tuple[str, str]]:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        addresses, *_, path = line.split(maxsplit=5)
+        if "/memfd:ronde" in path:
+            yield f"map {addresses}", f"mapped shared memory {path}"
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test that left something behind. Set up before, and torn down after, the test's own fixtures."""
+    marker = request.node.get_closest_marker("leaves")
+    if marker is not None:
+        if not marker.kwargs.get("reason"):
+            pytest.fail('say why: @pytest.mark.leaves(reason="…")')
+        yield
+        return
+    before = Held.now()
+    yield
+    deadline = time.monotonic() + CLOSING_S
+    left = Held.now().beyond(before)
+    while left and time.monotonic() < deadline:
+        gc.collect()  # a traceback kept by pytest.raises may hold what the test's variables own
+        time.sleep(0.01)
+        left = Held.now().beyond(before)
+    if left:
+        pytest.fail("the test left behind:\n  " + "\n  ".join(left))

@@ -1,0 +1,96 @@
+"""The wheel as a user gets it: one file for every Python, and no compiler needed to install it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+CURRENT = f"{sys.version_info.major}.{sys.version_info.minor}"
+# A build from source, then an environment with all dependencies per Python.
+pytestmark = pytest.mark.timeout(600)
+
+FIRST_STEPS = """
+import numpy as np
+import ronde
+
+ronde.init()
+print(ronde.__file__)
+print(ronde.allreduce(np.ones(3)).tolist())
+ronde.shutdown()
+"""
+
+
+def run(*command: str | Path, cwd: Path, environ: Mapping[str, str] | None = None) -> str:
+    """The standard output of a command that must succeed."""
+    words = [str(word) for word in command]
+    done = subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+def find_python(version: str) -> str | None:
+    """An interpreter of this version that can make environments."""
+    if version == CURRENT:
+        return sys.executable
+    pyenv = sorted(Path("~/.pyenv/versions").expanduser().glob(f"{version}.*/bin/python"))
+    for candidate in (shutil.which(f"python{version}"), *map(str, pyenv)):
+        # A version manager's stand-in may be on the PATH without an interpreter behind it.
+        if candidate and subprocess.run([candidate, "-c", "import ensurepip"], capture_output=True).returncode == 0:
+            return candidate
+    return None
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from this tree."""
+    folder = tmp_path_factory.mktemp("wheel")
+    build = ("--no-deps", "--no-build-isolation", "--config-settings=build-dir=build/wheel")
+    run(sys.executable, "-m", "pip", "wheel", "--quiet", *build, "--wheel-dir", folder, ROOT, cwd=ROOT)
+    (found,) = folder.glob("*.whl")
+    return found
+
+
+@pytest.fixture
+def environment(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A fresh environment of the Python version in the parameter; removed afterwards, being large."""
+    python = find_python(request.param)
+    if python is None:
+        pytest.skip(f"there is no Python {request.param} here")
+    folder = tmp_path / "environment"
+    run(python, "-m", "venv", folder, cwd=tmp_path)
+    yield folder
+    shutil.rmtree(folder)
+
+
+def test_one_wheel_serves_every_python(wheel: Path) -> None:
+    name, _, python, abi, platform = wheel.stem.split("-")
+    assert (name, python, abi) == ("ronde", "py3", "none")
+    assert platform != "any"
+
+
+def test_the_wheel_has_the_library_and_the_types_and_nothing_of_the_tests(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {"ronde/__init__.py", "ronde/libronde.so", "ronde/py.typed"} <= set(names)
+    assert [name for name in names if not name.startswith(("ronde/", "ronde-"))] == []
+
+
+@pytest.mark.parametrize("environment", PYTHONS, indirect=True)
+def test_it_installs_without_a_compiler_and_adds_up(wheel: Path, environment: Path, tmp_path: Path) -> None:
+    programs = environment / "bin"
+    environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RONDE_"))}
+    environ["PATH"] = str(programs)  # neither cc nor cmake
+    install = ("-m", "pip", "install", "--quiet", "--only-binary", ":all:", wheel)
+    run(programs / "python", *install, cwd=tmp_path, environ=environ)
+    said = run(programs / "python", "-c", FIRST_STEPS, cwd=tmp_path, environ=environ).splitlines()
+    assert Path(said[0]).is_relative_to(environment)
+    assert said[1] == "[1.0, 1.0, 1.0]"
+    assert "bench" in run(programs / "ronde", "--help", cwd=tmp_path, environ=environ)

@@ -1,0 +1,86 @@
+"""Peers that are there are found; for those that are not, the user learns why and what to do."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import stat
+import sys
+from pathlib import Path
+
+import pytest
+
+from ronde.cli.bench.peers import MpiPeer, find_peers
+
+
+def fake_python(directory: Path, says: str, code: int = 0, *, mpiexec: bool = True) -> str:
+    """An environment whose Python answers the probe."""
+    directory.mkdir()
+    for name in ("python", "mpiexec") if mpiexec else ("python",):
+        program = directory / name
+        program.write_text(f"#!/bin/sh\necho '{says}' {'>&2' if code else ''}\nexit {code}\n")
+        program.chmod(stat.S_IRWXU)
+    return str(directory / "python")
+
+
+@pytest.fixture
+def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """An own environment with neither PyTorch nor MPI."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path / "own", "RuntimeError: cannot load", 1))
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+
+
+@pytest.mark.usefixtures("bare")
+def test_what_is_missing_is_only_noted_when_nobody_asked_for_it() -> None:
+    found = find_peers(None)
+    assert found.peers == []
+    gloo, mpi = found.notes
+    assert gloo == "gloo is left out: PyTorch is not installed"
+    assert "mpi is left out" in mpi
+    assert "RuntimeError: cannot load" in mpi
+
+
+@pytest.mark.usefixtures("bare")
+@pytest.mark.parametrize(
+    ("wanted", "how"), [("gloo", "pip install torch"), ("mpi", "--mpi-python"), ("mpich", "mpich")]
+)
+def test_what_is_missing_is_an_error_when_asked_for_and_says_how_to_get_it(wanted: str, how: str) -> None:
+    with pytest.raises(ValueError, match=how):
+        find_peers(wanted)
+
+
+@pytest.mark.usefixtures("bare")
+def test_every_named_environment_is_a_peer_called_by_its_library(tmp_path: Path) -> None:
+    ompi = fake_python(tmp_path / "a", "Open MPI v5.0.11")
+    mpich = fake_python(tmp_path / "b", "MPICH Version: 5.0.2")
+    again = fake_python(tmp_path / "c", "MPICH Version: 4.0")
+    found = find_peers("mpi", [ompi, mpich, again])
+    assert [peer.name for peer in found.peers] == ["openmpi", "mpich", "mpich-2"]
+    assert found.peers[0] == MpiPeer("openmpi", ompi, str(tmp_path / "a/mpiexec"))
+    assert found.notes == []
+
+
+@pytest.mark.usefixtures("bare")
+def test_one_library_can_be_picked(tmp_path: Path) -> None:
+    pythons = [fake_python(tmp_path / "a", "Open MPI v5.0.11"), fake_python(tmp_path / "b", "MPICH Version: 5.0.2")]
+    assert [peer.name for peer in find_peers("mpich", pythons).peers] == ["mpich"]
+
+
+@pytest.mark.usefixtures("bare")
+def test_a_named_environment_without_a_library_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="finds no MPI library"):
+        find_peers(None, [fake_python(tmp_path / "a", "ImportError: libmpi.so", 1)])
+    with pytest.raises(ValueError, match="cannot run"):
+        find_peers(None, [str(tmp_path / "nowhere")])
+    with pytest.raises(ValueError, match="no mpiexec beside"):
+        find_peers(None, [fake_python(tmp_path / "b", "MPICH Version: 5.0.2", mpiexec=False)])
+
+
+def test_a_peer_nobody_knows_is_refused() -> None:
+    with pytest.raises(ValueError, match="no such peer: 'nccl'; there are gloo, "):
+        find_peers("nccl")
+
+
+def test_none_means_none() -> None:
+    assert find_peers("none").peers == []

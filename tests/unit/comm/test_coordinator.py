@@ -1,0 +1,483 @@
+"""The coordinator over real sockets, with ranks that are scripted by the test."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+import pytest
+
+from ronde.comm.coordinator import Coordinator
+from ronde.comm.greeting import call_coordinator
+from ronde.comm.round import Round
+from ronde.errors import StartFailed
+from ronde.net.addresses import host_identity
+from ronde.net.control import ControlClient
+from ronde.net.keys import JobKey, new_key
+from ronde.net.messages import (
+    VERSION,
+    Announce,
+    Beat,
+    BeatBack,
+    Bye,
+    Ended,
+    Failed,
+    FromCoordinator,
+    FromWorker,
+    GroupChanged,
+    GroupWanted,
+    Join,
+    Leave,
+    Lost,
+    Refused,
+    Request,
+    Run,
+    StackQuery,
+    StackReply,
+    Stalled,
+    TraceBatch,
+    Waiting,
+    Welcome,
+)
+from ronde.settings import Settings
+from ronde.types import Deadline, DType, Kind, Member
+
+KEY = JobKey(new_key())
+PATIENCE_S = 20.0
+
+T = TypeVar("T", bound=FromCoordinator)
+
+
+class Rank:
+    """One rank, worked by hand: what it hears is kept until the test asks for it."""
+
+    def __init__(self, coordinator: Coordinator, rank: int, *, round: int = 0) -> None:
+        self.rank = rank
+        deadline = Deadline(PATIENCE_S)
+        self.line, control = call_coordinator(
+            coordinator.address, KEY, rank, round=round, deadline=deadline, heartbeat_s=10.0
+        )
+        self.control = ControlClient(control, KEY, rank)
+        self._heard: list[FromCoordinator] = []
+
+    def say(self, message: FromWorker) -> None:
+        self.control.send(message)
+
+    def join(self, size: int, groups: tuple[tuple[int, ...], ...] = ()) -> None:
+        member = Member(self.rank, host_identity(), os.getpid(), f"door{self.rank}")
+        self.say(Join(VERSION, 0, size, member, groups))
+
+    def hear(self, kind: type[T]) -> T:
+        """The next message of this kind; those of other kinds stay."""
+        deadline = Deadline(PATIENCE_S)
+        while not deadline.passed:
+            for message in self._heard:
+                if isinstance(message, kind):
+                    self._heard.remove(message)
+                    return message
+            self._heard += self.control.poll(deadline.left_s)
+        raise AssertionError(f"rank {self.rank} did not hear {kind.__name__}, but {self._heard}")
+
+    def has_heard(self, kind: type[FromCoordinator]) -> bool:
+        """After a question and its answer, everything said before has come."""
+        self.say(Beat(0))
+        self.hear(BeatBack)
+        return any(isinstance(message, kind) for message in self._heard)
+
+    def die(self) -> None:
+        """As a killed process does: without a word."""
+        self.control.close(0)
+        self.line.close()
+
+    def leave(self) -> None:
+        self.say(Leave(orderly=True))
+        self.hear(Bye)
+        self.die()
+
+
+class Job:
+    """A coordinator and its ranks; all are closed at the end."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self.coordinator: Coordinator
+
+    def start(self, size: int, *, rounds: int | None = 1, **settings: object) -> Coordinator:
+        given = {"shutdown_s": 0.2, **settings}
+        self.coordinator = Coordinator(
+            "127.0.0.1",
+            0,
+            size,
+            KEY,
+            settings=Settings(**given),
+            rounds=rounds,  # type: ignore[arg-type]
+        )
+        self._stack.callback(self.coordinator.close)
+        self.coordinator.start()
+        return self.coordinator
+
+    def come(self, rank: int, **how: int) -> Rank:
+        made = Rank(self.coordinator, rank, **how)
+        self._stack.callback(made.die)
+        return made
+
+    def gather(self, size: int, *, groups: tuple[tuple[int, ...], ...] = (), **settings: object) -> list[Rank]:
+        """A round that has begun."""
+        self.start(size, **settings)  # type: ignore[arg-type]
+        return self.join(size, groups)
+
+    def join(self, size: int, groups: tuple[tuple[int, ...], ...] = ()) -> list[Rank]:
+        ranks = [self.come(rank) for rank in range(size)]
+        for rank in ranks:
+            rank.join(size, groups)
+        for rank in ranks:
+            rank.hear(Welcome)
+        return ranks
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with ExitStack() as stack:
+        yield Job(stack)
+
+
+def allreduce(name: str, shape: tuple[int, ...] = (4,), group: int = 0) -> Announce:
+    return Announce((Request(group, name, Kind.ALLREDUCE, DType.FLOAT32, (shape,)),))
+
+
+# --- coming together -------------------------------------------------------------------------------------------------
+
+
+def test_all_ranks_are_welcomed_with_all_members(job: Job) -> None:
+    job.start(2)
+    first, second = job.come(0), job.come(1)
+    second.join(2)
+    first.join(2)
+    welcome = first.hear(Welcome)
+    assert welcome == second.hear(Welcome)
+    assert (welcome.round, [member.rank for member in welcome.members]) == (0, [0, 1])
+
+
+def test_a_rank_may_come_before_the_coordinator_serves() -> None:
+    with ExitStack() as stack:
+        coordinator = Coordinator("127.0.0.1", 0, 1, KEY, settings=Settings())
+        stack.callback(coordinator.close)
+        rank = Rank(coordinator, 0)
+        stack.callback(rank.die)
+        rank.join(1)
+        coordinator.start()
+        rank.hear(Welcome)
+
+
+def test_a_coordinator_that_was_never_started_closes() -> None:
+    Coordinator("127.0.0.1", 0, 2, KEY, settings=Settings()).close()
+
+
+def test_who_does_not_come_in_time_is_named_to_those_who_did(job: Job) -> None:
+    job.start(3, start_s=0.2)
+    rank = job.come(1)
+    rank.join(3)
+    assert rank.hear(Refused).why.startswith("ranks 0, 2 of 3 did not join within ")
+
+
+def test_ranks_that_disagree_are_all_refused_also_late_ones(job: Job) -> None:
+    job.start(3)
+    ranks = [job.come(rank) for rank in range(3)]
+    ranks[0].join(3)
+    assert not ranks[0].has_heard(Refused)  # its Join has come
+    ranks[1].join(4)
+    why = "ranks disagree on the number of ranks: rank 0 gave 3; rank 1 gave 4"
+    assert ranks[0].hear(Refused).why == ranks[1].hear(Refused).why == why
+    ranks[2].join(3)
+    assert ranks[2].hear(Refused).why == why
+
+
+def test_a_second_process_with_the_same_rank_is_sent_away_and_the_round_refused(job: Job) -> None:
+    job.start(2)
+    rank = job.come(0)
+    with pytest.raises(StartFailed, match="another process already is rank 0"):
+        job.come(0)
+    rank.join(2)
+    assert rank.hear(Refused).why.startswith("two processes say that they are rank 0")
+
+
+def test_a_second_process_does_not_disturb_a_round_that_is_on(job: Job) -> None:
+    ranks = job.gather(2)
+    with pytest.raises(StartFailed, match="another process already is rank 1"):
+        job.come(1)
+    for rank in ranks:
+        rank.say(allreduce("w"))
+    assert [rank.hear(Run).items[0].name for rank in ranks] == ["w", "w"]
+
+
+def test_a_rank_outside_of_the_job_is_sent_away(job: Job) -> None:
+    job.start(2)
+    with pytest.raises(StartFailed, match="no rank 2 among the 2 of this job"):
+        job.come(2)
+
+
+def test_a_rank_that_dies_before_the_round_begins_ends_the_wait_of_the_others(job: Job) -> None:
+    job.start(3)
+    ranks = [job.come(rank) for rank in (0, 1)]
+    for rank in ranks:
+        rank.join(3)
+    ranks[1].has_heard(Welcome)  # its Join has come
+    ranks[1].die()
+    assert ranks[0].hear(Refused).why == "rank 1 ended before the round began (its process is gone)"
+
+
+def test_a_launcher_that_saw_a_rank_die_ends_the_wait_of_the_others(job: Job) -> None:
+    coordinator = job.start(2, rounds=None)
+    rank = job.come(0)
+    rank.join(2)
+    coordinator.lost(1, "exited with code 3")
+    assert rank.hear(Refused).why == "rank 1 ended before the round began (exited with code 3)"
+
+
+# --- named operations and groups -------------------------------------------------------------------------------------
+
+
+def test_a_named_operation_runs_on_all_when_all_have_announced_it(job: Job) -> None:
+    first, second = job.gather(2)
+    first.say(allreduce("w"))
+    assert not first.has_heard(Run)
+    second.say(allreduce("w"))
+    assert first.hear(Run) == second.hear(Run)
+
+
+def test_ranks_that_disagree_hear_the_same_words(job: Job) -> None:
+    first, second = job.gather(2)
+    first.say(allreduce("w", (3, 4)))
+    second.say(allreduce("w", (3, 5)))
+    failed = first.hear(Failed)
+    assert failed == second.hear(Failed)
+    assert failed.why == "allreduce 'w': ranks disagree on shape: rank 0 gave (3, 4); rank 1 gave (3, 5)"
+
+
+def test_groups_of_the_beginning_and_later_ones_work(job: Job) -> None:
+    ranks = job.gather(2, groups=((0, 1),))
+    for rank in ranks:
+        rank.say(allreduce("w", group=1))
+        rank.say(GroupWanted((1,)))
+    assert [rank.hear(Run).group for rank in ranks] == [1, 1]
+    assert [rank.hear(GroupChanged) for rank in ranks] == [GroupChanged((1,), 2)] * 2
+    ranks[1].say(allreduce("alone", group=2))
+    assert ranks[1].hear(Run).group == 2
+    for rank in ranks:
+        rank.say(GroupWanted((1,), 2))
+    assert ranks[0].hear(GroupChanged).removed
+    ranks[1].say(allreduce("late", group=2))
+    assert "group 2 does not exist" in ranks[1].hear(Failed).why
+
+
+def test_a_heartbeat_is_answered_with_the_clock(job: Job) -> None:
+    job.start(1)
+    rank = job.come(0)
+    before_ns = time.monotonic_ns()
+    rank.say(Beat(42))
+    answer = rank.hear(BeatBack)
+    assert answer.sent_ns == 42
+    assert before_ns <= answer.coordinator_ns <= time.monotonic_ns()
+
+
+def test_what_makes_no_sense_is_dropped_and_the_job_goes_on(job: Job) -> None:
+    ranks = job.gather(2)
+    ranks[0].control._socket.send(b"garbage")
+    ranks[0].say(Announce(known=(123456,)))
+    ranks[0].say(Waiting("x", 99, -5, (-3, 77)))
+    ranks[0].say(StackReply(4711, "", ""))
+    ranks[0].say(GroupWanted((5, 3)))
+    ranks[0].say(Announce((Request(-7, "x", 99, 99, ((-1,),)),)))
+    ranks[0].join(2)
+    for rank in ranks:
+        rank.say(allreduce("w"))
+    assert [rank.hear(Run).items[0].name for rank in ranks] == ["w", "w"]
+
+
+# --- leaving and dying -----------------------------------------------------------------------------------------------
+
+
+def test_a_death_is_told_to_all_at_once(job: Job) -> None:
+    ranks = job.gather(3)
+    ranks[1].die()
+    began = time.monotonic()
+    assert ranks[0].hear(Lost) == ranks[2].hear(Lost) == Lost(1, "its process is gone")
+    assert time.monotonic() - began < 1.0
+
+
+def test_the_last_words_of_a_rank_are_told(job: Job) -> None:
+    ranks = job.gather(2)
+    ranks[1].say(Leave(orderly=False, why="exited: ValueError: boom"))
+    ranks[1].hear(Bye)
+    assert ranks[0].hear(Lost) == Lost(1, "exited: ValueError: boom")
+
+
+def test_the_words_of_the_launcher_are_told(job: Job) -> None:
+    ranks = job.gather(2, rounds=None)
+    job.coordinator.lost(1, "killed by signal 9")
+    ranks[1].die()
+    assert ranks[0].hear(Lost) == Lost(1, "killed by signal 9")
+
+
+def test_a_rank_that_left_in_good_order_is_told_to_the_others_after_a_while(job: Job) -> None:
+    ranks = job.gather(2)
+    began = time.monotonic()
+    ranks[1].leave()
+    assert ranks[0].hear(Lost) == Lost(1, "it has left the round by shutdown()")
+    assert time.monotonic() - began > 0.15  # shutdown_s is 0.2 here
+
+
+def test_what_is_asked_of_a_lost_rank_fails(job: Job) -> None:
+    ranks = job.gather(2)
+    ranks[1].die()
+    ranks[0].hear(Lost)
+    ranks[0].say(allreduce("w"))
+    assert ranks[0].hear(Failed).why == "allreduce 'w': rank 1 is gone: its process is gone"
+
+
+def test_when_all_have_left_a_coordinator_of_one_round_ends(job: Job) -> None:
+    for rank in job.gather(2):
+        rank.leave()
+    assert job.coordinator.join(PATIENCE_S)
+
+
+def test_closing_waits_for_those_who_have_not_left(job: Job) -> None:
+    first, second = job.gather(2, shutdown_s=PATIENCE_S)
+    first.leave()
+    closer = threading.Thread(target=job.coordinator.close)
+    closer.start()
+    assert not second.has_heard(Ended)
+    second.leave()
+    closer.join(PATIENCE_S)
+    assert not closer.is_alive()
+
+
+def test_who_does_not_leave_in_time_hears_that_it_is_over(job: Job) -> None:
+    first, second = job.gather(2)
+    first.leave()
+    job.coordinator.close()
+    assert "closed by its host" in second.hear(Ended).why
+
+
+def test_a_launchers_coordinator_serves_round_after_round(job: Job) -> None:
+    job.start(2, rounds=None)
+    for _ in range(3):
+        for rank in job.join(2):
+            rank.leave()
+
+
+def test_who_comes_early_to_the_next_round_waits_for_the_others_to_leave_this_one(job: Job) -> None:
+    first, second = job.gather(2, rounds=None, shutdown_s=PATIENCE_S)
+    first.leave()
+    early = job.come(0)
+    early.join(2)
+    assert not early.has_heard(Welcome)
+    second.leave()
+    late = job.come(1)
+    late.join(2)
+    assert early.hear(Welcome).round == late.hear(Welcome).round == 1
+
+
+def test_who_comes_early_where_rank_0_hosts_calls_until_the_next_coordinator_is_there(job: Job) -> None:
+    first, second = job.gather(2, shutdown_s=PATIENCE_S)
+    second.leave()
+    with pytest.raises(StartFailed, match=r"rank 1 was not let in within 0\.1 s: the round before is not over"):
+        call_coordinator(job.coordinator.address, KEY, 1, round=1, deadline=Deadline(0.1), heartbeat_s=10.0)
+    first.leave()
+
+
+def test_after_a_death_the_survivors_do_not_wait_for_the_dead(job: Job) -> None:
+    ranks = job.gather(2, rounds=None)
+    ranks[1].die()
+    ranks[0].hear(Lost)
+    ranks[0].leave()
+    again = job.come(0)
+    again.join(2)
+    assert again.hear(Refused).why == "rank 1 ended before the round began (its process is gone)"
+
+
+def test_a_coordinator_that_breaks_ends_the_round_for_everybody(
+    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ranks = job.gather(2)
+
+    def broken(*_: object) -> bool:
+        raise RuntimeError("a mistake of ours")
+
+    monkeypatch.setattr(Round, "hear", broken)
+    with caplog.at_level(logging.CRITICAL, "ronde.coordinator"):
+        ranks[0].say(allreduce("w"))
+        assert [rank.hear(Ended).why for rank in ranks] == [
+            "the coordinator broke: RuntimeError('a mistake of ours')"
+        ] * 2
+    assert ranks[1].line.recv(1) == b""
+
+
+# --- watching --------------------------------------------------------------------------------------------------------
+
+
+def test_a_stall_is_reported_once_with_where_the_missing_rank_is(job: Job, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = job.gather(2, stall_s=0.1)
+    with caplog.at_level(logging.WARNING, "ronde.stall"):
+        first.say(allreduce("w"))
+        query = second.hear(StackQuery)
+        second.say(StackReply(query.ticket, "train.py:42 in step: sleep(1000)", "…"))
+        stalled = first.hear(Stalled)
+        assert second.hear(Stalled) == stalled
+    assert stalled.missing == (1,)
+    assert "allreduce 'w'" in stalled.op
+    assert "train.py:42 in step: sleep(1000)" in stalled.report
+    assert caplog.messages == [stalled.report]
+    second.say(allreduce("w"))
+    first.hear(Run)
+    assert not first.has_heard(Stalled)
+
+
+def test_a_rank_that_does_not_answer_is_reported_too(job: Job) -> None:
+    first, _ = job.gather(2, stall_s=0.05)
+    first.say(allreduce("w"))
+    assert "does not answer" in first.hear(Stalled).report
+
+
+def test_a_wait_in_an_operation_without_a_name_is_reported_for_all_who_wait(job: Job) -> None:
+    ranks = job.gather(3, stall_s=0.1)
+    now_ns = time.monotonic_ns()
+    for rank in ranks[:2]:
+        rank.say(Waiting("barrier", 0, now_ns, (2,)))
+    query = ranks[2].hear(StackQuery)
+    ranks[2].say(StackReply(query.ticket, "eval.py:7 in main: run()", ""))
+    stalled = ranks[0].hear(Stalled)
+    assert (stalled.op, stalled.missing) == ("barrier", (2,))
+    assert "eval.py:7" in stalled.report
+
+
+def test_the_timeline_collects_what_all_ranks_recorded(job: Job, tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    ranks = job.gather(2, timeline=str(path))
+    for rank in ranks:
+        event = {"name": f"of {rank.rank}", "ph": "X", "ts": 1, "dur": 1, "pid": rank.rank, "tid": 0}
+        rank.say(TraceBatch((msgspec.json.encode(event),)))
+        rank.leave()
+    assert job.coordinator.join(PATIENCE_S)
+    trace = msgspec.json.decode(path.read_bytes())
+    assert {event["name"] for event in trace["traceEvents"]} == {"of 0", "of 1"}
+
+
+def test_a_timeline_that_cannot_be_written_fails_at_the_start(tmp_path: Path) -> None:
+    settings = Settings(timeline=str(tmp_path / "no" / "trace.json"))
+    with pytest.raises(ValueError, match="cannot be written"):
+        Coordinator("127.0.0.1", 0, 1, KEY, settings=settings)
+
+
+def test_an_address_that_is_taken_fails_at_the_start(job: Job) -> None:
+    job.start(1)
+    port = int(job.coordinator.address.rpartition(":")[2])
+    with pytest.raises(StartFailed, match="cannot listen"):
+        Coordinator("127.0.0.1", port, 1, KEY, settings=Settings())

@@ -1,0 +1,122 @@
+"""Calls in order, in the caller's thread when possible."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ronde.comm.backend import Call, Outcome
+from ronde.comm.executor import Executor
+from ronde.errors import OperationTimeout, RoundEnded
+from ronde.types import Deadline, Kind
+
+SOON = 10.0
+
+
+class Work:
+    """Executes calls when it is allowed to, and remembers where."""
+
+    def __init__(self) -> None:
+        self.may_go = threading.Event()
+        self.may_go.set()
+        self.done: list[tuple[str, str]] = []
+        self.wrong: dict[str, BaseException] = {}
+
+    def execute(self, call: Call, deadline: Deadline) -> Outcome:
+        assert self.may_go.wait(SOON)
+        self.done.append((call.text, threading.current_thread().name))
+        if call.text in self.wrong:
+            raise self.wrong[call.text]
+        return Outcome(1, 2, 3, call.text)
+
+
+@pytest.fixture
+def work() -> Work:
+    return Work()
+
+
+@pytest.fixture
+def executor(work: Work) -> Iterator[Executor]:
+    made = Executor("test", work.execute)
+    yield made
+    work.may_go.set()
+    assert made.close(Deadline(SOON))
+
+
+def call(text: str) -> Call:
+    return Call(Kind.BARRIER, text=text)
+
+
+def in_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function, name="other")
+    thread.start()
+    return thread
+
+
+def test_a_call_that_finds_nothing_before_it_runs_in_the_callers_thread(executor: Executor, work: Work) -> None:
+    assert executor.run(call("a"), Deadline(SOON)).algorithm == "a"
+    assert work.done == [("a", threading.current_thread().name)]
+    assert executor.current() is None and not executor.busy()
+
+
+def test_submitted_calls_run_in_their_order_and_run_waits_behind_them(executor: Executor, work: Work) -> None:
+    work.may_go.clear()
+    tickets = [executor.submit(call(text), Deadline(SOON)) for text in "abc"]
+    assert executor.busy() and not any(ticket.done() for ticket in tickets)
+    last = in_thread(lambda: executor.run(call("d"), Deadline(SOON)))
+    work.may_go.set()
+    last.join(SOON)
+    assert [ticket.wait(Deadline(0)).algorithm for ticket in tickets] == ["a", "b", "c"]
+    assert [text for text, _ in work.done] == ["a", "b", "c", "d"]
+    assert {thread for _, thread in work.done[:3]} == {"ronde-test"}
+
+
+def test_a_submitted_call_waits_for_one_that_runs_in_another_thread(executor: Executor, work: Work) -> None:
+    work.may_go.clear()
+    first = in_thread(lambda: executor.run(call("a"), Deadline(SOON)))
+    while executor.current() is None:
+        pass
+    ticket = executor.submit(call("b"), Deadline(SOON))
+    current = executor.current()
+    assert current is not None and current[0].text == "a"
+    work.may_go.set()
+    ticket.wait(Deadline(SOON))
+    first.join(SOON)
+    assert work.done == [("a", "other"), ("b", "ronde-test")]
+
+
+def test_an_error_belongs_to_its_call_only(executor: Executor, work: Work) -> None:
+    work.wrong["a"] = ValueError("wrong")
+    ticket, after = executor.submit(call("a"), Deadline(SOON)), executor.submit(call("b"), Deadline(SOON))
+    with pytest.raises(ValueError, match="wrong"):
+        ticket.wait(Deadline(SOON))
+    after.wait(Deadline(SOON))
+    with pytest.raises(ValueError, match="wrong"):
+        executor.run(call("a"), Deadline(SOON))
+    executor.run(call("b"), Deadline(SOON))
+
+
+def test_a_wait_that_takes_too_long_leaves_the_call_under_way(executor: Executor, work: Work) -> None:
+    work.may_go.clear()
+    ticket = executor.submit(call("a"), Deadline(SOON))
+    with pytest.raises(OperationTimeout, match="a is still under way"):
+        ticket.wait(Deadline(0))
+    work.may_go.set()
+    assert ticket.wait(Deadline(SOON)).algorithm == "a"
+
+
+def test_closing_lets_calls_end_and_takes_no_more(executor: Executor, work: Work) -> None:
+    ticket = executor.submit(call("a"), Deadline(SOON))
+    assert executor.close(Deadline(SOON)) and executor.close(Deadline(SOON))
+    assert ticket.done()
+    for refused in (executor.run, executor.submit):
+        with pytest.raises(RoundEnded, match="closed"):
+            refused(call("b"), Deadline(SOON))
+
+
+def test_closing_says_when_a_call_does_not_end(executor: Executor, work: Work) -> None:
+    work.may_go.clear()
+    executor.submit(call("a"), Deadline(SOON))
+    assert not executor.close(Deadline(0.01))

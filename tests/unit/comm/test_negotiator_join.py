@@ -1,0 +1,154 @@
+"""join(): ranks that are out of data take part in the others' allreduces until everybody is."""
+
+from __future__ import annotations
+
+from ronde.net.messages import Failed, Run, RunItem, Unknown
+from ronde.types import DType, Kind
+from tests.unit.comm.test_negotiator import Script, allgather, allreduce, join
+
+
+def test_when_all_have_joined_everybody_learns_who_was_last() -> None:
+    script = Script(3)
+    for rank in (2, 0, 1):
+        script.say(rank, join())
+    script.flush()
+    assert script.told[0] == script.told[1] == script.told[2] == [Run(0, (RunItem(0, "join", rows=(1,)),))]
+
+
+def test_a_joined_rank_gets_the_others_allreduce_in_full() -> None:
+    script = Script(3)
+    script.say(1, join())
+    script.say(0, allreduce("w"))
+    script.say(2, allreduce("w"))
+    script.flush()
+    [run] = script.told[1]
+    assert isinstance(run, Run)
+    assert run.items[0].request == allreduce("w")
+    assert script.told[0] == script.told[2] == [Run(0, (RunItem(run.items[0].id, "w"),))]
+
+
+def test_a_join_completes_what_the_others_have_announced_before() -> None:
+    script = Script(2)
+    script.say(0, allreduce("w"), allreduce("v"))
+    assert script.flush() == []
+    script.say(1, join())
+    script.flush()
+    assert script.names_run(0) == script.names_run(1) == [["w", "v"]]
+
+
+def test_what_a_rank_announced_before_it_joined_runs_as_announced() -> None:
+    script = Script(2)
+    script.say(1, allgather("g"), join())
+    script.say(0, allgather("g"))
+    script.flush()
+    assert script.names_run(0) == script.names_run(1) == [["g"]]
+    assert script.failures(0) == []
+
+
+def test_other_operations_fail_and_say_who_has_joined() -> None:
+    script = Script(3)
+    script.say(2, join())
+    script.say(0, allgather("g"))
+    assert script.flush() == []  # rank 1 has to get the same answer for the same call
+    script.say(1, allgather("g"))
+    script.flush()
+    words = ["allgather 'g': rank 2 called join() and takes part in allreduce only"]
+    assert script.failures(0) == script.failures(1) == words
+    assert script.told[2] == []
+
+
+def test_members_that_disagree_while_another_has_joined_are_told() -> None:
+    script = Script(3)
+    script.say(2, join())
+    script.say(0, allreduce("w", (1,)))
+    script.say(1, allreduce("w", (2,)))
+    script.flush()
+    assert script.failures(0) == ["allreduce 'w': ranks disagree on shape: rank 0 gave (1,); rank 1 gave (2,)"]
+
+
+def test_after_all_have_joined_everybody_is_needed_again() -> None:
+    script = Script(2)
+    for rank in (0, 1):
+        script.say(rank, join())
+    script.flush()
+    script.say(0, allreduce("w"))
+    assert script.flush() == []
+    script.say(1, allreduce("w"))
+    script.flush()
+    assert script.names_run(0)[-1] == ["w"]
+
+
+def test_an_operation_of_ranks_that_joined_later_runs_before_the_join_does() -> None:
+    script = Script(2)
+    script.say(0, allreduce("w"), join())
+    script.say(1, join())
+    script.flush()
+    assert script.names_run(0) == script.names_run(1) == [["w"], ["join"]]
+    [run, _] = script.told[1]
+    assert isinstance(run, Run) and run.items[0].request == allreduce("w")
+
+
+def test_a_rank_that_had_joined_has_to_announce_in_full_what_others_changed_meanwhile() -> None:
+    script = Script(2)
+    script.all_say(allreduce("w", (4,)))
+    number = script.id_of("w")
+    script.say(1, join())
+    script.say(0, allreduce("w", (8,)))
+    script.flush()
+    script.say(0, join())
+    script.flush()
+    script.say(1, known=[number])
+    script.flush()
+    assert script.told[1][-1] == Unknown(number)
+    script.say(1, allreduce("w", (8,)))
+    script.say(0, known=[number])
+    script.flush()
+    assert isinstance(script.told[0][-1], Run) and isinstance(script.told[1][-1], Run)
+
+
+def test_fused_operations_are_filled_in_one_by_one() -> None:
+    script = Script(2)
+    script.say(1, allreduce("mine"), join())
+    script.say(0, allreduce("yours"), allreduce("mine"))
+    script.flush()
+    [run] = script.told[1]
+    assert isinstance(run, Run)
+    assert [(item.name, item.request is None) for item in run.items] == [("yours", False), ("mine", True)]
+    assert script.names_run(0) == [["yours", "mine"]]
+
+
+def test_a_join_in_one_group_does_not_reach_another() -> None:
+    script = Script(2)
+    script.negotiator.add_group(1, (0, 1))
+    script.say(1, join(group=1))
+    script.say(0, allreduce("w"), allreduce("v", group=1))
+    script.flush()
+    assert script.names_run(0) == [["v"]]
+
+
+def test_a_join_where_a_rank_is_gone_fails() -> None:
+    script = Script(2)
+    script.negotiator.lose(1, "exited with code 1")
+    script.say(0, join())
+    script.flush()
+    assert script.told[0] == [Failed(0, "join", "join 'join': rank 1 is gone: exited with code 1")]
+
+
+def test_who_has_joined_is_not_missing() -> None:
+    script = Script(3)
+    script.say(2, join())
+    script.say(0, allreduce("w"))
+    assert [pending.missing for pending in script.negotiator.pending(0)] == [(1,)]
+
+
+def test_dtypes_reach_a_joined_rank_unchanged() -> None:
+    script = Script(2)
+    script.say(1, join())
+    request = allreduce("w")
+    script.say(0, request)
+    script.flush()
+    [run] = script.told[1]
+    assert isinstance(run, Run)
+    filled = run.items[0].request
+    assert filled is not None
+    assert (filled.kind, filled.dtype, filled.shapes) == (Kind.ALLREDUCE, DType.FLOAT32, ((4,),))

@@ -1,0 +1,41 @@
+"""Callers of a door, honest and raw, for its tests."""
+
+from __future__ import annotations
+
+import socket
+
+from ronde.net.door import Caller, Door, knock
+from ronde.net.keys import JobKey
+from ronde.types import Deadline
+
+LOCAL = "127.0.0.1"
+
+
+def address(door: Door, link: str) -> str:
+    return f"unix:{door.unix_name}" if link == "unix" else f"{LOCAL}:{door.tcp_port}"
+
+
+def raw(door: Door, link: str) -> socket.socket:
+    """A connection that has not said anything yet."""
+    if link == "tcp":
+        return socket.create_connection((LOCAL, door.tcp_port), timeout=20)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(20)
+    sock.connect("\0" + door.unix_name)
+    return sock
+
+
+def meet(door: Door, link: str, key: JobKey, rank: int = 0, purpose: str = "data") -> None:
+    """An honest caller comes, and both ends talk."""
+    here, _ = knock(address(door, link), key, Caller(purpose, rank), Deadline(20))
+    with here, door.take(purpose, rank, Deadline(20)) as there:
+        here.sendall(b"ping")
+        assert there.recv(4) == b"ping"
+
+
+def ends(sock: socket.socket) -> bool:
+    """Wait until the other side has hung up; False if it says anything."""
+    try:
+        return sock.recv(100) == b""
+    except ConnectionResetError:
+        return True

@@ -1,0 +1,32 @@
+"""What the tests of net share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from ronde.net.door import Door
+from ronde.net.keys import JobKey
+from tests.unit.net.callers import LOCAL
+
+
+@pytest.fixture
+def key() -> JobKey:
+    return JobKey("5a" * 32)
+
+
+@pytest.fixture
+def other_key() -> JobKey:
+    return JobKey("a5" * 32)
+
+
+@pytest.fixture
+def door(key: JobKey) -> Iterator[Door]:
+    with Door(key, unix=True, tcp=LOCAL) as open_door:
+        yield open_door
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def link(request: pytest.FixtureRequest) -> str:
+    return str(request.param)

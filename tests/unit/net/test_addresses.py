@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import ipaddress
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ronde.errors import StartFailed
+from ronde.net import addresses
+from ronde.net.addresses import candidates, facing, format_address, host_identity, parse_address, peer_host, resolve
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [
+        ("node7:29500", "node7", 29500),
+        ("10.0.0.1:1", "10.0.0.1", 1),
+        ("[::1]:65535", "::1", 65535),
+        ("[fe80::1%eth0]:80", "fe80::1%eth0", 80),
+    ],
+)
+def test_an_address_is_read_and_written_back(text: str, host: str, port: int) -> None:
+    assert parse_address(text) == (host, port)
+    assert format_address(host, port) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "host:port"),
+        ("node7", "host:port"),
+        (":29500", "host:port"),
+        ("[]:29500", "host:port"),
+        ("no de:29500", "host:port"),
+        ("::1:29500", "needs brackets"),
+        ("node7:", "port must be"),
+        ("node7:0", "port must be"),
+        ("node7:65536", "port must be"),
+        ("node7:-1", "port must be"),
+        ("node7:http", "port must be"),
+        ("node7:٣", "port must be"),
+    ],
+)
+def test_a_wrong_address_is_refused_in_words(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_address(text)
+
+
+@settings(deadline=None)
+@given(st.text(max_size=40))
+def test_any_text_is_an_address_or_a_value_error(text: str) -> None:
+    try:
+        host, port = parse_address(text)
+    except ValueError:
+        return
+    assert parse_address(format_address(host, port)) == (host, port)
+
+
+def test_an_unknown_name_is_named() -> None:
+    with pytest.raises(StartFailed, match=r"'no-such-host\.invalid' is unknown on host"):
+        resolve("no-such-host.invalid", 1)
+    with pytest.raises(StartFailed, match="is unknown"):
+        resolve("x" * 64, 1)
+
+
+def test_loopback_is_faced_from_loopback() -> None:
+    assert facing("127.0.0.1") == "127.0.0.1"
+
+
+def test_the_candidates_are_addresses_with_the_faced_one_first() -> None:
+    found = candidates("127.0.0.1")
+    assert found[0] == "127.0.0.1"
+    assert len(set(found)) == len(found)
+    for text in found:
+        ipaddress.ip_address(text)
+    assert candidates()
+
+
+def test_the_other_end_of_a_socket_is_told() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as sock:
+        assert peer_host(sock) == "127.0.0.1"
+
+
+@pytest.fixture
+def fresh_identity() -> Iterator[None]:
+    host_identity.cache_clear()
+    yield
+    host_identity.cache_clear()
+
+
+def test_the_identity_is_readable_and_stays(fresh_identity: None) -> None:
+    first = host_identity()
+    assert first.startswith(socket.gethostname() + "-")
+    host_identity.cache_clear()
+    assert host_identity() == first
+
+
+@pytest.mark.parametrize("fact", ["gethostname", "boot id", "network namespace"])
+def test_the_identity_depends_on(fact: str, monkeypatch: pytest.MonkeyPatch, fresh_identity: None) -> None:
+    first = host_identity()
+    host_identity.cache_clear()
+    if fact == "gethostname":
+        monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    else:
+        monkeypatch.setattr(addresses, "_read" if fact == "boot id" else "_link", lambda path: "another")
+    assert host_identity() != first
+
+
+def test_another_network_namespace_is_another_host() -> None:
+    say = "from ronde.net.addresses import host_identity; print(host_identity())"
+    inside = subprocess.run(["unshare", "-rn", sys.executable, "-c", say], capture_output=True, text=True, timeout=30)
+    if inside.returncode != 0:
+        pytest.skip(f"no namespaces here: {inside.stderr.strip().splitlines()[-1:]}")
+    assert inside.stdout.strip().startswith(socket.gethostname() + "-")
+    assert inside.stdout.strip() != host_identity()

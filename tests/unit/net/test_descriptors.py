@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ronde.errors import ProtocolError, StartFailed
+from ronde.net.descriptors import Bell, make_memory, receive_descriptor, send_descriptor
+from ronde.types import Deadline
+
+Pair = tuple[socket.socket, socket.socket]
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    here, there = socket.socketpair()
+    with here, there:
+        yield here, there
+
+
+@pytest.fixture
+def memory() -> Iterator[int]:
+    descriptor = make_memory("ronde-test", 8192)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_memory_has_a_size_that_nobody_can_change(memory: int) -> None:
+    assert os.fstat(memory).st_size == 8192
+    for size in (0, 4096, 16384):
+        with pytest.raises(PermissionError):
+            os.ftruncate(memory, size)
+
+
+def test_memory_needs_a_size() -> None:
+    with pytest.raises(ValueError, match="at least 1 byte"):
+        make_memory("ronde-test", 0)
+
+
+def test_a_descriptor_handed_over_is_the_same_memory(pair: Pair, memory: int) -> None:
+    send_descriptor(pair[0], memory)
+    received = receive_descriptor(pair[1], Deadline(10))
+    try:
+        with mmap.mmap(memory, 8192) as mine, mmap.mmap(received, 8192) as theirs:
+            mine[5:8] = b"abc"
+            assert theirs[5:8] == b"abc"
+    finally:
+        os.close(received)
+
+
+def test_no_descriptor_survives_exec(pair: Pair, memory: int) -> None:
+    send_descriptor(pair[0], memory)
+    received = receive_descriptor(pair[1], Deadline(10))
+    assert fcntl.fcntl(memory, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    assert fcntl.fcntl(received, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+    os.close(received)
+
+
+def test_descriptors_come_one_by_one_and_in_order(pair: Pair) -> None:
+    sent = [make_memory("ronde-test", size) for size in (10, 20, 30)]
+    for descriptor in sent:
+        send_descriptor(pair[0], descriptor)
+    received = [receive_descriptor(pair[1], Deadline(10)) for _ in sent]
+    assert [os.fstat(descriptor).st_size for descriptor in received] == [10, 20, 30]
+    for descriptor in sent + received:
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize("seconds", [0, 0.01])
+def test_the_wait_for_a_descriptor_ends(pair: Pair, seconds: float) -> None:
+    with pytest.raises(StartFailed, match="no descriptor came"):
+        receive_descriptor(pair[1], Deadline(seconds))
+    assert pair[1].gettimeout() is None
+
+
+def test_a_side_that_hangs_up_is_noticed(pair: Pair) -> None:
+    pair[0].close()
+    with pytest.raises(StartFailed, match="hung up"):
+        receive_descriptor(pair[1], Deadline(10))
+
+
+def test_data_without_a_descriptor_is_refused(pair: Pair) -> None:
+    pair[0].send(b"f")
+    with pytest.raises(ProtocolError, match="0 descriptors"):
+        receive_descriptor(pair[1], Deadline(10))
+
+
+def test_too_many_descriptors_leave_none_open(pair: Pair, memory: int) -> None:
+    socket.send_fds(pair[0], [b"f"], [memory, memory, memory])
+    os.close(receive_descriptor(pair[1], Deadline(10)))  # the leak check sees the others, if any
+
+
+def test_a_bell_rings_until_it_is_cleared() -> None:
+    bell = Bell()
+    for _ in range(3):
+        bell.ring()
+    bell.clear()
+    bell.clear()
+    bell.close()
+
+
+def test_ringing_a_closed_bell_harms_nobody() -> None:
+    bell = Bell()
+    number = bell.fileno()
+    with ThreadPoolExecutor(4) as pool:
+        rings = [pool.submit(bell.ring) for _ in range(400)]
+        bell.close()
+        bell.close()
+        victim = make_memory("ronde-test", 8)
+        for ring in rings:
+            ring.result(20)
+    assert victim == number, "the test needs the bell's old number"
+    assert os.pread(victim, 8, 0) == bytes(8)
+    os.close(victim)

@@ -1,0 +1,178 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from ronde.errors import ProtocolError
+from ronde.net import messages
+from ronde.net.messages import (
+    VERSION,
+    Announce,
+    Beat,
+    BeatBack,
+    Bye,
+    Ended,
+    Failed,
+    FromCoordinator,
+    FromWorker,
+    GroupChanged,
+    GroupWanted,
+    Join,
+    Leave,
+    Lost,
+    Refused,
+    Request,
+    Run,
+    RunItem,
+    StackQuery,
+    StackReply,
+    Stalled,
+    TraceBatch,
+    Unknown,
+    Waiting,
+    Welcome,
+    decode_from_coordinator,
+    decode_from_worker,
+    encode,
+)
+from ronde.types import Member
+
+MEMBER = Member(rank=1, host="b", pid=7, unix_door="ronde-x", tcp_doors=("10.0.0.1:5", "[::1]:6"))
+REQUEST = Request(group=0, name="loss", kind=1, dtype=10, shapes=((2, 3), ()), op=1, prescale=0.5, splits=(1, 0))
+WORKER: list[FromWorker] = [
+    Join(version=1, round=0, size=2, member=MEMBER, groups=((0, 1), (1,))),
+    Announce(new=(REQUEST,), known=(3, 2**40)),
+    GroupWanted(ranks=(0, 2)),
+    Beat(sent_ns=2**62),
+    Waiting(op="allreduce", group=0, since_ns=1, missing=(1,)),
+    StackReply(ticket=3, line="train.py:42", stack="…"),
+    TraceBatch(events=(b"{}", b"\xff"), dropped=2),
+    Leave(orderly=False, why="ValueError"),
+]
+COORDINATOR: list[FromCoordinator] = [
+    Welcome(round=1, members=(MEMBER,)),
+    Refused(why="late"),
+    Run(group=0, items=(RunItem(1, "loss"), RunItem(2, "x", REQUEST, (4, 5)))),
+    Failed(group=0, name="loss", why="shapes differ"),
+    Unknown(id=9),
+    GroupChanged(ranks=(0, 2), id=3, why="no"),
+    Lost(rank=1, why="killed"),
+    Ended(why="rank 0 left"),
+    StackQuery(ticket=3),
+    Stalled(op="allreduce", group=0, waited_s=31.5, missing=(1,), report="…"),
+    BeatBack(sent_ns=1, coordinator_ns=2),
+    Bye(last=1),
+]
+Decode = Callable[[bytes], object]
+DECODERS: list[Decode] = [decode_from_worker, decode_from_coordinator]
+EVERY = [(decode_from_worker, message) for message in WORKER] + [(decode_from_coordinator, m) for m in COORDINATOR]
+VALID = [encode(message) for _, message in EVERY]
+
+
+def only_protocol_errors(data: bytes) -> None:
+    for decode in DECODERS:
+        try:
+            decode(data)
+        except ProtocolError as error:
+            assert len(str(error)) < 500
+
+
+@pytest.mark.parametrize(("decode", "message"), EVERY, ids=lambda value: type(value).__name__)
+def test_a_message_arrives_as_it_was_sent(decode: Decode, message: FromWorker | FromCoordinator) -> None:
+    assert decode(encode(message)) == message
+
+
+def test_every_message_is_tried_here() -> None:
+    assert {type(message) for _, message in EVERY} == set(messages.Message.__subclasses__())
+
+
+@pytest.mark.parametrize(("decode", "message"), EVERY, ids=lambda value: type(value).__name__)
+def test_a_message_cut_short_or_grown_is_refused(decode: Decode, message: FromWorker | FromCoordinator) -> None:
+    data = encode(message)
+    for end in range(len(data)):
+        with pytest.raises(ProtocolError):
+            decode(data[:end])
+    for more in (b"\0", data, data[1:]):
+        with pytest.raises(ProtocolError):
+            decode(data + more)
+
+
+@pytest.mark.parametrize("decode", DECODERS)
+def test_another_version_is_named(decode: Decode) -> None:
+    for version in set(range(256)) - {VERSION}:
+        with pytest.raises(ProtocolError, match=f"version {version};"):
+            decode(bytes([version]) + VALID[0][1:])
+
+
+def test_what_a_worker_says_is_not_what_a_coordinator_says() -> None:
+    for message in WORKER:
+        with pytest.raises(ProtocolError):
+            decode_from_coordinator(encode(message))
+    for answer in COORDINATOR:
+        with pytest.raises(ProtocolError):
+            decode_from_worker(encode(answer))
+
+
+def test_a_message_over_the_limit_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode(Leave(orderly=True, why="x" * 100))
+    monkeypatch.setattr(messages, "LIMIT_BYTES", 100)
+    with pytest.raises(ProtocolError, match="at most 100"):
+        decode_from_worker(data)
+    with pytest.raises(ProtocolError, match=r"Leave message of .* at most 100"):
+        encode(Leave(orderly=True, why="x" * 100))
+
+
+@pytest.mark.parametrize(
+    "header", [b"\xdd\xff\xff\xff\xff", b"\xdc\xff\xff", b"\xc6\xff\xff\xff\xff", b"\xdb\x7f\xff\xff\xff"]
+)
+def test_a_header_that_promises_too_much_takes_no_memory(header: bytes) -> None:
+    only_protocol_errors(bytes([VERSION]) + header)
+    only_protocol_errors(bytes([VERSION]) + b"\x93\xa8Announce" + header)
+    only_protocol_errors(bytes([VERSION]) + b"\x92\xaaTraceBatch" + header)
+
+
+def test_a_deep_nest_is_refused() -> None:
+    only_protocol_errors(bytes([VERSION]) + b"\x91" * 100_000)
+    only_protocol_errors(bytes([VERSION]) + b"\x92\xa8Announce" + b"\x91" * 100_000)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+@example(b"")
+def test_random_bytes_raise_nothing_but_protocol_errors(data: bytes) -> None:
+    only_protocol_errors(data)
+    only_protocol_errors(bytes([VERSION]) + data)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(VALID), st.data())
+def test_damaged_messages_raise_nothing_but_protocol_errors(valid: bytes, data: st.DataObject) -> None:
+    damaged = bytearray(valid)
+    for _ in range(data.draw(st.integers(1, 4))):
+        place = data.draw(st.integers(0, len(damaged) - 1))
+        damaged[place : place + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+        if not damaged:
+            break
+    only_protocol_errors(bytes(damaged))
+
+
+ANYTHING = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=5)
+    | st.binary(max_size=5),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=12,
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from([type(message).__name__ for _, message in EVERY]), st.lists(ANYTHING, max_size=6))
+def test_fields_of_the_wrong_kind_raise_nothing_but_protocol_errors(tag: str, fields: list[object]) -> None:
+    only_protocol_errors(bytes([VERSION]) + msgspec.msgpack.encode([tag, *fields]))

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ronde.observe import events
+from ronde.observe.events import Event, name_ranks, shorten, to_text
+
+AT: Any = {"at_ns": 5, "rank": 3}
+
+EVENTS: list[tuple[Event, str]] = [
+    (
+        events.Started(**AT, size=4, host="a", pid=7, backend="native"),
+        "rank 3: started as one of 4 on host a, pid 7, through native",
+    ),
+    (events.Stopped(**AT), "rank 3: left in order"),
+    (events.Stopped(**AT, orderly=False, why="killed"), "rank 3: left out of order: killed"),
+    (
+        events.OperationFailed(**AT, op="allreduce 'w'", group=1, why="shapes differ"),
+        "rank 3: allreduce 'w' (group 1) failed: shapes differ",
+    ),
+    (events.PeerGone(**AT, peer=2, why="signal 9"), "rank 3: lost rank 2: signal 9"),
+    (
+        events.StallReported(
+            **AT, op="barrier", group=0, waited_s=31.5, missing=(2,), report="barrier waits\n  rank 2"
+        ),
+        "rank 3: barrier waits\n  rank 2",
+    ),
+    (events.GroupAdded(**AT, group=2, ranks=(0, 3)), "rank 3: group 2 added: ranks 0, 3"),
+    (events.GroupRemoved(**AT, group=2), "rank 3: group 2 removed"),
+    (
+        events.ChannelOpened(**AT, channel="0.ordered", members=(3,)),
+        "rank 3: channel 0.ordered opened: rank 3",
+    ),
+    (events.ChannelClosed(**AT, channel="0.ordered"), "rank 3: channel 0.ordered closed"),
+    (
+        events.MessageRefused(at_ns=5, rank=events.COORDINATOR, source="10.0.0.1:4", why="wrong key"),
+        "coordinator: refused a message of 10.0.0.1:4: wrong key",
+    ),
+]
+
+
+@pytest.mark.parametrize(("event", "text"), EVENTS, ids=lambda value: type(value).__name__)
+def test_an_event_says_who_and_what_and_survives_encoding(event: Event, text: str) -> None:
+    assert to_text(event) == text
+    assert events.decode(events.encode(event)) == event
+
+
+def test_every_event_is_in_the_table_above() -> None:
+    assert {type(event) for event, _ in EVENTS} == set(Event.__subclasses__())
+
+
+@settings(deadline=None)  # a busy machine is slow, not wrong
+@given(st.text(st.characters()))
+def test_any_text_can_be_encoded(text: str) -> None:
+    said = json.loads(events.encode(events.OperationFailed(**AT, op=text, group=0, why=text)))
+    assert said["op"] == events.without_surrogates(text)
+
+
+@settings(deadline=None)  # a busy machine is slow, not wrong
+@given(st.text(st.characters()), st.integers(1, 50))
+def test_a_shortened_text_is_one_printable_line_within_the_limit(text: str, limit: int) -> None:
+    short = shorten(text, limit)
+    assert len(short) <= limit
+    assert short.isprintable()
+    assert short == text or not text.isprintable() or len(text) > limit
+
+
+def test_a_log_line_cannot_be_forged_by_a_name() -> None:
+    event = events.OperationFailed(**AT, op="x\nrank 0: left in order", group=0, why="\x1b[2J")
+    assert to_text(event) == r"rank 3: x\nrank 0: left in order (group 0) failed: \x1b[2J"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([], "no ranks"),
+        ([7], "rank 7"),
+        ([4, 0, 1, 3], "ranks 0, 1, 3, 4"),
+        ([0, 1, 2, 5, 8, 9, 10, 11], "ranks 0-2, 5, 8-11"),
+        (range(1000), "ranks 0-999"),
+    ],
+)
+def test_ranks_are_named_as_people_would(ranks: list[int], words: str) -> None:
+    assert name_ranks(ranks) == words

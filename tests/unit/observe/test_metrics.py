@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from ronde.observe.metrics import Metrics, Sums, Tally
+
+
+@pytest.fixture
+def frantic_switching() -> Iterator[None]:
+    """Threads take turns after nearly every instruction, so that an addition that can be lost is lost."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def run_all(work: Callable[[], None], num_threads: int) -> None:
+    threads = [threading.Thread(target=work) for _ in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def test_sums_are_kept_per_group_and_kind() -> None:
+    tally = Tally()
+    tally.add(1, "broadcast", 7, 0, 500_000_000)
+    tally.add(0, "allreduce", 100, 1_000_000_000, 2_000_000_000)
+    tally.add(0, "allreduce", 50, 500_000_000, 0)
+    metrics = tally.snapshot(rank=3)
+    assert metrics.rank == 3
+    assert metrics.rows == (
+        Sums(group=0, kind="allreduce", operations=2, bytes=150, wait_s=1.5, move_s=2.0),
+        Sums(group=1, kind="broadcast", operations=1, bytes=7, wait_s=0.0, move_s=0.5),
+    )
+    assert metrics.total == Sums(operations=3, bytes=157, wait_s=1.5, move_s=2.5)
+    assert metrics.of(1, "broadcast").bytes == 7
+    assert metrics.of(1, "barrier") == Sums(group=1, kind="barrier")
+
+
+def test_nothing_ran_is_a_snapshot_too() -> None:
+    assert Tally().snapshot(0) == Metrics(rank=0)
+
+
+def test_a_snapshot_can_be_written_and_sent() -> None:
+    tally = Tally()
+    tally.add(0, "allreduce", 100, 10**9, 0)
+    metrics = tally.snapshot(0)
+    said = json.loads(metrics.to_json())
+    assert said["rows"][0] == {
+        "group": 0,
+        "kind": "allreduce",
+        "operations": 1,
+        "bytes": 100,
+        "wait_s": 1.0,
+        "move_s": 0.0,
+    }
+    assert said["total"]["operations"] == 1
+    assert pickle.loads(pickle.dumps(metrics)) == metrics
+
+
+@pytest.mark.usefixtures("frantic_switching")
+def test_no_addition_of_many_threads_is_lost_and_no_snapshot_is_torn() -> None:
+    tally = Tally()
+    torn: list[Sums] = []
+
+    def work() -> None:
+        for index in range(2000):
+            tally.add(index % 3, "allreduce", 10, 3, 4)
+            if index % 100 == 0:
+                torn.extend(row for row in tally.snapshot(0).rows if row.bytes != 10 * row.operations)
+
+    run_all(work, num_threads=8)
+    total = tally.snapshot(0).total
+    assert torn == []
+    assert total.operations == 16_000
+    assert total.bytes == 160_000
+    assert total.wait_s == pytest.approx(48_000e-9)
+    assert total.move_s == pytest.approx(64_000e-9)
+
+
+def test_threads_that_ended_are_added_up_and_forgotten() -> None:
+    tally = Tally()
+    for _ in range(50):
+        run_all(lambda: tally.add(0, "barrier", 0, 1, 1), num_threads=1)
+    assert tally.snapshot(0).total.operations == 50
+    assert len(tally._threads) <= 2  # ours, and the last one if it is just ending

@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import json
+import threading
+from typing import Any
+
+import pytest
+
+from ronde.observe.events import Event, PeerGone
+from ronde.observe.recorder import Recorder
+
+
+def gone(peer: int) -> Event:
+    return PeerGone(at_ns=1000 * peer, rank=0, peer=peer)
+
+
+def drained(recorder: Recorder, limit: int = 1000) -> list[dict[str, Any]]:
+    return [json.loads(event) for event in recorder.drain_trace(limit)[0]]
+
+
+def test_the_most_recent_events_are_kept_in_order() -> None:
+    recorder = Recorder(0, capacity=3)
+    for peer in range(5):
+        recorder.emit(gone(peer))
+    assert recorder.events() == [gone(2), gone(3), gone(4)]
+
+
+def test_a_room_for_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        Recorder(0, capacity=0)
+
+
+def test_events_can_be_read_while_many_threads_emit() -> None:
+    recorder = Recorder(0, capacity=100)
+    lengths: set[int] = set()
+
+    def work() -> None:
+        for peer in range(500):
+            recorder.emit(gone(peer))
+            lengths.add(len(recorder.events()))
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(lengths) == 100
+    assert len(recorder.events()) == 100
+
+
+def test_waiting_is_until_all_are_there_and_moving_is_from_then_on() -> None:
+    recorder = Recorder(2)
+    recorder.operation("allreduce", "w", 0, 64, 1_000_000_000, 3_000_000_000, 3_500_000_000)
+    row = recorder.metrics().of(0, "allreduce")
+    assert (row.operations, row.bytes, row.wait_s, row.move_s) == (1, 64, 2.0, 0.5)
+    assert recorder.metrics().rank == 2
+
+
+def test_nothing_is_kept_for_a_trace_nobody_asked_for() -> None:
+    recorder = Recorder(0)
+    recorder.operation("barrier", "", 0, 0, 1, 2, 3)
+    recorder.emit(gone(1))
+    assert recorder.tracing is False
+    assert recorder.drain_trace(1000) == ([], 0)
+
+
+def test_the_trace_names_the_process_and_has_operations_and_events_in_order() -> None:
+    recorder = Recorder(2)
+    recorder.set_tracing(True, label="rank 2 on host a")
+    recorder.operation("allreduce", "w", 0, 64, 1000, 3000, 3500)
+    recorder.emit(gone(7))
+    recorder.set_tracing(False)
+    recorder.emit(gone(8))
+    trace = drained(recorder)
+    assert trace[0]["args"] == {"name": "rank 2 on host a"}
+    assert [event["name"] for event in trace if event["ph"] != "M"] == ["allreduce w", "wait", "move", "PeerGone"]
+    assert {event["pid"] for event in trace} == {2}
+
+
+def test_the_clock_offset_of_the_moment_of_draining_counts() -> None:
+    recorder = Recorder(0)
+    recorder.set_tracing(True)
+    recorder.operation("barrier", "", 0, 0, 1000, 3000, 3500)
+    recorder.set_clock_offset(-1_000)
+    recorder.emit(gone(5))
+    times = [(event["name"], event["ts"]) for event in drained(recorder) if event["ph"] != "M"]
+    assert times == [("barrier", 0.0), ("wait", 0.0), ("move", 2.0), ("PeerGone", 4.0)]
+
+
+def test_draining_in_small_bites_gives_the_same_trace() -> None:
+    def filled() -> Recorder:
+        recorder = Recorder(0)
+        recorder.set_tracing(True)
+        for step in range(5):
+            recorder.operation("barrier", "", 0, 0, 1000 * step, 1000 * step + 10, 1000 * step + 20)
+        return recorder
+
+    bitten = filled()
+    bites = []
+    while bite := drained(bitten, limit=2):
+        assert len(bite) <= 2
+        bites += bite
+    assert bites == drained(filled())
+
+
+def test_what_does_not_fit_in_the_trace_is_counted_once_and_still_summed() -> None:
+    recorder = Recorder(0, trace_capacity=10)
+    recorder.set_tracing(True)
+    for step in range(25):
+        recorder.operation("barrier", "", 0, 0, step, step, step)
+    events, dropped = recorder.drain_trace(1000)
+    assert dropped == 15
+    assert sum(json.loads(event)["name"] == "barrier" for event in events) == 10
+    assert recorder.drain_trace(1000) == ([], 0)
+    assert recorder.metrics().total.operations == 25

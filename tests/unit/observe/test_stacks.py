@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import ronde.observe
+from ronde.observe.stacks import STACK_LIMIT, process_state, where_is_main_thread
+
+Ask = Callable[[], tuple[str, str]]
+
+RONDE = Path(ronde.observe.__file__).parents[1]
+
+
+def asked_from_another_thread() -> tuple[str, str]:
+    with ThreadPoolExecutor(1, thread_name_prefix="asker") as pool:
+        return pool.submit(where_is_main_thread).result(30)  # here
+
+
+def function_in(file: str) -> Callable[[Ask], tuple[str, str]]:
+    """A function that calls its argument, and that Python takes to be from the file."""
+    names: dict[str, Callable[[Ask], tuple[str, str]]] = {}
+    exec(compile("def wait(call):\n    return call()", file, "exec"), names)
+    return names["wait"]
+
+
+@pytest.fixture
+def ask() -> Ask:
+    """As asked_from_another_thread, but no line of it is the user's."""
+    names: dict[str, Ask] = {}
+    code = (
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from ronde.observe.stacks import where_is_main_thread\n"
+        "def ask():\n"
+        "    with ThreadPoolExecutor(1) as pool:\n"
+        "        return pool.submit(where_is_main_thread).result(30)\n"
+    )
+    exec(compile(code, f"{sysconfig.get_path('stdlib')}/asking.py", "exec"), names)
+    return names["ask"]
+
+
+def test_the_users_line_is_found_while_it_waits_in_the_standard_library() -> None:
+    line, stack = asked_from_another_thread()
+    assert line.startswith("test_stacks.py:")
+    assert line.endswith(" in asked_from_another_thread: return pool.submit(where_is_main_thread).result(30)  # here")
+    assert stack.startswith("main thread:\n")
+    assert f'File "{__file__}"' in stack
+    assert "asker" not in stack
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        str(RONDE / "comm" / "collectives.py"),
+        f"{sysconfig.get_path('stdlib')}/queue.py",
+        f"{sysconfig.get_path('purelib')}/torch/optim.py",
+        "/usr/lib/python3/dist-packages/numpy/core.py",
+        "<frozen importlib._bootstrap>",
+    ],
+    ids=["ronde", "standard library", "site-packages", "dist-packages", "frozen"],
+)
+def test_library_frames_inside_the_users_are_passed_over(ask: Ask, file: str) -> None:
+    line, stack = function_in(file)(ask)
+    assert line.endswith("passed_over: line, stack = function_in(file)(ask)")
+    assert f'File "{file}", line 2, in wait' in stack
+
+
+@pytest.mark.parametrize("file", ["<string>", "<stdin>", "/home/me/train.py"])
+def test_code_of_a_script_or_a_prompt_is_the_users(ask: Ask, file: str) -> None:
+    line, _ = function_in(file)(ask)
+    assert line == f"{Path(file).name}:2 in wait"
+
+
+def test_it_works_from_the_main_thread_too() -> None:
+    line, stack = where_is_main_thread()
+    assert line.endswith("in test_it_works_from_the_main_thread_too: line, stack = where_is_main_thread()")
+    assert "main thread" in stack
+
+
+def test_other_threads_are_in_the_stack_by_name() -> None:
+    entered, leave = threading.Event(), threading.Event()
+
+    def loading() -> None:
+        entered.set()
+        leave.wait(30)
+
+    thread = threading.Thread(target=loading, name="loader\n\udc80")
+    thread.start()
+    try:
+        assert entered.wait(30)
+        _, stack = asked_from_another_thread()
+    finally:
+        leave.set()
+        thread.join()
+    assert r"thread loader\n\udc80:" in stack
+    assert "in loading" in stack
+    stack.encode()
+
+
+def test_endless_recursion_gives_a_stack_one_can_send() -> None:
+    def deeper(depth: int) -> tuple[str, str]:
+        return deeper(depth - 1) if depth else asked_from_another_thread()
+
+    line, stack = deeper(500)
+    assert "in asked_from_another_thread" in line
+    assert len(stack) <= STACK_LIMIT
+
+
+def test_an_installed_program_is_better_than_a_line_of_the_standard_library(tmp_path: Path) -> None:
+    program = tmp_path / "site-packages" / "tool.py"
+    program.parent.mkdir()
+    program.write_text(
+        "from concurrent.futures import ThreadPoolExecutor\n"
+        "from ronde.observe.stacks import where_is_main_thread\n"
+        "with ThreadPoolExecutor(1) as pool:\n"
+        "    print(pool.submit(where_is_main_thread).result(30)[0])\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.strip() == "tool.py:4 in <module>: print(pool.submit(where_is_main_thread).result(30)[0])"
+
+
+# --- processes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def child() -> Iterator[subprocess.Popen[str]]:
+    """A process that waits, with a name made to mislead whoever reads its state carelessly."""
+    code = "open('/proc/self/comm', 'w').write(') Z (x'); print(flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_we_are_running() -> None:
+    assert process_state(os.getpid()) == "running"
+
+
+def test_a_process_that_waits_for_input_sleeps(child: subprocess.Popen[str]) -> None:
+    deadline = time.monotonic() + 30
+    while process_state(child.pid) != "sleeping":
+        assert time.monotonic() < deadline
+
+
+def test_a_stopped_process_is_seen_as_stopped(child: subprocess.Popen[str]) -> None:
+    child.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+    assert process_state(child.pid) == "stopped"
+
+
+def test_a_killed_process_is_gone_even_before_it_is_reaped(child: subprocess.Popen[str]) -> None:
+    child.kill()
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    assert process_state(child.pid) == "gone"
+    child.wait()
+    assert process_state(child.pid) == "gone"

@@ -1,0 +1,259 @@
+from __future__ import annotations
+
+import json
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ronde.observe.events import COORDINATOR, GroupAdded, MessageRefused, StallReported, shorten
+from ronde.observe.timeline import EVENT_LIMIT_BYTES, LANES, Operation, TimelineWriter, Tracks
+
+ANY_TEXT = st.text(st.characters())
+
+
+def slices(step: int = 0, name: str = "w") -> list[bytes]:
+    """Three trace events; a track's name comes along only at its first operation, which is left out here."""
+    return Tracks(0).operation(Operation("allreduce", name, 0, 64, step, step + 1, step + 2), 0)[1:]
+
+
+def load(path: Path) -> dict[str, Any]:
+    trace: dict[str, Any] = json.loads(path.read_bytes())
+    assert trace["otherData"]["written_events"] == len(trace["traceEvents"])
+    return trace
+
+
+def dropped(path: Path) -> int:
+    count: int = load(path)["otherData"]["dropped_events"]
+    return count
+
+
+# --- the file ----------------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_complete_after_every_single_write(tmp_path: Path) -> None:
+    path, killed_here = tmp_path / "t.json", tmp_path / "copy.json"
+    with TimelineWriter(path, 1000) as writer:
+        assert load(path)["traceEvents"] == []
+        for count in range(1, 51):
+            writer.add(slices(count), dropped=count % 2)
+            killed_here.write_bytes(path.read_bytes())
+            assert len(load(killed_here)["traceEvents"]) == 3 * count
+    assert dropped(path) == 25
+
+
+def test_a_killed_process_leaves_a_complete_file(tmp_path: Path) -> None:
+    code = """if True:
+        import sys
+        from ronde.observe.timeline import Operation, TimelineWriter, Tracks
+        writer = TimelineWriter(sys.argv[1], 10_000)
+        for step in range(500):
+            writer.add(Tracks(0).operation(Operation("allreduce", "w", 0, 64, step, step + 1, step + 2), 0))
+        print(writer.written, flush=True)
+        input()
+    """
+    path = tmp_path / "t.json"
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None
+        written = int(child.stdout.readline())
+        child.kill()
+        assert child.wait(30) == -signal.SIGKILL
+    assert len(load(path)["traceEvents"]) == written == 2000
+
+
+def test_the_limit_holds_and_the_rest_is_counted(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with TimelineWriter(path, 7) as writer:
+        for step in range(4):
+            writer.add(slices(step))
+        assert (writer.written, writer.dropped) == (7, 5)
+        writer.add([], dropped=100)
+    assert len(load(path)["traceEvents"]) == 7
+    assert dropped(path) == 105
+
+
+def test_adding_nothing_changes_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with TimelineWriter(path, 7) as writer:
+        before = path.read_bytes()
+        writer.add([])
+        assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"]}",
+        b'{"name":"x"}',
+        b'{"name":"x","ph":"X","ts":1,"pid":0,"tid":0},{}',
+        b'{"name":"x","ph":"X","ts":NaN,"pid":0,"tid":0}',
+        b'{"name":"x","ph":"X","ts":1e999,"pid":0,"tid":0}',
+        b'{"name":"\xff","ph":"X","ts":1,"pid":0,"tid":0}',
+        b'{"name":"x","ph":"X","ts":1,"pid":0,"tid":0,"args":{"x":"\xff"}}',
+        b'{"name":"x","ph":"X","ts":1,"pid":0,"tid":0,"args":{"x":' + b"[" * 5000 + b"]" * 5000 + b"}}",
+        b'{"name":"' + b"x" * EVENT_LIMIT_BYTES + b'","ph":"X","ts":1,"pid":0,"tid":0}',
+    ],
+    ids=range(10),
+)
+def test_a_malformed_event_is_dropped_and_the_others_stay(tmp_path: Path, data: bytes) -> None:
+    path = tmp_path / "t.json"
+    with TimelineWriter(path, 100) as writer:
+        writer.add([*slices(1), data, *slices(2)])
+    assert len(load(path)["traceEvents"]) == 6
+    assert dropped(path) == 1
+
+
+@contextmanager
+def files_of_at_most(num_bytes: int) -> Iterator[None]:
+    """Beyond it, writing fails as on a full disk: first short, then with an error."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_full_disk_ends_the_timeline_but_not_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "t.json"
+    with TimelineWriter(path, 1000) as writer, caplog.at_level(logging.WARNING, "ronde.observe"):
+        writer.add(slices(1))
+        with files_of_at_most(path.stat().st_size + 100):
+            writer.add(slices(2))
+            assert len(load(path)["traceEvents"]) == 3
+            assert dropped(path) == 3
+            writer.add(slices(3))
+        writer.add(slices(4))
+        assert len(load(path)["traceEvents"]) == 3
+        assert dropped(path) == 9
+    assert [record.getMessage() for record in caplog.records] == [
+        f"timeline {path} ends here, later events are only counted: File too large"
+    ]
+
+
+def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for name, why in [
+        ("no/t.json", "No such file or directory"),
+        (".", "Is a directory"),
+        ("pipe", "No such device"),
+        ("nul\0", "null"),
+    ]:
+        with pytest.raises(ValueError, match=why) as error:
+            TimelineWriter(tmp_path / name, 10)
+        assert str(tmp_path) in str(error.value)
+
+
+def test_what_is_not_a_regular_file_is_refused() -> None:
+    with pytest.raises(ValueError, match="timeline /dev/null is not a regular file"):
+        TimelineWriter("/dev/null", 10)
+
+
+def test_a_closed_writer_says_so_and_closing_twice_is_fine(tmp_path: Path) -> None:
+    writer = TimelineWriter(tmp_path / "t.json", 10)
+    writer.close()
+    writer.close()
+    with pytest.raises(ValueError, match="is closed"):
+        writer.add(slices())
+
+
+# --- the events --------------------------------------------------------------------------------------------------
+
+
+def parsed(events: list[bytes]) -> list[dict[str, Any]]:
+    return [json.loads(event) for event in events]
+
+
+def test_a_rank_has_a_name_and_a_place() -> None:
+    names = parsed(Tracks(3, 'rank 3 on "a"\n').names())
+    assert [(event["name"], event["args"]) for event in names] == [
+        ("process_name", {"name": 'rank 3 on "a"\\n'}),
+        ("process_sort_index", {"sort_index": 3}),
+        ("thread_name", {"name": "events"}),
+    ]
+    assert parsed(Tracks(COORDINATOR).names())[0]["args"] == {"name": "coordinator"}
+
+
+def test_an_operation_holds_its_waiting_and_its_moving() -> None:
+    track, whole, wait, move = parsed(Tracks(1).operation(Operation("allreduce", "w", 2, 64, 5000, 7500, 8001), 1000))
+    assert track["args"] == {"name": "group 2"}
+    assert (whole["name"], whole["ts"], whole["dur"]) == ("allreduce w", 6.0, 3.001)
+    assert (wait["name"], wait["ts"], wait["dur"]) == ("wait", 6.0, 2.5)
+    assert (move["name"], move["ts"], move["dur"]) == ("move", 8.5, 0.501)
+    assert whole["args"] == {"bytes": 64, "group": 2}
+    assert {(event["pid"], event["tid"]) for event in (track, whole, wait, move)} == {(1, track["tid"])}
+
+
+def test_times_out_of_order_give_no_negative_length() -> None:
+    _, *found = parsed(Tracks(1).operation(Operation("barrier", "", 0, 0, 5000, 0, 4000), 0))
+    assert [(event["name"], event["dur"]) for event in found] == [("barrier", 0.0), ("wait", 0.0), ("move", 0.0)]
+
+
+@settings(deadline=None)  # a busy machine is slow, not wrong
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_size=LANES))
+def test_slices_of_one_track_never_cross(spans: list[tuple[int, int]]) -> None:
+    tracks = Tracks(0)
+    by_track: dict[int, list[tuple[float, float]]] = {}
+    for start, took in sorted(spans, key=lambda span: span[0] + span[1]):
+        operation = Operation("allreduce", "", 0, 0, 1000 * start, 1000 * start, 1000 * (start + took))
+        whole = next(event for event in parsed(tracks.operation(operation, 0)) if event["name"] == "allreduce")
+        by_track.setdefault(whole["tid"], []).append((whole["ts"], whole["ts"] + whole["dur"]))
+    for found in by_track.values():
+        assert all(before[1] <= after[0] for before, after in pairwise(found))
+
+
+def test_groups_have_tracks_of_their_own() -> None:
+    tracks = Tracks(0)
+    ids = set()
+    for group in range(4):
+        for _ in range(LANES + 5):
+            ids |= {event["tid"] for event in parsed(tracks.operation(Operation("send", "", group, 0, 0, 5, 9), 0))}
+    assert len(ids) == 4 * LANES
+
+
+@settings(deadline=None)  # a busy machine is slow, not wrong
+@given(ANY_TEXT)
+def test_any_name_makes_a_good_trace(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
+    path = tmp_path_factory.getbasetemp() / "names.json"
+    tracks = Tracks(0, label=name)
+    refused = MessageRefused(at_ns=1, rank=0, source=name, why=name)
+    with TimelineWriter(path, 100) as writer:
+        writer.add(tracks.names())
+        writer.add(tracks.operation(Operation("allreduce", name, 0, 0, 1, 2, 3), 0))
+        writer.add([tracks.event(refused, 0)])
+        assert writer.dropped == 0
+    found = load(path)["traceEvents"]
+    assert found[4]["name"] == shorten(f"allreduce {name}" if name else "allreduce")
+
+
+@pytest.mark.parametrize("letter", ["x", '"', "\n", "\0", "\udc80", "😀"])
+def test_a_name_of_a_megabyte_is_cut(tmp_path: Path, letter: str) -> None:
+    name, many = letter * 1_000_000, tuple(range(0, 100_000, 2))
+    tracks = Tracks(0, label=name)
+    with TimelineWriter(tmp_path / "t.json", 100) as writer:
+        writer.add(tracks.names())
+        writer.add(tracks.operation(Operation("allreduce", name, 0, 0, 1, 2, 3), 0))
+        stall = StallReported(at_ns=1, rank=0, op=name, group=0, waited_s=31.0, missing=many, report=name)
+        writer.add([tracks.event(stall, 0)])
+        assert writer.dropped == 0
+    assert all(len(event["name"]) <= 200 for event in load(tmp_path / "t.json")["traceEvents"])
+
+
+def test_an_event_is_an_instant_with_all_it_says() -> None:
+    (instant,) = parsed([Tracks(1).event(GroupAdded(at_ns=5000, rank=1, group=2, ranks=(0, 1, 2)), 500)])
+    assert (instant["ph"], instant["ts"], instant["s"]) == ("i", 5.5, "p")
+    assert instant["args"] == {"group": 2, "ranks": "ranks 0-2"}

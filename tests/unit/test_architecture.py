@@ -1,0 +1,352 @@
+"""The shape of the code: imports point down, no cycles, one owner for each power, public modules say what is public.
+
+Reads the sources with `ast` and imports nothing of ronde, so it also runs when ronde is broken. Imports inside
+functions and under TYPE_CHECKING count like all others.
+"""
+
+from __future__ import annotations
+
+import ast
+import graphlib
+import os
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = ROOT / "src/ronde"
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("cli",),
+    ("dash",),
+    ("ps", "data", "search", "serve", "integrations"),
+    ("torch", "tensorflow", "keras", "mxnet", "jax"),
+    ("binding",),
+    ("elastic",),
+    ("ronde",),  # the module-level functions, src/ronde/__init__.py
+    ("comm", "launch"),
+    ("net",),
+    ("observe",),
+    ("settings",),
+    ("types",),
+    ("errors",),
+)
+"""Top to bottom. An import may only point down; names on one line do not know each other."""
+
+ML_LIBRARIES = {"torch", "tensorflow", "keras", "mxnet", "jax"}
+RUN_TIME = {"numpy", "zmq", "msgspec", "psutil", "cloudpickle", "rich", "typer"}
+
+POWERS: dict[str, tuple[str, ...]] = {
+    "the environment": ("settings.py", "launch/"),
+    "ctypes": ("comm/_native.py",),
+    "print()": ("cli/",),
+    "processes": ("launch/", "cli/"),
+    "sockets": ("net/",),
+}
+"""Who owns what; a path that ends with a slash is a package."""
+
+POWER_OF_LIBRARY = {"ctypes": "ctypes", "subprocess": "processes", "multiprocessing": "processes", "socket": "sockets"}
+MADE = re.compile(r"^(?:\.git|\.venv.*|build|dist|\.\w+_cache|\.hypothesis|__pycache__)$")
+ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+
+
+@dataclass(frozen=True)
+class Import:
+    """One imported name: `module` or, when that is no module, an attribute of the module above it."""
+
+    name: str
+    line: int
+    always: bool
+    """Runs when the module is imported: not inside a function, not under TYPE_CHECKING."""
+    in_function: bool
+
+
+@dataclass
+class Source:
+    """One module of ronde, read but not run."""
+
+    name: str
+    path: str
+    """Below src/ronde."""
+    tree: ast.Module
+    imports: list[Import] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, path: str, text: str) -> Source:
+        """Read a module from its text."""
+        parts = ["ronde", *Path(path).with_suffix("").parts]
+        is_package = parts[-1] == "__init__"
+        name = ".".join(parts[:-1] if is_package else parts)
+        source = cls(name, path, ast.parse(text))
+        source.imports.extend(_imports(source.tree, name if is_package else name.rpartition(".")[0]))
+        return source
+
+    @property
+    def layer(self) -> str:
+        """Which name of LAYERS it belongs to."""
+        return layer_of(self.name)
+
+
+def layer_of(module: str) -> str:
+    """The first part below ronde; ronde itself for src/ronde/__init__.py."""
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else "ronde"
+
+
+def _imports(tree: ast.AST, package: str, always: bool = True, in_function: bool = False) -> Iterator[Import]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield Import(alias.name, node.lineno, always, in_function)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: len(package.split(".")) - (node.level - 1)] if node.level else []
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                yield Import(f"{base}.{alias.name}", node.lineno, always, in_function)
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            yield from _imports(node, package, always=False, in_function=True)
+        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            yield from _imports(node, package, always=False, in_function=in_function)
+        else:
+            yield from _imports(node, package, always, in_function)
+
+
+def read_all() -> list[Source]:
+    """Every module of ronde."""
+    return [
+        Source.parse(str(path.relative_to(SOURCES)), path.read_text(encoding="utf-8"))
+        for path in sorted(SOURCES.rglob("*.py"))
+    ]
+
+
+def targets(source: Source, modules: set[str]) -> Iterator[tuple[str, Import]]:
+    """The modules of ronde that a module imports."""
+    for found in source.imports:
+        if found.name.split(".")[0] == "ronde":
+            yield (found.name if found.name in modules else found.name.rpartition(".")[0] or "ronde"), found
+
+
+def upward_imports(sources: list[Source]) -> list[str]:
+    """Imports that point up or aside, and modules that no layer knows."""
+    height = {name: index for index, line in enumerate(LAYERS) for name in line}
+    wrong = [
+        f"{s.path}: {s.layer} is in no layer" for s in sources if s.layer not in height and s.name != "ronde.__main__"
+    ]
+    modules = {source.name for source in sources}
+    for source in sources:
+        for target, found in targets(source, modules):
+            here, there = source.layer, layer_of(target)
+            if source.name == "ronde.__main__" or here == there or here not in height:
+                continue
+            if height.get(there, -1) <= height[here]:
+                wrong.append(f"{source.path}:{found.line}: {here} must not know {there}")
+    return wrong
+
+
+def cycles(sources: list[Source]) -> list[str]:
+    """A cycle of modules that import each other, if there is one."""
+    modules = {source.name for source in sources}
+    graph = {source.name: {target for target, _ in targets(source, modules)} for source in sources}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return [" → ".join(reversed(error.args[1]))]
+    return []
+
+
+def foreign_libraries(sources: list[Source]) -> list[str]:
+    """Libraries imported where `import ronde` must not need them, and ML libraries outside of their package."""
+    wrong = []
+    for source in sources:
+        for found in source.imports:
+            library = found.name.split(".")[0]
+            if library in sys.stdlib_module_names or library in RUN_TIME or library in ("ronde", source.layer):
+                continue
+            if library in ML_LIBRARIES and not (source.layer == "cli" and found.in_function):
+                wrong.append(f"{source.path}:{found.line}: {library} belongs into {library}/ only")
+            elif found.always and not library_package(source):
+                wrong.append(f"{source.path}:{found.line}: {library} is optional, import it where it is used")
+    return wrong
+
+
+def library_package(source: Source) -> bool:
+    """Whether the whole package is for those who have the library: it is never imported by `import ronde`."""
+    return source.layer in ML_LIBRARIES or source.layer in ("ps", "data", "search", "serve", "integrations", "dash")
+
+
+def uses_of_powers(source: Source) -> Iterator[tuple[str, int]]:
+    """Which powers a module uses, and where."""
+    for found in source.imports:
+        library, _, name = found.name.partition(".")
+        if library in POWER_OF_LIBRARY:
+            yield POWER_OF_LIBRARY[library], found.line
+        if library == "os" and name in ENVIRONMENT_NAMES:
+            yield "the environment", found.line
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "os" and node.attr in ENVIRONMENT_NAMES:
+            yield "the environment", node.lineno
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "print":
+            yield "print()", node.lineno
+
+
+def stolen_powers(sources: list[Source]) -> list[str]:
+    """Powers used outside of their owners."""
+    return [
+        f"{source.path}:{line}: {power} belongs to {' and '.join(POWERS[power])}"
+        for source in sources
+        for power, line in uses_of_powers(source)
+        if not any(
+            source.path == owner or (owner[-1] == "/" and source.path.startswith(owner)) for owner in POWERS[power]
+        )
+    ]
+
+
+def silent_modules(sources: list[Source]) -> list[str]:
+    """Public modules with contents but without __all__."""
+    return [
+        f"{source.path} has no __all__"
+        for source in sources
+        if not any(part.startswith("_") for part in source.name.split(".")) and _has_contents(source.tree)
+        if not any(isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(source.tree))
+    ]
+
+
+def _has_contents(tree: ast.Module) -> bool:
+    docstring_or_future = (ast.Expr, ast.ImportFrom)
+    return any(
+        not isinstance(node, docstring_or_future) or (isinstance(node, ast.ImportFrom) and node.module != "__future__")
+        for node in tree.body
+    )
+
+
+def test_imports_point_down() -> None:
+    assert upward_imports(read_all()) == []
+
+
+def test_no_modules_import_each_other() -> None:
+    assert cycles(read_all()) == []
+
+
+def test_libraries_are_imported_only_where_they_belong() -> None:
+    assert foreign_libraries(read_all()) == []
+
+
+def test_every_power_has_one_owner() -> None:
+    assert stolen_powers(read_all()) == []
+
+
+def test_every_public_module_says_what_is_public() -> None:
+    assert silent_modules(read_all()) == []
+
+
+def test_every_module_says_what_it_is() -> None:
+    assert [s.path for s in read_all() if _has_contents(s.tree) and not ast.get_docstring(s.tree)] == []
+
+
+def written_files() -> Iterator[Path]:
+    """The files of the repository that somebody wrote: not the environments, not what was built."""
+    for directory, directories, files in os.walk(ROOT):
+        directories[:] = [name for name in directories if not MADE.match(name)]
+        yield from (Path(directory, name) for name in sorted(files) if not name.endswith(".so"))
+
+
+def test_no_file_mentions_a_path_of_the_machine_it_was_written_on() -> None:
+    machine = re.compile(rf"(?<![\w.])/(?:work|root)/[\w.]|{re.escape(str(ROOT))}\b")
+    wrong = []
+    for path in written_files():
+        for number, line in enumerate(path.read_text(encoding="utf-8", errors="replace").splitlines(), start=1):
+            if machine.search(line):
+                wrong.append(f"{path.relative_to(ROOT)}:{number}")
+    assert wrong == []
+
+
+# The rules themselves, each with sources that break it.
+
+BELOW = {"errors.py": "", "net/__init__.py": "", "net/wire.py": "", "comm/__init__.py": "", "launch/__init__.py": ""}
+
+
+def parse(**files: str) -> list[Source]:
+    """Sources on top of a few empty modules; `comm__work` stands for comm/work.py."""
+    given = {name.replace("__", "/") + ".py": text for name, text in files.items()}
+    return [Source.parse(path, text) for path, text in {**BELOW, **given}.items()]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import ronde.comm",
+        "from ronde import comm",
+        "from ronde.comm import world",
+        "from .. import comm",
+        "from ..comm import world",
+        "def f():\n    from ronde import launch",
+        "if TYPE_CHECKING:\n    from ronde.comm import world",
+        "from ronde import allreduce",
+    ],
+)
+def test_an_import_that_points_up_is_found_however_it_is_written(text: str) -> None:
+    assert len(upward_imports(parse(net__wire=text))) == 1
+
+
+def test_names_on_one_line_do_not_know_each_other() -> None:
+    assert upward_imports(parse(comm__world="import ronde.launch")) == ["comm/world.py:1: comm must not know launch"]
+
+
+def test_an_import_that_points_down_is_fine() -> None:
+    assert upward_imports(parse(comm__world="from ronde.net import wire\nfrom ronde.errors import PeerLost")) == []
+
+
+def test_a_package_of_no_layer_is_found() -> None:
+    assert upward_imports(parse(utils__misc="")) == ["utils/misc.py: utils is in no layer"]
+
+
+def test_a_cycle_is_shown() -> None:
+    assert cycles(parse(net__a="from ronde.net import b", net__b="def f():\n    import ronde.net.a")) != []
+    assert cycles(parse(net__a="from ronde.net import b", net__b="")) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "num_wrong"),
+    [
+        ("comm__world", "import torch", 1),
+        ("comm__world", "def f():\n    import torch", 1),
+        ("comm__world", "if TYPE_CHECKING:\n    import torch", 1),
+        ("jax__optimizer", "import torch", 1),
+        ("torch__optimizer", "import torch.nn", 0),
+        ("cli__bench", "import torch", 1),
+        ("cli__bench", "def f():\n    import torch", 0),
+        ("comm__mpi", "import mpi4py", 1),
+        ("comm__mpi", "def f():\n    from mpi4py import MPI", 0),
+        ("comm__mpi", "if TYPE_CHECKING:\n    from mpi4py import MPI", 0),
+        ("comm__world", "import numpy, os, msgspec", 0),
+    ],
+)
+def test_a_library_in_the_wrong_place_is_found(path: str, text: str, num_wrong: int) -> None:
+    assert len(foreign_libraries(parse(**{path: text}))) == num_wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "owner"),
+    [
+        ("import os\nos.environ['A']", "settings"),
+        ("import os\nos.getenv('A')", "launch__local"),
+        ("from os import environ", "settings"),
+        ("import ctypes", "comm___native"),
+        ("from ctypes import c_int", "comm___native"),
+        ("print(1)", "cli__main"),
+        ("import subprocess", "launch__local"),
+        ("from socket import socket", "net__doors"),
+    ],
+)
+def test_a_power_outside_of_its_owner_is_found(text: str, owner: str) -> None:
+    assert len(stolen_powers(parse(observe__events=text))) == 1
+    assert stolen_powers([Source.parse(owner.replace("__", "/", 1) + ".py", text)]) == []
+
+
+def test_a_public_module_without_a_list_of_its_names_is_found() -> None:
+    assert silent_modules(parse(net__doors='"""Doors."""\n\ndef open(): ...')) == ["net/doors.py has no __all__"]
+    assert silent_modules(parse(net___doors="def open(): ...", net__door="__all__ = []")) == []
