@@ -29,9 +29,9 @@ from rich.table import Table
 from ronde.cli.bench.crew import RANK_PROGRAM, Crew
 from ronde.cli.bench.measure import Lane, Pace
 from ronde.cli.bench.processes import Processes
-from ronde.cli.bench.shapes import parse_works
+from ronde.cli.bench.shapes import format_bytes, parse_works
+from ronde.errors import RondeError
 from ronde.net.keys import new_key
-from ronde.settings import Settings
 from ronde.types import Deadline
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -156,11 +156,9 @@ def entries(hosts: Hosts, stack: ExitStack, console: Console) -> list[Entry]:
     found = [Entry("ronde 1+1 array", one, "array", 1.0), Entry("ronde 1+1 bucket", one, "bucket", 1.0)]
     if importlib.util.find_spec("torch") is not None:
         found.append(Entry("gloo 1+1", crew("gloo 1+1", 2, gloo_ranks(hosts)), "array", 1.0))
-    if any(field.name == "algorithm" for field in dataclasses.fields(Settings)):
-        for algorithm, factor in (("ring", 1.5), ("two_level", 1.0)):
-            settings = {"RONDE_ALGORITHM": algorithm}
-            two = crew(f"ronde 2+2 {algorithm}", 4, ronde_ranks(hosts, 2, settings))
-            found.append(Entry(f"ronde 2+2 {algorithm}", two, "array", factor))
+    for algorithm, factor in (("ring", 1.5), ("two_level", 1.0)):
+        two = crew(f"ronde 2+2 {algorithm}", 4, ronde_ranks(hosts, 2, {"RONDE_ALGORITHM": algorithm}))
+        found.append(Entry(f"ronde 2+2 {algorithm}", two, "array", factor))
     return found
 
 
@@ -180,6 +178,14 @@ def measure(hosts: Hosts, work_bytes: int, everybody: list[Entry], pace: Pace) -
     return statistics.median(link), lanes
 
 
+def row(entry: Entry, lane: Lane, num_bytes: int, link: float) -> tuple[str, ...]:
+    """What one line of the table says."""
+    record = lane.record("allreduce", num_bytes)
+    bound_ms = entry.factor * 8 * num_bytes / link / 1e6
+    times = (f"{bound_ms:.1f}", f"{record.median_us / 1e3:.1f}", f"{record.min_us / 1e3:.1f}")
+    return (format_bytes(num_bytes), entry.words, f"{link:.3f}", *times, f"{100e3 * bound_ms / record.median_us:.0f} %")
+
+
 def main(
     rate: Annotated[str, typer.Option(help="Speed of the link in each direction, as tc writes it.")] = "1gbit",
     sizes: Annotated[str, typer.Option(help="Bytes per rank.")] = "16M,64M",
@@ -192,18 +198,20 @@ def main(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console()
     table = Table("bytes", "", "goodput Gbit/s", "bound ms", "median ms", "fastest ms", "of the bound")
-    with ExitStack() as stack:
-        hosts = stack.enter_context(Hosts(rate))
-        everybody = entries(hosts, stack, console)
-        for work in parse_works(sizes):
-            link, lanes = measure(hosts, work.num_bytes, everybody, Pace(repeats=repeats, seconds=seconds))
-            for entry, lane in zip(everybody, lanes, strict=True):
-                record = lane.record("allreduce", work.num_bytes)
-                bound_ms = entry.factor * 8 * work.num_bytes / link / 1e6
-                cells = (f"{link:.3f}", f"{bound_ms:.1f}", f"{record.median_us / 1e3:.1f}")
-                share = f"{100e3 * bound_ms / record.median_us:.0f} %"
-                table.add_row(work.name, entry.words, *cells, f"{record.min_us / 1e3:.1f}", share)
-            table.add_section()
+    works = parse_works(sizes)
+    try:
+        with ExitStack() as stack:
+            hosts = stack.enter_context(Hosts(rate))
+            everybody = entries(hosts, stack, console)
+            for work in works:
+                console.print(f"measuring {work.name}", style="dim")
+                link, lanes = measure(hosts, work.num_bytes, everybody, Pace(repeats=repeats, seconds=seconds))
+                for entry, lane in zip(everybody, lanes, strict=True):
+                    table.add_row(*row(entry, lane, work.num_bytes, link))
+                table.add_section()
+    except RondeError as error:
+        console.print(f"error: {error}", style="red", markup=False)
+        raise typer.Exit(1) from None
     console.print(table)
 
 

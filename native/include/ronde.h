@@ -14,8 +14,8 @@
 extern "C" {
 #endif
 
-#define RD_ABI 1           /* changes when a struct or a function of this file does */
-#define RD_TEXT 128        /* bytes of a call's description, with its closing zero */
+#define RD_ABI 1    /* changes when a struct or a function of this file does */
+#define RD_TEXT 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 1024
 
 typedef enum rd_status {
@@ -86,14 +86,14 @@ typedef struct rd_channel rd_channel;
 
 /* Who the members are and how they reach each other. Equal on every member but for `me`. */
 typedef struct rd_layout {
-  uint32_t abi;              /* RD_ABI */
+  uint32_t abi; /* RD_ABI */
   uint32_t num_members;
   uint32_t me;
-  uint32_t num_cores;        /* of this host: decides how long a wait may spin */
-  const uint32_t* places;    /* per member: index of its host; members of one place share memory */
-  uint64_t slot_bytes;       /* staging room per member and slot */
-  uint64_t chunk_bytes;      /* how much of a slot one step of the shared-memory algorithm uses */
-  uint64_t bucket_bytes;     /* room for planned buckets per member; 0 for none */
+  uint32_t num_cores;     /* of this host: decides how long a wait may spin */
+  const uint32_t* places; /* per member: index of its host; members of one place share memory */
+  uint64_t slot_bytes;    /* staging room per member and slot */
+  uint64_t chunk_bytes;   /* how much of a slot one step of the shared-memory algorithm uses */
+  uint64_t bucket_bytes;  /* room for planned buckets per member; 0 for none */
 } rd_layout;
 
 /* One member's piece of a call. A call with several parts works on their concatenation. */
@@ -109,27 +109,27 @@ typedef struct rd_call {
   int32_t op;
   int32_t algorithm;
   uint32_t flags;
-  int32_t peer;            /* root of a broadcast, other side of a send or receive */
+  int32_t peer; /* root of a broadcast, other side of a send or receive */
   double prescale;
   double postscale;
-  uint64_t signature;      /* must be equal on all members */
-  const char* text;        /* what this member asks for, in words, for the error that names a difference */
+  uint64_t signature; /* must be equal on all members */
+  const char* text;   /* what this member asks for, in words, for the error that names a difference */
   const rd_part* parts;
   uint64_t num_parts;
   /* Elements per member. allgather: what each gives. reduce_scatter: what each gets.
    * alltoall: what I get from each. Otherwise null. */
   const uint64_t* counts;
-  const uint64_t* splits;  /* alltoall: elements I give to each member */
+  const uint64_t* splits; /* alltoall: elements I give to each member */
 } rd_call;
 
 typedef struct rd_result {
   int32_t status;
-  int32_t member;     /* whom the error is about, or -1 */
-  int32_t detail;     /* errno, or 0 */
-  int32_t algorithm;  /* which one ran */
-  int64_t start_ns;   /* CLOCK_MONOTONIC: taken up */
-  int64_t ready_ns;   /* every member had arrived */
-  int64_t end_ns;     /* finished here */
+  int32_t member;    /* whom the error is about, or -1 */
+  int32_t detail;    /* errno, or 0 */
+  int32_t algorithm; /* which one ran */
+  int64_t start_ns;  /* CLOCK_MONOTONIC: taken up */
+  int64_t ready_ns;  /* every member had arrived */
+  int64_t end_ns;    /* finished here */
 } rd_result;
 
 /* What each member asked for in the call that ended in RD_MISMATCH. */
@@ -140,10 +140,10 @@ typedef struct rd_asked {
 
 /* What a channel is doing right now, for the stall watch. */
 typedef struct rd_status_now {
-  uint64_t calls;        /* finished so far */
-  int64_t since_ns;      /* start of the call under way, 0 when idle */
+  uint64_t calls;   /* finished so far */
+  int64_t since_ns; /* start of the call under way, 0 when idle */
   int32_t kind;
-  int32_t num_missing;   /* members that have not arrived */
+  int32_t num_missing; /* members that have not arrived */
   char text[RD_TEXT];
 } rd_status_now;
 
@@ -158,8 +158,8 @@ uint64_t rd_segment_bytes(const rd_layout* layout);
  * num_members * num_sockets descriptors, row by row, -1 towards members of my own place and myself;
  * `direct` holds one per member for send and receive, or is null. The channel owns the sockets from
  * here on, even when this fails; the segment's descriptor stays the caller's. */
-rd_status rd_open(const rd_layout* layout, int segment, const int* sockets, uint32_t num_sockets,
-                  const int* direct, rd_channel** channel);
+rd_status rd_open(const rd_layout* layout, int segment, const int* sockets, uint32_t num_sockets, const int* direct,
+                  rd_channel** channel);
 
 /* Ends all waits (RD_CLOSED), joins the threads, unmaps, closes the sockets. Null is fine. */
 void rd_close(rd_channel* channel);

@@ -125,7 +125,8 @@ RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double left
 RD_API rd_status rd_wait(rd_channel* channel, uint64_t ticket, rd_result* result, double left_s) {
   std::shared_ptr<ronde::Request> request = find(channel, ticket);
   if (request == nullptr) return refuse(Stop{RD_BAD_CALL}, result);
-  if (!channel->channel.queue_of(*request).wait(request, ronde::Deadline(left_s))) return refuse(Stop{RD_TIMEOUT}, result);
+  if (!channel->channel.queue_of(*request).wait(request, ronde::Deadline(left_s)))
+    return refuse(Stop{RD_TIMEOUT}, result);
   std::lock_guard<std::mutex> lock(channel->mutex);
   channel->tickets.erase(ticket);
   return report(request, result);

@@ -35,7 +35,9 @@ Channel::Channel(const rd_layout& layout, std::shared_ptr<Segment> segment,
     : layout_(layout),
       segment_(std::move(segment)),
       own_bucket_(segment_ == nullptr && layout.bucket_bytes > 0 ? new char[layout.bucket_bytes]() : nullptr),
-      alarm_(alarms(sockets)), gate_(layout_, segment_.get()), meeting_(layout_) {
+      alarm_(alarms(sockets)),
+      gate_(layout_, segment_.get()),
+      meeting_(layout_) {
   links_.resize(layout_.size);
   direct_links_.resize(layout_.size);
   for (uint32_t member = 0; member < layout_.size; ++member) {
@@ -46,7 +48,8 @@ Channel::Channel(const rd_layout& layout, std::shared_ptr<Segment> segment,
       direct_links_[member] = std::make_unique<Pipe>(layout_, segment_.get(), Traffic::kDirect, member);
       continue;
     }
-    if (member >= sockets.size() || sockets[member].empty() || sockets[member][0].get() < 0) throw Stop{RD_BAD_CALL, int(member)};
+    if (member >= sockets.size() || sockets[member].empty() || sockets[member][0].get() < 0)
+      throw Stop{RD_BAD_CALL, int(member)};
     links_[member] = std::make_unique<Tcp>(member, std::move(sockets[member]), &alarm_);
     if (member < direct.size() && direct[member].get() >= 0) {
       std::vector<Descriptor> one;
@@ -138,7 +141,6 @@ bool Channel::in_bucket(const Request& request, uint64_t* offset) const {
 
 Header Channel::header_of(const Request& request, rd_algorithm algorithm) const {
   Header header{};
-  header.sequence = sequence_;
   header.signature = request.signature;
   header.count = request.parts.count();
   header.kind = request.kind;
@@ -165,10 +167,11 @@ void Channel::require_agreement(Request& request, Verdict verdict) {
 
 void Channel::collective(Request& request, Team& team) {
   rd_algorithm algorithm = choose(layout_, request.kind, request.op, request.parts.bytes(), request.algorithm);
-  ++sequence_;
   Header header = header_of(request, algorithm);
+  header.sequence = ++sequence_;
   Arithmetic arithmetic{request.dtype, request.op, request.prescale, request.postscale, layout_.size};
-  Job job{request.kind, arithmetic, request.peer, request.parts, request.counts, request.splits, header.offset, header.in_bucket != 0};
+  Job job{request.kind,   arithmetic,     request.peer,  request.parts,
+          request.counts, request.splits, header.offset, header.in_bucket != 0};
   bool direct = algorithm == RD_DIRECT && segment_ != nullptr;
   if (direct) direct_prepare(team, job);
   meeting_.meet(team, header, request.trusted);
@@ -182,9 +185,10 @@ void Channel::collective(Request& request, Team& team) {
 // The others may ask for any allreduce while I have joined: I learn at the meeting which, and give zeros.
 void Channel::join(Request& request, Team& team) {
   while (true) {
-    ++sequence_;
     if (layout_.one_place() && segment_ != nullptr) direct_prepare_zeros(team);
-    meeting_.meet(team, header_of(request, RD_CHOOSE), false);
+    Header header = header_of(request, RD_CHOOSE);
+    header.sequence = ++sequence_;
+    meeting_.meet(team, header, false);
     const Header* asked;
     Verdict verdict = judge(meeting_.headers(), &asked);
     if (verdict == Verdict::kEveryoneJoined) return;
@@ -245,7 +249,8 @@ void Channel::direct_message(Request& request, Team& team) {
   if (header.signature == request.signature && coming == bytes) {
     return exchange(team.waiter, nullptr, nullptr, 0, link, part.out, bytes);
   }
-  for (uint64_t left = coming; left > 0;) {  // what was sent must leave the stream, or the next message would start in it
+  for (uint64_t left = coming;
+       left > 0;) {  // what was sent must leave the stream, or the next message would start in it
     uint64_t piece = std::min<uint64_t>(left, 1 << 20);
     exchange(team.waiter, nullptr, nullptr, 0, link, team.passing.room(1 << 20), piece);
     left -= piece;

@@ -56,7 +56,7 @@ class Channel {
   uint32_t slot_ = 0;
   uint64_t sequence_ = 0;
   std::unique_ptr<Order> collectives_;
-  std::mutex orders_mutex_;                                   // guards direct_orders_
+  std::mutex orders_mutex_;                                               // guards direct_orders_
   std::map<std::pair<int, bool>, std::unique_ptr<Order>> direct_orders_;  // by (member, sending)
 };
 

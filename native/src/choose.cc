@@ -7,9 +7,9 @@ namespace ronde {
 namespace {
 
 enum class Where {
-  kOneHost,   // everybody shares memory
-  kOneEach,   // several hosts, one member each
-  kSeveral,   // several hosts, some with several members
+  kOneHost,  // everybody shares memory
+  kOneEach,  // several hosts, one member each
+  kSeveral,  // several hosts, some with several members
 };
 
 Where where(const Layout& layout) {
@@ -28,22 +28,14 @@ constexpr uint64_t kAny = UINT64_MAX;
 
 // The first row that fits.
 constexpr Row kTable[] = {
-    {RD_ALLREDUCE, Where::kOneHost, kAny, RD_DIRECT},
-    {RD_ALLREDUCE, Where::kOneEach, 64 * 1024, RD_DOUBLING},
-    {RD_ALLREDUCE, Where::kOneEach, kAny, RD_RING},
-    {RD_ALLREDUCE, Where::kSeveral, kAny, RD_TWO_LEVEL},
-    {RD_BROADCAST, Where::kOneHost, kAny, RD_DIRECT},
-    {RD_BROADCAST, Where::kOneEach, kAny, RD_TREE},
-    {RD_BROADCAST, Where::kSeveral, kAny, RD_TREE},
-    {RD_ALLGATHER, Where::kOneHost, kAny, RD_DIRECT},
-    {RD_ALLGATHER, Where::kOneEach, kAny, RD_RING},
-    {RD_ALLGATHER, Where::kSeveral, kAny, RD_RING},
-    {RD_REDUCE_SCATTER, Where::kOneHost, kAny, RD_DIRECT},
-    {RD_REDUCE_SCATTER, Where::kOneEach, kAny, RD_RING},
-    {RD_REDUCE_SCATTER, Where::kSeveral, kAny, RD_RING},
-    {RD_ALLTOALL, Where::kOneHost, kAny, RD_PAIRWISE},
-    {RD_ALLTOALL, Where::kOneEach, kAny, RD_PAIRWISE},
-    {RD_ALLTOALL, Where::kSeveral, kAny, RD_PAIRWISE},
+    {RD_ALLREDUCE, Where::kOneHost, kAny, RD_DIRECT},      {RD_ALLREDUCE, Where::kOneEach, 64 * 1024, RD_DOUBLING},
+    {RD_ALLREDUCE, Where::kOneEach, kAny, RD_RING},        {RD_ALLREDUCE, Where::kSeveral, kAny, RD_TWO_LEVEL},
+    {RD_BROADCAST, Where::kOneHost, kAny, RD_DIRECT},      {RD_BROADCAST, Where::kOneEach, kAny, RD_TREE},
+    {RD_BROADCAST, Where::kSeveral, kAny, RD_TREE},        {RD_ALLGATHER, Where::kOneHost, kAny, RD_DIRECT},
+    {RD_ALLGATHER, Where::kOneEach, kAny, RD_RING},        {RD_ALLGATHER, Where::kSeveral, kAny, RD_RING},
+    {RD_REDUCE_SCATTER, Where::kOneHost, kAny, RD_DIRECT}, {RD_REDUCE_SCATTER, Where::kOneEach, kAny, RD_RING},
+    {RD_REDUCE_SCATTER, Where::kSeveral, kAny, RD_RING},   {RD_ALLTOALL, Where::kOneHost, kAny, RD_PAIRWISE},
+    {RD_ALLTOALL, Where::kOneEach, kAny, RD_PAIRWISE},     {RD_ALLTOALL, Where::kSeveral, kAny, RD_PAIRWISE},
 };
 
 bool possible(const Layout& layout, rd_kind kind, rd_algorithm algorithm) {

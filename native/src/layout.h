@@ -17,10 +17,10 @@ struct Layout {
   uint64_t slot_bytes;
   uint64_t chunk_bytes;
   uint64_t bucket_bytes;
-  std::vector<uint32_t> places;                    // per member
-  std::vector<std::vector<uint32_t>> by_place;     // per place, its members in order
+  std::vector<uint32_t> places;                 // per member
+  std::vector<std::vector<uint32_t>> by_place;  // per place, its members in order
   uint32_t my_place;
-  uint32_t my_local;                               // my index at my place
+  uint32_t my_local;  // my index at my place
 
   const std::vector<uint32_t>& locals() const { return by_place[my_place]; }
   uint32_t num_locals() const { return uint32_t(locals().size()); }

@@ -55,9 +55,10 @@ namespace {
 
 bool same(const Header& a, const Header& b) {
   bool counts_may_differ = a.kind == RD_ALLGATHER || a.kind == RD_ALLTOALL;
-  return a.signature == b.signature && a.kind == b.kind && a.dtype == b.dtype && a.op == b.op && a.peer == b.peer &&
-         a.algorithm == b.algorithm && a.in_bucket == b.in_bucket && a.offset == b.offset &&
-         a.prescale == b.prescale && a.postscale == b.postscale && (counts_may_differ || a.count == b.count);
+  return a.sequence == b.sequence && a.signature == b.signature && a.kind == b.kind && a.dtype == b.dtype &&
+         a.op == b.op && a.peer == b.peer && a.algorithm == b.algorithm && a.in_bucket == b.in_bucket &&
+         a.offset == b.offset && a.prescale == b.prescale && a.postscale == b.postscale &&
+         (counts_may_differ || a.count == b.count);
 }
 
 }  // namespace

@@ -1,7 +1,8 @@
 #include "parts.h"
 
 #include <algorithm>
-#include <cstring>
+
+#include "reduce/reduce.h"
 
 namespace ronde {
 
@@ -37,14 +38,14 @@ void Parts::visit(uint64_t from, uint64_t bytes, Visit visit) const {
 
 void Parts::gather(uint64_t from, uint64_t bytes, char* to) const {
   visit(from, bytes, [&](const rd_part& part, uint64_t within, uint64_t length) {
-    std::memcpy(to, static_cast<const char*>(part.in) + within, length);
+    copy_bytes(to, static_cast<const char*>(part.in) + within, length, false);
     to += length;
   });
 }
 
 void Parts::scatter(uint64_t to, uint64_t bytes, const char* from) const {
   visit(to, bytes, [&](const rd_part& part, uint64_t within, uint64_t length) {
-    std::memcpy(static_cast<char*>(part.out) + within, from, length);
+    copy_bytes(static_cast<char*>(part.out) + within, from, length, false);
     from += length;
   });
 }

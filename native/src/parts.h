@@ -29,7 +29,7 @@ class Parts {
   uint64_t count() const { return bytes() / element_bytes_; }
   const std::vector<rd_part>& pieces() const { return parts_; }
 
-  void gather(uint64_t from, uint64_t bytes, char* to) const;        // in  -> flat memory
+  void gather(uint64_t from, uint64_t bytes, char* to) const;         // in  -> flat memory
   void scatter(uint64_t to, uint64_t bytes, const char* from) const;  // flat memory -> out
 
   // The bytes in one piece, or null when they cross a border.

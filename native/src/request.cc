@@ -49,7 +49,8 @@ Request::Request(const rd_call& call, const Layout& layout, double left_s)
   bool reduces = kind == RD_ALLREDUCE || kind == RD_REDUCE_SCATTER;
   bool whole = parts.pieces().size() == 1;
   if (reduces) require(supported({dtype, op, prescale, postscale, layout.size}));
-  if (kind == RD_REDUCE_SCATTER) require(whole && op != RD_ADASUM && counts.size() == layout.size && sum(counts) == parts.count());
+  if (kind == RD_REDUCE_SCATTER)
+    require(whole && op != RD_ADASUM && counts.size() == layout.size && sum(counts) == parts.count());
   if (kind == RD_ALLGATHER) require(whole && counts.size() == layout.size && counts[layout.me] == parts.count());
   if (kind == RD_ALLTOALL)
     require(whole && counts.size() == layout.size && splits.size() == layout.size &&

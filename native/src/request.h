@@ -28,7 +28,7 @@ struct Request {
   std::vector<uint64_t> counts, splits;
   Deadline deadline;
 
-  bool finished = false;  // guarded by the queue
+  bool finished = false;               // guarded by the queue
   std::atomic<int64_t> started_ns{0};  // for the stall watch, from another thread
   rd_result result{};
   std::vector<rd_asked> asked;  // filled by a mismatch

@@ -68,7 +68,8 @@ class Ranks {
       }
     }
     for (uint32_t rank = 0; rank < size_; ++rank)
-      channels_.push_back(std::make_unique<Channel>(layout(rank), segment(rank), std::move(sockets[rank]), std::move(direct[rank])));
+      channels_.push_back(
+          std::make_unique<Channel>(layout(rank), segment(rank), std::move(sockets[rank]), std::move(direct[rank])));
   }
 
   ~Ranks() {
@@ -89,7 +90,14 @@ class Ranks {
 
  private:
   rd_layout layout(uint32_t rank) const {
-    return {RD_ABI, size_, rank, setup_.num_cores, setup_.places.data(), setup_.slot_bytes, setup_.chunk_bytes, setup_.bucket_bytes};
+    return {RD_ABI,
+            size_,
+            rank,
+            setup_.num_cores,
+            setup_.places.data(),
+            setup_.slot_bytes,
+            setup_.chunk_bytes,
+            setup_.bucket_bytes};
   }
 
   // One mapping per place for all its ranks, so that a sanitizer sees them touch the same memory.

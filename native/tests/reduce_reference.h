@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -198,20 +199,22 @@ inline Bytes moderate(rd_dtype dtype, size_t count, unsigned seed) {
   return made;
 }
 
-// A buffer that begins `shift` bytes after an aligned address and ends where its memory ends.
+// A buffer that begins `shift` bytes after an aligned address and has a guard after its end.
 class Shifted {
  public:
-  Shifted(const Bytes& content, size_t shift) : memory_(shift), shift_(shift) {
-    memory_.insert(memory_.end(), content.begin(), content.end());
-    memory_.push_back(kGuard);
+  Shifted(const Bytes& content, size_t shift)
+      : memory_(new char[shift + content.size() + 1]), begin_(memory_.get() + shift), end_(begin_ + content.size()) {
+    std::copy(content.begin(), content.end(), begin_);
+    *end_ = kGuard;
   }
-  char* begin() { return memory_.data() + shift_; }
-  bool intact() const { return memory_.back() == kGuard; }
+  char* begin() { return begin_; }
+  bool intact() const { return *end_ == kGuard; }
 
  private:
   static constexpr char kGuard = 0x5a;
-  Bytes memory_;
-  size_t shift_;
+  std::unique_ptr<char[]> memory_;
+  char* begin_;
+  char* end_;
 };
 
 }  // namespace reference

@@ -82,7 +82,8 @@ TEST(allreduce_of_every_size) {
       for (rd_algorithm algorithm : one.allreduce)
         for (uint64_t count : kSizes)
           for (rd_dtype dtype : {RD_FLOAT32, RD_FLOAT16, RD_INT8})
-            for (bool in_place : {false, true}) check_allreduce(channel, rank, algorithm, dtype, RD_MEAN, count, in_place);
+            for (bool in_place : {false, true})
+              check_allreduce(channel, rank, algorithm, dtype, RD_MEAN, count, in_place);
     });
   }
 }
@@ -191,7 +192,8 @@ TEST(broadcast_from_every_root) {
         for (uint32_t root = 0; root < all.size(); ++root)
           for (uint64_t count : kSizes) {
             std::vector<int32_t> in(count, rank == root ? 7 + int(root) : -1), out(count, -2);
-            std::vector<rd_part> parts = {{in.data(), out.data(), count / 3}, {in.data() + count / 3, out.data() + count / 3, count - count / 3}};
+            std::vector<rd_part> parts = {{in.data(), out.data(), count / 3},
+                                          {in.data() + count / 3, out.data() + count / 3, count - count / 3}};
             rd_call c = call(RD_BROADCAST, RD_INT32);
             c.algorithm = algorithm;
             c.peer = int(root);
@@ -255,7 +257,8 @@ TEST(reduce_scatter_with_remainders) {
           c.num_parts = 1;
           c.counts = counts.data();
           CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
-          for (uint64_t i = 0; i < out.size(); ++i) CHECK_EQ(out[i], float((start + i) % 11) * float(all.size() + 1) / 2);
+          for (uint64_t i = 0; i < out.size(); ++i)
+            CHECK_EQ(out[i], float((start + i) % 11) * float(all.size() + 1) / 2);
         }
     });
   }

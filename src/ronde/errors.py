@@ -1,13 +1,13 @@
 """Every exception ronde raises by itself. The caller's own mistakes are plain ValueError and TypeError.
 
-    RondeError                 the world's fault
-    ├── NotInitialized         a call that needs ronde.init() first
-    ├── StartFailed            the members did not find each other
-    ├── RoundEnded             this round is over; a new one may begin
-    │   └── PeerLost           … because a member is gone
-    ├── OperationTimeout       an operation's deadline passed
-    └── ProtocolError          a message that no ronde of this version sends
-    Mismatch (ValueError)      members asked for different things; the same on every member
+RondeError                 the world's fault
+├── NotInitialized         a call that needs ronde.init() first
+├── StartFailed            the members did not find each other
+├── RoundEnded             this round is over; a new one may begin
+│   └── PeerLost           … because a member is gone
+├── OperationTimeout       an operation's deadline passed
+└── ProtocolError          a message that no ronde of this version sends
+Mismatch (ValueError)      members asked for different things; the same on every member
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import os
 import textwrap
 from collections.abc import Mapping
@@ -162,7 +163,7 @@ def describe() -> list[Described]:
     tree = ast.parse(textwrap.dedent(inspect.getsource(Settings)))
     body = tree.body[0].body  # type: ignore[attr-defined]  # a class has a body
     helps: dict[str, str] = {}
-    for before, after in zip(body, body[1:], strict=False):
+    for before, after in itertools.pairwise(body):
         if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             assert isinstance(before.target, ast.Name)
             helps[before.target.id] = " ".join(str(after.value.value).split())

@@ -13,6 +13,7 @@ from ronde.comm.threads import Hub, ThreadsBackend
 from ronde.comm.world import World
 from ronde.settings import Settings
 from ronde.types import Member, Topology
+from tests.conformance.cases import Case
 
 Body: TypeAlias = Callable[[World], Any]
 
@@ -21,10 +22,10 @@ PATIENCE_S = 40.0
 
 
 class Ranks(Protocol):
-    """Ranks of one job, ready to run bodies."""
+    """Ranks of one job, ready to show how they behave."""
 
-    def run(self, body: Body) -> None:
-        """Run it on every rank; AssertionError shows what each rank that failed has to say."""
+    def run(self, case: Case) -> None:
+        """Run it on every rank; RanksFailed shows what each rank that failed has to say."""
 
 
 class RanksFailed(AssertionError):
@@ -36,16 +37,14 @@ class RanksFailed(AssertionError):
 
 
 class ThreadRanks:
-    """Every body gets a fresh world per rank; the ranks are threads of this process."""
+    """The ranks are threads of this process; every behaviour gets a fresh world."""
 
-    def __init__(self, size: int, *, groups: tuple[tuple[int, ...], ...] = (), **settings: Any) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
-        self._groups = groups
-        self._given = {"operation_s": 20.0, "start_s": 20.0, "stall_s": 0.0, **settings}
 
-    def run(self, body: Body) -> list[Any]:
-        """Run it on every rank; what each returned."""
-        return run_threads(self._size, body, groups=self._groups, **self._given)
+    def run(self, case: Case) -> None:
+        """Run it on every rank."""
+        run_threads(self._size, case.body)
 
 
 def run_threads(size: int, body: Body, *, groups: tuple[tuple[int, ...], ...] = (), **settings: Any) -> list[Any]:
@@ -81,6 +80,7 @@ def run_threads(size: int, body: Body, *, groups: tuple[tuple[int, ...], ...] = 
 
 def make_places(size: int, *, groups: tuple[tuple[int, ...], ...] = (), **settings: Any) -> list[Place]:
     """Places for ranks that are threads: one coordinator and one hub for all of them."""
+    settings = {"operation_s": 20.0, "start_s": 20.0, "stall_s": 0.0, **settings}
     given = [Settings(rank=rank, size=size, **settings) for rank in range(size)]
     members = tuple(Member(rank, "here", 1, "") for rank in range(size))
     loopback, hub = Loopback(members, groups, given[0]), Hub()

@@ -22,8 +22,8 @@ void ring_allreduce(Team& team, const Job& job);
 void ring_allgather(Team& team, const Job& job);
 void ring_reduce_scatter(Team& team, const Job& job);
 // In place on flat memory among some of the members, `order[position]` being myself.
-void ring_allreduce_flat(Team& team, const std::vector<uint32_t>& order, uint32_t position, const Arithmetic& arithmetic,
-                         char* data, uint64_t count);
+void ring_allreduce_flat(Team& team, const std::vector<uint32_t>& order, uint32_t position,
+                         const Arithmetic& arithmetic, char* data, uint64_t count);
 
 // doubling.cc
 void doubling_allreduce(Team& team, const Job& job);

@@ -7,7 +7,8 @@ namespace ronde {
 void alone(Team& team, const Job& job) {
   if (job.parts.bytes() == 0) return;
   FlatArray array(team, job);
-  if (job.kind == RD_ALLREDUCE || job.kind == RD_REDUCE_SCATTER) finish(job.arithmetic, array.data(), job.parts.count());
+  if (job.kind == RD_ALLREDUCE || job.kind == RD_REDUCE_SCATTER)
+    finish(job.arithmetic, array.data(), job.parts.count());
   array.deliver();
 }
 

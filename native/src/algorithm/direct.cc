@@ -5,7 +5,8 @@
 //           result into all of them. Nothing is copied.
 //   flat    a small array. Everyone copies its array into its slot; after the meeting everyone reduces all slots by
 //           itself, in the same order, so all get the same bits. One meeting in all.
-//   staged  a large array, in chunks that stay in the cache. Chunk by chunk: copy in, meet (A), reduce my share into the
+//   staged  a large array, in chunks that stay in the cache. Chunk by chunk: copy in, meet (A), reduce my share into
+//   the
 //           common result, meet (B), copy the others' shares out. The next chunk is copied in before waiting for B.
 //
 // Two slots and two results suffice. When I write ... then nobody still reads it, because ...
@@ -21,12 +22,10 @@ namespace ronde {
 
 namespace {
 
-constexpr uint64_t kFlatBytes = 32 * 1024;        // all members' arrays together, for the flat way
+constexpr uint64_t kFlatBytes = 32 * 1024;           // all members' arrays together, for the flat way
 constexpr uint64_t kStreamBytes = 16 * 1024 * 1024;  // larger buffers are written around the cache
 
-bool is_flat(const Team& team, const Job& job) {
-  return job.parts.bytes() * team.layout.num_locals() <= kFlatBytes;
-}
+bool is_flat(const Team& team, const Job& job) { return job.parts.bytes() * team.layout.num_locals() <= kFlatBytes; }
 
 uint32_t me(const Team& team) { return team.layout.my_local; }
 
@@ -145,8 +144,8 @@ void fill_allgather(Team& team, const Job& job, uint64_t chunk, uint32_t which) 
   uint64_t step = team.layout.chunk_bytes, begin = chunk * step;
   uint64_t bytes = job.counts[team.layout.me] * job.element_bytes();
   if (begin >= bytes) return;
-  std::memcpy(team.segment->slot(me(team), which), static_cast<const char*>(job.parts.pieces()[0].in) + begin,
-              std::min(step, bytes - begin));
+  copy_bytes(team.segment->slot(me(team), which), static_cast<const char*>(job.parts.pieces()[0].in) + begin,
+             std::min(step, bytes - begin), false);
 }
 
 // A chunk of a reduce-scatter holds an equal piece of every member's share, so that all have work in every chunk.
@@ -226,11 +225,11 @@ void direct_broadcast(Team& team, const Job& job) {
       team, num_chunks(bytes, step), [&](uint64_t chunk, uint32_t which) { fill_broadcast(team, job, chunk, which); },
       [&](uint64_t chunk, uint32_t which) {
         // On one host a member's index is its local index.
-        if (!mine) job.parts.scatter(chunk * step, std::min(step, bytes - chunk * step), team.segment->slot(root, which));
+        if (!mine)
+          job.parts.scatter(chunk * step, std::min(step, bytes - chunk * step), team.segment->slot(root, which));
       });
   if (!mine) return;
-  for (const rd_part& part : job.parts.pieces())
-    if (part.in != part.out) std::memcpy(part.out, part.in, part.count * job.element_bytes());
+  for (const rd_part& part : job.parts.pieces()) copy_bytes(part.out, part.in, part.count * job.element_bytes(), false);
 }
 
 void direct_allgather(Team& team, const Job& job) {
@@ -243,7 +242,7 @@ void direct_allgather(Team& team, const Job& job) {
         uint64_t start = 0;
         for (uint32_t member = 0; member < team.layout.size; ++member) {
           uint64_t bytes = job.counts[member] * width, begin = std::min(bytes, chunk * step);
-          std::memcpy(out + start + begin, team.segment->slot(member, which), std::min(step, bytes - begin));
+          copy_bytes(out + start + begin, team.segment->slot(member, which), std::min(step, bytes - begin), false);
           start += bytes;
         }
       });
@@ -254,8 +253,7 @@ void direct_reduce_scatter(Team& team, const Job& job) {
   uint32_t mine = team.layout.me;
   char* out = static_cast<char*>(job.parts.pieces()[0].out);
   pass_slots(
-      team, plan.num(),
-      [&](uint64_t chunk, uint32_t which) { fill_reduce_scatter(team, job, plan, chunk, which); },
+      team, plan.num(), [&](uint64_t chunk, uint32_t which) { fill_reduce_scatter(team, job, plan, chunk, which); },
       [&](uint64_t chunk, uint32_t which) {
         Range piece = plan.piece(mine, chunk);
         const void* ins[RD_MAX_MEMBERS];

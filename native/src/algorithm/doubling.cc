@@ -1,9 +1,9 @@
 // Recursive doubling: few steps, for small arrays.
 //
-// In step k a member swaps its whole array with the one whose position differs in bit k and both add the two up, so after
-// log2(n) steps everyone has everything. When n is not a power of two, the members beyond it first hand their arrays to a
-// partner below and get the result back at the end. The lower position's array is always the left operand: both sides
-// compute the same bits.
+// In step k a member swaps its whole array with the one whose position differs in bit k and both add the two up, so
+// after log2(n) steps everyone has everything. When n is not a power of two, the members beyond it first hand their
+// arrays to a partner below and get the result back at the end. The lower position's array is always the left operand:
+// both sides compute the same bits.
 #include "algorithm/doubling.h"
 
 #include "algorithm/algorithm.h"

@@ -16,8 +16,8 @@ inline std::vector<uint32_t> everyone(const Team& team) {
 
 // merge(mine_is_left) combines `data` and `theirs` into `data`.
 template <class Merge>
-void pair_up(Team& team, const std::vector<uint32_t>& order, uint32_t position, char* data, char* theirs, uint64_t bytes,
-             Merge merge) {
+void pair_up(Team& team, const std::vector<uint32_t>& order, uint32_t position, char* data, char* theirs,
+             uint64_t bytes, Merge merge) {
   uint32_t num = uint32_t(order.size()), core = 1;
   while (core * 2 <= num) core *= 2;
   if (position >= core) {

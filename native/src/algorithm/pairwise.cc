@@ -1,5 +1,5 @@
-// Pairwise exchange: all-to-all in n steps. In step s everyone sends to the member s further on and receives from the one
-// s before, so every link has one message each way and nobody is flooded.
+// Pairwise exchange: all-to-all in n steps. In step s everyone sends to the member s further on and receives from the
+// one s before, so every link has one message each way and nobody is flooded.
 #include <cstring>
 
 #include "algorithm/algorithm.h"

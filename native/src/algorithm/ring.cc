@@ -5,8 +5,8 @@
 // allreduce add what comes in to the own data, the last n - 1 only store it: after the first half chunk p + 1 is
 // complete at p.
 //
-// There is no barrier between steps: the whole run is one outgoing and one incoming stream of bytes. A byte may leave as
-// soon as it has come in (and was added) the step before, so sending, receiving and adding overlap.
+// There is no barrier between steps: the whole run is one outgoing and one incoming stream of bytes. A byte may leave
+// as soon as it has come in (and was added) the step before, so sending, receiving and adding overlap.
 #include <algorithm>
 #include <cstring>
 
@@ -162,8 +162,8 @@ std::vector<uint32_t> in_order(const Team& team) {
 
 }  // namespace
 
-void ring_allreduce_flat(Team& team, const std::vector<uint32_t>& order, uint32_t position, const Arithmetic& arithmetic,
-                         char* data, uint64_t count) {
+void ring_allreduce_flat(Team& team, const std::vector<uint32_t>& order, uint32_t position,
+                         const Arithmetic& arithmetic, char* data, uint64_t count) {
   uint32_t num = uint32_t(order.size());
   if (num == 1) return finish(arithmetic, data, count);
   RingRun run(team, order, position, arithmetic, data, even_chunks(count, num, element_bytes(arithmetic.dtype)));

@@ -36,7 +36,7 @@ void across(Team& team, const Job& job, char* common, uint64_t count) {
   char* data = common + mine.begin * job.element_bytes();
   bool small = mine.size() * job.element_bytes() <= kDoublingBytes;
   (small ? doubling_allreduce_flat : ring_allreduce_flat)(team, order, team.layout.my_place, job.arithmetic, data,
-                                                           mine.size());
+                                                          mine.size());
 }
 
 void in_buckets(Team& team, const Job& job) {

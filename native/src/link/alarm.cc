@@ -29,7 +29,9 @@ void watch(int epoll, int fd, uint32_t tag) {
 }  // namespace
 
 Alarm::Alarm(std::vector<Descriptor> sockets)
-    : sockets_(std::move(sockets)), epoll_(epoll_create1(EPOLL_CLOEXEC)), event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
+    : sockets_(std::move(sockets)),
+      epoll_(epoll_create1(EPOLL_CLOEXEC)),
+      event_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   if (epoll_.get() < 0 || event_.get() < 0) throw Stop{RD_SYSTEM, -1, errno};
   watch(epoll_.get(), event_.get(), kEvent);
   for (uint32_t member = 0; member < sockets_.size(); ++member)

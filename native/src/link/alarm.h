@@ -1,8 +1,9 @@
 // Wakes every wait of this channel: by a local abort, or when another member's alarm socket brings bad news.
 //
 // Each pair of members at different places keeps one socket that carries nothing but the end: five bytes (status,
-// member) from a member that gives up or leaves in good order, or a bare close from one that died. All of them sit in one epoll set, so a wait
-// on data sockets adds a single descriptor and hears of the death of any member, not only of its neighbours.
+// member) from a member that gives up or leaves in good order, or a bare close from one that died. All of them sit in
+// one epoll set, so a wait on data sockets adds a single descriptor and hears of the death of any member, not only of
+// its neighbours.
 #pragma once
 
 #include <atomic>

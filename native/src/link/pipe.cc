@@ -1,9 +1,9 @@
 #include "link/pipe.h"
 
 #include <algorithm>
-#include <cstring>
 
 #include "base/futex.h"
+#include "reduce/reduce.h"
 
 namespace ronde {
 
@@ -35,8 +35,8 @@ size_t Pipe::try_send(const char* data, size_t bytes) {
   size_t moved = std::min<uint64_t>(bytes, kPipeBytes - (written - out_->read.load(std::memory_order_acquire)));
   if (moved == 0) return 0;
   size_t at = written % kPipeBytes, first = std::min<size_t>(moved, kPipeBytes - at);
-  std::memcpy(out_->data + at, data, first);
-  std::memcpy(out_->data, data + first, moved - first);
+  copy_bytes(out_->data + at, data, first, false);
+  copy_bytes(out_->data, data + first, moved - first, false);
   out_->written.store(written + moved);
   ring_bell();
   return moved;
@@ -47,8 +47,8 @@ size_t Pipe::try_receive(char* room, size_t bytes) {
   size_t moved = std::min<uint64_t>(bytes, in_->written.load(std::memory_order_acquire) - read);
   if (moved == 0) return 0;
   size_t at = read % kPipeBytes, first = std::min<size_t>(moved, kPipeBytes - at);
-  std::memcpy(room, in_->data + at, first);
-  std::memcpy(room + first, in_->data, moved - first);
+  copy_bytes(room, in_->data + at, first, false);
+  copy_bytes(room + first, in_->data, moved - first, false);
   in_->read.store(read + moved);
   ring_bell();
   return moved;

@@ -72,7 +72,9 @@ class Segment {
   SegmentHead& head() const { return *reinterpret_cast<SegmentHead*>(base_); }
   MemberLine& line(uint32_t local) const { return reinterpret_cast<MemberLine*>(base_ + lines_)[local]; }
   Header* everyones_headers() const { return reinterpret_cast<Header*>(base_ + headers_); }
-  char* slot(uint32_t local, uint32_t which) const { return base_ + slots_ + (uint64_t(local) * 2 + which) * slot_bytes_; }
+  char* slot(uint32_t local, uint32_t which) const {
+    return base_ + slots_ + (uint64_t(local) * 2 + which) * slot_bytes_;
+  }
   char* result(uint32_t which) const { return base_ + results_ + which * slot_bytes_; }
   PipeRoom* pipe(Traffic traffic, uint32_t from, uint32_t to) const;
   char* bucket(uint32_t local) const { return base_ + buckets_ + local * bucket_bytes_; }

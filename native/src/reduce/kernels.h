@@ -60,6 +60,7 @@ struct DtypeKernels {
 struct Kernels {
   const char* name;
   DtypeKernels of[RD_NUM_DTYPES];
+  void (*copy)(void* out, const void* in, size_t bytes);    // memcpy
   void (*stream)(void* out, const void* in, size_t bytes);  // memcpy around the cache; not ordered until settle()
   void (*settle)();
 };

@@ -287,11 +287,8 @@ void adasum_mix(rd_dtype dtype, const void* a, const void* b, void* out, size_t 
 
 void copy_bytes(void* out, const void* in, size_t bytes, bool streaming) {
   if (out == in || bytes == 0) return;
-  if (!streaming) {
-    std::memcpy(out, in, bytes);
-    return;
-  }
   const Kernels& level = kernels();
+  if (!streaming) return level.copy(out, in, bytes);
   level.stream(out, in, bytes);
   level.settle();
 }

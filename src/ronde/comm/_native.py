@@ -1,14 +1,14 @@
 """The C++ data plane through ctypes: types, functions, and the errors its status codes stand for.
 
-The only module that knows ctypes. Calls drop the GIL while they run. Used by comm/native and, for its kernels and
-memory views, by the other backends.
+The only module that knows ctypes. Calls drop the GIL while they run. Used by comm/native (Handle) and, for its kernels
+and memory views, by the other backends.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -16,9 +16,11 @@ from typing import Any
 
 import numpy as np
 
+from ronde.comm.backend import Call, Looking, Outcome
 from ronde.errors import RondeError
+from ronde.types import Kind
 
-__all__ = ["ABI", "Library", "NativeCall", "NativeLayout", "NativePart", "NativeResult", "Status", "address", "library", "reduce", "view"]
+__all__ = ["Ending", "Handle", "Layout", "Status", "address", "library", "reduce", "view"]
 
 ABI = 1
 TEXT_BYTES = 128
@@ -143,22 +145,20 @@ class Library(ctypes.CDLL):
             function.restype = returns
             function.argtypes = takes
         if self.rd_abi() != ABI:
-            raise RondeError(f"{path} has ABI {self.rd_abi()}, this ronde needs {ABI}; reinstall ronde or run `make build`")
-
-
-def _places() -> list[Path]:
-    package = sys.modules["ronde"]
-    return [Path(folder) / "libronde.so" for folder in package.__path__]
+            raise RondeError(
+                f"{path} has ABI {self.rd_abi()}, this ronde needs {ABI}; reinstall ronde or run `make build`"
+            )
 
 
 @lru_cache(maxsize=1)
 def library() -> Library:
     """The data plane, loaded once."""
-    for path in _places():
-        if path.exists():
-            return Library(path)
-    looked = ", ".join(str(path) for path in _places())
-    raise RondeError(f"ronde's native library is missing (looked for {looked}); reinstall ronde or run `make build`")
+    path = Path(__file__).parents[1] / "libronde.so"
+    if not path.exists():
+        raise RondeError(
+            f"ronde's native library {path} is missing; reinstall ronde, or run `make build` in a checkout"
+        )
+    return Library(path)
 
 
 _first_byte = c_char.from_buffer
@@ -180,7 +180,14 @@ def view(address: int, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uin
 
 
 def reduce(
-    dtype: int, op: int, sources: Sequence[int], targets: Sequence[int], count: int, *, prescale: float = 1.0, postscale: float = 1.0
+    dtype: int,
+    op: int,
+    sources: Sequence[int],
+    targets: Sequence[int],
+    count: int,
+    *,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
 ) -> None:
     """targets[*] = postscale * op(prescale * sources[*]), on addresses, by the native kernels."""
     ins = (c_void_p * len(sources))(*sources)
@@ -188,3 +195,166 @@ def reduce(
     status = library().rd_reduce(dtype, op, prescale, postscale, ins, len(sources), outs, len(targets), count)
     if status != Status.OK:
         raise TypeError(f"operation {op} is not defined for dtype {dtype}")
+
+
+class Layout:
+    """Who the members of a channel are and where they sit."""
+
+    def __init__(
+        self, *, places: Sequence[int], me: int, num_cores: int, slot_bytes: int, chunk_bytes: int, bucket_bytes: int
+    ) -> None:
+        self.places = tuple(places)
+        self.local = tuple(index for index, place in enumerate(places) if place == places[me])
+        """Members at my place."""
+        numbers = (c_uint32 * len(places))(*places)
+        slot_bytes, chunk_bytes = slot_bytes // 64 * 64, chunk_bytes // 64 * 64
+        self.native = NativeLayout(ABI, len(places), me, num_cores, numbers, slot_bytes, chunk_bytes, bucket_bytes)
+
+    def segment_bytes(self) -> int:
+        """Bytes of shared memory that my place needs."""
+        num_bytes: int = library().rd_segment_bytes(self.native)
+        return num_bytes
+
+
+class Ending(Exception):
+    """How a call ended when it did not end well; comm/native turns it into the error the caller sees."""
+
+    def __init__(self, status: int, member: int = -1, detail: int = 0, *, waiting: bool = False) -> None:
+        super().__init__(f"status {status}, member {member}, detail {detail}")
+        self.status = status
+        self.member = member
+        self.detail = detail
+        self.waiting = waiting
+        """Only the wait ran out of time: the call is still under way."""
+
+
+class _Scratch(threading.local):
+    """A thread's own structs, filled anew for every call: making them is dearer than filling them."""
+
+    def __init__(self) -> None:
+        self.part = NativePart()
+        self.one_part = ctypes.pointer(self.part)
+        self.call = NativeCall()
+        self.result = NativeResult()
+
+
+_scratch = _Scratch()
+
+
+class Handle:
+    """An open channel of the library. The caller sees to it that nothing is called after or during close()."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        segment: int,
+        sockets: Mapping[int, Sequence[int]],
+        direct: Mapping[int, int],
+        algorithm: str,
+    ) -> None:
+        """Takes over the descriptors in sockets (the alarm first, then data; as many for each member) and direct."""
+        self._library = library()
+        self._num_members = len(layout.places)
+        self._algorithm = ALGORITHMS.index(algorithm)
+        num_sockets = max((len(row) for row in sockets.values()), default=0)
+        table = (c_int * (self._num_members * num_sockets or 1))(*[-1] * (self._num_members * num_sockets))
+        for member, row in sockets.items():
+            table[member * num_sockets : (member + 1) * num_sockets] = row
+        ones = (c_int * self._num_members)(*[direct.get(member, -1) for member in range(self._num_members)])
+        handle = c_void_p()
+        status = self._library.rd_open(layout.native, segment, table, num_sockets, ones, ctypes.byref(handle))
+        if status != Status.OK:
+            raise Ending(status)
+        self._handle = handle
+
+    def run(self, call: Call, left_s: float) -> Outcome:
+        """Execute the call and wait for it."""
+        scratch = _scratch
+        keep = self._fill(scratch, call)
+        result = scratch.result
+        status = self._library.rd_run(self._handle, scratch.call, result, left_s)
+        del keep
+        if status != Status.OK:
+            raise Ending(status, result.member, result.detail)
+        return Outcome(result.start_ns, result.ready_ns, result.end_ns, ALGORITHMS[result.algorithm])
+
+    def submit(self, call: Call, left_s: float) -> int:
+        """Queue the call; the number is for wait() and done()."""
+        scratch = _scratch
+        keep = self._fill(scratch, call)
+        number = c_uint64()
+        status = self._library.rd_submit(self._handle, scratch.call, left_s, ctypes.byref(number))
+        del keep
+        if status != Status.OK:
+            raise Ending(status)
+        return number.value
+
+    def wait(self, number: int, left_s: float) -> Outcome:
+        """Wait for a queued call and forget it."""
+        result = _scratch.result
+        status = self._library.rd_wait(self._handle, number, result, left_s)
+        if status != Status.OK:
+            raise Ending(status, result.member, result.detail, waiting=status == Status.TIMEOUT and result.end_ns == 0)
+        return Outcome(result.start_ns, result.ready_ns, result.end_ns, ALGORITHMS[result.algorithm])
+
+    def done(self, number: int) -> bool:
+        """Whether a queued call has ended."""
+        return bool(self._library.rd_done(self._handle, number))
+
+    def asked(self) -> list[str]:
+        """What each member asked for in this thread's last call that was a mismatch."""
+        rows = (NativeAsked * self._num_members)()
+        self._library.rd_asked_by(self._handle, rows)
+        return [row.text.decode(errors="replace") for row in rows]
+
+    def look(self) -> Looking | None:
+        """The call under way, or None when idle."""
+        now = NativeNow()
+        missing = (c_uint32 * self._num_members)()
+        self._library.rd_look(self._handle, ctypes.byref(now), missing)
+        if now.since_ns == 0:
+            return None
+        return Looking(now.text.decode(errors="replace"), now.since_ns, tuple(missing[: now.num_missing]))
+
+    def bucket(self, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        """My bucket memory."""
+        return view(self._library.rd_bucket(self._handle) or 0, num_bytes)
+
+    def abort(self, member: int) -> None:
+        """End all waits of all members; `member` is to blame, or -1."""
+        self._library.rd_abort(self._handle, member)
+
+    def close(self) -> None:
+        """Free everything."""
+        self._library.rd_close(self._handle)
+
+    def _fill(self, scratch: _Scratch, call: Call) -> object:
+        """Put the call into the thread's struct. Returns what must live until the library has read it."""
+        native = scratch.call
+        native.kind = call.kind
+        native.dtype = call.dtype
+        native.op = call.op
+        native.algorithm = self._algorithm if call.kind == Kind.ALLREDUCE else 0
+        native.flags = TRUSTED if call.trusted else 0
+        native.peer = call.peer
+        native.prescale = call.prescale
+        native.postscale = call.postscale
+        native.signature = call.signature
+        text = native.text = call.text.encode(errors="replace")
+        parts = call.parts
+        native.num_parts = len(parts)
+        array: ctypes.Array[NativePart] | None = None
+        if len(parts) == 1:
+            part, given = scratch.part, parts[0]
+            part.source, part.target, part.count = given.source, given.target, given.count
+            native.parts = scratch.one_part
+        else:
+            array = (NativePart * len(parts))(*[NativePart(part.source, part.target, part.count) for part in parts])
+            native.parts = ctypes.cast(array, POINTER(NativePart))
+        native.counts = _numbers(call.counts)
+        native.splits = _numbers(call.splits)
+        return text, array
+
+
+def _numbers(numbers: tuple[int, ...] | None) -> ctypes.Array[c_uint64] | None:
+    return None if numbers is None else (c_uint64 * len(numbers))(*numbers)

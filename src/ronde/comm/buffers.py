@@ -82,7 +82,7 @@ def as_source(x: object, what: str) -> Source:
     is_view = type(x) is Bfloat16View
     array = x.bits if isinstance(x, Bfloat16View) else _as_array(x, what)
     dtype = DType.BFLOAT16 if is_view else _number(array, what)
-    return Source(np.ascontiguousarray(array).reshape(array.shape), dtype, is_view)
+    return Source(array if array.flags.c_contiguous else np.ascontiguousarray(array), dtype, is_view)
 
 
 def as_target(out: object, source: Source, what: str) -> Target:

@@ -12,6 +12,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import NamedTuple
 
 from ronde.comm.greeting import LIFE, later, never, welcome
@@ -80,34 +81,29 @@ class Coordinator:
         self._closing: Deadline | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
-        self._timeline = TimelineWriter(settings.timeline, settings.timeline_events) if settings.timeline else None
-        self._server, self._door = self._open(host, port, key, settings)
+        with ExitStack() as opened:
+            self._timeline = TimelineWriter(settings.timeline, settings.timeline_events) if settings.timeline else None
+            if self._timeline is not None:
+                opened.callback(self._timeline.close)
+            self._server = ControlServer(host, key)
+            opened.callback(self._server.close, 0)
+            self._lifelines = Lifelines(self._server)
+            # Last: from here on ranks come, and everything they need has to be there.
+            self._door = self._open_door(host, port, key, settings.heartbeat_s)
+            opened.pop_all()
         self.address = format_address(host, self._door.tcp_port)
         """`host:port` where ranks find it: what goes into RONDE_COORDINATOR."""
 
-    def _open(self, host: str, port: int, key: JobKey, settings: Settings) -> tuple[ControlServer, Door]:
-        try:
-            server = ControlServer(host, key)
-            self._lifelines = Lifelines(server)
-            greeting = welcome(server.port)
-            try:
-                door = Door(
-                    key,
-                    unix=False,
-                    tcp=host,
-                    port=port,
-                    greet=lambda caller: self._refusal(caller) or self._let_in(caller, greeting),
-                    arrived=self._arrive,
-                    heartbeat_s=settings.heartbeat_s,
-                )
-            except BaseException:
-                server.close(0)
-                raise
-        except BaseException:
-            if self._timeline is not None:
-                self._timeline.close()
-            raise
-        return server, door
+    def _open_door(self, host: str, port: int, key: JobKey, heartbeat_s: float) -> Door:
+        return Door(
+            key,
+            unix=False,
+            tcp=host,
+            port=port,
+            greet=lambda caller: self._refusal(caller) or self._let_in(caller),
+            arrived=self._arrive,
+            heartbeat_s=heartbeat_s,
+        )
 
     def start(self) -> None:
         """Begin to serve, in a thread."""
@@ -165,10 +161,10 @@ class Coordinator:
             return later("the round before is not over")
         return None
 
-    def _let_in(self, caller: Caller, greeting: bytes) -> bytes:
+    def _let_in(self, caller: Caller) -> bytes:
         # Before it hears the greeting, so that it is known before its Join comes.
         self._events.put(lambda now_ns: self._gathering.come(caller.rank))
-        return greeting
+        return welcome(self._server.port)
 
     def _arrive(self, caller: Caller, line: Line) -> bool:
         if self._refusal(caller) is not None:

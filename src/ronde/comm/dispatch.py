@@ -12,7 +12,7 @@ from ronde.comm.engine import Engine
 from ronde.comm.lane import Entry, Lane
 from ronde.comm.named import Named
 from ronde.comm.operations import Join, Operation, RowsCall
-from ronde.comm.signature import Forms
+from ronde.comm.signature import Form, Forms
 from ronde.comm.work import NamedWork, Work
 from ronde.errors import RoundEnded
 
@@ -82,15 +82,18 @@ class Dispatch:
         work = self._announce(operation, name)
         return work.wait() if wait else work
 
-    def join(self, operation: Join) -> int:
-        """Stand by with zeros, among named operations, those in program order, and plans."""
+    def join(self, form: Form) -> int:
+        """Stand by with zeros, among named operations, those in program order, and plans. The rank that came last."""
         lane = self.lane
+        operation = Join(form, self._engine.now_ns())
         work = self._announce(operation, "join")
-        call = operation.form.call((), None)
+        call = form.call((), None)
         flights = tuple(each.submit(call, (), limit_s=JOIN_S) for each in (lane, *self._plans))
-        Work(flights, lambda: None, JOIN_S).wait()
-        last: int = work.wait(JOIN_S)
-        return last
+        Work(flights, _nothing, JOIN_S).wait()
+        work.wait(JOIN_S)
+        ahead = RowsCall(operation, len(self._members))
+        lane.run(ahead.call, form.label, 8)
+        return max(zip(ahead.rows(), self._members, strict=True))[1]
 
     def move(self, call: Call, num_bytes: int, finish: Callable[[], Any], wait: bool) -> Any:  # noqa: ANN401
         """A message between two members, which stands outside of the order of the others."""
@@ -151,3 +154,7 @@ class Dispatch:
         flights = tuple([lane.submit(call, (entry,) if call is calls[-1] else ()) for call in calls])
         work = Work(flights, operation.result, self.limit_s)
         return work.wait() if wait else work
+
+
+def _nothing() -> None:
+    """The result of a call that only has to end."""

@@ -101,6 +101,7 @@ class Engine:
         """The rank that hosts the coordinator; -1 when the launcher does."""
         self._watch = LaneWatch(stall_s)
         self._clock = ClockOffset()
+        self._offset_ns = 0
         self._queue: deque[NamedWork | FromWorker] = deque()
         self._asleep = False
         self._stopping = False
@@ -138,6 +139,10 @@ class Engine:
                 if not changed.wait(deadline.left_s) and deadline.passed:
                     what = f"remove group {wanted.id}" if wanted.id else f"make a group of {ranks_text(wanted.ranks)}"
                     raise OperationTimeout(f"not every rank of the job asked to {what} within {deadline.seconds:g} s")
+
+    def now_ns(self) -> int:
+        """The time on the coordinator's clock, as well as it is known."""
+        return time.monotonic_ns() + self._offset_ns
 
     def leave(self, leave: Leave, deadline: Deadline) -> None:
         """Say goodbye. An orderly goodbye waits for the answer."""
@@ -178,7 +183,7 @@ class Engine:
         if now_ns >= next_beat_ns:
             next_beat_ns = now_ns + BEAT_NS
             self._beat(now_ns)
-        for waiting in self._watch.due(self._presence.lanes, now_ns, self._clock.offset_ns):
+        for waiting in self._watch.due(self._presence.lanes, now_ns, self._offset_ns):
             self._control.send(waiting)
         self._asleep = True
         if not self._queue:
@@ -282,8 +287,10 @@ class Engine:
             named.fail(failed.name, Mismatch(failed.why))
 
     def _on_unknown(self, unknown: Unknown) -> None:
-        again = [request for named in self._presence.all_named for request in named.forgotten(unknown.id)]
-        self._send_announce(again, [])
+        for named in self._presence.all_named:
+            request = named.forgotten(unknown.id)
+            if request is not None:
+                self._control.send(Announce(new=(request,)))
 
     def _on_lost(self, lost: Lost) -> None:
         rank = self._recorder.rank
@@ -318,8 +325,12 @@ class Engine:
         )
 
     def _on_beat_back(self, answer: BeatBack) -> None:
-        if self._clock.add(answer.sent_ns, answer.coordinator_ns, time.monotonic_ns()):
-            self._recorder.set_clock_offset(self._clock.offset_ns)
+        now_ns = time.monotonic_ns()
+        if self._clock.add(answer.sent_ns, answer.coordinator_ns, now_ns):
+            offset_ns, error_ns = self._clock.offset_ns, self._clock.error_ns(now_ns) or 0.0
+            # Clocks that differ by less than one can measure are one clock: this host's.
+            self._offset_ns = 0 if abs(offset_ns) <= error_ns else offset_ns
+            self._recorder.set_clock_offset(self._offset_ns)
 
     def _on_bye(self, bye: Bye) -> None:
         self._goodbye.set()

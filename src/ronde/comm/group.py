@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from ronde.comm.backend import Call, Part
 from ronde.comm.buffers import Array, Source, address, as_source, as_target
 from ronde.comm.dispatch import Dispatch
 from ronde.comm.lane import Lane
-from ronde.comm.operations import Barrier, Broadcast, Exchange, Gather, Join, Reduce, Scatter
+from ronde.comm.operations import Barrier, Broadcast, Exchange, Gather, Reduce, ReduceOne, Scatter
 from ronde.comm.signature import Form, Forms, Options, digest
 from ronde.comm.wording import ranks_text
 from ronde.types import DType, Kind, Op
@@ -42,7 +42,7 @@ class Group:
         self._world_rank = rank
         self._dispatch = dispatch
         self._forms = Forms()
-        self._quick: dict[tuple[object, ...], Callable[[Array, Array | None], Array]] = {}
+        self._quick: dict[tuple[object, ...], _Quick] = {}
 
     @property
     def included(self) -> bool:
@@ -68,12 +68,14 @@ class Group:
 
         A list or tuple of arrays of one dtype travels as a unit; then the result is a list, and out a list too.
         """
-        if type(x) is np.ndarray and name is None and wait and (out is None or out is x):
+        dispatch = self.dispatch
+        if type(x) is np.ndarray and (out is None or out is x):
             quick = self._quick.get((x.shape, x.dtype, op, prescale, postscale))
             flags = x.flags
             if quick is not None and flags.c_contiguous and (out is None or flags.writeable):
-                return quick(x, out)
-        dispatch = self.dispatch
+                if name is None and wait:
+                    return quick.run(x, out)
+                return dispatch.start(ReduceOne(quick.form, x, out), name, wait)
         sources, many = self._read(x, "allreduce")
         if out is None:
             outs = [None] * len(sources)
@@ -86,7 +88,7 @@ class Group:
         if type(x) is np.ndarray:
             if len(self._quick) >= MOST_QUICK:
                 self._quick.clear()
-            self._quick[x.shape, x.dtype, op, prescale, postscale] = _quick_allreduce(form, dispatch.lane)
+            self._quick[x.shape, x.dtype, op, prescale, postscale] = _Quick(form, _quick_run(form, dispatch.lane))
         return dispatch.start(Reduce(form, sources, targets, many), name, wait)
 
     def allgather(self, x: Any, *, name: str | None = None, wait: bool = True) -> Any:  # noqa: ANN401
@@ -163,7 +165,7 @@ class Group:
 
     def join(self) -> int:
         """Out of data: give zeros to the others' allreduces until every member has joined. The rank that did last."""
-        return self.dispatch.join(Join(self._forms.find(Kind.JOIN, DType.UINT8, (), Options())))
+        return self.dispatch.join(self._forms.find(Kind.JOIN, DType.UINT8, (), Options()))
 
     def send(self, x: Any, to: int, *, wait: bool = True) -> Any:  # noqa: ANN401
         """Give an array to one member (a rank of the world), which calls receive()."""
@@ -266,7 +268,15 @@ class Group:
         )
 
 
-def _quick_allreduce(form: Form, lane: Lane) -> Callable[[Array, Array | None], Array]:
+class _Quick(NamedTuple):
+    """All that is known about an allreduce from the last time it was asked for."""
+
+    form: Form
+    run: Callable[[Array, Array | None], Array]
+    """Do it now, in program order."""
+
+
+def _quick_run(form: Form, lane: Lane) -> Callable[[Array, Array | None], Array]:
     """The shortest way for the most frequent call: all that is equal each time is looked up and checked here, once."""
     run, label, num_bytes = lane.run, form.label, form.num_bytes
     kind, dtype, op, text, signature = form.kind, form.dtype, form.op, form.text, form.signature

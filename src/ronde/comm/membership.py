@@ -141,7 +141,7 @@ class Gathering:
         self.joins[rank] = join
 
     def come(self, rank: int) -> None:
-        """A process of this rank has connected: whatever was before, it is here, and one that was refused tries anew."""
+        """A process of this rank has connected: whatever was before, it is here; one that was refused tries anew."""
         self.gone.pop(rank, None)
         self.withdrawn.pop(rank, None)
         if rank in self.refused:

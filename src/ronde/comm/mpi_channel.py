@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ronde.comm.backend import Call, ChannelSpec, Looking, Outcome, Ticket
+from ronde.comm.buffers import address
 from ronde.comm.executor import Executor
 from ronde.comm.mpi_header import HEADER_BYTES, Header, agreed, check_pair
 from ronde.comm.mpi_moves import Moves, check_call
@@ -34,6 +35,7 @@ SMALL_BYTES = 64 * 1024
 """A trusted call up to this size goes without asking whether everybody is there: the question would take as long."""
 
 CLOSE_S = 5.0
+ALIGNMENT = 64
 
 
 class MpiChannel:
@@ -44,7 +46,7 @@ class MpiChannel:
         self.spec = spec
         self._comm = comm
         self._standing = Standing(spec, NoticeBoard(comm))
-        self._bucket = np.zeros(spec.bucket_bytes, np.uint8)
+        self._bucket = _aligned_zeros(spec.bucket_bytes)
         self._lock = threading.Lock()
         self._lanes: dict[Lane, Executor] = {}
         self._waits: dict[Lane, Wait] = {}
@@ -174,12 +176,15 @@ class MpiChannel:
             wait.next_round()
 
     def _meet(self, wait: Wait) -> Header | None:
-        """Wait for everybody and compare what they want. What that is; None when it is known, or all have joined."""
+        """Wait for everybody and compare what they want. What that is; None when it is known, or all have joined.
+
+        Members agree on a call by name without those that joined; but those keep to a plan, so planned calls must ask.
+        """
         call, found = wait.call, None
         if call.kind in (Kind.SEND, Kind.RECEIVE):
             if not call.trusted:
                 self._compare_pair(wait)
-        elif call.kind is Kind.JOIN or not call.trusted:
+        elif call.kind is Kind.JOIN or not call.trusted or self.spec.bucket_bytes:
             mine = Header.of(call).encode()
             everybody = bytearray(len(mine) * len(self.spec.members))
             wait.until([self._comm.Iallgather(mine, everybody)])
@@ -207,3 +212,9 @@ class MpiChannel:
             return False
         count = sum(call.counts) if call.counts is not None else sum(part.count for part in call.parts)
         return count * call.dtype.num_bytes <= SMALL_BYTES
+
+
+def _aligned_zeros(num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    room = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    start = -address(room) % ALIGNMENT
+    return room[start : start + num_bytes]

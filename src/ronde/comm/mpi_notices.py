@@ -93,7 +93,7 @@ class NoticeBoard:
         self.read()
         with self._lock:
             self._sent = [sent for sent in self._sent if not sent.Test()]
-            if any(notice.saying is Saying.ABORTED for notice in self.gone.values()):
+            if any(notice.saying is Saying.ABORTED for notice in list(self.gone.values())):
                 return True
             if self._sent or len(self.gone) < self._comm.Get_size() - 1:
                 return False

@@ -35,6 +35,9 @@ COLLECTIVE: Lane = (Kind.BARRIER, -1)
 TELL_S = 0.1
 """After this long a wait is told to the others; after twice as long, who told nothing is missing."""
 
+VERDICT_S = 0.5
+"""A member that failed closes its channels too. Why it did may come a moment later, by way of the coordinator."""
+
 WHY_LIMIT = 1024
 
 
@@ -55,6 +58,7 @@ class Standing:
         self.broken = False
         """Whether MPI was left with requests that never complete."""
         self._lock = threading.Lock()
+        self._ended_at: float | None = None
 
     def abort(self, lost: int, why: str) -> None:
         """End all waits, here and at the other members. The first abort wins."""
@@ -84,7 +88,9 @@ class Standing:
             raise self._ended(call, *self.aborted)
         self.board.read()
         for member, notice in self.board.gone.items():
-            if self._needs(member, notice, lane_of(call)):
+            if self._needs(member, notice, lane_of(call)) and (
+                notice.saying is Saying.ABORTED or self._waited_for_why()
+            ):
                 raise self._ended(call, notice.lost, notice.why)
 
     def missing(self) -> tuple[int, ...]:
@@ -102,6 +108,11 @@ class Standing:
             finished = notice.num_received if kind is Kind.SEND else notice.num_sent
             return finished <= self.num_finished[lane]
         return notice.saying is Saying.ABORTED
+
+    def _waited_for_why(self) -> bool:
+        now = time.monotonic()
+        self._ended_at = self._ended_at or now
+        return now - self._ended_at >= VERDICT_S
 
     def _ended(self, call: Call, lost: int, why: str) -> RondeError:
         if lost >= 0:

@@ -21,8 +21,8 @@ from ronde.types import DType, Kind, Op
 
 __all__ = ["Named"]
 
-MOST_KNOWN = 8192
-"""Names remembered for announcing by id; the coordinator remembers as many."""
+MOST_KNOWN = 65_536
+"""Names remembered for announcing by id."""
 
 
 class _Known(NamedTuple):
@@ -45,6 +45,8 @@ class Named:
         self._board = board
         self._works: dict[str, NamedWork] = {}
         self._known: dict[str, _Known] = {}
+        self._by_id: dict[int, NamedWork] = {}
+        """What was announced by id and has not been answered."""
         self._lock = threading.Lock()
 
     def begin(self, work: NamedWork) -> None:
@@ -62,7 +64,7 @@ class Named:
         operation = work.operation
         known = self._known.get(work.name)
         if known is not None and known.form is operation.form and known.splits == operation.splits:
-            work.known = known.id
+            self._by_id[known.id] = work
             return known.id
         return self.request(work)
 
@@ -82,13 +84,13 @@ class Named:
             splits=work.operation.splits,
         )
 
-    def forgotten(self, known: int) -> list[Request]:
+    def forgotten(self, id: int) -> Request | None:
         """The coordinator has forgotten an id: what was announced by it, in full."""
-        works = [work for work in self._works.values() if work.known == known]
-        for work in works:
-            work.known = 0
-            self._known.pop(work.name, None)
-        return [self.request(work) for work in works]
+        work = self._by_id.pop(id, None)
+        if work is None:
+            return None
+        self._known.pop(work.name, None)
+        return self.request(work)
 
     def run(self, items: Sequence[RunItem]) -> None:
         """Every member has announced these: off they go, fused into one call."""
@@ -156,9 +158,8 @@ class Named:
         )
 
     def _learn(self, work: NamedWork, id: int) -> None:
-        known = self._known.get(work.name)
-        if (known is not None and work.known == known.id == id) or not id:
-            return
+        if self._by_id.pop(id, None) is work or not id:
+            return  # it was announced by this id
         if len(self._known) >= MOST_KNOWN:
             self._known.clear()
         self._known[work.name] = _Known(id, work.operation.form, work.operation.splits)

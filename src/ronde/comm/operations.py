@@ -26,6 +26,7 @@ __all__ = [
     "Join",
     "Operation",
     "Reduce",
+    "ReduceOne",
     "RowsCall",
     "Scatter",
     "share_out",
@@ -66,18 +67,18 @@ class Barrier(Operation):
 
 
 class Join(Operation):
-    """Out of data. Among named operations it needs no call; the coordinator says who was the last."""
+    """Out of data. Among named operations there is nothing to run; the coordinator says when everybody has joined."""
 
-    __slots__ = ("_last",)
+    __slots__ = ("rows",)
+
+    def __init__(self, form: Form, at_ns: int) -> None:
+        super().__init__(form)
+        self.rows = (at_ns,)
+        """When this rank joined, on the coordinator's clock: who was last is found by comparing."""
 
     def calls(self, rows: tuple[int, ...] | None, text: str, trusted: bool) -> tuple[Call, ...]:
-        """Nothing to run."""
-        self._last = rows[0] if rows else -1
+        """Nothing."""
         return ()
-
-    def result(self) -> int:
-        """The rank that joined last."""
-        return self._last
 
 
 class Reduce(Operation):
@@ -104,6 +105,26 @@ class Reduce(Operation):
         """The sums."""
         results = [target.finish() for target in self._targets]
         return results if self._many else results[0]
+
+
+class ReduceOne(Reduce):
+    """allreduce of one contiguous NumPy array, in place or into a new one: the most frequent case, made cheaply."""
+
+    __slots__ = ("_out", "_x")
+
+    def __init__(self, form: Form, x: Array, out: Array | None) -> None:
+        self.form = form
+        self._x = x
+        source = target = address(x)
+        if out is None:
+            out = np.empty_like(x)
+            target = address(out)
+        self._out = out
+        self.parts = (Part(source, target, x.size),)
+
+    def result(self) -> Array:
+        """The sum."""
+        return self._out
 
 
 def stand_in(form: Form) -> Reduce:

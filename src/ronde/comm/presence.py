@@ -5,7 +5,7 @@ which opens and closes lanes.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 
 from ronde.comm.backend import Backend
 from ronde.comm.lane import Lane
@@ -48,11 +48,11 @@ class Presence:
         """Those of one group."""
         return self._named.get(group)
 
-    def fault(self, members: Iterable[int]) -> RondeError | None:
-        """Why these ranks cannot do anything together any more; None when they can."""
-        for rank in members:
-            if rank in self._lost:
-                return PeerLost(rank=self._rank, peer=rank, why=self._lost[rank])
+    def fault(self, members: Container[int]) -> RondeError | None:
+        """Why these ranks cannot do anything together any more, the first reason there was; None when they can."""
+        for rank, why in self._lost.items():
+            if rank in members:
+                return PeerLost(rank=self._rank, peer=rank, why=why)
         return self._over
 
     def adopt(self, lane: Lane) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 
-from ronde.comm.operations import share_out
 from ronde.comm.wording import answers
 from ronde.net.messages import Request
 from ronde.observe.events import name_ranks, shorten
@@ -54,8 +53,9 @@ def fusion_key(request: Request) -> tuple[int, int, int, float, float] | None:
 
 
 def rows_of(requests: Mapping[int, Request], members: tuple[int, ...]) -> tuple[int, ...] | None:
-    """RunItem.rows for requests without fault: who gives how many rows, where members may differ in that."""
-    kind = requests[members[0]].kind
+    """RunItem.rows for requests without fault: who gives how many rows, where members may differ in that. Where they
+    may not, a member that has joined may be without a request."""
+    kind = next(iter(requests.values())).kind
     if kind == Kind.ALLGATHER:
         return tuple(shape[0] for member in members for shape in requests[member].shapes)
     if kind == Kind.ALLTOALL:
@@ -157,7 +157,7 @@ def _op_fault(request: Request) -> str:
 def _splits_fault(request: Request, num_members: int) -> str:
     rows = request.shapes[0][0]
     if request.splits is None:
-        return ""
+        return f"{rows} rows are no equal shares for {num_members} members; give splits" if rows % num_members else ""
     if len(request.splits) != num_members:
         return f"splits has {len(request.splits)} entries for {num_members} members"
     if min(request.splits) < 0:
@@ -168,7 +168,9 @@ def _splits_fault(request: Request, num_members: int) -> str:
 
 
 def _splits(request: Request, num_members: int) -> tuple[int, ...]:
-    return share_out(request.shapes[0][0], num_members) if request.splits is None else request.splits
+    if request.splits is not None:
+        return request.splits
+    return (request.shapes[0][0] // num_members,) * num_members
 
 
 def _kind_text(request: Request) -> str:

@@ -116,7 +116,7 @@ class Round:
             self._report_stalls(now_ns)
         sends = self._negotiator.flush()
         if self._out:
-            sends = [*sends, *self._out]
+            sends = [*self._out, *sends]
             self._out = []
         if len(self.present) < len(self.members):
             sends = list(self._to_present(sends))
@@ -130,6 +130,9 @@ class Round:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _tell(self, ranks: Iterable[int], message: FromCoordinator) -> None:
+        """In the order in which things happened: what ran before a loss is told before the loss, what failed by it
+        is told after."""
+        self._out += self._negotiator.flush()
         self._out.append(Send(tuple(ranks), message))
 
     def _to_present(self, sends: list[Send]) -> Iterator[Send]:
@@ -155,6 +158,8 @@ class Round:
     def _hear_waiting(self, rank: int, message: Waiting, now_ns: int) -> None:
         """The member's clock may be another host's: believe no more than what is possible here."""
         limit_ns = int(self._rules.stall_s * 1e9)
+        if not limit_ns:
+            return
         since_ns = min(max(message.since_ns, self._began_ns), now_ns - limit_ns)
         missing = tuple(sorted({other for other in message.missing if 0 <= other < len(self.members)}))
         self._waits.append(

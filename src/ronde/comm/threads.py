@@ -24,6 +24,8 @@ from ronde.types import Deadline, Kind
 __all__ = ["Hub", "ThreadsBackend"]
 
 ALIGNMENT = 64
+VERDICT_S = 0.5
+"""When a member has closed its channel, the reason may be a moment behind."""
 
 
 class Hub:
@@ -109,12 +111,13 @@ class _Meeting:
         self._queues: list[deque[_Turn]] = [deque() for _ in members]
         self._pairs: dict[tuple[int, int], _Pair] = {}
         self._aborted: tuple[int, str] | None = None
+        self._deserted: tuple[int, Deadline] | None = None
+        """Who closed the channel first, and until when to wait for an abort that says why."""
 
     def submit(self, me: int, call: Call, deadline: Deadline) -> _Turn:
         turn = _Turn(me, call, deadline, time.monotonic_ns())
         with self._changed:
-            if self._aborted is not None:
-                raise self._abort_error(turn)
+            self._check(turn)
             if call.kind in (Kind.SEND, Kind.RECEIVE):
                 self._pass_on(turn)
             else:
@@ -126,8 +129,7 @@ class _Meeting:
     def wait(self, turn: _Turn, deadline: Deadline) -> Outcome:
         with self._changed:
             while not turn.end_ns:
-                if self._aborted is not None:
-                    raise self._abort_error(turn)
+                self._check(turn)
                 self._changed.wait(min(deadline.left_s, turn.deadline.left_s))
                 if not turn.end_ns and self._aborted is None and (deadline.passed or turn.deadline.passed):
                     raise self._timeout(turn, deadline)
@@ -136,12 +138,18 @@ class _Meeting:
         return Outcome(turn.start_ns, turn.ready_ns, turn.end_ns, "threads")
 
     def done(self, turn: _Turn) -> bool:
-        return bool(turn.end_ns) or self._aborted is not None or turn.deadline.passed
+        return bool(turn.end_ns or self._aborted or self._deserted) or turn.deadline.passed
 
     def abort(self, lost: int, why: str) -> None:
         with self._changed:
             if self._aborted is None:
                 self._aborted = (lost, why)
+                self._changed.notify_all()
+
+    def desert(self, me: int) -> None:
+        with self._changed:
+            if self._deserted is None:
+                self._deserted = (me, Deadline(VERDICT_S))
                 self._changed.notify_all()
 
     def look(self, me: int) -> Looking | None:
@@ -192,20 +200,27 @@ class _Meeting:
         _settle(send, ready_ns, error)
         _settle(receive, ready_ns, error)
 
-    def _abort_error(self, turn: _Turn) -> RondeError:
-        assert self._aborted is not None
+    def _check(self, turn: _Turn) -> None:
+        """Raise when nothing can be done here any more."""
+        while self._deserted is not None and self._aborted is None:
+            who, patience = self._deserted
+            if who == turn.me:
+                raise RoundEnded(f"{turn.call.text} cannot finish: channel {self.id} is closed")
+            if not self._changed.wait(patience.left_s) and patience.passed:
+                self._aborted = (self.members[who], f"it has closed channel {self.id}")
+        if self._aborted is None or turn.end_ns:
+            return
         lost, why = self._aborted
-        if lost >= 0:
-            return PeerLost(rank=self.members[turn.me], peer=lost, op=turn.call.text, why=why)
-        return RoundEnded(f"{turn.call.text} cannot finish: {why}")
+        if lost >= 0 and lost != self.members[turn.me]:
+            raise PeerLost(rank=self.members[turn.me], peer=lost, op=turn.call.text, why=why)
+        raise RoundEnded(f"{turn.call.text} cannot finish: {why}")
 
     def _timeout(self, turn: _Turn, deadline: Deadline) -> OperationTimeout:
-        own = turn.deadline.passed
-        missing = [rank for rank, queue in zip(self.members, self._queues, strict=True) if not queue]
-        waiting = f", waiting for {ranks_text(missing)}" if missing else ""
-        error = OperationTimeout(
-            f"{turn.call.text} took over {(turn.deadline if own else deadline).seconds:g} s{waiting}"
-        )
+        own, call = turn.deadline.passed, turn.call
+        late = [index for index, queue in enumerate(self._queues) if not queue]
+        missing = [call.peer] if call.kind in (Kind.SEND, Kind.RECEIVE) else late
+        waiting = f", waiting for {ranks_text(self.members[index] for index in missing)}" if missing else ""
+        error = OperationTimeout(f"{call.text} took over {(turn.deadline if own else deadline).seconds:g} s{waiting}")
         if own:  # for every member: the order of calls is lost
             self._aborted = (-1, f"rank {self.members[turn.me]} gave up: {error}")
             self._changed.notify_all()
@@ -262,8 +277,7 @@ class _Channel:
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            rank = self.spec.members[self.spec.me]
-            self._meeting.abort(-1, f"rank {rank} has closed channel {self.spec.id}")
+            self._meeting.desert(self.spec.me)
             self._hub.leave(self._meeting, self.spec.me)
 
 

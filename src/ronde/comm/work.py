@@ -108,14 +108,19 @@ class Board:
 class NamedWork(Work):
     """An operation with a name: it takes off when every member has announced it."""
 
-    __slots__ = ("_board", "group", "known", "operation")
+    __slots__ = ("_board", "group", "operation")
 
     def __init__(self, operation: Operation, group: int, name: str, board: Board, limit_s: float) -> None:
-        super().__init__(None, operation.result, limit_s, name)
+        # Written out, not left to Work.__init__: thousands of these are made per step.
+        self.name = name
+        self._flights = None
+        self._finish = operation.result
+        self._limit_s = limit_s
+        self._over = False
+        self._error = None
+        self._result = None
         self.operation = operation
         self.group = group
-        self.known = 0
-        """The id it was announced by; 0 when it was announced in full."""
         self._board = board
 
     @property

@@ -1,41 +1,27 @@
-"""The coordinator over real sockets, with ranks that are scripted by the test."""
+"""The coordinator over real sockets: how ranks come together, what it says to them, what it watches."""
 
 from __future__ import annotations
 
 import logging
-import os
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TypeVar
+from socket import socket
+from typing import cast
 
 import msgspec
 import pytest
 
 from ronde.comm.coordinator import Coordinator
-from ronde.comm.greeting import call_coordinator
-from ronde.comm.round import Round
 from ronde.errors import StartFailed
-from ronde.net.addresses import host_identity
-from ronde.net.control import ControlClient
-from ronde.net.keys import JobKey, new_key
 from ronde.net.messages import (
-    VERSION,
     Announce,
     Beat,
     BeatBack,
-    Bye,
-    Ended,
     Failed,
-    FromCoordinator,
-    FromWorker,
     GroupChanged,
     GroupWanted,
-    Join,
-    Leave,
-    Lost,
     Refused,
     Request,
     Run,
@@ -47,109 +33,13 @@ from ronde.net.messages import (
     Welcome,
 )
 from ronde.settings import Settings
-from ronde.types import Deadline, DType, Kind, Member
-
-KEY = JobKey(new_key())
-PATIENCE_S = 20.0
-
-T = TypeVar("T", bound=FromCoordinator)
-
-
-class Rank:
-    """One rank, worked by hand: what it hears is kept until the test asks for it."""
-
-    def __init__(self, coordinator: Coordinator, rank: int, *, round: int = 0) -> None:
-        self.rank = rank
-        deadline = Deadline(PATIENCE_S)
-        self.line, control = call_coordinator(
-            coordinator.address, KEY, rank, round=round, deadline=deadline, heartbeat_s=10.0
-        )
-        self.control = ControlClient(control, KEY, rank)
-        self._heard: list[FromCoordinator] = []
-
-    def say(self, message: FromWorker) -> None:
-        self.control.send(message)
-
-    def join(self, size: int, groups: tuple[tuple[int, ...], ...] = ()) -> None:
-        member = Member(self.rank, host_identity(), os.getpid(), f"door{self.rank}")
-        self.say(Join(VERSION, 0, size, member, groups))
-
-    def hear(self, kind: type[T]) -> T:
-        """The next message of this kind; those of other kinds stay."""
-        deadline = Deadline(PATIENCE_S)
-        while not deadline.passed:
-            for message in self._heard:
-                if isinstance(message, kind):
-                    self._heard.remove(message)
-                    return message
-            self._heard += self.control.poll(deadline.left_s)
-        raise AssertionError(f"rank {self.rank} did not hear {kind.__name__}, but {self._heard}")
-
-    def has_heard(self, kind: type[FromCoordinator]) -> bool:
-        """After a question and its answer, everything said before has come."""
-        self.say(Beat(0))
-        self.hear(BeatBack)
-        return any(isinstance(message, kind) for message in self._heard)
-
-    def die(self) -> None:
-        """As a killed process does: without a word."""
-        self.control.close(0)
-        self.line.close()
-
-    def leave(self) -> None:
-        self.say(Leave(orderly=True))
-        self.hear(Bye)
-        self.die()
-
-
-class Job:
-    """A coordinator and its ranks; all are closed at the end."""
-
-    def __init__(self, stack: ExitStack) -> None:
-        self._stack = stack
-        self.coordinator: Coordinator
-
-    def start(self, size: int, *, rounds: int | None = 1, **settings: object) -> Coordinator:
-        given = {"shutdown_s": 0.2, **settings}
-        self.coordinator = Coordinator(
-            "127.0.0.1",
-            0,
-            size,
-            KEY,
-            settings=Settings(**given),
-            rounds=rounds,  # type: ignore[arg-type]
-        )
-        self._stack.callback(self.coordinator.close)
-        self.coordinator.start()
-        return self.coordinator
-
-    def come(self, rank: int, **how: int) -> Rank:
-        made = Rank(self.coordinator, rank, **how)
-        self._stack.callback(made.die)
-        return made
-
-    def gather(self, size: int, *, groups: tuple[tuple[int, ...], ...] = (), **settings: object) -> list[Rank]:
-        """A round that has begun."""
-        self.start(size, **settings)  # type: ignore[arg-type]
-        return self.join(size, groups)
-
-    def join(self, size: int, groups: tuple[tuple[int, ...], ...] = ()) -> list[Rank]:
-        ranks = [self.come(rank) for rank in range(size)]
-        for rank in ranks:
-            rank.join(size, groups)
-        for rank in ranks:
-            rank.hear(Welcome)
-        return ranks
+from tests.unit.comm.scripted_ranks import KEY, PATIENCE_S, Job, Rank, allreduce
 
 
 @pytest.fixture
 def job() -> Iterator[Job]:
     with ExitStack() as stack:
         yield Job(stack)
-
-
-def allreduce(name: str, shape: tuple[int, ...] = (4,), group: int = 0) -> Announce:
-    return Announce((Request(group, name, Kind.ALLREDUCE, DType.FLOAT32, (shape,)),))
 
 
 # --- coming together -------------------------------------------------------------------------------------------------
@@ -177,7 +67,9 @@ def test_a_rank_may_come_before_the_coordinator_serves() -> None:
 
 
 def test_a_coordinator_that_was_never_started_closes() -> None:
-    Coordinator("127.0.0.1", 0, 2, KEY, settings=Settings()).close()
+    coordinator = Coordinator("127.0.0.1", 0, 2, KEY, settings=Settings())
+    coordinator.close()
+    coordinator.close()
 
 
 def test_who_does_not_come_in_time_is_named_to_those_who_did(job: Job) -> None:
@@ -290,6 +182,7 @@ def test_a_heartbeat_is_answered_with_the_clock(job: Job) -> None:
 def test_what_makes_no_sense_is_dropped_and_the_job_goes_on(job: Job) -> None:
     ranks = job.gather(2)
     ranks[0].control._socket.send(b"garbage")
+    cast(socket, ranks[0].line).sendall(b"nobody writes here")
     ranks[0].say(Announce(known=(123456,)))
     ranks[0].say(Waiting("x", 99, -5, (-3, 77)))
     ranks[0].say(StackReply(4711, "", ""))
@@ -299,125 +192,6 @@ def test_what_makes_no_sense_is_dropped_and_the_job_goes_on(job: Job) -> None:
     for rank in ranks:
         rank.say(allreduce("w"))
     assert [rank.hear(Run).items[0].name for rank in ranks] == ["w", "w"]
-
-
-# --- leaving and dying -----------------------------------------------------------------------------------------------
-
-
-def test_a_death_is_told_to_all_at_once(job: Job) -> None:
-    ranks = job.gather(3)
-    ranks[1].die()
-    began = time.monotonic()
-    assert ranks[0].hear(Lost) == ranks[2].hear(Lost) == Lost(1, "its process is gone")
-    assert time.monotonic() - began < 1.0
-
-
-def test_the_last_words_of_a_rank_are_told(job: Job) -> None:
-    ranks = job.gather(2)
-    ranks[1].say(Leave(orderly=False, why="exited: ValueError: boom"))
-    ranks[1].hear(Bye)
-    assert ranks[0].hear(Lost) == Lost(1, "exited: ValueError: boom")
-
-
-def test_the_words_of_the_launcher_are_told(job: Job) -> None:
-    ranks = job.gather(2, rounds=None)
-    job.coordinator.lost(1, "killed by signal 9")
-    ranks[1].die()
-    assert ranks[0].hear(Lost) == Lost(1, "killed by signal 9")
-
-
-def test_a_rank_that_left_in_good_order_is_told_to_the_others_after_a_while(job: Job) -> None:
-    ranks = job.gather(2)
-    began = time.monotonic()
-    ranks[1].leave()
-    assert ranks[0].hear(Lost) == Lost(1, "it has left the round by shutdown()")
-    assert time.monotonic() - began > 0.15  # shutdown_s is 0.2 here
-
-
-def test_what_is_asked_of_a_lost_rank_fails(job: Job) -> None:
-    ranks = job.gather(2)
-    ranks[1].die()
-    ranks[0].hear(Lost)
-    ranks[0].say(allreduce("w"))
-    assert ranks[0].hear(Failed).why == "allreduce 'w': rank 1 is gone: its process is gone"
-
-
-def test_when_all_have_left_a_coordinator_of_one_round_ends(job: Job) -> None:
-    for rank in job.gather(2):
-        rank.leave()
-    assert job.coordinator.join(PATIENCE_S)
-
-
-def test_closing_waits_for_those_who_have_not_left(job: Job) -> None:
-    first, second = job.gather(2, shutdown_s=PATIENCE_S)
-    first.leave()
-    closer = threading.Thread(target=job.coordinator.close)
-    closer.start()
-    assert not second.has_heard(Ended)
-    second.leave()
-    closer.join(PATIENCE_S)
-    assert not closer.is_alive()
-
-
-def test_who_does_not_leave_in_time_hears_that_it_is_over(job: Job) -> None:
-    first, second = job.gather(2)
-    first.leave()
-    job.coordinator.close()
-    assert "closed by its host" in second.hear(Ended).why
-
-
-def test_a_launchers_coordinator_serves_round_after_round(job: Job) -> None:
-    job.start(2, rounds=None)
-    for _ in range(3):
-        for rank in job.join(2):
-            rank.leave()
-
-
-def test_who_comes_early_to_the_next_round_waits_for_the_others_to_leave_this_one(job: Job) -> None:
-    first, second = job.gather(2, rounds=None, shutdown_s=PATIENCE_S)
-    first.leave()
-    early = job.come(0)
-    early.join(2)
-    assert not early.has_heard(Welcome)
-    second.leave()
-    late = job.come(1)
-    late.join(2)
-    assert early.hear(Welcome).round == late.hear(Welcome).round == 1
-
-
-def test_who_comes_early_where_rank_0_hosts_calls_until_the_next_coordinator_is_there(job: Job) -> None:
-    first, second = job.gather(2, shutdown_s=PATIENCE_S)
-    second.leave()
-    with pytest.raises(StartFailed, match=r"rank 1 was not let in within 0\.1 s: the round before is not over"):
-        call_coordinator(job.coordinator.address, KEY, 1, round=1, deadline=Deadline(0.1), heartbeat_s=10.0)
-    first.leave()
-
-
-def test_after_a_death_the_survivors_do_not_wait_for_the_dead(job: Job) -> None:
-    ranks = job.gather(2, rounds=None)
-    ranks[1].die()
-    ranks[0].hear(Lost)
-    ranks[0].leave()
-    again = job.come(0)
-    again.join(2)
-    assert again.hear(Refused).why == "rank 1 ended before the round began (its process is gone)"
-
-
-def test_a_coordinator_that_breaks_ends_the_round_for_everybody(
-    job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    ranks = job.gather(2)
-
-    def broken(*_: object) -> bool:
-        raise RuntimeError("a mistake of ours")
-
-    monkeypatch.setattr(Round, "hear", broken)
-    with caplog.at_level(logging.CRITICAL, "ronde.coordinator"):
-        ranks[0].say(allreduce("w"))
-        assert [rank.hear(Ended).why for rank in ranks] == [
-            "the coordinator broke: RuntimeError('a mistake of ours')"
-        ] * 2
-    assert ranks[1].line.recv(1) == b""
 
 
 # --- watching --------------------------------------------------------------------------------------------------------

@@ -37,8 +37,9 @@ def board() -> Board:
 
 
 @pytest.fixture
-def standing(board: Board) -> Standing:
+def standing(board: Board, monkeypatch: pytest.MonkeyPatch) -> Standing:
     """Of member 1, which is rank 20, of the ranks 10, 20 and 30."""
+    monkeypatch.setattr("ronde.comm.mpi_standing.VERDICT_S", 0.0)
     return Standing(ChannelSpec(id="1.ordered", members=(10, 20, 30), me=1), cast(NoticeBoard, board))
 
 
@@ -51,6 +52,17 @@ def test_a_call_that_the_closing_member_has_finished_goes_on(standing: Standing,
     standing.check(BARRIER)
     standing.num_finished[COLLECTIVE] += 1
     with pytest.raises(RoundEnded, match="barrier cannot finish: rank 10 has closed it"):
+        standing.check(BARRIER)
+
+
+def test_why_a_member_closed_may_come_a_moment_later(
+    standing: Standing, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ronde.comm.mpi_standing.VERDICT_S", SOON)
+    board.gone[0] = Notice(Saying.CLOSED, 0, why="rank 10 has closed it")
+    standing.check(BARRIER)
+    standing.abort(10, "killed")
+    with pytest.raises(PeerLost, match=r"lost rank 10 during barrier \(killed\)"):
         standing.check(BARRIER)
 
 

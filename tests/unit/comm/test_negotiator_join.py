@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from ronde.net.messages import Failed, Run, RunItem, Unknown
-from ronde.types import DType, Kind
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ronde.net.messages import Failed, Request, Run, RunItem, Unknown
 from tests.unit.comm.test_negotiator import Script, allgather, allreduce, join
 
 
@@ -15,16 +18,18 @@ def test_when_all_have_joined_everybody_learns_who_was_last() -> None:
     assert script.told[0] == script.told[1] == script.told[2] == [Run(0, (RunItem(0, "join", rows=(1,)),))]
 
 
-def test_a_joined_rank_gets_the_others_allreduce_in_full() -> None:
+@pytest.mark.parametrize("joined", [0, 1, 2])
+def test_a_joined_rank_gets_the_others_allreduce_in_full(joined: int) -> None:
     script = Script(3)
-    script.say(1, join())
-    script.say(0, allreduce("w"))
-    script.say(2, allreduce("w"))
+    script.say(joined, join())
+    others = [rank for rank in range(3) if rank != joined]
+    for rank in others:
+        script.say(rank, allreduce("w"))
     script.flush()
-    [run] = script.told[1]
+    [run] = script.told[joined]
     assert isinstance(run, Run)
     assert run.items[0].request == allreduce("w")
-    assert script.told[0] == script.told[2] == [Run(0, (RunItem(run.items[0].id, "w"),))]
+    assert [script.told[rank] for rank in others] == [[Run(0, (RunItem(run.items[0].id, "w"),))]] * 2
 
 
 def test_a_join_completes_what_the_others_have_announced_before() -> None:
@@ -141,14 +146,43 @@ def test_who_has_joined_is_not_missing() -> None:
     assert [pending.missing for pending in script.negotiator.pending(0)] == [(1,)]
 
 
-def test_dtypes_reach_a_joined_rank_unchanged() -> None:
-    script = Script(2)
-    script.say(1, join())
-    request = allreduce("w")
-    script.say(0, request)
+NAMES = [f"n{i}" for i in range(5)]
+
+
+@st.composite
+def unequal_work(draw: st.DrawFn) -> list[tuple[int, Request | None]]:
+    """Three ranks announce some of the names, each in an order of its own, then join; None is a flush in between."""
+    left: list[list[Request]] = []
+    for _ in range(3):
+        names = draw(st.permutations(NAMES))[: draw(st.integers(0, len(NAMES)))]
+        left.append([join(), *(allreduce(name) for name in names)])
+    events: list[tuple[int, Request | None]] = []
+    while any(left):
+        rank = draw(st.sampled_from([rank for rank in range(3) if left[rank]]))
+        events.append((rank, left[rank].pop()))
+        if draw(st.booleans()):
+            events.append((rank, None))
+    return events
+
+
+@settings(max_examples=200, deadline=None)
+@given(events=unequal_work())
+def test_whatever_some_rank_announced_runs_once_on_all_before_the_join_does(
+    events: list[tuple[int, Request | None]],
+) -> None:
+    script = Script(3, fusion_bytes=40)
+    for rank, request in events:
+        if request is None:
+            script.flush()
+        else:
+            script.say(rank, request)
     script.flush()
-    [run] = script.told[1]
-    assert isinstance(run, Run)
-    filled = run.items[0].request
-    assert filled is not None
-    assert (filled.kind, filled.dtype, filled.shapes) == (Kind.ALLREDUCE, DType.FLOAT32, ((4,),))
+    announced = {request.name for _, request in events if request is not None} - {"join"}
+    assert script.names_run(0) == script.names_run(1) == script.names_run(2)
+    ran = [name for run in script.names_run(0) for name in run]
+    assert ran[-1] == "join"
+    assert sorted(ran[:-1]) == sorted(announced)
+    for rank in range(3):
+        runs = [message for message in script.told[rank] if isinstance(message, Run)]
+        filled = {item.name for run in runs for item in run.items if item.request is not None}
+        assert filled == announced - {request.name for other, request in events if request and other == rank}

@@ -169,7 +169,7 @@ def reporting() -> Iterator[Console]:
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     except RondeError as error:
-        console.print(Text(f"error: {error}", style="red"))
+        console.print(Text(f"error: {error}", style="red"), soft_wrap=True)
         raise typer.Exit(1) from None
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -149,7 +149,9 @@ class Crew:
         assert self._started is not None
         # A rank's pipe closes a moment before its process has ended and written its last line.
         self._started.wait(Deadline(LOOK_S))
-        return CrewFailed("\n".join(filter(None, (f"{self.name}: {words}", self._started.tail()))))
+        ended = self._started.ended()
+        how = f" ({ended})" if ended and ended not in words else ""
+        return CrewFailed("\n".join(filter(None, (f"{self.name}: {words}{how}", self._started.tail()))))
 
     def close(self) -> None:
         """Tell the ranks to leave when all of them listen, and end what is left."""

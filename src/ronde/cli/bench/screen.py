@@ -26,7 +26,8 @@ class Screen:
         self._draw = draw
         self._json_path = json
         self._json: IO[bytes] | None = None
-        self._live = Live(console=console, auto_refresh=False, vertical_overflow="visible")
+        # It erases itself at the end; what stays is printed once.
+        self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="visible")
 
     def __enter__(self) -> Screen:
         """Begin to draw."""
@@ -35,13 +36,15 @@ class Screen:
                 self._json = self._json_path.open("wb")
             except OSError as error:
                 raise ValueError(f"cannot write the results to {self._json_path}: {error.strerror}") from None
-        self._live.start()
+        if self._console.is_terminal:
+            self._live.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         """Leave the table on the screen, the progress gone."""
-        self._live.update(self._draw(self.records) if self.records else Text())
         self._live.stop()
+        if self.records:
+            self._console.print(self._draw(self.records))
         if self._json is not None:
             self._json.close()
 
@@ -53,7 +56,7 @@ class Screen:
 
     def note(self, text: str) -> None:
         """Something the user should know, above the table."""
-        self._console.print(Text(f"note: {text}", style="yellow"))
+        self._console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
     def add(self, records: Iterable[Record]) -> None:
         """New results."""

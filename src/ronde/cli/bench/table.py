@@ -8,7 +8,7 @@ from itertools import groupby
 from rich.table import Table
 
 from ronde.cli.bench.measure import OURS, Record
-from ronde.cli.bench.shapes import format_bytes
+from ronde.cli.bench.shapes import MANY, format_bytes
 
 __all__ = ["allreduce_table", "best_peer", "format_time", "negotiation_table", "ranks_table"]
 
@@ -29,12 +29,12 @@ def format_time(us: float) -> str:
 def allreduce_table(records: Sequence[Record], caption: str = "") -> Table:
     """All implementations, size by size; for ronde, how many times as fast as the best peer it is."""
     table = _table("bytes", "", "path", "median", "fastest", "Gbit/s", "against best peer", caption=caption)
-    for num_bytes, same in groupby(records, key=lambda record: record.bytes):
+    for _, same in groupby(records, key=lambda record: record.bytes):
         rows = list(same)
         best = best_peer(rows)
         for index, row in enumerate(rows):
             table.add_row(
-                format_bytes(num_bytes) if index == 0 else "",
+                _size_words(row) if index == 0 else "",
                 row.impl,
                 row.path,
                 format_time(row.median_us),
@@ -77,6 +77,10 @@ def _table(*headings: str, caption: str) -> Table:
     for heading in headings:
         table.add_column(heading, justify="left" if heading in texts else "right", no_wrap=True)
     return table
+
+
+def _size_words(row: Record) -> str:
+    return MANY if row.path.startswith(MANY) else format_bytes(row.bytes)
 
 
 def _standing(row: Record, best: Record | None) -> str:

@@ -1,0 +1,163 @@
+"""allreduce in program order: every dtype and operation, every way to give and take memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ronde.comm.arithmetic import reduce
+from ronde.comm.buffers import Bfloat16View
+from ronde.comm.world import World
+from ronde.types import DType, Op
+from tests.conformance.cases import on_ranks
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+ELEMENT_WISE = (Op.SUM, Op.MEAN, Op.MIN, Op.MAX, Op.PRODUCT)
+
+
+def numbers(rank: int, dtype: DType, count: int) -> Array:
+    """Small whole numbers that every dtype holds exactly, different on every rank."""
+    values = np.random.default_rng(rank).integers(0, 5, count)
+    if dtype is DType.BFLOAT16:
+        return (values.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return values.astype(dtype.numpy)
+
+
+def give(array: Array, dtype: DType) -> Any:
+    return Bfloat16View(array) if dtype is DType.BFLOAT16 else array
+
+
+def take(result: Any) -> Array:
+    bits: Array = result.bits if isinstance(result, Bfloat16View) else result
+    return bits
+
+
+@on_ranks(1, 2, 3, 4)
+def every_dtype_and_operation_gives_what_numpy_gives(world: World) -> None:
+    for dtype in DType:
+        for op in ELEMENT_WISE:
+            if dtype is DType.BOOL and op is Op.MEAN:
+                continue
+            result = take(world.group.allreduce(give(numbers(world.rank, dtype, 67), dtype), op=op))
+            expected = reduce([numbers(rank, dtype, 67) for rank in range(world.size)], dtype, op, 1.0, 1.0)
+            assert result.dtype == expected.dtype
+            assert np.array_equal(result, expected), f"{dtype.name} {op.name}: {result} is not {expected}"
+
+
+@on_ranks(1, 2, 3, 4)
+def adasum_gives_what_numpy_gives(world: World) -> None:
+    for dtype in (DType.FLOAT32, DType.FLOAT64):
+        result = world.group.allreduce(numbers(world.rank, dtype, 1000), op="adasum")
+        inputs = [numbers(rank, dtype, 1000) for rank in range(world.size)]
+        np.testing.assert_allclose(result, reduce(inputs, dtype, Op.ADASUM, 1.0, 1.0), rtol=1e-5)
+
+
+@on_ranks(2, 3)
+def factors_apply_before_and_after(world: World) -> None:
+    x = np.full(10, world.rank + 1, np.float64)
+    total = sum(range(1, world.size + 1))
+    assert np.allclose(world.group.allreduce(x, prescale=0.5), 0.5 * total)
+    assert np.allclose(world.group.allreduce(x, postscale=3.0), 3.0 * total)
+    assert np.allclose(world.group.allreduce(x, op="mean", prescale=2.0, postscale=0.25), 0.5 * total / world.size)
+
+
+@on_ranks(2, 3)
+def whole_numbers_divide_toward_zero(world: World) -> None:
+    result = world.group.allreduce(np.array([-1, 1, 7], np.int32) * (world.rank == 0), op="mean")
+    assert result.tolist() == [0, 0, 7 // world.size]
+
+
+@on_ranks(2, 3)
+def short_floats_are_summed_in_longer_ones(world: World) -> None:
+    # Between hosts they travel as they are, so there a sum may be rounded once per host; never once per element.
+    x = np.full(1000, 1 + world.rank / 1024, np.float16)
+    exact = world.size + sum(range(world.size)) / 1024
+    assert np.abs(world.group.allreduce(x).astype(np.float64) - exact).max() <= exact * 2**-11 * (world.size - 1)
+
+
+@on_ranks(1, 2, 3)
+def the_result_may_be_new_or_in_place_or_elsewhere(world: World) -> None:
+    total = sum(range(1, world.size + 1))
+    x = np.full((3, 4), world.rank + 1, np.float32)
+    new = world.group.allreduce(x)
+    assert (new == total).all() and (x == world.rank + 1).all()
+    elsewhere = np.zeros_like(x)
+    assert world.group.allreduce(x, out=elsewhere) is elsewhere
+    assert (elsewhere == total).all() and (x == world.rank + 1).all()
+    assert world.group.allreduce(x, out=x) is x
+    assert (x == total).all()
+
+
+@on_ranks(2)
+def memory_with_gaps_is_read_and_written_right(world: World) -> None:
+    wide = np.arange(24, dtype=np.float32).reshape(4, 6)
+    columns = wide[:, ::2]
+    world.group.allreduce(columns, out=columns)
+    assert (wide[:, ::2] == 2 * np.arange(24).reshape(4, 6)[:, ::2]).all()
+    assert (wide[:, 1::2] == np.arange(24).reshape(4, 6)[:, 1::2]).all()
+    assert (world.group.allreduce(np.arange(6.0).reshape(2, 3).T) == 2 * np.arange(6.0).reshape(2, 3).T).all()
+
+
+@on_ranks(1, 2, 3)
+def shapes_of_all_kinds_come_back(world: World) -> None:
+    shapes: tuple[tuple[int, ...], ...] = ((), (0,), (1,), (3, 0, 2), (2, 3, 4), (65,))
+    for shape in shapes:
+        result = world.group.allreduce(np.ones(shape, np.float32))
+        assert result.shape == shape
+        assert (result == world.size).all()
+
+
+@on_ranks(2, 3)
+def a_list_of_arrays_travels_as_a_unit(world: World) -> None:
+    arrays = [np.full(shape, world.rank + index, np.float32) for index, shape in enumerate(((3,), (2, 2), (0,), (5,)))]
+    ranks = sum(range(world.size))
+    results = world.group.allreduce(arrays)
+    for index, (result, array) in enumerate(zip(results, arrays, strict=True)):
+        assert result.shape == array.shape
+        assert (result == ranks + index * world.size).all()
+    assert world.group.allreduce(arrays, out=arrays)[0] is arrays[0]
+    assert (arrays[1] == ranks + world.size).all()
+
+
+@on_ranks(2)
+def adasum_looks_at_each_array_of_a_list_by_itself(world: World) -> None:
+    a, b = numbers(world.rank, DType.FLOAT64, 40), numbers(world.rank + 7, DType.FLOAT64, 30)
+    together = world.group.allreduce([a, b], op="adasum")
+    np.testing.assert_allclose(together[0], world.group.allreduce(a, op="adasum"))
+    np.testing.assert_allclose(together[1], world.group.allreduce(b, op="adasum"))
+
+
+@on_ranks(2, 3)
+def large_arrays_arrive_whole(world: World) -> None:
+    count = 3_000_017
+    x = np.arange(count, dtype=np.float32) % 1000 + world.rank
+    result = world.group.allreduce(x)
+    expected = (np.arange(count, dtype=np.float32) % 1000) * world.size + sum(range(world.size))
+    assert np.array_equal(result, expected)
+
+
+@on_ranks(2, 3)
+def works_may_be_waited_for_in_any_order(world: World) -> None:
+    works = [world.group.allreduce(np.full(100, index + world.rank), wait=False) for index in range(50)]
+    ranks = sum(range(world.size))
+    for index in reversed(range(50)):
+        assert (works[index].wait() == index * world.size + ranks).all()
+        assert works[index].done()
+        assert (works[index].result() == works[index].wait()).all()
+
+
+@on_ranks(2)
+def a_work_that_nobody_waits_for_harms_nobody(world: World) -> None:
+    for index in range(200):
+        world.group.allreduce(np.full(1000, index, np.float64), wait=False)
+    assert world.group.allreduce(np.ones(1)).tolist() == [2.0]
+
+
+@on_ranks(2, 3)
+def everybody_gets_the_same_bits(world: World) -> None:
+    x = np.random.default_rng(world.rank).standard_normal(10_001).astype(np.float32)
+    result = world.group.allreduce(x, op="mean")
+    everybody = world.group.allgather(result.reshape(1, -1))
+    assert all(np.array_equal(row, result) for row in everybody)

@@ -1,0 +1,68 @@
+"""Planned buckets: agreed once, then reduced over and over in place."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ronde.comm.plan import Bucket, Plan
+from ronde.comm.world import World
+from ronde.errors import Mismatch
+from tests.conformance.cases import on_ranks, raises
+
+
+@on_ranks(1, 2, 3)
+def buckets_are_reduced_in_place(world: World) -> None:
+    buckets = [Bucket(1000), Bucket(3, "int64", "sum"), Bucket(300_000, "float64", "max", name="big")]
+    with Plan(buckets, world.group) as plan:
+        assert [array.dtype.name for array in plan.arrays] == ["float32", "int64", "float64"]
+        assert all(array.ctypes.data % 64 == 0 and not array.any() for array in plan.arrays)
+        for step in range(5):
+            for array in plan.arrays:
+                array[:] = world.rank + step
+            works = [plan.start(index) for index in range(3)]
+            assert works[2].wait() is plan.arrays[2]
+            assert np.allclose(works[0].wait(), step + sum(range(world.size)) / world.size)
+            assert (works[1].wait() == step * world.size + sum(range(world.size))).all()
+            assert (plan.arrays[2] == step + world.size - 1).all()
+            plan.arrays[0][:] = 1.0
+            assert (plan.run(0) == 1.0).all()
+
+
+@on_ranks(2)
+def buckets_know_factors_and_bfloat16(world: World) -> None:
+    with Plan([Bucket(10, "bfloat16", "sum", prescale=0.5, postscale=4.0)], world.group) as plan:
+        plan.arrays[0][:] = np.float32(1.5).view(np.uint32) >> 16
+        assert (plan.run(0).astype(np.uint32) << 16).view(np.float32).tolist() == [6.0] * 10
+
+
+@on_ranks(2)
+def plans_do_not_wait_for_each_other_nor_for_other_operations(world: World) -> None:
+    with Plan([Bucket(10)], world.group) as first, Plan([Bucket(20)], world.group) as second:
+        steps = [first.start, second.start] if world.rank == 0 else [second.start, first.start]
+        works = [start(0) for start in steps]
+        named = world.group.allreduce(np.ones(1), name="n", wait=False)
+        assert world.group.allreduce(np.ones(1)).tolist() == [2]
+        for work in (*works, named):
+            work.wait()
+
+
+@on_ranks(2, 3)
+def the_first_difference_of_two_plans_is_named(world: World) -> None:
+    last = world.rank == world.size - 1
+    with raises(Mismatch, match=r"differ in bucket 1: .*float32\[20\].*float32\[30\]"):
+        Plan([Bucket(10), Bucket(30 if last else 20), Bucket(40 if last else 50)], world.group)
+    with raises(Mismatch, match="differ in bucket 1: .*no such bucket"):
+        Plan([Bucket(10)] * (2 if last else 1), world.group)
+    with Plan([Bucket(10)], world.group) as plan:
+        plan.run(0)
+
+
+@on_ranks(2)
+def a_rank_that_joins_gives_zeros_to_plans(world: World) -> None:
+    with Plan([Bucket(10, op="sum")], world.group) as plan:
+        for _ in range(3 if world.rank == 1 else 1):
+            plan.arrays[0][:] = 1.0
+            plan.run(0)
+        if world.rank == 1:
+            assert (plan.arrays[0] == 1.0).all()
+        assert world.group.join() == 1

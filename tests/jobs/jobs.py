@@ -1,0 +1,128 @@
+"""Real jobs for tests: ranks are processes that run a script of tests/jobs/scripts, and each has a line to the test.
+
+No test sleeps: a rank says where it is, the test tells it what to do, and every wait ends with a deadline and the
+output of all ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import socket
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+from ronde.launch.local import LocalJob, start_local
+from ronde.settings import Settings
+from ronde.types import Deadline
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_S = 30.0
+MOST_BYTES = 1 << 20
+
+
+class Ranks:
+    """The lines to the ranks of a job, and what they print. Whoever starts them gives them `env` and `outputs`."""
+
+    def __init__(self, num_ranks: int, folder: Path, opened: ExitStack) -> None:
+        self._opened = opened
+        self._listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+        # A path, not an abstract name: it can be reached from other network namespaces, too.
+        self._listener.bind(str(folder / "talk"))
+        self._listener.listen(num_ranks)
+        self._paths = [folder / f"rank{rank}" for rank in range(num_ranks)]
+        self.outputs = [opened.enter_context(path.open("wb")) for path in self._paths]
+        self.env = {"TEST_TALK": str(folder / "talk"), "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "src")))}
+        self.pids: dict[int, int] = {}
+        self._lines: dict[int, socket.socket] = {}
+
+    def meet(self) -> None:
+        """Wait until every rank has called."""
+        deadline = Deadline(PATIENCE_S)
+        while len(self._lines) < len(self._paths):
+            self._await(self._listener, deadline, "every rank to call")
+            line = self._opened.enter_context(self._listener.accept()[0])
+            here = json.loads(line.recv(MOST_BYTES))
+            self._lines[here["rank"]] = line
+            self.pids[here["rank"]] = here["pid"]
+
+    def tell(self, ranks: Iterable[int], **wanted: object) -> None:
+        """Tell these ranks what to do."""
+        for rank in ranks:
+            self._lines[rank].send(json.dumps(wanted).encode())
+
+    def hear(self, rank: int, what: str) -> dict[str, Any]:
+        """The next thing that a rank says, which has to be this."""
+        line = self._lines[rank]
+        self._await(line, Deadline(PATIENCE_S), f"rank {rank} to say {what!r}")
+        try:
+            data = line.recv(MOST_BYTES)
+        except ConnectionResetError:
+            data = b""
+        heard: dict[str, Any] = json.loads(data) if data else {"what": "nothing more"}
+        assert heard["what"] == what, f"rank {rank} was to say {what!r}, but said {heard}\n{self.said()}"
+        return heard
+
+    def hear_all(self, ranks: Iterable[int], what: str) -> dict[int, dict[str, Any]]:
+        """The same from each of these ranks."""
+        return {rank: self.hear(rank, what) for rank in ranks}
+
+    def said(self) -> str:
+        """All that the ranks have printed."""
+        return "\n".join(f"--- rank {rank}\n{self.output(rank)}" for rank in range(len(self._paths)))
+
+    def output(self, rank: int) -> str:
+        """What one rank has printed, its log included."""
+        return self._paths[rank].read_text(errors="replace")
+
+    def _await(self, sock: socket.socket, deadline: Deadline, what: str) -> None:
+        poll = select.poll()
+        poll.register(sock, select.POLLIN)
+        if not poll.poll(1000 * deadline.left_s):
+            raise TimeoutError(f"waited {deadline.seconds:g} s for {what}\n{self.said()}")
+
+
+class Job(Ranks):
+    """Ranks of this host with their coordinator in the test's process."""
+
+    local: LocalJob
+
+    def wait(self) -> list[int]:
+        """Exit codes, when all ranks have ended."""
+        try:
+            return self.local.wait(Deadline(PATIENCE_S))
+        except TimeoutError as error:
+            raise TimeoutError(f"{error}\n{self.said()}") from None
+
+
+@contextmanager
+def folder_of_ranks() -> Iterator[tuple[Path, ExitStack]]:
+    """A place for their files. Its name is short, as that of a socket must be."""
+    with tempfile.TemporaryDirectory(prefix="ronde") as folder, ExitStack() as opened:
+        yield Path(folder), opened
+
+
+def program(script: str) -> list[str]:
+    """The command of a rank that runs this script."""
+    return [sys.executable, "-W", "error", "-m", f"tests.jobs.scripts.{script}"]
+
+
+@contextmanager
+def started(
+    script: str, num_ranks: int, *, settings: Settings | None = None, env: Mapping[str, str] | None = None
+) -> Iterator[Job]:
+    """A job of this host, running a script of tests/jobs/scripts; every rank has called."""
+    with folder_of_ranks() as (folder, opened):
+        job = Job(num_ranks, folder, opened)
+        job.local = opened.enter_context(
+            start_local(
+                program(script), num_ranks, env={**job.env, **(env or {})}, settings=settings, stdout=job.outputs
+            )
+        )
+        job.meet()
+        yield job

@@ -1,0 +1,124 @@
+"""A rank dies, in every way, in the middle of every operation: within a second every other one is told who it was, can
+leave, and can begin anew. Nobody hangs.
+
+Two moments. *waiting*: the others are known to wait in the operation for the victim, which does not come. *inside*: the
+victim itself is in the middle of large operations. All operations of one job are under way at once, each in a group of
+its own, so that one job tells of all of them; the tests look at what it told.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from ronde.comm.coordinator import Coordinator
+from ronde.net.keys import JobKey, new_key
+from ronde.settings import Settings
+from tests.jobs.jobs import Job, started
+from tests.jobs.scripts.faults import OPERATIONS
+
+SETTINGS = Settings(stall_s=0.0)
+TOLD_S = 1.0
+"""From the death to the error, on every survivor."""
+LEAVING_S = 1.0
+
+WORDS = {
+    "SIGKILL": "killed by signal 9",
+    "SIGSTOP, then SIGKILL": "killed by signal 9",
+    "sys.exit": "exited without shutdown",
+    "os._exit": "exited with code 0",
+    "exception": "ArithmeticError: the victim's own mistake",
+}
+"""The ways to die, and what the others are told."""
+
+deaths = pytest.mark.parametrize("death", WORDS)
+sizes = pytest.mark.parametrize("size", [2, 4])
+moments = pytest.mark.parametrize("moment", ["waiting", "inside"])
+operations = pytest.mark.parametrize("operation", ["bucket", *OPERATIONS])
+
+
+@dataclass(frozen=True)
+class Story:
+    """What became of a job in which a rank died."""
+
+    victim: int
+    died_at: float
+    ended: dict[int, dict[str, Any]]
+    """By survivor and operation."""
+    anew: dict[int, dict[str, Any]]
+    """By survivor: how leaving and the fresh job went."""
+
+
+@functools.cache
+def story(death: str, size: int, moment: str, victim: int, host: str = "launcher") -> Story:
+    """Let a rank of a job die, and hear what the others have to say."""
+    others = [rank for rank in range(size) if rank != victim]
+    with started("faults", size, settings=SETTINGS) as job:
+        settings = {} if host == "launcher" else hosted_by_rank_0()
+        job.tell(range(size), size=size, victim=victim, inside=moment == "inside", settings=settings)
+        job.hear_all(range(size), "ready")
+        job.hear_all(others if moment == "waiting" else range(size), moment)
+        died_at = kill(job, victim, death)
+        ended = {rank: heard["operations"] for rank, heard in job.hear_all(others, "ended").items()}
+        anew = begin_anew(job, others)
+        codes = job.wait()
+        assert [codes[rank] for rank in others] == [0] * len(others), job.said()
+    return Story(victim, died_at, ended, anew)
+
+
+def hosted_by_rank_0() -> dict[str, object]:
+    """Settings of a job whose coordinator is a thread of rank 0."""
+    raise NotImplementedError
+
+
+def kill(job: Job, victim: int, death: str) -> float:
+    """End the victim; when that was."""
+    if not death.startswith("SIG"):
+        job.tell([victim], death=death)
+        return float(job.hear(victim, "dying")["at"])
+    pid = job.pids[victim]
+    if death.startswith("SIGSTOP"):
+        os.kill(pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOWAIT)
+    at = time.monotonic()
+    os.kill(pid, signal.SIGKILL)
+    return at
+
+
+def begin_anew(job: Job, others: list[int]) -> dict[int, dict[str, Any]]:
+    """Let the survivors leave, and be a job of their own."""
+    key = new_key()
+    with Coordinator("127.0.0.1", 0, len(others), JobKey(key), settings=SETTINGS) as coordinator:
+        for index, rank in enumerate(others):
+            place = {"rank": index, "size": len(others), "coordinator": coordinator.address, "key": key}
+            job.tell([rank], settings={**place, "coordinator_hosted": True})
+        return job.hear_all(others, "anew")
+
+
+@deaths
+@sizes
+@moments
+@operations
+def test_every_survivor_is_told_who_died(death: str, size: int, moment: str, operation: str) -> None:
+    told = story(death, size, moment, victim=size - 1)
+    for rank, operations in told.ended.items():
+        ended = operations[operation]
+        assert (ended["error"], ended["peer"], ended["why"]) == ("PeerLost", told.victim, WORDS[death]), (rank, ended)
+        assert ended["at"] - told.died_at < TOLD_S, f"rank {rank} was told after {ended['at'] - told.died_at:.3f} s"
+
+
+@deaths
+@sizes
+@moments
+def test_survivors_leave_at_once_and_begin_anew(death: str, size: int, moment: str) -> None:
+    told = story(death, size, moment, victim=size - 1)
+    for rank, anew in told.anew.items():
+        assert anew["leaving_s"] < LEAVING_S, rank
+        assert anew["joining_s"] < LEAVING_S, rank
+        assert anew["total"] == 3 * (size - 1)

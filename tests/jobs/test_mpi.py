@@ -1,0 +1,125 @@
+"""The mpi backend under real MPI libraries, each started by its own mpiexec.
+
+Used are the environments that `make build` makes; RONDE_MPI_PYTHONS=path:path names others. Starting ranks is slow,
+so all cases of a program run in one go, and the tests here look at the results.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import signal
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.conformance.cases import all_cases
+
+ROOT = Path(__file__).resolve().parents[2]
+CASES = re.findall(r"^@case\ndef (\w+)", Path(__file__).with_name("mpi_ranks.py").read_text(), re.MULTILINE)
+LIMIT_S = 55.0
+
+SMALL_MACHINE = {
+    # Open MPI refuses to run as root (which containers are) or with more ranks than cores, and ties ranks to cores.
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+
+def find_pythons() -> list[Path]:
+    named = os.environ.get("RONDE_MPI_PYTHONS", "")
+    if named:
+        return [Path(path) for path in named.split(os.pathsep)]
+    return [path for library in ("openmpi", "mpich") if (path := ROOT / f".venv-{library}/bin/python").exists()]
+
+
+PYTHONS = find_pythons()
+with_mpi = pytest.mark.skipif(not PYTHONS, reason="no MPI environment; `make build` makes them")
+every_mpi = pytest.mark.parametrize("python", PYTHONS or [Path("none")], ids=lambda path: path.parents[1].name)
+
+
+def mpiexec(python: Path, size: int, *arguments: str, **environment: str) -> tuple[int, str]:
+    """The exit code of a program under mpiexec, and all that its ranks said. Ends within LIMIT_S."""
+    command = [str(python.with_name("mpiexec")), "-n", str(size), str(python), "-W", "error", *arguments]
+    path = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
+    environ = {**os.environ, **SMALL_MACHINE, "PYTHONPATH": path, **environment}
+    with tempfile.TemporaryFile("w+") as said:
+        job = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
+        try:
+            code = job.wait(LIMIT_S)
+        except subprocess.TimeoutExpired:
+            code = -1
+        finally:
+            if job.returncode is None:
+                os.killpg(job.pid, signal.SIGKILL)
+                job.wait()
+        said.seek(0)
+        return code, said.read()
+
+
+@functools.cache
+def results(python: Path, size: int, program: str) -> tuple[int, str, tuple[dict[str, str], ...]]:
+    """How a program ended, what it said, and per rank what went wrong in each case."""
+    with tempfile.TemporaryDirectory() as folder:
+        code, said = mpiexec(python, size, "-m", program, folder)
+        files = [Path(folder, f"rank-{rank}.json") for rank in range(size)]
+        return code, said, tuple(json.loads(file.read_text()) if file.exists() else {} for file in files)
+
+
+def check(python: Path, size: int, program: str, case: str) -> None:
+    """The case went well on every rank."""
+    code, said, found = results(python, size, program)
+    failed = {rank: each.get(case, "it was not run") for rank, each in enumerate(found)}
+    words = "\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items() if text)
+    assert not words, f"{words}\n--- mpiexec ended with {code}:\n{said}"
+
+
+@with_mpi
+@every_mpi
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("case", CASES)
+def test_a_channel(python: Path, size: int, case: str) -> None:
+    check(python, size, "tests.jobs.mpi_ranks", case)
+
+
+@with_mpi
+@every_mpi
+@pytest.mark.parametrize(
+    ("size", "case"), [(size, case.name) for size in (2, 3) for case in all_cases().values() if size in case.sizes]
+)
+def test_a_behaviour(python: Path, size: int, case: str) -> None:
+    check(python, size, "tests.jobs.mpi_conformance", case)
+
+
+@with_mpi
+@every_mpi
+@pytest.mark.parametrize("program", ["tests.jobs.mpi_ranks", "tests.jobs.mpi_conformance"])
+def test_the_programs_end_well(python: Path, program: str) -> None:
+    code, said, _ = results(python, 2, program)
+    assert code == 0, said
+
+
+@with_mpi
+@every_mpi
+@pytest.mark.parametrize("size", [2, 4])
+def test_the_public_functions_work_under_mpiexec(python: Path, size: int) -> None:
+    code, said = mpiexec(python, size, "-m", "tests.jobs.mpi_job", "collectives", RONDE_BACKEND="mpi")
+    assert code == 0, said
+
+
+@with_mpi
+@every_mpi
+def test_ranks_that_wait_for_one_that_failed_are_told_why(python: Path) -> None:
+    code, said = mpiexec(python, 2, "-m", "tests.jobs.mpi_job", "fails", RONDE_BACKEND="mpi")
+    assert code != 0
+    assert "told: rank 0 lost rank 1 during allreduce" in said and "the last rank gives up" in said, said
+
+
+def test_the_cases_are_found() -> None:
+    assert len(CASES) > 20

@@ -1,0 +1,145 @@
+"""What callers may hand in, and what they are told when it cannot be."""
+
+from __future__ import annotations
+
+import array
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ronde.comm.buffers import Bfloat16View, address, as_source, as_target, at_address, new_target
+from ronde.types import DType
+
+Array = np.ndarray[Any, np.dtype[Any]]
+
+
+class Tensor:
+    """A tensor of a library that only speaks DLPack."""
+
+    def __init__(self, data: Array, device: int = 1) -> None:
+        self._data = data
+        self._device = device
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._device, 0
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self._data.__dlpack__(**options)
+
+
+class UnreadableTensor(Tensor):
+    """A tensor of a dtype that NumPy does not have."""
+
+    def __dlpack__(self, **options: Any) -> Any:
+        raise BufferError("bfloat16 is not supported")
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BFLOAT16])
+def test_every_dtype_is_known(dtype: DType) -> None:
+    source = as_source(np.zeros(3, dtype.numpy), "allreduce")
+    assert source.dtype is dtype
+
+
+def test_a_contiguous_array_is_not_copied() -> None:
+    x = np.arange(6.0).reshape(2, 3)
+    assert as_source(x, "allreduce").array is x
+    assert as_target(x, as_source(x, "allreduce"), "allreduce").array is x
+
+
+def test_a_tensor_with_dlpack_shares_its_memory() -> None:
+    x = np.arange(4.0)
+    tensor = Tensor(x)
+    target = as_target(tensor, as_source(tensor, "allreduce"), "allreduce")
+    target.array[:] = 7.0
+    assert target.finish() is tensor
+    assert x.tolist() == [7.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("buffer", "dtype"),
+    [
+        (bytearray(b"abc"), DType.UINT8),
+        (b"abc", DType.UINT8),
+        (array.array("f", [1.0, 2.0, 3.0]), DType.FLOAT32),
+        (memoryview(array.array("q", [1, 2, 3])), DType.INT64),
+        (3.5, DType.FLOAT64),
+        (True, DType.BOOL),
+        (np.float16(1.0), DType.FLOAT16),
+    ],
+)
+def test_buffers_and_numbers_are_arrays_too(buffer: object, dtype: DType) -> None:
+    assert as_source(buffer, "allreduce").dtype is dtype
+
+
+def test_a_buffer_can_take_a_result() -> None:
+    buffer = bytearray(3)
+    target = as_target(buffer, as_source(b"abc", "broadcast"), "broadcast")
+    target.array[:] = np.frombuffer(b"xyz", np.uint8)
+    assert target.finish() is buffer
+    assert buffer == b"xyz"
+
+
+def test_gaps_in_memory_are_closed_on_the_way_in_and_kept_on_the_way_out() -> None:
+    wide = np.zeros((3, 4))
+    column = wide[:, 1]
+    target = as_target(column, as_source(column, "allreduce"), "allreduce")
+    target.array[:] = 5.0
+    assert not wide.any()
+    assert target.finish() is column
+    assert wide[:, 1].tolist() == [5.0] * 3 and wide.sum() == 15.0
+
+
+def test_bits_of_bfloat16_come_back_as_such() -> None:
+    view = Bfloat16View(np.zeros(3, np.int16))
+    source = as_source(view, "allreduce")
+    assert source.dtype is DType.BFLOAT16 and source.array.dtype == np.uint16
+    result = new_target(source, (5,)).finish()
+    assert isinstance(result, Bfloat16View) and result.bits.shape == (5,)
+    assert repr(view) == "Bfloat16View(shape=(3,))"
+    with pytest.raises(TypeError, match="bits as uint16, got float32"):
+        Bfloat16View(np.zeros(3, np.float32))
+
+
+@pytest.mark.parametrize(
+    ("x", "words"),
+    [
+        (np.array([object()]), "use ronde.objects"),
+        (np.zeros(3, ">f4"), "foreign byte order"),
+        (np.zeros(3, np.complex64), "complex64 is not supported; supported are uint8"),
+        (np.zeros(3, "M8[s]"), "not supported"),
+        ({"a": 1}, "cannot read dict; pass a NumPy array"),
+        (None, "cannot read NoneType"),
+        (Tensor(np.zeros(3), device=2), r"not in CPU memory \(DLPack device 2\)"),
+        (UnreadableTensor(np.zeros(3)), "Bfloat16View"),
+    ],
+)
+def test_what_cannot_be_sent_is_refused_with_a_way_out(x: object, words: str) -> None:
+    with pytest.raises(TypeError, match=rf"allreduce: .*{words}"):
+        as_source(x, "allreduce")
+
+
+def test_an_out_that_cannot_take_the_result_is_refused() -> None:
+    x = np.zeros((2, 3), np.float32)
+    source = as_source(x, "allreduce")
+    frozen = np.zeros_like(x)
+    frozen.flags.writeable = False
+    with pytest.raises(ValueError, match="out is read-only"):
+        as_target(frozen, source, "allreduce")
+    with pytest.raises(ValueError, match="read-only"):
+        as_target(b"abcdef", as_source(b"abcdef", "allreduce"), "allreduce")
+    with pytest.raises(ValueError, match=r"out is float64\[2, 3\], but the result is float32\[2, 3\]"):
+        as_target(np.zeros((2, 3)), source, "allreduce")
+    with pytest.raises(ValueError, match=r"out is float32\[3, 2\]"):
+        as_target(np.zeros((3, 2), np.float32), source, "allreduce")
+    with pytest.raises(TypeError, match="got the number 3"):
+        as_target(3.0, source, "allreduce")
+
+
+def test_memory_is_found_again_by_its_address() -> None:
+    x = np.arange(5, dtype=np.int16)
+    at_address(address(x), 5, x.dtype)[2] = 77
+    assert x.tolist() == [0, 1, 77, 3, 4]
+    assert at_address(0, 0, x.dtype).size == 0
+    x.flags.writeable = False
+    assert address(x) == x.ctypes.data

@@ -1,0 +1,119 @@
+"""One round without wire and clock: in which order its members are told what, and who is told nothing."""
+
+from __future__ import annotations
+
+from ronde.comm.negotiator import Send
+from ronde.comm.round import Round, RoundRules
+from ronde.net.messages import (
+    Announce,
+    Beat,
+    Failed,
+    GroupChanged,
+    GroupWanted,
+    Lost,
+    Run,
+    StackQuery,
+    Stalled,
+    Waiting,
+)
+from ronde.types import Member
+from tests.unit.comm.scripted_ranks import allreduce
+
+SECOND = 10**9
+START = 1000 * SECOND
+
+
+def make_round(size: int, *, stall_s: float = 10.0) -> Round:
+    members = tuple(Member(rank, "here", 100 + rank, "") for rank in range(size))
+    rules = RoundRules(fusion_bytes=1 << 20, stall_s=stall_s, leaving_s=1.0, state=lambda member: "stopped")
+    return Round(members, (), rules, START)
+
+
+def kinds(sends: list[Send]) -> list[tuple[tuple[int, ...], str]]:
+    return [(send.ranks, type(send.message).__name__) for send in sends]
+
+
+def test_what_ran_before_a_loss_is_told_before_it_and_what_fails_by_it_after() -> None:
+    made = make_round(2)
+    for rank in (0, 1):
+        made.hear(rank, allreduce("done"), START)
+    made.lose(1, "killed by signal 9")
+    made.hear(0, allreduce("late"), START)
+    sends = made.advance(START)
+    assert [type(send.message) for send in sends] == [Run, Lost, Failed]
+    assert all(send.ranks == (0,) for send in sends)
+
+
+def test_a_rank_that_left_is_told_nothing_more() -> None:
+    made = make_round(3)
+    for rank in range(3):
+        made.hear(rank, allreduce("w"), START)
+    made.leave(2, START)
+    assert kinds(made.advance(START)) == [((0, 1), "Run")]
+    assert made.present == {0, 1}
+
+
+def test_the_others_may_finish_before_they_are_told_that_a_rank_left() -> None:
+    made = make_round(2)
+    made.leave(1, START)
+    assert made.advance(START + SECOND - 1) == []
+    assert made.due_ns(START) <= START + SECOND
+    assert made.advance(START + SECOND) == [Send((0,), Lost(1, "it has left the round by shutdown()"))]
+    assert made.advance(START + 2 * SECOND) == []
+
+
+def test_a_rank_that_left_and_then_died_is_not_lost_twice() -> None:
+    made = make_round(2)
+    made.leave(1, START)
+    made.lose(1, "killed by signal 9")
+    assert kinds(made.advance(START + 5 * SECOND)) == [((0,), "Lost")]
+
+
+def test_a_new_group_is_known_before_anything_runs_in_it() -> None:
+    made = make_round(2)
+    for rank in (0, 1):
+        made.hear(rank, GroupWanted((0,)), START)
+    made.hear(0, allreduce("w", group=1), START)
+    assert kinds(made.advance(START)) == [((0,), "GroupChanged"), ((1,), "GroupChanged"), ((0,), "Run")]
+
+
+def test_a_change_of_groups_that_waits_for_a_lost_rank_ends() -> None:
+    made = make_round(2)
+    made.hear(0, GroupWanted((0,)), START)
+    made.lose(1, "gone")
+    assert GroupChanged((0,), 0, why="rank 1 is gone: gone") in [send.message for send in made.advance(START)]
+
+
+def test_what_is_not_said_in_a_round_is_not_taken() -> None:
+    assert not make_round(1).hear(0, Beat(0), START)
+    assert make_round(1).hear(0, Announce(), START)
+
+
+def test_a_late_operation_is_asked_for_then_reported_even_if_nobody_answers() -> None:
+    made = make_round(2, stall_s=10.0)
+    made.hear(0, allreduce("w"), START)
+    assert made.advance(START + 9 * SECOND) == []
+    assert kinds(made.advance(START + 11 * SECOND)) == [((1,), "StackQuery")]
+    assert made.advance(START + 11 * SECOND + SECOND // 2) == []
+    [send] = made.advance(START + 12 * SECOND)
+    assert isinstance(send.message, Stalled)
+    assert send.message.missing == (1,)
+    assert "its process is stopped" in send.message.report
+    assert made.advance(START + 30 * SECOND) == []
+
+
+def test_a_members_clock_is_believed_as_far_as_it_can_be_true() -> None:
+    made = make_round(2, stall_s=10.0)
+    later = START + 100 * SECOND
+    made.hear(0, Waiting("barrier", 0, -5, (1, 77)), later)  # from before the round began
+    made.advance(later)
+    [send] = made.advance(later + 2 * SECOND)
+    assert isinstance(send.message, Stalled)
+    assert (send.message.missing, round(send.message.waited_s)) == ((1,), 102)
+
+
+def test_a_watch_that_is_off_asks_nobody() -> None:
+    made = make_round(2, stall_s=0.0)
+    made.hear(0, allreduce("w"), START)
+    made.hear(0, Waiting("barrier", 0, START, (1,)), START)
+    assert not any(isinstance(send.message, StackQuery) for send in made.advance(START + 10**6 * SECOND))
