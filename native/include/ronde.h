@@ -168,8 +168,10 @@ void rd_close(rd_channel* channel);
  * `member` is who is to blame, or -1. Callable from any thread, any number of times; the first wins. */
 void rd_abort(rd_channel* channel, int32_t member);
 
-/* My bucket memory (layout.bucket_bytes of it), seen by all members of my place. Null without one. */
+/* My bucket memory (layout.bucket_bytes of it), seen by all members of my place. Null without one. It stays where it
+ * is, even after rd_close, until rd_release: arrays that look into it may outlive the channel. */
 void* rd_bucket(rd_channel* channel);
+void rd_release(void* bucket);
 
 /* Runs the call, in this thread when the channel is idle, and waits at most left_s seconds. */
 rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double left_s);

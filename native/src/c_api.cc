@@ -28,6 +28,10 @@ using ronde::Stop;
 
 thread_local std::vector<rd_asked> last_asked;
 
+// Bucket memory that callers look into, one entry per rd_bucket.
+std::mutex lent_mutex;
+std::unordered_multimap<void*, std::shared_ptr<void>> lent;
+
 rd_status report(const std::shared_ptr<ronde::Request>& request, rd_result* result) {
   if (result != nullptr) *result = request->result;
   if (request->result.status == RD_MISMATCH) last_asked = request->asked;
@@ -91,7 +95,19 @@ RD_API void rd_abort(rd_channel* channel, int32_t member) {
   channel->channel.abort(Stop{member >= 0 ? RD_PEER_LOST : RD_ABORTED, member});
 }
 
-RD_API void* rd_bucket(rd_channel* channel) { return channel->channel.bucket(); }
+RD_API void* rd_bucket(rd_channel* channel) {
+  void* bucket = channel->channel.bucket();
+  if (bucket == nullptr) return nullptr;
+  std::lock_guard<std::mutex> lock(lent_mutex);
+  lent.emplace(bucket, channel->channel.bucket_owner());
+  return bucket;
+}
+
+RD_API void rd_release(void* bucket) {
+  std::lock_guard<std::mutex> lock(lent_mutex);
+  auto found = lent.find(bucket);
+  if (found != lent.end()) lent.erase(found);
+}
 
 RD_API rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double left_s) {
   try {

@@ -104,6 +104,11 @@ char* Channel::bucket() const {
   return segment_ != nullptr ? segment_->bucket(layout_.my_local) : own_bucket_.get();
 }
 
+std::shared_ptr<void> Channel::bucket_owner() const {
+  if (segment_ != nullptr) return segment_;
+  return own_bucket_;
+}
+
 // Runs one call and turns whatever ends it into its result. A failure that is not a plain mistake ends the channel.
 void Channel::work(Request& request, Order& order, void (Channel::*what)(Request&, Team&)) {
   rd_result& result = request.result;
@@ -182,8 +187,10 @@ void Channel::collective(Request& request, Team& team) {
   run_algorithm(algorithm, job, team);
 }
 
-// The others may ask for any allreduce while I have joined: I learn at the meeting which, and give zeros.
+// The others may ask for any allreduce while I have joined: I learn at the meeting which, and give zeros. They read a
+// bucket or a slot as soon as I have arrived, so the zeros lie there before.
 void Channel::join(Request& request, Team& team) {
+  if (bucket() != nullptr) std::memset(bucket(), 0, layout_.bucket_bytes);
   while (true) {
     if (layout_.one_place() && segment_ != nullptr) direct_prepare_zeros(team);
     Header header = header_of(request, RD_CHOOSE);
@@ -200,11 +207,15 @@ void Channel::join(Request& request, Team& team) {
 void Channel::take_part(const Header& asked, Team& team) {
   if (asked.kind != RD_ALLREDUCE) return;
   rd_dtype dtype = rd_dtype(asked.dtype);
-  std::vector<char> zeros(asked.count * element_bytes(dtype));
-  rd_part part{zeros.data(), zeros.data(), asked.count};
+  uint64_t bytes = asked.count * element_bytes(dtype);
+  bool in_bucket = asked.in_bucket != 0;
+  std::vector<char> own(in_bucket ? 0 : bytes);
+  char* zeros = in_bucket ? bucket() + asked.offset : own.data();
+  rd_part part{zeros, zeros, asked.count};
   Arithmetic arithmetic{dtype, rd_op(asked.op), asked.prescale, asked.postscale, layout_.size};
-  Job job{RD_ALLREDUCE, arithmetic, asked.peer, Parts(&part, 1, element_bytes(dtype)), {}, {}};
+  Job job{RD_ALLREDUCE, arithmetic, asked.peer, Parts(&part, 1, element_bytes(dtype)), {}, {}, asked.offset, in_bucket};
   run_algorithm(rd_algorithm(asked.algorithm), job, team);
+  if (in_bucket) std::memset(zeros, 0, bytes);
 }
 
 void Channel::run_algorithm(rd_algorithm algorithm, const Job& job, Team& team) {

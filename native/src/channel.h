@@ -24,7 +24,8 @@ class Channel {
   const Layout& layout() const { return layout_; }
   Queue& queue_of(const Request& request);
   void abort(const Stop& stop);
-  char* bucket() const;  // mine; null without one
+  char* bucket() const;                        // mine; null without one
+  std::shared_ptr<void> bucket_owner() const;  // keeps it in memory
   void look(rd_status_now* now, uint32_t* missing);
 
  private:
@@ -48,7 +49,7 @@ class Channel {
 
   const Layout layout_;
   const std::shared_ptr<Segment> segment_;
-  const std::unique_ptr<char[]> own_bucket_;  // of a member that shares memory with nobody
+  const std::shared_ptr<char[]> own_bucket_;  // of a member that shares memory with nobody
   Alarm alarm_;
   Gate gate_;
   Meeting meeting_;

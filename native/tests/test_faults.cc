@@ -152,6 +152,29 @@ TEST(a_member_that_has_joined_gives_zeros_until_all_have) {
   }
 }
 
+TEST(a_member_that_has_joined_gives_zeros_to_buckets_too) {
+  for (const auto& places : kLayouts) {
+    Setup setup{places};
+    setup.bucket_bytes = 100000;
+    Ranks all(setup);
+    all.run([&](uint32_t rank, Channel& channel) {
+      float* bucket = reinterpret_cast<float*>(channel.bucket());
+      for (uint32_t step = 0; step <= rank; ++step)
+        for (uint64_t count : {10, 20000}) {
+          std::fill(bucket + 100, bucket + 100 + count, 1.0f);
+          rd_part part{bucket + 100, bucket + 100, count};
+          rd_call c = call(RD_ALLREDUCE);
+          c.parts = &part;
+          c.num_parts = 1;
+          CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
+          CHECK_EQ(bucket[100], float(all.size() - step));
+          CHECK_EQ(bucket[99 + count], float(all.size() - step));
+        }
+      CHECK_EQ(run(channel, call(RD_JOIN))->result.status, int(RD_OK));
+    });
+  }
+}
+
 TEST(what_cannot_be_joined_is_an_error_for_those_who_ask) {
   Ranks all({{0, 0, 0}});
   all.run([&](uint32_t rank, Channel& channel) {

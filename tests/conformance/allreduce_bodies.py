@@ -25,13 +25,12 @@ def numbers(rank: int, dtype: DType, count: int) -> Array:
     return values.astype(dtype.numpy)
 
 
-def give(array: Array, dtype: DType) -> Any:
+def give(array: Array, dtype: DType) -> Array | Bfloat16View:
     return Bfloat16View(array) if dtype is DType.BFLOAT16 else array
 
 
-def take(result: Any) -> Array:
-    bits: Array = result.bits if isinstance(result, Bfloat16View) else result
-    return bits
+def take(result: Array | Bfloat16View) -> Array:
+    return result.bits if isinstance(result, Bfloat16View) else result
 
 
 @on_ranks(1, 2, 3, 4)

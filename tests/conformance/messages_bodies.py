@@ -20,6 +20,7 @@ def an_array_goes_around(world: World) -> None:
     else:
         assert world.group.receive(token, before) is token
         world.group.send(token + 1, after)
+    world.group.barrier()
 
 
 @on_ranks(2)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 from ronde.comm.loopback import Loopback
-from ronde.comm.place import Place
+from ronde.comm.place import Groups, Place
 from ronde.comm.threads import Hub, ThreadsBackend
 from ronde.comm.world import World
 from ronde.settings import Settings
@@ -19,6 +20,10 @@ Body: TypeAlias = Callable[[World], Any]
 
 PATIENCE_S = 40.0
 """Below pytest's own limit, so that the ranks that hang can be named."""
+
+
+QUICK = Settings(operation_s=20.0, start_s=20.0, stall_s=0.0)
+"""What hangs should not hang for long."""
 
 
 class Ranks(Protocol):
@@ -47,9 +52,9 @@ class ThreadRanks:
         run_threads(self._size, case.body)
 
 
-def run_threads(size: int, body: Body, *, groups: tuple[tuple[int, ...], ...] = (), **settings: Any) -> list[Any]:
+def run_threads(size: int, body: Body, *, groups: Groups = (), settings: Settings = QUICK) -> list[Any]:
     """Run the body in a world per rank; what each returned."""
-    places = make_places(size, groups=groups, **settings)
+    places = make_places(size, groups, settings)
     results: list[Any] = [None] * size
     failures: dict[int, str] = {}
 
@@ -78,10 +83,9 @@ def run_threads(size: int, body: Body, *, groups: tuple[tuple[int, ...], ...] = 
     return results
 
 
-def make_places(size: int, *, groups: tuple[tuple[int, ...], ...] = (), **settings: Any) -> list[Place]:
+def make_places(size: int, groups: Groups, settings: Settings) -> list[Place]:
     """Places for ranks that are threads: one coordinator and one hub for all of them."""
-    settings = {"operation_s": 20.0, "start_s": 20.0, "stall_s": 0.0, **settings}
-    given = [Settings(rank=rank, size=size, **settings) for rank in range(size)]
+    given = [dataclasses.replace(settings, rank=rank, size=size) for rank in range(size)]
     members = tuple(Member(rank, "here", 1, "") for rank in range(size))
     loopback, hub = Loopback(members, groups, given[0]), Hub()
     return [

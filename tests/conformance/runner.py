@@ -71,9 +71,7 @@ class ProcessRanks:
             listener.listen(self._size)
             listener.settimeout(START_S)
             argv = [sys.executable, "-W", "error", "-m", "tests.conformance.runner", f"{folder}/door"]
-            opened.enter_context(
-                start_local(argv, self._size, env=self._env, settings=SETTINGS, stdout=self._output)
-            )
+            opened.enter_context(start_local(argv, self._size, env=self._env, settings=SETTINGS, stdout=self._output))
             for _ in range(self._size):
                 sock = opened.enter_context(listener.accept()[0])
                 lines = opened.enter_context(sock.makefile("rw"))

@@ -17,6 +17,7 @@ from tests.conformance.ranks import Ranks, ThreadRanks
 from tests.conformance.runner import ProcessRanks
 
 HOSTS = {"native": "one", "tcp": "apart", "two-hosts": "two"}
+LEAST = {"threads": 1, "native": 2, "tcp": 2, "two-hosts": 3}
 shared = pytest.mark.leaves(reason="the processes serve all tests of the session, which ends them")
 
 
@@ -24,14 +25,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """One test per behaviour, kind and number of ranks."""
     if "case" not in metafunc.fixturenames:
         return
-    made = [
-        pytest.param(kind, size, case, id=f"{kind}-{size}-{case.name}", marks=() if kind == "threads" else shared)
-        for kind in ("threads", *HOSTS)
-        for case in all_cases().values()
+    # Sorted by kind and number, so that processes are started once for all tests that need so many.
+    wanted = sorted(
+        (index, kind, size, name)
+        for index, kind in enumerate(("threads", *HOSTS))
+        for name, case in all_cases().items()
         for size in case.sizes
-        if kind == "threads" or size > {"two-hosts": 2}.get(kind, 1)
+        if size >= LEAST[kind]
+    )
+    made = [
+        pytest.param(kind, size, all_cases()[name], id=f"{kind}-{size}-{name}", marks=() if index == 0 else shared)
+        for index, kind, size, name in wanted
     ]
-    made.sort(key=lambda param: param.values[:2] if isinstance(param.values[0], str) else ())
     metafunc.parametrize(("kind", "size", "case"), made)
 
 

@@ -2,8 +2,8 @@
 leave, and can begin anew. Nobody hangs.
 
 Two moments. *waiting*: the others are known to wait in the operation for the victim, which does not come. *inside*: the
-victim itself is in the middle of large operations. All operations of one job are under way at once, each in a group of
-its own, so that one job tells of all of them; the tests look at what it told.
+victim itself is in the middle of large operations. All operations of a job are under way at once, each in a group of
+its own, so one job tells of all of them; the tests look at what it told.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import pytest
 from ronde.comm.coordinator import Coordinator
 from ronde.net.keys import JobKey, new_key
 from ronde.settings import Settings
-from tests.jobs.jobs import Job, started
+from tests.jobs.jobs import Job, free_port, started
 from tests.jobs.scripts.faults import OPERATIONS
 
 SETTINGS = Settings(stall_s=0.0)
@@ -35,12 +35,16 @@ WORDS = {
     "os._exit": "exited with code 0",
     "exception": "ArithmeticError: the victim's own mistake",
 }
-"""The ways to die, and what the others are told."""
+"""The ways to die, and what the others are told by the launcher or by the victim itself."""
+WITHOUT_LAUNCHER = {**dict.fromkeys(WORDS, "its process is gone"), **{name: WORDS[name] for name in ("sys.exit", "exception")}}
+"""… when nobody sees how it ended."""
+COORDINATOR_GONE = {**dict.fromkeys(WORDS, "it hosted the coordinator, which is gone"), **{name: WORDS[name] for name in ("sys.exit", "exception")}}
+"""… when it hosted the coordinator."""
 
 deaths = pytest.mark.parametrize("death", WORDS)
 sizes = pytest.mark.parametrize("size", [2, 4])
 moments = pytest.mark.parametrize("moment", ["waiting", "inside"])
-operations = pytest.mark.parametrize("operation", ["bucket", *OPERATIONS])
+operations = pytest.mark.parametrize("operation", OPERATIONS)
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,22 @@ class Story:
     victim: int
     died_at: float
     ended: dict[int, dict[str, Any]]
-    """By survivor and operation."""
+    """What each survivor said."""
     anew: dict[int, dict[str, Any]]
     """By survivor: how leaving and the fresh job went."""
+
+    def check(self, operation: str, why: str) -> None:
+        """Every survivor's operation has failed, in time and in the right words."""
+        for rank, heard in self.ended.items():
+            ended = heard["operations"][operation]
+            assert (ended["error"], ended["peer"], ended["why"]) == ("PeerLost", self.victim, why), (rank, ended)
+            assert ended["at"] - self.died_at < TOLD_S, f"rank {rank} after {ended['at'] - self.died_at:.3f} s"
+
+    def check_anew(self) -> None:
+        """Every survivor has left in time, and its next job has gone well."""
+        for rank, anew in self.anew.items():
+            assert anew["leaving_s"] < LEAVING_S and anew["joining_s"] < LEAVING_S, (rank, anew)
+            assert anew["total"] == 3 * len(self.anew)
 
 
 @functools.cache
@@ -61,11 +78,10 @@ def story(death: str, size: int, moment: str, victim: int, host: str = "launcher
     others = [rank for rank in range(size) if rank != victim]
     with started("faults", size, settings=SETTINGS) as job:
         settings = {} if host == "launcher" else hosted_by_rank_0()
-        job.tell(range(size), size=size, victim=victim, inside=moment == "inside", settings=settings)
-        job.hear_all(range(size), "ready")
-        job.hear_all(others if moment == "waiting" else range(size), moment)
+        job.tell(range(size), size=size, victim=victim, moment=moment, settings=settings)
+        job.hear_all(range(size) if moment == "inside" else others, "under way")
         died_at = kill(job, victim, death)
-        ended = {rank: heard["operations"] for rank, heard in job.hear_all(others, "ended").items()}
+        ended = job.hear_all(others, "ended")
         anew = begin_anew(job, others)
         codes = job.wait()
         assert [codes[rank] for rank in others] == [0] * len(others), job.said()
@@ -73,8 +89,8 @@ def story(death: str, size: int, moment: str, victim: int, host: str = "launcher
 
 
 def hosted_by_rank_0() -> dict[str, object]:
-    """Settings of a job whose coordinator is a thread of rank 0."""
-    raise NotImplementedError
+    """Settings of a job whose coordinator is a thread of rank 0: no launcher tells how a rank has ended."""
+    return {"coordinator": f"127.0.0.1:{free_port()}", "coordinator_hosted": False}
 
 
 def kill(job: Job, victim: int, death: str) -> float:
@@ -101,24 +117,36 @@ def begin_anew(job: Job, others: list[int]) -> dict[int, dict[str, Any]]:
         return job.hear_all(others, "anew")
 
 
-@deaths
-@sizes
-@moments
 @operations
+@moments
+@sizes
+@deaths
 def test_every_survivor_is_told_who_died(death: str, size: int, moment: str, operation: str) -> None:
-    told = story(death, size, moment, victim=size - 1)
-    for rank, operations in told.ended.items():
-        ended = operations[operation]
-        assert (ended["error"], ended["peer"], ended["why"]) == ("PeerLost", told.victim, WORDS[death]), (rank, ended)
-        assert ended["at"] - told.died_at < TOLD_S, f"rank {rank} was told after {ended['at'] - told.died_at:.3f} s"
+    story(death, size, moment, victim=size - 1).check(operation, WORDS[death])
+
+
+@moments
+@sizes
+@deaths
+def test_survivors_leave_at_once_and_begin_anew(death: str, size: int, moment: str) -> None:
+    story(death, size, moment, victim=size - 1).check_anew()
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+@deaths
+def test_the_same_goes_without_a_launcher(death: str, victim: int) -> None:
+    told = story(death, 3, "waiting", victim, host="rank 0")
+    for operation in OPERATIONS:
+        told.check(operation, (WITHOUT_LAUNCHER if victim else COORDINATOR_GONE)[death])
+    told.check_anew()
 
 
 @deaths
-@sizes
-@moments
-def test_survivors_leave_at_once_and_begin_anew(death: str, size: int, moment: str) -> None:
-    told = story(death, size, moment, victim=size - 1)
-    for rank, anew in told.anew.items():
-        assert anew["leaving_s"] < LEAVING_S, rank
-        assert anew["joining_s"] < LEAVING_S, rank
-        assert anew["total"] == 3 * (size - 1)
+def test_ranks_that_wait_for_the_start_are_told_who_will_not_come(death: str) -> None:
+    if death in ("sys.exit", "exception"):
+        pytest.skip("before init(), all ways to exit are one")
+    told = story(death, 3, "start", victim=1)
+    for rank, ended in told.ended.items():
+        assert f"rank 1 ended before the round began ({WORDS[death]})" in ended["error"]
+        assert ended["at"] - told.died_at < TOLD_S, rank
+    told.check_anew()

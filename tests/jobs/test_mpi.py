@@ -20,7 +20,9 @@ import pytest
 from tests.conformance.cases import all_cases
 
 ROOT = Path(__file__).resolve().parents[2]
-CASES = re.findall(r"^@case\ndef (\w+)", Path(__file__).with_name("mpi_ranks.py").read_text(), re.MULTILINE)
+FIND = re.compile(r"^@case\ndef (\w+)", re.MULTILINE)
+FILES = sorted(Path(__file__).parent.glob("mpi_*_cases.py"))
+CASES = [name for file in FILES for name in FIND.findall(file.read_text())]
 LIMIT_S = 55.0
 
 SMALL_MACHINE = {

@@ -28,7 +28,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("binding",),
     ("elastic",),
     ("ronde",),  # the module-level functions, src/ronde/__init__.py
-    ("comm", "launch"),
+    ("launch",),
+    ("comm",),
     ("net",),
     ("observe",),
     ("settings",),

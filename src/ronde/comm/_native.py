@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import threading
+import weakref
 from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
@@ -122,6 +123,7 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "rd_close": (None, (c_void_p,)),
     "rd_abort": (None, (c_void_p, c_int32)),
     "rd_bucket": (c_void_p, (c_void_p,)),
+    "rd_release": (None, (c_void_p,)),
     "rd_run": (c_int, (c_void_p, POINTER(NativeCall), POINTER(NativeResult), c_double)),
     "rd_submit": (c_int, (c_void_p, POINTER(NativeCall), c_double, POINTER(c_uint64))),
     "rd_wait": (c_int, (c_void_p, c_uint64, POINTER(NativeResult), c_double)),
@@ -167,7 +169,7 @@ _first_byte = c_char.from_buffer
 def address(array: np.ndarray[Any, np.dtype[Any]]) -> int:
     """Where a contiguous array begins. NumPy's own ways to ask take five times as long."""
     try:
-        return ctypes.addressof(_first_byte(array))
+        return ctypes.addressof(_first_byte(array))  # type: ignore[arg-type]  # the stubs of NumPy hide its buffer
     except (TypeError, ValueError):  # read-only, empty, or of a dtype that buffers do not know
         return int(array.__array_interface__["data"][0])
 
@@ -259,7 +261,7 @@ class Handle:
         num_sockets = max((len(row) for row in sockets.values()), default=0)
         table = (c_int * (self._num_members * num_sockets or 1))(*[-1] * (self._num_members * num_sockets))
         for member, row in sockets.items():
-            table[member * num_sockets : (member + 1) * num_sockets] = row
+            table[member * num_sockets : (member + 1) * num_sockets] = [*row]
         ones = (c_int * self._num_members)(*[direct.get(member, -1) for member in range(self._num_members)])
         handle = c_void_p()
         status = self._library.rd_open(layout.native, segment, table, num_sockets, ones, ctypes.byref(handle))
@@ -317,8 +319,13 @@ class Handle:
         return Looking(now.text.decode(errors="replace"), now.since_ns, tuple(missing[: now.num_missing]))
 
     def bucket(self, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """My bucket memory."""
-        return view(self._library.rd_bucket(self._handle) or 0, num_bytes)
+        """My bucket memory. It stays for as long as an array looks into it, even after close()."""
+        if num_bytes == 0:
+            return np.empty(0, np.uint8)
+        start = self._library.rd_bucket(self._handle)
+        memory = (ctypes.c_uint8 * num_bytes).from_address(start)
+        weakref.finalize(memory, self._library.rd_release, start).atexit = False
+        return np.ctypeslib.as_array(memory)
 
     def abort(self, member: int) -> None:
         """End all waits of all members; `member` is to blame, or -1."""

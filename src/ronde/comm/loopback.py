@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 
+from ronde.comm.coordinator import LEAVING_S
 from ronde.comm.negotiator import Send
 from ronde.comm.round import Round, RoundRules
 from ronde.net.messages import Beat, BeatBack, Bye, FromCoordinator, FromWorker, Leave, TraceBatch
@@ -24,7 +25,8 @@ class Loopback:
     """The coordinator of the ranks in this process."""
 
     def __init__(self, members: tuple[Member, ...], groups: tuple[tuple[int, ...], ...], settings: Settings) -> None:
-        rules = RoundRules(fusion_bytes=settings.fusion_bytes, stall_s=settings.stall_s, leaving_s=0.0)
+        leaving_s = min(LEAVING_S, settings.shutdown_s)
+        rules = RoundRules(fusion_bytes=settings.fusion_bytes, stall_s=settings.stall_s, leaving_s=leaving_s)
         self._changed = threading.Condition()
         self._round = Round(members, groups, rules, time.monotonic_ns())
         self._inboxes: list[deque[FromCoordinator]] = [deque() for _ in members]

@@ -65,16 +65,18 @@ class NoticeBoard:
         self._comm = comm
         self._lock = threading.Lock()
         self._sent: list[Request] = []
+        self._freed = False
         self.waiting: dict[int, int] = {}
         """Per member: the collective call at which it told to be waiting, counted from 0."""
         self.gone: dict[int, Notice] = {}
         """Members that closed or aborted the channel."""
 
     def tell(self, member: int, notice: Notice) -> None:
-        """Send a notice; returns at once."""
-        request = self._comm.Isend(notice.encode(), member, TAG_NOTICE)
+        """Send a notice; returns at once. After free() nobody listens any more."""
         with self._lock:
-            self._sent = [sent for sent in (*self._sent, request) if not sent.Test()]
+            if not self._freed:
+                self._sent.append(self._comm.Isend(notice.encode(), member, TAG_NOTICE))
+                self._sent = [sent for sent in self._sent if not sent.Test()]
 
     def read(self) -> None:
         """Take in what has come."""
@@ -97,7 +99,8 @@ class NoticeBoard:
                 return True
             if self._sent or len(self.gone) < self._comm.Get_size() - 1:
                 return False
-        self._comm.Free()
+            self._freed = True
+            self._comm.Free()
         return True
 
     def _take(self, member: int, data: bytes) -> None:

@@ -8,7 +8,6 @@ where send and receive are wanted.
 from __future__ import annotations
 
 import os
-import socket
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -21,7 +20,7 @@ from ronde.comm.backend import Call, ChannelSpec, Looking, Outcome
 from ronde.comm.signature import mismatch
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.descriptors import make_memory, receive_descriptor, send_descriptor
-from ronde.net.door import Caller, Door, knock
+from ronde.net.door import Caller, Connection, Door, knock
 from ronde.net.keys import JobKey
 from ronde.settings import Settings
 from ronde.types import Deadline, Topology
@@ -103,11 +102,11 @@ class NativeBackend:
 
     def _connect(
         self, spec: ChannelSpec, layout: Layout, stack: ExitStack, deadline: Deadline
-    ) -> dict[int, list[socket.socket]]:
+    ) -> dict[int, list[Connection]]:
         """Sockets to the members of other hosts. Knocks at all lower ranks first, then opens for the higher ones: doors
         answer by themselves, so no two members can wait for each other."""
         num = self._settings.num_sockets + 1 + (1 if spec.direct else 0)
-        rows: dict[int, list[socket.socket]] = {}
+        rows: dict[int, list[Connection]] = {}
         for index, rank in enumerate(spec.members):
             if layout.places[index] == layout.places[spec.me]:
                 continue
@@ -120,7 +119,7 @@ class NativeBackend:
                 rows.setdefault(index, []).append(stack.enter_context(sock))
         return rows
 
-    def _knock_at(self, rank: int, purpose: str, deadline: Deadline) -> socket.socket:
+    def _knock_at(self, rank: int, purpose: str, deadline: Deadline) -> Connection:
         failures = []
         doors = self._topology.members[rank].tcp_doors
         for number, address in enumerate(doors):

@@ -27,7 +27,7 @@ from ronde.types import Kind
 
 __all__ = ["Negotiator", "Pending", "Send"]
 
-REMEMBERED = 8192
+REMEMBERED = 65_536
 """Names kept for announcing by id; the one that ran longest ago is forgotten first."""
 WHY_LIMIT = 4000
 """Characters of an error that go to every member."""

@@ -70,7 +70,7 @@ class Bucket:
 class Plan:
     """Buckets under one agreement. Write into `arrays[i]`, then start(i) or run(i): the result is in the same place.
 
-    All members must make the same plan and start its buckets in the same order. The arrays are valid until close().
+    All members must make the same plan and start its buckets in the same order.
     """
 
     def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
@@ -94,7 +94,7 @@ class Plan:
         )
         """My buckets, in memory shared with the other ranks of this host; zeros at first."""
         self._calls: tuple[Call, ...] = tuple(
-            form.call((Part(address(array), address(array), array.size),), None, trusted=True, text=text)
+            form.call((Part(address(array), address(array), array.size),), None, text=text)
             for form, array, text in zip(forms, self.arrays, texts, strict=True)
         )
         self._entries = tuple(
@@ -114,7 +114,7 @@ class Plan:
         return self.arrays[index]
 
     def close(self) -> None:
-        """Free the buckets: the arrays must not be touched any more. Idempotent; all members close theirs."""
+        """Close the channel. The arrays stay usable as memory of one's own. Idempotent; all members close theirs."""
         self._dispatch.close_plan(self._lane)
 
     def __enter__(self) -> Plan:

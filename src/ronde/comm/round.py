@@ -102,8 +102,9 @@ class Round:
         self.present.discard(rank)
         self._leaving.pop(rank, None)
         self._negotiator.lose(rank, why)
-        self._change_groups(self._book.lose(rank, why))
         self._tell(self.present, Lost(rank, why))
+        # After the loss: who hears that a change of groups is refused must know by then that this is the reason.
+        self._change_groups(self._book.lose(rank, why))
 
     def advance(self, now_ns: int) -> list[Send]:
         """What to send now. Called after everything that was there to hear."""

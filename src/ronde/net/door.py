@@ -17,6 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from ronde.errors import StartFailed
 from ronde.net.descriptors import Bell
@@ -25,7 +26,10 @@ from ronde.net.keys import JobKey
 from ronde.net.sockets import NotYet, Place, connect, describe_peer, listen_tcp, listen_unix, locate, peer_uid, tune
 from ronde.types import Deadline
 
-__all__ = ["Caller", "Door", "knock"]
+__all__ = ["Caller", "Connection", "Door", "knock"]
+
+Connection: TypeAlias = socket.socket
+"""What a door gives out and knock() returns; its own name, for those who only pass it on."""
 
 HANDSHAKE_S = 5.0
 """A caller that has not proved itself by then is refused."""

@@ -1,27 +1,32 @@
 """A rank of tests/jobs/test_faults.py: many operations at once, each in a thread and a group of its own, until one rank
-dies. The others report how each operation ended, shut down, and take part in a fresh job.
+dies. The others report how each operation ended, leave, and take part in a fresh job.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 import numpy as np
 
 import ronde
 from ronde.comm.buffers import Array
+from ronde.comm.lane import Lane
 from tests.jobs.scripts.talk import Talk, until
 
-MANY_BYTES = 1 << 28
+FEW_BYTES = 1 << 12
 SOME_BYTES = 1 << 22
+MANY_BYTES = 1 << 28
+
+Operate = Callable[[ronde.Group, Array, int], object]
 
 
-def receive(group: ronde.Group, x: Array, victim: int) -> None:
+def pass_on(group: ronde.Group, x: Array, victim: int) -> None:
     """Messages from the victim to everybody else."""
     if ronde.rank() != victim:
         group.receive(x, victim)
@@ -31,34 +36,29 @@ def receive(group: ronde.Group, x: Array, victim: int) -> None:
             group.send(x, rank)
 
 
-OPERATIONS: dict[str, Callable[[ronde.Group, Array, int], object]] = {
+IN_ORDER: dict[str, Operate] = {
     "allreduce": lambda group, x, victim: group.allreduce(x, out=x),
     "allgather": lambda group, x, victim: group.allgather(x),
     "broadcast": lambda group, x, victim: group.broadcast(x, root=victim, out=x),
-    "broadcast to the victim": lambda group, x, victim: group.broadcast(x, root=other_than(victim), out=x),
+    "broadcast to the victim": lambda group, x, victim: group.broadcast(x, root=0 if victim else 1, out=x),
     "reduce_scatter": lambda group, x, victim: group.reduce_scatter(x),
     "alltoall": lambda group, x, victim: group.alltoall(x),
-    "receive": receive,
-    "negotiation": lambda group, x, victim: group.allreduce(x, out=x, name="gradient"),
 }
-"""Everything that a member may be in when another one dies, and a bucket of a plan."""
-
-
-def other_than(victim: int) -> int:
-    """Some other rank."""
-    return 0 if victim else 1
+OTHERS = ("negotiation", "message", "bucket", "change of groups")
+OPERATIONS = (*IN_ORDER, *OTHERS)
+"""Everything that a member may be in when another one dies."""
 
 
 class Caller:
-    """One operation in a thread: once, or again and again. It ends by its error."""
+    """One operation in a thread: once, or again and again until it fails."""
 
-    def __init__(self, name: str, operate: Callable[[], object], again: bool) -> None:
-        self.name = name
+    def __init__(self, operate: Callable[[], object], again: bool) -> None:
         self.num_done = 0
-        self.ended: dict[str, object] | None = None
+        self.ended: dict[str, object] = {}
         self._operate = operate
         self._again = again
-        self.thread = threading.Thread(target=self._call, name=name, daemon=True)
+        # A daemon: a process that ends does not wait for what it is in the middle of.
+        self.thread = threading.Thread(target=self._call, daemon=True)
         self.thread.start()
 
     def _call(self) -> None:
@@ -66,15 +66,75 @@ class Caller:
             while self._again or not self.num_done:
                 self._operate()
                 self.num_done += 1
-            self.ended = {"error": "none"}
+            ended: dict[str, object] = {"error": "none"}
         except Exception as error:
-            peer, why = getattr(error, "peer", None), getattr(error, "why", "")
-            self.ended = {"error": type(error).__name__, "peer": peer, "why": why, "text": str(error)}
-        self.ended["at"] = time.monotonic()
+            ended = {"error": type(error).__name__, "text": str(error)}
+            ended.update({name: getattr(error, name, None) for name in ("peer", "why")})
+        self.ended = {**ended, "at": time.monotonic()}
 
 
-def die(talk: Talk, death: str) -> NoReturn:
-    """End this process in one of the ways that need its help."""
+class Rank:
+    """One rank's part in the job."""
+
+    def __init__(self, talk: Talk, wanted: dict[str, Any]) -> None:
+        self._talk = talk
+        self._victim: int = wanted["victim"]
+        self._is_victim = talk.rank == self._victim
+        self._inside = wanted["moment"] == "inside"
+        everybody = range(wanted["size"])
+        self._others = [rank for rank in everybody if rank != self._victim]
+        ronde.init(groups=[self._others, *[everybody] * (len(IN_ORDER) + 2)], **wanted["settings"])
+        self._plan = ronde.plan([ronde.Bucket(count=self._count(SOME_BYTES))])
+        ronde.barrier()
+
+    def run(self) -> None:
+        """Be in every operation, until they fail."""
+        if self._is_victim and not self._inside:
+            die(self._talk)
+        callers = {name: Caller(operate, again=self._inside) for name, operate in self._operations()}
+        if self._inside:
+            lane = self._group("allreduce").dispatch.lane
+            rest = [caller for name, caller in callers.items() if name != "allreduce"]
+            until(lambda: missing(lane) == () and all(each.num_done for each in rest), "everybody inside")
+        else:
+            # The coordinator hears things in order: when this is over, it has heard of what was announced before.
+            ronde.groups()[1].barrier(name="heard")
+            for name in IN_ORDER:
+                lane = self._group(name).dispatch.lane
+                until(functools.partial(self._misses_victim, lane), f"all but the victim in {name}")
+        self._talk.say("under way")
+        if self._is_victim:
+            die(self._talk)
+        for caller in callers.values():
+            caller.thread.join()
+        self._talk.say("ended", operations={name: caller.ended for name, caller in callers.items()})
+
+    def _operations(self) -> Iterator[tuple[str, Callable[[], object]]]:
+        for name, operate in IN_ORDER.items():
+            x = np.zeros(self._count(MANY_BYTES if name == "allreduce" else SOME_BYTES), np.float32)
+            yield name, functools.partial(operate, self._group(name), x, self._victim)
+        x, named = np.zeros(self._count(SOME_BYTES), np.float32), self._group("negotiation")
+        if self._inside:
+            yield "negotiation", lambda: named.allreduce(x, name="gradient")
+        else:
+            yield "negotiation", named.allreduce(x, name="gradient", wait=False).wait
+        yield "message", functools.partial(pass_on, self._group("message"), np.zeros_like(x), self._victim)
+        yield "bucket", functools.partial(self._plan.run, 0)
+        yield "change of groups", lambda: ronde.remove_group(ronde.add_group(self._others))
+
+    def _group(self, name: str) -> ronde.Group:
+        return ronde.groups()[2 + OPERATIONS.index(name)]
+
+    def _count(self, num_bytes: int) -> int:
+        return (num_bytes if self._inside else FEW_BYTES) // 4
+
+    def _misses_victim(self, lane: Lane) -> bool:
+        return missing(lane) == (self._victim,)
+
+
+def die(talk: Talk) -> NoReturn:
+    """In one of the ways that need our help; or by the signal that comes instead of an order."""
+    death = talk.hear()["death"]
     talk.say("dying")
     if death == "os._exit":
         os._exit(0)
@@ -83,51 +143,21 @@ def die(talk: Talk, death: str) -> NoReturn:
     raise ArithmeticError("the victim's own mistake")
 
 
-def wait_and_see(callers: list[Caller], victim: int) -> None:
-    """Return when everybody but the victim is in every operation."""
-    named = ronde.groups()[-1]
-    named.barrier(name="heard")  # the coordinator hears things in order: it knows of what was announced before
-    for caller, group in zip(callers, ronde.groups()[1:], strict=False):
-        lane = group.dispatch.lane
-        if caller.name not in ("receive", "negotiation"):
-            until(lambda lane=lane: _missing(lane) == (victim,), f"the others in {caller.name}")
-
-
-def _missing(lane: Any) -> tuple[int, ...] | None:  # noqa: ANN401
+def missing(lane: Lane) -> tuple[int, ...] | None:
+    """Whom the operation under way waits for; None when there is none."""
     looking = lane.look()
     return None if looking is None else tuple(lane.members[index] for index in looking.missing)
 
 
-def main() -> None:
-    """Do what the test says."""
-    talk = Talk()
-    wanted = talk.hear()
-    size, victim, inside = wanted["size"], wanted["victim"], wanted["inside"]
-    everybody, others = range(size), [rank for rank in range(size) if rank != victim]
-    ronde.init(groups=[*[everybody] * len(OPERATIONS), others], **wanted["settings"])
-    plan = ronde.plan([ronde.Bucket(count=(SOME_BYTES if inside else 4096) // 4)])
-    talk.say("ready")
-    if not inside and talk.rank == victim:
-        die(talk, talk.hear()["death"])
-    callers = [Caller("bucket", lambda: plan.run(0), inside)]
-    for (name, operate), group in zip(OPERATIONS.items(), ronde.groups()[1:], strict=False):
-        num_bytes = 4096 if not inside else MANY_BYTES if name == "allreduce" else SOME_BYTES
-        x = np.zeros(num_bytes // 4, np.float32)
-        call = lambda operate=operate, group=group, x=x: operate(group, x, victim)  # noqa: E731
-        callers.append(Caller(name, call, inside))
-    if inside:
-        lane = ronde.groups()[1].dispatch.lane
-        until(lambda: _missing(lane) == () and all(c.num_done for c in callers[2:]), "everybody inside")
-        talk.say("inside")
-        if talk.rank == victim:
-            die(talk, talk.hear()["death"])
-    else:
-        wait_and_see(callers[1:], victim)
-        talk.say("waiting")
-    for caller in callers:
-        caller.thread.join()
-    talk.say("ended", operations={caller.name: caller.ended for caller in callers})
-    begin_anew(talk)
+def fail_to_start(talk: Talk, wanted: dict[str, Any]) -> None:
+    """The victim ends before it joins: the others are told."""
+    if talk.rank == wanted["victim"]:
+        die(talk)
+    talk.say("under way")
+    try:
+        ronde.init(**wanted["settings"])
+    except ronde.StartFailed as error:
+        talk.say("ended", error=str(error))
 
 
 def begin_anew(talk: Talk) -> None:
@@ -141,6 +171,17 @@ def begin_anew(talk: Talk) -> None:
     total = float(ronde.allreduce(np.ones(3)).sum())
     ronde.shutdown()
     talk.say("anew", leaving_s=left - began, joining_s=joined - left, total=total)
+
+
+def main() -> None:
+    """Do what the test says."""
+    with Talk() as talk:
+        wanted = talk.hear()
+        if wanted["moment"] == "start":
+            fail_to_start(talk, wanted)
+        else:
+            Rank(talk, wanted).run()
+        begin_anew(talk)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,9 @@ def test_whole_numbers_wrap_and_truncate() -> None:
     assert reduce([np.array([9], np.uint64)] * 2, DType.UINT64, Op.MEAN, 1.0, 1.0).tolist() == [9]
 
 
-@pytest.mark.parametrize(("factor", "result"), [(0.5, [1, -1]), (1e30, [2**63 - 1, -(2**63)]), (-1e30, [-(2**63), 2**63 - 1])])
+@pytest.mark.parametrize(
+    ("factor", "result"), [(0.5, [1, -1]), (1e30, [2**63 - 1, -(2**63)]), (-1e30, [-(2**63), 2**63 - 1])]
+)
 def test_scaled_whole_numbers_stay_within_their_limits(factor: float, result: list[int]) -> None:
     assert reduce([np.array([3, -3])], DType.INT64, Op.SUM, factor, 1.0).tolist() == result
 

@@ -24,14 +24,14 @@ class Tensor:
     def __dlpack_device__(self) -> tuple[int, int]:
         return self._device, 0
 
-    def __dlpack__(self, **options: Any) -> Any:
-        return self._data.__dlpack__(**options)
+    def __dlpack__(self, **options: object) -> object:
+        return self._data.__dlpack__(**options)  # type: ignore[arg-type]  # NumPy knows its own options
 
 
 class UnreadableTensor(Tensor):
     """A tensor of a dtype that NumPy does not have."""
 
-    def __dlpack__(self, **options: Any) -> Any:
+    def __dlpack__(self, **options: object) -> object:
         raise BufferError("bfloat16 is not supported")
 
 

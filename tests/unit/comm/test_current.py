@@ -1,0 +1,192 @@
+"""init() and shutdown(), and what becomes of a process that forgets the second."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import tempfile
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import ronde
+from ronde.launch.local import start_local
+from ronde.net.keys import new_key
+from ronde.types import Deadline
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    ronde.shutdown()
+
+
+def run_ranks(size: int, script: str) -> tuple[list[int], str]:
+    """Exit codes and all output of a script on several ranks."""
+    with tempfile.TemporaryFile("w+") as output:
+        argv = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
+        with start_local(argv, size, env={"PYTHONPATH": str(ROOT / "src")}, stdout=output) as job:
+            codes = job.wait(Deadline(40))
+        output.seek(0)
+        return codes, output.read()
+
+
+def test_without_init_every_call_says_what_to_do() -> None:
+    assert not ronde.is_initialized()
+    for call in (ronde.rank, ronde.size, ronde.world, ronde.metrics, lambda: ronde.allreduce(np.ones(1))):
+        with pytest.raises(ronde.NotInitialized, match=r"call ronde\.init"):
+            call()
+    ronde.shutdown()
+
+
+def test_rounds_may_follow_each_other() -> None:
+    for _ in range(3):
+        ronde.init()
+        ronde.init()
+        assert (ronde.rank(), ronde.size(), ronde.local_rank(), ronde.local_size()) == (0, 1, 0, 1)
+        assert (ronde.cross_rank(), ronde.cross_size()) == (0, 1)
+        assert ronde.allreduce(np.ones(2), name="x").tolist() == [1, 1]
+        ronde.shutdown()
+        ronde.shutdown()
+        assert not ronde.is_initialized()
+
+
+def test_groups_can_be_given_at_the_start() -> None:
+    ronde.init(groups=[[0], [0]])
+    assert [group.ranks for group in ronde.groups()] == [(0,), (0,), (0,)]
+    ronde.remove_group(ronde.groups()[1])
+    assert [group.id for group in ronde.groups()] == [0, 2]
+    ronde.shutdown()
+    with pytest.raises(ValueError, match="from 0 to 0, got 1"):
+        ronde.init(groups=[[0, 1]])
+    assert not ronde.is_initialized()
+
+
+def test_a_wrong_setting_is_named() -> None:
+    with pytest.raises(TypeError, match="unknown setting speed"):
+        ronde.init(speed=3)
+    with pytest.raises(ValueError, match="stall_s"):
+        ronde.init(stall_s=-1)
+    assert not ronde.is_initialized()
+
+
+def test_all_functions_reach_the_world() -> None:
+    ronde.init()
+    x = np.arange(4.0)
+    assert np.array_equal(ronde.allreduce(x, op="mean"), x)
+    assert np.array_equal(ronde.allgather(x), x)
+    assert np.array_equal(ronde.broadcast(x), x)
+    assert np.array_equal(ronde.reduce_scatter(x), x)
+    assert np.array_equal(ronde.alltoall(x)[0], x)
+    assert ronde.barrier() is None
+    assert ronde.join() == 0
+    with ronde.plan([ronde.Bucket(3)]) as plan:
+        plan.run(0)
+    group = ronde.add_group([0])
+    assert ronde.allreduce(x, group=group).shape == x.shape
+    with pytest.raises(ValueError, match="this very rank"):
+        ronde.send(x, 0)
+    with pytest.raises(ValueError, match="this very rank"):
+        ronde.receive(x, 0)
+    assert ronde.metrics().total.operations > 5
+    assert any("started as one of 1" in event.words() for event in ronde.events())
+
+
+def test_the_trace_of_a_job_of_one_is_written(tmp_path: Path) -> None:
+    ronde.init(timeline=str(tmp_path / "trace.json"))
+    ronde.allreduce(np.ones(1), name="the only one")
+    ronde.shutdown()
+    assert "the only one" in (tmp_path / "trace.json").read_text()
+
+
+def test_an_uncaught_error_is_told_to_the_others() -> None:
+    codes, output = run_ranks(
+        2,
+        """
+        import numpy as np, ronde
+        ronde.init()
+        if ronde.rank() == 1:
+            raise ArithmeticError("the last straw")
+        try:
+            ronde.allreduce(np.ones(3))
+        except ronde.PeerLost as error:
+            print("told:", error)
+        """,
+    )
+    assert codes == [0, 1], output
+    assert "told: rank 0 lost rank 1" in output and "ArithmeticError: the last straw" in output.split("told:")[1]
+
+
+def test_leaving_without_shutdown_is_told_to_the_others() -> None:
+    codes, output = run_ranks(
+        2,
+        """
+        import numpy as np, ronde
+        ronde.init()
+        if ronde.rank() == 0:
+            try:
+                ronde.allreduce(np.ones(3), name="x")
+            except ronde.PeerLost as error:
+                print("told:", error)
+            ronde.shutdown()
+        """,
+    )
+    assert codes == [0, 0], output
+    assert "exited without shutdown" in output
+
+
+def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
+    script = """
+        import os, signal, time
+        import numpy as np, ronde
+        ronde.init(start_s=20.0, operation_s=20.0, shutdown_s=1.0)
+        if ronde.rank() == 1:
+            if os.fork() == 0:
+                assert not ronde.is_initialized()
+                time.sleep(5)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
+        began = time.monotonic()
+        try:
+            ronde.allreduce(np.ones(3))
+        except ronde.PeerLost as error:
+            print("told:", error, time.monotonic() - began < 4)
+        """
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{sock.getsockname()[1]}"
+    env = {"RONDE_SIZE": "2", "RONDE_KEY": new_key(), "RONDE_COORDINATOR": address, "PYTHONPATH": str(ROOT / "src")}
+    with tempfile.TemporaryFile("w+") as output:
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-c", textwrap.dedent(script)],
+                env={**env, "RONDE_RANK": str(rank)},
+                stdout=output,
+                stderr=subprocess.STDOUT,
+            )
+            for rank in range(2)
+        ]
+        codes = [rank.wait(40) for rank in ranks]
+        output.seek(0)
+        said = output.read()
+    assert codes == [0, -9], said
+    assert "told: rank 0 lost rank 1" in said and "True" in said
+
+
+def test_a_plain_script_is_a_job_of_one_and_needs_no_shutdown() -> None:
+    script = "import numpy, ronde; ronde.init(); print(ronde.allreduce(numpy.ones(2)).sum())"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        env={"PYTHONPATH": str(ROOT / "src")},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")

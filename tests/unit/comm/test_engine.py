@@ -1,0 +1,366 @@
+"""The engine against a control that the test plays: what it says, what it does with answers, how it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import TypeVar
+
+import numpy as np
+import pytest
+
+from ronde.comm.engine import Engine
+from ronde.comm.lane import Lane
+from ronde.comm.named import Named
+from ronde.comm.operations import ReduceOne
+from ronde.comm.presence import Presence
+from ronde.comm.signature import Forms, Options
+from ronde.comm.threads import Hub, ThreadsBackend
+from ronde.comm.work import NamedWork
+from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded
+from ronde.net.messages import (
+    Announce,
+    Beat,
+    BeatBack,
+    Bye,
+    Ended,
+    Failed,
+    FromCoordinator,
+    FromWorker,
+    GroupChanged,
+    GroupWanted,
+    Leave,
+    Lost,
+    Run,
+    RunItem,
+    StackQuery,
+    StackReply,
+    Stalled,
+    Unknown,
+)
+from ronde.observe.recorder import Recorder
+from ronde.types import Deadline, DType, Kind
+from tests.unit.comm.scripted_channel import ScriptedChannel
+
+M = TypeVar("M")
+
+
+class ScriptedControl:
+    """The coordinator is the test: it says things and waits for what the engine says."""
+
+    def __init__(self) -> None:
+        self.said: list[FromWorker] = []
+        self.num_wakes = 0
+        self.hung_up = False
+        self._inbox: deque[FromCoordinator] = deque()
+        self._changed = threading.Condition()
+        self._woken = False
+
+    def tell(self, *messages: FromCoordinator) -> None:
+        with self._changed:
+            self._inbox.extend(messages)
+            self._changed.notify_all()
+
+    def hang_up(self) -> None:
+        with self._changed:
+            self.hung_up = True
+            self._changed.notify_all()
+
+    def expect(self, kind: type[M], which: Callable[[M], bool] = lambda message: True) -> M:
+        """Wait until the engine has said something of this kind; hear it once."""
+        with self._changed:
+
+            def found() -> M | None:
+                return next((m for m in self.said if isinstance(m, kind) and which(m)), None)
+
+            assert self._changed.wait_for(lambda: found() is not None, 10), f"no {kind.__name__} among {self.said}"
+            message = found()
+            assert message is not None
+            self.said.remove(message)  # type: ignore[arg-type]  # it came from there
+            return message
+
+    # --- the engine's side -----------------------------------------------------------------------------------------
+
+    def send(self, message: FromWorker) -> None:
+        with self._changed:
+            self.said.append(message)
+            self._changed.notify_all()
+
+    def poll(self, timeout_s: float) -> list[FromCoordinator]:
+        with self._changed:
+            self._changed.wait_for(lambda: self._inbox or self._woken or self.hung_up, timeout_s)
+            self._woken = False
+            found = list(self._inbox)
+            self._inbox.clear()
+            return found
+
+    def unwatch(self, fd: int) -> None:
+        self.hung_up = False
+
+    def readable(self) -> set[int]:
+        return {7} if self.hung_up else set()
+
+    def wake(self) -> None:
+        with self._changed:
+            self.num_wakes += 1
+            self._woken = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        pass
+
+
+class Stage:
+    """An engine with one group of three ranks on a scripted channel."""
+
+    def __init__(self, coordinator_rank: int = -1) -> None:
+        self.control = ScriptedControl()
+        self.recorder = Recorder(0)
+        self.presence = Presence(0, 3, ThreadsBackend(Hub()))
+        self.engine = Engine(self.control, self.presence, self.recorder, lifeline=7, coordinator_rank=coordinator_rank)
+        self.channel = ScriptedChannel(members=(0, 1, 2))
+        lane = Lane(self.channel, 0, self.recorder, 10.0)
+        self.presence.adopt(lane)
+        self.named = Named(0, lane, Forms(), self.engine.board)
+        self.presence.add_named(self.named)
+        self.forms = Forms()
+        self.engine.start()
+
+    def announce(self, name: str, count: int = 3) -> NamedWork:
+        form = self.forms.find(Kind.ALLREDUCE, DType.FLOAT32, ((count,),), Options())
+        x = np.ones(count, np.float32)
+        work = NamedWork(ReduceOne(form, x, x), 0, name, self.engine.board, 10.0)
+        self.engine.announce(self.named, work)
+        return work
+
+    def finish(self, *works: NamedWork) -> None:
+        for ticket in self.channel.tickets:
+            ticket.end()
+        for work in works:
+            work.wait()
+
+
+@pytest.fixture
+def stage() -> Iterator[Stage]:
+    made = Stage()
+    yield made
+    made.engine.stop()
+
+
+def test_what_is_queued_together_is_announced_together(stage: Stage) -> None:
+    stage.control.expect(Beat)
+    with stage.control._changed:  # the engine cannot send meanwhile
+        works = [stage.announce(str(index)) for index in range(50)]
+    names: list[str] = []
+    while len(names) < 50:
+        names += [request.name for request in stage.control.expect(Announce).new]
+    assert names == [str(index) for index in range(50)]
+    stage.control.tell(Run(0, tuple(RunItem(index + 1, str(index)) for index in range(50))))
+    works[0]._take_off(Deadline(10))
+    assert len(stage.channel.tickets) == 1
+    assert len(stage.channel.tickets[0].call.parts) == 50
+    assert stage.channel.tickets[0].call.trusted
+    stage.finish(*works)
+    assert stage.recorder.metrics().of(0, "allreduce").operations == 50
+
+
+def test_what_is_known_is_announced_by_its_id(stage: Stage) -> None:
+    for known in ((), (41,)):
+        work = stage.announce("w")
+        announce = stage.control.expect(Announce)
+        assert (len(announce.new), announce.known) == (0 if known else 1, known)
+        stage.control.tell(Run(0, (RunItem(41, "w"),)))
+        work._take_off(Deadline(10))
+        stage.finish(work)
+    stage.announce("w", count=4)
+    assert stage.control.expect(Announce).new[0].shapes == ((4,),)
+
+
+def test_an_id_that_was_forgotten_is_announced_in_full_again(stage: Stage) -> None:
+    work = stage.announce("w")
+    stage.control.expect(Announce)
+    stage.control.tell(Run(0, (RunItem(41, "w"),)))
+    work._take_off(Deadline(10))
+    stage.finish(work)
+    again = stage.announce("w")
+    assert stage.control.expect(Announce).known == (41,)
+    stage.control.tell(Unknown(41))
+    assert stage.control.expect(Announce).new[0].name == "w"
+    stage.control.tell(Run(0, (RunItem(42, "w"),)))
+    again._take_off(Deadline(10))
+    stage.finish(again)
+    stage.announce("w")
+    assert stage.control.expect(Announce).known == (42,)
+
+
+def test_a_name_is_free_again_when_its_operation_is_over(stage: Stage) -> None:
+    work = stage.announce("w")
+    stage.control.expect(Announce)
+    with pytest.raises(ValueError, match="allreduce 'w' of group 0 is still under way on this rank"):
+        stage.announce("w")
+    stage.control.tell(Run(0, (RunItem(1, "w"),)))
+    work._take_off(Deadline(10))
+    with pytest.raises(ValueError, match="still under way"):
+        stage.announce("w")
+    stage.channel.tickets[0].end()
+    stage.announce("w")
+
+
+def test_a_disagreement_fails_that_work_only(stage: Stage) -> None:
+    wrong, right = stage.announce("wrong"), stage.announce("right")
+    stage.control.tell(Failed(0, "wrong", "ranks disagree"), Run(0, (RunItem(1, "right"),)))
+    with pytest.raises(Mismatch, match="ranks disagree"):
+        wrong.wait(10)
+    right._take_off(Deadline(10))
+    stage.finish(right)
+    stage.announce("wrong")
+
+
+def test_a_rank_that_has_joined_gives_zeros(stage: Stage) -> None:
+    work = stage.announce("mine")
+    request = stage.control.expect(Announce).new[0]
+    stage.control.tell(Run(0, (RunItem(1, "mine"), RunItem(2, "theirs", request))))
+    work._take_off(Deadline(10))
+    call = stage.channel.tickets[0].call
+    assert [part.count for part in call.parts] == [3, 3]
+    stage.finish(work)
+
+
+def test_a_lost_rank_ends_what_it_was_part_of(stage: Stage) -> None:
+    work = stage.announce("w")
+    stage.control.tell(Lost(2, "it fell"))
+    with pytest.raises(PeerLost, match=r"rank 0 lost rank 2 .it fell"):
+        work.wait(10)
+    assert stage.channel.aborted == [(2, "it fell")]
+    with pytest.raises(PeerLost):
+        stage.announce("later")
+    late = ScriptedChannel(members=(0, 2))
+    stage.presence.adopt(Lane(late, 1, stage.recorder, 10.0))
+    assert late.aborted == [(2, "it fell")]
+    unharmed = ScriptedChannel(members=(0, 1))
+    stage.presence.adopt(Lane(unharmed, 2, stage.recorder, 10.0))
+    assert unharmed.aborted == []
+    assert [event.words() for event in stage.recorder.events()] == ["lost rank 2: it fell"]
+
+
+def test_the_end_of_the_round_ends_everything(stage: Stage) -> None:
+    work = stage.announce("w")
+    stage.control.tell(Ended("the coordinator was closed"))
+    with pytest.raises(RoundEnded, match="the coordinator was closed"):
+        work.wait(10)
+    assert stage.channel.aborted == [(-1, "the coordinator was closed")]
+    with pytest.raises(RoundEnded):
+        stage.engine.ask(GroupWanted((0, 1)), Deadline(10))
+
+
+def test_the_end_of_the_lifeline_is_the_end_of_the_round(stage: Stage) -> None:
+    work = stage.announce("w")
+    stage.control.hang_up()
+    with pytest.raises(RoundEnded, match="the coordinator is gone"):
+        work.wait(10)
+
+
+def test_the_last_words_say_more_than_the_end_of_the_lifeline(stage: Stage) -> None:
+    work = stage.announce("w")
+    stage.control.tell(Ended("out of memory"))
+    stage.control.hang_up()
+    with pytest.raises(RoundEnded, match="out of memory"):
+        work.wait(10)
+
+
+def test_a_coordinator_that_rank_0_hosted_is_lost_with_it() -> None:
+    stage = Stage(coordinator_rank=0)
+    try:
+        work = stage.announce("w")
+        stage.control.hang_up()
+        with pytest.raises(PeerLost, match=r"lost rank 0 .it hosted the coordinator"):
+            work.wait(10)
+    finally:
+        stage.engine.stop()
+
+
+def test_a_wait_that_ends_names_whom_the_work_waits_for(stage: Stage) -> None:
+    work = stage.announce("w")
+    with pytest.raises(OperationTimeout, match=r"allreduce 'w' of group 0 did not start within 0.001 s$"):
+        work.wait(0.001)
+    stage.control.tell(Stalled("allreduce 'w' (float32 (3,), sum)", 0, 5.0, (1, 2), "report"), StackQuery(4))
+    assert stage.control.expect(StackReply).ticket == 4
+    with pytest.raises(OperationTimeout, match="it waits for ranks 1, 2"):
+        work.wait(0.001)
+    assert [event.words() for event in stage.recorder.events()] == ["report"]
+
+
+def test_it_says_where_the_main_thread_is(stage: Stage) -> None:
+    stage.control.tell(StackQuery(9))
+    reply = stage.control.expect(StackReply)
+    assert reply.ticket == 9
+    assert "test_engine.py" in reply.stack
+
+
+def test_changes_of_groups_are_handed_to_who_asked(stage: Stage) -> None:
+    answers: list[GroupChanged] = []
+
+    def ask(wanted: GroupWanted) -> None:
+        answers.append(stage.engine.ask(wanted, Deadline(10)))
+
+    threads = [threading.Thread(target=ask, args=(w,)) for w in (GroupWanted((0, 1)), GroupWanted((1, 2), 5))]
+    for thread in threads:
+        thread.start()
+    stage.control.expect(GroupWanted)
+    stage.control.expect(GroupWanted)
+    stage.control.tell(GroupChanged((1, 2), 5, removed=True), GroupChanged((0, 1), 6))
+    for thread in threads:
+        thread.join(10)
+    assert {(answer.id, answer.removed) for answer in answers} == {(5, True), (6, False)}
+    with pytest.raises(OperationTimeout, match="not every rank of the job asked to make a group of ranks 0, 2"):
+        stage.engine.ask(GroupWanted((0, 2)), Deadline(0.001))
+
+
+def test_an_orderly_goodbye_waits_for_the_answer(stage: Stage) -> None:
+    left = threading.Event()
+
+    def leave() -> None:
+        stage.engine.leave(Leave(True), Deadline(10))
+        left.set()
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    assert stage.control.expect(Leave).orderly
+    assert not left.is_set()
+    stage.control.tell(Bye())
+    thread.join(10)
+    assert left.is_set()
+
+
+def test_a_goodbye_in_disorder_does_not_wait_but_is_sent(stage: Stage) -> None:
+    stage.engine.leave(Leave(False, "ValueError: x"), Deadline(10))
+    stage.engine.stop()
+    assert stage.control.expect(Leave).why == "ValueError: x"
+
+
+def test_the_clock_of_the_same_host_is_not_corrected(stage: Stage) -> None:
+    sent = stage.control.expect(Beat).sent_ns
+    stage.control.tell(BeatBack(sent, sent), StackQuery(1))
+    stage.control.expect(StackReply)
+    assert stage.engine._offset_ns == 0
+    stage.control.tell(BeatBack(sent, sent + 10**15), StackQuery(2))
+    stage.control.expect(StackReply)
+
+
+def test_an_engine_that_breaks_ends_the_round(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
+    work = stage.announce("w")
+    stage.control.tell(Run(0, (RunItem(1, "nobody announced this"),)))
+    with pytest.raises(RoundEnded, match="ronde's engine broke: KeyError"):
+        work.wait(10)
+    assert "the engine broke" in caplog.text
+
+
+def test_a_sleeping_engine_is_woken_once(stage: Stage) -> None:
+    stage.control.expect(Beat)
+    before = stage.control.num_wakes
+    with stage.control._changed:
+        for index in range(100):
+            stage.announce(str(index))
+    stage.control.expect(Announce)
+    assert stage.control.num_wakes - before <= 2
