@@ -6,7 +6,8 @@
 //   3. inside  everyone copies the result
 //
 // Each host puts every byte on the wire once, not once per member. For buckets the common array is the first local
-// member's bucket; for arrays it is the staging result, slot by slot.
+// member's bucket; for arrays it is the staging result, slot by slot. The wire should never wait for copying: while
+// chunk c travels, each member copies chunk c - 1 out and brings chunk c + 1 in, a piece at a time (StagedRun).
 #include <algorithm>
 
 #include "algorithm/algorithm.h"
@@ -56,27 +57,127 @@ void in_buckets(Team& team, const Job& job) {
   team.gate.meet(team.waiter);  // the first member's bucket is read until here
 }
 
-void in_slots(Team& team, const Job& job) {
-  uint32_t locals = team.layout.num_locals(), me = team.layout.my_local;
-  uint64_t width = job.element_bytes(), bytes = job.parts.bytes();
-  uint64_t step = team.layout.slot_bytes / width * width;
-  for (uint64_t begin = 0; begin < bytes; begin += step, ++team.slot) {
-    uint64_t size = std::min(step, bytes - begin);
-    uint32_t which = team.slot & 1;
-    job.parts.gather(begin, size, team.segment->slot(me, which));
-    team.gate.meet(team.waiter);
-    Range mine = share_of(size / width, me, locals, width);
-    const void* ins[RD_MAX_MEMBERS];
-    for (uint32_t local = 0; local < locals; ++local)
-      ins[local] = team.segment->slot(local, which) + mine.begin * width;
-    char* common = team.segment->result(which);
-    void* out = common + mine.begin * width;
-    reduce_many(inside(job), ins, locals, &out, 1, mine.size(), false);
-    team.gate.meet(team.waiter);
-    across(team, job, common, size / width);
-    team.gate.meet(team.waiter);
-    job.parts.scatter(begin, size, common);
+// The phases of the gate come in this order for every member:
+//   G(0) R(0)  G(1) R(1) X(0)  G(2) R(2) X(1)  …      G: gathered into slots   R: reduced   X: back from across
+// When I write ... then nobody still needs it, because ...
+//   slot[c & 1] for chunk c     everyone reduced c - 2 before R(c - 2), which I waited for before going across with it
+//   result[c & 1] for chunk c   everyone copied c - 2 out before G(c), which I wait for before reducing
+class StagedRun {
+ public:
+  StagedRun(Team& team, const Job& job)
+      : team_(team),
+        job_(job),
+        width_(job.element_bytes()),
+        step_(team.layout.slot_bytes / width_ * width_),
+        num_chunks_((job.parts.bytes() + step_ - 1) / step_) {}
+
+  void run() {
+    begin(State::kGather, 0);
+    finish();
+    for (uint64_t chunk = 0; chunk < num_chunks_; ++chunk) {
+      team_.gate.wait(reduced_, team_.waiter);
+      begin(chunk > 0 ? State::kScatter : State::kGather, chunk + 1);
+      team_.waiter.set_meanwhile([this] { return work_a_little(); });
+      across(team_, job_, common(chunk), size(chunk) / width_);
+      team_.waiter.set_meanwhile(nullptr);
+      finish();
+      back_ = team_.gate.arrive();
+    }
+    begin(State::kScatter, num_chunks_ + 1);
+    finish();
   }
+
+ private:
+  enum class State { kScatter, kGather, kMeet, kReduce, kDone };
+
+  uint64_t size(uint64_t chunk) const { return std::min(step_, job_.parts.bytes() - chunk * step_); }
+  uint32_t which(uint64_t chunk) const { return uint32_t(team_.slot + chunk) & 1; }
+  char* common(uint64_t chunk) const { return team_.segment->result(which(chunk)); }
+
+  // `next` is the chunk to bring in; the one two before it is to be copied out.
+  void begin(State state, uint64_t next) {
+    state_ = state;
+    next_ = next;
+    done_ = 0;
+  }
+
+  void finish() {
+    while (state_ != State::kDone) {
+      if (work_a_little()) continue;
+      team_.gate.wait(state_ == State::kScatter ? back_ : gathered_, team_.waiter);
+    }
+  }
+
+  // One piece of what is to be done; false when there is nothing, or others must come first.
+  bool work_a_little() {
+    switch (state_) {
+      case State::kScatter:
+        return team_.gate.passed(back_) && scatter();
+      case State::kGather:
+        return gather();
+      case State::kMeet:
+        if (!team_.gate.passed(gathered_)) return false;
+        state_ = State::kReduce;
+        return true;
+      case State::kReduce:
+        return reduce();
+      default:
+        return false;
+    }
+  }
+
+  bool scatter() {
+    uint64_t chunk = next_ - 2, piece = std::min(kPieceBytes, size(chunk) - done_);
+    job_.parts.scatter(chunk * step_ + done_, piece, common(chunk) + done_);
+    done_ += piece;
+    if (done_ == size(chunk)) begin(State::kGather, next_);
+    return true;
+  }
+
+  bool gather() {
+    if (next_ >= num_chunks_) {
+      state_ = State::kDone;
+      return false;
+    }
+    uint64_t piece = std::min(kPieceBytes, size(next_) - done_);
+    job_.parts.gather(next_ * step_ + done_, piece, team_.segment->slot(team_.layout.my_local, which(next_)) + done_);
+    done_ += piece;
+    if (done_ < size(next_)) return true;
+    gathered_ = team_.gate.arrive();
+    begin(State::kMeet, next_);
+    return true;
+  }
+
+  bool reduce() {
+    uint32_t locals = team_.layout.num_locals();
+    Range mine = share_of(size(next_) / width_, team_.layout.my_local, locals, width_);
+    uint64_t begin_at = mine.begin * width_ + done_, piece = std::min(kPieceBytes, mine.size() * width_ - done_);
+    const void* ins[RD_MAX_MEMBERS];
+    for (uint32_t local = 0; local < locals; ++local) ins[local] = team_.segment->slot(local, which(next_)) + begin_at;
+    void* out = common(next_) + begin_at;
+    reduce_many(inside(job_), ins, locals, &out, 1, piece / width_, false);
+    done_ += piece;
+    if (done_ < mine.size() * width_) return true;
+    reduced_ = team_.gate.arrive();
+    state_ = State::kDone;
+    return true;
+  }
+
+  static constexpr uint64_t kPieceBytes = 128 * 1024;
+
+  Team& team_;
+  const Job& job_;
+  const uint64_t width_, step_, num_chunks_;
+  State state_ = State::kDone;
+  uint64_t next_ = 0, done_ = 0;
+  uint32_t gathered_ = 0, reduced_ = 0, back_ = 0;
+};
+
+void in_slots(Team& team, const Job& job) {
+  StagedRun run(team, job);
+  run.run();
+  uint64_t step = team.layout.slot_bytes / job.element_bytes() * job.element_bytes();
+  team.slot += uint32_t((job.parts.bytes() + step - 1) / step);
 }
 
 // Alone at my place, while others are not: my own array is the common one.

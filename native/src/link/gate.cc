@@ -17,10 +17,13 @@ uint32_t Gate::arrive() {
   return phase;
 }
 
+bool Gate::passed(uint32_t phase) const {
+  return segment_ == nullptr || int32_t(segment_->head().open.load(std::memory_order_acquire) - phase) >= 0;
+}
+
 void Gate::wait(uint32_t phase, Waiter& waiter) {
   if (segment_ == nullptr) return;
   SegmentHead& head = segment_->head();
-  auto open = [&] { return int32_t(head.open.load(std::memory_order_acquire) - phase) >= 0; };
   auto hopeless = [&] {
     for (uint32_t local = 0; local < layout_.num_locals(); ++local) {
       const MemberLine& line = segment_->line(local);
@@ -29,7 +32,7 @@ void Gate::wait(uint32_t phase, Waiter& waiter) {
     }
   };
   try {
-    waiter.until(&head.open, &head.sleepers, open, hopeless);
+    waiter.until(&head.open, &head.sleepers, [&] { return passed(phase); }, hopeless);
   } catch (Stop& stop) {
     // Those who did not come are to blame for running out of time.
     if (stop.status == RD_TIMEOUT && stop.member < 0) {

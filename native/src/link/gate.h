@@ -22,6 +22,7 @@ class Gate {
 
   // The number of the phase just arrived at.
   uint32_t arrive();
+  bool passed(uint32_t phase) const;  // whether wait() would return at once
   void wait(uint32_t phase, Waiter& waiter);
   void meet(Waiter& waiter) { wait(arrive(), waiter); }
 

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 
 #include "base/clock.h"
 #include "base/stop.h"
@@ -44,9 +45,17 @@ class Waiter {
   // Throws Stop when the call must end: aborted, closed, a member gone, or out of time.
   void check() const;
 
+  // Throws Stop when the call was aborted. Two loads: cheap enough for every step, so that a long call ends at once
+  // even while all its members go on and it never has to wait.
+  void check_abort() const {
+    alarm_->check();
+    if (segment_ != nullptr) segment_->check();
+  }
+
   // Sleeps until `ready()` is true; the word changes when it may be. `hopeless()` throws when it never will be.
   template <class Ready, class Hopeless>
   void until(std::atomic<uint32_t>* word, std::atomic<uint32_t>* sleepers, Ready ready, Hopeless hopeless) {
+    check_abort();
     for (uint32_t i = 0; i < policy_.spins; ++i) {
       if (ready()) return;
       pause();
@@ -67,6 +76,9 @@ class Waiter {
     }
   }
 
+  // Something to do while sockets have nothing for us, in small pieces; returns false when it has nothing to do either.
+  void set_meanwhile(std::function<bool()> meanwhile) { meanwhile_ = std::move(meanwhile); }
+
   // Calls step() until it says done. A step moves what it can; when nothing moved, waits until one of the links it
   // named might be ready again.
   template <class Step>
@@ -76,8 +88,10 @@ class Waiter {
       Turn turn = step();
       if (turn.done) break;
       if (turn.progress) {
+        check_abort();
         idle = 0;
       } else if (wants_sockets(turn)) {
+        if (meanwhile_ && meanwhile_()) continue;
         note(turn);
         wait_sockets(turn);
         check();
@@ -125,6 +139,7 @@ class Waiter {
   const Deadline& deadline_;
   SpinPolicy policy_;
   std::atomic<int32_t>* waiting_for_;
+  std::function<bool()> meanwhile_;
 };
 
 }  // namespace ronde

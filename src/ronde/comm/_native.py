@@ -7,6 +7,7 @@ and memory views, by the other backends.
 from __future__ import annotations
 
 import ctypes
+import struct
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
@@ -52,45 +53,14 @@ class NativeLayout(ctypes.Structure):
     )
 
 
-class NativePart(ctypes.Structure):
-    """rd_part."""
-
-    _fields_ = (("source", c_void_p), ("target", c_void_p), ("count", c_uint64))
-
-
-class NativeCall(ctypes.Structure):
-    """rd_call."""
-
-    _fields_ = (
-        ("kind", c_int32),
-        ("dtype", c_int32),
-        ("op", c_int32),
-        ("algorithm", c_int32),
-        ("flags", c_uint32),
-        ("peer", c_int32),
-        ("prescale", c_double),
-        ("postscale", c_double),
-        ("signature", c_uint64),
-        ("text", c_char_p),
-        ("parts", POINTER(NativePart)),
-        ("num_parts", c_uint64),
-        ("counts", POINTER(c_uint64)),
-        ("splits", POINTER(c_uint64)),
-    )
-
-
-class NativeResult(ctypes.Structure):
-    """rd_result."""
-
-    _fields_ = (
-        ("status", c_int32),
-        ("member", c_int32),
-        ("detail", c_int32),
-        ("algorithm", c_int32),
-        ("start_ns", c_int64),
-        ("ready_ns", c_int64),
-        ("end_ns", c_int64),
-    )
+# Structs of the hot path are packed and unpacked whole: one call instead of one per field.
+PART = struct.Struct("@PPQ")
+"""rd_part: in, out, count."""
+CALL = struct.Struct("@iiiiIiddQPPQPP")
+"""rd_call: kind, dtype, op, algorithm, flags, peer, prescale, postscale, signature, text, parts, num_parts, counts,
+splits."""
+RESULT = struct.Struct("@iiiiqqq")
+"""rd_result: status, member, detail, algorithm, start_ns, ready_ns, end_ns."""
 
 
 class NativeAsked(ctypes.Structure):
@@ -124,9 +94,10 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "rd_abort": (None, (c_void_p, c_int32)),
     "rd_bucket": (c_void_p, (c_void_p,)),
     "rd_release": (None, (c_void_p,)),
-    "rd_run": (c_int, (c_void_p, POINTER(NativeCall), POINTER(NativeResult), c_double)),
-    "rd_submit": (c_int, (c_void_p, POINTER(NativeCall), c_double, POINTER(c_uint64))),
-    "rd_wait": (c_int, (c_void_p, c_uint64, POINTER(NativeResult), c_double)),
+    # Hot: structs go as addresses, which ctypes passes on without making an object.
+    "rd_run": (c_int, (c_void_p, c_void_p, c_void_p, c_double)),
+    "rd_submit": (c_int, (c_void_p, c_void_p, c_double, POINTER(c_uint64))),
+    "rd_wait": (c_int, (c_void_p, c_uint64, c_void_p, c_double)),
     "rd_done": (c_int, (c_void_p, c_uint64)),
     "rd_asked_by": (c_int, (c_void_p, POINTER(NativeAsked))),
     "rd_look": (None, (c_void_p, POINTER(NativeNow), POINTER(c_uint32))),
@@ -231,15 +202,29 @@ class Ending(Exception):
 
 
 class _Scratch(threading.local):
-    """A thread's own structs, filled anew for every call: making them is dearer than filling them."""
+    """A thread's own structs, filled anew for every call."""
 
     def __init__(self) -> None:
-        self.part = NativePart()
-        self.one_part = ctypes.pointer(self.part)
-        self.call = NativeCall()
-        self.result = NativeResult()
+        self.part = ctypes.create_string_buffer(PART.size)
+        self.part_at = ctypes.addressof(self.part)
+        self.call = ctypes.create_string_buffer(CALL.size)
+        self.call_at = ctypes.addressof(self.call)
+        self.result = ctypes.create_string_buffer(RESULT.size)
+        self.result_at = ctypes.addressof(self.result)
+        self.texts: dict[str, tuple[c_char_p, int]] = {}
+
+    def text_at(self, text: str) -> int:
+        """Address of a call's text in C; most calls are made again and again."""
+        found = self.texts.get(text)
+        if found is None:
+            if len(self.texts) >= MOST_TEXTS:
+                self.texts.clear()
+            pointer = c_char_p(text.encode(errors="replace"))
+            found = self.texts[text] = (pointer, ctypes.cast(pointer, c_void_p).value or 0)
+        return found[1]
 
 
+MOST_TEXTS = 1024
 _scratch = _Scratch()
 
 
@@ -273,19 +258,16 @@ class Handle:
         """Execute the call and wait for it."""
         scratch = _scratch
         keep = self._fill(scratch, call)
-        result = scratch.result
-        status = self._library.rd_run(self._handle, scratch.call, result, left_s)
+        status = self._library.rd_run(self._handle, scratch.call_at, scratch.result_at, left_s)
         del keep
-        if status != Status.OK:
-            raise Ending(status, result.member, result.detail)
-        return Outcome(result.start_ns, result.ready_ns, result.end_ns, ALGORITHMS[result.algorithm])
+        return _outcome(status, scratch)
 
     def submit(self, call: Call, left_s: float) -> int:
         """Queue the call; the number is for wait() and done()."""
         scratch = _scratch
         keep = self._fill(scratch, call)
         number = c_uint64()
-        status = self._library.rd_submit(self._handle, scratch.call, left_s, ctypes.byref(number))
+        status = self._library.rd_submit(self._handle, scratch.call_at, left_s, ctypes.byref(number))
         del keep
         if status != Status.OK:
             raise Ending(status)
@@ -293,11 +275,8 @@ class Handle:
 
     def wait(self, number: int, left_s: float) -> Outcome:
         """Wait for a queued call and forget it."""
-        result = _scratch.result
-        status = self._library.rd_wait(self._handle, number, result, left_s)
-        if status != Status.OK:
-            raise Ending(status, result.member, result.detail, waiting=status == Status.TIMEOUT and result.end_ns == 0)
-        return Outcome(result.start_ns, result.ready_ns, result.end_ns, ALGORITHMS[result.algorithm])
+        scratch = _scratch
+        return _outcome(self._library.rd_wait(self._handle, number, scratch.result_at, left_s), scratch)
 
     def done(self, number: int) -> bool:
         """Whether a queued call has ended."""
@@ -337,31 +316,44 @@ class Handle:
 
     def _fill(self, scratch: _Scratch, call: Call) -> object:
         """Put the call into the thread's struct. Returns what must live until the library has read it."""
-        native = scratch.call
-        native.kind = call.kind
-        native.dtype = call.dtype
-        native.op = call.op
-        native.algorithm = self._algorithm if call.kind == Kind.ALLREDUCE else 0
-        native.flags = TRUSTED if call.trusted else 0
-        native.peer = call.peer
-        native.prescale = call.prescale
-        native.postscale = call.postscale
-        native.signature = call.signature
-        text = native.text = call.text.encode(errors="replace")
         parts = call.parts
-        native.num_parts = len(parts)
-        array: ctypes.Array[NativePart] | None = None
+        keep: list[object] = []
         if len(parts) == 1:
-            part, given = scratch.part, parts[0]
-            part.source, part.target, part.count = given.source, given.target, given.count
-            native.parts = scratch.one_part
+            part = parts[0]
+            PART.pack_into(scratch.part, 0, part.source, part.target, part.count)
+            parts_at = scratch.part_at
         else:
-            array = (NativePart * len(parts))(*[NativePart(part.source, part.target, part.count) for part in parts])
-            native.parts = ctypes.cast(array, POINTER(NativePart))
-        native.counts = _numbers(call.counts)
-        native.splits = _numbers(call.splits)
-        return text, array
+            parts_at = _keep(keep, b"".join([PART.pack(part.source, part.target, part.count) for part in parts]))
+        CALL.pack_into(
+            scratch.call,
+            0,
+            call.kind,
+            call.dtype,
+            call.op,
+            self._algorithm if call.kind == Kind.ALLREDUCE else 0,
+            TRUSTED if call.trusted else 0,
+            call.peer,
+            call.prescale,
+            call.postscale,
+            call.signature,
+            scratch.text_at(call.text),
+            parts_at,
+            len(parts),
+            0 if call.counts is None else _keep(keep, struct.pack(f"@{len(call.counts)}Q", *call.counts)),
+            0 if call.splits is None else _keep(keep, struct.pack(f"@{len(call.splits)}Q", *call.splits)),
+        )
+        return keep
 
 
-def _numbers(numbers: tuple[int, ...] | None) -> ctypes.Array[c_uint64] | None:
-    return None if numbers is None else (c_uint64 * len(numbers))(*numbers)
+def _keep(keep: list[object], data: bytes) -> int:
+    """Address of a copy of the data that lives as long as the list."""
+    memory = ctypes.create_string_buffer(data, max(1, len(data)))
+    keep.append(memory)
+    return ctypes.addressof(memory)
+
+
+def _outcome(status: int, scratch: _Scratch) -> Outcome:
+    _, member, detail, algorithm, start_ns, ready_ns, end_ns = RESULT.unpack_from(scratch.result)
+    if status != Status.OK:
+        raise Ending(status, member, detail, waiting=status == Status.TIMEOUT and end_ns == 0)
+    return Outcome(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm])

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterable
 from typing import Protocol
 
-__all__ = ["Lifelines", "Line", "Seat", "Watcher"]
+__all__ = ["Lifelines", "Line", "Seat", "Watcher", "has_ended"]
 
 _HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
@@ -89,7 +89,7 @@ class Lifelines:
         ended = []
         for fd in [fd for fd in readable if fd in self._lines]:
             rank, line = self._lines[fd]
-            if not _has_ended(line):
+            if not has_ended(line):
                 line.recv(4096)  # nobody is meant to write here; what is left unread would wake us for ever
                 continue
             del self._lines[fd]
@@ -119,10 +119,11 @@ class Lifelines:
         line = self._seats.get(rank)
         if line is None:
             return Seat.FREE
-        return Seat.ENDED if _has_ended(line) else Seat.HELD
+        return Seat.ENDED if has_ended(line) else Seat.HELD
 
 
-def _has_ended(line: Line) -> bool:
+def has_ended(line: Line) -> bool:
+    """Whether the process at the other end is gone, or has hung up."""
     poll = select.poll()
     try:
         poll.register(line.fileno(), _HUNG_UP)

@@ -14,6 +14,7 @@ from ronde.comm.backend import Backend
 from ronde.comm.coordinator import Coordinator
 from ronde.comm.engine import Control
 from ronde.comm.greeting import call_coordinator
+from ronde.comm.lifelines import Line, has_ended
 from ronde.comm.loopback import Loopback
 from ronde.comm.mpi import MpiBackend, mpi_settings
 from ronde.comm.native import NativeBackend
@@ -93,7 +94,7 @@ def _among_others(settings: Settings, groups: Groups, round: int, opened: ExitSt
     )
     opened.callback(line.close)
     control = ControlClient(control_address, key, settings.rank)
-    opened.callback(control.close)
+    opened.callback(_close_control, control, line)
     control.watch(line.fileno())
     here = facing(parse_address(control_address)[0])
     door = Door(key, unix=True, tcp=here, heartbeat_s=settings.heartbeat_s)
@@ -123,6 +124,14 @@ def _host_coordinator(settings: Settings, key: JobKey) -> Coordinator:
     coordinator = Coordinator(host, port, settings.size, key, settings=settings)
     coordinator.start()
     return coordinator
+
+
+def _close_control(control: ControlClient, line: Line) -> None:
+    """Send what was said last; but when the coordinator is gone, do not wait for it to listen."""
+    if has_ended(line):
+        control.close(0.0)
+    else:
+        control.close()
 
 
 def _join(control: ControlClient, line: int, join: Join, deadline: Deadline) -> _Joined:

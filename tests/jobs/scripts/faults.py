@@ -19,9 +19,9 @@ from ronde.comm.buffers import Array
 from ronde.comm.lane import Lane
 from tests.jobs.scripts.talk import Talk, until
 
-FEW_BYTES = 1 << 12
-SOME_BYTES = 1 << 22
-MANY_BYTES = 1 << 28
+FEW, SOME, MANY = 3 << 10, 3 << 18, 1 << 26
+"""Numbers of four bytes in an operation that waits, in one that is under way, and in a large allreduce. The first two
+can be shared out among 2, 3 and 4 ranks."""
 
 Operate = Callable[[ronde.Group, Array, int], object]
 
@@ -84,7 +84,7 @@ class Rank:
         everybody = range(wanted["size"])
         self._others = [rank for rank in everybody if rank != self._victim]
         ronde.init(groups=[self._others, *[everybody] * (len(IN_ORDER) + 2)], **wanted["settings"])
-        self._plan = ronde.plan([ronde.Bucket(count=self._count(SOME_BYTES))])
+        self._plan = ronde.plan([ronde.Bucket(count=self._count(SOME))])
         ronde.barrier()
 
     def run(self) -> None:
@@ -111,9 +111,9 @@ class Rank:
 
     def _operations(self) -> Iterator[tuple[str, Callable[[], object]]]:
         for name, operate in IN_ORDER.items():
-            x = np.zeros(self._count(MANY_BYTES if name == "allreduce" else SOME_BYTES), np.float32)
+            x = np.zeros(self._count(MANY if name == "allreduce" else SOME), np.float32)
             yield name, functools.partial(operate, self._group(name), x, self._victim)
-        x, named = np.zeros(self._count(SOME_BYTES), np.float32), self._group("negotiation")
+        x, named = np.zeros(self._count(SOME), np.float32), self._group("negotiation")
         if self._inside:
             yield "negotiation", lambda: named.allreduce(x, name="gradient")
         else:
@@ -125,8 +125,8 @@ class Rank:
     def _group(self, name: str) -> ronde.Group:
         return ronde.groups()[2 + OPERATIONS.index(name)]
 
-    def _count(self, num_bytes: int) -> int:
-        return (num_bytes if self._inside else FEW_BYTES) // 4
+    def _count(self, count: int) -> int:
+        return count if self._inside else FEW
 
     def _misses_victim(self, lane: Lane) -> bool:
         return missing(lane) == (self._victim,)
