@@ -140,7 +140,7 @@ typedef struct rd_asked {
 
 /* What a channel is doing right now, for the stall watch. */
 typedef struct rd_status_now {
-  uint64_t calls;   /* finished so far */
+  uint64_t calls;   /* collectives begun so far; all members count alike */
   int64_t since_ns; /* start of the call under way, 0 when idle */
   int32_t kind;
   int32_t num_missing; /* members that have not arrived */

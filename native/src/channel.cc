@@ -22,6 +22,13 @@ std::vector<Descriptor> alarms(std::vector<std::vector<Descriptor>>& sockets) {
   return first;
 }
 
+std::shared_ptr<char[]> private_bucket(uint64_t bytes) {
+  if (bytes == 0) return nullptr;
+  constexpr std::align_val_t kPage{4096};
+  auto* memory = new (kPage) char[bytes]();
+  return {memory, [](char* owned) { operator delete[](owned, kPage); }};
+}
+
 void copy_text(char* to, const std::string& text) {
   size_t length = std::min<size_t>(text.size(), RD_TEXT - 1);
   std::memcpy(to, text.data(), length);
@@ -34,7 +41,7 @@ Channel::Channel(const rd_layout& layout, std::shared_ptr<Segment> segment,
                  std::vector<std::vector<Descriptor>> sockets, std::vector<Descriptor> direct)
     : layout_(layout),
       segment_(std::move(segment)),
-      own_bucket_(segment_ == nullptr && layout.bucket_bytes > 0 ? new char[layout.bucket_bytes]() : nullptr),
+      own_bucket_(segment_ == nullptr ? private_bucket(layout.bucket_bytes) : nullptr),
       alarm_(alarms(sockets)),
       gate_(layout_, segment_.get()),
       meeting_(layout_) {
@@ -276,7 +283,7 @@ void Channel::direct_message(Request& request, Team& team) {
 
 void Channel::look(rd_status_now* now, uint32_t* missing) {
   *now = {};
-  now->calls = collectives_->queue.finished();
+  now->calls = sequence_.load();
   Order* busy = collectives_.get();
   std::shared_ptr<Request> request = busy->queue.current();
   std::lock_guard<std::mutex> lock(orders_mutex_);

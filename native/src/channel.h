@@ -55,7 +55,7 @@ class Channel {
   Meeting meeting_;
   std::vector<std::unique_ptr<Link>> links_, direct_links_;
   uint32_t slot_ = 0;
-  uint64_t sequence_ = 0;
+  std::atomic<uint64_t> sequence_{0};  // only the thread that runs a collective counts it up
   std::unique_ptr<Order> collectives_;
   std::mutex orders_mutex_;                                               // guards direct_orders_
   std::map<std::pair<int, bool>, std::unique_ptr<Order>> direct_orders_;  // by (member, sending)

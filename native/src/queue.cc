@@ -13,7 +13,6 @@ void Queue::execute(const std::shared_ptr<Request>& request, std::unique_lock<st
   lock.lock();
   current_ = nullptr;
   request->finished = true;
-  ++finished_;
   changed_.notify_all();
 }
 
@@ -71,11 +70,6 @@ bool Queue::idle() {
 std::shared_ptr<Request> Queue::current() {
   std::lock_guard<std::mutex> lock(mutex_);
   return current_;
-}
-
-uint64_t Queue::finished() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return finished_;
 }
 
 void Queue::close() {

@@ -30,7 +30,6 @@ class Queue {
   bool idle();
   // The call under way, or null.
   std::shared_ptr<Request> current();
-  uint64_t finished();
 
   // Joins the thread; calls still queued are worked off (they end at once when the channel is aborted).
   void close();
@@ -44,7 +43,6 @@ class Queue {
   std::condition_variable changed_;
   std::deque<std::shared_ptr<Request>> waiting_;
   std::shared_ptr<Request> current_;
-  uint64_t finished_ = 0;
   bool closing_ = false;
   std::thread thread_;  // made by the first submit; runs work_ and touches only what the mutex guards
 };

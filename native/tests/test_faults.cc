@@ -87,9 +87,13 @@ TEST(a_member_that_closes_is_named_by_those_who_still_need_it) {
   for (const auto& places : kLayouts) {
     Ranks all({places});
     uint32_t gone = all.size() - 1;
+    std::atomic<uint32_t> stayed{0};
     all.run([&](uint32_t rank, Channel& channel) {
       CHECK_EQ(allreduce(channel, 5000), int(RD_OK));  // its last bytes arrive even though it leaves at once
       if (rank == gone) return all.destroy(gone);
+      // The first to miss it ends the channel for all: not before everyone has its first result.
+      ++stayed;
+      while (stayed < gone) std::this_thread::yield();
       rd_result result;
       CHECK_EQ(allreduce(channel, 5000, 60, &result), int(RD_PEER_LOST));
       CHECK_EQ(result.member, int(gone));

@@ -9,10 +9,11 @@ from __future__ import annotations
 import json
 import os
 import select
+import shlex
 import socket
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ronde.settings import Settings
 from ronde.types import Deadline
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 30.0
+PATIENCE_S = 50.0
 MOST_BYTES = 1 << 20
 
 
@@ -114,22 +115,39 @@ def program(script: str) -> list[str]:
 
 @contextmanager
 def started(
-    script: str, num_ranks: int, *, settings: Settings | None = None, env: Mapping[str, str] | None = None
+    script: str,
+    num_ranks: int,
+    *,
+    settings: Settings | None = None,
+    env: Mapping[str, str] | None = None,
+    before: Mapping[int, Sequence[str]] | None = None,
 ) -> Iterator[Job]:
-    """A job of this host, running a script of tests/jobs/scripts; every rank has called."""
+    """A job of this host, running a script of tests/jobs/scripts; every rank has called. `before` are commands to run
+    a rank's command with."""
     with folder_of_ranks() as (folder, opened):
         job = Job(num_ranks, folder, opened)
         job.local = opened.enter_context(
             start_local(
-                program(script), num_ranks, env={**job.env, **(env or {})}, settings=settings, stdout=job.outputs
+                [*_prefixed(before or {}), *program(script)],
+                num_ranks,
+                env={**job.env, **(env or {})},
+                settings=settings,
+                stdout=job.outputs,
             )
         )
         job.meet()
         yield job
 
 
-def free_port() -> int:
-    """A TCP port of 127.0.0.1 that nobody uses now."""
+def _prefixed(before: Mapping[int, Sequence[str]]) -> list[str]:
+    """All ranks of a local job have one command: so a shell looks who it is."""
+    cases = "".join(f'{rank}) exec {shlex.join(words)} "$@";; ' for rank, words in before.items())
+    return ["sh", "-c", f'case $RONDE_RANK in {cases}*) exec "$@";; esac', "sh"] if before else []
+
+
+def hosted_by_rank_0() -> dict[str, object]:
+    """Settings of a job whose coordinator is a thread of rank 0: no launcher tells how a rank has ended."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
+        port = sock.getsockname()[1]  # nobody uses it now
+    return {"coordinator": f"127.0.0.1:{port}", "coordinator_hosted": False}

@@ -295,7 +295,8 @@ class Handle:
         self._library.rd_look(self._handle, ctypes.byref(now), missing)
         if now.since_ns == 0:
             return None
-        return Looking(now.text.decode(errors="replace"), now.since_ns, tuple(missing[: now.num_missing]))
+        number = -1 if now.kind in (Kind.SEND, Kind.RECEIVE) else now.calls
+        return Looking(now.text.decode(errors="replace"), now.since_ns, tuple(missing[: now.num_missing]), number)
 
     def bucket(self, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """My bucket memory. It stays for as long as an array looks into it, even after close()."""

@@ -69,6 +69,8 @@ class Looking:
     since_ns: int
     missing: tuple[int, ...]
     """Members (indices) that have not arrived."""
+    number: int = -1
+    """Which collective of the channel it is, equal on all members; -1 when that is not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

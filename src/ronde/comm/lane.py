@@ -111,7 +111,7 @@ class Lane:
 class Flight:
     """One submitted call. Any number of threads may wait for it."""
 
-    __slots__ = ("_call", "_entries", "_error", "_lane", "_lock", "_over", "_ticket", "_when_over")
+    __slots__ = ("_call", "_entries", "_error", "_lane", "_lock", "_over", "_ticket", "_when_over", "landed")
 
     def __init__(
         self, lane: Lane, ticket: Ticket, call: Call, entries: tuple[Entry, ...], over: Callable[[], None] | None
@@ -124,6 +124,8 @@ class Flight:
         self._lock = threading.Lock()
         self._over = False
         self._error: Exception | None = None
+        self.landed = False
+        """Whether it is over, and well."""
 
     def done(self) -> bool:
         """Whether wait() would return at once."""
@@ -155,6 +157,7 @@ class Flight:
         try:
             outcome = self._outcome(deadline)
             lane.note_success(self._entries, outcome.start_ns, outcome.ready_ns, outcome.end_ns)
+            self.landed = True
         except (RondeError, ValueError, TypeError) as error:
             if isinstance(error, OperationTimeout) and not self._ticket.done():
                 raise  # only this wait is over, not the call

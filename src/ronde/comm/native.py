@@ -43,6 +43,7 @@ class NativeBackend:
         self._door = door
         self._key = key
         self._settings = settings
+        self._lost: dict[int, PeerLost] = {}
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> NativeChannel:
         """Connect the members and open the channel. Collective among them."""
@@ -61,8 +62,10 @@ class NativeBackend:
                 raise RondeError(f"the native library could not open channel {spec.id}: {ending}") from None
 
     def lost(self, rank: int, why: str) -> None:
-        """Nobody waits at the door for a rank that is gone."""
-        self._door.fail(rank, PeerLost(rank=self._topology.rank, peer=rank, op="opening a channel", why=why))
+        """Nobody waits at the door for a rank that is gone, or at its own."""
+        lost = PeerLost(rank=self._topology.rank, peer=rank, op="opening a channel", why=why)
+        self._lost[rank] = lost
+        self._door.fail(rank, lost)
 
     def close(self) -> None:
         """Nothing of its own: the door belongs to the world."""
@@ -84,11 +87,10 @@ class NativeBackend:
         local = [spec.members[index] for index in layout.local]
         if len(local) == 1:
             return -1
-        me, purpose = spec.members[spec.me], f"segment {spec.id}"
-        if me != local[0]:
+        purpose = f"segment {spec.id}"
+        if spec.members[spec.me] != local[0]:
             address = f"unix:{self._topology.members[local[0]].unix_door}"
-            sock, _ = knock(address, self._key, Caller(purpose, me), deadline)
-            with sock:
+            with self._knock(local[0], address, purpose, deadline) as sock:
                 return receive_descriptor(sock, deadline)
         segment = make_memory(f"ronde {spec.id}", layout.segment_bytes())
         try:
@@ -125,13 +127,21 @@ class NativeBackend:
         for number, address in enumerate(doors):
             patience = Deadline(deadline.left_s / (len(doors) - number))
             try:
-                sock, _ = knock(address, self._key, Caller(purpose, self._topology.rank), patience)
+                return self._knock(rank, address, purpose, patience)
             except StartFailed as failure:
                 failures.append(str(failure))
-            else:
-                return sock
         reasons = "; ".join(failures) or "it has no TCP door"
         raise StartFailed(f"rank {self._topology.rank} cannot reach rank {rank}: {reasons}")
+
+    def _knock(self, rank: int, address: str, purpose: str, deadline: Deadline) -> Connection:
+        def give_up_when_lost() -> None:
+            if rank in self._lost:
+                raise self._lost[rank]
+
+        caller = Caller(purpose, self._topology.rank)
+        heartbeat_s = self._settings.heartbeat_s
+        sock, _ = knock(address, self._key, caller, deadline, heartbeat_s=heartbeat_s, before_retry=give_up_when_lost)
+        return sock
 
 
 class NativeChannel:
@@ -241,8 +251,10 @@ class NativeChannel:
         if ending.status == Status.BAD_CALL:
             return ValueError(f"{text}: the arguments do not fit together")
         if ending.status == Status.TIMEOUT:
-            late = f"; rank {blamed} has not come" if blamed >= 0 else ""
-            return OperationTimeout(f"{text} did not finish within {deadline.seconds:g} s on rank {me}{late}")
+            late = f": rank {blamed} did not come in time" if blamed >= 0 else ""
+            if deadline.passed:
+                return OperationTimeout(f"{text} did not finish within {deadline.seconds:g} s on rank {me}{late}")
+            return RoundEnded(f"{text} on rank {me}: an operation timed out on another member{late}")
         if ending.status == Status.SYSTEM:
             return RondeError(f"{text} failed on rank {me}: {os.strerror(ending.detail)}")
         lost, why = self._verdict(blamed)

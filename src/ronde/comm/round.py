@@ -164,7 +164,14 @@ class Round:
         since_ns = min(max(message.since_ns, self._began_ns), now_ns - limit_ns)
         missing = tuple(sorted({other for other in message.missing if 0 <= other < len(self.members)}))
         self._waits.append(
-            Wait(op=message.op, group=message.group, since_ns=since_ns, missing=missing, present=(rank,))
+            Wait(
+                op=message.op,
+                group=message.group,
+                since_ns=since_ns,
+                missing=missing,
+                present=(rank,),
+                call=message.call,
+            )
         )
 
     def _look_for_stalls(self, now_ns: int) -> None:

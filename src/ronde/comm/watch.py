@@ -49,4 +49,5 @@ class LaneWatch:
             return None
         self._reported[id(lane)] = looking.since_ns
         missing = tuple(lane.members[index] for index in looking.missing)
-        return Waiting(looking.text, lane.group, looking.since_ns + offset_ns, missing)
+        call = f"{lane.channel.spec.id} {looking.number}" if looking.number >= 0 else ""
+        return Waiting(looking.text, lane.group, looking.since_ns + offset_ns, missing, call)

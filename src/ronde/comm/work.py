@@ -41,7 +41,12 @@ class Work:
         Without timeout_s it waits as long as an operation may take (the setting operation_s).
         """
         if not self._over:
-            self._complete(Deadline(self._limit_s if timeout_s is None else timeout_s))
+            flights, finish = self._flights, self._finish
+            if flights is not None and finish is not None and all([flight.landed for flight in flights]):
+                self._result = finish()  # somebody else on board has waited already: the most frequent case
+                self._end(None)
+            else:
+                self._complete(Deadline(self._limit_s if timeout_s is None else timeout_s))
         if self._error is not None:
             raise self._error
         return self._result

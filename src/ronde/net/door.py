@@ -326,12 +326,19 @@ def _close_all(sockets: Iterable[socket.socket]) -> None:
 
 
 def knock(
-    address: str, key: JobKey, caller: Caller, deadline: Deadline, *, heartbeat_s: float = HEARTBEAT_S
+    address: str,
+    key: JobKey,
+    caller: Caller,
+    deadline: Deadline,
+    *,
+    heartbeat_s: float = HEARTBEAT_S,
+    before_retry: Callable[[], None] = lambda: None,
 ) -> tuple[socket.socket, bytes]:
     """Connect to the door at `host:port` or `unix:NAME`: the socket, and the door's greeting.
 
-    A door that is not open yet is tried again until the deadline. Everything else that goes wrong raises StartFailed
-    at once: a retry would not help an unknown name, a cut network or a wrong key.
+    A door that is not open yet is tried again until the deadline, or until before_retry() raises because it will never
+    be. Everything else that goes wrong raises StartFailed at once: a retry would not help an unknown name, a cut network
+    or a wrong key.
     """
     what = f"rank {caller.rank} could not connect to {address} for {caller.purpose!r}"
     pause_s = 0.005
@@ -342,6 +349,7 @@ def knock(
                 return _knock_once(places, key, caller, deadline, heartbeat_s)
             except NotYet as error:
                 problem = error
+            before_retry()
             time.sleep(min(pause_s, deadline.left_s))
             pause_s = min(2 * pause_s, 0.2)
             if deadline.passed:

@@ -110,6 +110,8 @@ class Waiting(Message, frozen=True):
     group: int
     since_ns: int
     missing: tuple[int, ...]
+    call: str = ""
+    """Which call of which channel, equal on all members; empty when that is not known."""
 
 
 class StackReply(Message, frozen=True):

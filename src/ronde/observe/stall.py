@@ -35,6 +35,13 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     since_ns: int
     missing: tuple[int, ...]
     present: tuple[int, ...] = ()
+    call: str = ""
+    """What tells it from a later operation of the same name; empty when nothing does."""
+
+    @property
+    def key(self) -> tuple[int, str, str]:
+        """The same for all who wait in it."""
+        return self.group, self.op, self.call
 
 
 @dataclass(slots=True)
@@ -69,7 +76,7 @@ class StallWatch:
     def __init__(self, limit_s: float, *, patience_s: float = 2.0) -> None:
         self._limit_ns = int(limit_s * 1e9)
         self._patience_ns = int(patience_s * 1e9)
-        self._reported: dict[tuple[int, str], int] = {}
+        self._reported: dict[tuple[int, str, str], int] = {}
         self._open: dict[int, Stall] = {}
         self._tickets = 0
 
@@ -102,12 +109,16 @@ class StallWatch:
         return done
 
     def _is_news(self, wait: Wait) -> bool:
-        # Members that come to a reported operation later do not make it new: the first of them came before the report.
-        return wait.since_ns > self._reported.get((wait.group, wait.op), wait.since_ns - 1)
+        reported_ns = self._reported.get(wait.key)
+        if reported_ns is None or wait.call:
+            return reported_ns is None
+        # Without its call, an operation that began after the report of one of its name is the next of them. The one
+        # that was reported is meant by all who waited in it by then.
+        return wait.since_ns > reported_ns
 
     def _remember(self, wait: Wait, now_ns: int) -> None:
-        self._reported.pop((wait.group, wait.op), None)  # to the end of the order
-        self._reported[wait.group, wait.op] = now_ns
+        self._reported.pop(wait.key, None)  # to the end of the order
+        self._reported[wait.key] = now_ns
         if len(self._reported) > REMEMBERED:
             del self._reported[next(iter(self._reported))]
 
@@ -143,17 +154,24 @@ def report(
 
 def _merge(waits: Iterable[Wait]) -> list[Wait]:
     """One Wait per operation. Members report at different moments: who waits there himself is not missing."""
-    reports: dict[tuple[int, str], list[Wait]] = {}
+    reports: dict[tuple[int, str, str], list[Wait]] = {}
     for wait in waits:
-        reports.setdefault((wait.group, wait.op), []).append(wait)
+        reports.setdefault(wait.key, []).append(wait)
     merged = []
-    for (group, op), same in reports.items():
+    for (group, op, call), same in reports.items():
         present = {rank for wait in same for rank in wait.present}
         missing = {rank for wait in same for rank in wait.missing} - present
         if missing:
             since_ns = min(wait.since_ns for wait in same)
             merged.append(
-                Wait(op=op, group=group, since_ns=since_ns, missing=_sorted(missing), present=_sorted(present))
+                Wait(
+                    op=op,
+                    group=group,
+                    since_ns=since_ns,
+                    missing=_sorted(missing),
+                    present=_sorted(present),
+                    call=call,
+                )
             )
     return merged
 

@@ -48,7 +48,7 @@ WORKER: list[FromWorker] = [
     Announce(new=(REQUEST,), known=(3, 2**40)),
     GroupWanted(ranks=(0, 2)),
     Beat(sent_ns=2**62),
-    Waiting(op="allreduce", group=0, since_ns=1, missing=(1,)),
+    Waiting(op="allreduce", group=0, since_ns=1, missing=(1,), call="0.ordered 3"),
     StackReply(ticket=3, line="train.py:42", stack="…"),
     TraceBatch(events=(b"{}", b"\xff"), dropped=2),
     Leave(orderly=False, why="ValueError"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -36,6 +37,14 @@ def test_an_operation_is_late_at_the_limit_and_reported_once(watch: StallWatch) 
 def test_a_member_that_comes_after_the_report_does_not_make_it_news(watch: StallWatch) -> None:
     assert watch.due(30 * S, [wait(missing=(2, 5))])
     assert watch.due(70 * S, [wait(missing=(2, 5)), wait(present=5, since_s=35)]) == []
+
+
+def test_a_call_is_reported_once_and_the_next_one_is_another(watch: StallWatch) -> None:
+    first, next_one = (msgspec.structs.replace(wait(since_s=since_s), call=f"0.ordered {since_s}") for since_s in (0, 31))
+    assert watch.due(30 * S, [first])
+    late = msgspec.structs.replace(first, present=(1,), since_ns=32 * S)  # a member that came after the report
+    assert watch.due(62 * S, [late]) == []
+    assert [stall.wait for stall in watch.due(63 * S, [next_one])] == [next_one]
 
 
 def test_a_gap_in_what_is_heard_does_not_make_it_news(watch: StallWatch) -> None:

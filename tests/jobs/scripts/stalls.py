@@ -1,0 +1,101 @@
+"""A rank of tests/jobs/test_stalls.py: one rank does not come, the others wait for it in one operation after the other,
+each until it is reported. Then the late one comes, and all is well.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import ronde
+from ronde.observe.events import StallReported
+from tests.jobs.scripts.talk import Talk, until
+
+ONES = np.ones(3, np.float32)
+
+
+def asleep(released: threading.Event) -> None:
+    """Where a late rank waits for something else."""
+    while not released.is_set():
+        time.sleep(0.01)  # the line where it is asleep
+
+
+def busy(released: threading.Event) -> None:
+    """Where a late rank computes."""
+    while not released.is_set():  # the line where it is busy
+        pass
+
+
+def operations(plan: ronde.Plan) -> list[Callable[[], ronde.Work]]:
+    """In program order, by name, and planned."""
+    return [
+        lambda: ronde.allreduce(ONES, wait=False),
+        lambda: ronde.allreduce(ONES, name="gradient", wait=False),
+        lambda: plan.start(0),
+    ]
+
+
+def reports() -> list[StallReported]:
+    """The stalls that this rank has heard of."""
+    return [event for event in ronde.events() if isinstance(event, StallReported)]
+
+
+def facts(event: StallReported) -> dict[str, Any]:
+    """For the test."""
+    return {
+        "op": event.op,
+        "group": event.group,
+        "since": event.at_ns / 1e9 - event.waited_s,
+        "waited_s": event.waited_s,
+        "missing": list(event.missing),
+        "report": event.report,
+    }
+
+
+def be_late(talk: Talk, how: Callable[[threading.Event], None], plan: ronde.Plan) -> None:
+    """Do not come until the test says so."""
+    released = threading.Event()
+    listener = threading.Thread(target=lambda: (talk.hear(), released.set()))
+    listener.start()
+    talk.say("late")
+    how(released)
+    listener.join()
+    for start in operations(plan):
+        start().wait()
+
+
+def wait_for_late(talk: Talk, plan: ronde.Plan) -> None:
+    """Start one operation after the other, and wait for reports, as the test says."""
+    works, began = [], []
+    while wanted := talk.hear():
+        if "start" in wanted:
+            began.append(time.monotonic())
+            works.append(operations(plan)[wanted["start"]]())
+        else:
+            until(lambda number=wanted["reports"]: len(reports()) >= number, f"{wanted['reports']} reports")
+        talk.say("done")
+    totals = [float(work.wait().sum()) for work in works]
+    talk.say("over", began=began, totals=totals, reports=[facts(event) for event in reports()])
+
+
+def main() -> None:
+    """Do what the test says."""
+    with Talk() as talk:
+        wanted = talk.hear()
+        ronde.init(**wanted["settings"])
+        plan = ronde.plan([ronde.Bucket(count=3)])
+        plan.arrays[0][:] = 1.0
+        ronde.barrier()
+        if talk.rank == wanted["late"]:
+            be_late(talk, {"asleep": asleep, "busy": busy}[wanted["how"]], plan)
+        else:
+            wait_for_late(talk, plan)
+        ronde.shutdown()
+
+
+if __name__ == "__main__":
+    main()

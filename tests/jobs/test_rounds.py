@@ -1,0 +1,33 @@
+"""init, collectives, shutdown, two hundred times in one pair of processes: nothing of a round stays behind."""
+
+from __future__ import annotations
+
+import statistics
+
+import pytest
+
+from tests.jobs.jobs import hosted_by_rank_0, started
+
+ROUNDS = 200
+SETTLED = 20
+"""After so many rounds every allocator has what it needs."""
+GROWTH_BYTES = 4 << 20
+
+
+@pytest.mark.parametrize("host", ["launcher", "rank 0"])
+def test_nothing_of_a_round_stays_behind(host: str) -> None:
+    with started("rounds", 2) as job:
+        settings = {} if host == "launcher" else hosted_by_rank_0()
+        job.tell((0, 1), rounds=ROUNDS, look_after=[1, SETTLED, ROUNDS], settings=settings)
+        over = job.hear_all((0, 1), "over")
+        assert job.wait() == [0, 0], job.said()
+    for rank, heard in over.items():
+        first, settled, last = heard["held"]
+        for what in ("files", "threads", "shared"):
+            assert last[what] == first[what], (rank, what)
+        assert last["shared"] == []
+        assert last["num_maps"] <= settled["num_maps"] + 2, rank
+        growth = last["rss_bytes"] - settled["rss_bytes"]
+        assert growth < GROWTH_BYTES, f"rank {rank} grew by {growth} bytes in {ROUNDS - SETTLED} rounds"
+    took = over[0]["took"]
+    print(f"a round takes {1e3 * statistics.median(took):.1f} ms ({1e3 * min(took):.1f} to {1e3 * max(took):.1f})")

@@ -1,0 +1,97 @@
+"""A rank does not come to an operation: that is reported once, with who is missing, since when, and the line where the
+missing rank is; to the log of the coordinator and to every rank.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ronde.settings import Settings
+from tests.jobs.jobs import Job, hosted_by_rank_0, started
+from tests.jobs.scripts import stalls
+
+STALL_S = 1.0
+SETTINGS = Settings(stall_s=STALL_S)
+LATE = 2
+OTHERS = [0, 1]
+OPERATIONS = ("allreduce sum float32[3]", "allreduce 'gradient'", "bucket 0: ")
+"""How the reports call them: in program order, by name, and planned."""
+
+
+def line_of(how: str) -> str:
+    """The place in the script where a rank is late in this way."""
+    lines = Path(stalls.__file__).read_text().splitlines()
+    number = next(number for number, line in enumerate(lines, 1) if line.endswith(f"# the line where it is {how}"))
+    return f"stalls.py:{number} in {how}: "
+
+
+def do(job: Job, ranks: list[int], **wanted: int) -> None:
+    """Let these ranks start an operation, or wait for reports."""
+    job.tell(ranks, **wanted)
+    job.hear_all(ranks, "done")
+
+
+def finish(job: Job) -> dict[int, dict[str, Any]]:
+    """Let the late rank come; what the others say in the end."""
+    job.tell([LATE], come=True)
+    job.tell(OTHERS)
+    over = job.hear_all(OTHERS, "over")
+    assert job.wait() == [0, 0, 0], job.said()
+    for heard in over.values():
+        assert heard["totals"] == [9.0, 9.0, 3.0], "the late rank came, and all went well"
+        told = [report["op"] for report in heard["reports"]]
+        assert len(told) == len(OPERATIONS) and all(map(str.startswith, told, OPERATIONS)), told
+    return over
+
+
+@pytest.mark.parametrize(
+    ("how", "host"), [("asleep", "launcher"), ("asleep", "rank 0"), ("busy", "launcher"), ("stopped", "launcher")]
+)
+def test_a_late_rank_is_reported_once_with_the_line_where_it_is(
+    how: str, host: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with started("stalls", 3, settings=SETTINGS) as job:
+        settings = {} if host == "launcher" else hosted_by_rank_0()
+        job.tell(range(3), late=LATE, how="asleep" if how == "stopped" else how, settings=settings)
+        job.hear(LATE, "late")
+        if how == "stopped":
+            os.kill(job.pids[LATE], signal.SIGSTOP)
+            os.waitid(os.P_PID, job.pids[LATE], os.WSTOPPED | os.WNOWAIT)
+        for number in range(len(OPERATIONS)):  # when the last one is reported, those before it are late for long
+            do(job, OTHERS, start=number)
+            do(job, OTHERS, reports=number + 1)
+        if how == "stopped":
+            os.kill(job.pids[LATE], signal.SIGCONT)
+        over = finish(job)
+        pid, log = job.pids[LATE], job.output(0) if host == "rank 0" else caplog.text
+    where = "does not answer; its process is stopped" if how == "stopped" else f"is at {line_of(how)}"
+    for heard in over.values():
+        for report, operation, began in zip(heard["reports"], OPERATIONS, heard["began"], strict=True):
+            text = report["report"]
+            assert text.startswith(operation)
+            assert (report["missing"], report["group"]) == ([LATE], 0)
+            assert re.search(rf"has waited [1-9][0-9.]* s for rank {LATE} \(rank", text), text
+            assert re.search(rf"rank {LATE} on host .*, pid {pid}, {re.escape(where)}", text), text
+            assert report["waited_s"] >= STALL_S
+            assert abs(report["since"] - began) < STALL_S / 2, "since when"
+            assert log.count(text) == 1, log
+
+
+def test_who_comes_to_a_reported_operation_does_not_make_it_new() -> None:
+    with started("stalls", 3, settings=SETTINGS) as job:
+        job.tell(range(3), late=LATE, how="asleep", settings={})
+        job.hear(LATE, "late")
+        do(job, [0], start=0)
+        do(job, OTHERS, reports=1)
+        do(job, [1], start=0)
+        for number in (1, 2):
+            do(job, OTHERS, start=number)
+            do(job, OTHERS, reports=number + 1)
+        for heard in finish(job).values():
+            assert [report["missing"] for report in heard["reports"]] == [[1, LATE], [LATE], [LATE]]

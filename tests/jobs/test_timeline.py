@@ -1,0 +1,113 @@
+"""The timeline of a real job: one valid Chrome trace with all ranks on one clock, whatever becomes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ronde.settings import Settings
+from tests.jobs.jobs import PATIENCE_S, started
+
+Trace = dict[str, Any]
+AHEAD_S = 5000
+OTHER_CLOCK = ("unshare", "--time", "--monotonic", str(AHEAD_S))
+"""Runs a command under a monotonic clock that is ahead, as that of another host may be."""
+
+
+def can_change_clocks() -> bool:
+    found = shutil.which("unshare") is not None
+    return found and subprocess.run((*OTHER_CLOCK, "true"), capture_output=True, check=False).returncode == 0
+
+
+def steps(trace: Trace, rank: int) -> dict[str, tuple[float, float]]:
+    """When the rank's named operations began and ended, in microseconds."""
+    return {
+        event["name"]: (event["ts"], event["ts"] + event["dur"])
+        for event in trace["traceEvents"]
+        if event["pid"] == rank and event["ph"] == "X" and "step" in event["name"]
+    }
+
+
+def read_until_both_are_there(path: Path) -> Trace:
+    """The trace of a running job, as soon as it tells of steps of both ranks."""
+    give_up = time.monotonic() + PATIENCE_S
+    while time.monotonic() < give_up:
+        try:
+            trace: Trace = json.loads(path.read_bytes())
+        except json.JSONDecodeError:
+            continue  # a reader may be in the middle of a write; only what it finds afterwards counts
+        if steps(trace, 0) and steps(trace, 1):
+            return trace
+    raise TimeoutError(f"the trace does not tell of both ranks: {path.read_text()[:2000]}")
+
+
+def check_events(trace: Trace) -> None:
+    """What makes it a Chrome trace that a viewer shows well."""
+    for event in trace["traceEvents"]:
+        assert event["ph"] in ("X", "i", "M") and event["pid"] in (0, 1) and event["tid"] >= 0
+        assert event["ts"] >= 0 and event.get("dur", 0) >= 0
+    named = [event for event in trace["traceEvents"] if event["name"] == "process_name"]
+    assert sorted(event["pid"] for event in named) == [0, 1]
+
+
+@pytest.mark.parametrize("clocks", ["one clock", "two clocks"])
+def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -> None:
+    if clocks == "two clocks" and not can_change_clocks():
+        pytest.skip("no time namespaces here (needs root and `unshare --time`)")
+    path = tmp_path / "trace.json"
+    before = {1: OTHER_CLOCK} if clocks == "two clocks" else {}
+    with started("timeline", 2, settings=Settings(timeline=str(path)), before=before) as job:
+        job.hear_all((0, 1), "running")
+        read_until_both_are_there(path)
+        job.tell((0, 1), stop=True)
+        assert job.wait() == [0, 0], job.said()
+    trace = json.loads(path.read_bytes())
+    check_events(trace)
+    mine, other = steps(trace, 0), steps(trace, 1)
+    assert mine.keys() == other.keys() and len(mine) > 2
+    # No rank can leave an allreduce before the last one has come to it.
+    apart = [name for name in mine if max(mine[name][0], other[name][0]) > min(mine[name][1], other[name][1])]
+    assert not apart, {name: (mine[name], other[name]) for name in apart}
+    times = [event["ts"] for event in trace["traceEvents"] if event["ph"] != "M"]
+    assert max(times) - min(times) < PATIENCE_S * 1e6, "all that happened, happened during the job"
+    assert trace["otherData"] == {"written_events": len(trace["traceEvents"]), "dropped_events": 0}
+
+
+def test_it_is_complete_when_a_rank_is_killed(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    with started("timeline", 2, settings=Settings(timeline=str(path))) as job:
+        job.hear_all((0, 1), "running")
+        read_until_both_are_there(path)
+        os.kill(job.pids[1], signal.SIGKILL)
+        job.hear(0, "lost")
+        assert job.wait() == [0, -signal.SIGKILL], job.said()
+    trace = json.loads(path.read_bytes())
+    check_events(trace)
+    assert steps(trace, 0).keys() >= steps(trace, 1).keys() != set()
+    lost = [event for event in trace["traceEvents"] if event["name"] == "PeerGone"]
+    assert [(event["pid"], event["args"]["peer"]) for event in lost] == [(0, 1)]
+
+
+def test_it_does_not_grow_beyond_its_limit(tmp_path: Path) -> None:
+    path, limit = tmp_path / "trace.json", 40
+    with started("timeline", 2, settings=Settings(timeline=str(path), timeline_events=limit)) as job:
+        job.hear_all((0, 1), "running")
+        give_up = time.monotonic() + PATIENCE_S
+        while b'"dropped_events":               0}' in path.read_bytes():
+            assert time.monotonic() < give_up, "nothing was ever dropped"
+        num_bytes = path.stat().st_size
+        job.tell((0, 1), stop=True)
+        assert job.wait() == [0, 0], job.said()
+    trace = json.loads(path.read_bytes())
+    check_events(trace)
+    assert len(trace["traceEvents"]) == trace["otherData"]["written_events"] == limit
+    assert trace["otherData"]["dropped_events"] > 0
+    assert path.stat().st_size == num_bytes < limit * 500
