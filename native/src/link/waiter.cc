@@ -11,8 +11,8 @@
 namespace ronde {
 
 SpinPolicy spin_policy(uint32_t num_locals, uint32_t num_cores) {
-  if (num_locals <= num_cores) return {2000, 0};
-  return {20, 40};
+  if (num_locals <= num_cores) return {2000, 100};
+  return {20, 100};
 }
 
 void Waiter::pause() { cpu_pause(); }

@@ -244,7 +244,10 @@ class Engine:
     def _lifeline_ended(self) -> None:
         self._control.unwatch(self._lifeline)
         self._lifeline = -1
-        self._listen(LAST_WORDS_S)
+        if not self._goodbye.is_set():
+            self._listen(LAST_WORDS_S)
+        if self._goodbye.is_set():  # we have left, or have heard why the round is over
+            return
         if self._coordinator_rank >= 0:
             why = "it hosted the coordinator, which is gone"
             self._end(PeerLost(rank=self._recorder.rank, peer=self._coordinator_rank, why=why))

@@ -36,6 +36,8 @@ FLUSH_S = 1.0
 HANDSHAKE_S = 5.0
 CURVE_BYTES = 64
 """More than what encryption adds to a message."""
+STRANGERS = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+"""Who speaks no ZeroMQ, or encrypts for another server, is turned away before the gate is asked."""
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks whether a client may come in (its RFC 27), inside one context."""
 
@@ -97,14 +99,16 @@ class _End:
         self._socket.set(zmq.IPV6, int(":" in host))
         return f"tcp://{format_address(host, port)}"
 
-    def _wait(self, timeout_s: float) -> None:
+    def _wait(self, timeout_s: float) -> dict[zmq.Socket[bytes] | int, int]:
+        """Until something happens; the sockets and descriptors where it did."""
         self._readable = set()
-        events = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
+        events: dict[zmq.Socket[bytes] | int, int] = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
         if self._files.fileno() in events:
             self._readable = {fd for fd, _ in self._files.poll(0)}
             if self._bell.fileno() in self._readable:
                 self._readable.discard(self._bell.fileno())
                 self._bell.clear()
+        return events
 
     def _refuse(self, who: str, why: str) -> None:
         self.refused += 1
@@ -125,6 +129,8 @@ class ControlServer(_End):
         self._gate.set(zmq.LINGER, 0)
         self._gate.bind(ZAP_ADDRESS)
         self._poller.register(self._gate, zmq.POLLIN)
+        self._monitor = self._socket.get_monitor_socket(STRANGERS)
+        self._poller.register(self._monitor, zmq.POLLIN)
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
         self._socket.set(zmq.CURVE_SERVER, 1)
         self._socket.set(zmq.CURVE_SECRETKEY, key.server_secret)
@@ -144,8 +150,11 @@ class ControlServer(_End):
 
     def poll(self, timeout_s: float) -> list[tuple[int, FromWorker]]:
         """Everything that workers have said, oldest first; waits for something to happen, at most timeout_s."""
-        self._wait(timeout_s)
-        self._answer_gate()
+        events = self._wait(timeout_s)
+        if self._gate in events:
+            self._answer_gate()
+        if self._monitor in events:
+            self._note_strangers()
         found: list[tuple[int, FromWorker]] = []
         while True:
             try:
@@ -176,6 +185,9 @@ class ControlServer(_End):
 
     def close(self, flush_s: float = FLUSH_S) -> None:
         """Send what was said last, within flush_s, and free everything. Idempotent."""
+        if not self._context.closed:
+            self._socket.disable_monitor()
+        self._monitor.close()
         self._gate.close()
         super().close(flush_s)
 
@@ -190,6 +202,14 @@ class ControlServer(_End):
                 self._refuse(f"control client at {address.decode(errors='replace')}", "does not have the job's key")
             status = (b"200", b"OK") if welcome else (b"400", b"refused")
             self._gate.send_multipart((version, request, *status, b"", b""))
+
+    def _note_strangers(self) -> None:
+        try:
+            while True:
+                self._monitor.recv_multipart(zmq.NOBLOCK)
+                self._refuse("a caller at the control port", "did not get through the handshake")
+        except zmq.Again:
+            pass
 
 
 class ControlClient(_End):

@@ -1,0 +1,41 @@
+"""A rank of tests/jobs/test_strangers.py: steps that use every way between the ranks, until the test says stop."""
+
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+
+import ronde
+from ronde.comm.current import current
+from tests.jobs.scripts.talk import Talk
+
+
+def step(stop: threading.Event) -> bool:
+    """New connections, named operations, and some in order, all of them right; whether it was the last."""
+    ones, size = np.ones(1000, np.float32), ronde.size()
+    group = ronde.add_group(range(size))
+    assert (group.allreduce(ones, name="named") == size).all()
+    ronde.remove_group(group)
+    assert (ronde.allreduce(ones) == size).all()
+    return bool(ronde.allreduce(np.array([stop.is_set()]), op="max")[0])
+
+
+def main() -> None:
+    """Do what the test says."""
+    with Talk() as talk:
+        ronde.init()
+        stop = threading.Event()
+        listener = threading.Thread(target=lambda: (talk.hear(), stop.set()), daemon=True)
+        listener.start()
+        me = current().topology.members[talk.rank]
+        talk.say("doors", unix=[me.unix_door], tcp=list(me.tcp_doors))
+        num_steps = 1
+        while not step(stop):
+            num_steps += 1
+        ronde.shutdown()
+        talk.say("over", num_steps=num_steps)
+
+
+if __name__ == "__main__":
+    main()

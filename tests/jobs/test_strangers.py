@@ -1,0 +1,172 @@
+"""While a job runs, somebody without its key tries everything at every socket where its processes listen. He is turned
+away, that is logged, and the job goes on as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import psutil
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from ronde.errors import StartFailed
+from ronde.net.door import Caller, knock
+from ronde.net.keys import JobKey, new_key
+from ronde.net.messages import Leave, encode
+from ronde.types import Deadline
+from tests.jobs.jobs import Job, started
+
+LISTENING = 0x10000
+"""The flag of a listening socket in /proc/net/unix."""
+ZMTP_GREETING = b"\xff" + bytes(8) + b"\x7f" + b"\x03\x00" + b"%s" + bytes(32)
+FAILED = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+
+NOISE = {
+    "nothing": b"",
+    "garbage": random.Random(1).randbytes(4096),
+    "a web request": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 8,
+    "half a hello": b"RONDc\x01\x00",
+    "a hello that announces too much": struct.pack("!5sBH32s", b"RONDc", 1, 0xFFFF, bytes(32)) + bytes(1 << 20),
+    "a hello of another version": struct.pack("!5sBH32s", b"RONDc", 99, 64, bytes(32)),
+    "a hello, then garbage as proof": struct.pack("!5sBH32s", b"RONDc", 1, 64, bytes(32)) + bytes(96),
+    "a control message in the clear": encode(Leave(orderly=True)),
+    "a greeting of ZeroMQ without a key": ZMTP_GREETING % b"NULL".ljust(20, b"\0"),
+    "a greeting of ZeroMQ, then a frame of 2^62 bytes": ZMTP_GREETING % b"CURVE".ljust(20, b"\0")
+    + b"\x02"
+    + struct.pack("!Q", 1 << 62),
+}
+
+
+def listening_tcp(pid: int) -> set[tuple[str, int]]:
+    found = psutil.Process(pid).net_connections(kind="tcp")
+    return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def listening_unix(pid: int) -> set[str]:
+    """Abstract names of the listening stream sockets of a process."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            inodes.add(str(link.readlink()))
+        except OSError:  # closed while we looked
+            continue
+    rows = [line.split() for line in Path("/proc/net/unix").read_text().splitlines()[1:]]
+    return {
+        row[7].removeprefix("@")
+        for row in rows
+        if len(row) > 7 and f"socket:[{row[6]}]" in inodes and int(row[3], 16) & LISTENING and int(row[4], 16) == 1
+    }
+
+
+def make_noise(place: tuple[str, int] | str, noise: bytes, opened: ExitStack) -> None:
+    """Connect, say it, and stay on the line: what becomes of it is the other side's business."""
+    family = socket.AF_UNIX if isinstance(place, str) else socket.AF_INET
+    stranger = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    stranger.settimeout(10)
+    stranger.connect(f"\0{place}" if isinstance(place, str) else place)
+    try:
+        stranger.sendall(noise)
+    except (ConnectionError, TimeoutError):
+        pass  # turned away before all was said
+
+
+def speak_zeromq(port: int, server_public: bytes | None, opened: ExitStack) -> None:
+    """Knock as a rank with keys of our own, and see that we are turned away."""
+    context = zmq.Context()
+    opened.callback(context.term)
+    client = context.socket(zmq.DEALER)
+    opened.callback(client.close, linger=0)
+    client.set(zmq.ROUTING_ID, b"rank-0")
+    if server_public is not None:
+        client.set(zmq.CURVE_SERVERKEY, server_public)
+        client.curve_publickey, client.curve_secretkey = zmq.curve_keypair()
+    monitor = client.get_monitor_socket(FAILED | zmq.EVENT_DISCONNECTED)
+    opened.callback(monitor.close)
+    opened.callback(client.disable_monitor)
+    client.connect(f"tcp://127.0.0.1:{port}")
+    client.send(encode(Leave(orderly=True)), zmq.NOBLOCK)
+    assert monitor.poll(20_000), "nobody turned it away"
+    assert recv_monitor_message(monitor)["event"] & (FAILED | zmq.EVENT_DISCONNECTED)
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    with started("strangers", 2) as job:
+        yield job
+
+
+@pytest.fixture
+def key(job: Job) -> str:
+    return psutil.Process(job.pids[0]).environ()["RONDE_KEY"]
+
+
+def finish(job: Job) -> None:
+    """Let the job end; everything was right, or a rank would have failed."""
+    job.tell((0, 1), stop=True)
+    over = job.hear_all((0, 1), "over")
+    assert over[0]["num_steps"] == over[1]["num_steps"] > 0
+    assert job.wait() == [0, 0], job.said()
+
+
+def test_strangers_are_turned_away_and_the_job_goes_on(
+    job: Job, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.hear_all((0, 1), "doors")
+    coordinator = listening_tcp(os.getpid())
+    places = [place for pid in job.pids.values() for place in (*listening_tcp(pid), *listening_unix(pid))]
+    assert len(coordinator) == 2 and len(places) == 4
+    door = ("127.0.0.1", int(job.local.coordinator.address.rpartition(":")[2]))
+    ((_, control_port),) = coordinator - {door}
+    with ExitStack() as opened:
+        for place in (*coordinator, *places):
+            for noise in NOISE.values():
+                make_noise(place, noise, opened)
+        for server_public in (None, JobKey(new_key()).server_public, JobKey(key).server_public):
+            speak_zeromq(control_port, server_public, opened)
+        for place in (door, *places):
+            address = f"unix:{place}" if isinstance(place, str) else f"{place[0]}:{place[1]}"
+            with pytest.raises(StartFailed, match="key"):
+                knock(address, JobKey(new_key()), Caller("life", 0), Deadline(20))
+        finish(job)
+    for text in (caplog.text, job.output(0), job.output(1)):
+        assert "refused a caller" in text
+    assert "control client at 127.0.0.1: does not have the job's key" in caplog.text
+    assert "a caller at the control port: did not get through the handshake" in caplog.text
+    assert "Traceback" not in caplog.text + job.said()
+
+
+def test_only_what_is_needed_listens_and_only_on_this_host(job: Job) -> None:
+    doors = job.hear_all((0, 1), "doors")
+    for rank, pid in job.pids.items():
+        tcp = {f"{host}:{port}" for host, port in listening_tcp(pid)}
+        assert tcp == set(doors[rank]["tcp"]) and len(tcp) == 1
+        assert listening_unix(pid) == set(doors[rank]["unix"]) and len(doors[rank]["unix"]) == 1
+    mine = listening_tcp(os.getpid())
+    assert len(mine) == 2, "the coordinator's door and its control port"
+    assert job.local.coordinator.address in {f"{host}:{port}" for host, port in mine}
+    everywhere = mine.union(*(listening_tcp(pid) for pid in job.pids.values()))
+    assert {host for host, _ in everywhere} == {"127.0.0.1"}
+    finish(job)
+
+
+def test_the_key_is_on_no_command_line_and_in_no_log(job: Job, key: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG")
+    job.hear_all((0, 1), "doors")
+    secrets = [key, JobKey(key).server_secret.decode(), JobKey(key).client_secret.decode()]
+    commands = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            commands.append(path.read_text(errors="replace"))
+        except OSError:  # it ended while we looked
+            continue
+    finish(job)
+    for text in (*commands, caplog.text, job.said()):
+        assert not any(secret in text for secret in secrets)
