@@ -3,6 +3,7 @@
 
 #include <arpa/inet.h>
 #include <netinet/in.h>
+#include <netinet/tcp.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 
@@ -42,6 +43,8 @@ inline std::pair<Descriptor, Descriptor> tcp_pair() {
               connect(one.get(), reinterpret_cast<sockaddr*>(&address), length) == 0;
   Descriptor other(fine ? accept(door.get(), nullptr, nullptr) : -1);
   if (other.get() < 0) throw std::runtime_error("no loopback sockets");
+  int on = 1;  // as the doors do: a small message must not wait for the answer to the one before
+  for (int fd : {one.get(), other.get()}) setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   return {std::move(one), std::move(other)};
 }
 

@@ -23,7 +23,9 @@ PORT = 29500
 HEARTBEAT_S = 4.0
 LATER_S = 0.5
 """Beyond the heartbeat: until what the kernel has noticed has reached everybody."""
-LEAVING_S = 2.0
+TOLD_S = 1.0
+"""From the death of a process to the error, on every other rank."""
+LEAVING_S = 1.0
 
 needs_namespaces = pytest.mark.skipif(
     os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and the command ip"
@@ -127,6 +129,21 @@ def test_both_sides_of_a_cut_link_are_told(per_host: int, moment: str) -> None:
         for rank, ended in ranks.hear_all(everybody, "ended").items():
             other_side = [other for other in everybody if other // per_host != rank // per_host]
             assert ended["error"] == "PeerLost" and ended["peer"] in other_side, (rank, ended)
-            assert ended["ended"] - cut_at < HEARTBEAT_S + LATER_S, (rank, ended["ended"] - cut_at, ended)
+            why = "it hosted the coordinator, which is gone" if rank >= per_host else "its host cannot be reached"
+            assert why in ended["text"], (rank, ended)
+            assert ended["ended"] - cut_at < HEARTBEAT_S + LATER_S, (rank, ended["ended"] - cut_at)
         for rank, left in ranks.hear_all(everybody, "left").items():
             assert left["leaving_s"] < LEAVING_S, (rank, left)
+
+
+@needs_namespaces
+def test_a_death_on_another_host_is_told_at_once() -> None:
+    with Hosts() as hosts, ranks_on(hosts, 2) as ranks:
+        ranks.tell(range(4), moment="inside")
+        ranks.hear_all(range(4), "under way")
+        died_at = time.monotonic()
+        os.kill(ranks.pids[3], signal.SIGKILL)
+        for rank, ended in ranks.hear_all(range(3), "ended").items():
+            assert (ended["error"], ended["peer"]) == ("PeerLost", 3), (rank, ended)
+            assert ended["ended"] - died_at < TOLD_S, (rank, ended["ended"] - died_at)
+        assert all(left["leaving_s"] < LEAVING_S for left in ranks.hear_all(range(3), "left").values())

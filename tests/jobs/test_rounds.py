@@ -12,15 +12,18 @@ ROUNDS = 200
 SETTLED = 20
 """After so many rounds every allocator has what it needs."""
 GROWTH_BYTES = 4 << 20
+ROUND_S = 0.5
+"""Of init, collectives and shutdown together; about 0.04 s on a machine of 2 cores."""
 
 
 @pytest.mark.parametrize("host", ["launcher", "rank 0"])
-def test_nothing_of_a_round_stays_behind(host: str) -> None:
+def test_nothing_of_a_round_stays_behind(host: str, caplog: pytest.LogCaptureFixture) -> None:
     with started("rounds", 2) as job:
         settings = {} if host == "launcher" else hosted_by_rank_0()
         job.tell((0, 1), rounds=ROUNDS, look_after=[1, SETTLED, ROUNDS], settings=settings)
         over = job.hear_all((0, 1), "over")
         assert job.wait() == [0, 0], job.said()
+        assert caplog.text + job.output(0) + job.output(1) == "", "when all is well, nobody complains"
     for rank, heard in over.items():
         first, settled, last = heard["held"]
         for what in ("files", "threads", "shared"):
@@ -29,5 +32,4 @@ def test_nothing_of_a_round_stays_behind(host: str) -> None:
         assert last["num_maps"] <= settled["num_maps"] + 2, rank
         growth = last["rss_bytes"] - settled["rss_bytes"]
         assert growth < GROWTH_BYTES, f"rank {rank} grew by {growth} bytes in {ROUNDS - SETTLED} rounds"
-    took = over[0]["took"]
-    print(f"a round takes {1e3 * statistics.median(took):.1f} ms ({1e3 * min(took):.1f} to {1e3 * max(took):.1f})")
+    assert statistics.median(over[0]["took"]) < ROUND_S

@@ -45,6 +45,10 @@ NOISE = {
 }
 
 
+Place = tuple[str, int] | str
+"""A TCP port, or the name of an abstract Unix socket."""
+
+
 def listening_tcp(pid: int) -> set[tuple[str, int]]:
     found = psutil.Process(pid).net_connections(kind="tcp")
     return {(each.laddr.ip, each.laddr.port) for each in found if each.status == psutil.CONN_LISTEN}
@@ -66,7 +70,7 @@ def listening_unix(pid: int) -> set[str]:
     }
 
 
-def make_noise(place: tuple[str, int] | str, noise: bytes, opened: ExitStack) -> None:
+def make_noise(place: Place, noise: bytes, opened: ExitStack) -> None:
     """Connect, say it, and stay on the line: what becomes of it is the other side's business."""
     family = socket.AF_UNIX if isinstance(place, str) else socket.AF_INET
     stranger = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
@@ -116,12 +120,11 @@ def finish(job: Job) -> None:
     assert job.wait() == [0, 0], job.said()
 
 
-def test_strangers_are_turned_away_and_the_job_goes_on(
-    job: Job, key: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_strangers_are_turned_away_and_the_job_goes_on(job: Job, key: str, caplog: pytest.LogCaptureFixture) -> None:
     job.hear_all((0, 1), "doors")
     coordinator = listening_tcp(os.getpid())
-    places = [place for pid in job.pids.values() for place in (*listening_tcp(pid), *listening_unix(pid))]
+    places: list[Place] = [place for pid in job.pids.values() for place in listening_tcp(pid)]
+    places += [place for pid in job.pids.values() for place in listening_unix(pid)]
     assert len(coordinator) == 2 and len(places) == 4
     door = ("127.0.0.1", int(job.local.coordinator.address.rpartition(":")[2]))
     ((_, control_port),) = coordinator - {door}

@@ -202,8 +202,8 @@ class Coordinator:
         for rank, message in messages:
             self._hear(rank, message, now_ns)
         self._lifelines.watch_new()
-        for rank in self._lifelines.find_ended(self._server.readable()):
-            self._dying.setdefault(rank, _Death(now_ns + self._patience_ns, "its process is gone"))
+        for rank, how in self._lifelines.find_ended(self._server.readable()).items():
+            self._dying.setdefault(rank, _Death(now_ns + self._patience_ns, how))
         if self._dying:
             self._bury(now_ns)
         self._gather(now_ns)

@@ -84,9 +84,10 @@ class Lifelines:
             self._lines[line.fileno()] = (rank, line)
             self._watcher.watch(line.fileno())
 
-    def find_ended(self, readable: Iterable[int]) -> list[int]:
-        """Close those of the readable lines that have ended; returns the ranks among them that hold their seat."""
-        ended = []
+    def find_ended(self, readable: Iterable[int]) -> dict[int, str]:
+        """Close those of the readable lines that have ended; returns the ranks among them that hold their seat, and
+        how each ended."""
+        ended = {}
         for fd in [fd for fd in readable if fd in self._lines]:
             rank, line = self._lines[fd]
             if not has_ended(line):
@@ -94,10 +95,11 @@ class Lifelines:
                 continue
             del self._lines[fd]
             self._watcher.unwatch(fd)
+            how = _how_it_ended(line)
             line.close()
             with self._lock:
                 if self._seats.get(rank) is line:
-                    ended.append(rank)
+                    ended[rank] = how
         return ended
 
     def release(self, rank: int) -> None:
@@ -130,3 +132,14 @@ def has_ended(line: Line) -> bool:
     except ValueError:  # closed here already
         return True
     return bool(poll.poll(0))
+
+
+def _how_it_ended(line: Line) -> str:
+    """A process that ends closes its line; who cannot be reached any more leaves it to the kernel to give up."""
+    try:
+        line.recv(1)
+    except ConnectionError:
+        pass
+    except OSError as error:
+        return f"its host cannot be reached: {error.strerror}"
+    return "its process is gone"

@@ -95,13 +95,15 @@ class Rank:
         if self._inside:
             lane = self._group("allreduce").dispatch.lane
             rest = [caller for name, caller in callers.items() if name != "allreduce"]
-            until(lambda: missing(lane) == () and all(each.num_done for each in rest), "everybody inside")
+            self._until(
+                lambda: missing(lane) == () and all(each.num_done for each in rest), "everybody inside", callers
+            )
         else:
             # The coordinator hears things in order: when this is over, it has heard of what was announced before.
             ronde.groups()[1].barrier(name="heard")
             for name in IN_ORDER:
                 lane = self._group(name).dispatch.lane
-                until(functools.partial(self._misses_victim, lane), f"all but the victim in {name}")
+                self._until(functools.partial(self._misses_victim, lane), f"all but the victim in {name}", callers)
         self._talk.say("under way")
         if self._is_victim:
             die(self._talk)
@@ -127,6 +129,16 @@ class Rank:
 
     def _count(self, count: int) -> int:
         return count if self._inside else FEW
+
+    def _until(self, condition: Callable[[], bool], what: str, callers: dict[str, Caller]) -> None:
+        """Wait for it, as long as nothing has ended too early."""
+
+        def check() -> bool:
+            early = {name: caller.ended for name, caller in callers.items() if caller.ended}
+            assert not early, early
+            return condition()
+
+        until(check, what)
 
     def _misses_victim(self, lane: Lane) -> bool:
         return missing(lane) == (self._victim,)

@@ -1,4 +1,4 @@
-"""A rank of tests/jobs/test_namespaces.py: collectives between two hosts, then one of them cannot be reached any more."""
+"""A rank of tests/jobs/test_namespaces.py: collectives between two hosts, until one cannot be reached any more."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ each until it is reported. Then the late one comes, and all is well.
 
 from __future__ import annotations
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -44,6 +45,11 @@ def reports() -> list[StallReported]:
     return [event for event in ronde.events() if isinstance(event, StallReported)]
 
 
+def has_heard(num_reports: int) -> bool:
+    """Whether there are so many."""
+    return len(reports()) >= num_reports
+
+
 def facts(event: StallReported) -> dict[str, Any]:
     """For the test."""
     return {
@@ -58,12 +64,9 @@ def facts(event: StallReported) -> dict[str, Any]:
 
 def be_late(talk: Talk, how: Callable[[threading.Event], None], plan: ronde.Plan) -> None:
     """Do not come until the test says so."""
-    released = threading.Event()
-    listener = threading.Thread(target=lambda: (talk.hear(), released.set()))
-    listener.start()
+    released = talk.listen()
     talk.say("late")
     how(released)
-    listener.join()
     for start in operations(plan):
         start().wait()
 
@@ -76,7 +79,8 @@ def wait_for_late(talk: Talk, plan: ronde.Plan) -> None:
             began.append(time.monotonic())
             works.append(operations(plan)[wanted["start"]]())
         else:
-            until(lambda number=wanted["reports"]: len(reports()) >= number, f"{wanted['reports']} reports")
+            num_wanted: int = wanted["reports"]
+            until(functools.partial(has_heard, num_wanted), f"{num_wanted} reports")
         talk.say("done")
     totals = [float(work.wait().sum()) for work in works]
     talk.say("over", began=began, totals=totals, reports=[facts(event) for event in reports()])

@@ -25,9 +25,7 @@ def main() -> None:
     """Do what the test says."""
     with Talk() as talk:
         ronde.init()
-        stop = threading.Event()
-        listener = threading.Thread(target=lambda: (talk.hear(), stop.set()), daemon=True)
-        listener.start()
+        stop = talk.listen()
         me = current().topology.members[talk.rank]
         talk.say("doors", unix=[me.unix_door], tcp=list(me.tcp_doors))
         num_steps = 1

@@ -1,6 +1,6 @@
 """A rank's line to the test that started it: what it has done goes out, what it is to do comes in. For the scripts.
 
-Every message is one JSON object in one packet. `at` is time.monotonic(), which is one clock for all processes of a host.
+Every message is one JSON object in one packet. `at` is time.monotonic(), one clock for all processes of a host.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
@@ -38,6 +39,17 @@ class Talk:
             raise SystemExit("the test has hung up")
         heard: dict[str, Any] = json.loads(data)
         return heard
+
+    def listen(self) -> threading.Event:
+        """An event that is set when the test says something, whatever it is."""
+        told = threading.Event()
+
+        def wait() -> None:
+            self.hear()
+            told.set()
+
+        threading.Thread(target=wait, name="listener", daemon=True).start()
+        return told
 
     def __enter__(self) -> Talk:
         """Itself."""

@@ -23,9 +23,7 @@ def main() -> None:
     """Do what the test says."""
     with Talk() as talk:
         ronde.init()
-        stop = threading.Event()
-        listener = threading.Thread(target=lambda: (talk.hear(), stop.set()), daemon=True)
-        listener.start()
+        stop = talk.listen()
         talk.say("running")
         try:
             steps(stop)

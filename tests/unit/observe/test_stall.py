@@ -40,7 +40,7 @@ def test_a_member_that_comes_after_the_report_does_not_make_it_news(watch: Stall
 
 
 def test_a_call_is_reported_once_and_the_next_one_is_another(watch: StallWatch) -> None:
-    first, next_one = (msgspec.structs.replace(wait(since_s=since_s), call=f"0.ordered {since_s}") for since_s in (0, 31))
+    first, next_one = (msgspec.structs.replace(wait(since_s=s), call=f"0.ordered {s}") for s in (0, 31))
     assert watch.due(30 * S, [first])
     late = msgspec.structs.replace(first, present=(1,), since_ns=32 * S)  # a member that came after the report
     assert watch.due(62 * S, [late]) == []
