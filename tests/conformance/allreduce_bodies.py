@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from ronde.comm.arithmetic import reduce
 from ronde.comm.buffers import Bfloat16View
+from ronde.comm.threads.arithmetic import reduce
 from ronde.comm.world import World
 from ronde.types import DType, Op
 from tests.conformance.cases import on_ranks

@@ -8,9 +8,9 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-from ronde.comm.loopback import Loopback
 from ronde.comm.place import Groups, Place
-from ronde.comm.threads import Hub, ThreadsBackend
+from ronde.comm.threads.backend import Hub, ThreadsBackend
+from ronde.comm.threads.loopback import Loopback
 from ronde.comm.world import World
 from ronde.settings import Settings
 from ronde.types import Member, Topology

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from ronde.comm.mpi_requests import complete as wait_for
+from ronde.comm.mpi.requests import complete as wait_for
 from ronde.comm.place import complete, find_place
 from ronde.comm.world import World
 from ronde.settings import Settings

@@ -10,7 +10,7 @@ from mpi4py import MPI
 
 from ronde.comm.backend import Call, Channel, ChannelSpec, Outcome, Part
 from ronde.comm.buffers import Array, address
-from ronde.comm.mpi import MpiBackend
+from ronde.comm.mpi.backend import MpiBackend
 from ronde.types import Deadline, DType, Kind, Member, Topology
 
 RANK, SIZE = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()

@@ -8,9 +8,9 @@ import time
 import numpy as np
 from mpi4py import MPI
 
-from ronde.comm.arithmetic import reduce
 from ronde.comm.backend import ChannelSpec
-from ronde.comm.mpi import MpiBackend, mpi_settings
+from ronde.comm.mpi.backend import MpiBackend, mpi_settings
+from ronde.comm.threads.arithmetic import reduce
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded, StartFailed
 from ronde.settings import Settings
 from ronde.types import Deadline, DType, Kind, Op

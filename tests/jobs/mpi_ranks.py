@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from ronde.comm.mpi import MpiBackend
-from ronde.comm.mpi_requests import complete
+from ronde.comm.mpi.backend import MpiBackend
+from ronde.comm.mpi.requests import complete
 from ronde.settings import Settings
 from ronde.types import Deadline
 from tests.jobs import mpi_order_cases, mpi_result_cases  # noqa: F401  # they fill CASES

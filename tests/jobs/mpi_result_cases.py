@@ -6,11 +6,11 @@ import itertools
 
 import numpy as np
 
-from ronde.comm import mpi_moves
-from ronde.comm.arithmetic import reduce
 from ronde.comm.backend import Call, Channel, Part
 from ronde.comm.buffers import Array, address
-from ronde.comm.mpi import MpiBackend
+from ronde.comm.mpi import moves
+from ronde.comm.mpi.backend import MpiBackend
+from ronde.comm.threads.arithmetic import reduce
 from ronde.types import DType, Kind, Op
 from tests.jobs.mpi_kit import (
     EVERYBODY,
@@ -153,7 +153,7 @@ def data_moves_right_for_every_kind_and_dtype(backend: MpiBackend) -> None:
 
 @case
 def arrays_beyond_the_limit_of_one_mpi_call_travel_in_pieces(backend: MpiBackend) -> None:
-    limit, mpi_moves.PIECE = mpi_moves.PIECE, 4
+    limit, moves.PIECE = moves.PIECE, 4
     try:
         with channel(backend) as opened:
             for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.UINT8):
@@ -164,7 +164,7 @@ def arrays_beyond_the_limit_of_one_mpi_call_travel_in_pieces(backend: MpiBackend
                     run(opened, call(Kind.ALLREDUCE, x, dtype=dtype, op=op))
                     close_enough(x, reduce(everybody, dtype, op, 1.0, 1.0), dtype, exact=op is not Op.ADASUM)
     finally:
-        mpi_moves.PIECE = limit
+        moves.PIECE = limit
 
 
 @case

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from ronde.comm.coordinator import Coordinator
+from ronde.comm.coordination.coordinator import Coordinator
 from ronde.net.keys import JobKey, new_key
 from ronde.settings import Settings
 from tests.jobs.jobs import Job, hosted_by_rank_0, started

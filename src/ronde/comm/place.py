@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ronde.comm.backend import Backend
-from ronde.comm.coordinator import Coordinator
+from ronde.comm.coordination.coordinator import Coordinator
+from ronde.comm.coordination.greeting import call_coordinator
+from ronde.comm.coordination.lifelines import Line, has_ended
 from ronde.comm.engine import Control
-from ronde.comm.greeting import call_coordinator
-from ronde.comm.lifelines import Line, has_ended
-from ronde.comm.loopback import Loopback
-from ronde.comm.mpi import MpiBackend, mpi_settings
+from ronde.comm.mpi.backend import MpiBackend, mpi_settings
 from ronde.comm.native import NativeBackend
-from ronde.comm.threads import Hub, ThreadsBackend
+from ronde.comm.threads.backend import Hub, ThreadsBackend
+from ronde.comm.threads.loopback import Loopback
 from ronde.errors import StartFailed
 from ronde.net.addresses import facing, format_address, host_identity, parse_address
 from ronde.net.control import ControlClient

@@ -19,7 +19,7 @@ from ronde.comm.lane import Lane
 from ronde.comm.named import Named
 from ronde.comm.place import Groups, Place
 from ronde.comm.presence import Presence
-from ronde.comm.threads import Hub, ThreadsBackend
+from ronde.comm.threads.backend import Hub, ThreadsBackend
 from ronde.errors import Mismatch, RondeError
 from ronde.net.messages import GroupWanted, Leave
 from ronde.observe.events import ChannelClosed, ChannelOpened, GroupAdded, GroupRemoved, Started, Stopped

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import IO, TypeAlias
 
-from ronde.comm.coordinator import Coordinator
+from ronde.comm.coordination.coordinator import Coordinator
 from ronde.net.keys import JobKey, new_key
 from ronde.observe.events import name_ranks
 from ronde.settings import PREFIX, Settings

@@ -337,8 +337,8 @@ def knock(
     """Connect to the door at `host:port` or `unix:NAME`: the socket, and the door's greeting.
 
     A door that is not open yet is tried again until the deadline, or until before_retry() raises because it will never
-    be. Everything else that goes wrong raises StartFailed at once: a retry would not help an unknown name, a cut network
-    or a wrong key.
+    be. Everything else that goes wrong raises StartFailed at once: a retry would not help an unknown name, a cut
+    network or a wrong key.
     """
     what = f"rank {caller.rank} could not connect to {address} for {caller.purpose!r}"
     pause_s = 0.005

@@ -6,8 +6,8 @@ import os
 from contextlib import ExitStack
 from typing import TypeVar
 
-from ronde.comm.coordinator import Coordinator
-from ronde.comm.greeting import call_coordinator
+from ronde.comm.coordination.coordinator import Coordinator
+from ronde.comm.coordination.greeting import call_coordinator
 from ronde.net.addresses import host_identity
 from ronde.net.control import ControlClient
 from ronde.net.keys import JobKey, new_key

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ronde.comm.arithmetic import adasum, reduce
+from ronde.comm.threads.arithmetic import adasum, reduce
 from ronde.types import DType, Op
 
 

@@ -13,7 +13,7 @@ from typing import cast
 import msgspec
 import pytest
 
-from ronde.comm.coordinator import Coordinator
+from ronde.comm.coordination.coordinator import Coordinator
 from ronde.errors import StartFailed
 from ronde.net.messages import (
     Announce,

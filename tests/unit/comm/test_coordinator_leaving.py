@@ -10,8 +10,8 @@ from contextlib import ExitStack
 
 import pytest
 
-from ronde.comm.greeting import call_coordinator
-from ronde.comm.round import Round
+from ronde.comm.coordination.greeting import call_coordinator
+from ronde.comm.coordination.round import Round
 from ronde.errors import StartFailed
 from ronde.net.messages import (
     Bye,

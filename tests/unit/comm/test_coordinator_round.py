@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ronde.comm.negotiator import Send
-from ronde.comm.round import Round, RoundRules
+from ronde.comm.coordination.negotiator import Send
+from ronde.comm.coordination.round import Round, RoundRules
 from ronde.net.messages import (
     Announce,
     Beat,

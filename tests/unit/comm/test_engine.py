@@ -16,7 +16,7 @@ from ronde.comm.named import Named
 from ronde.comm.operations import ReduceOne
 from ronde.comm.presence import Presence
 from ronde.comm.signature import Forms, Options
-from ronde.comm.threads import Hub, ThreadsBackend
+from ronde.comm.threads.backend import Hub, ThreadsBackend
 from ronde.comm.work import NamedWork
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded
 from ronde.net.messages import (

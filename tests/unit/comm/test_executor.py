@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ronde.comm.backend import Call, Outcome
-from ronde.comm.executor import Executor
+from ronde.comm.mpi.executor import Executor
 from ronde.errors import OperationTimeout, RoundEnded
 from ronde.types import Deadline, Kind
 

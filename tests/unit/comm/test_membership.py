@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.comm.group_book import GroupBook
-from ronde.comm.membership import Decision, Gathering
+from ronde.comm.coordination.group_book import GroupBook
+from ronde.comm.coordination.membership import Decision, Gathering
 from ronde.net.messages import VERSION, GroupChanged, GroupWanted, Join
 from ronde.types import Member
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ronde.comm.arithmetic import reduce
 from ronde.comm.buffers import Array
-from ronde.comm.mpi_arithmetic import adasum, check_supported, from_wire, to_wire, wire_op
+from ronde.comm.mpi.arithmetic import adasum, check_supported, from_wire, to_wire, wire_op
+from ronde.comm.threads.arithmetic import reduce
 from ronde.types import DType, Op
 
 MPI_OPS = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}

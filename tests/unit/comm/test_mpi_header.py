@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ronde.comm.backend import Call, Part
-from ronde.comm.mpi_header import HEADER_BYTES, Header, agreed, check_pair
+from ronde.comm.mpi.header import HEADER_BYTES, Header, agreed, check_pair
 from ronde.errors import Mismatch
 from ronde.types import DType, Kind, Op
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ronde.comm.mpi import mpi_settings
-from ronde.comm.mpi_requests import load_mpi
+from ronde.comm.mpi.backend import mpi_settings
+from ronde.comm.mpi.requests import load_mpi
 from ronde.errors import StartFailed
 from ronde.settings import Settings
 

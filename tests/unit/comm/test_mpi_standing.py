@@ -7,8 +7,8 @@ from typing import cast
 import pytest
 
 from ronde.comm.backend import Call, ChannelSpec
-from ronde.comm.mpi_notices import Notice, NoticeBoard, Saying
-from ronde.comm.mpi_standing import COLLECTIVE, Standing, Wait
+from ronde.comm.mpi.notices import Notice, NoticeBoard, Saying
+from ronde.comm.mpi.standing import COLLECTIVE, Standing, Wait
 from ronde.errors import OperationTimeout, PeerLost, RoundEnded
 from ronde.types import Deadline, Kind
 
@@ -39,7 +39,7 @@ def board() -> Board:
 @pytest.fixture
 def standing(board: Board, monkeypatch: pytest.MonkeyPatch) -> Standing:
     """Of member 1, which is rank 20, of the ranks 10, 20 and 30."""
-    monkeypatch.setattr("ronde.comm.mpi_standing.VERDICT_S", 0.0)
+    monkeypatch.setattr("ronde.comm.mpi.standing.VERDICT_S", 0.0)
     return Standing(ChannelSpec(id="1.ordered", members=(10, 20, 30), me=1), cast(NoticeBoard, board))
 
 
@@ -58,7 +58,7 @@ def test_a_call_that_the_closing_member_has_finished_goes_on(standing: Standing,
 def test_why_a_member_closed_may_come_a_moment_later(
     standing: Standing, board: Board, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ronde.comm.mpi_standing.VERDICT_S", SOON)
+    monkeypatch.setattr("ronde.comm.mpi.standing.VERDICT_S", SOON)
     board.gone[0] = Notice(Saying.CLOSED, 0, why="rank 10 has closed it")
     standing.check(BARRIER)
     standing.abort(10, "killed")
@@ -122,7 +122,7 @@ def test_who_told_to_be_waiting_is_not_missing(standing: Standing, board: Board)
 
 
 def test_a_long_wait_is_told_once_per_round(standing: Standing, board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ronde.comm.mpi_standing.TELL_S", -1.0)
+    monkeypatch.setattr("ronde.comm.mpi.standing.TELL_S", -1.0)
     wait = Wait(standing, BARRIER, Deadline(SOON))
     assert wait.missing() == (0, 2)
     wait.check()

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.comm.negotiator import Negotiator, Send
+from ronde.comm.coordination.negotiator import Negotiator, Send
 from ronde.net.messages import Announce, Failed, FromCoordinator, Request, Run, Unknown
 from ronde.types import DType, Kind, Op
 

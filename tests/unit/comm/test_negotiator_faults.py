@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.comm.negotiator import Negotiator
+from ronde.comm.coordination.negotiator import Negotiator
 from ronde.net.messages import Announce, Failed, Request, Run
 from ronde.types import DType, Kind, Op
 

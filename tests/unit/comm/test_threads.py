@@ -11,7 +11,7 @@ import pytest
 
 from ronde.comm.backend import Call, Channel, ChannelSpec, Part
 from ronde.comm.buffers import address
-from ronde.comm.threads import Hub, ThreadsBackend
+from ronde.comm.threads.backend import Hub, ThreadsBackend
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded, StartFailed
 from ronde.types import Deadline, DType, Kind
 

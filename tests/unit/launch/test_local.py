@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ronde.comm.coordinator import Coordinator
+from ronde.comm.coordination.coordinator import Coordinator
 from ronde.launch.local import LocalJob, _dying_with_me, start_local
 from ronde.settings import Settings
 from ronde.types import Deadline
@@ -23,7 +23,7 @@ PATIENCE_S = 30.0
 
 A_RANK = """
 import os, sys
-from ronde.comm.greeting import call_coordinator
+from ronde.comm.coordination.greeting import call_coordinator
 from ronde.net.control import ControlClient
 from ronde.net.keys import JobKey
 from ronde.net.messages import VERSION, Bye, Join, Leave, Lost, Welcome

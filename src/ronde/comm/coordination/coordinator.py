@@ -15,11 +15,11 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from ronde.comm.greeting import LIFE, later, never, welcome
-from ronde.comm.lifelines import Lifelines, Line, Seat
-from ronde.comm.membership import Decision, Gathering
-from ronde.comm.negotiator import Send
-from ronde.comm.round import NEVER_NS, Round, RoundRules
+from ronde.comm.coordination.greeting import LIFE, later, never, welcome
+from ronde.comm.coordination.lifelines import Lifelines, Line, Seat
+from ronde.comm.coordination.membership import Decision, Gathering
+from ronde.comm.coordination.negotiator import Send
+from ronde.comm.coordination.round import NEVER_NS, Round, RoundRules
 from ronde.net.addresses import format_address, host_identity
 from ronde.net.control import ControlServer
 from ronde.net.door import Caller, Door

@@ -10,8 +10,8 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from ronde.comm.group_book import GroupBook
-from ronde.comm.negotiator import Negotiator, Send
+from ronde.comm.coordination.group_book import GroupBook
+from ronde.comm.coordination.negotiator import Negotiator, Send
 from ronde.net.messages import (
     Announce,
     FromCoordinator,

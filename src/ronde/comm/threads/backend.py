@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ronde.comm.backend import Call, ChannelSpec, Looking, Outcome
-from ronde.comm.reference import carry_out, compare, copy_across
 from ronde.comm.signature import mismatch
+from ronde.comm.threads.reference import carry_out, compare, copy_across
 from ronde.comm.wording import ranks_text
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.types import Deadline, Kind

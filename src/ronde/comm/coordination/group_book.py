@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 
-from ronde.comm.membership import find_group_fault
+from ronde.comm.coordination.membership import find_group_fault
 from ronde.comm.wording import answers
 from ronde.net.messages import GroupChanged, GroupWanted
 

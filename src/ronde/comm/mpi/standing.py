@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from ronde.comm.backend import Call, ChannelSpec
-from ronde.comm.mpi_notices import Notice, NoticeBoard, Saying
-from ronde.comm.mpi_requests import PATIENT_S, URGENT_S, Request, abandon, complete
+from ronde.comm.mpi.notices import Notice, NoticeBoard, Saying
+from ronde.comm.mpi.requests import PATIENT_S, URGENT_S, Request, abandon, complete
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.observe.events import name_ranks
 from ronde.types import Deadline, Kind

@@ -10,9 +10,9 @@ import threading
 import time
 from collections import deque
 
-from ronde.comm.coordinator import LEAVING_S
-from ronde.comm.negotiator import Send
-from ronde.comm.round import Round, RoundRules
+from ronde.comm.coordination.coordinator import LEAVING_S
+from ronde.comm.coordination.negotiator import Send
+from ronde.comm.coordination.round import Round, RoundRules
 from ronde.net.messages import Beat, BeatBack, Bye, FromCoordinator, FromWorker, Leave, TraceBatch
 from ronde.observe.timeline import TimelineWriter
 from ronde.settings import Settings

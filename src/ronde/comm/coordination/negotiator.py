@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ronde.comm.requests import described, find_fault, fusion_key, num_bytes, rows_of, title
+from ronde.comm.coordination.requests import described, find_fault, fusion_key, num_bytes, rows_of, title
 from ronde.net.messages import Announce, Failed, FromCoordinator, Request, Run, RunItem, Unknown
 from ronde.observe.events import name_ranks, shorten
 from ronde.types import Kind

@@ -1,4 +1,4 @@
-"""One channel of the mpi backend: a communicator of its own, calls in order, deadlines, aborts. Made by comm/mpi.py.
+"""One channel of the mpi backend: a communicator of its own, calls in order, deadlines, aborts. Made by mpi/backend.
 
 A collective call is a *round*: the members exchange headers, compare them, and move the data. A call that they agreed
 on before goes without headers. Sends and receives wait for nothing but their other side.
@@ -15,11 +15,11 @@ import numpy as np
 
 from ronde.comm.backend import Call, ChannelSpec, Looking, Outcome, Ticket
 from ronde.comm.buffers import address
-from ronde.comm.executor import Executor
-from ronde.comm.mpi_header import HEADER_BYTES, Header, agreed, check_pair
-from ronde.comm.mpi_moves import Moves, check_call
-from ronde.comm.mpi_notices import NoticeBoard, Saying
-from ronde.comm.mpi_standing import Lane, Standing, Wait, lane_of
+from ronde.comm.mpi.executor import Executor
+from ronde.comm.mpi.header import HEADER_BYTES, Header, agreed, check_pair
+from ronde.comm.mpi.moves import Moves, check_call
+from ronde.comm.mpi.notices import NoticeBoard, Saying
+from ronde.comm.mpi.standing import Lane, Standing, Wait, lane_of
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.types import Deadline, Kind
 

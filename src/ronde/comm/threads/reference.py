@@ -10,10 +10,10 @@ from itertools import accumulate
 
 import numpy as np
 
-from ronde.comm.arithmetic import reduce
 from ronde.comm.backend import Call, Part
 from ronde.comm.buffers import Array, at_address
 from ronde.comm.signature import mismatch
+from ronde.comm.threads.arithmetic import reduce
 from ronde.types import DType, Kind
 
 __all__ = ["carry_out", "compare", "copy_across"]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from ronde.comm.mpi_requests import Request
+from ronde.comm.mpi.requests import Request
 
 if TYPE_CHECKING:
     from mpi4py import MPI

@@ -17,7 +17,7 @@ from ronde.net.door import Caller, knock
 from ronde.types import Deadline
 
 if TYPE_CHECKING:
-    from ronde.comm.lifelines import Line
+    from ronde.comm.coordination.lifelines import Line
     from ronde.net.keys import JobKey
 
 __all__ = ["LIFE", "call_coordinator", "later", "never", "read_greeting", "welcome"]

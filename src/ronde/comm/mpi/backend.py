@@ -3,13 +3,13 @@
 Programs are started by that library's own mpiexec: `mpiexec -n 4 python train.py`. MPI says who is who; ronde's control
 plane (names, groups, stall reports) runs beside it as with every backend, see mpi_settings().
 
-    mpi_requests     loading MPI, waiting for its requests with a deadline and an abort
-    mpi_notices      what members tell each other beside their calls
-    mpi_standing     who left, who gave up, and which waits that ends
-    mpi_header       comparing what the members ask for
-    mpi_arithmetic   element types and operations that MPI does not have
-    mpi_moves        the data of each kind of call
-    mpi_channel      one channel: calls in order
+    requests         loading MPI, waiting for its requests with a deadline and an abort
+    notices          what members tell each other beside their calls
+    standing         who left, who gave up, and which waits that ends
+    header           comparing what the members ask for
+    arithmetic       element types and operations that MPI does not have
+    moves            the data of each kind of call
+    channel          one channel: calls in order
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ronde.comm.backend import ChannelSpec
-from ronde.comm.mpi_channel import MpiChannel
-from ronde.comm.mpi_notices import NoticeBoard
-from ronde.comm.mpi_requests import PATIENT_S, Request, abandon, complete, load_mpi
+from ronde.comm.mpi.channel import MpiChannel
+from ronde.comm.mpi.notices import NoticeBoard
+from ronde.comm.mpi.requests import PATIENT_S, Request, abandon, complete, load_mpi
 from ronde.errors import PeerLost, StartFailed
 from ronde.net.addresses import candidates, facing, format_address, free_port, host_identity
 from ronde.net.keys import new_key

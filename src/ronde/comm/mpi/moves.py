@@ -17,7 +17,7 @@ import numpy as np
 
 from ronde.comm.backend import Call
 from ronde.comm.buffers import Array, address, at_address
-from ronde.comm.mpi_arithmetic import adasum, check_supported, from_wire, to_wire, wire_op
+from ronde.comm.mpi.arithmetic import adasum, check_supported, from_wire, to_wire, wire_op
 from ronde.types import DType, Kind, Op
 
 if TYPE_CHECKING:

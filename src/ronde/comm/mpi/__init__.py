@@ -1,0 +1,1 @@
+"""The backend that moves data with MPI, through mpi4py."""
