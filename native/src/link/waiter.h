@@ -23,8 +23,8 @@ struct Turn {
 };
 
 // How long to spin before sleeping. With a core for every local member a short spin beats a sleep; with more members
-// than cores the one we wait for may need this very core, so give it up at once. Yielding comes before sleeping: on a busy
-// machine a sleep and its wake-up cost tens of microseconds, a yield that finds nobody else costs one.
+// than cores the one we wait for may need this very core, so give it up at once. Yielding comes before sleeping: on a
+// busy machine a sleep and its wake-up cost tens of microseconds, a yield that finds nobody else costs one.
 struct SpinPolicy {
   uint32_t spins;   // looks with a pause in between
   uint32_t yields;  // looks with the core offered to others in between

@@ -98,8 +98,8 @@ class Ticket(Protocol):
 
 
 class Channel(Protocol):
-    """One total order of calls. run() and submit() raise, or the ticket's wait() does: ValueError, TypeError or Mismatch
-    for the caller's mistakes, PeerLost, RoundEnded or OperationTimeout for the world's."""
+    """One total order of calls. run() and submit() raise, or the ticket's wait() does: ValueError, TypeError, Mismatch
+    for the caller's mistakes; PeerLost, RoundEnded, OperationTimeout for the world's."""
 
     spec: ChannelSpec
 
