@@ -22,7 +22,7 @@ namespace ronde {
 
 namespace {
 
-constexpr uint64_t kFlatBytes = 32 * 1024;           // all members' arrays together, for the flat way
+constexpr uint64_t kFlatBytes = 64 * 1024;           // all members' arrays together, for the flat way
 constexpr uint64_t kStreamBytes = 16 * 1024 * 1024;  // larger buffers are written around the cache
 
 bool is_flat(const Team& team, const Job& job) { return job.parts.bytes() * team.layout.num_locals() <= kFlatBytes; }

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TypeVar
@@ -149,10 +150,11 @@ class NativeChannel:
 
     def __init__(self, spec: ChannelSpec, handle: Handle) -> None:
         self.spec = spec
-        self._lock = threading.Lock()  # guards what follows
-        self._changed = threading.Condition(self._lock)
         self._handle: Handle | None = handle
-        self._inside = 0  # threads that use the handle; it is freed when they have left
+        # One entry per thread that uses the handle, which is freed when they have left. A deque, because on the path of
+        # every call a lock would cost more than all the rest: who enters is seen by close(), or sees that it is closed.
+        self._inside: deque[None] = deque()
+        self._changed = threading.Condition()  # guards _end, and tells of it and of the last one who left
         self._end: tuple[int, str] | None = None
 
     def run(self, call: Call, deadline: Deadline) -> Outcome:
@@ -186,7 +188,7 @@ class NativeChannel:
 
     def abort(self, *, lost: int = -1, why: str) -> None:
         """End all waits of all members."""
-        with self._lock:
+        with self._changed:
             if self._end is None:
                 self._end = (lost, why)
             self._changed.notify_all()
@@ -198,7 +200,7 @@ class NativeChannel:
 
     def close(self) -> None:
         """Leave in good order when idle, end what is under way otherwise, then free everything."""
-        with self._lock:
+        with self._changed:
             handle, self._handle = self._handle, None
             if handle is None:
                 return
@@ -212,16 +214,17 @@ class NativeChannel:
 
     def _enter(self) -> Handle:
         """The handle, kept from being freed until _leave()."""
-        with self._lock:
-            if self._handle is None:
-                raise RoundEnded(f"channel {self.spec.id} is closed")
-            self._inside += 1
-            return self._handle
+        self._inside.append(None)
+        handle = self._handle
+        if handle is None:
+            self._leave()
+            raise RoundEnded(f"channel {self.spec.id} is closed")
+        return handle
 
     def _leave(self) -> None:
-        with self._lock:
-            self._inside -= 1
-            if self._handle is None:
+        self._inside.pop()
+        if self._handle is None:
+            with self._changed:
                 self._changed.notify_all()
 
     def _within(self, use: Callable[[Handle], T]) -> T:
@@ -264,7 +267,7 @@ class NativeChannel:
 
     def _verdict(self, blamed: int) -> tuple[int, str]:
         """Who is to blame and why, as seen by whoever saw it; that may arrive a moment after the sockets closed."""
-        with self._lock:
+        with self._changed:
             self._changed.wait_for(lambda: self._end is not None, timeout=VERDICT_S)
             if self._end is not None:
                 return self._end
