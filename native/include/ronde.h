@@ -193,6 +193,20 @@ rd_status rd_asked_by(rd_channel* channel, rd_asked* asked);
 /* `missing` has room for num_members and receives the members that have not arrived. */
 void rd_look(rd_channel* channel, rd_status_now* now, uint32_t* missing);
 
+/* The functions of the interpreter that calls: PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch, PyGILState_Release.
+ * When a signal interrupts a wait of rd_run, its handlers run; when one raises, the call ends with RD_ABORTED and EINTR
+ * as detail, the channel with it, and rd_take_raised (1 when there is something) gives what it raised to the thread
+ * that called. */
+typedef struct rd_interpreter {
+  int (*enter)(void);
+  int (*run_signal_handlers)(void);
+  void (*fetch_raised)(void**, void**, void**);
+  void (*leave)(int);
+} rd_interpreter;
+
+void rd_set_interpreter(const rd_interpreter* interpreter);
+int rd_take_raised(void* raised[3]);
+
 /* The reduce kernels by themselves: outs[*] = postscale * op(prescale * ins[*]); RD_MEAN divides by num_ins.
  * Used by the in-process backend and by tests. */
 rd_status rd_reduce(int32_t dtype, int32_t op, double prescale, double postscale, const void* const* ins,

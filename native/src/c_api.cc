@@ -5,6 +5,7 @@
 #include <new>
 #include <unordered_map>
 
+#include "base/interrupt.h"
 #include "channel.h"
 #include "reduce/reduce.h"
 
@@ -160,6 +161,10 @@ RD_API rd_status rd_asked_by(rd_channel* channel, rd_asked* asked) {
 }
 
 RD_API void rd_look(rd_channel* channel, rd_status_now* now, uint32_t* missing) { channel->channel.look(now, missing); }
+
+RD_API void rd_set_interpreter(const rd_interpreter* interpreter) { ronde::set_interpreter(interpreter); }
+
+RD_API int rd_take_raised(void* raised[3]) { return ronde::take_raised(raised) ? 1 : 0; }
 
 RD_API rd_status rd_reduce(int32_t dtype, int32_t op, double prescale, double postscale, const void* const* ins,
                            uint64_t num_ins, void* const* outs, uint64_t num_outs, uint64_t count) {

@@ -1,6 +1,7 @@
 #include "queue.h"
 
 #include <pthread.h>
+#include <signal.h>
 
 #include <chrono>
 
@@ -29,7 +30,12 @@ void Queue::submit(const std::shared_ptr<Request>& request) {
   std::lock_guard<std::mutex> lock(mutex_);
   waiting_.push_back(request);
   if (!thread_.joinable()) {
+    // Signals are for the threads of the program.
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
     thread_ = std::thread([this] { loop(); });
+    pthread_sigmask(SIG_SETMASK, &before, nullptr);
     pthread_setname_np(thread_.native_handle(), "ronde-channel");
   }
   changed_.notify_all();

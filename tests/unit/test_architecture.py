@@ -43,7 +43,7 @@ RUN_TIME = {"numpy", "zmq", "msgspec", "psutil", "cloudpickle", "rich", "typer"}
 
 POWERS: dict[str, tuple[str, ...]] = {
     "the environment": ("settings.py", "launch/"),
-    "ctypes": ("comm/_native.py",),
+    "ctypes": ("comm/_native.py", "comm/_handle.py"),
     "print()": ("cli/",),
     "processes": ("launch/", "cli/"),
     "sockets": ("net/",),

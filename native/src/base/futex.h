@@ -7,15 +7,18 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <cerrno>
 #include <climits>
 #include <cstdint>
 
 namespace ronde {
 
-// Sleeps while *word == seen, at most limit_ns. Wakes for no reason are fine: callers look again.
-inline void futex_wait(std::atomic<uint32_t>* word, uint32_t seen, int64_t limit_ns) {
+// Sleeps while *word == seen, at most limit_ns. Wakes for no reason are fine: callers look again. False when nobody
+// woke us: a signal came, or time is up.
+inline bool futex_wait(std::atomic<uint32_t>* word, uint32_t seen, int64_t limit_ns) {
   timespec limit{time_t(limit_ns / 1000000000), long(limit_ns % 1000000000)};
-  syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, seen, &limit, nullptr, 0);
+  long result = syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, seen, &limit, nullptr, 0);
+  return result == 0 || (errno != EINTR && errno != ETIMEDOUT);
 }
 
 inline void futex_wake_all(std::atomic<uint32_t>* word) {

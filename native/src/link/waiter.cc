@@ -4,8 +4,10 @@
 #include <sched.h>
 
 #include <algorithm>
+#include <cerrno>
 
 #include "base/futex.h"
+#include "base/interrupt.h"
 #include "link/link.h"
 
 namespace ronde {
@@ -26,9 +28,13 @@ void Waiter::check() const {
   if (deadline_.passed()) throw Stop{RD_TIMEOUT, waiting_for_->load(std::memory_order_relaxed)};
 }
 
+void Waiter::check_interrupt() const {
+  if (interrupted()) throw Stop{RD_ABORTED, int(layout_.me), EINTR};
+}
+
 void Waiter::sleep_on(std::atomic<uint32_t>* word, uint32_t seen) const {
   int64_t left = std::min<int64_t>(kSliceNs, deadline_.left_ns());
-  if (left > 0) futex_wait(word, seen, left);
+  if (left > 0 && !futex_wait(word, seen, left)) check_interrupt();
 }
 
 bool Waiter::wants_sockets(const Turn& turn) {
@@ -53,7 +59,8 @@ void Waiter::wait_sockets(const Turn& turn) {
   if (turn.receiving != nullptr) pipes |= (asked[2].fd = turn.receiving->receiving_socket()) < 0;
   int64_t left = std::max<int64_t>(0, std::min(pipes ? kMixedNs : kSliceNs, deadline_.left_ns()));
   timespec limit{time_t(left / 1000000000), long(left % 1000000000)};
-  ppoll(asked, 3, &limit, nullptr);
+  int ready = ppoll(asked, 3, &limit, nullptr);
+  if (ready < 0 || (ready == 0 && !pipes)) check_interrupt();
 }
 
 }  // namespace ronde

@@ -110,6 +110,7 @@ class Waiter {
   static void pause();
   static void give_way();
   static bool wants_sockets(const Turn& turn);
+  void check_interrupt() const;
   void sleep_on(std::atomic<uint32_t>* word, uint32_t seen) const;
   void wait_sockets(const Turn& turn);
   void note(const Turn& turn);

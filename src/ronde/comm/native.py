@@ -16,7 +16,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from ronde.comm._native import Ending, Handle, Layout, Status
+from ronde.comm._handle import Ending, Handle, Layout
+from ronde.comm._native import Status
 from ronde.comm.backend import Call, ChannelSpec, Looking, Outcome
 from ronde.comm.signature import mismatch
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed

@@ -1,0 +1,64 @@
+"""A rank of tests/jobs/test_interrupts.py: rank 0 waits for one that does not come, until a signal ends the wait."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+
+import numpy as np
+
+import ronde
+from tests.jobs.scripts.talk import Talk, until
+
+
+class Alarm(Exception):
+    """Raised by a handler of the program's own."""
+
+
+def raise_alarm(_number: int, _frame: FrameType | None) -> None:
+    """The handler."""
+    raise Alarm
+
+
+def wait_for_nobody(how: str) -> None:
+    """An operation to which the other rank does not come."""
+    if how == "blocking":
+        ronde.allreduce(np.ones(3))
+    elif how == "work":
+        ronde.allreduce(np.ones(3), wait=False).wait()
+    else:
+        ronde.allreduce(np.ones(3), name="lonely")
+
+
+def say_when_waiting(talk: Talk, how: str) -> None:
+    """Tell the test when the data plane waits; a named operation waits for the coordinator instead."""
+    lane = ronde.world().dispatch.lane
+    if how != "named":
+        until(lambda: lane.look() is not None, "the operation to wait")
+    talk.say("waiting")
+
+
+def main(how: str) -> None:
+    """Do what the test says."""
+    signal.signal(signal.SIGUSR1, raise_alarm)
+    with Talk() as talk:
+        ronde.init()
+        ronde.barrier()
+        if talk.rank == 0:
+            watcher = threading.Thread(target=say_when_waiting, args=(talk, how))
+            try:
+                watcher.start()
+                wait_for_nobody(how)
+            except (KeyboardInterrupt, Alarm) as error:
+                watcher.join()
+                talk.say("raised", error=type(error).__name__)
+        else:
+            talk.hear()
+        ronde.shutdown()
+        talk.say("over")
+
+
+if __name__ == "__main__":
+    main(os.environ["TEST_HOW"])

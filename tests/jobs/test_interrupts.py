@@ -1,0 +1,26 @@
+"""A signal ends a wait: Ctrl-C, or a handler of the program's own that raises."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from tests.jobs.jobs import started
+
+SOON_S = 1.0
+
+
+@pytest.mark.parametrize("how", ["blocking", "work", "named"])
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGUSR1, "Alarm")])
+def test_what_a_signal_handler_raises_ends_a_wait(how: str, number: signal.Signals, error: str) -> None:
+    with started("interrupts", 2, env={"TEST_HOW": how}) as job:
+        waiting = job.hear(0, "waiting")
+        os.kill(job.pids[0], number)
+        raised = job.hear(0, "raised")
+        assert raised["error"] == error
+        assert raised["at"] - waiting["at"] < SOON_S
+        job.tell([1])
+        job.hear_all([0, 1], "over")
+        assert job.wait() == [0, 0]
