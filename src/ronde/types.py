@@ -182,7 +182,8 @@ class Deadline:
     @property
     def left_s(self) -> float:
         """Seconds left, never negative."""
-        return max(0.0, self._at - time.monotonic())
+        left_s = self._at - time.monotonic()
+        return left_s if left_s > 0.0 else 0.0
 
     @property
     def passed(self) -> bool:

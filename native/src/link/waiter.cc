@@ -13,13 +13,12 @@
 namespace ronde {
 
 SpinPolicy spin_policy(uint32_t num_locals, uint32_t num_cores) {
-  if (num_locals <= num_cores) return {2000, 100};
-  return {20, 100};
+  return num_locals <= num_cores ? SpinPolicy{5000, 50} : SpinPolicy{600, 5};
 }
 
-void Waiter::pause() { cpu_pause(); }
-
-void Waiter::give_way() { sched_yield(); }
+void Waiter::pause(uint32_t looks) const {
+  looks % policy_.stretch + 1 == policy_.stretch ? void(sched_yield()) : cpu_pause();
+}
 
 void Waiter::check() const {
   if (!layout_.one_place()) alarm_->listen();  // a wait for memory does not hear the sockets

@@ -22,12 +22,13 @@ struct Turn {
   Link* receiving = nullptr;  // wants something that is not there yet
 };
 
-// How long to spin before sleeping. With a core for every local member a short spin beats a sleep; with more members
-// than cores the one we wait for may need this very core, so give it up at once. Yielding comes before sleeping: on a
-// busy machine a sleep and its wake-up cost tens of microseconds, a yield that finds nobody else costs one.
+// How long to look before sleeping: `looks` times with a pause in between, the core offered to others after every
+// `stretch` of them. With a core for every local member a short stretch of looking beats everything else; but the
+// scheduler may have put two members on one core, and with more members than cores the one we wait for may need this
+// very core, so it is given up often. Sleeping comes last: on a busy machine it costs tens of microseconds to wake up.
 struct SpinPolicy {
-  uint32_t spins;   // looks with a pause in between
-  uint32_t yields;  // looks with the core offered to others in between
+  uint32_t looks;
+  uint32_t stretch;
 };
 
 SpinPolicy spin_policy(uint32_t num_locals, uint32_t num_cores);
@@ -57,13 +58,9 @@ class Waiter {
   template <class Ready, class Hopeless>
   void until(std::atomic<uint32_t>* word, std::atomic<uint32_t>* sleepers, Ready ready, Hopeless hopeless) {
     check_abort();
-    for (uint32_t i = 0; i < policy_.spins; ++i) {
+    for (uint32_t i = 0; i < policy_.looks; ++i) {
       if (ready()) return;
-      pause();
-    }
-    for (uint32_t i = 0; i < policy_.yields; ++i) {
-      if (ready()) return;
-      give_way();
+      pause(i);
     }
     while (true) {
       uint32_t seen = word->load();
@@ -96,8 +93,8 @@ class Waiter {
         note(turn);
         wait_sockets(turn);
         check();
-      } else if (idle < policy_.spins + policy_.yields) {
-        idle++ < policy_.spins ? pause() : give_way();
+      } else if (idle < policy_.looks) {
+        pause(idle++);
       } else {
         note(turn);
         if (sleep_for_bell(step)) break;
@@ -107,8 +104,7 @@ class Waiter {
   }
 
  private:
-  static void pause();
-  static void give_way();
+  void pause(uint32_t looks) const;
   static bool wants_sockets(const Turn& turn);
   void check_interrupt() const;
   void sleep_on(std::atomic<uint32_t>* word, uint32_t seen) const;

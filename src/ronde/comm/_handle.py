@@ -230,15 +230,13 @@ class Handle:
 
 
 def _alike(call: Call, last: Call) -> bool:
-    """Whether two calls differ in nothing but their memory. A signature stands for kind, shapes, dtype and options."""
+    """Whether two calls differ in nothing but their memory. Kind, dtype and options are of the form that owns the text:
+    the very same text is the very same form."""
     return (
-        call.signature == last.signature
-        and call.text == last.text
-        and call.kind == last.kind
-        and call.dtype == last.dtype
-        and call.op == last.op
-        and call.prescale == last.prescale
-        and call.postscale == last.postscale
+        call.text is last.text
+        and call.kind is last.kind
+        and call.dtype is last.dtype
+        and call.signature == last.signature
         and call.peer == last.peer
         and call.trusted == last.trusted
         and call.counts is None
