@@ -64,9 +64,7 @@ Channel::Channel(const rd_layout& layout, std::shared_ptr<Segment> segment,
       direct_links_[member] = std::make_unique<Tcp>(member, std::move(one), &alarm_);
     }
   }
-  collectives_ = std::make_unique<Order>([this](Request& request) {
-    work(request, *collectives_, request.kind == RD_JOIN ? &Channel::join : &Channel::collective);
-  });
+  collectives_ = std::make_unique<Order>(*this, &Channel::collective);
 }
 
 Channel::~Channel() {
@@ -86,16 +84,7 @@ Queue& Channel::queue_of(const Request& request) {
   if (request.kind != RD_SEND && request.kind != RD_RECEIVE) return collectives_->queue;
   std::lock_guard<std::mutex> lock(orders_mutex_);
   auto& order = direct_orders_[{request.peer, request.kind == RD_SEND}];
-  if (order == nullptr) {
-    order = std::make_unique<Order>([this](Request& r) {
-      Order* mine;
-      {
-        std::lock_guard<std::mutex> guard(orders_mutex_);
-        mine = direct_orders_[{r.peer, r.kind == RD_SEND}].get();
-      }
-      work(r, *mine, &Channel::direct_message);
-    });
-  }
+  if (order == nullptr) order = std::make_unique<Order>(*this, &Channel::direct_message);
   return order->queue;
 }
 
@@ -117,7 +106,7 @@ std::shared_ptr<void> Channel::bucket_owner() const {
 }
 
 // Runs one call and turns whatever ends it into its result. A failure that is not a plain mistake ends the channel.
-void Channel::work(Request& request, Order& order, void (Channel::*what)(Request&, Team&)) {
+void Channel::execute(Request& request, Order& order, Work work) {
   rd_result& result = request.result;
   result.member = -1;
   result.start_ns = result.ready_ns = now_ns();
@@ -126,7 +115,7 @@ void Channel::work(Request& request, Order& order, void (Channel::*what)(Request
     Waiter waiter(layout_, segment_.get(), &alarm_, request.deadline, &order.waiting_for);
     Team team{layout_, segment_.get(), gate_, links_, waiter, order.flat, order.passing, slot_};
     waiter.check();
-    (this->*what)(request, team);
+    (this->*work)(request, team);
     result.status = RD_OK;
   } catch (const Stop& stop) {
     result.status = stop.status;
@@ -178,6 +167,7 @@ void Channel::require_agreement(Request& request, Verdict verdict) {
 }
 
 void Channel::collective(Request& request, Team& team) {
+  if (request.kind == RD_JOIN) return join(request, team);
   rd_algorithm algorithm = choose(layout_, request.kind, request.op, request.parts.bytes(), request.algorithm);
   Header header = header_of(request, algorithm);
   header.sequence = ++sequence_;

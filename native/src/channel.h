@@ -29,15 +29,18 @@ class Channel {
   void look(rd_status_now* now, uint32_t* missing);
 
  private:
+  using Work = void (Channel::*)(Request&, Team&);
+
   // One order of calls: what it needs while one of them runs.
   struct Order {
-    explicit Order(std::function<void(Request&)> work) : queue(std::move(work)) {}
-    Queue queue;
+    Order(Channel& channel, Work work)
+        : queue([this, &channel, work](Request& request) { channel.execute(request, *this, work); }) {}
     Scratch flat, passing;
     std::atomic<int32_t> waiting_for{-1};
+    Queue queue;  // last, because its thread uses the others
   };
 
-  void work(Request& request, Order& order, void (Channel::*what)(Request&, Team&));
+  void execute(Request& request, Order& order, Work work);
   void collective(Request& request, Team& team);
   void join(Request& request, Team& team);
   void take_part(const Header& asked, Team& team);

@@ -13,6 +13,12 @@ Range share_of(uint64_t count, uint32_t who, uint32_t many, uint64_t element_byt
   return {border(who), border(who + 1)};
 }
 
+std::vector<uint64_t> starts_of(const std::vector<uint64_t>& counts, uint64_t element_bytes) {
+  std::vector<uint64_t> starts{0};
+  for (uint64_t count : counts) starts.push_back(starts.back() + count * element_bytes);
+  return starts;
+}
+
 Parts::Parts(const rd_part* parts, uint64_t num_parts, uint64_t element_bytes)
     : parts_(parts, parts + num_parts), element_bytes_(element_bytes) {
   starts_.reserve(num_parts + 1);

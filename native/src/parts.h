@@ -20,6 +20,9 @@ struct Range {
 // The share of `who` when `count` elements are dealt out to `many`, in cache lines so that no line has two writers.
 Range share_of(uint64_t count, uint32_t who, uint32_t many, uint64_t element_bytes);
 
+// Where each member's elements begin, in bytes, when they lie one after the other; and behind the last, where all end.
+std::vector<uint64_t> starts_of(const std::vector<uint64_t>& counts, uint64_t element_bytes);
+
 class Parts {
  public:
   Parts(const rd_part* parts, uint64_t num_parts, uint64_t element_bytes);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <numeric>
 #include <vector>
 
 #include "layout.h"
@@ -41,6 +42,13 @@ struct Team {
   uint32_t& slot;    // how many staging slots were used so far; the same on every member
 
   Link* link(uint32_t member) const { return links[member].get(); }
+
+  // All members, in order.
+  std::vector<uint32_t> everyone() const {
+    std::vector<uint32_t> order(layout.size);
+    std::iota(order.begin(), order.end(), 0);
+    return order;
+  }
 };
 
 // One collective after the members have agreed on it.

@@ -8,12 +8,6 @@
 
 namespace ronde {
 
-inline std::vector<uint32_t> everyone(const Team& team) {
-  std::vector<uint32_t> order(team.layout.size);
-  for (uint32_t member = 0; member < team.layout.size; ++member) order[member] = member;
-  return order;
-}
-
 // merge(mine_is_left) combines `data` and `theirs` into `data`.
 template <class Merge>
 void pair_up(Team& team, const std::vector<uint32_t>& order, uint32_t position, char* data, char* theirs,

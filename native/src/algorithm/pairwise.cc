@@ -7,16 +7,6 @@
 
 namespace ronde {
 
-namespace {
-
-std::vector<uint64_t> starts_of(const std::vector<uint64_t>& counts, uint64_t width) {
-  std::vector<uint64_t> starts{0};
-  for (uint64_t count : counts) starts.push_back(starts.back() + count * width);
-  return starts;
-}
-
-}  // namespace
-
 void pairwise_alltoall(Team& team, const Job& job) {
   uint32_t size = team.layout.size, me = team.layout.me;
   std::vector<uint64_t> give = starts_of(job.splits, job.element_bytes());

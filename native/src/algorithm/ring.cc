@@ -140,23 +140,11 @@ std::vector<uint64_t> even_chunks(uint64_t count, uint32_t num, uint64_t width) 
   return starts;
 }
 
-std::vector<uint64_t> chunks_of(const std::vector<uint64_t>& counts, uint64_t width) {
-  std::vector<uint64_t> starts{0};
-  for (uint64_t count : counts) starts.push_back(starts.back() + count * width);
-  return starts;
-}
-
 // Members in the order of their places, so that a host's members are neighbours and each host's wire carries one edge.
 std::vector<uint32_t> by_place(const Team& team, uint32_t* position) {
   std::vector<uint32_t> order;
   for (const auto& members : team.layout.by_place) order.insert(order.end(), members.begin(), members.end());
   *position = uint32_t(std::find(order.begin(), order.end(), team.layout.me) - order.begin());
-  return order;
-}
-
-std::vector<uint32_t> in_order(const Team& team) {
-  std::vector<uint32_t> order(team.layout.size);
-  for (uint32_t member = 0; member < team.layout.size; ++member) order[member] = member;
   return order;
 }
 
@@ -181,11 +169,11 @@ void ring_allreduce(Team& team, const Job& job) {
 
 void ring_allgather(Team& team, const Job& job) {
   uint64_t width = job.element_bytes();
-  std::vector<uint64_t> starts = chunks_of(job.counts, width);
+  std::vector<uint64_t> starts = starts_of(job.counts, width);
   char* out = static_cast<char*>(job.parts.pieces()[0].out);
   uint32_t me = team.layout.me;
   if (job.counts[me] > 0) std::memmove(out + starts[me], job.parts.pieces()[0].in, job.counts[me] * width);
-  RingRun run(team, in_order(team), me, job.arithmetic, out, std::move(starts));
+  RingRun run(team, team.everyone(), me, job.arithmetic, out, std::move(starts));
   run.run(0, team.layout.size - 1);
 }
 
@@ -195,12 +183,12 @@ void ring_reduce_scatter(Team& team, const Job& job) {
   char* data = team.flat.room(job.parts.bytes());
   job.parts.gather(0, job.parts.bytes(), data);
   scale_before(job.arithmetic, data, data, job.parts.count());
-  std::vector<uint64_t> starts = chunks_of(job.counts, width);
-  std::vector<uint32_t> order = in_order(team);
+  std::vector<uint64_t> starts = starts_of(job.counts, width);
+  std::vector<uint32_t> order = team.everyone();
   RingRun run(team, order, me, job.arithmetic, data, std::move(starts));
   run.shift_chunks();
   run.run(size - 1, size - 1);
-  std::memcpy(job.parts.pieces()[0].out, data + chunks_of(job.counts, width)[me], job.counts[me] * width);
+  std::memcpy(job.parts.pieces()[0].out, data + starts_of(job.counts, width)[me], job.counts[me] * width);
 }
 
 }  // namespace ronde
