@@ -102,7 +102,13 @@ def speak_zeromq(port: int, server_public: bytes | None, opened: ExitStack) -> N
 
 
 @pytest.fixture
-def job() -> Iterator[Job]:
+def others() -> set[tuple[str, int]]:
+    """What listens in this process already: other tests keep jobs of their own for the whole session."""
+    return listening_tcp(os.getpid())
+
+
+@pytest.fixture
+def job(others: set[tuple[str, int]]) -> Iterator[Job]:
     with started("strangers", 2) as job:
         yield job
 
@@ -120,9 +126,11 @@ def finish(job: Job) -> None:
     assert job.wait() == [0, 0], job.said()
 
 
-def test_strangers_are_turned_away_and_the_job_goes_on(job: Job, key: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_strangers_are_turned_away_and_the_job_goes_on(
+    others: set[tuple[str, int]], job: Job, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
     job.hear_all((0, 1), "doors")
-    coordinator = listening_tcp(os.getpid())
+    coordinator = listening_tcp(os.getpid()) - others
     places: list[Place] = [place for pid in job.pids.values() for place in listening_tcp(pid)]
     places += [place for pid in job.pids.values() for place in listening_unix(pid)]
     assert len(coordinator) == 2 and len(places) == 4
@@ -146,13 +154,13 @@ def test_strangers_are_turned_away_and_the_job_goes_on(job: Job, key: str, caplo
     assert "Traceback" not in caplog.text + job.said()
 
 
-def test_only_what_is_needed_listens_and_only_on_this_host(job: Job) -> None:
+def test_only_what_is_needed_listens_and_only_on_this_host(others: set[tuple[str, int]], job: Job) -> None:
     doors = job.hear_all((0, 1), "doors")
     for rank, pid in job.pids.items():
         tcp = {f"{host}:{port}" for host, port in listening_tcp(pid)}
         assert tcp == set(doors[rank]["tcp"]) and len(tcp) == 1
         assert listening_unix(pid) == set(doors[rank]["unix"]) and len(doors[rank]["unix"]) == 1
-    mine = listening_tcp(os.getpid())
+    mine = listening_tcp(os.getpid()) - others
     assert len(mine) == 2, "the coordinator's door and its control port"
     assert job.local.coordinator.address in {f"{host}:{port}" for host, port in mine}
     everywhere = mine.union(*(listening_tcp(pid) for pid in job.pids.values()))
