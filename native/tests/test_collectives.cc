@@ -46,7 +46,7 @@ void check_allreduce(Channel& channel, uint32_t rank, rd_algorithm algorithm, rd
   c.parts = &part;
   c.num_parts = 1;
   CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
-  CHECK(std::memcmp(target, want.data(), want.size()) == 0);
+  CHECK(count == 0 || std::memcmp(target, want.data(), want.size()) == 0);
 }
 
 bool defined(rd_dtype dtype, rd_op op) { return op != RD_ADASUM && !(dtype == RD_BOOL && op == RD_MEAN); }

@@ -188,7 +188,7 @@ void ring_reduce_scatter(Team& team, const Job& job) {
   RingRun run(team, order, me, job.arithmetic, data, std::move(starts));
   run.shift_chunks();
   run.run(size - 1, size - 1);
-  std::memcpy(job.parts.pieces()[0].out, data + starts_of(job.counts, width)[me], job.counts[me] * width);
+  copy_bytes(job.parts.pieces()[0].out, data + starts_of(job.counts, width)[me], job.counts[me] * width, false);
 }
 
 }  // namespace ronde
