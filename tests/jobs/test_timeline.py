@@ -76,9 +76,7 @@ def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -
     # No rank can leave an allreduce before the last one has come to it. The distance of two clocks is known to half of
     # the shortest round trip of a heartbeat, which on a busy machine may be some milliseconds; they are 5000 s apart.
     error = 50_000.0 if clocks == "two clocks" else 0.0
-    apart = [
-        name for name in mine if max(mine[name][0], other[name][0]) > min(mine[name][1], other[name][1]) + error
-    ]
+    apart = [name for name in mine if max(mine[name][0], other[name][0]) > min(mine[name][1], other[name][1]) + error]
     assert not apart, {name: (mine[name], other[name]) for name in apart}
     times = [event["ts"] for event in trace["traceEvents"] if event["ph"] != "M"]
     assert max(times) - min(times) < PATIENCE_S * 1e6, "all that happened, happened during the job"
