@@ -22,8 +22,7 @@ namespace ronde {
 
 namespace {
 
-constexpr uint64_t kFlatBytes = 64 * 1024;           // all members' arrays together, for the flat way
-constexpr uint64_t kStreamBytes = 16 * 1024 * 1024;  // larger buffers are written around the cache
+constexpr uint64_t kFlatBytes = 64 * 1024;  // all members' arrays together, for the flat way
 
 bool is_flat(const Team& team, const Job& job) { return job.parts.bytes() * team.layout.num_locals() <= kFlatBytes; }
 
@@ -115,7 +114,7 @@ void bucket_allreduce(Team& team, const Job& job) {
   void* buckets[RD_MAX_MEMBERS];
   for (uint32_t local = 0; local < locals; ++local)
     buckets[local] = team.segment->bucket(local) + job.bucket_offset + mine.begin * width;
-  reduce_many(job.arithmetic, buckets, locals, buckets, locals, mine.size(), job.parts.bytes() > kStreamBytes);
+  reduce_many(job.arithmetic, buckets, locals, buckets, locals, mine.size(), false);
   team.gate.meet(team.waiter);
 }
 
