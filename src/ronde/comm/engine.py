@@ -49,6 +49,8 @@ from ronde.types import Deadline
 __all__ = ["Control", "Engine"]
 
 BEAT_NS = 1_000_000_000
+FIRST_BEATS = 16
+"""So many follow each other at once: the clocks' distance is known as well as the quickest of them was."""
 LAST_WORDS_S = 0.2
 """After the lifeline has ended, the reason may still be on its way."""
 TRACE_LIMIT = 10_000
@@ -102,6 +104,7 @@ class Engine:
         self._watch = LaneWatch(stall_s)
         self._clock = ClockOffset()
         self._offset_ns = 0
+        self._num_beats_back = 0
         self._queue: deque[NamedWork | FromWorker] = deque()
         self._asleep = False
         self._stopping = False
@@ -329,6 +332,9 @@ class Engine:
 
     def _on_beat_back(self, answer: BeatBack) -> None:
         now_ns = time.monotonic_ns()
+        self._num_beats_back += 1
+        if self._num_beats_back < FIRST_BEATS:
+            self._control.send(Beat(now_ns))
         if self._clock.add(answer.sent_ns, answer.coordinator_ns, now_ns):
             offset_ns, error_ns = self._clock.offset_ns, self._clock.error_ns(now_ns) or 0.0
             # Clocks that differ by less than one can measure are one clock: this host's.
