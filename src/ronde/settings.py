@@ -1,12 +1,14 @@
-"""Every setting, in one place: its default, its environment name, its meaning. The only reader of the environment.
+"""Every setting, in one place: its default, its environment name, its meaning. Reads the environment for all others.
 
-Strength: argument of init() > environment > default. Wrong values fail at start, naming the field.
+Strength: argument of init() or flag of `ronde run` > environment > file > default. Wrong values fail at start, naming
+the field.
 """
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import inspect
 import itertools
 import os
@@ -15,9 +17,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_type_hints
 
-__all__ = ["Described", "Settings", "describe"]
+__all__ = ["OF_THE_JOB", "PREFIX", "Described", "Settings", "describe", "parse_setting"]
 
 PREFIX = "RONDE_"
+OF_THE_JOB = ("rank", "size", "coordinator", "coordinator_hosted", "key", "host", "address")
+"""Settings that tell a rank its place: whoever starts a job gives them to its ranks, nobody chooses them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -31,17 +35,22 @@ class Settings:
     """Number of ranks in the job."""
 
     coordinator: str = ""
-    """`address:port` of the coordinator; needed when size is above 1."""
+    """`address:port` of the coordinator; needed when size is above 1 and no launcher tells. With a range of ports, as
+    in `10.0.0.1:29500-29515`, rank 0 takes the first free one and the others look for it."""
 
     coordinator_hosted: bool = False
     """Whether somebody else (the launcher) hosts the coordinator. Otherwise rank 0 does, in a thread."""
 
     key: str = ""
-    """The job's secret, 64 hexadecimal digits, equal on all ranks. Needed when size is above 1."""
+    """The job's secret, 64 hexadecimal digits, equal on all ranks. Needed when size is above 1; `ronde run` makes one,
+    and ranks that another launcher started derive one from a secret in the user's configuration."""
 
     host: str = ""
     """Name of this rank's host. Ranks with equal names share memory; the default tells hosts and network
     namespaces apart by itself."""
+
+    address: str = ""
+    """Where other ranks reach this one. Empty: at the address from which it talks to the coordinator."""
 
     backend: str = "native"
     """Data plane: `native`, or `mpi` (through mpi4py)."""
@@ -111,25 +120,46 @@ class Settings:
         return f"Settings({', '.join(shown)})"
 
     @classmethod
-    def load(cls, given: Mapping[str, Any] | None = None, environ: Mapping[str, str] | None = None) -> Settings:
-        """Settings from arguments over the environment over the defaults."""
+    def load(
+        cls,
+        given: Mapping[str, Any] | None = None,
+        environ: Mapping[str, str] | None = None,
+        weaker: Mapping[str, Any] | None = None,
+    ) -> Settings:
+        """Settings from arguments over the environment over what is known otherwise (a file) over the defaults."""
         environ = os.environ if environ is None else environ
-        hints = get_type_hints(cls)
-        values: dict[str, Any] = {}
-        for field in dataclasses.fields(cls):
-            text = environ.get(PREFIX + field.name.upper())
-            if text is not None:
-                values[field.name] = _parse(PREFIX + field.name.upper(), text, hints[field.name])
-        unknown = set(given or ()) - {field.name for field in dataclasses.fields(cls)}
+        unknown = {*(given or ()), *(weaker or ())} - {field.name for field in dataclasses.fields(cls)}
         if unknown:
             raise TypeError(f"unknown setting {', '.join(sorted(unknown))}; ronde.settings.describe() lists all")
-        values.update(given or {})
-        return cls(**values)
+        values = dict(weaker or {})
+        for field in dataclasses.fields(cls):
+            variable = PREFIX + field.name.upper()
+            if variable in environ:
+                values[field.name] = parse_setting(field.name, environ[variable], variable)
+        return cls(**{**values, **(given or {})})
+
+    @classmethod
+    def told(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> frozenset[str]:
+        """The names of the settings that an argument or the environment gives."""
+        environ = os.environ if environ is None else environ
+        return frozenset(
+            f.name for f in dataclasses.fields(cls) if f.name in given or PREFIX + f.name.upper() in environ
+        )
 
 
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def parse_setting(name: str, text: str, source: str) -> Any:  # noqa: ANN401  # the type is the field's
+    """The value of a setting from its text. `source` is what an error calls it: a variable, a flag."""
+    return _parse(source, text, _kinds()[name])
+
+
+@functools.cache
+def _kinds() -> dict[str, type]:
+    return get_type_hints(Settings)
 
 
 def _parse(name: str, text: str, kind: type) -> Any:  # noqa: ANN401  # the type is the field's

@@ -5,8 +5,10 @@ from __future__ import annotations
 import enum
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-import numpy as np
+if TYPE_CHECKING:
+    import numpy as np
 
 __all__ = ["Deadline", "DType", "Kind", "Member", "Op", "Topology", "parse_op"]
 
@@ -41,6 +43,8 @@ class DType(enum.IntEnum):
     @property
     def numpy(self) -> np.dtype[np.generic]:
         """The NumPy type with the same memory; bfloat16, which NumPy lacks, travels as uint16."""
+        import numpy as np  # here: who only needs a deadline or a member does not wait for it
+
         return np.dtype("uint16") if self is DType.BFLOAT16 else np.dtype(self.name.lower())
 
 

@@ -32,17 +32,18 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("comm",),
     ("net",),
     ("observe",),
-    ("settings",),
+    ("settings", "surroundings"),
     ("types",),
     ("errors",),
+    ("version",),
 )
 """Top to bottom. An import may only point down; names on one line do not know each other."""
 
 ML_LIBRARIES = {"torch", "tensorflow", "keras", "mxnet", "jax"}
-RUN_TIME = {"numpy", "zmq", "msgspec", "psutil", "cloudpickle", "rich", "typer"}
+RUN_TIME = {"numpy", "zmq", "msgspec", "psutil", "cloudpickle", "rich", "typer", "yaml"}
 
 POWERS: dict[str, tuple[str, ...]] = {
-    "the environment": ("settings.py", "launch/"),
+    "the environment": ("settings.py", "surroundings.py", "launch/"),
     "ctypes": ("comm/_native.py", "comm/_handle.py"),
     "print()": ("cli/",),
     "processes": ("launch/", "cli/"),

@@ -1,36 +1,21 @@
-"""The `ronde` command: its subcommands, each in a package or module of its own."""
+"""The console script `ronde`. Decides only which way to go: `ronde run` has to start quickly and reads its flags
+itself; everything else is in commands."""
 
 from __future__ import annotations
 
-import platform
+import sys
 
-import typer
-
-import ronde
-from ronde.cli.bench.command import app as bench
-
-__all__ = ["app", "main"]
-
-app = typer.Typer(
-    name="ronde",
-    help="Distributed deep-learning training that says which rank, where and why.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_show_locals=False,  # locals may hold a job's key
-)
-app.add_typer(bench, name="bench")
-
-
-@app.command()
-def version() -> None:
-    """Say which ronde this is, on which Python."""
-    typer.echo(
-        f"ronde {ronde.__version__}, Python {platform.python_version()}, {platform.machine()} {platform.system()}"
-    )
+__all__ = ["main"]
 
 
 def main() -> None:
     """The console script."""
+    if sys.argv[1:2] == ["run"]:
+        from ronde.cli.run.command import run
+
+        sys.exit(run(sys.argv[2:]))
+    from ronde.cli.commands import app
+
     app()
 
 

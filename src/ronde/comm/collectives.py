@@ -26,6 +26,7 @@ __all__ = [
     "join",
     "local_rank",
     "local_size",
+    "mark_step",
     "metrics",
     "plan",
     "rank",
@@ -177,6 +178,11 @@ def receive(out: Any, source: int, *, group: Group | None = None, wait: bool = T
 def plan(buckets: Sequence[Bucket], *, group: Group | None = None) -> Plan:
     """Agree with the other members on buckets that are reduced over and over."""
     return Plan(buckets, group_or_world(group))
+
+
+def mark_step() -> None:
+    """One step of the training is done. Optimizers of ronde call it; it gives `ronde top` its step rate."""
+    current("mark_step()").recorder.mark_step()
 
 
 def metrics() -> Metrics:

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from typing import Any
 
 from ronde.comm.group import Group
-from ronde.comm.place import complete, find_place
+from ronde.comm.guest import complete
+from ronde.comm.place import find_place
 from ronde.comm.world import World, as_ranks
 from ronde.errors import NotInitialized
-from ronde.settings import Settings
 
 __all__ = ["current", "group_or_world", "init", "is_initialized", "shutdown"]
 
@@ -34,14 +34,15 @@ _process = _Process()
 
 
 def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # noqa: ANN401  # see Settings
-    """Join the round. Settings come from arguments, then the environment (RONDE_*), then defaults.
+    """Join the round. Settings come from arguments, then the environment (RONDE_*), then the variables of whatever
+    launcher started this process, then defaults.
 
     `groups` are sets of ranks to begin with, the same on all ranks; ronde.groups() has them afterwards. A second call
     while the round is running does nothing.
     """
     if _process.world is not None:
         return
-    loaded = complete(Settings.load(settings))
+    loaded = complete(settings)
     sorted_groups = tuple(as_ranks(ranks, loaded.size) for ranks in groups)
     place = find_place(loaded, sorted_groups, _process.num_rounds)
     _process.num_rounds += 1

@@ -99,7 +99,7 @@ class Dispatch:
         """A message between two members, which stands outside of the order of the others."""
         label = call.kind.name.lower()
         if wait:
-            self.lane.run(call, label, num_bytes)
+            self.lane.move(call, label, num_bytes)
             return finish()
         return Work((self.lane.submit(call, (Entry(label, "", num_bytes),)),), finish, self.limit_s)
 

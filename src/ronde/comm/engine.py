@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from ronde.comm.named import Named
 from ronde.comm.presence import Presence
+from ronde.comm.pulse import Pulse
 from ronde.comm.watch import LaneWatch
 from ronde.comm.wording import ranks_text
 from ronde.comm.work import Board, NamedWork
@@ -92,9 +93,10 @@ class Engine:
         lifeline: int = -1,
         coordinator_rank: int = -1,
         stall_s: float = 0.0,
+        watched: bool = False,
         early: Sequence[FromCoordinator] = (),
     ) -> None:
-        self.board = Board()
+        self.board = Board(recorder)
         self._control = control
         self._presence = presence
         self._recorder = recorder
@@ -102,6 +104,8 @@ class Engine:
         self._coordinator_rank = coordinator_rank
         """The rank that hosts the coordinator; -1 when the launcher does."""
         self._watch = LaneWatch(stall_s)
+        self._pulse = Pulse(recorder, presence, self.board) if watched else None
+        """Only when somebody listens: a launcher that hosts the coordinator."""
         self._clock = ClockOffset()
         self._offset_ns = 0
         self._num_beats_back = 0
@@ -222,6 +226,7 @@ class Engine:
             else:
                 self._send_announce(new, known)
                 if isinstance(item, Leave):
+                    self._send_vitals(time.monotonic_ns())
                     self._send_trace()
                 self._control.send(item)
         self._send_announce(new, known)
@@ -234,7 +239,12 @@ class Engine:
 
     def _beat(self, now_ns: int) -> None:
         self._control.send(Beat(now_ns))
+        self._send_vitals(now_ns)
         self._send_trace()
+
+    def _send_vitals(self, now_ns: int) -> None:
+        if self._pulse is not None:
+            self._control.send(self._pulse.take(now_ns, self._offset_ns))
 
     def _send_trace(self) -> None:
         while self._recorder.tracing:
@@ -285,7 +295,7 @@ class Engine:
     def _on_run(self, run: Run) -> None:
         named = self._presence.named(run.group)
         if named is not None:
-            named.run(run.items)
+            named.run(run.items, run.late)
 
     def _on_failed(self, failed: Failed) -> None:
         named = self._presence.named(failed.group)

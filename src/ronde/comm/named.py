@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from ronde.comm.lane import Entry, Flight, Lane
 from ronde.comm.operations import Operation, Reduce, stand_in
 from ronde.comm.signature import Form, Forms, Options
-from ronde.comm.work import Board, NamedWork
+from ronde.comm.work import Board, Departure, NamedWork
 from ronde.errors import RondeError
 from ronde.net.messages import Request, RunItem
 from ronde.types import DType, Kind, Op
@@ -92,8 +93,9 @@ class Named:
         self._known.pop(work.name, None)
         return self.request(work)
 
-    def run(self, items: Sequence[RunItem]) -> None:
-        """Every member has announced these: off they go, fused into one call."""
+    def run(self, items: Sequence[RunItem], late: tuple[tuple[int, int], ...] = ()) -> None:
+        """Every member has announced these: off they go, fused into one call. `late` is Run.late."""
+        departure = Departure(time.monotonic_ns(), late)
         works: list[NamedWork] = []
         operations: list[Operation] = []
         for item in items:
@@ -112,7 +114,7 @@ class Named:
             return
         with self._board.changed:
             for work in works:
-                work.depart(flights)
+                work.depart(flights, departure)
             self._board.changed.notify_all()
         if not flights:
             self._free(works)

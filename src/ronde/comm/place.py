@@ -11,12 +11,11 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ronde.comm.backend import Backend
-from ronde.comm.coordination.coordinator import Coordinator
-from ronde.comm.coordination.greeting import call_coordinator
 from ronde.comm.coordination.lifelines import Line, has_ended
 from ronde.comm.engine import Control
-from ronde.comm.mpi.backend import MpiBackend, mpi_settings
+from ronde.comm.mpi.backend import MpiBackend
 from ronde.comm.native import NativeBackend
+from ronde.comm.rendezvous import find_coordinator, host_coordinator
 from ronde.comm.threads.backend import Hub, ThreadsBackend
 from ronde.comm.threads.loopback import Loopback
 from ronde.errors import StartFailed
@@ -28,7 +27,7 @@ from ronde.net.messages import VERSION, FromCoordinator, Join, Leave, Refused, W
 from ronde.settings import Settings
 from ronde.types import Deadline, Member, Topology
 
-__all__ = ["Groups", "Place", "complete", "find_place"]
+__all__ = ["Groups", "Place", "find_place"]
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -60,14 +59,9 @@ class _Joined(NamedTuple):
     more: list[FromCoordinator]
 
 
-def complete(settings: Settings) -> Settings:
-    """What the settings leave open and MPI knows, when that is the backend."""
-    return mpi_settings(settings) if settings.backend == "mpi" else settings
-
-
 def find_place(settings: Settings, groups: Groups, round: int) -> Place:
     """Join the round that the complete settings tell of. `round` counts the rounds of this process, from 0."""
-    if settings.size == 1:
+    if settings.size == 1 and not settings.coordinator_hosted:  # a launcher wants to see even a job of one
         return _alone(settings, groups)
     with ExitStack() as opened:
         place = _among_others(settings, groups, round, opened)
@@ -87,16 +81,17 @@ def _among_others(settings: Settings, groups: Groups, round: int, opened: ExitSt
     deadline = Deadline(settings.start_s)
     key = JobKey(settings.key)
     hosts_it = settings.rank == 0 and not settings.coordinator_hosted
+    meeting = settings.coordinator
     if hosts_it:
-        opened.callback(_host_coordinator(settings, key).close)
-    line, control_address = call_coordinator(
-        settings.coordinator, key, settings.rank, round=round, deadline=deadline, heartbeat_s=settings.heartbeat_s
-    )
+        coordinator = host_coordinator(settings, key)
+        opened.callback(coordinator.close)
+        meeting = coordinator.address
+    line, control_address = find_coordinator(meeting, settings, key, round=round, deadline=deadline)
     opened.callback(line.close)
     control = ControlClient(control_address, key, settings.rank)
     opened.callback(_close_control, control, line)
     control.watch(line.fileno())
-    here = facing(parse_address(control_address)[0])
+    here = settings.address or facing(parse_address(control_address)[0])
     door = Door(key, unix=True, tcp=here, heartbeat_s=settings.heartbeat_s)
     opened.callback(door.close)
     tcp_doors = (format_address(here, door.tcp_port),)
@@ -117,13 +112,6 @@ def _check(settings: Settings) -> None:
                 f"a job of {settings.size} ranks needs {name} (RONDE_{name.upper()}); "
                 "start the ranks with `ronde run`, or give it to every one of them"
             )
-
-
-def _host_coordinator(settings: Settings, key: JobKey) -> Coordinator:
-    host, port = parse_address(settings.coordinator)
-    coordinator = Coordinator(host, port, settings.size, key, settings=settings)
-    coordinator.start()
-    return coordinator
 
 
 def _close_control(control: ControlClient, line: Line) -> None:

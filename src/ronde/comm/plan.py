@@ -47,6 +47,8 @@ class Bucket:
     """Factor on the way out."""
     name: str = ""
     """For errors and events."""
+    parts: tuple[int, ...] = ()
+    """How many elements each of the arrays in it has, for adasum, which weighs every array by itself; else empty."""
 
     def __post_init__(self) -> None:
         """Check at once what can be checked here; Forms checks the rest."""
@@ -55,6 +57,8 @@ class Bucket:
         if self.dtype.upper() not in DType.__members__:
             known = ", ".join(dtype.name.lower() for dtype in DType)
             raise ValueError(f"bucket {self.name!r}: dtype must be one of {known}, got {self.dtype!r}")
+        if self.parts and sum(self.parts) != self.count:
+            raise ValueError(f"bucket {self.name!r}: its parts have {sum(self.parts)} elements, it has {self.count}")
 
     @property
     def number(self) -> DType:
@@ -94,8 +98,8 @@ class Plan:
         )
         """My buckets, in memory shared with the other ranks of this host; zeros at first."""
         self._calls: tuple[Call, ...] = tuple(
-            form.call((Part(address(array), address(array), array.size),), None, text=text)
-            for form, array, text in zip(forms, self.arrays, texts, strict=True)
+            form.call(_parts(bucket, address(array)), None, text=text)
+            for bucket, form, array, text in zip(self.buckets, forms, self.arrays, texts, strict=True)
         )
         self._entries = tuple(
             (Entry("bucket", bucket.name or str(index), bucket.num_bytes),) for index, bucket in enumerate(self.buckets)
@@ -130,7 +134,20 @@ class Plan:
 
 def _form(bucket: Bucket) -> Form:
     options = Options(bucket.op, bucket.prescale, bucket.postscale)
-    return Forms().find(Kind.ALLREDUCE, bucket.number, ((bucket.count,),), options)
+    return Forms().find(Kind.ALLREDUCE, bucket.number, tuple((count,) for count in _counts(bucket)), options)
+
+
+def _counts(bucket: Bucket) -> tuple[int, ...]:
+    return bucket.parts or (bucket.count,)
+
+
+def _parts(bucket: Bucket, start: int) -> tuple[Part, ...]:
+    """The bucket in place, which begins at this address."""
+    parts = []
+    for count in _counts(bucket):
+        parts.append(Part(start, start, count))
+        start += count * bucket.number.num_bytes
+    return tuple(parts)
 
 
 def _text(index: int, bucket: Bucket, form: Form) -> str:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ronde.comm.lane import Flight
 from ronde.comm.operations import Operation
 from ronde.comm.wording import ranks_text
 from ronde.errors import OperationTimeout, RondeError
+from ronde.observe.recorder import Recorder
+from ronde.observe.stragglers import blame
+from ronde.observe.vitals import Doing
 from ronde.types import Deadline
 
-__all__ = ["Board", "NamedWork", "Work"]
+__all__ = ["Board", "Departure", "NamedWork", "Work"]
 
 
 class Work:
@@ -93,16 +97,46 @@ class Work:
         return f"<Work {self.name or 'unnamed'}: {'over' if self.done() else 'under way'}>"
 
 
+class Departure(NamedTuple):
+    """When named works took off, and who was late: (rank, nanoseconds before the last), as in Run.late."""
+
+    at_ns: int
+    late: tuple[tuple[int, int], ...]
+
+
 class Board:
     """Where the engine announces departures: named works wait here until their flight is known."""
 
-    def __init__(self) -> None:
+    def __init__(self, recorder: Recorder) -> None:
         self.changed = threading.Condition()
+        self._recorder = recorder
+        self._waiting: dict[int, tuple[int, NamedWork]] = {}
+        """Who waits for a departure, by thread: since when, and of what."""
         self._stalled: dict[int, tuple[str, tuple[int, ...]]] = {}
 
     def note_stall(self, group: int, op: str, missing: tuple[int, ...]) -> None:
         """The last stall report of a group, to say more when a wait for it ends."""
         self._stalled[group] = (op, missing)
+
+    def begin_wait(self, work: NamedWork, began_ns: int) -> None:
+        """The calling thread waits for a departure from now on. It holds the lock."""
+        self._waiting[threading.get_ident()] = (began_ns, work)
+
+    def end_wait(self, began_ns: int, departure: Departure | None) -> None:
+        """The wait is over, by a departure or without. Takes down how long it was, and who is to blame for it."""
+        self._waiting.pop(threading.get_ident(), None)
+        end_ns = time.monotonic_ns() if departure is None else departure.at_ns
+        self._recorder.unblocked(-max(0, end_ns - began_ns), 0)
+        if departure is not None and departure.late:
+            me = self._recorder.rank  # has come, whenever the coordinator heard of it
+            arrivals = {rank: end_ns - before_ns for rank, before_ns in departure.late if rank != me}
+            self._recorder.waited_for(blame(arrivals, [(began_ns, end_ns)]))
+
+    def doing(self) -> Doing | None:
+        """What a caller has waited for longest, if one does."""
+        with self.changed:
+            began_ns, work = min(self._waiting.values(), key=lambda item: item[0], default=(0, None))
+            return None if work is None else Doing(work.title, began_ns)
 
     def explain(self, group: int, name: str) -> str:
         """Whom a named operation waits for, if that is known."""
@@ -113,7 +147,7 @@ class Board:
 class NamedWork(Work):
     """An operation with a name: it takes off when every member has announced it."""
 
-    __slots__ = ("_board", "group", "operation")
+    __slots__ = ("_board", "_departure", "group", "operation")
 
     def __init__(self, operation: Operation, group: int, name: str, board: Board, limit_s: float) -> None:
         # Written out, not left to Work.__init__: thousands of these are made per step.
@@ -127,14 +161,16 @@ class NamedWork(Work):
         self.operation = operation
         self.group = group
         self._board = board
+        self._departure: Departure | None = None
 
     @property
     def departed(self) -> bool:
         """Whether it has taken off."""
         return self._flights is not None
 
-    def depart(self, flights: tuple[Flight, ...]) -> None:
+    def depart(self, flights: tuple[Flight, ...], departure: Departure) -> None:
         """It is under way on these. The engine holds the board's lock."""
+        self._departure = departure
         self._flights = flights
 
     def fail(self, error: Exception) -> None:
@@ -149,13 +185,20 @@ class NamedWork(Work):
 
     def _take_off(self, deadline: Deadline) -> tuple[Flight, ...]:
         if self._flights is None:
-            board = self._board
-            with board.changed:
-                while self._flights is None and not self._over:
-                    if not board.changed.wait(deadline.left_s) and deadline.passed:
-                        waits = board.explain(self.group, self.name)
-                        raise OperationTimeout(f"{self.title} did not start within {deadline.seconds:g} s{waits}")
+            self._wait_for_departure(self._board, deadline)
         if self._error is not None:
             raise self._error
         assert self._flights is not None
         return self._flights
+
+    def _wait_for_departure(self, board: Board, deadline: Deadline) -> None:
+        began_ns = time.monotonic_ns()
+        with board.changed:
+            board.begin_wait(self, began_ns)
+            try:
+                while self._flights is None and not self._over:
+                    if not board.changed.wait(deadline.left_s) and deadline.passed:
+                        waits = board.explain(self.group, self.name)
+                        raise OperationTimeout(f"{self.title} did not start within {deadline.seconds:g} s{waits}")
+            finally:
+                board.end_wait(began_ns, self._departure)

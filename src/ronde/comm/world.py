@@ -55,6 +55,7 @@ class World:
             lifeline=place.lifeline,
             coordinator_rank=place.coordinator_rank,
             stall_s=settings.stall_s,
+            watched=settings.coordinator_hosted,
             early=place.early,
         )
         self._groups: dict[int, Group] = {}
@@ -134,7 +135,7 @@ class World:
             channel = backend.open_channel(spec, Deadline(self._opening_s))
         except RondeError as error:
             raise (self._presence.over or error) from None
-        lane = Lane(channel, group, self.recorder, self.limit_s)
+        lane = Lane(channel, group, self.recorder, self.limit_s, watched=self.settings.coordinator_hosted)
         self._presence.adopt(lane)
         at_ns = time.monotonic_ns()
         self.recorder.emit(ChannelOpened(at_ns=at_ns, rank=self.rank, channel=spec.id, members=members))

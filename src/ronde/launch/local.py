@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-import select
 import shutil
 import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from typing import IO, TypeAlias
+from functools import partial
 
 from ronde.comm.coordination.coordinator import Coordinator
+from ronde.launch.guard import Guard
+from ronde.launch.loop import Loop
+from ronde.launch.process import Command, Process, start
+from ronde.launch.process import File as Output
 from ronde.net.keys import JobKey, new_key
 from ronde.observe.events import name_ranks
 from ronde.settings import PREFIX, Settings
@@ -28,8 +30,6 @@ KILL_S = 10.0
 OF_THE_JOB = ("rank", "size", "coordinator", "coordinator_hosted", "key")
 """Settings that the job decides, whatever the caller's say."""
 
-Output: TypeAlias = "int | IO[bytes] | IO[str] | None"
-
 
 def start_local(
     argv: Sequence[str],
@@ -42,7 +42,6 @@ def start_local(
     """Start `argv` num_ranks times, as a job. What differs in `settings` from the defaults reaches the ranks, too.
 
     `stdout` takes what a rank prints, errors included: one for all ranks or one for each; None leaves both as they are.
-    To be called from a thread that lives as long as the job: where the system can, ranks die with it.
     """
     if num_ranks < 1:
         raise ValueError(f"num_ranks must be at least 1, got {num_ranks}")
@@ -67,13 +66,16 @@ def start_local(
 
 
 class LocalJob:
-    """The processes of a job. Its end, as a context, is the end of all of them and of what they started."""
+    """The processes of a job. Its end, as a context, is the end of all of them and of what they started; so is the end
+    of this process, however it comes."""
 
     def __init__(self, coordinator: Coordinator) -> None:
         self.coordinator = coordinator
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._guard = Guard()
+        self._processes: list[Process] = []
         self._codes: dict[int, int] = {}
         self._changed = threading.Condition()
+        """Held by whoever touches a process: after it is reaped, its number may be a stranger's."""
         self._closing = False
         # Owned by the job. Waits for the processes and reaps them; nobody else does. Ends with the last of them.
         self._thread = threading.Thread(target=self._watch, name="ronde-launch", daemon=True)
@@ -85,16 +87,9 @@ class LocalJob:
 
     def add(self, argv: Sequence[str], env: Mapping[str, str], output: Output) -> None:
         """Start the next rank."""
-        self._processes.append(
-            subprocess.Popen(
-                [*_dying_with_me(), *argv],
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=None if output is None else subprocess.STDOUT,
-                start_new_session=True,  # so that what a rank starts can be ended with it
-            )
-        )
+        stderr = None if output is None else subprocess.STDOUT
+        command = Command(argv=argv, env=env)
+        self._processes.append(start(command, self._guard, stdin=subprocess.DEVNULL, stdout=output, stderr=stderr))
 
     def begin(self) -> None:
         """All ranks are started: bring them together, and watch them."""
@@ -134,6 +129,7 @@ class LocalJob:
             self.kill()
         finally:
             self.coordinator.close()
+            self._guard.close()
         if self._thread.is_alive():
             self._thread.join()
 
@@ -146,41 +142,27 @@ class LocalJob:
         self.close()
 
     def _signal(self, number: signal.Signals) -> None:
-        """To the process groups of all ranks that still run. A rank that was not reaped keeps its number."""
+        """To the process groups of all ranks that still run."""
         with self._changed:
-            for rank, process in enumerate(self._processes):
-                if rank not in self._codes:
-                    _signal_group(process.pid, number)
+            for process in self._processes:
+                process.signal(number)
 
     def _watch(self) -> None:
-        poll = select.poll()
-        ranks = {os.pidfd_open(process.pid): rank for rank, process in enumerate(self._processes)}
+        loop = Loop()
         try:
-            for fd in ranks:
-                poll.register(fd, select.POLLIN)
-            while len(self._codes) < len(self._processes):
-                for fd, _ in poll.poll():
-                    poll.unregister(fd)
-                    self._reap(ranks[fd])
+            for rank, process in enumerate(self._processes):
+                loop.watch(process.fd, partial(self._reap, loop, rank))
+            loop.run(until=lambda: len(self._codes) == len(self._processes))
         finally:
-            for fd in ranks:
-                os.close(fd)
+            loop.close()
 
-    def _reap(self, rank: int) -> None:
+    def _reap(self, loop: Loop, rank: int) -> None:
         process = self._processes[rank]
+        loop.unwatch(process.fd)
         with self._changed:
-            # As long as it is not reaped, its number is its own: so now is the time to end what it left behind.
-            _signal_group(process.pid, signal.SIGKILL)
-            code = self._codes[rank] = process.wait()
+            code = self._codes[rank] = process.reap()
             self._changed.notify_all()
         self.coordinator.lost(rank, f"killed by signal {-code}" if code < 0 else f"exited with code {code}")
-
-
-def _signal_group(pid: int, number: signal.Signals) -> None:
-    try:
-        os.killpg(pid, number)
-    except (ProcessLookupError, PermissionError):  # ended in between; or all that is left runs as another user
-        pass
 
 
 def _place(address: str, num_ranks: int, key: str) -> dict[str, str]:
@@ -200,14 +182,3 @@ def _exported(settings: Settings) -> dict[str, str]:
         for field in dataclasses.fields(settings)
         if field.name not in OF_THE_JOB and getattr(settings, field.name) != field.default
     }
-
-
-@functools.cache
-def _dying_with_me() -> tuple[str, ...]:
-    """What to put before a command so that the kernel kills it when we die; nothing where that is not to be had.
-    Without it, a rank learns of our death when its lifeline ends."""
-    found = shutil.which("setpriv")
-    if found is None:
-        return ()
-    helped = subprocess.run([found, "--help"], capture_output=True, check=False, timeout=10)
-    return (found, "--pdeathsig", "KILL", "--") if b"--pdeathsig" in helped.stdout else ()

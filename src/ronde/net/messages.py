@@ -11,6 +11,8 @@ from typing import TypeAlias, TypeVar
 import msgspec
 
 from ronde.errors import ProtocolError
+from ronde.observe.sampling import Note
+from ronde.observe.vitals import Reading
 from ronde.types import Member
 
 __all__ = [
@@ -36,6 +38,8 @@ __all__ = [
     "Stalled",
     "TraceBatch",
     "Unknown",
+    "Visits",
+    "Vitals",
     "Waiting",
     "Welcome",
     "decode_from_coordinator",
@@ -43,7 +47,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 1
+VERSION = 2
 LIMIT_BYTES = 64 * 1024 * 1024
 _VERSION_BYTE = bytes([VERSION])
 
@@ -129,6 +133,21 @@ class TraceBatch(Message, frozen=True):
     dropped: int = 0
 
 
+class Visits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """When a rank came to operations of one channel; times are on the coordinator's clock."""
+
+    channel: str
+    group: int
+    notes: tuple[Note, ...]
+
+
+class Vitals(Message, frozen=True):
+    """How I am; about once per second, when a launcher watches."""
+
+    reading: Reading
+    visits: tuple[Visits, ...] = ()
+
+
 class Leave(Message, frozen=True):
     """I am going. orderly: by shutdown(). Otherwise `why` says what ended me."""
 
@@ -136,7 +155,7 @@ class Leave(Message, frozen=True):
     why: str = ""
 
 
-FromWorker: TypeAlias = Join | Announce | GroupWanted | Beat | Waiting | StackReply | TraceBatch | Leave
+FromWorker: TypeAlias = Join | Announce | GroupWanted | Beat | Waiting | StackReply | TraceBatch | Vitals | Leave
 
 
 # --- from the coordinator --------------------------------------------------------------------------------------
@@ -173,6 +192,8 @@ class Run(Message, frozen=True):
 
     group: int
     items: tuple[RunItem, ...]
+    late: tuple[tuple[int, int], ...] = ()
+    """The members that announced last: (rank, nanoseconds before the last of them). Empty when nobody was late."""
 
 
 class Failed(Message, frozen=True):

@@ -17,7 +17,18 @@ from ronde.errors import StartFailed
 from ronde.net.addresses import family, format_address, parse_address, resolve
 from ronde.types import Deadline
 
-__all__ = ["NotYet", "Place", "connect", "describe_peer", "listen_tcp", "listen_unix", "locate", "peer_uid", "tune"]
+__all__ = [
+    "NotYet",
+    "Place",
+    "connect",
+    "describe_peer",
+    "listen_tcp",
+    "listen_unix",
+    "locate",
+    "peer_credentials",
+    "peer_uid",
+    "tune",
+]
 
 Place: TypeAlias = "tuple[str, int] | str"
 
@@ -144,13 +155,13 @@ def tune(sock: socket.socket, heartbeat_s: float) -> None:
 
 def peer_uid(sock: socket.socket) -> int:
     """The user at the other end of a Unix socket, from the kernel."""
-    return _peer_credentials(sock)[1]
+    return peer_credentials(sock)[1]
 
 
 def describe_peer(sock: socket.socket) -> str:
     """The other end, for a log."""
     if sock.family == socket.AF_UNIX:
-        pid, uid, _ = _peer_credentials(sock)
+        pid, uid, _ = peer_credentials(sock)
         return f"a caller on the Unix socket (process {pid} of user {uid})"
     try:
         host, port, *_ = sock.getpeername()
@@ -159,6 +170,7 @@ def describe_peer(sock: socket.socket) -> str:
     return f"a caller from {format_address(host, port)}"
 
 
-def _peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """Process, user and group at the other end of a Unix socket, from the kernel."""
     pid, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid, gid

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from ronde.observe.events import Event
 from ronde.observe.metrics import Metrics, Tally
 from ronde.observe.timeline import Operation, Tracks
+from ronde.observe.vitals import Doing, Reading
 
 __all__ = ["Recorder"]
 
@@ -33,11 +35,16 @@ class Recorder:
         self._events: deque[Event] = deque(maxlen=capacity)
         self._tally = Tally()
         self._add = self._tally.add
+        self._unblocked = Tally()
+        """What the sums contain, but in which no caller was blocked."""
+        self._blame: dict[int, float] = {}
+        self.steps = 0
+        """Steps of the training, as marked."""
         self._tracing = False
         self._trace: deque[Record | Event] = deque()
         self._trace_capacity = trace_capacity
         self._lock = threading.Lock()
-        """Guards _dropped, which is rarely touched."""
+        """Guards _dropped and _blame, which are rarely touched."""
         self._dropped = 0
         self._offset_ns = 0
         self._tracks = Tracks(rank)
@@ -56,6 +63,41 @@ class Recorder:
         self._add(group, kind, num_bytes, ready_ns - start_ns, end_ns - ready_ns)
         if self._tracing:
             self._keep((kind, name, group, num_bytes, start_ns, ready_ns, end_ns))
+
+    def mark_step(self) -> None:
+        """One step of the training is done."""
+        self.steps += 1
+
+    def unblocked(self, wait_ns: int, move_ns: int) -> None:
+        """So much of what operation() was told passed while no caller was blocked; below 0 if more was blocked."""
+        self._unblocked.add(0, "", 0, wait_ns, move_ns)
+
+    def waited_for(self, blamed: Mapping[int, float]) -> None:
+        """A caller has waited for these ranks so long, in nanoseconds."""
+        with self._lock:
+            for rank, waited_ns in blamed.items():
+                self._blame[rank] = self._blame.get(rank, 0.0) + waited_ns
+
+    def reading(self, at_ns: int, doing: Doing | None) -> Reading:
+        """The sums so far, for the coordinator. What is under way counts as far as it has come."""
+        total, unblocked = self._tally.snapshot(self.rank).total, self._unblocked.snapshot(self.rank).total
+        waiting_s, moving_s = total.wait_s - unblocked.wait_s, total.move_s - unblocked.move_s
+        if doing is not None and doing.waits:
+            waiting_s += (at_ns - doing.since_ns) / 1e9
+        elif doing is not None:
+            moving_s += (at_ns - doing.since_ns) / 1e9
+        with self._lock:
+            waited_for = tuple([(rank, int(waited_ns)) for rank, waited_ns in self._blame.items()])
+        return Reading(
+            at_ns=at_ns,
+            steps=self.steps,
+            operations=total.operations,
+            bytes=total.bytes,
+            waiting_ns=int(waiting_s * 1e9),
+            moving_ns=int(moving_s * 1e9),
+            waited_for=waited_for,
+            doing=doing,
+        )
 
     def events(self) -> list[Event]:
         """The most recent events, oldest first."""

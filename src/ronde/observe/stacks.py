@@ -1,7 +1,8 @@
 """Where a process is right now: its Python lines, and whether it runs at all.
 
 A worker answers the coordinator's StackQuery with `where_is_main_thread()`, from a thread of its own, while the main
-thread waits or computes. `process_state` looks at a process that does not answer.
+thread waits or computes. `process_state` looks at a process that does not answer. `ronde stack` shows the stacks of all
+ranks, equal ones together.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import sys
 import sysconfig
 import threading
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from types import FrameType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import msgspec
+
 from ronde.observe.events import shorten, without_surrogates
 
-__all__ = ["ProcessState", "process_state", "where_is_main_thread"]
+__all__ = ["ProcessState", "RankStack", "group_stacks", "process_state", "where_is_main_thread"]
 
 SOURCE_LIMIT = 120
 FRAMES_LIMIT = 100
@@ -39,12 +43,36 @@ _STATES: dict[str, ProcessState] = {
     "X": "gone",
 }
 
+_OWN_THREADS = "ronde-"
+"""They only wait for messages, on every rank alike."""
 _RONDE = str(Path(__file__).parents[1]) + os.sep
 # os.__file__ is the standard library by the name it was imported under; sysconfig knows what symbolic links hide.
 _LIBRARY = tuple(
     {path + os.sep for path in (str(Path(os.__file__).parent), *map(sysconfig.get_path, ("stdlib", "platstdlib")))}
 )
 _INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+
+
+class RankStack(msgspec.Struct, frozen=True, kw_only=True):
+    """Where one rank is; or `why` that is not known, as words that follow the rank's name."""
+
+    rank: int
+    host: str = ""
+    pid: int = 0
+    line: str = ""
+    """The innermost line of the user's code in the main thread."""
+    stack: str = ""
+    """Of all threads, main thread first."""
+    why: str = ""
+
+
+def group_stacks(stacks: Iterable[RankStack]) -> list[tuple[tuple[int, ...], RankStack]]:
+    """Ranks that are at the same place together: the ranks, and the stack of the first of them. Most ranks first."""
+    groups: dict[tuple[str, str, str], list[RankStack]] = {}
+    for stack in stacks:
+        groups.setdefault((stack.line, stack.stack, stack.why), []).append(stack)
+    ordered = sorted(groups.values(), key=lambda group: (-len(group), group[0].rank))
+    return [(tuple(each.rank for each in group), group[0]) for group in ordered]
 
 
 class _Frame(NamedTuple):
@@ -62,7 +90,7 @@ class _Frame(NamedTuple):
 
 def where_is_main_thread() -> tuple[str, str]:
     """The innermost line of the user's code in the main thread, such as `train.py:42 in step: loss.backward()`, and the
-    stacks of all threads but the caller's, main thread first, as text."""
+    stacks of all threads but ronde's own, main thread first, as text."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     # Look at all threads before reading any source: reading lets the other threads go on.
@@ -72,7 +100,11 @@ def where_is_main_thread() -> tuple[str, str]:
     if main != threading.get_ident():
         seen.pop(threading.get_ident(), None)
     texts = [_stack_text("main thread", frames)] if frames else []
-    texts += [_stack_text(f"thread {shorten(names.get(ident, str(ident)))}", seen[ident]) for ident in sorted(seen)]
+    texts += [
+        _stack_text(f"thread {shorten(names.get(ident, str(ident)))}", seen[ident])
+        for ident in sorted(seen)
+        if not names.get(ident, "").startswith(_OWN_THREADS)
+    ]
     stack = without_surrogates("\n".join(texts))
     return line, stack if len(stack) <= STACK_LIMIT else stack[: STACK_LIMIT - 1] + "…"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from ronde.cli.main import app
+from ronde.cli.commands import app
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from ronde.comm.coordination.coordinator import Coordinator
-from ronde.launch.local import LocalJob, _dying_with_me, start_local
+from ronde.launch.local import LocalJob, start_local
 from ronde.settings import Settings
 from ronde.types import Deadline
 
@@ -110,8 +110,12 @@ def test_settings_and_variables_reach_the_ranks(tmp_path: Path) -> None:
         assert printed(0).split() == ["7.5", "x"]
 
 
-def test_the_key_is_on_no_command_line() -> None:
-    with start_local(python("import signal; signal.pause()"), 1) as job:
+def test_the_key_is_on_no_command_line(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+    os.mkfifo(ready)
+    text = f"import pathlib, signal; pathlib.Path({str(ready)!r}).write_text('now'); signal.pause()"
+    with start_local(python(text), 1) as job:
+        assert ready.read_text() == "now"
         key = psutil.Process(job.pids[0]).environ()["RONDE_KEY"]
         assert not any(key in word for word in psutil.Process(job.pids[0]).cmdline())
 
@@ -183,7 +187,6 @@ def test_a_rank_that_does_not_want_to_end_is_killed(tmp_path: Path, monkeypatch:
         assert job.wait(Deadline(0)) == [-signal.SIGKILL]
 
 
-@pytest.mark.skipif(not _dying_with_me(), reason="this system has no setpriv with --pdeathsig")
 def test_ranks_die_with_a_launcher_that_is_killed() -> None:
     launcher = (
         "import signal, sys\n"

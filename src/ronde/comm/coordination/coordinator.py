@@ -8,26 +8,41 @@ whatever ends it, every rank hears Ended or sees its lifeline close.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import NamedTuple
 
+from ronde.comm.coordination.errands import Errands
 from ronde.comm.coordination.greeting import LIFE, later, never, welcome
 from ronde.comm.coordination.lifelines import Lifelines, Line, Seat
 from ronde.comm.coordination.membership import Decision, Gathering
 from ronde.comm.coordination.negotiator import Send
 from ronde.comm.coordination.round import NEVER_NS, Round, RoundRules
+from ronde.comm.coordination.watching import StackPoll, Watching
 from ronde.net.addresses import format_address, host_identity
 from ronde.net.control import ControlServer
 from ronde.net.door import Caller, Door
 from ronde.net.keys import JobKey
-from ronde.net.messages import Beat, BeatBack, Bye, Ended, FromWorker, Join, Leave, Refused, Stalled, TraceBatch
+from ronde.net.messages import (
+    Beat,
+    BeatBack,
+    Bye,
+    Ended,
+    FromWorker,
+    Join,
+    Leave,
+    Refused,
+    StackQuery,
+    StackReply,
+    Stalled,
+    TraceBatch,
+    Vitals,
+)
 from ronde.observe.events import name_ranks, shorten
-from ronde.observe.stacks import process_state
+from ronde.observe.stacks import RankStack, process_state
 from ronde.observe.timeline import TimelineWriter
+from ronde.observe.vitals import JobVitals
 from ronde.settings import Settings
 from ronde.types import Deadline, Member
 
@@ -65,8 +80,11 @@ class Coordinator:
         self._shutdown_s = settings.shutdown_s
         self._rounds_left = rounds
         self._num_rounds = 0
+        self._first_lost: tuple[int, str] | None = None
+        """Of the rounds that are over."""
         self._round: Round | None = None
         # The ranks' own clocks began a little earlier; whoever runs out of time should hear why, and from here.
+        self._watching = Watching(size, _state_from_here)
         self._gathering = Gathering(size, settings.start_s - min(1.0, 0.1 * settings.start_s))
         self._rules = RoundRules(
             fusion_bytes=settings.fusion_bytes,
@@ -77,7 +95,6 @@ class Coordinator:
         self._dying: dict[int, _Death] = {}
         self._patience_ns = LAUNCHER_NS if rounds is None else LAST_WORDS_NS
         self._said = ""
-        self._events: queue.SimpleQueue[Callable[[int], None]] = queue.SimpleQueue()
         self._closing: Deadline | None = None
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
@@ -87,6 +104,7 @@ class Coordinator:
                 opened.callback(self._timeline.close)
             self._server = ControlServer(host, key)
             opened.callback(self._server.close, 0)
+            self._events = Errands(self._server.wake)
             self._lifelines = Lifelines(self._server)
             # Last: from here on ranks come, and everything they need has to be there.
             self._door = self._open_door(host, port, key, settings.heartbeat_s)
@@ -115,13 +133,39 @@ class Coordinator:
     def lost(self, rank: int, why: str) -> None:
         """A rank's process has ended, says who started it. From every thread; also when the rank had left before."""
         self._events.put(lambda now_ns: self._hear_of_death(rank, why, now_ns))
-        self._server.wake()
+
+    def first_lost(self) -> tuple[int, str] | None:
+        """The first rank that was lost in the newest round that lost one, and why. From every thread.
+
+        Its peers may have ended before it: they were told of the loss while it was still printing its traceback.
+        """
+        current = self._round
+        return (current.first_lost if current is not None else None) or self._first_lost
+
+    def vitals(self) -> JobVitals:
+        """How all ranks are. From every thread."""
+        return self._events.ask(lambda now_ns: self._watching.vitals(self._gathering, now_ns), self._runs)
+
+    def ask_stacks(self, deadline: Deadline) -> tuple[RankStack, ...]:
+        """Where the programs of all ranks are, as far as they answer before the deadline. From every thread."""
+        poll = StackPoll()
+
+        def ask(now_ns: int) -> None:
+            for rank in self._watching.begin_poll(poll):
+                self._server.send(rank, StackQuery(poll.ticket))
+
+        self._events.ask(ask, self._runs)
+        poll.over.wait(deadline.left_s)
+        return self._events.ask(lambda now_ns: self._watching.end_poll(poll, self._gathering), self._runs)
 
     def join(self, timeout_s: float) -> bool:
         """Wait until all rounds were served; whether they were."""
         if self._thread is not None:
             self._thread.join(timeout_s)
-        return self._thread is None or not self._thread.is_alive()
+        return not self._runs()
+
+    def _runs(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def close(self) -> None:
         """End. If it serves a counted number of rounds, members of the last one get shutdown_s to leave before."""
@@ -155,7 +199,6 @@ class Coordinator:
         seat = self._lifelines.seat(rank)
         if seat is Seat.HELD:
             self._events.put(lambda now_ns: self._hear_of_double(rank))
-            self._server.wake()
             return never(f"another process already is rank {rank} of this job; give each its own RONDE_RANK")
         if seat is Seat.ENDED or self._rounds_left == 0 or self._closing is not None:
             return later("the round before is not over")
@@ -163,7 +206,7 @@ class Coordinator:
 
     def _let_in(self, caller: Caller) -> bytes:
         # Before it hears the greeting, so that it is known before its Join comes.
-        self._events.put(lambda now_ns: self._gathering.come(caller.rank))
+        self._events.put(lambda now_ns: self._gathering.come(caller.rank), wake=False)
         return welcome(self._server.port)
 
     def _arrive(self, caller: Caller, line: Line) -> bool:
@@ -197,8 +240,7 @@ class Coordinator:
         """Hear everything that was said, then act on it once: what came together may travel together."""
         messages = self._server.poll(self._patience_s(time.monotonic_ns()))
         now_ns = time.monotonic_ns()
-        while not self._events.empty():
-            self._events.get()(now_ns)
+        self._events.run_all(now_ns)
         for rank, message in messages:
             self._hear(rank, message, now_ns)
         self._lifelines.watch_new()
@@ -229,6 +271,11 @@ class Coordinator:
             return
         if isinstance(message, Beat):
             self._server.send(rank, BeatBack(message.sent_ns, time.monotonic_ns()))
+        elif isinstance(message, Vitals):
+            if here:
+                self._watching.note(rank, message, now_ns)
+        elif isinstance(message, StackReply):
+            self._watching.answer(rank, message)
         elif isinstance(message, TraceBatch):
             if self._timeline is not None:
                 self._timeline.add(message.events, message.dropped)
@@ -301,16 +348,21 @@ class Coordinator:
             self._send([Send(self._gathering.settle(decision), Refused(decision.reason))])
 
     def _begin_round(self, decision: Decision, members: tuple[Member, ...], now_ns: int) -> None:
+        if self._round is not None:
+            self._end_round()
         groups = self._gathering.joins[0].groups
         self._gathering.settle(decision)
         self._round = Round(members, groups, self._rules, now_ns)
         self._round.welcome(self._num_rounds)
+        self._watching.begin(self._round, self._num_rounds, now_ns)
         self._num_rounds += 1
         if self._rounds_left is not None:
             self._rounds_left -= 1
 
     def _end_round(self) -> None:
+        assert self._round is not None
         logger.info("round %d is over", self._num_rounds - 1)
+        self._first_lost = self._round.first_lost or self._first_lost
         self._round = None
         self._said = ""
 
@@ -335,6 +387,7 @@ class Coordinator:
         self._door.close()
         self._server.close()  # sends what was said last: who also sees the end of its line should hear why first
         self._lifelines.close()
+        self._watching.close()
         if self._timeline is not None:
             self._timeline.close()
 

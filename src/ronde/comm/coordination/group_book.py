@@ -27,6 +27,10 @@ class GroupBook:
         """Id and ranks of every group, the world first."""
         return list(self._groups.items())
 
+    def members(self, group: int) -> tuple[int, ...]:
+        """The ranks of a group; none if there is no such group."""
+        return self._groups.get(group, ())
+
     def want(self, rank: int, wanted: GroupWanted) -> Iterator[tuple[int, GroupChanged]]:
         """A rank asks for a change. When it was the last one to: what to tell each rank."""
         self._wanted[rank].append(wanted)

@@ -31,6 +31,10 @@ REMEMBERED = 65_536
 """Names kept for announcing by id; the one that ran longest ago is forgotten first."""
 WHY_LIMIT = 4000
 """Characters of an error that go to every member."""
+LATE_NS = 100_000
+"""Members that announce within so short a time are not late."""
+MOST_LATE = 8
+"""Members told of as late, those that came last."""
 
 _Key = tuple[int, int, int, float, float]
 
@@ -74,7 +78,7 @@ class _Entry:
 
     __slots__ = (
         *("id", "group", "name", "requests"),
-        *("arrived", "ready", "since_ns", "spoiled"),
+        *("arrived", "came", "ready", "since_ns", "spoiled"),
         *("agreed", "run", "item", "key", "num_bytes"),
     )
 
@@ -84,6 +88,8 @@ class _Entry:
         self.name = name
         self.requests: dict[int, Request] = {}
         self.arrived = 0
+        self.came: list[tuple[int, int]] = []
+        """(bit of the rank, when), in the order of arrival."""
         self.ready = False
         self.since_ns = 0
         self.spoiled = ""
@@ -202,6 +208,7 @@ class Negotiator:
             return
         arrived |= bit
         entry.arrived = arrived
+        entry.came.append((bit, now_ns))
         if arrived | group.joined == group.full and not entry.ready:
             entry.ready = True
             self._ready.append(entry)
@@ -267,21 +274,23 @@ class Negotiator:
 
     def _run(self, run: list[_Entry]) -> None:
         group = run[0].group
+        late = _late(run)
         if any(entry.arrived != group.full for entry in run):
-            self._run_for_joined(run)
-        elif len(run) == 1:
+            self._run_for_joined(run, late)
+        elif len(run) == 1 and not late:
             self._out.append(run[0].run)
         else:
-            self._out.append(Send(group.members, Run(group.id, tuple([entry.item for entry in run]))))
+            self._out.append(Send(group.members, Run(group.id, tuple([entry.item for entry in run]), late)))
         for entry in run:
             entry.arrived = 0
+            entry.came.clear()
             entry.ready = False
             del group.flights[entry.id]
             self._idle[entry.id] = entry
         while len(self._entries) > self._remembered and self._idle:
             self._forget(next(iter(self._idle.values())))
 
-    def _run_for_joined(self, run: list[_Entry]) -> None:
+    def _run_for_joined(self, run: list[_Entry], late: tuple[tuple[int, int], ...]) -> None:
         """Each member gets in full what it has not announced itself, and its id for that is forgotten."""
         group = run[0].group
         for rank in group.members:
@@ -294,7 +303,7 @@ class Negotiator:
                     entry.agreed = False
                     request = next(entry.requests[other] for other in group.members if entry.arrived >> other & 1)
                     items.append(RunItem(entry.id, entry.name, request))
-            self._out.append(Send((rank,), Run(group.id, tuple(items))))
+            self._out.append(Send((rank,), Run(group.id, tuple(items), late)))
 
     def _fail(self, entry: _Entry, why: str) -> None:
         announced = _ranks(entry.group, entry.arrived)
@@ -320,6 +329,19 @@ def _exclusion(group: _Group | None, rank: int, request: Request) -> str:
     if not group.full >> rank & 1:
         return f"rank {rank} is not a member ({name_ranks(group.members)})"
     return group.over
+
+
+def _late(run: list[_Entry]) -> tuple[tuple[int, int], ...]:
+    """Run.late: the members that came last to what travels together, the very last first."""
+    last_ns = max([entry.came[-1][1] for entry in run])
+    if last_ns - min([entry.since_ns for entry in run]) < LATE_NS:
+        return ()
+    came: dict[int, int] = {}
+    for entry in run:
+        for bit, at_ns in entry.came:
+            came[bit] = max(at_ns, came.get(bit, 0))
+    latest = sorted(came.items(), key=lambda item: -item[1])[:MOST_LATE]
+    return tuple((bit.bit_length() - 1, last_ns - at_ns) for bit, at_ns in latest)
 
 
 def _ranks(group: _Group, mask: int) -> tuple[int, ...]:

@@ -60,6 +60,8 @@ class Round:
         self.members = members
         self.present = set(range(len(members)))
         """Ranks that have neither left nor been lost."""
+        self.lost: dict[int, str] = {}
+        """Members that were lost and why, the first first; leaving in good order is no loss."""
         self._rules = rules
         self._negotiator = Negotiator(len(members), fusion_bytes=rules.fusion_bytes)
         self._book = GroupBook(len(members), groups)
@@ -78,6 +80,15 @@ class Round:
         """Tell everybody that it begins."""
         self._tell(self.present, Welcome(number, self.members))
 
+    @property
+    def first_lost(self) -> tuple[int, str] | None:
+        """The first member that was lost, and why."""
+        return next(iter(tuple(self.lost.items())), None)
+
+    def members_of(self, group: int) -> tuple[int, ...]:
+        """The ranks of a group; none if there is no such group."""
+        return self._book.members(group)
+
     def hear(self, rank: int, message: FromWorker, now_ns: int) -> bool:
         """A present member says something; whether it is something that is said in a round."""
         if type(message) is Announce:
@@ -86,7 +97,7 @@ class Round:
             self._change_groups(self._book.want(rank, message))
         elif type(message) is Waiting:
             self._hear_waiting(rank, message, now_ns)
-        elif type(message) is StackReply:
+        elif type(message) is StackReply and message.ticket > 0:
             self._watch.answer(message.ticket, rank, message.line)
         else:
             return False
@@ -99,6 +110,8 @@ class Round:
 
     def lose(self, rank: int, why: str) -> None:
         """A member is gone: everybody is told at once."""
+        if why != LEFT:
+            self.lost.setdefault(rank, why)
         self.present.discard(rank)
         self._leaving.pop(rank, None)
         self._negotiator.lose(rank, why)

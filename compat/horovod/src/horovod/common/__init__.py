@@ -1,0 +1,1 @@
+"""What all of Horovod's framework modules share."""

@@ -1,0 +1,212 @@
+"""init(), rank(), size() and their kin, for all framework modules. Each module has one HorovodBasics."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import ronde
+from horovod.common import process_sets as sets
+from horovod.common import util
+from horovod.common.exceptions import NOT_INITIALIZED, translated
+from horovod.common.process_sets import ProcessSet, book, global_process_set
+from horovod.common.variables import is_true, settings_from, warn_without_effect
+from ronde.comm.current import current
+
+__all__ = ["HorovodBasics"]
+
+logger = logging.getLogger("horovod")
+
+
+class HorovodBasics:
+    """The part of Horovod that knows no framework."""
+
+    Average = 0
+    Sum = 1
+    Adasum = 2
+    Min = 3
+    Max = 4
+    Product = 5
+
+    HOROVOD_PROCESS_SET_ERROR_INIT = -1
+    HOROVOD_PROCESS_SET_ERROR_DYNAMIC = -2
+    HOROVOD_PROCESS_SET_ERROR_UNKNOWN_SET = -3
+    HOROVOD_PROCESS_SET_ERROR_FOREIGN_SET = -4
+    HOROVOD_PROCESS_SET_ERROR_SHUTDOWN = -5
+    HOROVOD_PROCESS_SET_ERROR_EXISTING_SET = -6
+
+    def __init__(self, pkg_path: str = "", *args: str) -> None:
+        self.dynamic_process_sets = False
+        """Whether sets may come and go while the job runs."""
+
+    # --- beginning and end -----------------------------------------------------------------------------------------
+
+    def init(self, comm: Any = None, process_sets: str | list[ProcessSet] | None = None) -> None:  # noqa: ANN401
+        """Join the job. `process_sets` is a list of sets to begin with, or "dynamic" to allow them later.
+
+        `comm` may be an mpi4py communicator of all ranks; a list of ranks has no effect, as it had none with Gloo.
+        """
+        if isinstance(process_sets, str):
+            if process_sets.lower() != "dynamic":
+                raise ValueError(f'process_sets must be a list of ProcessSet, or "dynamic", got {process_sets!r}')
+            os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+            process_sets = None
+        given = list(process_sets or ())
+        communicator = _communicator(comm)
+        if communicator is None and any(process_set.mpi_comm is not None for process_set in given):
+            raise NotImplementedError("a process set made of a communicator needs hvd.init(comm=<a communicator>)")
+        fresh = not ronde.is_initialized()
+        if fresh:
+            self._start()
+        sets._setup(self)
+        global_process_set.mpi_comm = communicator
+        with translated():
+            sets._init_process_sets(given)
+
+    def _start(self) -> None:
+        self.dynamic_process_sets = is_true(os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS"))
+        try:
+            ronde.init(**settings_from(os.environ))
+        except ronde.RondeError as error:
+            raise ValueError(f"Horovod could not start: {error}") from error
+        book.open()
+        if ronde.rank() == 0:
+            warn_without_effect(os.environ, logger)
+
+    def shutdown(self) -> None:
+        """Leave the job. Without one it does nothing; hvd.init() may begin another."""
+        book.close()
+        ronde.shutdown()
+
+    def is_initialized(self) -> bool:
+        """Whether hvd.init() was called."""
+        return ronde.is_initialized()
+
+    # --- who is where ----------------------------------------------------------------------------------------------
+
+    def size(self) -> int:
+        """Number of processes."""
+        with translated():
+            return ronde.size()
+
+    def local_size(self) -> int:
+        """Number of processes on this host."""
+        with translated():
+            return ronde.local_size()
+
+    def cross_size(self) -> int:
+        """Number of hosts with a process of my local number."""
+        with translated():
+            return ronde.cross_size()
+
+    def rank(self) -> int:
+        """This process's number."""
+        with translated():
+            return ronde.rank()
+
+    def local_rank(self) -> int:
+        """This process's number on its host."""
+        with translated():
+            return ronde.local_rank()
+
+    def cross_rank(self) -> int:
+        """This host's number among those with a process of my local number."""
+        with translated():
+            return ronde.cross_rank()
+
+    def is_master(self) -> bool:
+        """Whether this is rank 0, the one that prints and saves."""
+        return self.rank() == 0
+
+    def is_homogeneous(self) -> bool:
+        """Whether every host has the same number of processes."""
+        with translated():
+            places = current("is_homogeneous()").topology.places
+        return len({places.count(place) for place in places}) == 1
+
+    # --- timeline --------------------------------------------------------------------------------------------------
+
+    def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
+        """Write a timeline from now on. The job must have been started with HOROVOD_TIMELINE set, as with Horovod."""
+        self._check_timeline()
+        ronde.start_timeline(file_path)
+
+    def stop_timeline(self) -> None:
+        """End the timeline; its file is complete then."""
+        if not ronde.is_initialized():
+            raise ValueError(NOT_INITIALIZED)
+        ronde.stop_timeline()
+
+    def _check_timeline(self) -> None:
+        if not ronde.is_initialized():
+            raise ValueError(NOT_INITIALIZED)
+        if "HOROVOD_TIMELINE" not in os.environ:
+            raise ValueError("start_timeline() needs a job with HOROVOD_TIMELINE set; DYNAMIC writes no file at first")
+
+    # --- what there is ---------------------------------------------------------------------------------------------
+
+    def mpi_threads_supported(self) -> bool:
+        """Whether MPI may be called from several threads."""
+        if not self.mpi_enabled():
+            raise ValueError("MPI is not in use; HOROVOD_CPU_OPERATIONS=mpi sends operations through it")
+        return True
+
+    def mpi_enabled(self) -> bool:
+        """Whether operations go through MPI."""
+        return ronde.is_initialized() and current("mpi_enabled()").settings.backend == "mpi"
+
+    def mpi_built(self) -> bool:
+        """Whether operations could go through MPI."""
+        return util.mpi_built()
+
+    def gloo_enabled(self) -> bool:
+        """Whether operations go through ronde's own data plane, which stands where Gloo did."""
+        return ronde.is_initialized() and not self.mpi_enabled()
+
+    def gloo_built(self) -> bool:
+        """Whether jobs run without MPI: always."""
+        return util.gloo_built()
+
+    def nccl_built(self) -> int:
+        """NCCL's version as a number; 0 without."""
+        return util.nccl_built()
+
+    def ddl_built(self) -> bool:
+        """IBM DDL: never."""
+        return util.ddl_built()
+
+    def ccl_built(self) -> bool:
+        """Intel oneCCL: never."""
+        return util.ccl_built()
+
+    def cuda_built(self) -> bool:
+        """CUDA in the data plane: not yet."""
+        return False
+
+    def rocm_built(self) -> bool:
+        """ROCm in the data plane: not yet."""
+        return False
+
+    # --- process sets, as some scripts and tests look at them ------------------------------------------------------
+
+    def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        return book.numbers()
+
+    def _process_set_rank(self, process_set_id: int) -> int | None:
+        return book.group(process_set_id).rank
+
+    def _process_set_size(self, process_set_id: int) -> int:
+        return book.group(process_set_id).size
+
+
+def _communicator(comm: Any) -> Any:  # noqa: ANN401  # mpi4py's, if it is one
+    """The communicator that hvd.init() was given, if so."""
+    if comm is None:
+        return None
+    if isinstance(comm, list | tuple):
+        logger.warning("hvd.init(comm=%s): a list of ranks has no effect; use process sets", list(comm))
+        return None
+    if not hasattr(comm, "Get_size"):
+        raise ValueError(f"comm must be an mpi4py communicator or a list of ranks, got {type(comm).__name__}")
+    return comm

@@ -1,0 +1,60 @@
+"""Horovod's exceptions. `translated` turns ronde's errors into them, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ronde.errors import Mismatch, NotInitialized, RondeError
+
+__all__ = [
+    "HorovodInternalError",
+    "HorovodVersionMismatchError",
+    "HostsUpdatedInterrupt",
+    "get_version_mismatch_message",
+    "translated",
+]
+
+NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective failed: the ranks disagree, or one of them is gone."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """The set of hosts has changed; the training loop may go on with the new one."""
+
+    def __init__(self, skip_sync: bool) -> None:
+        super().__init__(skip_sync)
+        self.skip_sync = skip_sync
+
+
+class HorovodVersionMismatchError(ImportError):
+    """A framework's version is not the one that was expected."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(get_version_mismatch_message(name, version, installed_version))
+        self.name = name
+        self.version = version
+        self.installed_version = installed_version
+
+
+def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
+    """What to tell somebody whose framework has another version."""
+    return (
+        f"{name} {installed_version} is installed, but {version} was expected; "
+        f"install {name}=={version}, or reinstall ronde-horovod beside {name} {installed_version}"
+    )
+
+
+@contextmanager
+def translated() -> Iterator[None]:
+    """Ronde's errors as Horovod's: what the ranks disagree on, and the world's faults, are HorovodInternalError; the
+    caller's own mistakes stay ValueError."""
+    try:
+        yield
+    except NotInitialized as error:
+        raise ValueError(NOT_INITIALIZED) from error
+    except (Mismatch, RondeError) as error:
+        raise HorovodInternalError(str(error)) from error

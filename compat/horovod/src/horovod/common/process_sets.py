@@ -1,0 +1,207 @@
+"""Process sets: some of the ranks, who run collectives among themselves. Each is a group of ronde's.
+
+The book of sets lives in one place for all framework modules of a process, as the ranks do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, cast
+
+import ronde
+from horovod.common.exceptions import translated
+
+if TYPE_CHECKING:
+    from horovod.common.basics import HorovodBasics
+
+__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
+
+_basics: HorovodBasics | None = None
+
+
+class ProcessSet:
+    """Some ranks. It can be used when it was given to hvd.init() or hvd.add_process_set() on all ranks."""
+
+    process_set_id: int | None = None
+    ranks: list[int] | None = None
+    mpi_comm: Any = None
+
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # noqa: ANN401  # an mpi4py communicator
+        if hasattr(ranks_or_comm, "Get_group"):
+            self.mpi_comm = ranks_or_comm
+            return
+        ranks = list(ranks_or_comm)
+        wrong = [rank for rank in ranks if not isinstance(rank, int)]
+        if wrong:
+            raise ValueError(f"a ProcessSet is made of whole numbers, got {wrong[0]!r}")
+        self.ranks = sorted(ranks)
+
+    def size(self) -> int | None:
+        """Number of members; None before the set is in use."""
+        return None if self.process_set_id is None else book.group(self.process_set_id).size
+
+    def rank(self) -> int | None:
+        """My number among the members; None before the set is in use."""
+        if self.process_set_id is None:
+            return None
+        group = book.group(self.process_set_id)
+        if group.rank is None:
+            raise ValueError(f"rank {ronde.rank()} is not a member of process set {self.process_set_id}")
+        return group.rank
+
+    def included(self) -> bool | None:
+        """Whether this rank is a member; None while the members are not known."""
+        return None if self.ranks is None else ronde.rank() in self.ranks
+
+    def __str__(self) -> str:
+        """As Horovod shows it."""
+        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+
+    def _invalidate(self) -> None:
+        self.process_set_id = None
+
+
+class Book:
+    """Which process set has which number, and which group of ronde's it is. Numbers that became free are used again,
+    the one that was free first before the others, so all ranks agree on them."""
+
+    def __init__(self) -> None:
+        self._groups: dict[int, ronde.Group] = {}
+        self._free: list[int] = []
+        self._next = 1
+
+    def open(self) -> None:
+        """A round begins: only the global set is there."""
+        self.close()
+        self._groups[0] = ronde.world()
+        global_process_set.process_set_id = 0
+        global_process_set.ranks = list(range(ronde.size()))
+
+    def close(self) -> None:
+        """The round is over, and all sets with it."""
+        self._groups.clear()
+        self._free.clear()
+        self._next = 1
+
+    def group(self, id: int) -> ronde.Group:
+        """The group of a set's number."""
+        if not self._groups:
+            with translated():
+                ronde.rank()
+        if id not in self._groups:
+            raise ValueError(f"there is no process set {id}; it was removed, or never given to hvd.init()")
+        return self._groups[id]
+
+    def find(self, ranks: list[int]) -> int | None:
+        """The number of the set with these ranks."""
+        return next((id for id, group in self._groups.items() if list(group.ranks) == ranks), None)
+
+    def bind(self, process_set: ProcessSet) -> None:
+        """Give a set its number, making its group if it has none. All ranks call it, in the same order."""
+        ranks = _ranks(process_set)
+        id = self.find(ranks)
+        if id is None:
+            id = self._add(ranks)
+        process_set.ranks = ranks
+        process_set.process_set_id = id
+
+    def remove(self, id: int) -> None:
+        """End a set. All ranks call it."""
+        ronde.remove_group(self.group(id))
+        del self._groups[id]
+        self._free.append(id)
+
+    def numbers(self) -> dict[int, list[int]]:
+        """All sets with their members."""
+        return {id: list(group.ranks) for id, group in sorted(self._groups.items())}
+
+    def _add(self, ranks: list[int]) -> int:
+        try:
+            group = ronde.add_group(ranks)
+        except ronde.Mismatch as error:
+            raise ValueError(f"every rank must ask for the same process set: {error}") from error
+        id = self._free.pop(0) if self._free else self._next
+        self._next = max(self._next, id + 1)
+        self._groups[id] = group
+        return id
+
+
+book = Book()
+global_process_set = ProcessSet([])
+global_process_set.process_set_id = 0
+
+
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
+    """Make a set while the job runs. Every rank calls it, members or not."""
+    found = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if found.mpi_comm is not None:
+        raise NotImplementedError("a process set made of a communicator must be given to hvd.init()")
+    _check_dynamic("add_process_set")
+    with translated():
+        ranks = _ranks(found)
+        if book.find(ranks) is not None:
+            raise ValueError(f"there is a process set of ranks {ranks} already")
+        book.bind(found)
+    return found
+
+
+def remove_process_set(process_set: ProcessSet) -> bool:
+    """End a set. Every rank calls it. False for the global set, and for one that is not in use."""
+    id = process_set.process_set_id
+    if id is None or id == 0:
+        return False
+    _check_dynamic("remove_process_set")
+    with translated():
+        book.remove(id)
+    process_set._invalidate()
+    return True
+
+
+def group_of(process_set: ProcessSet) -> ronde.Group:
+    """The group in which a collective of this set runs."""
+    if process_set.process_set_id is None:
+        raise ValueError(f"{process_set} is not in use; give it to hvd.init() or hvd.add_process_set() on all ranks")
+    return book.group(process_set.process_set_id)
+
+
+def _ranks(process_set: ProcessSet) -> list[int]:
+    if process_set.mpi_comm is not None:
+        return sorted(cast("list[int]", process_set.mpi_comm.allgather(ronde.rank())))
+    if process_set is global_process_set:
+        return list(range(ronde.size()))
+    assert process_set.ranks is not None
+    if not process_set.ranks:
+        raise ValueError("a process set needs at least one rank")
+    wrong = [rank for rank in process_set.ranks if not 0 <= rank < ronde.size()]
+    twice = [rank for rank in set(process_set.ranks) if process_set.ranks.count(rank) > 1]
+    if wrong or twice:
+        what = f"rank {wrong[0]}, but ranks go from 0 to {ronde.size() - 1}" if wrong else f"rank {twice[0]} twice"
+        raise ValueError(f"a process set cannot have {what}")
+    return process_set.ranks
+
+
+def _check_dynamic(what: str) -> None:
+    if _basics is None or not ronde.is_initialized():
+        with translated():
+            ronde.rank()
+    if _basics is not None and not _basics.dynamic_process_sets:
+        raise ValueError(
+            f'{what} needs hvd.init(process_sets="dynamic"), or HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment'
+        )
+
+
+def _setup(basics: HorovodBasics) -> None:
+    global _basics
+    _basics = basics
+
+
+def _init_process_sets(process_sets: list[ProcessSet]) -> None:
+    """Bind the sets given to hvd.init(). Two of the same ranks are a mistake."""
+    seen = [list(range(ronde.size()))]
+    for process_set in process_sets:
+        ranks = _ranks(process_set)
+        if process_set is not global_process_set and ranks in seen:
+            raise ValueError(f"two process sets of the same ranks {ranks} were given")
+        seen.append(ranks)
+    for process_set in process_sets:
+        book.bind(process_set)

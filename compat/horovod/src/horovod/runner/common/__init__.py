@@ -1,0 +1,1 @@
+"""Parts of the launcher that scripts import from here."""

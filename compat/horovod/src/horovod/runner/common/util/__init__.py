@@ -1,0 +1,1 @@
+"""Hosts, the environment and configuration files, at their historic addresses."""

@@ -1,0 +1,101 @@
+"""Hosts, slots, and which rank goes where."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ronde.launch.hosts import read_hostfile
+from ronde.launch.job import Host
+from ronde.launch.placement import place
+
+__all__ = [
+    "INVALID_SLOT_INFO",
+    "HostInfo",
+    "SlotInfo",
+    "get_host_assignments",
+    "parse_host_files",
+    "parse_hosts",
+    "parse_hosts_and_slots",
+]
+
+_HOST = re.compile(r"(?P<name>[\w.-]+):(?P<slots>[0-9]+)")
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """A host and how many processes it takes."""
+
+    hostname: str
+    slots: int
+
+    @staticmethod
+    def from_string(host_string: str) -> HostInfo:
+        """Of `name:slots`."""
+        found = _HOST.fullmatch(host_string.strip())
+        if found is None:
+            raise ValueError(f"a host is written name:slots, as in server1:4, got {host_string!r}")
+        return HostInfo(found["name"], int(found["slots"]))
+
+
+@dataclass
+class SlotInfo:
+    """The place of one process."""
+
+    hostname: str
+    rank: int
+    local_rank: int
+    cross_rank: int
+    size: int
+    local_size: int
+    cross_size: int
+
+    def to_response_string(self) -> str:
+        """As the rendezvous gave it out."""
+        numbers = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank, self.cross_size)
+        return ",".join(map(str, numbers))
+
+
+INVALID_SLOT_INFO = SlotInfo("", -1, -1, -1, -1, -1, -1)
+
+
+def parse_hosts(hosts_string: str) -> list[HostInfo]:
+    """Hosts of `server1:2,server2:4`."""
+    return [HostInfo.from_string(host) for host in hosts_string.split(",")]
+
+
+def parse_hosts_and_slots(hosts: str) -> tuple[list[str], dict[str, int]]:
+    """Names in order, and slots by name."""
+    found = parse_hosts(hosts)
+    return [host.hostname for host in found], {host.hostname: host.slots for host in found}
+
+
+def parse_host_files(filename: str | Path) -> str:
+    """A hostfile as `server1:2,server2:4`. Comments and blank lines are fine."""
+    return ",".join(f"{host.name}:{host.slots}" for host in read_hostfile(filename))
+
+
+def get_host_assignments(
+    hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
+) -> list[SlotInfo]:
+    """A place for every process: host by host, min_num_proc at least, and at most max_num_proc or all slots."""
+    num_slots = sum(host.slots for host in hosts)
+    if num_slots < min_num_proc:
+        raise ValueError(f"{min_num_proc} processes were asked for, but there are only {num_slots} slots")
+    size = num_slots if max_num_proc is None else min(num_slots, max_num_proc)
+    seats = place([Host(host.hostname, host.slots) for host in hosts if host.slots], size)
+    names = [host.hostname for host in hosts if host.slots]
+    return [
+        SlotInfo(
+            hostname=names[seat.host_index],
+            rank=seat.rank,
+            local_rank=seat.local_rank,
+            cross_rank=seat.cross_rank,
+            size=size,
+            local_size=seat.local_size,
+            cross_size=seat.cross_size,
+        )
+        for seat in seats
+    ]

@@ -1,0 +1,66 @@
+"""Everybody begins with rank 0's parameters, optimizer state and objects."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ronde
+from horovod.common.exceptions import translated
+from horovod.common.process_sets import ProcessSet, global_process_set, group_of
+from horovod.torch.operations import broadcast_async_, synchronize
+from ronde.torch import broadcast as ronde_broadcast
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+
+def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
+    """Give everybody the root's tensors, in place. Takes a state_dict, or a list of tensors or (name, tensor)."""
+    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in _named(params)]
+    for handle in handles:
+        synchronize(handle)
+
+
+def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str | None, Tensor]]:
+    if isinstance(params, Mapping):
+        named: list[tuple[str | None, Any]] = sorted(params.items())
+    elif isinstance(params, list):
+        named = [param if isinstance(param, tuple) else (None, param) for param in params]
+    else:
+        raise ValueError(
+            f"broadcast_parameters takes a dict or a list, got {type(params).__name__}; use model.state_dict()"
+        )
+    return [(name, value.detach()) for name, value in named if isinstance(value, Tensor)]
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
+) -> None:
+    """Give everybody the root's optimizer state: momenta, counters, learning rates.
+
+    `model` is taken for the sake of old scripts: state that exists on the root alone needs no help to travel.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ValueError("the state of LBFGS cannot be broadcast: it is made of closures' results")
+    with translated():
+        ronde_broadcast.broadcast_optimizer_state(optimizer, root=root_rank)
+
+
+def broadcast_object(
+    obj: Any,  # noqa: ANN401
+    root_rank: int = 0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # noqa: ANN401
+    """The root's object for everybody; on the root it is the object itself."""
+    with translated():
+        return ronde.objects.broadcast(obj, root=root_rank, group=group_of(process_set))
+
+
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # noqa: ANN401
+    """Everybody's object, by rank."""
+    with translated():
+        return ronde.objects.allgather(obj)

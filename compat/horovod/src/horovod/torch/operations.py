@@ -1,0 +1,319 @@
+"""Horovod's collectives that return a handle at once, on PyTorch tensors, over ronde.torch.
+
+Every operation has a name, given or made of the operation's number, so ranks may issue them in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from horovod.common.basics import HorovodBasics
+from horovod.common.exceptions import HorovodInternalError, translated
+from horovod.common.process_sets import ProcessSet, global_process_set, group_of
+from horovod.common.util import get_average_backwards_compatibility_fun
+from horovod.torch.handles import Handles
+from ronde import Group
+from ronde.comm.current import current
+from ronde.torch import transport
+from ronde.torch.transport import Reduction
+from ronde.types import Op
+
+__all__ = [
+    "Adasum",
+    "Average",
+    "Max",
+    "Min",
+    "Product",
+    "Sum",
+    "allgather_async",
+    "allreduce_async",
+    "allreduce_async_",
+    "alltoall_async",
+    "barrier",
+    "broadcast_async",
+    "broadcast_async_",
+    "grouped_allgather_async",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "grouped_reducescatter_async",
+    "handle_average_backwards_compatibility",
+    "join",
+    "poll",
+    "reducescatter_async",
+    "sparse_allreduce_async",
+    "synchronize",
+]
+
+_basics = HorovodBasics(__file__, "mpi_lib_v2")
+_handles = Handles()
+
+Average = _basics.Average
+Sum = _basics.Sum
+Adasum = _basics.Adasum
+Min = _basics.Min
+Max = _basics.Max
+Product = _basics.Product
+
+OPS = {Average: Op.MEAN, Sum: Op.SUM, Adasum: Op.ADASUM, Min: Op.MIN, Max: Op.MAX, Product: Op.PRODUCT}
+
+handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
+
+
+def _group(process_set: ProcessSet) -> Group:
+    if not _basics.is_initialized():
+        raise HorovodInternalError("Horovod has not been initialized; use hvd.init().")
+    return group_of(process_set)
+
+
+def _reduction(op: int, prescale_factor: float, postscale_factor: float) -> Reduction:
+    if op not in OPS:
+        raise ValueError(f"op must be one of hvd.Average, Sum, Adasum, Min, Max and Product, got {op!r}")
+    return Reduction(OPS[op], prescale_factor, postscale_factor)
+
+
+def _start(what: str, name: str | None, start: Callable[[str], Any], finish: Callable[[Any], Any]) -> int:
+    """Begin an operation under the next number."""
+    number = _handles.next()
+    full = f"{what}.{name}" if name is not None else f"{what}.noname.{number}"
+    with translated():
+        work = start(full)
+    return _handles.put(number, work, finish)
+
+
+def _first(results: list[Tensor]) -> Tensor:
+    return results[0]
+
+
+def _reduce(
+    what: str,
+    tensors: Sequence[Tensor],
+    outs: Sequence[Tensor | None],
+    name: str | None,
+    how: Reduction,
+    process_set: ProcessSet,
+) -> int:
+    group = _group(process_set)
+    one = what == "allreduce"
+    return _start(
+        what,
+        name,
+        lambda name: transport.allreduce(group, tensors, outs, how, name=name, wait=False),
+        _first if one else lambda results: results,
+    )
+
+
+# --- allreduce -----------------------------------------------------------------------------------------------------
+
+
+def allreduce_async(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin an allreduce into a new tensor; a handle for poll() and synchronize()."""
+    how = _reduction(handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor)
+    return _reduce("allreduce", [tensor], [None], name, how, process_set)
+
+
+def allreduce_async_(
+    tensor: Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As allreduce_async, in place."""
+    how = _reduction(handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor)
+    return _reduce("allreduce", [tensor], [tensor], name, how, process_set)
+
+
+def grouped_allreduce_async(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin an allreduce of several tensors as a unit."""
+    how = _reduction(handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor)
+    return _reduce("grouped_allreduce", tensors, [None] * len(tensors), name, how, process_set)
+
+
+def grouped_allreduce_async_(
+    tensors: Sequence[Tensor],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As grouped_allreduce_async, in place."""
+    how = _reduction(handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor)
+    return _reduce("grouped_allreduce", tensors, tensors, name, how, process_set)
+
+
+def sparse_allreduce_async(
+    tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> Callable[[], Tensor]:
+    """Begin a sum (or average) of sparse tensors. Not a handle: call what is returned to get the result."""
+    group = _group(process_set)
+    indices = allgather_async(tensor._indices().transpose(0, 1).contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(tensor._values(), f"{name}.values", process_set)
+
+    def result() -> Tensor:
+        all_values, all_indices = synchronize(values), synchronize(indices)
+        if op == Average:
+            all_values = all_values / group.size
+        if all_indices.dim() == 0 or all_values.dim() == 0:
+            return torch.sparse_coo_tensor(size=tensor.shape)
+        return torch.sparse_coo_tensor(all_indices.transpose(0, 1), all_values, tensor.shape)
+
+    return result
+
+
+# --- the others ----------------------------------------------------------------------------------------------------
+
+
+def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Begin to gather everybody's rows."""
+    group = _group(process_set)
+    return _start("allgather", name, lambda name: transport.allgather(group, [tensor], name=name, wait=False), _first)
+
+
+def grouped_allgather_async(
+    tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin to gather everybody's rows of several tensors."""
+    group = _group(process_set)
+    return _start(
+        "grouped_allgather", name, lambda name: transport.allgather(group, tensors, name=name, wait=False), tuple
+    )
+
+
+def _broadcast(tensor: Tensor, out: Tensor | None, root_rank: int, name: str | None, process_set: ProcessSet) -> int:
+    group = _group(process_set)
+    return _start(
+        "broadcast",
+        name,
+        lambda name: transport.broadcast(group, [tensor], [out], root_rank, name=name, wait=False),
+        _first,
+    )
+
+
+def broadcast_async(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Begin to give everybody the root's tensor, as a new one. root_rank counts in the whole job."""
+    return _broadcast(tensor, None, root_rank, name, process_set)
+
+
+def broadcast_async_(
+    tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As broadcast_async, in place."""
+    return _broadcast(tensor, tensor, root_rank, name, process_set)
+
+
+def alltoall_async(
+    tensor: Tensor,
+    splits: Sequence[int] | Tensor | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Begin to exchange rows. synchronize() gives the rows that came, and how many from each."""
+    group = _group(process_set)
+    given = _splits(splits)
+
+    def finish(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        rows, received = pair
+        where = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
+        return rows, received.to(device=where, dtype=torch.int32)
+
+    return _start(
+        "alltoall", name, lambda name: transport.alltoall(group, tensor, given, name=name, wait=False), finish
+    )
+
+
+def _splits(splits: Sequence[int] | Tensor | None) -> list[int] | None:
+    if isinstance(splits, Tensor):
+        if splits.dtype != torch.int32:
+            raise ValueError(f"splits must be a tensor of int32, got {splits.dtype}")
+        splits = splits.tolist()
+    return list(splits) if splits is not None and len(splits) else None
+
+
+def reducescatter_async(
+    tensor: Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Begin to add up and share out the rows."""
+    group, how = _group(process_set), _scatter_reduction(op, prescale_factor, postscale_factor)
+    return _start(
+        "reducescatter",
+        name,
+        lambda name: transport.reduce_scatter(group, [tensor], how, name=name, wait=False),
+        _first,
+    )
+
+
+def grouped_reducescatter_async(
+    tensors: Sequence[Tensor],
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """As reducescatter_async, for several tensors."""
+    group, how = _group(process_set), _scatter_reduction(op, prescale_factor, postscale_factor)
+    return _start(
+        "grouped_reducescatter",
+        name,
+        lambda name: transport.reduce_scatter(group, tensors, how, name=name, wait=False),
+        list,
+    )
+
+
+def _scatter_reduction(op: int, prescale_factor: float, postscale_factor: float) -> Reduction:
+    if op not in (Average, Sum):
+        raise HorovodInternalError("reducescatter knows hvd.Average and hvd.Sum")
+    return _reduction(op, prescale_factor, postscale_factor)
+
+
+def poll(handle: int) -> bool:
+    """Whether synchronize() would return at once."""
+    return _handles.poll(handle)
+
+
+def synchronize(handle: int) -> Any:  # noqa: ANN401  # a tensor, a list of them, or a pair
+    """The result of an operation that was begun; HorovodInternalError when it failed."""
+    return _handles.synchronize(handle)
+
+
+def join(device: int = -1) -> int:
+    """Out of data: give zeros to the others' allreduces until all have joined. The rank that did last."""
+    with translated():
+        return current("join()").group.join()
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Return when every process of the set has come here."""
+    with translated():
+        _group(process_set).barrier(name="barrier.noname")

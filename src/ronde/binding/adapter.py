@@ -1,0 +1,95 @@
+"""The seam between the training logic and an ML library: what a Reducer asks of it, in a dozen methods.
+
+A binding (ronde.torch and its siblings) writes one Adapter. Parameters are known by their index in the list that
+describe() gave last; what a gradient is, and where it lies, only the adapter knows.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from ronde.comm.buffers import Array
+from ronde.comm.group import Group
+
+__all__ = ["Adapter", "Backward", "Parameter", "State"]
+
+
+class Parameter(msgspec.Struct, frozen=True):
+    """One parameter that trains, as all ranks see it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """Name of the type of its numbers on the wire; a complex one counts as two numbers."""
+    count: int
+    """How many of these numbers."""
+    order: str = ""
+    """How they lie in memory, when not row by row."""
+    sparse: bool = False
+    """Whether its gradient is sparse, as far as this rank has seen."""
+
+    def __str__(self) -> str:
+        """As it stands in errors."""
+        order = f" ({self.order})" if self.order else ""
+        return f"{self.name!r} {self.dtype}{list(self.shape)}{order}"
+
+
+class State(enum.IntEnum):
+    """What a rank has of a gradient. Among ranks the highest counts."""
+
+    NONE = 0
+    """The parameter was not used."""
+    DENSE = 1
+    SPARSE = 2
+    """Where a dense one was expected: it travels by itself, and from then on always."""
+    NOT_FINITE = 3
+    """It has an infinity, or something that is not a number."""
+
+
+class Adapter(Protocol):
+    """The gradients of some parameters of one model."""
+
+    def describe(self) -> list[Parameter]:
+        """What trains now, in an order that is equal on all ranks. It makes the indices of all other methods."""
+
+    def changed(self) -> bool:
+        """Whether describe() would list other parameters than it did. Asked in every step: it must be quick."""
+
+    def bind(self, memory: Mapping[int, Array], ready: Callable[[int], object]) -> None:
+        """From now on gradients belong into this memory, flat as Parameter.count says; call ready(index) for each that
+        has come. Replaces what was bound before; what is not in `memory` stays where it is."""
+
+    def collect(self, indices: Sequence[int]) -> dict[int, State]:
+        """Put these gradients where they belong, zeros where there is none. Tells of those that are not DENSE."""
+
+    def deliver(self, indices: Sequence[int], absent: Sequence[int]) -> None:
+        """Their memory holds the result: make it their gradients. `absent` are those that had none here."""
+
+    def kept(self, but: int) -> bool:
+        """Whether a parameter other than this one still has the gradient that was delivered last."""
+
+    def scale(self, indices: Sequence[int], factor: float) -> None:
+        """Multiply what was collected."""
+
+    def not_finite(self, indices: Sequence[int]) -> list[int]:
+        """Those of what was collected that have an infinity, or something that is not a number."""
+
+    def sum_sparse(self, index: int, group: Group, factor: float) -> None:
+        """Make a gradient the sum of all members' sparse ones times a factor. Collective, in program order."""
+
+    def close(self) -> None:
+        """Call ready() no more. Gradients stay as they are. Idempotent."""
+
+
+class Backward(Protocol):
+    """The library's backward pass, for those where gradients come one by one."""
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Call this when the pass that is running has come to its end."""
+
+    def nested(self) -> bool:
+        """Whether the pass that is ending runs inside of another one, which goes on."""

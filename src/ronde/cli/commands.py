@@ -1,0 +1,58 @@
+"""The subcommands of `ronde`. Each is a package or module of its own, imported when it is asked for. Used by main."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+from ronde.version import __version__
+
+__all__ = ["COMMANDS", "app"]
+
+COMMANDS = {
+    "run": "ronde.cli.run.entry",
+    "top": "ronde.cli.top",
+    "stack": "ronde.cli.stack",
+    "bench": "ronde.cli.bench.command",
+}
+"""Modules whose `app`, a Typer, is the subcommand."""
+
+
+class Commands(TyperGroup):
+    """Finds subcommands in COMMANDS."""
+
+    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401  # typer's own
+        """See typer."""
+        return [*COMMANDS, *super().list_commands(ctx)]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ANN401  # typer's own
+        """See typer."""
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        command = typer.main.get_command(importlib.import_module(COMMANDS[cmd_name]).app)
+        command.name = cmd_name
+        return command
+
+
+app = typer.Typer(
+    name="ronde",
+    cls=Commands,
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,  # locals may hold a job's key
+)
+
+
+@app.callback()
+def ronde_command() -> None:
+    """Distributed deep-learning training that says which rank, where and why."""
+
+
+@app.command()
+def version() -> None:
+    """Say which ronde this is, on which Python."""
+    typer.echo(f"ronde {__version__}, Python {platform.python_version()}, {platform.machine()} {platform.system()}")

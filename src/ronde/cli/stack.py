@@ -1,0 +1,58 @@
+"""`ronde stack`: where the programs of a running job's ranks are, those at the same place together."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import msgspec
+import typer
+
+from ronde.errors import RondeError
+from ronde.launch.endpoint import NoSuchJob, ask_stacks, find_job
+from ronde.observe.events import name_ranks
+from ronde.observe.stacks import RankStack, group_stacks
+
+__all__ = ["app", "stacks_text"]
+
+WRONG_CODE = 2
+
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+
+
+@app.command()
+def stack(
+    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Its name; not needed while only one is running.")] = "",
+    json: Annotated[bool, typer.Option("--json", help="As JSON, a stack per rank.")] = False,
+    limit_s: Annotated[
+        float, typer.Option("--limit", min=0.1, max=60.0, help="Seconds that a rank may take to answer.")
+    ] = 5.0,
+) -> None:
+    """Print the current Python stack of every rank of a running job; ranks at the same place together.
+
+    It disturbs nobody: a thread of each rank answers while its program goes on. A rank that holds Python's interpreter,
+    is stopped, or has not called ronde.init() cannot answer; then what is known of it is said.
+    """
+    try:
+        found = ask_stacks(find_job(job), limit_s)
+    except (NoSuchJob, RondeError, OSError) as error:
+        typer.echo(f"ronde stack: {error}", err=True)
+        raise typer.Exit(WRONG_CODE) from None
+    if json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode({"ranks": found})) + b"\n")
+    else:
+        typer.echo(stacks_text(found))
+
+
+def stacks_text(stacks: tuple[RankStack, ...]) -> str:
+    """All stacks, most ranks first: `ranks 0-6: train.py:42 in step: …`, then the stack."""
+    blocks = []
+    for ranks, at in group_stacks(stacks):
+        who = f" on {at.host}, pid {at.pid}" if len(ranks) == 1 and at.pid else ""
+        where = f": {at.line}\n{_indented(at.stack)}" if at.line else f" {at.why}"
+        blocks.append(f"{name_ranks(ranks)}{who}{where}".rstrip())
+    return "\n\n".join(blocks)
+
+
+def _indented(text: str) -> str:
+    return "\n".join(f"  {line}" if line else line for line in text.splitlines())

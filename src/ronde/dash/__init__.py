@@ -1,0 +1,24 @@
+"""What a run looked like: a log that a training loop writes, and a report with plots made from it.
+
+    from ronde.dash import RunLog, write_report
+
+    with RunLog("runs/a/log.jsonl", facts={"model": "MLP"}) as log:
+        for step, batch in enumerate(loader, start=1):
+            with log.step():
+                loss = train_on(batch)
+            if step % 20 == 0:
+                log.add(step, {"train/loss": loss})
+                log.gather(step)
+    write_report("runs/a/log.jsonl", "runs/a/report.html")
+
+No machine-learning library is needed: it serves every framework, and NumPy alone.
+"""
+
+from __future__ import annotations
+
+from ronde.dash.meter import Load, RankShare
+from ronde.dash.records import Run, read_log
+from ronde.dash.report import render, write_report
+from ronde.dash.runlog import RunLog
+
+__all__ = ["Load", "RankShare", "Run", "RunLog", "read_log", "render", "write_report"]

@@ -1,0 +1,78 @@
+"""What a job is: its command, its hosts, its environment. Made by the command line, a YAML file, or ronde.run; carried
+out by the driver. Values only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from ronde.settings import Settings
+
+__all__ = ["Binding", "Host", "Job", "Ssh"]
+
+Binding: TypeAlias = Literal["none", "core"]
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine and how many ranks it may take."""
+
+    name: str
+    """As ssh knows it, `user@` allowed; `localhost` and this machine's own names need no ssh."""
+    slots: int = 1
+
+    def __post_init__(self) -> None:
+        """Check it at once."""
+        if not self.name or self.name.startswith("-") or any(c.isspace() for c in self.name):
+            raise ValueError(f"a host needs a name without spaces that does not begin with '-', got {self.name!r}")
+        if self.slots < 1:
+            raise ValueError(f"host {self.name}: slots must be at least 1, got {self.slots}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ssh:
+    """How other hosts are reached."""
+
+    port: int = 0
+    """0 leaves it to ssh's own configuration."""
+    identity: str = ""
+    """File of the private key; empty leaves it to ssh."""
+    options: tuple[str, ...] = ()
+    """Further `-o` options, such as `StrictHostKeyChecking=no`."""
+    start_s: float = 20.0
+    """How long a host may take to answer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """Everything about a run that its user decides."""
+
+    command: tuple[str, ...]
+    num_ranks: int
+    hosts: tuple[Host, ...] = ()
+    """Empty: this machine, with as many slots as ranks."""
+    ssh: Ssh = field(default_factory=Ssh)
+    python: str = ""
+    """Python that has ronde on the other hosts; empty: the path of this one."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """On top of the environment of `ronde run`, for every rank."""
+    cwd: str = field(default_factory=lambda: str(Path.cwd()))
+    """Working directory of every rank, on every host."""
+    settings: Settings = field(default_factory=Settings)
+    """What differs from the defaults reaches the ranks."""
+    tf_config: bool = False
+    """Also give every rank a TF_CONFIG."""
+    bind: Binding = "none"
+    """Whether a rank is bound to cores of its own."""
+    debug_rank: int | None = None
+    """This rank gets the terminal; nobody times out."""
+    call: bytes = b""
+    """The pickled function of ronde.run; the command is launch/function's then."""
+    name: str = ""
+    """For `ronde top NAME`; empty: the driver's process id."""
+    grace_s: float = 10.0
+    """After the first rank has failed, the others get so long to end by themselves."""
+    terminate_s: float = 5.0
+    """Between SIGTERM and SIGKILL."""

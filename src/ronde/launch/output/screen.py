@@ -1,0 +1,36 @@
+"""What the driver tells the part that shows the job to its user. Implemented by launch.output.printer.Printer."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ronde.launch.messages import Stream
+
+__all__ = ["Screen"]
+
+
+class Screen(Protocol):
+    """Takes what ranks print. The driver calls it from one thread, and `tick` once per turn of its loop: after
+    whatever it handed over in that turn, and again at the time that `tick` answered."""
+
+    def output(self, rank: int, stream: Stream, data: bytes) -> None:
+        """Bytes of a rank, as they came: any chunks, any bytes."""
+
+    def ended(self, rank: int) -> None:
+        """Nothing more comes from this rank."""
+
+    def note(self, text: str) -> None:
+        """One or more lines of the driver itself, shown as `[ronde] text` on the error stream, after all that was
+        handed over before."""
+
+    def tick(self, now_s: float) -> float | None:
+        """Do what is due. Answers when to call again at the latest (same clock), None while nothing waits."""
+
+    def tail(self, rank: int) -> str:
+        """The last lines of the rank's stderr (of stdout when that is empty), with the last traceback whole."""
+
+    def gone(self) -> str:
+        """Why nothing can be shown any more, such as that the reader of a pipe has left; empty while all is well."""
+
+    def close(self) -> None:
+        """Show all that still waits, leave the terminal tidy, close the files. Idempotent."""

@@ -1,0 +1,164 @@
+"""A process with a process group of its own: started, signalled and reaped here, and nowhere else. Used by
+launch/rank (the agent's ranks) and launch/local.
+
+The leader of a group keeps its number until it is reaped, so that is when what it left behind can be ended without
+hitting a stranger: reap() kills the group first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import IO, TypeAlias
+
+from ronde.errors import StartFailed
+from ronde.launch.guard import Guard
+from ronde.types import Deadline
+
+__all__ = ["Command", "File", "Process", "explain", "start"]
+
+File: TypeAlias = "int | IO[bytes] | IO[str] | None"
+"""What a standard stream becomes, as subprocess takes it; None leaves it as ours is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Command:
+    """What to run, where."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    """All of its environment."""
+    cwd: str | None = None
+    """None: where this process is."""
+    cpus: Collection[int] = ()
+    """Cores it may use; empty for all."""
+
+
+def start(
+    command: Command, guard: Guard, *, stdin: File, stdout: File, stderr: File, inherited: Collection[int] = ()
+) -> Process:
+    """Start it as the leader of a new session and process group. StartFailed says what to do when that fails."""
+    try:
+        with _bound_to(command.cpus):
+            popen = subprocess.Popen(
+                command.argv,
+                env=command.env,
+                cwd=command.cwd,
+                stdin=stdin,
+                stdout=stdout,
+                stderr=stderr,
+                pass_fds=inherited,
+                start_new_session=True,
+            )
+    except (OSError, ValueError) as error:
+        raise StartFailed(explain(error, command)) from None
+    return Process(popen, guard)
+
+
+class Process:
+    """A running process, and all that it starts and that stays in its group. Not for several threads at once."""
+
+    def __init__(self, popen: subprocess.Popen[bytes], guard: Guard) -> None:
+        self.pid = popen.pid
+        self._popen = popen
+        self._guard = guard
+        self._code: int | None = None
+        guard.begin(popen.pid)
+        try:
+            self.fd = os.pidfd_open(popen.pid)
+            """Readable when the process has ended: then reap() does not wait. -1 afterwards."""
+        except OSError as error:
+            self.fd = -1
+            self.reap()
+            raise StartFailed(f"process {popen.pid} cannot be watched ({error.strerror}); raise ulimit -n") from None
+
+    def signal(self, number: int) -> None:
+        """Send it to the whole group, as long as its leader is not reaped."""
+        if self._code is None:
+            # Ended in between; or all that is left runs as another user.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def ends(self, deadline: Deadline) -> bool:
+        """Wait for its end; whether it came in time."""
+        if self._code is not None:
+            return True
+        poll = select.poll()
+        poll.register(self.fd, select.POLLIN)
+        return bool(poll.poll(deadline.left_s * 1000))
+
+    def reap(self) -> int:
+        """Kill what is left of the group and return the leader's exit code; a signal counts below 0. Idempotent."""
+        if self._code is None:
+            self.signal(signal.SIGKILL)
+            self._guard.end(self.pid)
+            self._code = self._popen.wait()
+            self.close()
+        return self._code
+
+    def close(self) -> None:
+        """Stop watching it; for one that does not even end when it is killed. Idempotent."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+@contextlib.contextmanager
+def _bound_to(cpus: Collection[int]) -> Iterator[None]:
+    """A child inherits the cores of the thread that starts it; other threads are not touched, so nobody races."""
+    if not cpus:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, cpus)
+    except (OSError, ValueError, OverflowError):
+        wanted, allowed = (", ".join(map(str, sorted(each))) for each in (cpus, before))
+        raise StartFailed(
+            f"it cannot be bound to core {wanted}: host {_host()} lets us use {allowed}; run without core binding"
+        ) from None
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+LIMITS = {
+    errno.E2BIG: "its arguments and its environment are larger than the system allows; pass large values by file",
+    errno.EAGAIN: "no more processes may be started; raise the limit (ulimit -u), or start fewer ranks",
+    errno.ENOMEM: "there is no memory for another process; start fewer ranks, or use a larger host",
+    errno.EMFILE: "no more files may be open; raise the limit (ulimit -n), or start fewer ranks",
+    errno.ENFILE: "no more files may be open on the whole host; raise fs.file-max, or start fewer ranks",
+}
+
+
+def explain(error: OSError | ValueError, command: Command) -> str:
+    """Why a process could not be started, and what to do."""
+    if not isinstance(error, OSError):  # a null byte, or text that is no text
+        return f"its command or its environment cannot be handed to a process: {error}"
+    if error.errno in LIMITS:
+        return f"host {_host()}: {LIMITS[error.errno]}"
+    if command.cwd is not None and error.filename == command.cwd:
+        problem = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be entered ({error.strerror})"
+        return f"the working directory {command.cwd} {problem} on host {_host()}; choose one that every host has"
+    name = command.argv[0] if command.argv else ""
+    if isinstance(error, FileNotFoundError):
+        return (
+            f"there is no command {name!r} on host {_host()}; give its full path, or check PATH there "
+            "(if it is a script, the interpreter in its first line may be missing)"
+        )
+    if isinstance(error, PermissionError):
+        return f"{name!r} may not be executed on host {_host()}; is it a script? start it with python, or chmod +x it"
+    if error.errno == errno.ENOEXEC:
+        return f"{name!r} is no program for host {_host()}; is it a script? start it with python, or begin it with #!"
+    return f"{name!r} could not be started on host {_host()}: {error.strerror or error}"
+
+
+def _host() -> str:
+    return os.uname().nodename

@@ -1,0 +1,61 @@
+"""Distributed training with PyTorch.
+
+    import ronde
+    import ronde.torch
+
+    ronde.init()
+    optimizer = ronde.torch.DistributedOptimizer(optimizer)
+
+The guide is docs/guides/pytorch.md.
+"""
+
+from __future__ import annotations
+
+from ronde.binding.gradients import GradientSettings
+from ronde.errors import CheckpointError, OutOfSync
+from ronde.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
+from ronde.torch.check import SyncCheck, check_in_sync
+from ronde.torch.checkpoint import Checkpoints, Restored
+from ronde.torch.collectives import allgather, allreduce, alltoall, barrier, broadcast, reduce_scatter
+from ronde.torch.metrics import average_metrics
+from ronde.torch.optimizer import Distributed, DistributedOptimizer
+from ronde.torch.replication import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from ronde.torch.sampler import ShardedSampler
+from ronde.torch.schedule import cosine, milestones, scale_lr, warmup
+from ronde.torch.tensors import TensorWork
+
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "Distributed",
+    "DistributedOptimizer",
+    "GradientSettings",
+    "OutOfSync",
+    "Restored",
+    "ShardedSampler",
+    "SyncBatchNorm",
+    "SyncCheck",
+    "TensorWork",
+    "allgather",
+    "allgather_object",
+    "allreduce",
+    "alltoall",
+    "average_metrics",
+    "barrier",
+    "broadcast",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "check_in_sync",
+    "convert_sync_batchnorm",
+    "cosine",
+    "milestones",
+    "reduce_scatter",
+    "scale_lr",
+    "warmup",
+]

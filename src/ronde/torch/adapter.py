@@ -1,0 +1,235 @@
+"""Gradients of PyTorch's parameters, for binding.Reducer. Used by the distributed optimizer.
+
+A gradient that autograd hands over is copied to its place in the bucket, and the place becomes p.grad: then gradients
+exist once, and what the optimizer reads is what the ranks wrote. Large ones are copied at once, while they are in the
+cache, so that their memory is free for the next; small ones together, when their bucket is full: one call for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from ronde.binding.adapter import Parameter, State
+from ronde.comm.buffers import Array, Bfloat16View
+from ronde.comm.group import Group
+from ronde.torch.sparse import allreduce_sparse
+from ronde.torch.tensors import as_tensor
+from ronde.torch.transport import Reduction
+
+__all__ = ["TorchAdapter"]
+
+LARGE_BYTES = 64 * 1024
+"""From here on copying takes longer than a call of its own."""
+
+WIRE_TYPES: dict[torch.dtype, tuple[str, int]] = {
+    torch.float16: ("float16", 1),
+    torch.bfloat16: ("bfloat16", 1),
+    torch.float32: ("float32", 1),
+    torch.float64: ("float64", 1),
+    torch.complex64: ("float32", 2),
+    torch.complex128: ("float64", 2),
+}
+"""The type of the numbers that travel, and how many of them one element is."""
+
+CPU = torch.device("cpu")
+Hook: TypeAlias = Callable[[Tensor], object]
+
+
+class TorchAdapter:
+    """The gradients of some parameters, those that train at the moment."""
+
+    def __init__(self, rank: int, *, sparse_as_dense: bool = False) -> None:
+        self._rank = rank  # for errors
+        self._sparse_as_dense = sparse_as_dense
+        self._names: list[str] = []
+        self._tensors: list[Tensor] = []
+        self._trains: list[bool] = []
+        self._parameters: list[Tensor] = []  # of the last description
+        self._described: list[Parameter] = []
+        self._views: list[Tensor | None] = []
+        self._elsewhere: set[int] = set()  # on another device: their places are on the host, and no gradients
+        self._hooks: list[RemovableHandle] = []
+
+    def add(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        """More parameters; they count from the next accord on."""
+        for name, tensor in named:
+            self._names.append(name)
+            self._tensors.append(tensor)
+
+    def describe(self) -> list[Parameter]:
+        """What trains now."""
+        self._trains = [tensor.requires_grad for tensor in self._tensors]
+        named = zip(self._names, self._tensors, self._trains, strict=True)
+        living = [(name, tensor) for name, tensor, trains in named if trains]
+        self._parameters = [tensor for _, tensor in living]
+        self._described = [self._describe(name, tensor) for name, tensor in living]
+        return self._described
+
+    def changed(self) -> bool:
+        """Whether other parameters train than at the last description."""
+        return [tensor.requires_grad for tensor in self._tensors] != self._trains
+
+    def bind(self, memory: Mapping[int, Array], ready: Callable[[int], object]) -> None:
+        """From now on gradients belong into this memory."""
+        self.close()
+        self._views = [
+            _view(memory[index], parameter) if index in memory else None
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._elsewhere = {index for index, parameter in enumerate(self._parameters) if parameter.device != CPU}
+        for index, parameter in enumerate(self._parameters):
+            large = index in memory and parameter.nbytes >= LARGE_BYTES
+            hook: Hook = partial(self._take_large, index, ready) if large else partial(ready, index)
+            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+
+    def collect(self, indices: Sequence[int]) -> dict[int, State]:
+        """Copy these gradients to their places, all in one call, and let the places be the gradients."""
+        parameters, views = self._parameters, self._views
+        odd: dict[int, State] = {}
+        moving: list[int] = []
+        grads: list[Tensor] = []
+        for index in indices:
+            grad, view = parameters[index].grad, views[index]
+            if grad is None:
+                odd[index] = State.NONE
+                if view is not None:
+                    view.zero_()
+            elif grad is not view and view is not None:
+                moving.append(index)
+                grads.append(grad)
+        if moving:
+            with torch.no_grad():
+                self._move(moving, grads, odd)
+        return odd
+
+    def deliver(self, indices: Sequence[int], absent: Sequence[int]) -> None:
+        """What lies in the places are the gradients, for those too that had none here."""
+        for index in absent:
+            parameter, view = self._parameters[index], self._views[index]
+            parameter.grad = torch.empty_like(parameter) if index in self._elsewhere else view
+        for index in self._elsewhere.intersection(indices) if self._elsewhere else ():
+            grad, view = self._parameters[index].grad, self._views[index]
+            if grad is not None and view is not None:
+                grad.copy_(view)
+
+    def kept(self, but: int) -> bool:
+        """Whether gradients are still what was delivered."""
+        pairs = enumerate(zip(self._parameters, self._views, strict=True))
+        return any(index != but and view is not None and each.grad is view for index, (each, view) in pairs)
+
+    def scale(self, indices: Sequence[int], factor: float) -> None:
+        """Multiply what was collected."""
+        views = [view for view in (self._views[index] for index in indices) if view is not None]
+        torch._foreach_mul_(views, factor)
+
+    def not_finite(self, indices: Sequence[int]) -> list[int]:
+        """Those of what was collected that have an infinity, or something that is not a number."""
+        pairs = [(index, self._views[index]) for index in indices]
+        return [index for index, view in pairs if view is not None and not bool(view.isfinite().all())]
+
+    def sum_sparse(self, index: int, group: Group, factor: float) -> None:
+        """Gather everybody's rows, and add up those of one index."""
+        parameter = self._parameters[index]
+        grad = parameter.grad
+        if grad is None:
+            rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
+            values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
+            grad = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
+        elif grad.layout is torch.strided:
+            grad = grad.to_sparse(1)
+        parameter.grad = allreduce_sparse(group, grad, Reduction("sum", postscale=factor), name=None, wait=True)
+
+    def close(self) -> None:
+        """Take the hooks away. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _take_large(self, index: int, ready: Callable[[int], object], parameter: Tensor) -> None:
+        """The hook of a large parameter."""
+        grad = parameter.grad
+        if grad is not None and grad is not self._views[index] and grad.layout is torch.strided:
+            self._move([index], [grad], {})
+        ready(index)
+
+    def _move(self, indices: Sequence[int], grads: list[Tensor], odd: dict[int, State]) -> None:
+        """Copy gradients to their places. Those that are sparse stay, and are told of."""
+        if self._elsewhere or not self._move_together(indices, grads):
+            for index, grad in zip(indices, grads, strict=True):
+                self._move_one(index, grad, odd)
+
+    def _move_together(self, indices: Sequence[int], grads: list[Tensor]) -> bool:
+        """The usual case in one call; False when something is not as usual."""
+        parameters, places = self._parameters, self._views
+        views = [view for view in [places[index] for index in indices] if view is not None]
+        try:
+            torch._foreach_copy_(views, grads)
+            for index, view in zip(indices, views, strict=True):
+                parameters[index].grad = view
+        except (RuntimeError, TypeError):  # sparse, or no longer of the type it was
+            return False
+        return True
+
+    def _move_one(self, index: int, grad: Tensor, odd: dict[int, State]) -> None:
+        """The same when something is not as usual."""
+        parameter, view = self._parameters[index], self._views[index]
+        assert view is not None
+        if parameter.dtype != view.dtype or parameter.shape != view.shape:
+            raise ValueError(
+                f"rank {self._rank}: parameter {self._described[index]} has become {parameter.dtype}"
+                f"{list(parameter.shape)}; build the optimizer after the model was converted"
+            )
+        if grad.layout is not torch.strided and not self._sparse_as_dense:
+            odd[index] = State.SPARSE
+            view.zero_()
+            return
+        view.copy_(grad if grad.layout is torch.strided else grad.to_dense())
+        if index not in self._elsewhere:
+            parameter.grad = view
+
+    def _describe(self, name: str, tensor: Tensor) -> Parameter:
+        if tensor.device.type == "meta" or tensor.dtype not in WIRE_TYPES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in WIRE_TYPES)
+            raise TypeError(
+                f"rank {self._rank}: parameter {name!r} is {tensor.dtype} on {tensor.device}; gradients that can be "
+                f"combined are {known}, with memory behind them"
+            )
+        dtype, per_element = WIRE_TYPES[tensor.dtype]
+        grad = tensor.grad
+        return Parameter(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=dtype,
+            count=tensor.numel() * per_element,
+            order=f"strides {tuple(tensor.stride())}" if _is_packed(tensor) and not tensor.is_contiguous() else "",
+            sparse=grad is not None and grad.layout is not torch.strided and not self._sparse_as_dense,
+        )
+
+
+def _view(memory: Array, parameter: Tensor) -> Tensor:
+    """The memory as a tensor like the parameter; in its order of elements, too, which optimizers like."""
+    flat = as_tensor(Bfloat16View(memory) if parameter.dtype is torch.bfloat16 else memory, CPU)
+    if flat.dtype != parameter.dtype:
+        flat = flat.view(parameter.dtype)  # complex
+    if _is_packed(parameter):
+        return flat.as_strided(parameter.shape, parameter.stride())
+    return flat.view(parameter.shape)
+
+
+def _is_packed(tensor: Tensor) -> bool:
+    """Whether its elements fill one piece of memory, each once, in whatever order."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1:
+            if stride != expected:
+                return False
+            expected *= size
+    return True

@@ -1,0 +1,209 @@
+"""Batch normalisation over the batches of all ranks together.
+
+Forward: each member's number of values, mean and variance per channel are gathered and combined; backward: two sums per
+channel are added up. Everything else stays local. Members may have batches of different sizes, also none at all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
+
+from ronde.comm.current import group_or_world
+from ronde.comm.group import Group
+from ronde.torch import transport
+from ronde.torch.transport import Reduction
+
+__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
+
+
+class SyncBatchNorm(_BatchNorm):
+    """As torch.nn.BatchNorm1d, 2d and 3d, with the statistics of all members of a group (default: all ranks).
+
+    In eval mode nothing travels. A copy keeps its group; a pickled one is for all ranks when it is loaded.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float | None = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        group: Group | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
+        self._members = _Members(group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalise a tensor of (batch, channels, …)."""
+        self._check_input_dim(x)
+        if not self.training:
+            return self._by_running_statistics(x)
+        group = group_or_world(self._members.group)
+        momentum = self._count_batch()
+        if group.size == 1:
+            tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
+            return nn.functional.batch_norm(x, *tracked, self.weight, self.bias, True, momentum, self.eps)
+        y, mean, variance, count = _Normalise.apply(x, self.weight, self.bias, self.eps, group)  # type: ignore[no-untyped-call]
+        self._remember(mean, variance, count, momentum)
+        normalised: Tensor = y
+        return normalised
+
+    def _check_input_dim(self, x: Tensor) -> None:
+        if x.dim() < 2:
+            raise ValueError(f"SyncBatchNorm takes (batch, channels, …), got a tensor of shape {list(x.shape)}")
+        if x.shape[1] != self.num_features:
+            raise ValueError(f"SyncBatchNorm has {self.num_features} channels, got a tensor of shape {list(x.shape)}")
+
+    def _by_running_statistics(self, x: Tensor) -> Tensor:
+        use_batch = self.running_mean is None
+        return nn.functional.batch_norm(
+            x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, 0.0, self.eps
+        )
+
+    def _count_batch(self) -> float:
+        """One batch more; how much it weighs in the running statistics. momentum None means their plain average."""
+        if not self.track_running_stats or self.num_batches_tracked is None:
+            return 0.0
+        self.num_batches_tracked.add_(1)
+        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+
+    @torch.no_grad()
+    def _remember(self, mean: Tensor, variance: Tensor, count: Tensor, momentum: float) -> None:
+        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
+            return
+        unbiased = variance * (count / (count - 1.0))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+class _Members:
+    """The group of a layer. Copies of the layer share it, and it is not pickled: a group lives in one process."""
+
+    __slots__ = ("group",)
+
+    def __init__(self, group: Group | None) -> None:
+        self.group = group
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Members:
+        return self
+
+    def __reduce__(self) -> tuple[type[_Members], tuple[None]]:
+        return _Members, (None,)
+
+
+class _Normalise(torch.autograd.Function):
+    """y = (x - mean) * invstd * weight + bias, with mean and invstd over the values of all members.
+
+    With xmu = x - mean and n values per channel in all, the gradient is
+
+        dx = weight * invstd * (dy - sum(dy) / n - xmu * invstd² * sum(dy * xmu) / n)
+
+    where the sums go over all members. Those of weight and bias stay local: the optimizer adds them up like all others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        group: Group,
+    ) -> tuple[Tensor, ...]:
+        mean, variance, count = _statistics(x, group)
+        invstd = torch.rsqrt(variance + eps)
+        scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
+        shift = -mean * scale if bias is None else bias.to(invstd.dtype) - mean * scale
+        y = torch.addcmul(_wide(shift, x), x.to(scale.dtype), _wide(scale, x)).to(x.dtype)
+        ctx.save_for_backward(x, weight, mean, invstd, count)
+        ctx.group = group
+        ctx.mark_non_differentiable(mean, variance, count)
+        return y, mean, variance, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        x, weight, mean, invstd, count = ctx.saved_tensors
+        dims = [dim for dim in range(x.dim()) if dim != 1]
+        dy, xmu = dy.to(mean.dtype), x.to(mean.dtype) - _wide(mean, x)
+        sums = torch.stack([dy.sum(dims), (dy * xmu).sum(dims)])
+        mine_dy, mine_dy_xmu = sums.unbind()
+        total_dy, total_dy_xmu = transport.allreduce(ctx.group, [sums], [None], Reduction(), name=None, wait=True)[0]
+        dx = None
+        if ctx.needs_input_grad[0]:
+            scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
+            slope = _wide(-scale * invstd.square() * total_dy_xmu / count, x)
+            offset = _wide(-scale * total_dy / count, x)
+            dx = torch.addcmul(torch.addcmul(offset, xmu, slope), dy, _wide(scale, x)).to(x.dtype)
+        dweight = (mine_dy_xmu * invstd).to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
+        dbias = mine_dy.to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
+        return dx, dweight, dbias, None, None
+
+
+def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
+    """Mean and variance per channel, and the number of values behind them, of all members."""
+    exact = torch.float64 if x.dtype is torch.float64 else torch.float32
+    dims = [dim for dim in range(x.dim()) if dim != 1]
+    count = x.numel() // x.shape[1]
+    channels = x.shape[1]
+    mine = x.new_zeros((1, 2 * channels + 1), dtype=torch.float64)
+    if count:
+        variance, mean = torch.var_mean(x.to(exact), dims, correction=0)
+        mine[0, :channels], mine[0, channels:-1], mine[0, -1] = mean, variance, count
+    everybody = transport.allgather(group, [mine], name=None, wait=True)[0]
+    means, variances, counts = everybody[:, :channels], everybody[:, channels:-1], everybody[:, -1:]
+    total = counts.sum()
+    if total <= 1:
+        raise ValueError(f"SyncBatchNorm needs more than 1 value per channel to train, all ranks have {int(total)}")
+    mean = (counts * means).sum(0) / total
+    variance = (counts * (variances + (means - mean).square())).sum(0) / total
+    return mean.to(exact), variance.to(exact), total.to(exact)
+
+
+def _wide(per_channel: Tensor, x: Tensor) -> Tensor:
+    """One number per channel, in a shape that spreads over x."""
+    return per_channel.view(1, -1, *([1] * (x.dim() - 2)))
+
+
+def convert_sync_batchnorm(module: nn.Module, *, group: Group | None = None) -> nn.Module:
+    """The module with every BatchNorm layer replaced by a SyncBatchNorm that has the same parameters and buffers.
+
+    Works in place, unless the module itself is a BatchNorm: use what is returned. Optimizers made before stay valid.
+    """
+    return _converted(module, group, {})
+
+
+def _converted(module: nn.Module, group: Group | None, done: dict[nn.Module, nn.Module]) -> nn.Module:
+    if module in done:
+        return done[module]
+    if isinstance(module, _LazyNormBase):
+        raise ValueError("a lazy BatchNorm has no parameters yet; run the model once, then convert it")
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        done[module] = _replacement(module, group)
+    else:
+        done[module] = module
+        for name, child in list(module._modules.items()):  # named_children() shows a layer used twice only once
+            if child is not None:
+                module._modules[name] = _converted(child, group, done)
+    return done[module]
+
+
+def _replacement(old: _BatchNorm, group: Group | None) -> SyncBatchNorm:
+    new = SyncBatchNorm(
+        old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, group=group, device="meta"
+    )
+    for name, parameter in old.named_parameters(recurse=False):
+        setattr(new, name, parameter)
+    for name, buffer in old.named_buffers(recurse=False):
+        setattr(new, name, buffer)
+    return new.train(old.training)

@@ -1,0 +1,51 @@
+"""Gradients with fewer bits on the wire, by PyTorch's own conversions. Used by the distributed optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ronde.binding.adapter import Parameter
+from ronde.binding.buckets import GradientBucket
+from ronde.binding.codec import Codec, Encoder, Wire
+from ronde.comm.buffers import Array, Bfloat16View
+from ronde.torch.tensors import as_tensor
+
+__all__ = ["CODECS", "TorchCast"]
+
+CPU = torch.device("cpu")
+
+
+class TorchCast:
+    """As binding.codec.Cast, and several times as quick."""
+
+    def __init__(self, dtype: str) -> None:
+        self.name = dtype
+
+    def open(self, bucket: GradientBucket, parameters: Sequence[Parameter]) -> Encoder | None:
+        """Nothing to gain for buckets that are as small already."""
+        if bucket.dtype not in ("float32", "float64"):
+            return None
+        return _Cast(bucket.count, self.name)
+
+
+class _Cast:
+    def __init__(self, count: int, dtype: str) -> None:
+        self.wires = (Wire(count, dtype),)
+        self._dtype = dtype
+
+    def encode(self, number: int, gradients: Array, wires: Sequence[Array]) -> None:
+        """To 16 bits, to the nearest."""
+        self._tensor(wires[0]).copy_(as_tensor(gradients, CPU))
+
+    def decode(self, wires: Sequence[Array], gradients: Array) -> None:
+        """Back to what they were."""
+        as_tensor(gradients, CPU).copy_(self._tensor(wires[0]))
+
+    def _tensor(self, wire: Array) -> Tensor:
+        return as_tensor(Bfloat16View(wire) if self._dtype == "bfloat16" else wire, CPU)
+
+
+CODECS: dict[str, Codec] = {"float16": TorchCast("float16"), "bfloat16": TorchCast("bfloat16")}

@@ -1,0 +1,29 @@
+"""Metrics of the whole job from those of each rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from ronde.binding.averages import combine, weigh
+from ronde.comm import objects
+from ronde.comm.group import Group
+
+__all__ = ["average_metrics"]
+
+
+def average_metrics(
+    values: Mapping[str, float | Tensor],
+    *,
+    count: float | Mapping[str, float] = 1.0,
+    group: Group | None = None,
+) -> dict[str, float]:
+    """The means over all ranks, weighted by `count`: on how many samples this rank's values were computed.
+
+    Every rank calls it, also one without a sample: with count=0 its values do not matter, and `values` may even be
+    empty. A metric without any sample is NaN. Every rank gets the same numbers.
+    """
+    numbers = {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in values.items()}
+    mine = weigh(numbers, count)
+    return combine(objects.allgather(mine, group=group))

@@ -1,0 +1,136 @@
+"""The sampler that gives each rank its share of a dataset and can say, exactly, where training stands.
+
+    sampler = ShardedSampler(dataset, seed=1)
+    loader = DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
+    while sampler.epoch < num_epochs:
+        for batch in sampler.track(loader):
+            ...                      # a checkpoint made here, after optimizer.step(), counts this batch as used
+
+A loader's workers fetch batches long before the training loop gets them, so what was drawn from a sampler says nothing
+about what was trained on. track() counts a batch when it is handed to the loop: state_dict() then has every batch that
+the loop has got, the present one included, and none that merely was fetched ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sized
+from typing import Any, TypeVar
+
+import torch.utils.data
+
+from ronde.binding.shares import ENDS, Position, epoch_order, num_mine, share
+from ronde.comm.current import group_or_world
+from ronde.comm.group import Group
+
+__all__ = ["ShardedSampler"]
+
+Batch = TypeVar("Batch")
+
+
+class ShardedSampler(torch.utils.data.Sampler[int]):
+    """Each rank's share of a dataset, in an order that depends on seed and epoch alone.
+
+    `ends` says what happens when the samples do not go round: "pad" (default) repeats a few so that every rank has
+    equally many; "drop" leaves a few out; "uneven" gives every sample to exactly one rank, so that some ranks run out
+    one batch earlier than others: those call ronde.join() after their loop, which gives zeros to the collectives of
+    the others until all have joined. Use "uneven" for evaluation, with average_metrics(…, count=…).
+    """
+
+    def __init__(
+        self,
+        data: Sized | int,
+        *,
+        shuffle: bool = True,
+        seed: int = 0,
+        ends: str = "pad",
+        group: Group | None = None,
+    ) -> None:
+        self.length = data if isinstance(data, int) else len(data)
+        """Number of samples, of all ranks together."""
+        if self.length < 0 or seed < 0:
+            raise ValueError(f"the number of samples and seed must be 0 or more, got {self.length} and {seed}")
+        if ends not in ENDS:
+            raise ValueError(f"ends must be one of {', '.join(ENDS)}, got {ends!r}")
+        self.shuffle = shuffle
+        self.seed = seed
+        self.ends = ends
+        self._group = group
+        self._position = Position()
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that is under way, from 0. A loop over track() that comes to its end begins the next."""
+        return self._position.epoch
+
+    @property
+    def consumed(self) -> int:
+        """How many samples of this epoch all ranks together have used up."""
+        return self._position.consumed
+
+    def set_epoch(self, epoch: int) -> None:
+        """Go to the beginning of an epoch. Nothing happens if it is under way, so that a resumed one goes on."""
+        self._position = self._position.at_epoch(epoch)
+
+    def __iter__(self) -> Iterator[int]:
+        """My samples from the present position on."""
+        order = epoch_order(self.length, epoch=self.epoch, seed=self.seed, shuffle=self.shuffle)
+        rank, size = self._place()
+        return iter(share(order, self.consumed, rank, size, self.ends).tolist())
+
+    def __len__(self) -> int:
+        """How many samples of this epoch are still mine."""
+        return num_mine(self.length - self.consumed, *self._place(), self.ends)
+
+    def track(self, loader: Iterable[Batch], *, batch_size: int | None = None) -> Iterator[Batch]:
+        """The loader's batches; each counts as used when it is handed over. At the end the next epoch begins.
+
+        batch_size is the loader's own unless given. Leave the loop early and a new track() goes on where it stopped.
+        """
+        size = self._place()[1]
+        start = self._position
+        each = _batch_size(loader) if batch_size is None else batch_size
+        for count, batch in enumerate(loader, start=1):
+            self._position = start.after(count * each, size, self.length)
+            yield batch
+        self._position = Position(start.epoch + 1)
+
+    def advance(self, num_each: int) -> None:
+        """For loops that do not use track(): every rank has used so many samples more (or all that it had)."""
+        self._position = self._position.after(num_each, self._place()[1], self.length)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where all ranks stand, and in which order; the same on every rank."""
+        return {**self._position.to_dict(), **self._order()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, with any number of ranks."""
+        position = Position(int(state["epoch"]), int(state["consumed"]))
+        wrong = [f"{key}={state[key]!r}, here {mine!r}" for key, mine in self._order().items() if state[key] != mine]
+        if wrong and position.consumed:
+            raise ValueError(
+                f"cannot go on in the middle of epoch {position.epoch}: the saved order had {'; '.join(wrong)}; "
+                "make the sampler as it was, or set state['consumed'] to 0 to begin the epoch again"
+            )
+        self._position = position
+
+    def _order(self) -> dict[str, Any]:
+        return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
+
+    def _place(self) -> tuple[int, int]:
+        """My index and the number of members, as they are now: after a restart they may be others."""
+        group = group_or_world(self._group)
+        if group.rank is None:
+            raise ValueError(f"this rank is not a member of {group!r}, among which the samples are shared out")
+        return group.rank, group.size
+
+
+def _batch_size(loader: object) -> int:
+    """Samples per batch of a DataLoader."""
+    if getattr(loader, "batch_size", None) is not None:
+        size = loader.batch_size  # type: ignore[attr-defined]
+    else:
+        batches = getattr(loader, "batch_sampler", None)
+        size = 1 if batches is None and hasattr(loader, "batch_sampler") else getattr(batches, "batch_size", None)
+    if not isinstance(size, int):
+        raise ValueError("track() cannot see how many samples a batch of this loader has; pass batch_size=")
+    return size

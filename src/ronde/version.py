@@ -1,0 +1,7 @@
+"""The version of ronde, where even what must start quickly can read it."""
+
+from __future__ import annotations
+
+__all__ = ["__version__"]
+
+__version__ = "0.1.0"

@@ -1,0 +1,121 @@
+"""`ronde run` on several hosts, over real ssh: ranks meet, a host that cannot be used is named with its reason, and
+however a job ends, nothing is left on any host.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from tests.jobs.hosts import Hosts, needs_hosts
+from tests.jobs.jobs import program
+
+pytestmark = needs_hosts
+
+NO_RONDE = "/usr/bin/env"
+"""Exists, and is no Python with ronde."""
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    with Hosts(tmp_path_factory.mktemp("hosts")) as hosts:
+        yield hosts
+
+
+def test_ranks_on_three_hosts_meet_and_nobody_sees_their_key(hosts: Hosts) -> None:
+    a, b, c = hosts.addresses
+    done = hosts.run("-H", f"{a}:1,{b}:2,{c}:1", "-np", "4", *program("hosts"), "add")
+    assert done.returncode == 0, done.stderr
+    placed = sorted(line.split("placed ")[1] for line in done.stdout.splitlines())
+    assert placed == [f"0 0 1 0 {a}", f"1 0 2 1 {a}", f"2 1 2 0 {a}", f"3 0 1 2 {a}"]
+    hosts.nothing_left()
+
+
+def test_the_driver_need_not_be_on_a_host_with_ranks(hosts: Hosts) -> None:
+    _, b, c = hosts.addresses
+    done = hosts.run("-H", f"{b},{c}", "-np", "2", *program("hosts"), "add")
+    assert done.returncode == 0, done.stderr
+    assert sorted(line.split("placed ")[1] for line in done.stdout.splitlines()) == [f"0 0 1 0 {b}", f"1 0 1 1 {b}"]
+    hosts.nothing_left()
+
+
+@pytest.mark.parametrize(
+    ("how", "flags", "reason"),
+    [
+        ({"identity": "stranger"}, [], "Permission denied"),
+        ({"known": "known-otherwise"}, [], "host key is not trusted"),
+        ({"port": 9}, [], "Connection refused"),
+        ({}, ["--python", "/nowhere/python"], "there is no /nowhere/python"),
+        ({}, ["--python", NO_RONDE], "its agent ended with status"),
+    ],
+    ids=["wrong key", "host key", "refused", "no python", "wrong python"],
+)
+def test_a_host_that_cannot_be_used_is_named_with_the_reason(
+    hosts: Hosts, how: dict[str, object], flags: list[str], reason: str
+) -> None:
+    a, b, c = hosts.addresses
+    done = hosts.run("-H", f"{a},{b},{c}", "-np", "3", *flags, "true", **how)
+    assert done.returncode == 1, done.stderr
+    lines = done.stderr.splitlines()
+    assert lines[0] == "2 of 3 hosts cannot be used:"
+    for address, line in zip((b, c), lines[1:], strict=True):
+        assert line.startswith(f"  {address}: ") and reason in line
+    hosts.nothing_left()
+
+
+def test_an_unknown_name_is_told_from_hosts_that_are_well(hosts: Hosts) -> None:
+    a, b, _ = hosts.addresses
+    done = hosts.run("-H", f"{a},{b},nowhere.invalid", "-np", "3", "true")
+    assert done.returncode == 1, done.stderr
+    assert done.stderr.startswith("1 of 3 hosts cannot be used:\n  nowhere.invalid: its name is not known")
+    hosts.nothing_left()
+
+
+def test_when_a_host_dies_its_ranks_are_named_and_the_job_ends(hosts: Hosts) -> None:
+    a, b, _ = hosts.addresses
+    with hosts.start("-H", f"{a}:1,{b}:2", "-np", "3", "--no-fold", *program("hosts"), "dance") as job:
+        job.await_lines(3)
+        hosts.hang_up(1)
+        code, said = job.result()
+    assert code == 255, said
+    assert f"ranks 1, 2 on host {b} ended when the connection to it was lost" in said
+    assert "1 other rank ended in consequence" in said
+    hosts.nothing_left()
+
+
+def test_a_cut_network_ends_the_job_on_both_sides(hosts: Hosts) -> None:
+    a, b, _ = hosts.addresses
+    words = ("-H", f"{a},{b}", "-np", "2", "--no-fold", "--grace", "0.1", *program("hosts"), "stay")
+    with hosts.start(*words, heartbeat_s=1.0) as job:
+        job.await_lines(2)
+        hosts.cut(1)
+        try:
+            code, said = job.result()
+            hosts.nothing_left(but="sshd:")  # which waits for its network, not for us
+        finally:
+            hosts.cut(1, "up")
+            hosts.hang_up(1)
+    assert code == 255, said
+    assert f"rank 1 on host {b} ended when the connection to it was lost" in said
+
+
+def test_ctrl_c_ends_every_host_within_seconds(hosts: Hosts) -> None:
+    a, b, c = hosts.addresses
+    with hosts.start("-H", f"{a},{b},{c}", "-np", "3", "--no-fold", *program("hosts"), "stay") as job:
+        job.await_lines(3)
+        job.driver.send_signal(signal.SIGINT)
+        code, said = job.result()
+    assert code == 130, said
+    assert "interrupted by Ctrl-C" in said
+    hosts.nothing_left()
+
+
+def test_a_killed_driver_takes_everything_with_it(hosts: Hosts) -> None:
+    a, b, c = hosts.addresses
+    with hosts.start("-H", f"{a},{b},{c}", "-np", "3", "--no-fold", *program("hosts"), "stay") as job:
+        job.await_lines(3)
+        job.driver.kill()
+        job.result()
+    hosts.nothing_left()

@@ -1,0 +1,33 @@
+"""Weighted means of what ranks saw."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ronde.binding.averages import combine, weigh
+
+
+def test_a_mean_is_weighted_by_the_number_of_samples() -> None:
+    parts = [weigh({"loss": 1.0, "accuracy": 0.5}, 30), weigh({"loss": 4.0, "accuracy": 1.0}, 10)]
+    assert combine(parts) == {"loss": 1.75, "accuracy": 0.625}
+
+
+def test_every_metric_may_have_a_count_of_its_own() -> None:
+    parts = [weigh({"a": 1.0, "b": 1.0}, {"a": 1, "b": 3}), weigh({"a": 3.0, "b": 5.0}, {"a": 1, "b": 1})]
+    assert combine(parts) == {"a": 2.0, "b": 2.0}
+
+
+def test_a_rank_without_samples_does_not_count_even_if_its_mean_is_nan() -> None:
+    assert combine([weigh({"loss": 2.0}, 5), weigh({"loss": math.nan}, 0), weigh({}, 0)]) == {"loss": 2.0}
+
+
+def test_a_metric_without_any_sample_is_nan_and_a_nan_that_counts_is_seen() -> None:
+    assert math.isnan(combine([weigh({"loss": 2.0}, 0)])["loss"])
+    assert math.isnan(combine([weigh({"loss": math.nan}, 1), weigh({"loss": 1.0}, 1)])["loss"])
+
+
+def test_a_count_below_zero_is_an_error() -> None:
+    with pytest.raises(ValueError, match="count of 'loss' must be 0 or more, got -1"):
+        weigh({"loss": 1.0}, -1)

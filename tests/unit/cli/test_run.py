@@ -1,0 +1,121 @@
+"""`ronde run`: its flags, and that wrong ones end in one line. What it starts is seen in tests/jobs."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from ronde.cli.commands import app
+from ronde.cli.run.command import run
+from ronde.cli.run.flags import parse_flags
+from ronde.launch.config import make_request
+from ronde.launch.options import options
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flags", "command"),
+    [
+        ("-np 2 python train.py", {"num_ranks": "2"}, ["python", "train.py"]),
+        ("-n 2 -- python", {"num_ranks": "2"}, ["python"]),
+        ("--num-ranks=2 python -np 9 -- --hosts x", {"num_ranks": "2"}, ["python", "-np", "9", "--", "--hosts", "x"]),
+        ("-H a:1,b:2 ls", {"hosts": "a:1,b:2"}, ["ls"]),
+        ("-x A=1 -xB=2 --env C ls", {"env": ["A=1", "B=2", "C"]}, ["ls"]),
+        ("--no-fold --stall-s 3 ls -l", {"no_fold": True, "stall_s": "3"}, ["ls", "-l"]),
+        ("-- -strange", {}, ["-strange"]),
+        ("", {}, []),
+    ],
+)
+def test_flags_come_before_the_command_and_all_after_it_is_its_own(
+    arguments: str, flags: dict[str, Any], command: list[str]
+) -> None:
+    assert parse_flags(arguments.split()) == (flags, command)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ("--num-rank 2 ls", "no such flag: --num-rank; did you mean --num-ranks?"),
+        ("--hosts-fil h ls", "no such flag: --hosts-fil; did you mean --hostfile?"),
+        ("--xyzzy=1 ls", "no such flag: --xyzzy=1; `ronde run --help` shows all"),
+        ("--key 00 ls", "no such flag: --key"),
+        ("-np", "argument -np/-n/--num-ranks: expected one argument"),
+        ("-np two ls", "--num-ranks must be a whole number of at least 1, got 'two'"),
+        ("-np 2", "there is no command to run"),
+        ("-H a:1 -np 2 ls", "1 slot short"),
+        ("--output /dev/null/x ls", "/dev/null/x"),
+    ],
+)
+def test_a_wrong_request_is_one_clear_line_and_ends_with_2(arguments: str, words: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ronde.cli.main", "run", *arguments.split()],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("ronde run: ") and done.stderr.count("\n") == 1
+    assert words in done.stderr
+
+
+def test_the_help_shows_every_flag_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(["--help"])
+    assert caught.value.code == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    for option in options():
+        assert option.flag in shown
+        assert option.help.split(".")[0] in shown or "-" in option.help  # a dash may be at the end of a line
+
+
+def test_the_list_of_commands_has_it() -> None:
+    result = CliRunner().invoke(app, ["--help"], env={"TERM": "dumb"})
+    assert result.exit_code == 0
+    assert "run" in result.output and "bench" in result.output and "version" in result.output
+
+
+def test_the_way_through_the_list_of_commands_is_the_same() -> None:
+    result = CliRunner().invoke(app, ["run", "--stall-s", "x", "ls"])
+    assert result.exit_code == 2
+    assert "ronde run: --stall-s must be a number, got 'x'" in result.output
+
+
+HEAVY = ("numpy", "typer", "rich", "pydantic", "yaml", "cloudpickle", "ronde.cli.bench")
+
+
+def test_reading_a_request_needs_nothing_heavy() -> None:
+    script = "import sys; from ronde.cli.run.command import run; run(['-np', 'x']); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
+    assert not set(HEAVY) & set(done.stdout.split())
+
+
+GUIDE = (Path(__file__).resolve().parents[3] / "docs/guides/launching.md").read_text(encoding="utf-8")
+
+
+def test_the_guide_shows_commands_that_are_understood() -> None:
+    shown = [line.partition("#")[0] for line in GUIDE.splitlines() if line.startswith("ronde run ")]
+    assert len(shown) >= 8
+    for line in shown:
+        flags, command = parse_flags(shlex.split(line)[2:])
+        assert command or "config" in flags, line
+
+
+def test_the_file_in_the_guide_is_understood(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text(GUIDE.partition("```yaml\n")[2].partition("```")[0])
+    job = make_request({"config": str(path)}, (), {"HTTPS_PROXY": "p"}).job
+    assert (job.num_ranks, job.env, job.settings.stall_s) == (6, {"LEARNING_RATE": "0.1", "HTTPS_PROXY": "p"}, 60)
+
+
+def test_flags_that_the_guide_names_exist() -> None:
+    known = {option.flag for option in options()}
+    theirs = {"--epochs", "--help", "--nproc-per-node"}
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", GUIDE)) - theirs <= known

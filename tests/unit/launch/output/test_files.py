@@ -1,0 +1,82 @@
+"""Files with what each rank printed, and what happens when they cannot be written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ronde.errors import StartFailed
+from ronde.launch.output.files import RankFiles
+
+
+def test_every_rank_has_a_file_for_each_stream_from_the_start(tmp_path: Path) -> None:
+    RankFiles(str(tmp_path / "new" / "folder"), num_ranks=11, tell=pytest.fail).close()
+    names = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
+    assert names[:4] == ["rank-00.err", "rank-00.out", "rank-01.err", "rank-01.out"]
+    assert len(names) == 22
+
+
+def test_bytes_are_written_as_they_come_and_can_be_read_at_once(tmp_path: Path) -> None:
+    files = RankFiles(str(tmp_path), num_ranks=2, tell=pytest.fail)
+    files.write(1, "out", b"\r50%\xff\x00")
+    files.write(1, "out", b"\r100%\r\n")
+    assert (tmp_path / "rank-1.out").read_bytes() == b"\r50%\xff\x00\r100%\r\n"
+    assert (tmp_path / "rank-1.err").read_bytes() == b""
+    files.close()
+
+
+def test_files_of_an_earlier_run_are_overwritten_and_others_left_alone(tmp_path: Path) -> None:
+    for name in ("rank-0.out", "rank-7.out", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    RankFiles(str(tmp_path), num_ranks=2, tell=pytest.fail).close()
+    assert (tmp_path / "rank-0.out").read_text() == ""
+    assert (tmp_path / "rank-7.out").read_text() == (tmp_path / "notes.txt").read_text() == "old"
+
+
+def test_more_ranks_than_descriptors_are_no_problem(tmp_path: Path) -> None:
+    files = RankFiles(str(tmp_path), num_ranks=300, tell=pytest.fail)
+    for part in (b"a", b"b", b"c"):
+        for rank in range(300):
+            files.write(rank, "out", part)
+    assert len(list(Path("/proc/self/fd").iterdir())) < 250
+    files.close()
+    assert all((tmp_path / f"rank-{rank:03}.out").read_bytes() == b"abc" for rank in range(300))
+
+
+def test_a_full_disk_is_told_once_and_the_other_files_go_on(tmp_path: Path) -> None:
+    for name in ("rank-0.out", "rank-1.out"):
+        (tmp_path / name).symlink_to("/dev/full")
+    told: list[str] = []
+    files = RankFiles(str(tmp_path), num_ranks=3, tell=told.append)
+    for rank in (0, 0, 1, 2):
+        files.write(rank, "out", b"data")
+    assert told == [
+        f"cannot write {tmp_path}/rank-0.out: No space left on device; the job goes on, the file stays incomplete"
+    ]
+    files.close()
+    assert told[1:] == [f"incomplete output files: {tmp_path}/rank-0.out, {tmp_path}/rank-1.out"]
+    assert (tmp_path / "rank-2.out").read_bytes() == b"data"
+    files.close()
+    assert len(told) == 2
+
+
+def test_a_file_that_failed_stays_a_true_beginning(tmp_path: Path) -> None:
+    files = RankFiles(str(tmp_path), num_ranks=1, tell=lambda words: None)
+    files.write(0, "out", b"one ")
+    files.close()
+    path = tmp_path / "rank-0.out"
+    path.rename(tmp_path / "kept")
+    path.symlink_to("/dev/full")
+    files.write(0, "out", b"two ")
+    path.unlink()
+    (tmp_path / "kept").rename(path)
+    files.write(0, "out", b"three ")
+    files.close()
+    assert path.read_bytes() == b"one "
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_anything_starts(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(StartFailed, match=r"cannot make the output file .*/taken/logs: Not a directory"):
+        RankFiles(str(tmp_path / "taken" / "logs"), num_ranks=1, tell=pytest.fail)

@@ -1,0 +1,408 @@
+"""What the user of `ronde run` sees."""
+
+from __future__ import annotations
+
+import io
+import os
+import pty
+import threading
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ronde.launch.messages import Stream
+from ronde.launch.output.labels import stamp
+from ronde.launch.output.options import Place, PrintOptions, Target
+from ronde.launch.output.printer import Printer
+from ronde.launch.output.screen import Screen
+from tests.unit.launch.output.bars import rich_progress, tqdm_bar, tqdm_nested
+from tests.unit.launch.output.screens import FOLDED, PLAIN, TERMINAL, Screens
+
+SHARED = replace(PLAIN, place=Place(shared=True))
+
+
+def test_it_is_a_screen() -> None:
+    screen: Screen = Screens().printer
+    screen.close()
+
+
+def test_lines_carry_their_rank_and_go_to_their_stream() -> None:
+    screens = Screens(2)
+    screens.say(0, b"a\nb\n")
+    screens.say(1, b"warning\n", stream="err")
+    assert screens.printed() == "[0] a\n[0] b\n"
+    assert screens.err.getvalue() == b"[1] warning\n"
+
+
+def test_equal_lines_are_folded_and_the_rest_is_not_held_up() -> None:
+    screens = Screens(4, FOLDED)
+    for rank in range(4):
+        screens.say(rank, b"loading\nI am %d\nready\n" % rank)
+    screens.wait(0.2)
+    assert screens.printed() == "[0-3] loading\n" + "".join(f"[{r}] I am {r}\n" for r in range(4)) + "[0-3] ready\n"
+
+
+def test_one_rank_alone_never_waits() -> None:
+    screens = Screens(1, FOLDED)
+    assert screens.say(0, b"a\n") is None
+    assert screens.printed() == "[0] a\n"
+
+
+def test_timestamps_tell_when_a_line_arrived() -> None:
+    screens = Screens(2, replace(FOLDED, timestamps=True))
+    screens.say(0, b"a\nb\n")
+    screens.wait(1.0)
+    arrived = stamp(-100).decode()  # the wall clock of the test says 0 at each tick; the line waited for 0.1 s
+    assert screens.printed() == f"[0] {arrived}a\n[0] {arrived}b\n"
+
+
+def test_colours_are_for_terminals_and_for_those_who_want_them() -> None:
+    assert Screens(1, replace(PLAIN, color=True)).say(0, b"a\n") is None
+    for place, color, expected in [
+        (TERMINAL, True, b"\x1b[36m[0]\x1b[0m a\n"),
+        (TERMINAL, False, b"[0] a\n"),
+        (Place(), True, b"[0] a\n"),
+    ]:
+        screens = Screens(1, PrintOptions(place=place, color=color))
+        screens.say(0, b"a\n")
+        assert screens.out.getvalue() == expected
+
+
+def test_colours_of_a_rank_do_not_run_into_the_next_line() -> None:
+    screens = Screens.on_terminal(1)
+    screens.say(0, b"\x1b[31mred\nstill\n")
+    assert screens.out.getvalue() == b"[0] \x1b[31mred\x1b[0m\n[0] still\x1b[0m\n"
+
+
+def test_a_note_comes_after_what_was_printed_before_it() -> None:
+    screens = Screens(2, replace(FOLDED, place=Place(shared=True)))
+    screens.printer.output(0, "out", b"last words\n")
+    screens.printer.note("rank 0 failed\nexit code 1\n")
+    screens.printer.tick(screens.now_s)
+    assert screens.printed() == "[0] last words\n[ronde] rank 0 failed\n[ronde] exit code 1\n"
+
+
+# --- open lines ----------------------------------------------------------------------------------------------------
+
+
+def test_a_prompt_shows_after_a_moment_and_goes_on() -> None:
+    screens = Screens(2)
+    assert screens.say(0, b"name? ") == pytest.approx(screens.now_s + 0.25)
+    assert screens.printed() == ""
+    screens.wait(0.3)
+    assert screens.printed() == "[0] name? "
+    screens.say(0, b"Ada\n")
+    assert screens.printed() == "[0] name? Ada\n"
+
+
+def test_a_line_of_another_rank_ends_an_open_one_first() -> None:
+    screens = Screens(2, SHARED)
+    screens.say(0, b"working ...")
+    screens.wait(0.3)
+    screens.say(1, b"hello\n", stream="err")
+    screens.say(0, b" done\n")
+    assert screens.printed() == "[0] working ...\n[1] hello\n[0]  done\n"
+
+
+def test_an_open_line_that_was_ended_by_another_does_not_end_twice() -> None:
+    screens = Screens(2, SHARED)
+    screens.say(0, b"working ...")
+    screens.wait(0.3)
+    screens.say(1, b"hello\n")
+    screens.say(0, b"\n")
+    assert screens.close() == "[0] working ...\n[1] hello\n"
+
+
+def test_streams_that_lead_to_different_places_do_not_end_each_others_lines() -> None:
+    screens = Screens(2)
+    screens.say(0, b"working ...")
+    screens.wait(0.3)
+    screens.say(1, b"hello\n", stream="err")
+    screens.say(0, b" done\n")
+    assert screens.printed() == "[0] working ... done\n"
+
+
+def test_what_a_rank_leaves_open_is_ended_with_it() -> None:
+    screens = Screens(2, SHARED)
+    screens.say(0, b"no newline")
+    screens.printer.ended(0)
+    screens.say(1, b"next\n")
+    assert screens.printed() == "[0] no newline\n[1] next\n"
+
+
+def test_a_line_of_50_megabytes_passes_as_one_with_little_memory() -> None:
+    class Count(io.BytesIO):
+        size = largest = 0
+
+        def write(self, data: object) -> int:
+            length = len(memoryview(data))  # type: ignore[arg-type]
+            self.size += length
+            self.largest = max(self.largest, length)
+            return length
+
+    out = Count()
+    printer = Printer(Target(out, io.BytesIO()), num_ranks=2, options=FOLDED)
+    for index in range(800):
+        printer.output(0, "out", b"x" * 65536)
+        printer.tick(index / 1000)
+    printer.output(0, "out", b"\n")
+    printer.close()
+    assert out.size == len("[0] ") + 800 * 65536 + 1
+    assert out.largest < 1_000_000
+
+
+def test_garbage_passes() -> None:
+    screens = Screens(2, FOLDED)
+    garbage = bytes(byte for byte in range(256) if byte not in b"\r\b\x1b") * 10
+    screens.say(1, garbage)
+    screens.close()
+    lines = screens.out.getvalue().removeprefix(b"[1] ").replace(b"\n[1] ", b"\n")
+    assert lines == garbage + b"\n"
+
+
+# --- bars ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_bar_on_a_pipe_is_one_line() -> None:
+    screens = Screens(2, SHARED)
+    for write in tqdm_bar("train", total=20):
+        screens.say(0, write, stream="err")
+        screens.say(1, b"step\n")
+        screens.wait(0.3)
+    assert screens.printed().count("train") == 1
+    assert screens.printed().count("step") == 22
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_bar_stays_at_the_bottom_of_a_terminal(num_ranks: int) -> None:
+    screens = Screens.on_terminal(num_ranks)
+    for number, write in enumerate(tqdm_bar("train", total=5)[:-1]):
+        screens.say(0, write, stream="err")
+        screens.say(num_ranks - 1, b"line %d\n" % number)
+        screens.wait(0.2)
+        bar = f"[0] train: {number * 20}%|{'#' * number:<5}| {number}/5"
+        assert screens.seen() == [*(f"[{num_ranks - 1}] line {index}" for index in range(number + 1)), bar]
+    screens.say(0, b"\n", stream="err")
+    screens.say(0, b"done\n")
+    screens.wait(0.2)
+    assert screens.seen()[-2:] == ["[0] train: 100%|#####| 5/5", "[0] done"]
+
+
+def test_bars_of_several_ranks_stand_below_each_other_and_equal_ones_are_folded() -> None:
+    screens = Screens.on_terminal(4)
+    for rank, bar in enumerate([b"\r10%", b"\r10%", b"\r20%", b"\r10%"]):
+        screens.say(rank, bar)
+    screens.wait(0.2)
+    assert screens.seen() == ["[0-1,3] 10%", "[2] 20%"]
+
+
+def test_more_bars_than_a_terminal_has_rows_are_counted() -> None:
+    screens = Screens.on_terminal(100)
+    for rank in range(100):
+        screens.say(rank, b"\r%d%%" % rank)
+    screens.wait(0.2)
+    assert len(screens.seen()) == 16
+    assert screens.seen()[-1] == "... and 85 more"
+
+
+def test_bars_are_not_drawn_faster_than_one_can_see() -> None:
+    screens = Screens.on_terminal(1)
+    for step in range(1000):
+        screens.say(0, b"\r%d" % step)
+        screens.now_s += 0.001
+    assert 15 < screens.out.getvalue().count(b"[0]") < 30
+    screens.wait(0.1)
+    assert screens.seen() == ["[0] 999"]
+
+
+def test_nested_bars_survive_on_a_terminal() -> None:
+    screens = Screens.on_terminal(2)
+    for number, write in enumerate(tqdm_nested(outer=2, inner=3)):
+        screens.say(0, write)
+        if number == 16:
+            screens.say(1, b"between\n")
+            screens.wait(0.15)
+            assert screens.seen() == ["[0] outer: 0/2", "[1] between", "[0] outer: 1/2"]
+    screens.close()
+    assert screens.seen() == ["[0] outer: 0/2", "[1] between", "[0] outer: 2/2"]
+
+
+def test_the_bars_of_rich_survive_on_a_terminal() -> None:
+    screens = Screens.on_terminal(2)
+    writes = rich_progress(steps=4)
+    for number, write in enumerate(writes):
+        screens.say(0, write)
+        screens.say(1, b"line %d\n" % number)
+        screens.wait(0.2)
+        others = [line for line in screens.seen() if line.startswith("[1]")]
+        assert len(others) == number + 1
+    screens.close()
+    assert [line for line in screens.seen() if line.startswith("[0]")] == ["[0] train 4/4", "[0] check 4/4"]
+
+
+def test_the_cursor_is_hidden_as_the_rank_wants_it_and_shown_in_the_end() -> None:
+    screens = Screens.on_terminal(1)
+    screens.say(0, b"\x1b[?25lbar")
+    assert (screens.seen(), screens.cursor_shown()) == (["[0] bar"], False)
+    screens.say(0, b"\x1b[?25h\n")
+    screens.wait(1.0)
+    assert screens.cursor_shown()
+    screens.say(0, b"\x1b[?25lbar")
+    screens.close()
+    assert screens.cursor_shown()
+
+
+def test_a_prompt_stays_below_what_others_print_on_a_terminal() -> None:
+    screens = Screens.on_terminal(2)
+    screens.say(0, b"name? ")
+    screens.wait(0.3)
+    screens.say(1, b"hello\n")
+    screens.wait(0.3)
+    assert screens.seen() == ["[1] hello", "[0] name?"]
+    screens.say(0, b"Ada\n")
+    screens.wait(0.3)
+    assert screens.seen() == ["[1] hello", "[0] name? Ada"]
+
+
+def test_a_bar_on_stderr_shows_although_stdout_goes_to_a_file() -> None:
+    screens = Screens(1, PrintOptions(place=Place(err_terminal=True)))
+    screens.say(0, b"result\n")
+    screens.say(0, b"\r10%", stream="err")
+    assert screens.printed() == "[0] result\n"
+    assert b"[0] 10%" in screens.err.getvalue()
+
+
+# --- the terminal of one rank --------------------------------------------------------------------------------------
+
+
+def test_the_rank_with_the_terminal_gets_it_raw_and_its_prompt_appears_again() -> None:
+    screens = Screens(2, PrintOptions(place=TERMINAL, raw_rank=1))
+    screens.say(1, b"> train.py(3)\r\n(Pdb) ")
+    screens.say(0, b"hello\n")
+    screens.wait(0.2)
+    screens.say(1, b"n\r\n")
+    assert screens.out.getvalue() == b"> train.py(3)\r\n(Pdb) \x1b[0m\r\n[0] hello\r\n(Pdb) n\r\n"
+
+
+# --- files, and what goes wrong ------------------------------------------------------------------------------------
+
+
+def test_files_hold_the_raw_bytes_and_a_full_disk_is_told(tmp_path: Path) -> None:
+    (tmp_path / "rank-1.out").symlink_to("/dev/full")
+    screens = Screens(2, replace(FOLDED, folder=str(tmp_path)))
+    for rank in range(2):
+        screens.say(rank, b"\r10%", b"\r100%\r\n")
+    screens.wait(0.2)
+    screens.close()
+    assert (tmp_path / "rank-0.out").read_bytes() == b"\r10%\r100%\r\n"
+    assert screens.printed() == "[0] 100%\n[1] 100%\n"
+    told = screens.err.getvalue().decode()
+    assert told.count("No space left on device") == 1
+    assert told.splitlines()[-1] == f"[ronde] incomplete output files: {tmp_path}/rank-1.out"
+
+
+def test_a_reader_that_left_is_told_and_files_go_on(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "wb", buffering=0) as pipe:
+        printer = Printer(
+            Target(pipe, io.BytesIO()),
+            num_ranks=1,
+            options=replace(PLAIN, folder=str(tmp_path)),
+        )
+        assert printer.gone() == ""
+        printer.output(0, "out", b"a\n")
+        printer.tick(0.0)
+        assert printer.gone() == "cannot write to standard output: [Errno 32] Broken pipe"
+        printer.output(0, "out", b"b\n")
+        printer.close()
+    assert (tmp_path / "rank-0.out").read_bytes() == b"a\nb\n"
+
+
+def test_a_reader_far_behind_is_told_and_tried_again() -> None:
+    read, write = os.pipe()
+    with os.fdopen(write, "wb", buffering=0) as pipe, os.fdopen(read, "rb") as reader:
+        printer = Printer(Target(pipe, io.BytesIO()), num_ranks=1, options=PLAIN)
+        printer.output(0, "out", b"x" * 199_999 + b"\n")
+        assert printer.tick(1.0) == pytest.approx(1.02)
+        assert not printer.full()
+        printer.output(0, "out", b"x" * 1_999_999 + b"\n")
+        printer.tick(1.01)
+        assert printer.full()
+        thread = threading.Thread(target=reader.read)
+        thread.start()
+        printer.close()
+        assert not printer.full()
+        pipe.close()
+        thread.join()
+
+
+def test_closing_twice_and_printing_after_it_do_nothing() -> None:
+    screens = Screens(2, FOLDED)
+    screens.say(0, b"a\nopen")
+    assert screens.close() == "[0] a\n[0] open\n"
+    screens.say(0, b"late\n")
+    assert screens.close() == "[0] a\n[0] open\n"
+
+
+def test_the_tail_of_a_rank_is_known() -> None:
+    screens = Screens(2, FOLDED)
+    screens.say(1, b"ValueError: no\n", stream="err")
+    assert (screens.printer.tail(0), screens.printer.tail(1)) == ("", "ValueError: no")
+
+
+def test_the_place_is_found_by_looking() -> None:
+    leader, follower = pty.openpty()
+    with os.fdopen(follower, "wb", buffering=0) as tty, Path("/dev/null").open("wb") as null:
+        both = Place.of(Target(tty, tty))
+        assert (both.out_terminal, both.err_terminal, both.shared) == (True, True, True)
+        split = Place.of(Target(null, tty))
+        assert (split.out_terminal, split.err_terminal, split.shared) == (False, True, False)
+    os.close(leader)
+
+
+# --- whatever is printed -------------------------------------------------------------------------------------------
+
+CHUNK = st.tuples(
+    st.integers(0, 2),
+    st.sampled_from(["out", "err"]),
+    st.lists(st.sampled_from([b"a", b"bb", b"\n", b"\n", b"\xff", "é".encode(), b"\x1b[1m"]), max_size=8).map(b"".join),
+    st.sampled_from([0.0, 0.01, 0.11, 0.3]),
+)
+
+
+@given(st.lists(CHUNK, max_size=40), st.booleans(), st.booleans())
+@settings(deadline=None)
+def test_what_every_rank_printed_comes_out_whole_and_in_order(
+    chunks: list[tuple[int, Stream, bytes, float]], fold: bool, shared: bool
+) -> None:
+    screens = Screens(3, PrintOptions(fold=fold, place=Place(shared=shared)))
+    said: dict[tuple[int, str], bytes] = {}
+    for rank, stream, data, pause_s in chunks:
+        screens.say(rank, data, stream=stream)
+        said[rank, stream] = said.get((rank, stream), b"") + data
+        if pause_s:
+            screens.wait(pause_s)
+    screens.close()
+    for rank in range(3):
+        for stream, file in (("out", screens.out), ("err", screens.err)):
+            if not shared:
+                assert said_by(rank, file.getvalue()) == said.get((rank, stream), b"").replace(b"\n", b"")
+    if shared:
+        for rank in range(3):
+            everything = b"".join(said.get((rank, stream), b"") for stream in ("out", "err")).replace(b"\n", b"")
+            assert sorted(said_by(rank, screens.out.getvalue())) == sorted(everything)
+
+
+def said_by(rank: int, printed: bytes) -> bytes:
+    """What a rank said, without its ends of lines: an open line may have been ended for another rank."""
+    parts = []
+    for line in printed.split(b"\n"):
+        name, _, text = line.partition(b"] ")
+        spans = [span.split("-") for span in name.removeprefix(b"[").decode().split(",") if span]
+        if any(int(span[0]) <= rank <= int(span[-1]) for span in spans):
+            parts.append(text)
+    return b"".join(parts)

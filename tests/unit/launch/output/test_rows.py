@@ -1,0 +1,184 @@
+"""Chunks become lines, and progress bars do not become many."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ronde.launch.output.rows import LIMIT_BYTES, OPEN_S, REST_S, Rows, Text
+from tests.unit.launch.output.bars import rich_progress, tqdm_bar, tqdm_nested
+
+
+def lines_of(chunks: list[bytes]) -> list[str]:
+    """All that a stream settles, to its end."""
+    rows = Rows(shown=False)
+    texts = [text for chunk in chunks for text in rows.feed(chunk, 0.0)]
+    texts += rows.end()
+    return b"".join(text.data for text in texts).decode().splitlines()
+
+
+def test_whole_lines_pass_in_one_block() -> None:
+    rows = Rows(shown=False)
+    assert rows.feed(b"a\nb\nc", 0.0) == [Text(b"a\nb\n")]
+    assert rows.feed(b"d\n", 0.0) == [Text(b"cd\n")]
+    assert rows.idle()
+
+
+def test_a_line_without_its_end_is_handed_out_after_a_moment_and_continued() -> None:
+    rows = Rows(shown=False)
+    assert rows.feed(b"name? ", 1.0) == []
+    assert rows.due_s() == 1.0 + OPEN_S
+    assert rows.rest(1.0 + OPEN_S) == [Text(b"name? ")]
+    assert rows.rest(9.0) == []
+    assert rows.feed(b"Ada\nnext\n", 9.0) == [Text(b"Ada\n", continued=True), Text(b"next\n")]
+
+
+def test_the_age_of_an_open_line_begins_with_its_own_first_byte() -> None:
+    rows = Rows(shown=False)
+    rows.feed(b"first", 1.0)
+    rows.feed(b" line\nsecond", 5.0)
+    assert rows.due_s() == 5.0 + OPEN_S
+
+
+def test_a_very_long_line_goes_on_in_pieces() -> None:
+    rows = Rows(shown=False)
+    size = 0
+    for _ in range(100):
+        texts = rows.feed(b"x" * 65536, 0.0)
+        assert all(not text.whole and len(text.data) <= LIMIT_BYTES + 65536 for text in texts)
+        size += sum(len(text.data) for text in texts)
+    texts = rows.feed(b"\n", 0.0)
+    assert size + sum(len(text.data) for text in texts) == 100 * 65536 + 1
+
+
+@pytest.mark.parametrize(
+    ("chunks", "lines"),
+    [
+        ([b"a\r\nb\r\n"], ["a", "b"]),
+        ([b"a\r", b"\nb\r", b"\n"], ["a", "b"]),
+        ([b"1%\r2%\r3%\n"], ["3%"]),
+        ([b"1%\r", b"2%\r", b"3%\r"], ["3%"]),
+        ([b"\r1%", b"\r2%", b"\ndone\n"], ["2%", "done"]),
+        ([b"1/9\b\b\b2/9\b\b\b", b"3/9\n"], ["3/9"]),
+        (["ä|\b/\bö\n".encode()], ["äö"]),
+        ([b"long text\r\x1b[Kshort\n"], ["short"]),
+        ([b"one\x1b[2Ktwo\n"], ["two"]),
+        ([b"a\n\x1b[1Gb\n"], ["a", "b"]),
+        ([b"\x1b[31mred\x1b[0m\n"], ["\x1b[31mred\x1b[0m"]),
+        ([b"\x1b", b"[3", b"1mred\x1b[", b"0m\n"], ["\x1b[31mred\x1b[0m"]),
+        ([b"no end"], ["no end"]),
+        ([b"cut \x1b["], ["cut \x1b["]),
+        ([b"\n\n"], ["", ""]),
+        ([b"\x1b[Hclear\x1b[2J me\n"], ["clear me"]),
+        ([b"\x1b[9999999999A\x1b[99999999999999Bdeep\n"], ["deep"]),
+    ],
+)
+def test_what_stands_at_the_end_of_a_line_is_the_line(chunks: list[bytes], lines: list[str]) -> None:
+    assert lines_of(chunks) == lines
+
+
+def test_a_bar_is_one_line_however_often_it_is_drawn() -> None:
+    assert lines_of([*tqdm_bar("train", total=20), b"done\n"]) == ["train: 100%|####################| 20/20", "done"]
+
+
+def test_a_bar_that_is_taken_away_leaves_nothing() -> None:
+    assert lines_of(tqdm_bar("train", total=20, leave=False)) == []
+    assert lines_of([*tqdm_bar("train", total=20, leave=False), b"done\n"]) == ["done"]
+
+
+def test_nested_bars_are_drawn_in_place() -> None:
+    # What came before the first move upwards is a line already; nothing is repeated after that.
+    assert lines_of([*tqdm_nested(outer=3, inner=50), b"done\n"]) == ["outer: 0/3", "outer: 3/3", "done"]
+
+
+def test_the_bars_of_rich_are_drawn_in_place() -> None:
+    shown = [line.rstrip() for line in lines_of(rich_progress(steps=5))]
+    assert shown == ["train \x1b[32m5/5\x1b[0m", "check \x1b[32m5/5\x1b[0m"]
+
+
+def test_lines_printed_above_the_bars_of_rich_stay() -> None:
+    shown = lines_of(rich_progress(steps=3, log=True))
+    assert [line for line in shown if "step" in line] == [f"step \x1b[1;36m{step}\x1b[0m" for step in range(3)]
+    assert len(shown) == 5
+
+
+def test_bars_that_rich_takes_away_leave_nothing() -> None:
+    assert lines_of([*rich_progress(steps=5, transient=True), b"done\n"]) == ["done"]
+
+
+def test_a_stream_that_rests_below_its_bars_has_settled_them() -> None:
+    rows = Rows(shown=False)
+    for chunk in tqdm_nested(outer=2, inner=2):
+        rows.feed(chunk, 0.0)
+    rows.feed(b"evaluating\nloss 1\n", 1.0)
+    assert rows.due_s() == 1.0 + REST_S
+    settled = b"".join(text.data for text in rows.rest(1.0 + REST_S))
+    assert settled.split(b"\n")[-3:] == [b"evaluating", b"loss 1", b""]
+    assert rows.feed(b"plain again\n", 9.0) == [Text(b"plain again\n")]
+
+
+def test_rows_wait_as_long_as_the_cursor_is_hidden() -> None:
+    rows = Rows(shown=False)
+    rows.feed(b"\x1b[?25lbar 1\nbar 2", 0.0)
+    assert rows.hidden
+    assert rows.rest(3600.0) == []
+
+
+def test_endless_lines_with_a_hidden_cursor_keep_little() -> None:
+    rows = Rows(shown=True)
+    rows.feed(b"\x1b[?25l", 0.0)
+    num_settled = sum(text.data.count(b"\n") for text in rows.feed(b"line\n" * 10_000, 0.0))
+    assert num_settled > 9_900
+
+
+def test_an_endless_climb_keeps_little() -> None:
+    rows = Rows(shown=True)
+    rows.feed(b"\x1b[A" * 10_000 + b"top" + b"\n\x1b[A\x1b[A" * 10_000, 0.0)
+    assert len(rows.visible(0.0)) <= 64
+
+
+def test_a_bar_is_visible_at_once_and_a_prompt_after_a_moment() -> None:
+    bar, prompt = Rows(shown=True), Rows(shown=True)
+    bar.feed(b"\r50%", 1.0)
+    prompt.feed(b"name? ", 1.0)
+    assert (bar.visible(1.0), prompt.visible(1.0)) == ((b"50%",), ())
+    assert prompt.times_s(1.0) == [1.0 + OPEN_S]
+    assert prompt.visible(1.0 + OPEN_S) == (b"name? ",)
+
+
+PLAIN_BYTES = st.binary(max_size=400).map(lambda data: data.translate(None, b"\r\b\x1b"))
+
+
+def cut(data: bytes, places: list[int]) -> list[bytes]:
+    edges = sorted({min(place, len(data)) for place in places} | {0, len(data)})
+    return [data[begin:end] for begin, end in pairwise(edges)]
+
+
+@settings(deadline=None)
+@given(PLAIN_BYTES, st.lists(st.integers(0, 400)), st.booleans())
+def test_plain_bytes_come_out_as_they_went_in_however_they_are_cut(data: bytes, places: list[int], slow: bool) -> None:
+    rows = Rows(shown=False)
+    texts: list[Text] = []
+    for index, chunk in enumerate(cut(data, places)):
+        texts += rows.feed(chunk, float(index))
+        if slow:
+            texts += rows.rest(index + 0.9)
+    texts += rows.end()
+    end = b"\n" if data and not data.endswith(b"\n") else b""
+    assert b"".join(text.data for text in texts) == data + end
+    for before, text in pairwise(texts):
+        assert text.continued == (not before.data.endswith(b"\n"))
+
+
+@settings(deadline=None)
+@given(
+    st.lists(st.sampled_from([b"text", b"\n", b"\r", b"\b", b"\x1b[A", b"\x1b[2K", b"\x1b[J", b"\x1b[?25l", b"\xff"]))
+)
+def test_no_mixture_of_movements_confuses_it(parts: list[bytes]) -> None:
+    whole, single = Rows(shown=False), Rows(shown=False)
+    texts = [*whole.feed(b"".join(parts), 0.0), *whole.end()]
+    one_by_one = [text for part in parts for text in single.feed(part, 0.0)] + single.end()
+    assert b"".join(text.data for text in texts) == b"".join(text.data for text in one_by_one)

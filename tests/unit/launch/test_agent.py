@@ -1,0 +1,318 @@
+"""An agent starts ranks, hands on all that they print, tells their ends, and leaves nothing of them."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ronde.launch.agent import note_on
+from ronde.launch.messages import (
+    Exited,
+    Failed,
+    Hello,
+    Input,
+    Launch,
+    Load,
+    Output,
+    Quit,
+    RankOrder,
+    Resize,
+    Result,
+    Signal,
+    Started,
+)
+from ronde.net.addresses import host_identity
+from ronde.types import Deadline
+from tests.unit.launch.agents import an_agent, ends, order, python
+
+FLOOD = "import os\nfor n in range({num}): os.write(1, b'%08d|' % n + bytes(range(256)) * 40); os.write(2, b'%08d' % n)"
+
+
+def flood(num: int) -> tuple[bytes, bytes]:
+    """What FLOOD prints to out and err."""
+    out = b"".join(b"%08d|" % n + bytes(range(256)) * 40 for n in range(num))
+    return out, b"".join(b"%08d" % n for n in range(num))
+
+
+def test_it_says_hello_first() -> None:
+    with an_agent() as watched:
+        hello = watched.first(Hello)
+        assert watched.reports == [hello]
+        assert (hello.host, hello.pid) == (host_identity(), os.getpid())
+        assert 1 <= hello.num_cores <= len(hello.cpus)
+        assert hello.addresses
+
+
+def test_a_rank_is_started_heard_and_its_end_told_in_this_order(tmp_path: Path) -> None:
+    with an_agent() as watched:
+        watched.first(Hello)
+        argv = ("sh", "-c", 'echo "$A in $PWD"; echo oops >&2; read x || exit 3')
+        assert watched.run(order(argv, 5, env={"A": "b"}, cwd=str(tmp_path))) == {5: 3}
+        assert watched.printed(5, "out") == f"b in {tmp_path}\n".encode()
+        assert watched.printed(5, "err") == b"oops\n"
+        kinds = [type(report) for report in watched.reports]
+        assert kinds[:2] == [Hello, Started] and kinds[-1] is Exited
+
+
+def test_a_rank_has_the_environment_of_its_order_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINE", "secret")
+    with an_agent() as watched:
+        watched.run(RankOrder(0, ("/usr/bin/env",), {"A": "1"}, "/"))
+        assert watched.printed() == b"A=1\n"
+
+
+def test_what_cannot_be_started_is_told_and_the_others_run() -> None:
+    with an_agent() as watched:
+        watched.agent.handle(Launch((order(("no-such-command",), 0), order(("true",), 1))))
+        assert watched.first(Exited).rank == 1
+        assert watched.first(Failed).rank == 0 and "there is no command" in watched.first(Failed).why
+
+
+def test_a_rank_that_runs_is_not_started_twice() -> None:
+    with an_agent() as watched:
+        watched.agent.handle(Launch((order(("sleep", "300")), order(("true",)))))
+        assert "still runs" in watched.first(Failed).why
+
+
+def test_a_rank_may_be_started_again_after_its_end() -> None:
+    with an_agent() as watched:
+        watched.run(order(("true",)))
+        watched.reports.clear()
+        assert watched.run(order(("false",))) == {0: 1}
+
+
+def test_floods_from_several_ranks_lose_and_reorder_nothing() -> None:
+    with an_agent() as watched:
+        assert set(watched.run(*(order(python(FLOOD.format(num=400)), rank) for rank in range(3))).values()) == {0}
+        out, err = flood(400)
+        for rank in range(3):
+            assert watched.printed(rank, "out") == out
+            assert watched.printed(rank, "err") == err
+
+
+def test_a_line_of_50_megabytes_arrives_whole() -> None:
+    with an_agent() as watched:
+        watched.run(order(python("import os\nfor _ in range(50): os.write(1, b'x' * 1_000_000)")))
+        assert hashlib.sha256(watched.printed()).digest() == hashlib.sha256(b"x" * 50_000_000).digest()
+
+
+def test_64_ranks_run_and_end() -> None:
+    with an_agent() as watched:
+        codes = watched.run(*(order(("sh", "-c", f"echo {rank}; exit {rank}"), rank) for rank in range(64)))
+        assert codes == {rank: rank for rank in range(64)}
+        assert all(watched.printed(rank) == b"%d\n" % rank for rank in range(64))
+
+
+def test_a_rank_that_closes_its_output_is_still_waited_for() -> None:
+    with an_agent() as watched:
+        assert watched.run(order(("sh", "-c", "echo bye; exec >&- 2>&-; sleep 0.1; exit 4"))) == {0: 4}
+        assert watched.printed() == b"bye\n"
+
+
+def test_what_a_rank_started_ends_with_it() -> None:
+    with an_agent() as watched:
+        assert watched.run(order(("sh", "-c", "trap '' TERM HUP; sleep 300 & echo $!"))) == {0: 0}
+        assert ends(int(watched.printed()))
+
+
+def test_somebody_who_left_the_group_and_holds_the_pipe_does_not_delay_the_end() -> None:
+    with an_agent() as watched:
+        deadline = Deadline(5)
+        assert watched.run(order(("sh", "-c", "setsid sleep 300 & echo $!; echo last"))) == {0: 0}
+        assert not deadline.passed
+        pid, last = watched.printed().split()
+        os.kill(int(pid), signal.SIGKILL)
+        assert last == b"last"
+
+
+def test_pausing_makes_ranks_wait_and_loses_nothing() -> None:
+    with an_agent() as watched:
+        watched.agent.handle(Launch((order(python(FLOOD.format(num=400))),)))
+        watched.first(Output)
+        watched.agent.pause(True)
+        before = len(watched.all(Output))
+        ticks: list[int] = []
+        watched.loop.at(0.2, lambda: ticks.append(1))
+        watched.until(lambda: bool(ticks))
+        assert len(watched.all(Output)) == before
+        watched.agent.pause(False)
+        assert watched.first(Exited).code == 0
+        assert (watched.printed(0, "out"), watched.printed(0, "err")) == flood(400)
+
+
+def test_a_rank_that_ends_during_a_pause_is_heard_to_its_last_word() -> None:
+    with an_agent() as watched:
+        watched.agent.pause(True)
+        watched.run(order(("sh", "-c", "echo last words")))
+        assert watched.printed() == b"last words\n"
+
+
+def test_signals_reach_the_ranks_that_are_meant() -> None:
+    with an_agent() as watched:
+        script = "trap 'exit 7' USR1; echo ready; while :; do sleep 0.01; done"
+        watched.agent.handle(Launch(tuple(order(("sh", "-c", script), rank) for rank in range(2))))
+        watched.until(lambda: all(watched.printed(rank) for rank in range(2)))
+        watched.agent.handle(Signal((1, 99), signal.SIGUSR1))
+        end = watched.first(Exited)
+        assert (end.rank, end.code) == (1, 7)
+        watched.agent.handle(Signal((0, 1), signal.SIGKILL))
+        watched.until(lambda: len(watched.all(Exited)) == 2)
+        assert watched.all(Exited)[1] == Exited(0, -9, "")
+
+
+def test_output_can_look_like_a_terminals_and_stay_as_it_is() -> None:
+    text = (
+        "import os, sys\n"
+        "assert sys.stdout.isatty() and sys.stderr.isatty() and not sys.stdin.isatty()\n"
+        "os.write(1, b'%d\\n' % os.get_terminal_size(2).columns + bytes(range(256)))"
+    )
+    with an_agent() as watched:
+        assert watched.run(order(python(text), progress=True)) == {0: 0}, watched.printed(0, "err")
+        assert watched.printed() == b"80\n" + bytes(range(256))
+        assert watched.printed(0, "err") == b""
+
+
+def test_a_flood_through_terminals_loses_nothing() -> None:
+    with an_agent() as watched:
+        watched.run(order(python(FLOOD.format(num=300)), progress=True))
+        assert (watched.printed(0, "out"), watched.printed(0, "err")) == flood(300)
+
+
+def test_a_rank_with_a_terminal_reads_what_is_typed() -> None:
+    text = "import sys; print('name?', flush=True); print('hello', input()); print(repr(sys.stdin.read()))"
+    with an_agent() as watched:
+        watched.agent.handle(Launch((order(python(text), terminal=True),)))
+        watched.until(lambda: b"name?" in watched.printed())
+        watched.agent.handle(Input(0, b"you\r"))
+        watched.until(lambda: b"hello you" in watched.printed())
+        watched.agent.handle(Input(0, b""))
+        assert watched.first(Exited).code == 0
+        assert watched.printed().endswith(b"''\r\n")
+
+
+def test_ctrl_c_typed_into_a_terminal_interrupts() -> None:
+    text = "import time\nprint('go', flush=True)\ntry: time.sleep(300)\nexcept KeyboardInterrupt: print('stopped')"
+    with an_agent() as watched:
+        watched.agent.handle(Launch((order(python(text), terminal=True),)))
+        watched.until(lambda: b"go" in watched.printed())
+        watched.agent.handle(Input(0, b"\x03"))
+        assert watched.first(Exited).code == 0
+        assert b"stopped" in watched.printed()
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_follows_the_size_of_the_drivers(terminal: bool) -> None:
+    text = "import os, time\nwhile os.get_terminal_size(1) != (132, 50): print('wait'); time.sleep(0.01)"
+    with an_agent() as watched:
+        watched.agent.handle(Launch((order(python(text), terminal=terminal, progress=not terminal),)))
+        watched.first(Output)
+        watched.agent.handle(Resize(0, 50, 132))
+        assert watched.first(Exited).code == 0
+
+
+CALL = """
+import os, sys
+with open(int(os.environ["RONDE_CALL_FD"]), "rb") as file: data = file.read()
+with open(int(os.environ["RONDE_RESULT_FD"]), "wb") as file: file.write({result})
+"""
+
+
+def test_a_call_of_many_megabytes_goes_there_and_back() -> None:
+    call = os.urandom(1_000_000) * 50
+    with an_agent() as watched:
+        text = CALL.format(result="len(data).to_bytes(8, 'big') + data[::-1]")
+        assert watched.run(order(python(text), call=call)) == {0: 0}
+        assert watched.all(Result) == [Result(0, call[::-1])]
+        assert isinstance(watched.reports[-1], Exited)
+
+
+def test_a_result_that_was_not_finished_is_none() -> None:
+    with an_agent() as watched:
+        watched.run(order(python(CALL.format(result="(1000).to_bytes(8, 'big') + b'half'")), call=b"x"))
+        assert watched.all(Result) == []
+
+
+def test_a_rank_that_does_not_want_its_call_ends_all_the_same() -> None:
+    with an_agent() as watched:
+        assert watched.run(order(("true",), call=b"x" * 10_000_000)) == {0: 0}
+
+
+def test_the_load_of_a_rank_and_its_children_is_told() -> None:
+    burn = "sh -c 'while :; do :; done' & while :; do :; done"
+    with an_agent() as watched:
+        watched.agent.handle(Launch((order(("sh", "-c", burn), 3), order(("sleep", "300"), 4))))
+        (busy, idle), gpus = watched.first(Load).ranks, watched.first(Load).gpus
+        assert (busy[0], idle[0]) == (3, 4)
+        assert busy[1] > idle[1] + 0.1 and idle[1] < 0.1
+        assert busy[2] > 100_000 and idle[2] > 100_000
+        assert isinstance(gpus, tuple)
+
+
+@pytest.mark.parametrize(
+    ("code", "killed", "short", "words"),
+    [
+        (-9, False, True, "the host ran out of memory"),
+        (-9, True, True, ""),
+        (-9, False, False, ""),
+        (1, False, True, "perhaps one of this rank's"),
+        (0, False, True, ""),
+    ],
+)
+def test_want_of_memory_is_named_when_it_explains_an_end(code: int, killed: bool, short: bool, words: str) -> None:
+    note = note_on(code, killed=killed, short=short)
+    assert words in note and bool(words) == bool(note)
+
+
+@pytest.mark.parametrize("how", ["close", "quit"])
+def test_closing_kills_ranks_that_do_not_want_to_end_and_their_children(how: str) -> None:
+    script = "trap '' TERM INT HUP; sh -c 'trap \"\" TERM; echo $$; sleep 300; sleep 300' & wait; wait"
+    with an_agent() as watched:
+        watched.agent.handle(Launch(tuple(order(("sh", "-c", script), rank) for rank in range(3))))
+        watched.until(lambda: all(watched.printed(rank) for rank in range(3)))
+        if how == "quit":
+            watched.agent.handle(Quit())
+        watched.agent.close()
+        pids = [each.pid for each in watched.all(Started)] + [int(watched.printed(rank)) for rank in range(3)]
+        assert all(ends(pid, 1.0) for pid in pids)
+        watched.agent.handle(Launch((order(("true",)),)))
+        assert not watched.all(Exited)
+
+
+def test_whoever_hears_of_a_start_may_close_the_agent() -> None:
+    with an_agent() as watched:
+        watched.agent._tell = lambda report: watched.agent.close() if isinstance(report, Started) else None
+        watched.agent.handle(Launch(tuple(order(("sleep", "300"), rank) for rank in range(3))))
+        assert watched.agent._ranks == {}
+
+
+HOLDER = """
+import sys
+sys.path.insert(0, {root!r})
+from tests.unit.launch.agents import *
+with an_agent() as watched:
+    script = "trap '' TERM; (sleep 300; true) & echo $$ $!; wait"
+    orders = [order(("sh", "-c", script), rank, progress=rank == 0) for rank in range(4)]
+    watched.agent.handle(Launch((*orders, order(("sh", "-c", script), 4, terminal=True))))
+    watched.until(lambda: all(watched.printed(rank) for rank in range(5)))
+    print(*(watched.printed(rank).decode() for rank in range(5)), flush=True)
+    watched.until(lambda: False)
+"""
+
+
+def test_a_killed_agent_takes_its_ranks_and_their_children_along_within_a_second() -> None:
+    text = HOLDER.format(root=str(Path(__file__).resolve().parents[3])).strip()
+    with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        pids: list[int] = []
+        while len(pids) < 10:
+            pids += map(int, holder.stdout.readline().split())
+        assert not any(ends(pid, 0.0) for pid in pids)
+        holder.kill()
+    deadline = Deadline(1.0)
+    assert all(ends(pid, deadline.left_s) for pid in pids)

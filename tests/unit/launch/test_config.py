@@ -1,0 +1,178 @@
+"""From flags, environment and file to a job."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ronde.launch.config import Request, make_request, read_config
+from ronde.launch.job import Host, Ssh
+from ronde.launch.options import options
+from ronde.settings import OF_THE_JOB, Settings, describe
+
+COMMAND = ("python", "train.py")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "job.yaml"
+
+
+def ask(environ: dict[str, str] | None = None, **flags: object) -> Request:
+    return make_request(flags, COMMAND, environ or {})
+
+
+def test_nothing_but_a_command_is_one_rank_here() -> None:
+    job = ask().job
+    assert (job.command, job.num_ranks, job.hosts, job.settings) == (COMMAND, 1, (), Settings())
+    assert (job.cwd, job.env, job.bind, job.debug_rank, job.ssh) == (str(Path.cwd()), {}, "none", None, Ssh())
+
+
+def test_without_a_number_all_slots_are_used() -> None:
+    assert ask(hosts="a:2,b:4").job.num_ranks == 6
+    assert ask(hosts="a:2,b:4", num_ranks="3").job.num_ranks == 3
+
+
+def test_every_flag_reaches_its_place() -> None:
+    request = ask(
+        {"HERE": "yes"},
+        **{"num_ranks": "2", "hosts": "me@a:2", "ssh_port": "2222", "ssh_identity": "id", "ssh_option": ["A=b", "C=d"]},
+        **{"ssh_start_s": "3", "python": "/p", "env": ["X=1=2", "HERE", "E="], "cwd": "/tmp", "output": "logs"},
+        **{"no_fold": True, "timestamps": True, "no_color": True, "tf_config": True, "bind": "core", "debug": "1"},
+        **{"name": "mine", "grace": "1.5", "terminate": "0", "stall_s": "5", "timeline": "t.json"},
+    )
+    job = request.job
+    assert (job.hosts, job.num_ranks, job.python, job.cwd) == ((Host("me@a", 2),), 2, "/p", "/tmp")
+    assert job.ssh == Ssh(port=2222, identity="id", options=("A=b", "C=d"), start_s=3.0)
+    assert job.env == {"X": "1=2", "HERE": "yes", "E": ""}
+    assert (job.tf_config, job.bind, job.debug_rank, job.name) == (True, "core", 1, "mine")
+    assert (job.grace_s, job.terminate_s) == (1.5, 0.0)
+    assert job.settings == Settings(stall_s=5.0, timeline="t.json")
+    assert (request.output, request.fold, request.timestamps, request.color) == ("logs", False, True, False)
+    assert not request.top and ask(top=True).top
+
+
+def test_every_setting_that_a_user_may_choose_is_an_option() -> None:
+    names = {option.name for option in options() if option.kind == "setting"}
+    assert names == {setting.name for setting in describe()} - set(OF_THE_JOB)
+    assert "key" not in names, "a secret has no place on a command line"
+
+
+def test_colours_are_left_out_where_the_environment_says_so() -> None:
+    assert ask().color
+    assert not ask({"NO_COLOR": "1"}).color
+    assert not ask({"TERM": "dumb"}).color
+
+
+def test_flags_are_stronger_than_the_environment_and_that_than_the_file(path: Path) -> None:
+    path.write_text("num_ranks: 3\nstall_s: 1\nheartbeat_s: 2\nstart_s: 3\ngrace: 4\n")
+    environ = {"RONDE_HEARTBEAT_S": "20", "RONDE_START_S": "30"}
+    job = ask(environ, config=str(path), start_s="300", grace="5").job
+    assert (job.num_ranks, job.grace_s) == (3, 5.0)
+    assert (job.settings.stall_s, job.settings.heartbeat_s, job.settings.start_s) == (1, 20, 300)
+
+
+def test_a_file_may_describe_the_whole_job(path: Path) -> None:
+    path.write_text(
+        "hosts: {a: 2, b: 4}\nenv: {A: 1, B: true, HERE: }\nssh_option: A=b\ntf_config: yes\nbind: none\n"
+        "fusion_bytes: 0\nname: 7\ncommand: python 'my train.py' -v\ncwd:\n"
+    )
+    job = make_request({"config": str(path)}, (), {"HERE": "yes"}).job
+    assert (job.hosts, job.num_ranks) == ((Host("a", 2), Host("b", 4)), 6)
+    assert job.env == {"A": "1", "B": "1", "HERE": "yes"}
+    assert (job.ssh.options, job.tf_config, job.settings.fusion_bytes, job.name) == (("A=b",), True, 0, "7")
+    assert job.command == ("python", "my train.py", "-v")
+    assert make_request({"config": str(path)}, COMMAND, {"HERE": ""}).job.command == COMMAND
+
+
+@pytest.mark.parametrize("text", ["hosts: a:2,b:4", "hosts: [a:2, 'b:4']", "hosts:\n  a: 2\n  b: 4"])
+def test_hosts_in_a_file_are_written_in_three_ways(path: Path, text: str) -> None:
+    path.write_text(text)
+    assert ask(config=str(path)).job.hosts == (Host("a", 2), Host("b", 4))
+
+
+def test_hosts_of_the_command_line_replace_those_of_the_file(path: Path) -> None:
+    hostfile = path.with_name("hosts")
+    hostfile.write_text("c slots=8\n")
+    path.write_text(f"hostfile: {hostfile}\n")
+    assert ask(config=str(path)).job.hosts == (Host("c", 8),)
+    assert ask(config=str(path), hosts="d:1").job.hosts == (Host("d", 1),)
+
+
+def test_an_outer_job_does_not_disturb() -> None:
+    assert ask({"RONDE_RANK": "3", "RONDE_KEY": "nonsense"}).job.settings == Settings()
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ({"num_ranks": "x"}, "--num-ranks must be a whole number of at least 1, got 'x'"),
+        ({"num_ranks": "0"}, "--num-ranks must be a whole number of at least 1, got 0"),
+        ({"hosts": "a:1", "num_ranks": "3"}, "3 ranks, but only 1 slot (a:1): 2 slots short"),
+        ({"hosts": "a:x"}, "host a: slots must be a whole number"),
+        ({"hosts": "a", "hostfile": "b"}, "hosts and hostfile exclude each other"),
+        ({"hostfile": "/none"}, "cannot read the hostfile /none"),
+        ({"config": "/none"}, "cannot read /none: No such file"),
+        ({"bind": "socket"}, "--bind must be none or core, got 'socket'"),
+        ({"debug": "2", "num_ranks": "2"}, "--debug 2: there are only ranks 0 to 1"),
+        ({"debug": "0", "top": True}, "--debug and --top both want the terminal"),
+        ({"debug": "-1"}, "--debug must be a whole number of at least 0"),
+        ({"grace": "soon"}, "--grace must be a number of seconds of at least 0, got 'soon'"),
+        ({"grace": "nan"}, "--grace must be a number of seconds"),
+        ({"terminate": "inf"}, "--terminate must be a number of seconds"),
+        ({"env": ["GONE"]}, "-x GONE: there is no such variable here"),
+        ({"env": ["=1"]}, "a variable is NAME=VALUE"),
+        ({"name": ""}, "--name must be a text, got ''"),
+        ({"stall_s": "x"}, "--stall-s must be a number, got 'x'"),
+        ({"stall_s": "-1"}, "stall_s must be 0 (off) or more seconds"),
+        ({"backend": "smoke"}, "backend must be native or mpi, got 'smoke'"),
+    ],
+)
+def test_a_wrong_flag_is_named(flags: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        make_request(flags, COMMAND, {})
+    assert words in str(caught.value)
+
+
+def test_a_wrong_variable_is_named() -> None:
+    with pytest.raises(ValueError, match="RONDE_STALL_S must be a number, got 'x'"):
+        ask({"RONDE_STALL_S": "x"})
+
+
+def test_a_command_is_needed() -> None:
+    with pytest.raises(ValueError, match="there is no command to run; give one, as in: ronde run -np 2 python"):
+        make_request({}, (), {})
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("num_rank: 4", "unknown key 'num_rank'; did you mean 'num_ranks'?"),
+        ("stall: 4", "unknown key 'stall'; did you mean 'stall_s'?"),
+        ("xyzzy: 4", "unknown key 'xyzzy'; `ronde run --help` shows all flags"),
+        ("config: other.yaml", "unknown key 'config'"),
+        ("key: 00", "key is not to be chosen: `ronde run` gives it to every rank"),
+        ("num_ranks: many", "num_ranks must be a whole number of at least 1, got 'many'"),
+        ("num_ranks: true", "num_ranks must be a whole number of at least 1, got True"),
+        ("no_fold: 3", "no_fold must be true or false, got 3"),
+        ("name: [a]", "name must be a text, got ['a']"),
+        ("stall_s: soon", "stall_s must be a number, got 'soon'"),
+        ("stall_s: [1]", "stall_s must be one value, got [1]"),
+        ("grace: true", "grace must be a number of seconds"),
+        ("command: 3", "command must be a text or a list of words, got 3"),
+        ("- a\n- b", "must hold keys and values, as in `num_ranks: 4`, got a list"),
+        ("a: [", "is no YAML"),
+    ],
+)
+def test_a_wrong_file_is_named_with_the_key(path: Path, text: str, words: str) -> None:
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        read_config(str(path))
+    assert words in str(caught.value) and str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_empty_file_says_nothing(path: Path) -> None:
+    path.write_text("# later\n")
+    assert read_config(str(path)) == {}

@@ -1,0 +1,126 @@
+"""Hosts called together: all at once, each that cannot be used with its reason. ssh is a script here."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+
+import pytest
+
+from ronde.errors import StartFailed
+from ronde.launch.crew import LOOPBACK, Crew, Site, Stopped
+from ronde.launch.job import Host, Job, Ssh
+from ronde.launch.loop import Loop
+from ronde.net.keys import new_key
+
+SSH = """
+while [ "$1" != -- ]; do shift; done
+case $2 in
+old | newer) exec {python} -c '{hello}' "$2" ;;
+silent) exec sleep 1000 ;;
+refused) echo "ssh: connect to host refused port 22: Connection refused" >&2; exit 255 ;;
+broken) exec {python} -c '{failed}' ;;
+*) exec sh -c "$3" ;;
+esac
+"""
+BEGIN = """
+import os, sys
+from ronde.launch.frames import MARK, encode_frame
+from ronde.launch.messages import Failed, Hello
+"""
+HELLO = f"""{BEGIN}
+version, python = ("0.0.1", "3.10.1") if sys.argv[1] == "old" else ("{{version}}", "3.99.0")
+os.write(1, MARK + encode_frame(Hello(version, python, "elsewhere", 1, 1, (0,))))
+os.read(0, 1)
+"""
+FAILED = f"""{BEGIN}
+os.write(1, MARK + encode_frame(Failed(-1, "its disk is full")))
+os.read(0, 1)
+"""
+
+
+@pytest.fixture(autouse=True)
+def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ronde.version import __version__
+
+    hello = HELLO.replace("{version}", __version__)
+    path = tmp_path / "ssh"
+    path.write_text("#!/bin/sh" + SSH.format(python=sys.executable, hello=hello, failed=FAILED))
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+
+
+@contextmanager
+def crew(names: Sequence[str], *, start_s: float = 20.0, call: bytes = b"") -> Iterator[Crew]:
+    hosts = tuple(Host(name) for name in names)
+    job = Job(command=("true",), num_ranks=len(names), hosts=hosts, ssh=Ssh(start_s=start_s), cwd="/", call=call)
+    with closing(Loop()) as loop, closing(Crew(loop, job, hosts, python=sys.executable)) as crew:
+        yield crew
+
+
+def test_this_machine_alone_needs_no_ssh_and_no_probing() -> None:
+    with crew(["localhost"]) as alone:
+        alone.meet()
+        ground = alone.ground(new_key(), [3])
+    assert ground.coordinator == LOOPBACK and ground.addresses == (LOOPBACK,)
+    (site,) = ground.sites
+    assert (site.address, len(set(site.ports)), site.is_here) == ("", 3, True)
+    assert site == Site(alone.hellos[0].cpus, ports=site.ports)
+
+
+def test_a_host_behind_ssh_and_the_driver_find_where_they_reach_each_other() -> None:
+    # Both are this machine, so the way is never in doubt: what matters is that everybody is asked.
+    with crew(["other"]) as both:
+        both.meet()
+        ground = both.ground(new_key(), [2])
+    assert (both.driver, sorted(both.hellos)) == (1, [0, 1])
+    (site,) = ground.sites
+    assert (site.address, len(site.ports), site.is_here) == ("", 2, False)
+    assert ground.coordinator and ground.addresses == (LOOPBACK,)
+
+
+def test_every_host_that_cannot_be_used_is_listed_with_its_reason() -> None:
+    with crew(["localhost", "refused", "broken", "silent", "other"], start_s=2.0) as some:
+        with pytest.raises(StartFailed) as failed:
+            some.meet()
+    lines = str(failed.value).splitlines()
+    assert lines[0] == "3 of 5 hosts cannot be used:"
+    assert lines[1].startswith("  refused: nobody listens there")
+    assert lines[2:] == ["  broken: its disk is full", "  silent: it did not answer within 2 s"]
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "reason"),
+    [
+        ("old", b"", "it has ronde 0.0.1, and this is "),
+        ("newer", b"function", "it has Python 3.99.0, and this is "),
+        ("other", b"", "it is the same machine as localhost; name it once, with all its slots"),
+    ],
+    ids=["ronde", "python", "twice"],
+)
+def test_a_host_that_does_not_suit_is_told_from_one_that_cannot_be_reached(name: str, call: bytes, reason: str) -> None:
+    with crew(["localhost", name], call=call) as two:
+        with pytest.raises(StartFailed) as failed:
+            two.meet()
+    assert f"1 of 2 hosts cannot be used:\n  {name}: {reason}" in str(failed.value)
+
+
+def test_another_python_is_fine_for_commands() -> None:
+    with crew(["localhost", "newer"]) as two:
+        two.meet()
+
+
+def test_a_missing_ssh_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "ssh").unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with crew(["other"]) as one, pytest.raises(StartFailed, match="install OpenSSH's client"):
+        one.meet()
+
+
+def test_who_wants_to_stop_does_not_wait_for_hosts() -> None:
+    with crew(["silent"]) as one:
+        one.stop()
+        with pytest.raises(Stopped):
+            one.meet()

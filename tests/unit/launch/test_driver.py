@@ -1,0 +1,158 @@
+"""Whole jobs of this machine, driven from the test's own thread."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from ronde.launch.driver import NOT_BEGUN_CODE, Driver, Outcome
+from ronde.launch.job import Host, Job
+from tests.unit.launch.screens import Memory
+
+STAY = "while :; do sleep 0.05; done"
+
+
+def job(script: str, num_ranks: int = 2, *, grace_s: float = 10.0, terminate_s: float = 5.0) -> Job:
+    """Ranks that run a shell script."""
+    return Job(command=("/bin/sh", "-c", script), num_ranks=num_ranks, grace_s=grace_s, terminate_s=terminate_s)
+
+
+def run(script: str, num_ranks: int = 2, *, grace_s: float = 10.0, terminate_s: float = 5.0) -> tuple[Outcome, Memory]:
+    screen = Memory()
+    return Driver(job(script, num_ranks, grace_s=grace_s, terminate_s=terminate_s), screen).run(), screen
+
+
+def test_every_rank_runs_with_its_own_place_and_its_output_is_shown() -> None:
+    outcome, screen = run('echo "$RANK of $WORLD_SIZE at $MASTER_ADDR"', 3)
+    assert outcome == Outcome(0, "", {}, {0: 0, 1: 0, 2: 0})
+    assert screen.printed == {rank: f"{rank} of 3 at 127.0.0.1\n".encode() for rank in range(3)}
+    assert sorted(screen.ends) == [0, 1, 2] and not screen.notes
+
+
+def test_a_failing_rank_is_named_with_its_last_words_and_gives_the_exit_code() -> None:
+    outcome, _ = run('[ "$RANK" = 0 ] || { echo "no such file" >&2; exit 3; }')
+    assert (outcome.code, outcome.codes) == (3, {0: 0, 1: 3})
+    assert outcome.summary == "rank 1 on host localhost failed first: exited with code 3\n  | no such file"
+
+
+def test_a_rank_killed_by_a_signal_gives_128_and_its_number() -> None:
+    outcome, _ = run("kill -SEGV $$", 1)
+    assert (outcome.code, outcome.codes) == (139, {0: -11})
+
+
+def test_those_that_do_not_end_after_a_failure_are_ended() -> None:
+    outcome, screen = run(f'[ "$RANK" = 0 ] && exit 4; {STAY}', 3, grace_s=0.05)
+    assert (outcome.code, outcome.codes) == (4, {0: 4, 1: -15, 2: -15})
+    assert outcome.summary.endswith("2 other ranks ended in consequence")
+    assert screen.notes == ["ending ranks 1, 2, still running 0.05 s after the first failure"]
+
+
+def test_a_rank_that_ignores_sigterm_is_killed() -> None:
+    outcome, screen = run(f'[ "$RANK" = 0 ] && exit 4; trap "" TERM; {STAY}', grace_s=0.0, terminate_s=0.1)
+    assert outcome.codes in ({0: 4, 1: -9}, {0: 4, 1: -15})  # killed before it could say that it ignores the signal
+    assert screen.notes[0].startswith("ending rank 1")
+
+
+def test_ctrl_c_ends_all_ranks() -> None:
+    outcome, _ = run(f"trap 'exit 7' INT; [ \"$RANK\" = 1 ] && kill -INT $PPID; {STAY}")
+    assert (outcome.code, outcome.codes) == (130, {0: 7, 1: 7})
+    assert outcome.summary == "interrupted by Ctrl-C"
+
+
+def test_a_second_ctrl_c_kills_at_once() -> None:
+    # The rank answers the first Ctrl-C with a second one.
+    outcome, screen = run(f"trap 'kill -INT $PPID' INT; kill -INT $PPID; {STAY}", 1)
+    assert (outcome.code, outcome.codes) == (130, {0: -9})
+    assert screen.notes == ["Ctrl-C: rank 0 may end; press it again to kill", "killing rank 0"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_driver_that_is_told_to_end_ends_its_ranks(number: signal.Signals) -> None:
+    outcome, _ = run(f"kill -{number.value} $PPID; {STAY}", 1)
+    assert (outcome.code, outcome.codes) == (128 + number, {0: -15})
+    assert number.name in outcome.summary
+
+
+def test_signals_are_the_callers_again_afterwards() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    run("true", 1)
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+
+
+def test_stop_from_another_thread_ends_everything() -> None:
+    threads: list[threading.Thread] = []
+
+    def stop(rank: int) -> None:
+        threads.append(threading.Thread(target=driver.stop, args=["the notebook's cell was stopped"]))
+        threads[-1].start()
+
+    driver = Driver(job(f"echo here; {STAY}", 1), Memory(stop))
+    outcome = driver.run()
+    for thread in threads:
+        thread.join()
+    assert (outcome.code, outcome.summary) == (143, "the notebook's cell was stopped")
+
+
+def test_a_job_that_is_stopped_before_it_runs_starts_nothing() -> None:
+    driver = Driver(job("true"), Memory())
+    driver.stop("changed my mind")
+    assert driver.run() == Outcome(143, "changed my mind, before any rank was started")
+
+
+def test_it_runs_in_any_thread() -> None:
+    outcomes: list[Outcome] = []
+    thread = threading.Thread(target=lambda: outcomes.append(run("exit 5", 1)[0]))
+    thread.start()
+    thread.join()
+    assert outcomes[0].code == 5
+
+
+def test_too_few_slots_are_the_callers_mistake() -> None:
+    with pytest.raises(ValueError, match="1 slot short"):
+        Driver(Job(command=("true",), num_ranks=3, hosts=(Host("localhost", 2),)), Memory())
+
+
+def test_a_command_that_is_not_there_is_told_once() -> None:
+    outcome = Driver(Job(command=("no-such-command",), num_ranks=3), Memory()).run()
+    assert outcome.code == 127
+    assert outcome.summary.startswith("ranks 0-2 on host localhost could not be started: ")
+    assert "no-such-command" in outcome.summary and "\n" not in outcome.summary
+
+
+def test_a_working_directory_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
+    outcome = Driver(Job(command=("true",), num_ranks=1, cwd=str(tmp_path / "none")), Memory()).run()
+    assert outcome.code == NOT_BEGUN_CODE and not outcome.codes
+    assert outcome.summary.startswith(f"the host cannot be used:\n  localhost: there is no directory {tmp_path}/none")
+
+
+# Rank 1 has told its peers why it leaves, and is still busy with its own end when they are gone.
+SLOW_TO_END = """
+import atexit, os, time
+import ronde
+
+def linger():
+    while os.path.exists(f"/proc/{pids[0]}"):
+        time.sleep(0.005)
+
+if os.environ["RANK"] == "1":
+    atexit.register(linger)  # before init: so it is called after ronde's own end
+ronde.init()
+pids = ronde.objects.allgather(os.getpid())
+if ronde.rank() == 1:
+    raise ValueError("there are no samples")
+ronde.barrier()
+"""
+
+
+def test_the_first_to_fail_is_named_though_its_peers_are_gone_before_it() -> None:
+    outcome = Driver(Job(command=(sys.executable, "-c", SLOW_TO_END), num_ranks=3), Memory()).run()
+    assert outcome.code == 1
+    assert [*outcome.codes].index(0) < [*outcome.codes].index(1)
+    assert outcome.summary.startswith(
+        "rank 1 on host localhost failed first: exited with code 1 (ValueError: there are"
+    )
+    assert outcome.summary.endswith("  | ValueError: there are no samples\n2 other ranks ended in consequence")

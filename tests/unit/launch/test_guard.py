@@ -1,0 +1,85 @@
+"""What a guard was told of ends with the process that told it, and nothing else does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+
+from ronde.launch.guard import Guard
+from ronde.types import Deadline
+from tests.unit.launch.agents import ends
+
+SLEEP = ["sleep", "300"]
+
+HOLDER = """
+import signal, subprocess, sys
+from ronde.launch.guard import Guard
+guard = Guard()
+shell = ["sh", "-c", "trap '' TERM; sleep 300 & echo $!; wait"]  # a rank that ignores SIGTERM, with a child
+ranks = [subprocess.Popen(shell, start_new_session=True, stdout=subprocess.PIPE) for _ in range(3)]
+children = [int(rank.stdout.readline()) for rank in ranks]
+for rank in ranks:
+    guard.begin(rank.pid)
+guard.end(ranks[2].pid)
+print(guard.pid, *(rank.pid for rank in ranks), *children, flush=True)
+signal.pause()
+"""
+
+
+def sleeper() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(SLEEP, start_new_session=True)
+
+
+def test_a_killed_process_takes_its_groups_along_within_a_second() -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        guard, a, b, unguarded, child_a, child_b, child = map(int, holder.stdout.readline().split())
+        holder.kill()
+    deadline = Deadline(1.0)
+    assert all(ends(pid, deadline.left_s) for pid in (a, b, child_a, child_b, guard))
+    for pid in (unguarded, child):
+        assert not ends(pid, 0.0)
+        subprocess.run(["kill", "-KILL", str(pid)], check=True)
+
+
+def test_closing_ends_the_groups_that_are_left() -> None:
+    with sleeper() as left, sleeper() as ended:
+        guard = Guard()
+        guard.begin(left.pid)
+        guard.begin(ended.pid)
+        guard.end(ended.pid)
+        guard.close()
+        guard.close()
+        assert left.wait(10) == -9
+        assert ended.poll() is None
+        ended.kill()
+
+
+def test_many_groups_come_and_go() -> None:
+    guard = Guard()
+    for group in range(2**30, 2**30 + 1000):  # numbers that no process has
+        guard.begin(group)
+        if group % 3:
+            guard.end(group)
+    with sleeper() as last:
+        guard.begin(last.pid)
+        guard.close()
+        assert last.wait(10) == -9
+
+
+def test_a_guard_that_was_killed_or_stopped_holds_up_nobody() -> None:
+    guard = Guard()
+    subprocess.run(["kill", "-KILL", str(guard.pid)], check=True)
+    assert ends(guard.pid)
+    guard.begin(1 << 30)
+    guard.close()
+
+    guard = Guard()
+    subprocess.run(["kill", "-STOP", str(guard.pid)], check=True)
+    for _ in range(10_000):
+        guard.begin(1 << 30)
+    subprocess.run(["kill", "-CONT", str(guard.pid)], check=True)
+    before_s = time.monotonic()
+    guard.close()
+    assert time.monotonic() - before_s < 5

@@ -1,0 +1,159 @@
+"""A loop calls when something is ready, when a time has come, and when another thread asks for it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ronde.launch.loop import Loop
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reading, writing = os.pipe()
+    yield reading, writing
+    os.close(reading)
+    os.close(writing)
+
+
+def test_what_can_be_read_is_called_until_it_is_unwatched(loop: Loop, pipe: tuple[int, int]) -> None:
+    got = []
+    loop.watch(pipe[0], lambda: got.append(os.read(pipe[0], 1)))
+    os.write(pipe[1], b"abc")
+    loop.run(until=lambda: len(got) == 2)
+    loop.unwatch(pipe[0])
+    loop.soon(lambda: got.append(b"end"))
+    loop.run(until=lambda: got[-1] == b"end")
+    assert got == [b"a", b"b", b"end"]
+
+
+def test_what_can_be_written_is_called(loop: Loop, pipe: tuple[int, int]) -> None:
+    done = []
+    loop.watch(pipe[1], lambda: done.append(True), write=True)
+    loop.run(until=lambda: bool(done))
+
+
+def test_the_end_of_a_pipe_is_called_too(loop: Loop) -> None:
+    reading, writing = os.pipe()
+    ended = []
+    loop.watch(reading, lambda: ended.append(os.read(reading, 1)))
+    os.close(writing)
+    loop.run(until=lambda: bool(ended))
+    loop.unwatch(reading)
+    os.close(reading)
+    assert ended == [b""]
+
+
+def test_a_file_may_stand_where_a_pipe_is_expected(loop: Loop, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x")
+    with (tmp_path / "file").open("rb") as file:
+        ready = []
+        loop.watch(file.fileno(), lambda: ready.append(True))
+        loop.run(until=lambda: bool(ready))
+        loop.unwatch(file.fileno())
+
+
+def test_one_call_may_end_the_watch_of_another_and_reuse_its_number(loop: Loop, pipe: tuple[int, int]) -> None:
+    called = []
+    other, writing = os.pipe()
+    os.write(writing, b"x")
+    os.write(pipe[1], b"x")
+
+    def first() -> None:
+        called.append("first")
+        loop.unwatch(pipe[0])
+        loop.unwatch(other)
+        loop.watch(other, lambda: called.append("new"))
+        os.read(other, 1)  # the new watch has nothing to read, and must not inherit the old one's call
+
+    loop.watch(pipe[0], first)  # first in a turn, too
+    loop.watch(other, lambda: called.append("old"))
+    loop.run(until=lambda: bool(called))
+    loop.unwatch(other)
+    os.close(other)
+    os.close(writing)
+    assert called == ["first"]
+
+
+def test_to_unwatch_what_is_not_watched_is_fine(loop: Loop, pipe: tuple[int, int]) -> None:
+    loop.unwatch(pipe[0])
+
+
+def test_timers_come_in_the_order_of_their_times(loop: Loop) -> None:
+    called: list[str] = []
+    loop.at(0.02, lambda: called.append("late"))
+    loop.at(0.0, lambda: called.append("early"))
+    loop.at(0.01, lambda: called.append("middle"))
+    loop.run(until=lambda: len(called) == 3)
+    assert called == ["early", "middle", "late"]
+
+
+def test_a_cancelled_timer_does_not_come(loop: Loop) -> None:
+    called: list[str] = []
+    loop.at(0.0, lambda: called.append("no")).cancel()
+    timer = loop.at(0.01, lambda: called.append("yes"))
+    loop.run(until=lambda: bool(called))
+    timer.cancel()
+    assert called == ["yes"] and not timer.waits
+
+
+def test_another_thread_wakes_the_loop(loop: Loop) -> None:
+    called: list[int] = []
+
+    def ask() -> None:
+        for number in range(3):
+            loop.soon(partial(called.append, number))
+
+    thread = threading.Thread(target=ask)
+    loop.at(0.0, thread.start)
+    loop.run(until=lambda: len(called) == 3)
+    thread.join()
+    assert called == [0, 1, 2]
+
+
+def test_a_signal_handler_wakes_the_loop(loop: Loop) -> None:
+    called: list[bool] = []
+    before = signal.signal(signal.SIGUSR1, lambda *_: loop.soon(lambda: called.append(True)))
+    try:
+        loop.at(0.0, lambda: os.kill(os.getpid(), signal.SIGUSR1))
+        loop.run(until=lambda: bool(called))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_who_asks_again_and_again_leaves_others_their_turn(loop: Loop, pipe: tuple[int, int]) -> None:
+    read = []
+
+    def again() -> None:
+        loop.soon(again)
+
+    again()
+    loop.watch(pipe[0], lambda: read.append(os.read(pipe[0], 1)))
+    os.write(pipe[1], b"x")
+    loop.run(until=lambda: bool(read))
+
+
+def test_an_error_in_a_call_ends_the_run(loop: Loop) -> None:
+    loop.soon(lambda: [].pop())
+    with pytest.raises(IndexError):
+        loop.run(until=lambda: False)
+
+
+def test_a_closed_loop_forgets_what_is_asked_of_it() -> None:
+    loop = Loop()
+    loop.close()
+    loop.close()
+    loop.soon(lambda: None)

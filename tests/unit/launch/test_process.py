@@ -1,0 +1,137 @@
+"""Process groups: started where and how they should, signalled and reaped as a whole; and why a start fails."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ronde.errors import StartFailed
+from ronde.launch.guard import Guard
+from ronde.launch.process import Command, Process, explain, start
+from ronde.types import Deadline
+from tests.unit.launch.agents import PATIENCE_S, ends, python
+
+EVERYTHING = dict(os.environ)
+
+
+@pytest.fixture
+def guard() -> Iterator[Guard]:
+    made = Guard()
+    yield made
+    made.close()
+
+
+def begin(guard: Guard, *argv: str, stdout: int = subprocess.DEVNULL, **more: object) -> Process:
+    command = Command(argv=argv, env=EVERYTHING, **more)  # type: ignore[arg-type]
+    return start(command, guard, stdin=subprocess.DEVNULL, stdout=stdout, stderr=None)
+
+
+def read_line(fd: int) -> str:
+    with os.fdopen(fd) as file:
+        return file.readline()
+
+
+def finish(process: Process) -> int:
+    assert process.ends(Deadline(PATIENCE_S))
+    return process.reap()
+
+
+@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", -15), ("kill -9 $$", -9)])
+def test_the_exit_code_is_told_and_a_signal_counts_below_zero(guard: Guard, script: str, code: int) -> None:
+    process = begin(guard, "sh", "-c", script)
+    assert finish(process) == code
+    assert process.reap() == code
+
+
+def test_a_process_leads_a_session_and_a_group_of_its_own(guard: Guard) -> None:
+    process = begin(guard, "sleep", "300")
+    assert os.getpgid(process.pid) == os.getsid(process.pid) == process.pid
+    assert not process.ends(Deadline(0))
+    process.signal(signal.SIGKILL)
+    assert finish(process) == -9
+
+
+def test_a_signal_reaches_what_a_process_started(guard: Guard) -> None:
+    reading, writing = os.pipe()
+    process = begin(guard, "sh", "-c", "sleep 300 & echo $!; wait", stdout=writing)
+    os.close(writing)
+    child = int(read_line(reading))
+    process.signal(signal.SIGTERM)
+    assert finish(process) == -signal.SIGTERM
+    assert ends(child)
+
+
+def test_reaping_ends_what_a_process_left_behind(guard: Guard) -> None:
+    reading, writing = os.pipe()
+    process = begin(guard, "sh", "-c", "trap '' TERM HUP; sleep 300 & echo $!", stdout=writing)
+    os.close(writing)
+    child = int(read_line(reading))
+    assert finish(process) == 0
+    assert ends(child)
+
+
+def test_a_signal_after_the_end_reaches_nobody(guard: Guard) -> None:
+    process = begin(guard, "true")
+    finish(process)
+    process.signal(signal.SIGKILL)
+    assert process.fd == -1
+
+
+def test_a_process_gets_its_cores_and_we_keep_ours(guard: Guard) -> None:
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    reading, writing = os.pipe()
+    text = "import os; print(*os.sched_getaffinity(0))"
+    process = begin(guard, *python(text), stdout=writing, cpus=(core,))
+    os.close(writing)
+    assert read_line(reading).split() == [str(core)]
+    finish(process)
+    assert os.sched_getaffinity(0) == before
+
+
+def test_cores_that_are_not_there_are_named(guard: Guard) -> None:
+    before = os.sched_getaffinity(0)
+    with pytest.raises(StartFailed, match=r"cannot be bound to core 100000: host \S+ lets us use 0"):
+        begin(guard, "true", cpus=(100_000,))
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_command_that_cannot_start_says_why_and_what_to_do(guard: Guard, tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("print()")
+    garbage = tmp_path / "garbage"
+    garbage.write_bytes(b"\0\1\2\3")
+    garbage.chmod(0o755)
+    nowhere = str(tmp_path / "nowhere")
+    for argv, cwd, words in (
+        (("no-such-command",), None, "there is no command 'no-such-command' on host .* check PATH"),
+        ((str(script),), None, r"train.py' may not be executed .* start it with python, or chmod \+x"),
+        ((str(garbage),), None, "garbage' is no program for host"),
+        (("true",), nowhere, f"the working directory {nowhere} does not exist on host .* every host has"),
+        (("true",), str(script), r"train.py cannot be entered \(Not a directory\)"),
+        (("true", "\0"), None, "cannot be handed to a process: embedded null byte"),
+        (("true", "x" * 10_000_000), None, "larger than the system allows"),
+    ):
+        with pytest.raises(StartFailed, match=words):
+            begin(guard, *argv, cwd=cwd)
+
+
+@pytest.mark.parametrize(
+    ("number", "words"),
+    [
+        (errno.EAGAIN, r"no more processes may be started; raise the limit \(ulimit -u\)"),
+        (errno.EMFILE, r"no more files may be open; raise the limit \(ulimit -n\)"),
+        (errno.ENOMEM, "there is no memory for another process"),
+        (errno.EIO, "'train' could not be started on host .*: Input/output error"),
+    ],
+)
+def test_what_the_system_lacks_is_told(number: int, words: str) -> None:
+    text = explain(OSError(number, os.strerror(number)), Command(argv=("train",), env={}))
+    assert re.search(words, text)

@@ -1,0 +1,112 @@
+"""Who failed first, and what is said about it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ronde.launch.verdict import LOST_CODE, NOT_STARTED_CODE, End, Stop, describe_code, exit_code, judge
+
+CTRL_C = Stop(130, "interrupted by Ctrl-C")
+
+
+def end(rank: int, code: int, how: str = "", *, host: str = "a", ordered: bool = False) -> End:
+    return End(rank, host, code, how, ordered=ordered)
+
+
+def test_a_job_whose_ranks_all_end_well_has_nothing_to_say() -> None:
+    verdict = judge([end(1, 0), end(0, 0)], num_ranks=2)
+    assert (verdict.code, verdict.culprit, verdict.summary("tail")) == (0, None, "")
+
+
+def test_a_rank_that_left_without_a_word_is_no_failure_when_all_end_well() -> None:
+    assert judge([end(1, 0), end(0, 0)], first_lost=(1, "exited without shutdown"), num_ranks=2).code == 0
+
+
+def test_without_a_coordinator_the_first_exit_counts() -> None:
+    verdict = judge([end(2, 0), end(1, 3), end(0, 1)], num_ranks=3)
+    assert (verdict.code, verdict.culprit) == (3, 1)
+    assert verdict.lines == ("rank 1 on host a failed first: exited with code 3", "1 other rank ended in consequence")
+
+
+def test_whom_the_coordinator_lost_first_counts_more_than_who_was_gone_first() -> None:
+    ends = [end(0, 1), end(2, 1), end(1, 7, host="b")]
+    verdict = judge(ends, first_lost=(1, "ValueError: no such file"), num_ranks=3)
+    assert (verdict.code, verdict.culprit) == (7, 1)
+    assert verdict.lines == (
+        "rank 1 on host b failed first: exited with code 7 (ValueError: no such file)",
+        "2 other ranks ended in consequence",
+    )
+
+
+def test_what_the_coordinator_knows_from_us_is_not_said_twice() -> None:
+    lines = judge([end(0, -9)], first_lost=(0, describe_code(-9)), num_ranks=1).lines
+    assert lines == ("rank 0 on host a failed first: killed by signal 9 (SIGKILL)",)
+
+
+def test_a_rank_that_left_too_early_is_mentioned_but_not_blamed() -> None:
+    verdict = judge([end(2, 0), end(0, 1)], first_lost=(2, "exited without shutdown"), num_ranks=2 + 1)
+    assert (verdict.code, verdict.culprit) == (1, 0)
+    assert "before that, rank 2 on host a had left the others: exited with code 0 (exited without shutdown)" in (
+        verdict.lines
+    )
+
+
+def test_the_last_words_of_the_culprit_stand_below_its_name() -> None:
+    text = judge([end(0, 1), end(1, 1)], num_ranks=2).summary("Traceback:\n  line 3\nValueError: bad\n")
+    assert text.splitlines() == [
+        "rank 0 on host a failed first: exited with code 1",
+        "  | Traceback:",
+        "  |   line 3",
+        "  | ValueError: bad",
+        "1 other rank ended in consequence",
+    ]
+
+
+def test_ranks_of_a_lost_host_are_one_story() -> None:
+    how = "ended when the connection to it was lost (Timeout, server b not responding.)"
+    ends = [end(2, LOST_CODE, how, host="b"), end(3, LOST_CODE, how, host="b"), end(0, 1), end(1, 1)]
+    verdict = judge(ends, first_lost=(3, "its host cannot be reached"), num_ranks=4)
+    assert verdict.code == LOST_CODE
+    assert verdict.lines == (f"ranks 2, 3 on host b {how}", "2 other ranks ended in consequence")
+
+
+def test_ranks_that_could_not_be_started_are_one_story_on_all_hosts() -> None:
+    how = "could not be started: there is no command 'trian'"
+    ends = [end(0, NOT_STARTED_CODE, how), end(1, NOT_STARTED_CODE, how, host="b")]
+    assert judge(ends, num_ranks=2).lines == (f"ranks 0, 1 on hosts a, b {how}",)
+
+
+def test_who_presses_ctrl_c_is_told_no_more_than_that() -> None:
+    verdict = judge([end(0, -2, ordered=True), end(1, 1, ordered=True)], stop=CTRL_C, num_ranks=2)
+    assert (verdict.code, verdict.culprit, verdict.lines) == (130, None, ("interrupted by Ctrl-C",))
+
+
+def test_a_failure_before_ctrl_c_is_still_the_failure() -> None:
+    verdict = judge([end(1, 4), end(0, -2, ordered=True)], first_lost=(0, "gone"), stop=CTRL_C, num_ranks=2)
+    assert (verdict.code, verdict.culprit) == (4, 1)
+    assert verdict.lines[-1] == "interrupted by Ctrl-C"
+
+
+def test_a_rank_that_was_told_to_end_is_never_the_culprit() -> None:
+    ends = [end(1, 1), end(0, -15, ordered=True), end(2, -9, ordered=True)]
+    verdict = judge(ends, first_lost=(0, "killed by signal 15 (SIGTERM)"), num_ranks=3)
+    assert (verdict.culprit, verdict.lines[-1]) == (1, "2 other ranks ended in consequence")
+
+
+def test_ranks_that_never_ended_are_named() -> None:
+    assert judge([end(0, 1)], num_ranks=3).lines[-1].startswith("ranks 1, 2 did not end")
+    assert judge([], stop=CTRL_C, num_ranks=1).code == 130
+
+
+def test_what_else_is_known_of_an_end_is_told() -> None:
+    lines = judge([End(0, "a", -9, note="the host ran out of memory")], num_ranks=1).lines
+    assert lines == ("rank 0 on host a failed first: killed by signal 9 (SIGKILL) (the host ran out of memory)",)
+
+
+@pytest.mark.parametrize(("code", "shown"), [(0, 0), (1, 1), (255, 255), (-9, 137), (-15, 143)])
+def test_a_signal_becomes_128_and_its_number(code: int, shown: int) -> None:
+    assert exit_code(code) == shown
+
+
+def test_a_signal_without_a_name_is_still_described() -> None:
+    assert describe_code(-35) == "killed by signal 35"

@@ -1,0 +1,184 @@
+"""Who started this process, read from the variables of other launchers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ronde.surroundings import Surroundings, config_folder, find_launcher, first_host, look_around, meeting_place
+
+TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
+TORCHRUN = {**TORCH, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
+OPEN_MPI = {"OMPI_COMM_WORLD_RANK": "2", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_SIZE": "4"}
+MPICH = {"PMI_RANK": "3", "PMI_SIZE": "4", "MPI_LOCALNRANKS": "4"}
+BATCH = {"SLURM_JOB_ID": "77", "SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_JOB_NODELIST": "n[3-4]"}
+STEP = {
+    **BATCH,
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_NODELIST": "n[3-4]",
+    "SLURM_PROCID": "3",
+}
+
+
+def look(*variables: dict[str, str], **changes: str) -> Surroundings | None:
+    merged = {name: value for given in variables for name, value in given.items()}
+    return look_around({**merged, **changes})
+
+
+def place(*variables: dict[str, str], **changes: str) -> tuple[str, int, int] | None:
+    found = look(*variables, **changes)
+    return None if found is None else (found.launcher, found.rank, found.size)
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        ({}, None),
+        (TORCHRUN, ("torchrun", 1, 4)),
+        (TORCH, ("torch.distributed's variables", 1, 4)),
+        (OPEN_MPI, ("Open MPI", 2, 4)),
+        (MPICH, ("MPICH", 3, 4)),
+        (STEP, ("srun", 3, 4)),
+    ],
+)
+def test_each_launcher_is_recognised(variables: dict[str, str], expected: tuple[str, int, int] | None) -> None:
+    assert place(variables) == expected
+
+
+@pytest.mark.parametrize("variables", [TORCH, OPEN_MPI, MPICH, {"SLURM_STEP_ID": "0", **BATCH}])
+def test_half_of_a_set_is_no_set(variables: dict[str, str]) -> None:
+    for missing in variables:
+        if missing not in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_JOB_NODELIST"):
+            assert look({name: value for name, value in variables.items() if name != missing}) is None
+
+
+def test_the_shell_of_a_batch_script_is_no_rank() -> None:
+    assert look(BATCH) is None
+    assert look(BATCH, SLURM_STEP_ID="4294967291") is None, "the step of the batch script itself"
+    assert look(BATCH, SLURM_STEP_ID="4294967290") is None, "the interactive step of salloc"
+
+
+def test_a_shell_in_a_step_of_one_is_a_job_of_one_whatever_the_allocation_has() -> None:
+    assert place(BATCH, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="1") == ("srun", 0, 1)
+
+
+def test_an_mpi_inside_of_slurm_counts_more_than_the_daemon_that_carries_it() -> None:
+    assert place(STEP, OPEN_MPI) == ("Open MPI", 2, 4)
+    assert place(STEP, MPICH, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2") == ("MPICH", 3, 4)
+
+
+def test_srun_that_also_speaks_mpis_language_is_srun() -> None:
+    assert place(STEP, {"PMI_RANK": "3", "PMI_SIZE": "4"}) == ("srun", 3, 4)
+
+
+def test_torchrun_started_by_another_launcher_counts_more_than_that() -> None:
+    for outer in (STEP, OPEN_MPI, MPICH):
+        assert place(outer, TORCHRUN) == ("torchrun", 1, 4)
+
+
+def test_variables_that_anybody_may_have_exported_come_last() -> None:
+    for started in (STEP, OPEN_MPI, MPICH):
+        assert place(TORCH, started) == place(started)
+
+
+def test_ranks_on_one_host_meet_on_the_loopback() -> None:
+    for variables, changes in (
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "4"}),
+        (TORCH, {"MASTER_ADDR": "localhost"}),
+        (OPEN_MPI, {}),
+        (MPICH, {}),
+        (STEP, {"SLURM_STEP_NUM_NODES": "1"}),
+        (STEP, {"SLURM_STEP_NUM_NODES": "", "SLURM_STEP_NODELIST": "n3"}),
+    ):
+        found = look(variables, **changes)
+        assert found is not None and found.is_one_host and found.host == "127.0.0.1"
+
+
+def test_ranks_on_several_hosts_meet_where_the_launcher_says() -> None:
+    for variables, changes, host in (
+        (TORCHRUN, {}, "node0"),
+        (TORCH, {}, "node0"),
+        (OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, ""),
+        (MPICH, {"MPI_LOCALNRANKS": "2"}, ""),
+        (MPICH, {"MPI_LOCALNRANKS": ""}, ""),
+        (STEP, {}, "n3"),
+    ):
+        found = look(variables, **changes)
+        assert found is not None and not found.is_one_host and found.host == host
+
+
+def test_ranks_of_one_job_agree_on_its_name_and_other_jobs_do_not() -> None:
+    for variables, rank, other in (
+        (TORCHRUN, "RANK", {"MASTER_PORT": "29501"}),
+        ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-a-1@1"}, "OMPI_COMM_WORLD_RANK", {"PMIX_NAMESPACE": "prterun-a-2@1"}),
+        (STEP, "SLURM_PROCID", {"SLURM_STEP_ID": "1"}),
+    ):
+        mine, mate, stranger = look(variables), look(variables, **{rank: "0"}), look(variables, **other)
+        assert mine is not None and mate is not None and stranger is not None
+        assert mine.job == mate.job != ""
+        assert stranger.job != mine.job
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        ({**TORCH, "RANK": "x"}, "RANK must be a whole number, got 'x'"),
+        ({**TORCH, "RANK": "4"}, "RANK=4 does not fit to WORLD_SIZE=4; set RONDE_RANK and RONDE_SIZE"),
+        ({**OPEN_MPI, "OMPI_COMM_WORLD_SIZE": "-1"}, "OMPI_COMM_WORLD_SIZE must be a whole number"),
+    ],
+)
+def test_nonsense_is_named(variables: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        look(variables)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [
+        ("n3", "n3"),
+        ("n3,n4", "n3"),
+        ("n[03-12,20],m1", "n03"),
+        ("n[5,7]", "n5"),
+        ("rack[0-3]node[1-2],x", "rack0node1"),
+        ("gpu-a[1-2]-ib", "gpu-a1-ib"),
+    ],
+)
+def test_the_first_host_of_slurms_short_form(nodes: str, first: str) -> None:
+    assert first_host(nodes) == first
+
+
+def test_the_ports_of_a_meeting_are_behind_the_launchers_or_follow_from_the_job() -> None:
+    assert meeting_place("a", 29500, "j") == "a:29501-29516"
+    assert meeting_place("::1", 65535, "j") == "[::1]:65519-65534"
+    mine, other = meeting_place("a", 0, "job 1"), meeting_place("a", 0, "job 2")
+    assert mine == meeting_place("a", 0, "job 1") != other
+    first, last = map(int, mine.rpartition(":")[2].split("-"))
+    assert 20000 <= first < last <= 29999 and last - first == 15
+
+
+def test_the_users_folder_follows_the_convention() -> None:
+    assert config_folder({"XDG_CONFIG_HOME": "/c"}) == Path("/c/ronde")
+    assert config_folder({"XDG_CONFIG_HOME": "relative"}) == Path.home() / ".config/ronde"
+
+
+def test_the_launcher_is_the_nearest_process_above_that_has_no_mark() -> None:
+    script = "from ronde.surroundings import find_launcher; print(find_launcher('SURROUNDINGS_TEST'))"
+    shell = f'"{sys.executable}" -c "{script}"; true'  # one more process between
+    found = {
+        subprocess.run(
+            ["sh", "-c", shell], env={"SURROUNDINGS_TEST": "1"}, capture_output=True, text=True, check=True, timeout=30
+        ).stdout.strip()
+        for _ in range(2)
+    }
+    assert len(found) == 1, "the same for all that we start"
+    assert found == {find_launcher("SURROUNDINGS_TEST")}, "which is us"
+
+
+def test_a_launcher_that_cannot_be_seen_has_no_name(tmp_path: Path) -> None:
+    assert find_launcher("X", tmp_path / "none") == ""
