@@ -24,24 +24,22 @@ ronde.torch.broadcast_parameters(model)
 scaler = torch.amp.GradScaler(DEVICE, enabled=DTYPE is torch.float16)
 generator = torch.Generator().manual_seed(1 + ronde.rank())  # every rank sees data of its own
 
-first = last = 0.0
-for step in range(100):
+losses = []
+for _ in range(100):
     optimizer.zero_grad()
     for _ in range(PASSES):
         x = torch.randn(32, 16, generator=generator).to(DEVICE)
         y = x.sin().sum(1, keepdim=True)
         with torch.autocast(DEVICE, DTYPE):
             loss = nn.functional.mse_loss(model(x).float(), y)
-        scaler.scale(loss).backward()  # the fourth time, gradients travel: the mean over ranks and passes
-    optimizer.synchronize()  # now p.grad is that mean, so it can be clipped ...
+        scaler.scale(loss).backward()  # the fourth time, gradients become their mean over all ranks and passes
     scaler.unscale_(optimizer)
     nn.utils.clip_grad_norm_(model.parameters(), max_norm=1.0)
-    scaler.step(optimizer)  # ... and used
+    scaler.step(optimizer)
     scaler.update()
-    last = ronde.torch.average_metrics({"loss": loss.detach()})["loss"]
-    first = first or last
+    losses.append(ronde.torch.average_metrics({"loss": loss.detach()})["loss"])
 
 ronde.torch.check_in_sync(model)  # an error that names rank and parameter if the ranks had drifted apart
 if ronde.rank() == 0:
-    print(f"{ronde.size()} ranks, {PASSES} passes of {DTYPE}: loss {first:.2f} -> {last:.2f}")
+    print(f"{ronde.size()} ranks, {PASSES} passes per step, {DTYPE}: loss {losses[0]:.2f} -> {losses[-1]:.2f}")
 ronde.shutdown()

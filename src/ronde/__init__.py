@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from ronde.comm.plan import Bucket, Plan
     from ronde.comm.work import Work
     from ronde.errors import (
+        JobFailed,
         Mismatch,
         NotInitialized,
         OperationTimeout,
@@ -57,11 +58,13 @@ if TYPE_CHECKING:
         RoundEnded,
         StartFailed,
     )
+    from ronde.launch.function import run
 
 __all__ = [
     "Bfloat16View",
     "Bucket",
     "Group",
+    "JobFailed",
     "Mismatch",
     "NotInitialized",
     "OperationTimeout",
@@ -97,6 +100,7 @@ __all__ = [
     "receive",
     "reduce_scatter",
     "remove_group",
+    "run",
     "send",
     "shutdown",
     "size",
@@ -109,6 +113,10 @@ def __getattr__(name: str) -> object:
     waits for, does not wait for NumPy."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "run":  # apart: ranks do not start ranks
+        from ronde.launch.function import run
+
+        return run
     from ronde.comm import buffers, collectives, current, group, objects, plan, work
 
     found: dict[str, object] = {"objects": objects}

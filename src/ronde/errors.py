@@ -7,6 +7,7 @@ RondeError                 the world's fault
 │   └── PeerLost           … because a member is gone
 ├── OperationTimeout       an operation's deadline passed
 ├── ProtocolError          a message that no ronde of this version sends
+├── JobFailed              a job that ronde.run started has ended badly
 ├── OutOfSync              ranks hold different parameters
 └── CheckpointError        a checkpoint cannot be written or read
 Mismatch (ValueError)      members asked for different things; the same on every member
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 __all__ = [
     "CheckpointError",
+    "JobFailed",
     "Mismatch",
     "NotInitialized",
     "OperationTimeout",
@@ -76,6 +78,23 @@ class OperationTimeout(RondeError):
 
 class ProtocolError(RondeError):
     """A message was truncated, too large, of another version, or makes no sense."""
+
+
+class JobFailed(RondeError):
+    """A job failed without an exception of its own to raise: a rank was killed, or a host was lost."""
+
+    def __init__(self, message: str, *, code: int = 1) -> None:
+        super().__init__(message)
+        self.code = code
+        """Exit code of the job."""
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Keyword-only arguments do not survive the default pickling."""
+        return (_job_failed, (str(self), self.code))
+
+
+def _job_failed(message: str, code: int) -> JobFailed:
+    return JobFailed(message, code=code)
 
 
 class OutOfSync(RondeError):

@@ -75,10 +75,11 @@ def find_coordinator(text: str, settings: Settings, key: JobKey, *, round: int, 
             found = _knock_once(address, key, caller, Deadline(min(knock_s, deadline.left_s)), settings.heartbeat_s)
             if not isinstance(found, str):
                 return found
-            problems[address] = found
+            if found != NOBODY:  # whoever was there tells more than that it has gone since
+                problems[address] = found
         knock_s = min(2 * knock_s, LONGEST_KNOCK_S)
         time.sleep(min(PAUSE_S, deadline.left_s))
-    told = {problem for problem in problems.values() if problem != NOBODY} or {NOBODY}
+    told = set(problems.values()) or {NOBODY}
     raise StartFailed(
         f"rank {settings.rank} did not find the coordinator of rank 0 at {text} within {deadline.seconds:g} s "
         f"({'; '.join(sorted(told))}); is rank 0 running there, and do all ranks have the same RONDE_KEY, or a home "

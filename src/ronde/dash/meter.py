@@ -1,8 +1,8 @@
 """How one rank spends its time: its steps, what it waits for, and how busy its processor is. Used by the run log.
 
-A *step* is what stands inside `with meter.step()`. ronde knows for how long a caller was blocked in its operations: until
-a late member came, and while data moved. That is taken off the steps; the rest is computing. Operations that run hidden
-behind the computation cost nothing, and are not counted.
+A *step* is what stands inside `with meter.step()`. ronde knows for how long a caller was blocked in its operations:
+until a late member came, and while data moved. That is taken off the steps; the rest is computing. Operations that run
+hidden behind the computation cost nothing, and are not counted.
 """
 
 from __future__ import annotations

@@ -88,8 +88,8 @@ class Run:
     """Seconds of the run, without the time between being killed and going on."""
 
     def series(self, name: str) -> list[tuple[int, float | None]]:
-        """All values of this name with their steps."""
-        return [(record.step, record.values[name]) for record in self.values if name in record.values]
+        """All values of this name with their steps. What was told again, after a restart, counts as told last."""
+        return list({record.step: record.values[name] for record in self.values if name in record.values}.items())
 
     def names(self) -> list[str]:
         """Names of values, in the order in which they first came."""

@@ -61,6 +61,8 @@ class Outcome:
     """What the function of each rank returned or raised, as launch/function pickled it."""
     codes: dict[int, int] = field(default_factory=dict)
     """Exit code of every rank, a signal below 0; empty when none was started."""
+    culprit: int | None = None
+    """The rank that failed first."""
 
 
 class Driver:
@@ -130,7 +132,7 @@ class Driver:
         )
         tail = self._screen.tail(verdict.culprit) if verdict.culprit is not None else ""
         codes = {end.rank: end.code for end in course.ends}
-        return Outcome(verdict.code, verdict.summary(tail), course.results, codes)
+        return Outcome(verdict.code, verdict.summary(tail), course.results, codes, verdict.culprit)
 
     def _open_endpoint(self, course: Course, coordinator: Coordinator, opened: ExitStack) -> None:
         """Where `ronde top` and `ronde stack` ask."""

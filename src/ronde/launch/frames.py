@@ -93,7 +93,8 @@ class FrameReader(Generic[T]):
         if mark:
             self._mark, self._half = b"", b""
         else:
-            cut = max(0, len(before) - len(self._mark) + 1)
+            first = max(0, len(before) - len(self._mark) + 1)
+            cut = next(cut for cut in range(first, len(before) + 1) if self._mark.startswith(before[cut:]))
             before, self._half = before[:cut], before[cut:]
         self.noise = (self.noise + before)[-NOISE_BYTES:]
         return after

@@ -49,7 +49,7 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     rank: int
     argv: tuple[str, ...]
     env: dict[str, str]
-    """The whole environment of the rank, on top of nothing."""
+    """The whole environment of the rank; on another host, on top of what only that host knows (HOME, USER …)."""
     cwd: str
     cpus: tuple[int, ...] = ()
     """Cores it may use; empty for all."""
@@ -58,7 +58,7 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     progress: bool = False
     """Let its output look like a terminal's (ptys for out and err), so that progress bars show."""
     call: bytes = b""
-    """A function to call, as `ronde.run` pickles it: handed to the rank on a pipe of its own, see launch/function."""
+    """A function to call, as `ronde.run` pickles it: handed to the rank on a pipe of its own, see launch/rank."""
 
 
 class Probe(Message, frozen=True):

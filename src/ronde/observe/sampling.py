@@ -72,7 +72,8 @@ def _coin(block: int, size: int) -> int:
 
 
 class Notebook:
-    """The notes of one channel until they are fetched. Whoever runs an operation looks at `next` and no more.
+    """The notes of one channel until they are fetched. Who is in a hurry calls add() only when the number has reached
+    `next`, or the wait `long_ns`.
 
     add() is for the threads that run operations, take() for one other thread.
     """
@@ -90,8 +91,10 @@ class Notebook:
         self._notes: deque[Note] = deque()
 
     def add(self, number: int, arrived_ns: int, waited_ns: int, blocked_ns: int) -> None:
-        """Note an operation whose number has reached `next`, or that has waited for `long_ns`."""
-        if number == self.next or waited_ns >= self.long_ns:
+        """Note an operation if it is one to be noted. Those in the background may be told out of their order."""
+        if not self._limit:
+            return
+        if waited_ns >= self.long_ns or chosen_after(number - 1, self._level) == number:
             self._notes.append(Note(number, self._level, arrived_ns, waited_ns, blocked_ns))
         if number >= self.next:
             self._room -= 1

@@ -50,10 +50,11 @@ def allreduce(
             raise ValueError("allreduce: the sum of sparse tensors is a new tensor; leave out= away")
         return allreduce_sparse(members, x, how, name=name, wait=wait)
     xs, many = _listed(x, "allreduce")
-    outs = _outs(out, xs, many, "allreduce")
     if out is None and wait and _wants_gradient(xs):
         return _one_or_all(backward.allreduce(members, xs, how, name), many)
-    return _one_or_all(transport.allreduce(members, xs, outs, how, name=name, wait=wait), many)
+    if not many:
+        return transport.allreduce_one(members, xs[0], out, how, name=name, wait=wait)
+    return transport.allreduce(members, xs, _outs(out, xs, many, "allreduce"), how, name=name, wait=wait)
 
 
 def allgather(

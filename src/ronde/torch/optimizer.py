@@ -60,7 +60,7 @@ def DistributedOptimizer(
     except BaseException:
         gradients.passes.close()
         raise
-    optimizer.__class__ = _distributed(type(optimizer))  # type: ignore[assignment]  # a subclass of what it was
+    optimizer.__class__ = _distributed(type(optimizer))  # type: ignore[assignment, arg-type]  # a subclass
     optimizer._gradients = gradients  # type: ignore[attr-defined]  # of Distributed
     optimizer.register_step_pre_hook(_Before(gradients))
     optimizer.register_step_post_hook(_After(gradients))

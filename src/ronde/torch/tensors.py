@@ -40,7 +40,9 @@ def check_tensor(x: object, what: str) -> Tensor:
 
 def as_array(x: Tensor, what: str) -> Given:
     """The tensor's memory when it is on the CPU, else a copy on the host."""
-    host = check_tensor(x, what).detach().cpu()
+    host = check_tensor(x, what).detach()
+    if not host.is_cpu:
+        host = host.cpu()
     if host.is_neg():
         host = host.resolve_neg()
     if host.dtype is torch.bfloat16:

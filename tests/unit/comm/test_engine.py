@@ -38,6 +38,7 @@ from ronde.net.messages import (
     StackReply,
     Stalled,
     Unknown,
+    Vitals,
 )
 from ronde.observe.recorder import Recorder
 from ronde.types import Deadline, DType, Kind
@@ -114,11 +115,18 @@ class ScriptedControl:
 class Stage:
     """An engine with one group of three ranks on a scripted channel."""
 
-    def __init__(self, coordinator_rank: int = -1) -> None:
+    def __init__(self, coordinator_rank: int = -1, *, watched: bool = False) -> None:
         self.control = ScriptedControl()
         self.recorder = Recorder(0)
         self.presence = Presence(0, 3, ThreadsBackend(Hub()))
-        self.engine = Engine(self.control, self.presence, self.recorder, lifeline=7, coordinator_rank=coordinator_rank)
+        self.engine = Engine(
+            self.control,
+            self.presence,
+            self.recorder,
+            lifeline=7,
+            coordinator_rank=coordinator_rank,
+            watched=watched,
+        )
         self.channel = ScriptedChannel(members=(0, 1, 2))
         lane = Lane(self.channel, 0, self.recorder, 10.0)
         self.presence.adopt(lane)
@@ -364,3 +372,45 @@ def test_a_sleeping_engine_is_woken_once(stage: Stage) -> None:
             stage.announce(str(index))
     stage.control.expect(Announce)
     assert stage.control.num_wakes - before <= 2
+
+
+# --- for those who watch the job --------------------------------------------------------------------------------------
+
+
+def test_without_a_launcher_nobody_is_told_how_it_is(stage: Stage) -> None:
+    stage.control.expect(Beat)
+    assert not any(isinstance(message, Vitals) for message in stage.control.said)
+
+
+def test_a_launcher_is_told_how_it_is_at_the_start_and_before_leaving() -> None:
+    stage = Stage(watched=True)
+    try:
+        assert stage.control.expect(Vitals).reading.steps == 0
+        stage.recorder.mark_step()
+        stage.engine.leave(Leave(orderly=False), Deadline(10))
+        deadline = Deadline(10)
+        while stage.control.expect(Vitals).reading.steps != 1:
+            assert not deadline.passed
+    finally:
+        stage.engine.stop()
+
+
+def test_who_waits_for_a_named_operation_knows_whom_it_waited_for(stage: Stage) -> None:
+    work = stage.announce("w")
+    stage.control.expect(Announce)
+    waiter = threading.Thread(target=work.wait)
+    waiter.start()
+    while stage.engine.board.doing() is None:
+        pass
+    doing = stage.engine.board.doing()
+    assert doing is not None and doing.op == "allreduce 'w' of group 0"
+    # Rank 2 came last, rank 1 an hour before it; so did this rank, says the coordinator.
+    stage.control.tell(Run(0, (RunItem(1, "w"),), late=((2, 0), (0, 1), (1, 3600 * 10**9))))
+    work._take_off(Deadline(10))
+    stage.finish(work)
+    waiter.join()
+    reading = stage.recorder.reading(0, None)
+    blamed = dict(reading.waited_for)
+    assert blamed[2] > 0 == blamed[1] and 0 not in blamed
+    assert reading.waiting_ns >= blamed[2]
+    assert stage.engine.board.doing() is None

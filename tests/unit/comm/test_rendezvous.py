@@ -111,6 +111,24 @@ def test_a_wrong_key_everywhere_is_told_with_the_way_out(taken: tuple[int, ExitS
         other.close()
 
 
+def test_who_was_there_is_told_even_if_it_has_gone_since(taken: tuple[int, ExitStack]) -> None:
+    other = host_coordinator(make(0, taken[0]), JobKey(new_key()))
+    told: list[str] = []
+
+    def search() -> None:
+        with pytest.raises(StartFailed) as caught:
+            find_place(make(1, taken[0] + 1, start_s=1.0), (), 0)
+        told.append(str(caught.value))
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    while not other._door.refused and thread.is_alive():
+        pass
+    other.close()
+    thread.join()
+    assert "refused the job's key" in told[0]
+
+
 def test_a_range_without_a_free_port_is_told(taken: tuple[int, ExitStack]) -> None:
     with pytest.raises(StartFailed, match="cannot listen on"):
         host_coordinator(make(0, taken[0], coordinator=f"127.0.0.1:{taken[0]}-{taken[0]}"), JobKey(KEY))

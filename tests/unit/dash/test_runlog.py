@@ -128,6 +128,11 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         read_log(path)
 
 
+def test_what_is_told_twice_of_a_step_counts_as_told_last() -> None:
+    run = collect([encode(values(1, 0.5)), encode(values(2, 0.4)), encode(values(2, 0.3))])
+    assert run.series("train/loss") == [(1, 0.5), (2, 0.3)]
+
+
 def test_lines_that_are_not_records_are_counted() -> None:
     run = collect([encode(values(1, 0.5)), b'{"type":"values"}', b"{"])
     assert (len(run.values), run.num_torn) == (1, 2)

@@ -39,8 +39,9 @@ def test_an_axis_without_end_is_refused() -> None:
         fit_axis(0, math.inf, 0, 100)
 
 
-@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e9))
-def test_every_axis_holds_its_values_with_few_ticks(low: float, width: float) -> None:
+@given(st.floats(-1e9, 1e9), st.floats(1e-6, 1e3))
+def test_every_axis_holds_its_values_with_few_ticks(low: float, part: float) -> None:
+    width = part * (abs(low) or 1.0)
     axis = fit_axis(low, low + width, 0.0, 1.0)
     slack = 1e-6 * (axis.high - axis.low)
     assert axis.low <= low + slack

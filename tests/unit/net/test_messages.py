@@ -33,16 +33,21 @@ from ronde.net.messages import (
     Stalled,
     TraceBatch,
     Unknown,
+    Visits,
+    Vitals,
     Waiting,
     Welcome,
     decode_from_coordinator,
     decode_from_worker,
     encode,
 )
+from ronde.observe.sampling import Note
+from ronde.observe.vitals import Doing, Reading
 from ronde.types import Member
 
 MEMBER = Member(rank=1, host="b", pid=7, unix_door="ronde-x", tcp_doors=("10.0.0.1:5", "[::1]:6"))
 REQUEST = Request(group=0, name="loss", kind=1, dtype=10, shapes=((2, 3), ()), op=1, prescale=0.5, splits=(1, 0))
+READING = Reading(1, 2, 3, 4, 5, 6, waited_for=((1, 7),), doing=Doing("barrier", 8, (1, 2), waits=False))
 WORKER: list[FromWorker] = [
     Join(version=1, round=0, size=2, member=MEMBER, groups=((0, 1), (1,))),
     Announce(new=(REQUEST,), known=(3, 2**40)),
@@ -51,12 +56,13 @@ WORKER: list[FromWorker] = [
     Waiting(op="allreduce", group=0, since_ns=1, missing=(1,), call="0.ordered 3"),
     StackReply(ticket=3, line="train.py:42", stack="…"),
     TraceBatch(events=(b"{}", b"\xff"), dropped=2),
+    Vitals(reading=READING, visits=(Visits("0.ordered", 0, (Note(2**33, 3, 2**62, 5, 4),)),)),
     Leave(orderly=False, why="ValueError"),
 ]
 COORDINATOR: list[FromCoordinator] = [
     Welcome(round=1, members=(MEMBER,)),
     Refused(why="late"),
-    Run(group=0, items=(RunItem(1, "loss"), RunItem(2, "x", REQUEST, (4, 5)))),
+    Run(group=0, items=(RunItem(1, "loss"), RunItem(2, "x", REQUEST, (4, 5))), late=((1, 0), (0, 5))),
     Failed(group=0, name="loss", why="shapes differ"),
     Unknown(id=9),
     GroupChanged(ranks=(0, 2), id=3, why="no"),
@@ -176,3 +182,10 @@ ANYTHING = st.recursive(
 @given(st.sampled_from([type(message).__name__ for _, message in EVERY]), st.lists(ANYTHING, max_size=6))
 def test_fields_of_the_wrong_kind_raise_nothing_but_protocol_errors(tag: str, fields: list[object]) -> None:
     only_protocol_errors(bytes([VERSION]) + msgspec.msgpack.encode([tag, *fields]))
+
+
+def test_a_level_that_would_weigh_more_than_anything_is_refused() -> None:
+    note = encode(Vitals(Reading(1), (Visits("0.ordered", 0, (Note(1, 30, 1, 1, 1),)),)))
+    assert isinstance(decode_from_worker(note), Vitals)
+    with pytest.raises(ProtocolError, match="30"):
+        decode_from_worker(encode(Vitals(Reading(1), (Visits("0.ordered", 0, (Note(1, 31, 1, 1, 1),)),))))

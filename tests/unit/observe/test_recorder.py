@@ -8,6 +8,7 @@ import pytest
 
 from ronde.observe.events import Event, PeerGone
 from ronde.observe.recorder import Recorder
+from ronde.observe.vitals import Doing
 
 
 def gone(peer: int) -> Event:
@@ -113,3 +114,40 @@ def test_what_does_not_fit_in_the_trace_is_counted_once_and_still_summed() -> No
     assert sum(json.loads(event)["name"] == "barrier" for event in events) == 10
     assert recorder.drain_trace(1000) == ([], 0)
     assert recorder.metrics().total.operations == 25
+
+
+# --- for those who watch the job --------------------------------------------------------------------------------------
+
+
+def test_a_reading_has_the_sums_so_far() -> None:
+    recorder = Recorder(0)
+    recorder.operation("allreduce", "", 0, 100, 0, 3_000, 4_000)
+    recorder.operation("allreduce", "", 0, 100, 5_000, 6_000, 8_000)
+    recorder.mark_step()
+    reading = recorder.reading(9_000, None)
+    assert (reading.at_ns, reading.steps, reading.operations, reading.bytes) == (9_000, 1, 2, 200)
+    assert (reading.waiting_ns, reading.moving_ns) == pytest.approx((4_000, 3_000), abs=1)
+
+
+def test_time_in_which_no_caller_was_blocked_does_not_count_as_waiting() -> None:
+    recorder = Recorder(0)
+    recorder.operation("bucket", "", 0, 100, 0, 3_000, 4_000)
+    recorder.unblocked(2_000, 1_000)
+    recorder.unblocked(-500, 0)
+    reading = recorder.reading(9_000, None)
+    assert (reading.waiting_ns, reading.moving_ns) == pytest.approx((1_500, 0), abs=1)
+
+
+def test_what_is_under_way_counts_as_far_as_it_has_come() -> None:
+    recorder = Recorder(0)
+    waits = recorder.reading(10_000, Doing("barrier", 4_000, (1,)))
+    moves = recorder.reading(10_000, Doing("barrier", 4_000, (), waits=False))
+    assert (waits.waiting_ns, waits.moving_ns) == pytest.approx((6_000, 0), abs=1)
+    assert (moves.waiting_ns, moves.moving_ns) == pytest.approx((0, 6_000), abs=1)
+
+
+def test_whom_a_caller_waited_for_adds_up() -> None:
+    recorder = Recorder(0)
+    recorder.waited_for({1: 10.0, 2: 5.0})
+    recorder.waited_for({1: 10.0})
+    assert dict(recorder.reading(0, None).waited_for) == {1: 20, 2: 5}

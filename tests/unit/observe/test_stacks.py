@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import ronde.observe
-from ronde.observe.stacks import STACK_LIMIT, process_state, where_is_main_thread
+from ronde.observe.stacks import STACK_LIMIT, RankStack, group_stacks, process_state, where_is_main_thread
 
 Ask = Callable[[], tuple[str, str]]
 
@@ -166,3 +166,29 @@ def test_a_killed_process_is_gone_even_before_it_is_reaped(child: subprocess.Pop
     assert process_state(child.pid) == "gone"
     child.wait()
     assert process_state(child.pid) == "gone"
+
+
+def test_ranks_at_the_same_place_are_shown_together() -> None:
+    def at(rank: int, line: str = "", why: str = "") -> RankStack:
+        return RankStack(rank=rank, line=line, stack=f"stack of {line}", why=why)
+
+    grouped = group_stacks([at(0, "a"), at(1, why="does not answer"), at(2, "b"), at(3, "a"), at(4, "b"), at(5, "b")])
+    assert [(ranks, first.line or first.why) for ranks, first in grouped] == [
+        ((2, 4, 5), "b"),
+        ((0, 3), "a"),
+        ((1,), "does not answer"),
+    ]
+
+
+def test_the_threads_of_ronde_are_not_shown() -> None:
+    over = threading.Event()
+    threads = [threading.Thread(target=over.wait, name=name) for name in ("ronde-door", "loader")]
+    for thread in threads:
+        thread.start()
+    try:
+        _, stack = where_is_main_thread()
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert "thread loader" in stack and "ronde-door" not in stack

@@ -157,7 +157,7 @@ def test_the_time_is_right_however_many_operations_a_step_has_and_whatever_the_c
     books = {rank: Notebook(len(members)) for rank in members}
     clocks = {0: 0, 1: offset_ms * MS, 2: 3 * offset_ms * MS}
     stragglers = Stragglers()
-    now, number, num_steps = 1000 * MS, 0, 120
+    now, number, num_steps = 1000 * MS, 0, 40
     for step in range(num_steps):
         for index in range(per_step):
             late = 20 * MS if index == 0 else 0
@@ -182,7 +182,7 @@ def test_short_waits_are_estimated_from_those_that_were_drawn() -> None:
     members = (0, 1)
     books = {rank: Notebook(len(members)) for rank in members}
     stragglers = Stragglers()
-    num, waited = 200_000, long_wait_ns(2) // 4
+    num, waited = 100_000, long_wait_ns(2) // 4
     for number in range(num):
         for rank in members:
             if number >= books[rank].next:

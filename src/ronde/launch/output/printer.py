@@ -224,12 +224,12 @@ class Printer:
             rows = self._rows[rank, stream].visible(self._now_s) if stream in console.streams else ()
             if rows:
                 groups.setdefault((stream, rows), []).append(rank)
+        limit = max(1, self._options.place.height * 2 // 3)
         drawn = []
         for (_, rows), ranks in groups.items():
             for owners in [tuple(ranks)] if self._options.fold else [(rank,) for rank in ranks]:
                 prefix = label(owners, color=self._options.color)
-                drawn += [prefix + row for row in rows]
-        limit = max(1, self._options.place.height * 2 // 3)
+                drawn += [prefix + row for row in rows[-limit:]]
         if len(drawn) > limit:
             drawn[limit - 1 :] = [b"... and %d more" % (len(drawn) - limit + 1)]
         return tuple(drawn)

@@ -22,7 +22,7 @@ LIMIT_BYTES = 256 * 1024
 """A longer line goes on in pieces."""
 OPEN_S = 0.25
 """A line without its end, such as a prompt, is shown after so long."""
-REST_S = 0.5
+REST_S = 0.2
 """A stream that writes nothing for so long does not come back to the rows above its cursor, unless it hid that."""
 MAX_ROWS = 64
 """How far up a stream can go."""
@@ -63,6 +63,7 @@ class Rows:
         self._bar = False  # the row has been overwritten
         self._live = False
         self._hidden = False  # only while live
+        self._written = False  # something was, since the cursor came to this row
         self._climbed = False  # the cursor went up, and nothing has been written since
         self._room = 0  # so many first rows were made by going up, and nothing was written to them
         self._spilled = False  # the beginning of the first row was handed out in pieces
@@ -214,12 +215,15 @@ class Rows:
             self._sequence(control[-1:], control[2:-1])
 
     def _put(self, text: bytes) -> None:
-        self._settle_above()
+        if self._climbed or (self._fresh and self._written):
+            self._commit(self._cursor)  # who goes back to draw again begins at the top of what he draws
+            self._climbed = False
         if self._fresh:
             self._close_spilled()
             self._rows[self._cursor] = b""
             self._fresh, self._bar = False, True
         self._rows[self._cursor] += text
+        self._written = True
         self._room = min(self._room, self._cursor)
         if len(self._rows[self._cursor]) > LIMIT_BYTES:
             self._rows.append(self._rows.pop(self._cursor))  # nobody draws such a thing: the others are done
@@ -229,8 +233,9 @@ class Rows:
             self._spill()
 
     def _newline(self) -> None:
-        self._settle_above()
-        self._fresh = False
+        if self._climbed:
+            self._commit(self._cursor)
+        self._fresh = self._written = self._climbed = False
         if not self._live:
             self._commit(1)
             self._rows = [b""]
@@ -243,12 +248,6 @@ class Rows:
         if len(self._rows) > MAX_ROWS:
             self._commit(1 if self._hidden else self._cursor)
             self._live = self._hidden
-
-    def _settle_above(self) -> None:
-        """A stream that went up and writes again begins at the top of what it draws."""
-        if self._climbed:
-            self._climbed = False
-            self._commit(self._cursor)
 
     def _commit(self, count: int) -> None:
         """The first rows are settled."""
@@ -274,6 +273,7 @@ class Rows:
             self._up(max(1, number))
         elif final in b"BE":
             self._cursor = min(self._cursor + max(1, number), len(self._rows) - 1)
+            self._written = False
         if final in b"EF" or (final == b"G" and number <= 1):
             self._fresh = True
         elif final == b"K" and (number == 2 or (number == 0 and self._fresh)):
@@ -296,6 +296,7 @@ class Rows:
             self._room += room
             self._cursor = 0
         self._live = self._climbed = True
+        self._written = False
 
 
 def _moves_cursor(data: bytes) -> bool:

@@ -26,18 +26,18 @@ def tqdm_nested(*, outer: int, inner: int) -> list[bytes]:
     return [*writes, b"\n"]
 
 
-def rich_progress(*, steps: int, transient: bool = False, log: bool = False) -> list[bytes]:
-    """Two bars of rich, refreshed at each step, as rich writes them to a terminal; with lines printed in between."""
+def rich_progress(*, steps: int, bars: int = 2, transient: bool = False, log: bool = False) -> list[bytes]:
+    """Bars of rich, refreshed at each step, as rich writes them to a terminal; with lines printed in between."""
     file = _Writes()
     console = rich.console.Console(
         file=file, force_terminal=True, width=60, height=20, color_system="standard", legacy_windows=False, _environ={}
     )
     columns = ("{task.description}", rich.progress.MofNCompleteColumn())
     with rich.progress.Progress(*columns, console=console, auto_refresh=False, transient=transient) as progress:
-        train, check = progress.add_task("train", total=steps), progress.add_task("check", total=steps)
+        tasks = [progress.add_task(name, total=steps) for name in ("train", "check", "third")[:bars]]
         for step in range(steps):
-            progress.advance(train)
-            progress.advance(check)
+            for task in tasks:
+                progress.advance(task)
             progress.refresh()
             if log:
                 progress.console.print(f"step {step}")

@@ -99,10 +99,21 @@ def test_the_bars_of_rich_are_drawn_in_place() -> None:
     assert shown == ["train \x1b[32m5/5\x1b[0m", "check \x1b[32m5/5\x1b[0m"]
 
 
-def test_lines_printed_above_the_bars_of_rich_stay() -> None:
-    shown = lines_of(rich_progress(steps=3, log=True))
-    assert [line for line in shown if "step" in line] == [f"step \x1b[1;36m{step}\x1b[0m" for step in range(3)]
-    assert len(shown) == 5
+@pytest.mark.parametrize("bars", [1, 2, 3])
+def test_lines_printed_above_the_bars_of_rich_are_settled_when_the_bars_are_drawn_again(bars: int) -> None:
+    rows = Rows(shown=True)
+    settled: list[str] = []
+    for chunk in rich_progress(steps=30, bars=bars, log=True):
+        settled += b"".join(text.data for text in rows.feed(chunk, 0.0)).decode().splitlines()
+        assert len(rows.visible(0.0)) <= bars + 1
+    settled += b"".join(text.data for text in rows.end()).decode().splitlines()
+    assert settled[:-bars] == [f"step \x1b[1;36m{step}\x1b[0m" for step in range(30)]
+
+
+@pytest.mark.parametrize("bars", [1, 2, 3])
+def test_it_makes_no_difference_how_a_terminal_cuts_what_rich_writes(bars: int) -> None:
+    data = b"".join(rich_progress(steps=5, bars=bars, log=True)).replace(b"\n", b"\r\n")
+    assert lines_of([bytes([byte]) for byte in data]) == lines_of([data])
 
 
 def test_bars_that_rich_takes_away_leave_nothing() -> None:

@@ -11,7 +11,7 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 from horovod.common.exceptions import HorovodVersionMismatchError
 
@@ -46,7 +46,7 @@ T = TypeVar("T")
 
 def _cache(function: Callable[P, T]) -> Callable[P, T]:
     """Remember what a function returned, by its arguments."""
-    return functools.wraps(function)(functools.cache(function))  # type: ignore[arg-type]  # arguments are hashable
+    return cast("Callable[P, T]", functools.cache(function))
 
 
 def get_ext_suffix() -> str:

@@ -132,9 +132,7 @@ def _add_watching(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--timeline-filename", action=NoteOverride, help="file for the timeline of all processes")
     _tri_state(group, "timeline-mark-cycles", "mark cycles in the timeline")
     group.add_argument("--no-stall-check", action=NoteOverride, const=True, help="report no stalls")
-    group.add_argument(
-        "--stall-check", dest="no_stall_check", action=NoteOverride, const=False, help=argparse.SUPPRESS
-    )
+    group.add_argument("--stall-check", dest="no_stall_check", action=NoteOverride, const=False, help=argparse.SUPPRESS)
     _number(group, "stall-check-warning-time-seconds", int, "report operations that wait longer than this")
     _number(group, "stall-check-shutdown-time-seconds", int, "end operations that wait longer than this")
 

@@ -22,7 +22,7 @@ from ronde.launch.job import Host, Job, Ssh
 from ronde.launch.output.options import Place, PrintOptions, Target
 from ronde.launch.output.printer import Printer
 
-__all__ = ["check_build", "parse_args", "run_commandline"]
+__all__ = ["check_build", "make_job", "parse_args", "parse_arguments", "run_commandline"]
 
 NO_ELASTIC = "elastic mode is not part of ronde-horovod yet; leave --min-np, --max-np and --host-discovery-script away"
 WRONG_CODE = 2
@@ -51,10 +51,11 @@ WITHOUT_EFFECT: dict[str, str] = {
 
 def parse_args() -> argparse.Namespace:
     """The options of sys.argv, those of a configuration file included. ValueError for values that cannot be."""
-    return _parse(sys.argv[1:])
+    return parse_arguments(sys.argv[1:])
 
 
-def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
+    """The options of a command line."""
     parser = make_parser()
     args = parser.parse_args(arguments)
     if args.config_file:
@@ -176,9 +177,7 @@ def start(job: Job, showing: Showing) -> Outcome:
     """Run the job to its end."""
     target = showing.target or Target(sys.stdout.buffer, sys.stderr.buffer)
     place = Place.of(target)
-    options = PrintOptions(
-        fold=False, timestamps=showing.timestamps, color=False, folder=showing.folder, place=place
-    )
+    options = PrintOptions(fold=False, timestamps=showing.timestamps, color=False, folder=showing.folder, place=place)
     printer = Printer(target, num_ranks=job.num_ranks, options=options)
     try:
         return Driver(job, printer).run()

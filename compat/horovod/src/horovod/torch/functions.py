@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 import ronde
+import ronde.torch
 from horovod.common.exceptions import translated
 from horovod.common.process_sets import ProcessSet, global_process_set, group_of
 from horovod.torch.operations import broadcast_async_, synchronize
-from ronde.torch import broadcast as ronde_broadcast
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -46,7 +46,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of LBFGS cannot be broadcast: it is made of closures' results")
     with translated():
-        ronde_broadcast.broadcast_optimizer_state(optimizer, root=root_rank)
+        ronde.torch.broadcast_optimizer_state(optimizer, root=root_rank)
 
 
 def broadcast_object(

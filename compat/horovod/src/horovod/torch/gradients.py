@@ -50,6 +50,10 @@ class _How(NamedTuple):
     process_set: ProcessSet
 
 
+def _apply(function: type[Function], *args: Any) -> Any:  # noqa: ANN401  # as the function's forward()
+    return function.apply(*args)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+
 class HorovodAllreduce(Function):
     """Backward: the same reduction of the gradient."""
 
@@ -64,7 +68,7 @@ class HorovodAllreduce(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """The reduced gradient."""
-        return HorovodAllreduce.apply(grads[0], None, ctx.how), None, None
+        return _apply(HorovodAllreduce, grads[0], None, ctx.how), None, None
 
 
 class HorovodGroupedAllreduce(Function):
@@ -82,7 +86,7 @@ class HorovodGroupedAllreduce(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """The reduced gradients."""
-        return (None, None, *HorovodGroupedAllreduce.apply(None, ctx.how, *grads))
+        return (None, None, *_apply(HorovodGroupedAllreduce, None, ctx.how, *grads))
 
 
 class HorovodAllgather(Function):
@@ -164,7 +168,7 @@ class HorovodAlltoall(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """The gradients of the rows I sent; rows that were not sent have none."""
-        back, _ = HorovodAlltoall.apply(grads[0], ctx.received, None, ctx.process_set)
+        back, _ = _apply(HorovodAlltoall, grads[0], ctx.received, None, ctx.process_set)
         missing = ctx.num_rows - back.shape[0]
         if missing:
             back = torch.cat([back, back.new_zeros((missing, *back.shape[1:]))])
@@ -230,7 +234,7 @@ def allreduce(
     """The reduction over all processes of the set, as a new tensor. Differentiable."""
     how = _How(handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor, process_set)
     small, context = compression.compress(tensor)
-    return compression.decompress(HorovodAllreduce.apply(small, name, how), context)
+    return compression.decompress(_apply(HorovodAllreduce, small, name, how), context)
 
 
 def allreduce_(
@@ -262,7 +266,7 @@ def grouped_allreduce(
     """The reductions of several tensors, which travel as a unit. Differentiable."""
     how = _How(handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor, process_set)
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = HorovodGroupedAllreduce.apply(name, how, *[small for small, _ in pairs])
+    reduced = _apply(HorovodGroupedAllreduce, name, how, *[small for small, _ in pairs])
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
 
@@ -285,7 +289,7 @@ def grouped_allreduce_(
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Everybody's rows, one after the other. Differentiable."""
-    gathered: Tensor = HorovodAllgather.apply(_with_rows(tensor), name, process_set)
+    gathered: Tensor = _apply(HorovodAllgather, _with_rows(tensor), name, process_set)
     return gathered
 
 
@@ -293,7 +297,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
     """Everybody's rows of several tensors. Differentiable."""
-    return tuple(HorovodGroupedAllgather.apply(name, process_set, *map(_with_rows, tensors)))
+    return tuple(_apply(HorovodGroupedAllgather, name, process_set, *map(_with_rows, tensors)))
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
@@ -306,7 +310,7 @@ def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
     """The root's tensor for everybody, as a new one. Differentiable."""
-    received: Tensor = HorovodBroadcast.apply(tensor, root_rank, name, process_set)
+    received: Tensor = _apply(HorovodBroadcast, tensor, root_rank, name, process_set)
     return received
 
 
@@ -325,7 +329,7 @@ def alltoall(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The rows that others have for me; with splits also how many from each. Differentiable."""
-    rows, received = HorovodAlltoall.apply(tensor, splits, name, process_set)
+    rows, received = _apply(HorovodAlltoall, tensor, splits, name, process_set)
     return rows if splits is None else (rows, received)
 
 
@@ -341,7 +345,7 @@ def reducescatter(
     """My rows of the reduction. Differentiable."""
     small, context = compression.compress(tensor)
     how = _How(op, prescale_factor, postscale_factor, process_set)
-    return compression.decompress(HorovodReducescatter.apply(small, name, how), context)
+    return compression.decompress(_apply(HorovodReducescatter, small, name, how), context)
 
 
 def grouped_reducescatter(
@@ -356,5 +360,5 @@ def grouped_reducescatter(
     """My rows of the reductions of several tensors. Differentiable."""
     pairs = [compression.compress(tensor) for tensor in tensors]
     how = _How(op, prescale_factor, postscale_factor, process_set)
-    rows = HorovodGroupedReducescatter.apply(name, how, *[small for small, _ in pairs])
+    rows = _apply(HorovodGroupedReducescatter, name, how, *[small for small, _ in pairs])
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(rows, pairs, strict=True)]

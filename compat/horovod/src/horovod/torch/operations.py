@@ -177,8 +177,6 @@ def sparse_allreduce_async(
         all_values, all_indices = synchronize(values), synchronize(indices)
         if op == Average:
             all_values = all_values / group.size
-        if all_indices.dim() == 0 or all_values.dim() == 0:
-            return torch.sparse_coo_tensor(size=tensor.shape)
         return torch.sparse_coo_tensor(all_indices.transpose(0, 1), all_values, tensor.shape)
 
     return result

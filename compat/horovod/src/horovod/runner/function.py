@@ -1,0 +1,89 @@
+"""horovod.run(): a function on many processes, from Python."""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from horovod.runner.launch import NO_ELASTIC, make_job, parse_arguments
+from ronde.errors import JobFailed
+from ronde.launch.function import pack_call, run_job
+
+__all__ = ["run"]
+
+CALLEE = "ronde.launch.callee"
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int = 1,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: int | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: int | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+) -> list[Any]:
+    """Call func(*args, **kwargs) on num_proc processes, and return what it returned, by rank.
+
+    RuntimeError when a process fails; what it raised is the cause.
+    """
+    num_proc = _newer("np", np, "num_proc", num_proc)
+    min_num_proc = _newer("min_np", min_np, "min_num_proc", min_num_proc)
+    max_num_proc = _newer("max_np", max_np, "max_num_proc", max_num_proc)
+    if network_interface is not None:
+        warnings.warn("network_interface is deprecated; use network_interfaces", DeprecationWarning, stacklevel=2)
+    if hosts and hostfile:
+        raise ValueError("give hosts or hostfile, not both")
+    if use_gloo and use_mpi:
+        raise ValueError("give use_gloo or use_mpi, not both")
+    if min_num_proc is not None or max_num_proc is not None or host_discovery_script is not None:
+        raise ValueError(NO_ELASTIC)
+    flags = {
+        "-np": num_proc,
+        "-H": hosts,
+        "--hostfile": hostfile,
+        "--start-timeout": start_timeout,
+        "-p": ssh_port,
+        "-i": ssh_identity_file,
+        "--output-filename": output_filename,
+    }
+    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    options = parse_arguments(words)
+    command = (executable or sys.executable, "-m", CALLEE)
+    job = make_job(options, command, os.environ, call=pack_call(func, args, kwargs or {}))
+    try:
+        return run_job(job)
+    except JobFailed as error:
+        raise RuntimeError(f"the job failed: {error}") from error
+    except Exception as error:
+        raise RuntimeError(f"a process of the job failed: {type(error).__name__}: {error}") from error
+
+
+def _newer(old_name: str, old: int | None, name: str, value: Any) -> Any:  # noqa: ANN401  # int, or None where allowed
+    if old is None:
+        return value
+    warnings.warn(f"{old_name} is deprecated; use {name}", DeprecationWarning, stacklevel=3)
+    return old

@@ -1,0 +1,1 @@
+"""Small things at their historic addresses."""

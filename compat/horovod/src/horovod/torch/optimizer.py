@@ -1,0 +1,190 @@
+"""Horovod's DistributedOptimizer: its arguments, its methods and its warnings, over ronde.torch's.
+
+What differs is only when gradients are ready: at the end of backward(), so that code which looks at them before
+step() is right without synchronize().
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+import ronde.torch
+from horovod.common.exceptions import translated
+from horovod.common.process_sets import ProcessSet, global_process_set, group_of
+from horovod.common.util import split_list
+from horovod.torch.adasum_optimizer import AdasumOptimizer
+from horovod.torch.compression import Compression, Compressor, FP16Compressor, NoneCompressor
+from horovod.torch.operations import OPS, Adasum, Average, _basics
+from ronde.torch import Distributed
+
+__all__ = ["DistributedOptimizer"]
+
+CODECS: dict[type[Compressor], str | None] = {NoneCompressor: None, FP16Compressor: "float16"}
+
+
+def DistributedOptimizer(
+    optimizer: Optimizer,
+    named_parameters: Iterable[tuple[str, Tensor]] | None = None,
+    compression: type[Compressor] = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | Sequence[Sequence[Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:  # noqa: ANN401  # an optimizer of a class made for it
+    """The optimizer, made to average gradients over the processes while backward() runs.
+
+    backward_passes_per_step passes are added up before they travel. gradient_predivide_factor splits the averaging
+    before and behind the sum. `groups` are parameters that travel together: a number of groups, or lists of them.
+    """
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
+    if num_groups:
+        warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    named = _named(optimizer, named_parameters)
+    together = _together(named, groups)
+    if op == Adasum:
+        if process_set is not global_process_set:
+            raise NotImplementedError("Adasum works with all processes, not with a process set")
+        if _basics.size() > 1:
+            return AdasumOptimizer.wrap(optimizer, compression, backward_passes_per_step)
+    with translated():
+        wrapped = ronde.torch.DistributedOptimizer(
+            optimizer,
+            named_parameters=named,
+            op=OPS[Average if op == Adasum else op],
+            passes=backward_passes_per_step,
+            codec=_codec(compression),
+            group=group_of(process_set),
+            average_passes=False,
+            predivide=gradient_predivide_factor,
+            sparse_as_dense=sparse_as_dense,
+            together=together,
+        )
+    plain = next(kind for kind in type(wrapped).__mro__ if not issubclass(kind, Distributed))
+    wrapped.__class__ = _horovod_class(type(wrapped), plain)
+    wrapped._describe(dict((param, name) for name, param in named), backward_passes_per_step, op, process_set)
+    return wrapped
+
+
+class HorovodOptimizer(Distributed):
+    """What Horovod adds to an optimizer's class."""
+
+    _synchronized = False
+    _should_synchronize = True
+
+    def _describe(self, names: dict[Tensor, str], passes: int, op: int, process_set: ProcessSet) -> None:
+        self._parameter_names = names
+        self.backward_passes_per_step = passes
+        self.op = op
+        self.process_set = process_set
+        self._handles: dict[Tensor, Any] = {}
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """From the next step on, so many backward passes make one."""
+        self.passes = passes
+        self.backward_passes_per_step = passes
+
+    def synchronize(self) -> None:
+        """Combine gradients now."""
+        with translated():
+            super().synchronize()
+        self._synchronized = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """For step() after a synchronize() of one's own."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401  # as the closure returns
+        """As ever, on combined gradients."""
+        if self._should_synchronize and self._synchronized:
+            warnings.warn(
+                "optimizer.step() was called without optimizer.skip_synchronize() after optimizer.synchronize(); "
+                "wrap it as `with optimizer.skip_synchronize(): optimizer.step()`",
+                stacklevel=2,
+            )
+        self._synchronized = False
+        with translated():
+            return super().step(closure) if closure is not None else super().step()  # type: ignore[call-arg]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As ever."""
+        super().zero_grad(set_to_none)
+
+
+@cache
+def _horovod_class(distributed: type[Any], plain: type[Any]) -> type[Any]:
+    return type(plain.__name__, (HorovodOptimizer, distributed), {"__module__": __name__, "__doc__": plain.__doc__})
+
+
+def _codec(compression: type[Compressor]) -> str | None:
+    for kind, codec in CODECS.items():
+        if isinstance(compression, type) and issubclass(compression, kind):
+            return codec
+    raise ValueError(
+        f"compression must be hvd.Compression.none or hvd.Compression.fp16, got {compression!r}; "
+        "a compressor of your own becomes a codec of ronde.torch.DistributedOptimizer"
+    )
+
+
+def _named(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
+    """The names of all parameters of the optimizer."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if given is None:
+        return [
+            (f"allreduce.noname.{i}.{j}", param)
+            for i, group in enumerate(optimizer.param_groups)
+            for j, param in enumerate(group["params"])
+        ]
+    named = list(given)
+    if any(not isinstance(pair, tuple) for pair in named):
+        raise ValueError("named_parameters must be (name, parameter) tuples, as model.named_parameters() gives them")
+    names = [name for name, _ in named]
+    twice = sorted({name for name in names if names.count(name) > 1})
+    if twice:
+        raise ValueError(f"parameter names must be unique; found twice: {', '.join(twice)}")
+    unnamed = len({id(param) for param in params} - {id(param) for _, param in named})
+    if unnamed:
+        raise ValueError(f"named_parameters does not name {unnamed} of the optimizer's parameters")
+    mine = {id(param) for param in params}
+    return [(name, param) for name, param in named if id(param) in mine]
+
+
+def _together(
+    named: list[tuple[str, Tensor]], groups: int | Sequence[Sequence[Tensor]] | None
+) -> tuple[tuple[str, ...], ...]:
+    """Names of the parameters that travel together."""
+    if groups is None:
+        return ()
+    if isinstance(groups, bool) or not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
+        raise ValueError(f"groups must be a number above 0, or a list of lists of parameters, got {groups!r}")
+    if isinstance(groups, int):
+        learning = [name for name, param in named if param.requires_grad]
+        return tuple(tuple(part) for part in split_list(learning, min(groups, max(1, len(learning)))))
+    names = {id(param): name for name, param in named}
+    seen: set[int] = set()
+    for param in (param for part in groups for param in part):
+        if not isinstance(param, torch.Tensor):
+            raise ValueError(f"groups must be made of parameters, got {type(param).__name__}")
+        if id(param) in seen:
+            raise ValueError("a parameter can be in one of the groups only")
+        seen.add(id(param))
+    return tuple(tuple(names[id(param)] for param in part if id(param) in names) for part in groups)

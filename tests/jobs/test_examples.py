@@ -1,0 +1,192 @@
+"""Every example runs as its README says; the main job goes on, after it was killed, as if nothing had been."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from ronde.dash import Run, read_log
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+LIMIT_S = 55.0
+# Short and small, everything else as in a real run.
+SHORT = ["--epochs", "3", "--batch-size", "8", "--width", "16", "--image-size", "64", "--checkpoint-s", "0"]
+
+
+def command(program: Sequence[str | Path], num_ranks: int = 2) -> list[str]:
+    start = [str(Path(sys.executable).parent / "ronde"), "run", "-np", str(num_ranks)] if num_ranks > 1 else []
+    return [*start, sys.executable, *map(str, program)]
+
+
+def run(program: Sequence[str | Path], num_ranks: int = 2) -> str:
+    """What it prints; it has to end well."""
+    done = subprocess.run(
+        command(program, num_ranks), capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment()
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONWARNINGS": "error::UserWarning"}
+
+
+def losses(printed: str) -> list[tuple[float, float]]:
+    return [(float(first), float(last)) for first, last in re.findall(r"loss ([\d.]+) -> ([\d.]+)", printed)]
+
+
+def test_fit_finds_the_weights_and_is_the_readmes() -> None:
+    assert "2 ranks found [1.0, -2.0, 0.5]" in run([EXAMPLES / "fit.py"])
+    assert (EXAMPLES / "fit.py").read_text() in (ROOT / "README.md").read_text()
+
+
+def test_the_mlp_learns_digits() -> None:
+    accuracy = re.search(r"2 ranks reach ([\d.]+)% test accuracy", run([EXAMPLES / "mlp.py"]))
+    assert accuracy
+    assert float(accuracy[1]) > 95
+
+
+def test_passes_and_mixed_precision_learn() -> None:
+    ((first, last),) = losses(run([EXAMPLES / "accumulation_amp.py"]))
+    assert last < first / 3
+
+
+def test_uneven_data_train_one_model() -> None:
+    printed = run([EXAMPLES / "uneven_data.py"])
+    assert "batches by rank: [10, 20]" in printed
+    assert "found [1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]" in printed
+
+
+def test_two_tasks_learn_with_a_common_trunk() -> None:
+    for first, last in losses(run([EXAMPLES / "multi_task.py"])):
+        assert last < first / 2
+
+
+def test_every_example_is_listed_with_its_command() -> None:
+    page = (EXAMPLES / "README.md").read_text()
+    for path in EXAMPLES.glob("*.py"):
+        assert re.search(rf"`ronde run -np \d python examples/{path.name}`", page), path.name
+    for path in (EXAMPLES / "imagenet").glob("*.py"):
+        assert f"(imagenet/{path.name})" in page
+
+
+# --- the main job ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Dark and bright images of different sizes and kinds, in ImageNet's layout."""
+    root = tmp_path_factory.mktemp("images")
+    random = np.random.default_rng(0)
+    for split, number in (("train", 64), ("val", 10), ("test", 9)):
+        for index in range(number):
+            name = ("dark", "bright")[index % 2]
+            pixels = random.integers(0, 60, (40 + index % 3, 48, 3), np.uint8) + np.uint8(180 * (index % 2))
+            path = root / split / name / f"{index:03d}.{('png', 'jpg')[index // 2 % 2]}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(pixels).save(path)
+    return root
+
+
+def train(folder: Path, place: Path, *more: str) -> list[str | Path]:
+    return [
+        *(EXAMPLES / "imagenet/train.py", "--data", folder, "--cache", place / "cache", "--run", place / "run"),
+        *(*SHORT, *more),
+    ]
+
+
+def outcome(run: Run) -> dict[str, object]:
+    return {name: run.series(name) for name in ("val/loss", "val/accuracy", "test/loss", "test/accuracy")}
+
+
+@pytest.fixture(scope="module")
+def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A run that nobody disturbs: its place, and what it printed."""
+    place = tmp_path_factory.mktemp("whole")
+    return place, run(train(folder, place))
+
+
+def test_the_main_job_leaves_a_report_and_scalars(whole: tuple[Path, str]) -> None:
+    place, printed = whole
+    report = re.search(r"report: (.*)", printed)
+    assert report
+    assert Path(report[1]).read_text().startswith("<!DOCTYPE html>")
+    assert list((place / "run/tensorboard").glob("events.out.tfevents.*"))
+    log = read_log(place / "run/log.jsonl")
+    assert log.ranks() == [0, 1]
+    assert sum(share.num_steps for _, share in log.shares(1)) == 12
+    assert [step for step, _ in log.series("val/accuracy")] == [4, 8, 12]
+    assert log.series("test/accuracy") == [(12, 1.0)]  # black and white are not hard to tell
+
+
+@pytest.mark.timeout(120)  # two jobs
+def test_the_main_job_goes_on_after_it_was_killed_as_if_nothing_had_been(
+    folder: Path, whole: tuple[Path, str], tmp_path: Path
+) -> None:
+    with subprocess.Popen(
+        command(train(folder, tmp_path)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+    ) as job:
+        assert job.stdout is not None
+        before = []
+        for line in job.stdout:
+            before.append(line)
+            if "epoch 1/3" in line:
+                job.kill()
+    assert "epoch 1/3" in "".join(before), "".join(before)
+    assert not read_log(tmp_path / "run/log.jsonl").ended
+
+    again = run(train(folder, tmp_path, "--resume"))
+    went_on = re.search(r"going on after step (\d+) of 12", again)
+    assert went_on, again
+    assert int(went_on[1]) >= 4
+    logs = [read_log(place / "run/log.jsonl") for place in (whole[0], tmp_path)]
+    assert outcome(logs[0]) == outcome(logs[1])
+    assert logs[1].num_resumes == 1
+
+
+def test_the_main_job_in_mixed_precision_with_loader_processes(folder: Path, tmp_path: Path) -> None:
+    printed = run(train(folder, tmp_path, "--amp", "--workers", "1", "--epochs", "1"))
+    assert "test/accuracy" in printed
+
+
+def test_images_are_prepared_once_and_a_bad_one_is_named(folder: Path, tmp_path: Path) -> None:
+    cache, bad = tmp_path / "cache", folder / "train/dark/bad.png"
+    program: list[str | Path] = [EXAMPLES / "imagenet/prepare.py", folder, cache, "--size", "32"]
+    bad.write_text("not an image")
+    try:
+        done = subprocess.run(command(program, 1), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    finally:
+        bad.unlink()
+    assert done.returncode == 1
+    assert f"cannot read the image {bad}" in done.stderr
+    assert [path.suffix for path in cache.iterdir()] == [".unfinished"]
+
+    (made,) = re.findall(r"prepared: (.*)", run(program, 2))
+    files = {path.name: path.stat().st_mtime_ns for path in Path(made).iterdir()}
+    assert sum(name.startswith("train-") for name in files) == 8
+    run(program, 1)  # as many ranks as one likes
+    assert {path.name: path.stat().st_mtime_ns for path in Path(made).iterdir()} == files
+    images = np.concatenate([np.load(path) for path in sorted(Path(made).glob("train-*.npy"))])
+    assert images.shape == (64, 32, 32, 3)
+    assert (images[:32].mean() > 150) and (images[32:].mean() < 100)  # bright before dark: classes by their names
+
+
+def test_a_folder_of_another_layout_is_refused_with_words(tmp_path: Path) -> None:
+    done = subprocess.run(
+        command([EXAMPLES / "imagenet/prepare.py", tmp_path, tmp_path / "cache"], 1),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert f"{tmp_path} has no folder train and val" in done.stderr

@@ -1,0 +1,108 @@
+"""A running job is watched: who holds up the others, and where all of them are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ronde.launch.endpoint import Endpoint, ask_stacks, ask_status, find_job
+from ronde.launch.status import JobStatus, RankFacts, describe_job
+from ronde.observe.stacks import group_stacks
+from ronde.observe.stragglers import blame
+from ronde.observe.vitals import JobVitals
+from ronde.types import Deadline
+from tests.jobs.jobs import PATIENCE_S, Job, started
+from tests.jobs.scripts import watching
+
+SIZE = 3
+SLOW = 2
+STEPS = 25
+WAITING = "# the line where all of them wait"
+CLOSE_S = 0.1
+"""Beyond what was measured: the opening of channels, and a machine that is busy with other things."""
+
+Times = list[tuple[int, int]]
+
+
+def expected_s(times: dict[int, Times]) -> list[float]:
+    """Per rank, how long the others waited for it, from when each says that it came and was blocked."""
+    total = [0.0] * SIZE
+    for each in zip(*times.values(), strict=True):
+        ready = max(came for came, _ in each)
+        blocked = [(began, ready) for _, began in each]
+        for rank, waited_ns in blame({rank: came for rank, (came, _) in enumerate(each)}, blocked).items():
+            total[rank] += waited_ns / 1e9
+    return total
+
+
+def until(job: Job, condition: Callable[[JobVitals], bool]) -> JobVitals:
+    """The vitals as soon as they fulfil the condition: ranks tell once per second."""
+    deadline = Deadline(PATIENCE_S)
+    while not condition(vitals := job.local.coordinator.vitals()):
+        assert not deadline.passed, vitals
+        time.sleep(0.02)
+    return vitals
+
+
+@pytest.mark.parametrize("how", ["ordered", "named", "planned"])
+def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) -> None:
+    with started("watching", SIZE) as job:
+        job.tell(range(SIZE), steps=STEPS, slow=SLOW, how=how)
+        times = {rank: said["times"] for rank, said in job.hear_all(range(SIZE), "done").items()}
+        expected = expected_s(times)
+        assert expected[SLOW] > 2 * STEPS * (watching.LATE_S - watching.OVERLAP_S) * 0.9
+
+        def is_known(vitals: JobVitals) -> bool:
+            return all(rank.steps == STEPS for rank in vitals.ranks)
+
+        vitals = until(job, is_known)
+        job.tell(range(SIZE))
+        assert job.wait() == [0] * SIZE, job.said()
+        found = [rank.held_up_s for rank in job.local.coordinator.vitals().ranks]
+    for rank in range(SIZE):
+        assert found[rank] == pytest.approx(expected[rank], rel=0.2, abs=CLOSE_S), (found, expected)
+    assert vitals.slowest == SLOW
+    slow, *others = sorted(vitals.ranks, key=lambda rank: rank.rank != SLOW)
+    assert all(rank.waiting is not None and slow.waiting is not None for rank in others)
+    assert all((rank.waiting or 0) > 2 * (slow.waiting or 0) for rank in others), vitals
+
+
+def test_a_job_tells_others_of_itself() -> None:
+    with started("watching", SIZE) as job:
+        began = time.monotonic()
+
+        def status() -> JobStatus:
+            facts = [RankFacts(host="here", local_rank=rank, pid=job.pids[rank]) for rank in range(SIZE)]
+            vitals = job.local.coordinator.vitals()
+            return describe_job("watched", ["python"], vitals, facts, time.monotonic() - began)
+
+        folder = Path(job.env["TEST_TALK"]).parent
+        coordinator = job.local.coordinator
+        with Endpoint("watched", status, lambda s: coordinator.ask_stacks(Deadline(s)), folder=folder):
+            found = find_job("watched", folder)
+            before = ask_stacks(found)
+            assert {stack.why for stack in before} == {"has not called ronde.init() yet"}
+            job.tell(range(SIZE), steps=5, slow=SLOW, how="ordered")
+            job.hear_all(range(SIZE), "done")
+            until(job, lambda vitals: all(rank.steps == 5 for rank in vitals.ranks))
+            told = ask_status(found)
+            assert [(rank.state, rank.host, rank.steps) for rank in told.ranks] == [("running", "here", 5)] * SIZE
+            ((ranks, stack),) = group_stacks(ask_stacks(found))
+            assert ranks == tuple(range(SIZE))
+            assert stack.line.startswith("talk.py:") and WAITING in stack.stack
+        job.tell(range(SIZE))
+        assert job.wait() == [0] * SIZE, job.said()
+
+
+def test_a_job_of_one_rank_is_watched_too() -> None:
+    with started("watching", 1) as job:
+        job.tell([0], steps=5, slow=SLOW, how="ordered")
+        job.hear(0, "done")
+        vitals = until(job, lambda vitals: vitals.ranks[0].steps == 5)
+        assert vitals.ranks[0].state == "running"
+        assert WAITING in job.local.coordinator.ask_stacks(Deadline(PATIENCE_S))[0].stack
+        job.tell([0])
+        assert job.wait() == [0], job.said()

@@ -1,0 +1,162 @@
+"""`ronde top` and `ronde stack`: what people see of a running job."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ronde.cli import stack, top
+from ronde.cli.overview import draw_overview
+from ronde.cli.stack import stacks_text
+from ronde.cli.top import watch
+from ronde.launch.endpoint import Endpoint, find_job
+from ronde.launch.status import JobStatus, RankStatus
+from ronde.observe.stacks import RankStack
+
+
+def running(rank: int, **more: object) -> RankStatus:
+    shares = {"computing": 0.5, "waiting": 0.4, "moving": 0.1, "operations_per_s": 20.0}
+    return RankStatus(rank=rank, state="running", host="here", **{**shares, **more})  # type: ignore[arg-type]
+
+
+def status_of(*ranks: RankStatus, slowest: int | None = None) -> JobStatus:
+    return JobStatus(name="demo", size=len(ranks), ranks=ranks, slowest=slowest, elapsed_s=75.0)
+
+
+def drawn(status: JobStatus, *, max_rows: int = 1000, width: int = 150) -> str:
+    console = Console(file=io.StringIO(), width=width)
+    console.print(draw_overview(status, max_rows=max_rows, width=width))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def row(text: str, start: str) -> list[str]:
+    return next(line for line in text.splitlines() if line.strip().startswith(start)).split()
+
+
+# --- the table --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("width", [80, 150])
+def test_a_row_has_everything_about_its_rank(width: int) -> None:
+    text = drawn(status_of(running(0, cpu=1.5, memory_bytes=1_230_000_000, held_up_s=7.25)), width=width)
+    assert text.startswith("job demo: 1 ranks, 75.0 s")
+    shown = row(text, "0 ")
+    assert shown[:14] == "0 here running 20 50 % 40 % 10 % 150 % 1.23 GB".split()
+    assert "7.2 s" in text
+
+
+def test_steps_are_shown_instead_of_operations_where_they_are_marked() -> None:
+    assert "ops/s" in drawn(status_of(running(0))) and "steps/s" not in drawn(status_of(running(0)))
+    text = drawn(status_of(running(0, steps=30, steps_per_s=2.5)))
+    assert "steps/s" in text and "ops/s" not in text and "2.5" in text
+
+
+def test_gpus_are_shown_where_there_are_some() -> None:
+    assert "GPU" not in drawn(status_of(running(0)))
+    assert "95 %" in drawn(status_of(running(0, gpu=0.95)), width=80)
+
+
+def test_the_slowest_rank_is_marked() -> None:
+    text = drawn(status_of(running(0), running(1), slowest=1), width=80)
+    assert row(text, "▶")[:2] == ["▶", "1"]
+    assert "▶" not in drawn(status_of(running(0), running(1)))
+
+
+def test_what_is_not_known_is_not_made_up() -> None:
+    lost = RankStatus(rank=0, state="lost", why="killed by signal 9")
+    assert row(drawn(status_of(lost)), "0 ") == "0 - lost - - - - - - 0.0 s 0 % killed by signal 9".split()
+
+
+def test_what_a_rank_waits_in_is_shown_or_that_it_is_silent() -> None:
+    waiting = running(0, doing="waits 3.2 s for rank 1 in barrier", silent_s=0.5)
+    assert "waits 3.2 s for rank 1 in barrier" in drawn(status_of(waiting))
+    assert "silent for 9 s" in drawn(status_of(running(0, doing="waits", silent_s=9.0)))
+
+
+def test_of_many_ranks_those_that_matter_are_shown() -> None:
+    ranks = [running(rank, holding_up=0.5 if rank == 77 else 0.0) for rank in range(100)]
+    ranks[50] = RankStatus(rank=50, state="lost")
+    text = drawn(status_of(*ranks, slowest=77), max_rows=4)
+    shown = [line.split()[0] for line in text.splitlines() if " here " in line or " lost " in line]
+    assert shown == ["0", "1", "50", "▶"]
+    assert "96 more ranks not shown" in text
+
+
+def test_names_cannot_break_the_table() -> None:
+    text = drawn(status_of(RankStatus(rank=0, state="lost", host="[red]a\n", why="[/] boom\x1b[2J")))
+    assert "[red]a" in text and "\x1b" not in text
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def test_equal_stacks_are_printed_once() -> None:
+    same = [RankStack(rank=rank, line="train.py:5 in step: x()", stack="main thread:\n  here\n") for rank in range(7)]
+    other = RankStack(rank=7, host="b", pid=9, line="train.py:9 in load: y()", stack="main thread:\n  there\n")
+    silent = RankStack(rank=8, host="b", pid=10, why="does not answer; its process is stopped")
+    assert stacks_text((*same, other, silent)) == (
+        "ranks 0-6: train.py:5 in step: x()\n  main thread:\n    here\n\n"
+        "rank 7 on b, pid 9: train.py:9 in load: y()\n  main thread:\n    there\n\n"
+        "rank 8 on b, pid 10 does not answer; its process is stopped"
+    )
+
+
+# --- the commands -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+    with tempfile.TemporaryDirectory(prefix="ronde") as folder:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+        stacks = (RankStack(rank=0, line="train.py:5"),)
+        with Endpoint("demo", lambda: status_of(running(0)), lambda limit_s: stacks) as endpoint:
+            yield endpoint
+
+
+def test_top_prints_a_table_once_where_there_is_no_terminal(job: Endpoint) -> None:
+    for arguments in ([], ["demo"], ["demo", "--once"]):
+        result = CliRunner().invoke(top.app, arguments)
+        assert result.exit_code == 0 and result.output.startswith("job demo: 1 ranks")
+
+
+def test_top_prints_json_for_programs(job: Endpoint) -> None:
+    result = CliRunner().invoke(top.app, ["--json"])
+    assert json.loads(result.output)["ranks"][0]["computing"] == 0.5
+
+
+def test_stack_prints_stacks(job: Endpoint) -> None:
+    assert CliRunner().invoke(stack.app, ["demo"]).output == "rank 0: train.py:5\n"
+    assert json.loads(CliRunner().invoke(stack.app, ["--json"]).output)["ranks"][0]["line"] == "train.py:5"
+
+
+@pytest.mark.parametrize("command", [top.app, stack.app])
+def test_a_job_that_is_not_running_is_told_with_those_that_are(job: Endpoint, command: object) -> None:
+    result = CliRunner().invoke(command, ["nope"])  # type: ignore[arg-type]
+    assert result.exit_code == 2
+    assert "no job named 'nope' is running" in result.stderr and "running: demo" in result.stderr
+
+
+def test_top_ends_when_the_job_ends(job: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+    naps: list[float] = []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        if len(naps) == 3:
+            job.close()
+
+    monkeypatch.setattr(top.time, "sleep", nap)  # type: ignore[attr-defined]
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, height=24)
+    found = find_job("demo", Path(os.environ["XDG_RUNTIME_DIR"]) / "ronde")
+    watch(found, status_of(running(0)), console)
+    assert isinstance(console.file, io.StringIO)
+    assert "job demo has ended" in console.file.getvalue()
+    assert len(naps) == 3

@@ -1,0 +1,222 @@
+"""A job answers questions about itself, and is found by its name."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from ronde.errors import ProtocolError, RondeError, StartFailed
+from ronde.launch.endpoint import (
+    Endpoint,
+    NoSuchJob,
+    RunningJob,
+    ask_stacks,
+    ask_status,
+    find_job,
+    list_jobs,
+    open_folder,
+)
+from ronde.launch.status import JobStatus, RankStatus
+from ronde.net.desk import Desk, ask
+from ronde.observe.stacks import RankStack
+from ronde.types import Deadline
+
+STATUS = JobStatus(name="demo", size=1, ranks=(RankStatus(rank=0, state="running", cpu=0.5),))
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="ronde") as made:  # short, as a socket's path must be
+        yield Path(made)
+
+
+def stacks(limit_s: float) -> tuple[RankStack, ...]:
+    return (RankStack(rank=0, line=f"asked for {limit_s:g} s"),)
+
+
+def serve(name: str, folder: Path) -> Endpoint:
+    return Endpoint(name, lambda: STATUS, stacks, folder=folder)
+
+
+def question(job: RunningJob, text: str) -> dict[str, object]:
+    answer: dict[str, object] = json.loads(ask(job.path, text.encode(), Deadline(10.0)))
+    return answer
+
+
+def test_the_status_of_a_job_is_the_one_its_driver_gives(folder: Path) -> None:
+    with serve("demo", folder):
+        assert ask_status(find_job("demo", folder)) == STATUS
+
+
+def test_the_answers_are_json_for_every_program(folder: Path) -> None:
+    with serve("demo", folder):
+        job = find_job("demo", folder)
+        status = question(job, '{"ask": "status"}')
+        assert (status["name"], status["ranks"][0]["state"]) == ("demo", "running")  # type: ignore[index]
+        assert question(job, '{"ask": "stacks", "limit_s": 1.5}')["ranks"][0]["line"] == "asked for 1.5 s"  # type: ignore[index]
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("", "not a question"),
+        ("\xff", "not a question"),
+        ("[]", "not a question"),
+        ('{"ask": "key"}', "Invalid enum value 'key'"),
+        ('{"ask": "status", "more": 1}', "unknown field `more`"),
+    ],
+)
+def test_what_is_no_question_is_told_so(folder: Path, text: str, error: str) -> None:
+    with serve("demo", folder):
+        assert error in str(question(find_job("demo", folder), text)["error"])
+
+
+@pytest.mark.parametrize(("asked_s", "given_s"), [(-1.0, 0.0), (2.5, 2.5), (1e9, 60.0)])
+def test_nobody_makes_a_driver_wait_for_long(folder: Path, asked_s: float, given_s: float) -> None:
+    with serve("demo", folder):
+        answer = question(find_job("demo", folder), json.dumps({"ask": "stacks", "limit_s": asked_s}))
+        assert answer["ranks"][0]["line"] == f"asked for {given_s:g} s"  # type: ignore[index]
+
+
+def test_a_mistake_of_the_driver_is_told_to_who_asked(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    def broken() -> JobStatus:
+        raise KeyError("no such rank")
+
+    with Endpoint("demo", broken, stacks, folder=folder):
+        with pytest.raises(RondeError, match=r"job demo: the driver could not answer: KeyError\('no such rank'\)"):
+            ask_status(find_job("demo", folder))
+        assert ask_stacks(find_job("demo", folder), 3.0)[0].line == "asked for 3 s"
+
+
+def test_an_answer_of_another_version_is_told(folder: Path) -> None:
+    desk = Desk(folder / "old.sock", lambda question: b'{"ranks": 5}')
+    with pytest.raises(ProtocolError, match="job old gave no answer of this version"):
+        ask_status(find_job("old", folder))
+    desk.close()
+
+
+# --- finding jobs -----------------------------------------------------------------------------------------------------
+
+
+def test_without_a_name_a_job_is_called_after_its_driver(folder: Path) -> None:
+    with serve("", folder) as endpoint:
+        assert endpoint.name == str(os.getpid())
+        assert [(job.name, job.pid) for job in list_jobs(folder)] == [(str(os.getpid()), os.getpid())]
+
+
+def test_the_only_job_needs_no_name(folder: Path) -> None:
+    with serve("demo", folder):
+        assert find_job("", folder).name == "demo"
+
+
+def test_which_jobs_are_running_is_told_when_one_is_not(folder: Path) -> None:
+    with pytest.raises(NoSuchJob, match="no job is running"):
+        find_job("", folder)
+    with serve("one", folder), serve("two", folder):
+        with pytest.raises(NoSuchJob, match=r"no job named 'three' is running .*\(running: one, two;"):
+            find_job("three", folder)
+        with pytest.raises(NoSuchJob, match="2 jobs are running, say which: one, two"):
+            find_job("", folder)
+
+
+def test_two_jobs_cannot_have_one_name(folder: Path) -> None:
+    with serve("demo", folder):
+        with pytest.raises(ValueError, match=rf"named 'demo' is running already \(process {os.getpid()}\)"):
+            serve("demo", folder)
+        assert find_job("demo", folder).name == "demo"
+    with serve("demo", folder):
+        pass
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "-x", "a b", "x" * 65, "ä"])
+def test_a_name_that_could_be_a_path_is_refused(folder: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="a job's name is up to 64 letters"):
+        serve(name, folder)
+
+
+def test_a_path_too_long_for_a_socket_is_told(folder: Path) -> None:
+    deep = folder / ("d" * 60)
+    deep.mkdir()
+    with pytest.raises(ValueError, match="too long for a socket's name"):
+        serve("x" * 60, deep)
+
+
+def test_what_a_killed_driver_left_behind_is_removed(folder: Path) -> None:
+    program = f"""
+import time
+from pathlib import Path
+from ronde.launch.endpoint import Endpoint
+Endpoint("killed", lambda: None, lambda limit_s: (), folder=Path({str(folder)!r}))
+print(flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE) as driver, ExitStack() as stack:
+        stack.callback(driver.kill)
+        assert driver.stdout is not None
+        driver.stdout.readline()
+        assert [(job.name, job.pid) for job in list_jobs(folder)] == [("killed", driver.pid)]
+        driver.send_signal(signal.SIGKILL)
+        driver.wait()
+        assert (folder / "killed.sock").exists()
+        assert list_jobs(folder) == []
+        assert not (folder / "killed.sock").exists()
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(folder / "stale.sock"))
+    with serve("stale", folder):
+        assert find_job("stale", folder).name == "stale"
+
+
+# --- the directory ----------------------------------------------------------------------------------------------------
+
+
+def test_the_directory_is_below_that_of_the_session_and_private(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    made = open_folder()
+    assert made == folder / "ronde"
+    assert stat.S_IMODE(made.stat().st_mode) == 0o700
+    assert open_folder() == made
+
+
+@pytest.mark.parametrize("runtime", ["", "/nowhere/at/all"])
+def test_without_a_session_it_is_in_the_temporary_directory(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    assert open_folder() == folder / f"ronde-{os.getuid()}"
+
+
+def test_a_directory_that_others_can_enter_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    (folder / "ronde").mkdir()
+    (folder / "ronde").chmod(0o755)
+    with pytest.raises(StartFailed, match="nobody else can enter"):
+        open_folder()
+
+
+def test_a_link_to_a_directory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    (folder / "elsewhere").mkdir(mode=0o700)
+    (folder / "ronde").symlink_to(folder / "elsewhere")
+    with pytest.raises(StartFailed, match="must be a directory of yours"):
+        open_folder()
+
+
+def test_a_directory_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+    open_folder()
+    mine = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+    with pytest.raises(StartFailed, match="must be a directory of yours"):
+        open_folder()

@@ -1,0 +1,63 @@
+"""What agents are told to start."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from ronde.launch.crew import Site
+from ronde.launch.job import Host, Job
+from ronde.launch.messages import RankOrder
+from ronde.launch.orders import make_orders
+from ronde.launch.placement import place
+from ronde.launch.variables import arrange
+
+JOB = Job(command=("python", "train.py"), num_ranks=3, hosts=(Host("a", 2), Host("b", 1)), cwd="/data")
+SITES = (
+    Site((0, 1, 2, 3), "10.0.0.1", (4001, 4002), is_here=True),
+    Site((0, 1), "10.0.0.2", (), is_here=False),
+)
+ENVIRON = {"PATH": "/bin", "HOME": "/home/me", "DISPLAY": ":0"}
+
+
+def orders(job: Job = JOB, *, progress: bool = False) -> dict[int, RankOrder]:
+    seats = place(job.hosts, job.num_ranks)
+    meeting = arrange(
+        seats,
+        coordinator="10.0.0.1:4000",
+        key="0" * 64,
+        addresses=[site.address for site in SITES],
+        ports=[site.ports for site in SITES],
+    )
+    made = make_orders(job, seats, meeting, SITES, environ=ENVIRON, progress=progress)
+    assert [[order.rank for order in made[index].orders] for index in (0, 1)] == [[0, 1], [2]]
+    return {order.rank: order for launch in made.values() for order in launch.orders}
+
+
+def test_every_rank_gets_its_command_directory_and_address() -> None:
+    made = orders()
+    assert {(order.argv, order.cwd) for order in made.values()} == {(("python", "train.py"), "/data")}
+    addresses = [made[rank].env["RONDE_ADDRESS"] for rank in range(3)]
+    assert addresses == ["10.0.0.1", "10.0.0.1", "10.0.0.2"]
+    assert {order.env["MASTER_ADDR"] for order in made.values()} == {"10.0.0.1"}
+
+
+def test_what_belongs_to_this_machine_stays_on_it() -> None:
+    made = orders()
+    assert made[0].env["HOME"] == "/home/me" and made[0].env["DISPLAY"] == ":0"
+    assert made[2].env["PATH"] == "/bin" and not {"HOME", "DISPLAY"} & made[2].env.keys()
+
+
+def test_cores_are_divided_only_when_asked_for() -> None:
+    assert {order.cpus for order in orders().values()} == {()}
+    bound = orders(replace(JOB, bind="core"))
+    assert [bound[rank].cpus for rank in range(3)] == [(0, 1), (2, 3), (0, 1)]
+
+
+def test_rank_0_may_draw_unless_another_rank_has_the_terminal() -> None:
+    assert [orders(progress=True)[rank].progress for rank in range(3)] == [True, False, False]
+    debugged = orders(replace(JOB, debug_rank=2), progress=True)
+    assert [(debugged[rank].terminal, debugged[rank].progress) for rank in range(3)] == [
+        (False, False),
+        (False, False),
+        (True, False),
+    ]
