@@ -62,6 +62,7 @@ def make_loader(images: Images, sampler: Sampler[int], batch_size: int, num_work
         pin_memory=torch.cuda.is_available(),
         # Not a fork: it would copy a process with ronde's threads in the middle of their work.
         multiprocessing_context="forkserver" if num_workers else None,
+        persistent_workers=num_workers > 0,
     )
 
 

@@ -59,6 +59,7 @@ class AlexNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 assert module.bias is not None
                 nn.init.zeros_(module.bias)
+        nn.init.normal_(self.classifier[-1].weight, std=0.01)  # at first, every class is equally likely
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.classifier(self.features(images))

@@ -54,6 +54,15 @@ def adasum_gives_what_numpy_gives(world: World) -> None:
 
 
 @on_ranks(2, 3)
+def adasum_weighs_every_array_of_a_list_by_itself(world: World) -> None:
+    given = [[numbers(rank, DType.FLOAT64, count) for count in (5, 1000, 1)] for rank in range(world.size)]
+    for array, inputs in zip(
+        world.group.allreduce(given[world.rank], op="adasum"), zip(*given, strict=True), strict=True
+    ):
+        np.testing.assert_allclose(array, reduce(inputs, DType.FLOAT64, Op.ADASUM, 1.0, 1.0), rtol=1e-6)
+
+
+@on_ranks(2, 3)
 def factors_apply_before_and_after(world: World) -> None:
     x = np.full(10, world.rank + 1, np.float64)
     total = sum(range(1, world.size + 1))

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 LIMIT_S = 55.0
 # Short and small, everything else as in a real run.
-SHORT = ["--epochs", "3", "--batch-size", "8", "--width", "16", "--image-size", "64", "--checkpoint-s", "0"]
+SHORT = ["--epochs", "3", "--batch-size", "8", "--width", "16", "--image-size", "64", "--checkpoint-s", "0", "--amp"]
 
 
 def command(program: Sequence[str | Path], num_ranks: int = 2) -> list[str]:
@@ -144,18 +144,13 @@ def test_the_main_job_goes_on_after_it_was_killed_as_if_nothing_had_been(
     assert "epoch 1/3" in "".join(before), "".join(before)
     assert not read_log(tmp_path / "run/log.jsonl").ended
 
-    again = run(train(folder, tmp_path, "--resume"))
+    again = run(train(folder, tmp_path, "--resume", "--workers", "1"))
     went_on = re.search(r"going on after step (\d+) of 12", again)
     assert went_on, again
     assert int(went_on[1]) >= 4
     logs = [read_log(place / "run/log.jsonl") for place in (whole[0], tmp_path)]
     assert outcome(logs[0]) == outcome(logs[1])
     assert logs[1].num_resumes == 1
-
-
-def test_the_main_job_in_mixed_precision_with_loader_processes(folder: Path, tmp_path: Path) -> None:
-    printed = run(train(folder, tmp_path, "--amp", "--workers", "1", "--epochs", "1"))
-    assert "test/accuracy" in printed
 
 
 def test_images_are_prepared_once_and_a_bad_one_is_named(folder: Path, tmp_path: Path) -> None:

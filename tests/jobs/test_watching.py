@@ -19,10 +19,10 @@ from tests.jobs.scripts import watching
 
 SIZE = 3
 SLOW = 2
-STEPS = 25
+STEPS = 12
 WAITING = "# the line where all of them wait"
-CLOSE_S = 0.1
-"""Beyond what was measured: the opening of channels, and a machine that is busy with other things."""
+CLOSE_S = 0.25
+"""On a machine that is busy with other things, threads come later to an operation than the script has told them to."""
 
 Times = list[tuple[int, int]]
 
@@ -51,6 +51,9 @@ def until(job: Job, condition: Callable[[JobVitals], bool]) -> JobVitals:
 def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) -> None:
     with started("watching", SIZE) as job:
         job.tell(range(SIZE), steps=STEPS, slow=SLOW, how=how)
+        begun = {rank: said["operations"] for rank, said in job.hear_all(range(SIZE), "ready").items()}
+        before = until(job, lambda vitals: all(rank.operations >= begun[rank.rank] for rank in vitals.ranks))
+        job.tell(range(SIZE))
         times = {rank: said["times"] for rank, said in job.hear_all(range(SIZE), "done").items()}
         expected = expected_s(times)
         assert expected[SLOW] > 2 * STEPS * (watching.LATE_S - watching.OVERLAP_S) * 0.9
@@ -61,9 +64,10 @@ def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) 
         vitals = until(job, is_known)
         job.tell(range(SIZE))
         assert job.wait() == [0] * SIZE, job.said()
-        found = [rank.held_up_s for rank in job.local.coordinator.vitals().ranks]
+        after = job.local.coordinator.vitals()
+        found = [rank.held_up_s - was.held_up_s for rank, was in zip(after.ranks, before.ranks, strict=True)]
     for rank in range(SIZE):
-        assert found[rank] == pytest.approx(expected[rank], rel=0.2, abs=CLOSE_S), (found, expected)
+        assert found[rank] == pytest.approx(expected[rank], rel=0.25, abs=CLOSE_S), (found, expected)
     assert vitals.slowest == SLOW
     slow, *others = sorted(vitals.ranks, key=lambda rank: rank.rank != SLOW)
     assert all(rank.waiting is not None and slow.waiting is not None for rank in others)
@@ -86,6 +90,8 @@ def test_a_job_tells_others_of_itself() -> None:
             before = ask_stacks(found)
             assert {stack.why for stack in before} == {"has not called ronde.init() yet"}
             job.tell(range(SIZE), steps=5, slow=SLOW, how="ordered")
+            job.hear_all(range(SIZE), "ready")
+            job.tell(range(SIZE))
             job.hear_all(range(SIZE), "done")
             until(job, lambda vitals: all(rank.steps == 5 for rank in vitals.ranks))
             told = ask_status(found)
@@ -100,6 +106,8 @@ def test_a_job_tells_others_of_itself() -> None:
 def test_a_job_of_one_rank_is_watched_too() -> None:
     with started("watching", 1) as job:
         job.tell([0], steps=5, slow=SLOW, how="ordered")
+        job.hear(0, "ready")
+        job.tell([0])
         job.hear(0, "done")
         vitals = until(job, lambda vitals: vitals.ranks[0].steps == 5)
         assert vitals.ranks[0].state == "running"

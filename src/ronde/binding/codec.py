@@ -91,7 +91,8 @@ class _HalfBits:
 
 def to_bfloat16(x: Array) -> Array:
     """The bits of the nearest bfloat16 numbers, ties to even."""
-    bits = x.astype(np.float32).view(np.uint32)
+    with np.errstate(over="ignore"):
+        bits = x.astype(np.float32).view(np.uint32)
     rounded = bits + 0x7FFF + ((bits >> 16) & 1)  # wraps around only for what is not a number
     return (np.where(np.isnan(x), bits | 0x0040_0000, rounded) >> 16).astype(np.uint16)
 

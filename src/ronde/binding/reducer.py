@@ -120,7 +120,7 @@ class Reducer:
             return
         traffic.finish()
         self._stale = True
-        if traffic.no_news and not self._sparse:  # as nearly always
+        if traffic.no_news and not self._states and not self._sparse:  # as nearly always
             self._adapter.deliver(self._dense, ())
             return
         highest = traffic.news.tolist()

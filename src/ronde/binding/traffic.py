@@ -91,7 +91,7 @@ class Traffic:
 
     @property
     def no_news(self) -> bool:
-        """Whether every member had every gradient, and nobody wants anything."""
+        """Whether somebody had each gradient, and nobody has anything else to tell."""
         return self.news.tobytes() == self._usual_bytes
 
     def start_news(self) -> None:

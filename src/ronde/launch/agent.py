@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ronde.errors import StartFailed
+from ronde.launch.cores import own_cores
 from ronde.launch.guard import Guard
 from ronde.launch.loop import Loop, Timer
 from ronde.launch.messages import (
@@ -76,9 +77,9 @@ class Agent:
         if self._closed:
             return
         match message:
-            case Launch(orders):
+            case Launch(orders, call):
                 for order in orders:
-                    self._launch(order)
+                    self._launch(msgspec.structs.replace(order, call=call or order.call))
             case Signal(ranks, number):
                 for rank in ranks:
                     if rank in self._ranks:
@@ -131,7 +132,8 @@ class Agent:
         if self._prober is not None:  # the ranks take it from here
             self._prober.close()
             self._prober = None
-        order = msgspec.structs.replace(order, env={**self._own, **order.env})
+        argv = (sys.executable, *order.argv[1:]) if order.call and order.argv[:1] == ("",) else order.argv
+        order = msgspec.structs.replace(order, argv=argv, env={**self._own, **order.env})
         try:
             self._guard = self._guard or Guard()
             rank = Rank(
@@ -179,7 +181,7 @@ class Agent:
 
 def hello() -> Hello:
     """Who we are."""
-    cpus = tuple(sorted(os.sched_getaffinity(0)))
+    cpus = own_cores()
     return Hello(
         version=__version__,
         python=".".join(map(str, sys.version_info[:3])),

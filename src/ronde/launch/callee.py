@@ -1,47 +1,73 @@
-"""A rank of ronde.run: `python -m ronde.launch.callee`. Reads the call from its pipe, makes it, sends the answer back."""
+"""A rank of ronde.run: reads the call from its pipe, makes it, sends the answer back. Started with CALLEE of
+launch/function, which has the other end.
+
+Call and answer are two pickles each, a small one first: what the second is about is then known, even if it cannot be
+read.
+
+    call      (argv, paths before the standard library, paths after it)    (function, args, kwargs)
+    answer    the traceback, empty when the function has returned           what it returned, or raised
+"""
 
 from __future__ import annotations
 
 import os
+import pickle
+import signal
 import sys
 import traceback
-from types import TracebackType
+from collections.abc import Sequence
+from typing import Any, BinaryIO
 
 import cloudpickle
 
-from ronde.launch.function import Answer
 from ronde.launch.rank import CALL_FD, LENGTH_BYTES, RESULT_FD
 
 __all__ = ["main"]
 
 FAILED_CODE = 1
+INTERRUPTED_CODE = 128 + signal.SIGINT
 
 
 def main() -> int:
     """The exit code: 0 when the function has returned."""
     call_fd, result_fd = int(os.environ.pop(CALL_FD)), int(os.environ.pop(RESULT_FD))
-    os.set_inheritable(result_fd, False)  # what the function starts must not hold the pipe open
-    with open(call_fd, "rb") as pipe:  # noqa: PTH123  # a descriptor, no path
-        data = pipe.read()
-    answer = _answer(data)
-    with open(result_fd, "wb") as pipe:  # noqa: PTH123
-        result = _pickle(answer)
-        pipe.write(len(result).to_bytes(LENGTH_BYTES, "big"))
-        pipe.write(result)
-    return FAILED_CODE if answer.trace else 0
+    for fd in (call_fd, result_fd):
+        os.set_inheritable(fd, False)  # what the function starts must not hold the pipes open
+    code, answer = _answer(call_fd)
+    with open(result_fd, "wb") as pipe:  # a descriptor, no path
+        pipe.write(sum(map(len, answer)).to_bytes(LENGTH_BYTES, "big"))
+        pipe.writelines(answer)
+    return code
 
 
-def _answer(data: bytes) -> Answer:
+def _answer(call_fd: int) -> tuple[int, tuple[bytes, bytes]]:
+    """The exit code, and what to send."""
     try:
-        paths, call = cloudpickle.loads(data)
-        sys.path.extend(path for path in paths if path not in sys.path)
-        fn, args, kwargs = cloudpickle.loads(call)
-        value = fn(*args, **kwargs)
+        with open(call_fd, "rb") as pipe:
+            value = _call(pipe)
         _leave()
-        return Answer(value=value)
+        return 0, (pickle.dumps(""), _pickle_value(value))
     except BaseException as error:  # the process's edge: it becomes a value for the caller
         sys.last_value = error  # so that the goodbye to the other ranks says why
-        return Answer(error=error, trace=_trace(error))
+        return _code(error), (pickle.dumps(_trace(error)), _pickle_error(error))
+
+
+def _call(pipe: BinaryIO) -> Any:  # noqa: ANN401  # whatever the function returns
+    _move_in(*pickle.load(pipe))
+    fn, args, kwargs = pickle.load(pipe)
+    pipe.close()
+    try:
+        return fn(*args, **kwargs)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        return None
+
+
+def _move_in(argv: Sequence[str], before: Sequence[str], after: Sequence[str]) -> None:
+    """Be like the caller: modules next to its script are found as they are there, and before installed ones."""
+    sys.argv[:] = argv
+    sys.path[:] = dict.fromkeys([*before, *sys.path, *after])
 
 
 def _leave() -> None:
@@ -50,24 +76,41 @@ def _leave() -> None:
         sys.modules["ronde.comm.current"].shutdown()
 
 
+def _code(error: BaseException) -> int:
+    """As Python itself would exit."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED_CODE
+    if not isinstance(error, SystemExit):
+        return FAILED_CODE
+    if isinstance(error.code, int):
+        return error.code & 0xFF or FAILED_CODE
+    sys.stderr.write(f"{error.code}\n")
+    return FAILED_CODE
+
+
 def _trace(error: BaseException) -> str:
     """From the function on: how it was called here is nobody's concern."""
-    frames: TracebackType | None = error.__traceback__
-    frames = frames.tb_next if frames is not None else None
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
     return "".join(traceback.format_exception(type(error), error, frames))
 
 
-def _pickle(answer: Answer) -> bytes:
+def _pickle_value(value: object) -> bytes:
     try:
-        pickled: bytes = cloudpickle.dumps(answer)
-        if answer.error is not None:
-            cloudpickle.loads(pickled)  # an exception may pickle and not come back
-    except Exception as why:  # whatever a __reduce__ raises
-        if answer.trace:
-            return bytes(cloudpickle.dumps(Answer(trace=answer.trace)))
-        trace = f"what the function returned cannot be sent back: {why!r}\n"
-        return bytes(cloudpickle.dumps(Answer(error=TypeError(trace.strip()), trace=trace)))
-    return pickled
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:  # whatever a __reduce__ raises
+        raise TypeError(f"what the function returned cannot be sent back: {error!r}") from error
+
+
+def _pickle_error(error: BaseException) -> bytes:
+    """None, when it does not survive the way."""
+    try:
+        pickled: bytes = cloudpickle.dumps(error)
+        pickle.loads(pickled)  # an exception may pickle and not come back
+        return pickled
+    except Exception:  # whatever a __reduce__ raises
+        return pickle.dumps(None)
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from ronde.launch.messages import (
     Signal,
     Started,
 )
+from ronde.launch.output.labels import label_width
 from ronde.launch.output.screen import Screen
 from ronde.launch.placement import Seat, hosts_or_here
 from ronde.launch.ssh import Trouble
@@ -45,6 +46,9 @@ class Agents(Protocol):
 
     def send(self, orders: Mapping[int, FromDriver]) -> None:
         """To the agent of each host its message."""
+
+    def pause(self, on: bool) -> None:
+        """Leave what agents say where it is, or go on."""
 
 
 class Course:
@@ -76,6 +80,7 @@ class Course:
         self._tick: Timer | None = None
         self._touched = False
         """Whether the screen was given something in this turn."""
+        self._paused = False
         self._keyboard: Keyboard | None = None
         self.ends: list[End] = []
         """In the order in which they came."""
@@ -102,7 +107,9 @@ class Course:
         rank = self._job.debug_rank or 0
         if os.isatty(1):
             columns, rows = os.get_terminal_size(1)
-            self._agents.send({self._place[rank]: Resize(rank, rows, columns)})
+            columns -= 0 if rank == self._job.debug_rank else label_width(len(self._place))
+            if rows > 0 and columns > 0:  # some terminals do not know their size
+                self._agents.send({self._place[rank]: Resize(rank, rows, columns)})
 
     def close(self) -> None:
         """Give the terminal back. Idempotent."""
@@ -226,6 +233,10 @@ class Course:
         now_s = time.monotonic()
         due_s = self._screen.tick(now_s)
         self._tick = None if due_s is None else self._loop.at(due_s - now_s, self._show)
+        full = self._screen.full()
+        if full != self._paused:
+            self._paused = full
+            self._agents.pause(full)
         why = self._screen.gone()
         if why and self.stop is None:
             self.end(Stop(PIPE_CODE, why), On.STOP)

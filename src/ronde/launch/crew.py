@@ -147,6 +147,11 @@ class Crew:
         for index in sorted(orders, key=self._is_local):
             self._lines[index].send(orders[index])
 
+    def pause(self, on: bool) -> None:
+        """Leave what agents say where it is, or go on."""
+        for line in self._lines:
+            line.pause(on)
+
     def sleep(self, on: bool) -> None:
         """The driver is about to be stopped by its user, and agents are not to worry; or it goes on."""
         for line in self._lines:

@@ -37,7 +37,7 @@ from ronde.observe.stacks import RankStack
 from ronde.settings import Settings
 from ronde.types import Deadline
 
-__all__ = ["Driver", "Outcome"]
+__all__ = ["HUNG_UP", "INTERRUPTED", "TERMINATED", "Driver", "Outcome"]
 
 NOT_BEGUN_CODE = 1
 """The job's, when its hosts cannot be used."""
@@ -63,6 +63,8 @@ class Outcome:
     """Exit code of every rank, a signal below 0; empty when none was started."""
     culprit: int | None = None
     """The rank that failed first."""
+    stop: Stop | None = None
+    """Who ended it from outside, if anybody did."""
 
 
 class Driver:
@@ -99,7 +101,7 @@ class Driver:
                 return Outcome(NOT_BEGUN_CODE, str(error))
             except Stopped:
                 stop = self._wishes[0][0]
-                return Outcome(stop.code, f"{stop.why}, before any rank was started")
+                return Outcome(stop.code, f"{stop.why}, before any rank was started", stop=stop)
 
     def _run(self, loop: Loop, crew: Crew, opened: ExitStack) -> Outcome:
         job, key = self._job, new_key()
@@ -132,7 +134,7 @@ class Driver:
         )
         tail = self._screen.tail(verdict.culprit) if verdict.culprit is not None else ""
         codes = {end.rank: end.code for end in course.ends}
-        return Outcome(verdict.code, verdict.summary(tail), course.results, codes, verdict.culprit)
+        return Outcome(verdict.code, verdict.summary(tail), course.results, codes, verdict.culprit, course.stop)
 
     def _open_endpoint(self, course: Course, coordinator: Coordinator, opened: ExitStack) -> None:
         """Where `ronde top` and `ronde stack` ask."""

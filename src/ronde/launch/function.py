@@ -1,50 +1,50 @@
 """Ranks that call a function instead of a script: ronde.run(). From a program or a notebook.
 
-The function travels by value (cloudpickle), together with the places where modules are found, on a pipe of each rank's
-own; results come back the same way. Both ends are processes of this job, started by its agents.
+The function travels by value (cloudpickle) on a pipe of each rank's own, and results come back the same way. Both ends
+are processes of this job, started by its agents; launch/callee is the other one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import pickle
+import signal
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from io import RawIOBase
-from typing import Any, BinaryIO, TypeVar, cast
+from io import BytesIO
+from pathlib import Path
+from typing import Any, TypeVar, cast
 
 import cloudpickle
 
 from ronde.errors import JobFailed
-from ronde.launch.driver import Driver, Outcome
+from ronde.launch.driver import HUNG_UP, INTERRUPTED, TERMINATED, Driver, Outcome
 from ronde.launch.hosts import parse_hosts
 from ronde.launch.job import Host, Job, Ssh
-from ronde.launch.output.options import Place, PrintOptions, Target
 from ronde.launch.output.printer import Printer
+from ronde.launch.output.standard import standard_options, standard_target
 from ronde.launch.placement import place
+from ronde.launch.verdict import Stop
 from ronde.settings import OF_THE_JOB, PREFIX, Settings
 
-__all__ = ["Answer", "pack_call", "run", "run_job"]
+__all__ = ["CALLEE", "RankTraceback", "judge_outcome", "pack_call", "run", "run_job"]
 
 T = TypeVar("T")
 
-CALLEE = "ronde.launch.callee"
+CALLEE = (
+    "",  # the agent's own Python
+    "-c",
+    # Not -m: that looks into the working directory first, where the user may have files of any name.
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0); from ronde.launch.callee import main; sys.exit(main())",
+)
+"""Job.command of ranks that make a call."""
+
+_SIGNALS = {INTERRUPTED: signal.SIGINT, TERMINATED: signal.SIGTERM, HUNG_UP: signal.SIGHUP}
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a rank's function came to."""
-
-    value: Any = None
-    error: BaseException | None = None
-    """What it raised; None also when that could not be pickled."""
-    trace: str = ""
-    """Its traceback as text; empty when it returned."""
-
-
-class RankTraceback(Exception):  # noqa: N818  # shown as the cause of the error, and says whose traceback it is
-    """Where in a rank an error came from."""
+class RankTraceback(Exception):
+    """Where in a rank an error came from: shown as its cause."""
 
 
 def run(
@@ -53,24 +53,39 @@ def run(
     kwargs: Mapping[str, Any] | None = None,
     *,
     np: int | None = None,
-    hosts: str | Sequence[Host] = "",
+    hosts: str | Sequence[Host | str] = "",
     env: Mapping[str, str] | None = None,
     ssh: Ssh | None = None,
+    python: str = "",
     **settings: Any,  # noqa: ANN401  # see Settings
 ) -> list[T]:
     """Call fn(*args, **kwargs) on `np` ranks, and return what it returned, by rank.
 
-    `hosts` as in `ronde run -H`; without them the ranks are processes of this machine. np defaults to all slots. When a
-    rank fails, its own exception is raised here, with its traceback. What ranks print is shown with their numbers.
+        def train(rate):
+            ronde.init()
+            ...
+            return loss
+
+        losses = ronde.run(train, args=(0.1,), np=4)
+
+    The function may be a closure, a lambda, or one of a script or notebook: it travels by value, with its arguments and
+    results. `hosts` as in `ronde run -H`; without them the ranks are processes of this machine. np defaults to all
+    slots. `env` is for every rank, on top of this environment; `python` is the one that has ronde on other hosts, by
+    default at the path of this one. Further keywords are settings, as in init().
+
+    When a rank fails, its own exception is raised here, with its traceback as the cause; JobFailed, when it has none to
+    raise (it was killed, it exited, its host was lost). Ctrl-C ends the job, and is a KeyboardInterrupt. What ranks
+    print is shown with their numbers.
     """
-    where = parse_hosts(hosts) if isinstance(hosts, str) and hosts else tuple(hosts)
+    where = _hosts(hosts)
     num_ranks = np if np is not None else sum(host.slots for host in where) or 1
     place(where, num_ranks)  # says what is wrong before anything is pickled
     job = Job(
-        command=(sys.executable, "-m", CALLEE),
+        command=CALLEE,
         num_ranks=num_ranks,
         hosts=where,
         ssh=ssh or Ssh(),
+        python=python,
         env=dict(env or {}),
         settings=Settings.load(settings, _own_settings()),
         call=pack_call(fn, args, kwargs or {}),
@@ -82,88 +97,88 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     """A call for Job.call. What cannot be pickled is the caller's mistake, and named."""
     if not callable(fn):
         raise TypeError(f"run() takes a function, got {type(fn).__name__}")
+    if not isinstance(args, Sequence) or isinstance(args, str | bytes):
+        raise TypeError(f"args must be a list or tuple of arguments, as in args=(0.1,); got {type(args).__name__}")
+    packed = BytesIO()
+    # Before the standard library comes what the caller's script is to find first; what comes after it is installed.
+    library = str(Path(os.__file__).parent)
+    cut = sys.path.index(library) if library in sys.path else 0
+    pickle.dump((sys.argv, sys.path[:cut], sys.path[cut:]), packed)
     try:
-        call = cloudpickle.dumps((fn, tuple(args), dict(kwargs)))
+        cloudpickle.dump((fn, tuple(args), dict(kwargs)), packed)
     except Exception as error:  # whatever a __reduce__ raises
         raise TypeError(f"the function or its arguments cannot be sent to other processes: {error}") from error
-    return cast("bytes", cloudpickle.dumps(([*sys.path], call)))
+    return packed.getvalue()
 
 
 def run_job(job: Job) -> list[Any]:
     """Run a job whose ranks call a function: its results by rank, or the error of the rank that failed first."""
-    target = _target()
-    options = PrintOptions(place=Place.of(target) if _is_real(target) else Place(shared=True))
+    target = standard_target()
+    options = standard_options(target, os.environ)
     with contextlib.closing(Printer(target, num_ranks=job.num_ranks, options=options)) as screen:
         outcome = Driver(job, screen).run()
-    answers = {rank: _read(data) for rank, data in outcome.results.items()}
-    _raise_failure(outcome, answers)
-    return [answers[rank].value for rank in range(job.num_ranks)]
+    if outcome.stop is not None:
+        _hand_on(outcome.stop)
+    return judge_outcome(outcome, job.num_ranks)
 
 
-def _raise_failure(outcome: Outcome, answers: Mapping[int, Answer]) -> None:
-    culprit = outcome.culprit
-    answer = answers.get(culprit) if culprit is not None else None
-    if answer is not None and answer.trace:
-        cause = RankTraceback(f"\n\nin rank {culprit}:\n{answer.trace}")
-        raise (answer.error or JobFailed(outcome.summary, code=outcome.code)) from cause
-    if outcome.code != 0 or outcome.summary:
-        raise JobFailed(outcome.summary, code=outcome.code)
-    silent = [rank for rank in outcome.codes if rank not in answers]
+def judge_outcome(outcome: Outcome, num_ranks: int) -> list[Any]:
+    """What the ranks of such a job returned; or raise what it has come to."""
+    if outcome.code != 0:
+        _fail(outcome)
+    silent = [rank for rank in range(num_ranks) if rank not in outcome.results]
     if silent:
-        raise JobFailed(f"rank {silent[0]} ended before its function had returned", code=1)
+        raise JobFailed(f"rank {silent[0]} exited before its function had returned", code=1)
+    return [_read_value(rank, outcome.results.pop(rank)) for rank in range(num_ranks)]
 
 
-def _read(data: bytes) -> Answer:
+def _fail(outcome: Outcome) -> None:
+    culprit = outcome.culprit
+    trace, error = _read_error(outcome.results[culprit]) if culprit in outcome.results else ("", None)
+    if not trace:
+        raise JobFailed(outcome.summary, code=outcome.code)
+    cause = RankTraceback(f"\n\nin rank {culprit}:\n{trace}")
+    if isinstance(error, Exception):
+        raise error from cause
+    # One that cannot be brought here; or one that would end this process, which has done nothing to deserve it.
+    last = trace.rstrip().rpartition("\n")[2]
+    raise JobFailed(f"{outcome.summary}\nrank {culprit} raised {last}", code=outcome.code) from cause
+
+
+def _read_error(data: bytes) -> tuple[str, BaseException | None]:
+    """The traceback, empty if the function has returned; and the error, unless it cannot be made here."""
+    source = BytesIO(data)
+    trace: str = pickle.load(source)
     try:
-        answer = cloudpickle.loads(data)
-    except Exception as error:  # whatever a class raises that cannot be made here
-        return Answer(error=None, trace=f"its result cannot be unpickled here: {error!r}\n")
-    assert isinstance(answer, Answer)
-    return answer
+        return trace, pickle.load(source) if trace else None
+    except Exception:  # whatever a class raises that is not the same here
+        return trace, None
+
+
+def _read_value(rank: int, data: bytes) -> Any:  # noqa: ANN401  # whatever the function returned
+    source = BytesIO(data)
+    pickle.load(source)
+    try:
+        return pickle.load(source)
+    except Exception as error:  # whatever a class raises that is not the same here
+        raise TypeError(f"what rank {rank} returned cannot be unpickled here: {error!r}") from error
+
+
+def _hand_on(stop: Stop) -> None:
+    """The driver has taken a signal that was for this process: now that the job is over, it gets it."""
+    if stop in _SIGNALS:
+        signal.raise_signal(_SIGNALS[stop])
+    if stop == INTERRUPTED:  # also where Ctrl-C is handled otherwise: nobody waits for the results any more
+        raise KeyboardInterrupt
+
+
+def _hosts(given: str | Sequence[Host | str]) -> tuple[Host, ...]:
+    if isinstance(given, str):
+        return parse_hosts(given) if given else ()
+    return tuple(host for each in given for host in ([each] if isinstance(each, Host) else parse_hosts(each)))
 
 
 def _own_settings() -> dict[str, str]:
     """The environment without what an outer job says about its own rank."""
     of_the_job = {PREFIX + name.upper() for name in OF_THE_JOB}
     return {name: text for name, text in os.environ.items() if name not in of_the_job}
-
-
-# --- where output goes ---------------------------------------------------------------------------------------------
-
-
-def _target() -> Target:
-    return Target(_binary(sys.stdout), _binary(sys.stderr))
-
-
-def _binary(stream: Any) -> BinaryIO:  # noqa: ANN401  # a text stream, perhaps a notebook's
-    buffer = getattr(stream, "buffer", None)
-    return cast("BinaryIO", buffer if buffer is not None else _TextSink(stream))
-
-
-def _is_real(target: Target) -> bool:
-    """Whether both are files of the system; a notebook's are not."""
-    try:
-        return all(file.fileno() >= 0 for file in target)
-    except (OSError, ValueError):
-        return False
-
-
-class _TextSink(RawIOBase):
-    """Bytes for a stream that takes text only, such as a notebook's."""
-
-    def __init__(self, stream: Any) -> None:  # noqa: ANN401
-        self._stream = stream
-
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def write(self, data: Any) -> int:  # noqa: ANN401  # bytes of any kind
-        """All of it."""
-        self._stream.write(bytes(data).decode(errors="replace"))
-        return len(data)
-
-    def flush(self) -> None:
-        """What was written."""
-        self._stream.flush()
-

@@ -37,6 +37,9 @@ class AgentLine(Protocol):
     def beat(self, message: Beat) -> None:
         """Tell it that the driver lives. The one method for other threads."""
 
+    def pause(self, on: bool) -> None:
+        """Leave what the agent says where it is, or go on: its ranks wait then, and nothing is lost."""
+
     def end(self) -> None:
         """Kill what runs there and end: `gone` is called when that is done, and nothing afterwards."""
 
@@ -66,6 +69,10 @@ class LocalLine:
     def beat(self, message: Beat) -> None:
         """An agent in this process needs no sign of life."""
 
+    def pause(self, on: bool) -> None:
+        """See AgentLine. An agent in this process still tells who has ended."""
+        self._agent.pause(on)
+
     def end(self) -> None:
         """See AgentLine."""
         self.close()
@@ -93,6 +100,7 @@ class SshLine:
         """Who holds it may write to ssh."""
         self._ending = False
         self._ended = False
+        self._paused = False
         self._process = subprocess.Popen(
             call.command(),
             stdin=subprocess.PIPE,
@@ -135,6 +143,16 @@ class SshLine:
                     os.write(self._in, encode_frame(message))
                 except (BlockingIOError, BrokenPipeError):  # it hears enough, or nothing any more
                     pass
+
+    def pause(self, on: bool) -> None:
+        """See AgentLine. The agent's own buffers fill up, and it pauses its ranks."""
+        if self._ended or on == self._paused:
+            return
+        self._paused = on
+        if on:
+            self._loop.unwatch(self._out)
+        else:
+            self._loop.watch(self._out, self._read)
 
     def end(self) -> None:
         """See AgentLine."""

@@ -48,6 +48,7 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     rank: int
     argv: tuple[str, ...]
+    """With a call, an empty first word stands for the Python that runs the agent."""
     env: dict[str, str]
     """The whole environment of the rank; on another host, on top of what only that host knows (HOME, USER …)."""
     cwd: str
@@ -78,6 +79,8 @@ class Launch(Message, frozen=True):
     """Start these ranks."""
 
     orders: tuple[RankOrder, ...]
+    call: bytes = b""
+    """What RankOrder.call is to be for all of them: said here, it travels once."""
 
 
 class Signal(Message, frozen=True):

@@ -40,7 +40,6 @@ def make_orders(
             cpus=share_of_cores(site.cpus, seat.local_rank, seat.local_size) if job.bind == "core" else (),
             terminal=seat.rank == job.debug_rank,
             progress=progress and seat.rank == 0 and job.debug_rank is None,
-            call=job.call,
         )
         orders.setdefault(seat.host_index, []).append(order)
-    return {index: Launch(tuple(of_host)) for index, of_host in orders.items()}
+    return {index: Launch(tuple(of_host), job.call) for index, of_host in orders.items()}

@@ -10,6 +10,8 @@ another host adds from its own environment what only that host knows: own_words(
                        MASTER_ADDR MASTER_PORT
     JAX                JAX_COORDINATOR_ADDRESS JAX_NUM_PROCESSES JAX_PROCESS_ID (JAX reads the first by itself)
     TensorFlow         TF_CONFIG, when asked for
+    Horovod            HOROVOD_RANK HOROVOD_SIZE HOROVOD_LOCAL_RANK HOROVOD_LOCAL_SIZE HOROVOD_CROSS_RANK
+                       HOROVOD_CROSS_SIZE HOROVOD_HOSTNAME (scripts read them before hvd.init())
     OpenMP, MKL        OMP_NUM_THREADS, unless the user has set it
     Python             PYTHONUNBUFFERED, PYTHONFAULTHANDLER, unless the user has set them
 """
@@ -23,7 +25,7 @@ from dataclasses import dataclass, field
 
 from ronde.launch.cores import num_threads
 from ronde.launch.job import Job
-from ronde.launch.placement import Seat
+from ronde.launch.placement import Seat, hosts_or_here
 from ronde.net.addresses import format_address
 from ronde.settings import OF_THE_JOB, PREFIX, Settings
 
@@ -111,6 +113,7 @@ def rank_variables(
         **_for_torch(job, seat, meeting),
         **_for_jax(job, seat, meeting),
         **_for_tensorflow(job, seat, meeting),
+        **_for_horovod(job, seat),
     }
 
 
@@ -178,3 +181,16 @@ def _for_tensorflow(job: Job, seat: Seat, meeting: Meeting) -> dict[str, str]:
         return {}
     task = {"type": "worker", "index": seat.rank}
     return {"TF_CONFIG": json.dumps({"cluster": {"worker": list(meeting.workers)}, "task": task})}
+
+
+def _for_horovod(job: Job, seat: Seat) -> dict[str, str]:
+    variables = {
+        "RANK": str(seat.rank),
+        "SIZE": str(job.num_ranks),
+        "LOCAL_RANK": str(seat.local_rank),
+        "LOCAL_SIZE": str(seat.local_size),
+        "CROSS_RANK": str(seat.cross_rank),
+        "CROSS_SIZE": str(seat.cross_size),
+        "HOSTNAME": hosts_or_here(job.hosts, job.num_ranks)[seat.host_index].name,
+    }
+    return {"HOROVOD_" + name: value for name, value in variables.items()}

@@ -28,7 +28,8 @@ IDLE_S = 10.0
 """How long a caller may take for its next question, or to read an answer."""
 MOST_CALLERS = 8
 """Callers at a time; more are sent away."""
-CLOSING_S = 5.0
+CLOSING_S = 1.0
+"""For those who are being answered; nobody waits for them any longer."""
 
 logger = logging.getLogger("ronde.net")
 

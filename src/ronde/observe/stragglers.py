@@ -36,6 +36,8 @@ def blame(arrivals: Mapping[int, int], blocked: Iterable[tuple[int, int]]) -> di
     `arrivals` says when each member came to the operation, `blocked` from when to when callers of members did nothing
     but wait in it; all on one clock. Time after the last arrival is nobody's fault.
     """
+    if not arrivals:
+        return {}
     # (when, change of the number that wait, who arrives or -1)
     moments = [(at_ns, 0, rank) for rank, at_ns in arrivals.items()]
     for begin_ns, end_ns in blocked:

@@ -12,7 +12,7 @@ import numpy as np
 import ronde
 from tests.jobs.scripts.talk import Talk
 
-LATE_S = 0.02
+LATE_S = 0.06
 """How much longer the slow rank computes in each step."""
 OVERLAP_S = 0.005
 """How long a rank computes while its buckets travel."""
@@ -41,7 +41,8 @@ def main() -> None:
         ronde.init()
         x = np.ones(1000, np.float32)
         plan = ronde.plan([ronde.Bucket(1000), ronde.Bucket(1000)])
-        ronde.barrier()
+        talk.say("ready", operations=ronde.metrics().total.operations)
+        talk.hear()
         times = []
         for _ in range(wanted["steps"]):
             if talk.rank == wanted["slow"]:

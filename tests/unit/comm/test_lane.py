@@ -90,9 +90,10 @@ def call(kind: Kind = Kind.ALLREDUCE, peer: int = -1) -> Call:
     return Call(kind=kind, peer=peer, text=kind.name.lower())
 
 
-def start(lane: Lane, channel: TimedChannel, *outcome: int, kind: Kind = Kind.ALLREDUCE, over: bool = True) -> Work:
+def start(lane: Lane, channel: TimedChannel, *at: int, kind: Kind = Kind.ALLREDUCE, over: bool = True) -> Work:
     """A call in the background that starts, is ready and ends at the given milliseconds."""
-    channel.outcome = Outcome(*(at * MS for at in outcome))
+    begin, ready, end = at
+    channel.outcome = Outcome(begin * MS, ready * MS, end * MS)
     work = Work((lane.submit(call(kind, peer=1), ENTRY),), lambda: None, 10.0)
     if over:
         channel.tickets[-1].end()

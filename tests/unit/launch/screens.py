@@ -19,6 +19,7 @@ class Memory:
         self.num_ticks = 0
         self.due_s: float | None = None
         self.why_gone = ""
+        self.is_full = False
         self._on_output = on_output
 
     def output(self, rank: int, stream: Stream, data: bytes) -> None:
@@ -41,5 +42,8 @@ class Memory:
 
     def gone(self) -> str:
         return self.why_gone
+
+    def full(self) -> bool:
+        return self.is_full
 
     def close(self) -> None: ...

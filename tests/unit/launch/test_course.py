@@ -28,6 +28,7 @@ class Stage:
         self.loop = loop
         self.sent: list[tuple[int, FromDriver]] = []
         self.lost: list[tuple[int, str]] = []
+        self.pauses: list[bool] = []
         self.screen = Memory()
         job = Job(command=("true",), num_ranks=4, hosts=(Host("a", 2), Host("b", 2)), grace_s=0.0, terminate_s=0.0)
         self.course = Course(
@@ -41,6 +42,9 @@ class Stage:
 
     def send(self, orders: Mapping[int, FromDriver]) -> None:
         self.sent += orders.items()
+
+    def pause(self, on: bool) -> None:
+        self.pauses.append(on)
 
     def exit(self, *ranks: int, code: int = 0) -> None:
         for rank in ranks:
@@ -141,6 +145,18 @@ def test_when_nobody_reads_the_output_any_more_the_job_ends_as_by_sigpipe(stage:
     stage.course.hear(0, Output(0, "out", b"y\n"))
     stage.turn_until_sent(signal.SIGTERM)
     assert stage.course.stop == Stop(PIPE_CODE, "nobody reads the output any more")
+
+
+def test_ranks_wait_while_the_reader_of_the_output_is_behind(stage: Stage) -> None:
+    stage.screen.is_full = True
+    stage.screen.due_s = 0.0
+    stage.course.hear(0, Output(0, "out", b"y\n"))
+    stage.loop.run(lambda: stage.screen.num_ticks == 2)
+    assert stage.pauses == [True]
+    stage.screen.is_full = False
+    stage.course.hear(0, Output(0, "out", b"y\n"))
+    stage.loop.run(lambda: stage.screen.num_ticks == 3)
+    assert stage.pauses == [True, False]
 
 
 def test_results_are_kept(stage: Stage) -> None:

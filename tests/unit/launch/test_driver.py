@@ -11,6 +11,7 @@ import pytest
 
 from ronde.launch.driver import NOT_BEGUN_CODE, Driver, Outcome
 from ronde.launch.job import Host, Job
+from ronde.launch.verdict import Stop
 from tests.unit.launch.screens import Memory
 
 STAY = "while :; do sleep 0.05; done"
@@ -100,7 +101,8 @@ def test_stop_from_another_thread_ends_everything() -> None:
 def test_a_job_that_is_stopped_before_it_runs_starts_nothing() -> None:
     driver = Driver(job("true"), Memory())
     driver.stop("changed my mind")
-    assert driver.run() == Outcome(143, "changed my mind, before any rank was started")
+    why = "changed my mind"
+    assert driver.run() == Outcome(143, f"{why}, before any rank was started", stop=Stop(143, why))
 
 
 def test_it_runs_in_any_thread() -> None:

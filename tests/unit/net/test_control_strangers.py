@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 from ronde.net import control
 from ronde.net.control import ControlClient, ControlServer
 from ronde.net.keys import JobKey
-from ronde.net.messages import Beat, BeatBack, Bye, encode
+from ronde.net.messages import VERSION, Beat, BeatBack, Bye, encode
 from ronde.types import Deadline
 
 LOCAL = "127.0.0.1"
@@ -154,7 +154,14 @@ def member(raw: Callable[..., RawClient], key: JobKey, routing_id: bytes) -> Raw
 
 @pytest.mark.parametrize(
     "parts",
-    [[b""], [b"\x01"], [b"garbage"], [b"\x02" + encode(Beat(1))[1:]], [b"", encode(Beat(1))], [encode(Beat(1))] * 2],
+    [
+        [b""],
+        [bytes([VERSION])],
+        [b"garbage"],
+        [bytes([VERSION + 1]) + encode(Beat(1))[1:]],
+        [b"", encode(Beat(1))],
+        [encode(Beat(1))] * 2,
+    ],
     ids=["empty", "version only", "garbage", "another version", "two parts", "twice"],
 )
 def test_a_member_that_talks_nonsense_is_logged_once_and_not_heard(

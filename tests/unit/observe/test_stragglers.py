@@ -50,6 +50,10 @@ def test_time_after_the_last_arrival_is_nobodys_fault() -> None:
     assert blame({0: 0, 1: 10}, [(0, 50), (10, 50)]) == {0: 0, 1: 10}
 
 
+def test_without_arrivals_nobody_is_to_blame() -> None:
+    assert blame({}, [(0, 50)]) == {}
+
+
 def test_the_blame_of_all_is_the_time_that_all_have_lost() -> None:
     draw = random.Random(7)
     for _ in range(200):

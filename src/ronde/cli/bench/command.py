@@ -138,7 +138,7 @@ def chosen_works(sizes: str, paths: str) -> list[Work]:
     return works
 
 
-def has_room(lanes: Sequence[Lane], work: Work, screen: Screen) -> bool:
+def has_room(lanes: Sequence[Lane], work: Work, screen: Screen[Record]) -> bool:
     """Whether the work fits into memory: each rank's array, and as much again inside the library."""
     needed = sum(2 * work.num_bytes * lane.crew.size for lane in lanes)
     available = psutil.virtual_memory().available

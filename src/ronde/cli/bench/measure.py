@@ -1,4 +1,4 @@
-"""Measuring implementations in turn, and what comes out of it. Used by command.py.
+"""Measuring implementations in turn, and what comes out of it. Used by command.py, and by train.py for its own lanes.
 
 The machine is noisy and the noise drifts, so nobody is measured alone: for one piece of work all implementations run a
 short *burst* of steps, one implementation after the other, and again, each round beginning with another one. While one
@@ -11,6 +11,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -21,9 +22,11 @@ from ronde.cli.bench.processes import Started
 from ronde.cli.bench.shapes import Work, buckets
 from ronde.types import Deadline
 
-__all__ = ["OURS", "Field", "Kit", "Lane", "Pace", "Record", "gigabits", "lanes_of"]
+__all__ = ["COMPATIBLE", "OURS", "Field", "Kit", "Lane", "Pace", "Record", "Runner", "Starter", "gigabits", "lanes_of"]
 
 OURS = "ronde"
+COMPATIBLE = "hvd"
+"""Horovod's interface over ronde: not a peer, and not to be compared with as one."""
 START_S = 120.0
 ANSWER_S = 60.0
 """An answer may take this long on top of twenty times what is expected."""
@@ -32,19 +35,23 @@ MOST_STEPS = 5000
 FEWEST_STEPS = 3
 
 
-class Kit(Protocol):
-    """An implementation that can be measured: its name, its ways to reduce many arrays, how its ranks start."""
+class Starter(Protocol):
+    """An implementation that can be measured: its name, and how its ranks start."""
 
     @property
     def name(self) -> str:
         """As tables show it."""
 
+    def start(self, directory: Path, size: int) -> Started:
+        """Start `size` ranks that use the pipes in the directory."""
+
+
+class Kit(Starter, Protocol):
+    """One that reduces arrays."""
+
     @property
     def many_paths(self) -> tuple[str, ...]:
         """The ways to reduce many arrays."""
-
-    def start(self, directory: Path, size: int) -> Started:
-        """Start `size` ranks that use the pipes in the directory."""
 
 
 class Record(msgspec.Struct, frozen=True):
@@ -72,16 +79,44 @@ class Pace:
     seconds: float = 1.0
     """Time per implementation and piece of work, shared by its bursts."""
 
+    steps: int | None = None
+    """Steps per burst, whatever their time; None: as many as fit."""
+
     def __post_init__(self) -> None:
         """Check."""
         if self.repeats < 1:
             raise ValueError(f"repeats must be at least 1, got {self.repeats}")
         if not self.seconds > 0:
             raise ValueError(f"seconds must be above 0, got {self.seconds}")
+        if self.steps is not None and self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
 
     def num_steps(self, step_s: float) -> int:
         """How many steps fill one burst."""
+        if self.steps is not None:
+            return self.steps
         return max(FEWEST_STEPS, min(MOST_STEPS, round(self.seconds / self.repeats / max(step_s, 1e-9))))
+
+
+class Runner(Protocol):
+    """What takes turns: one implementation doing one thing, which keeps its own times."""
+
+    @property
+    def crew(self) -> Crew:
+        """Its ranks."""
+
+    @property
+    def words(self) -> str:
+        """For progress and errors."""
+
+    def prepare(self) -> None:
+        """Get ready, and check that what is measured is right."""
+
+    def settle(self, pace: Pace) -> None:
+        """Find out how many steps make a burst."""
+
+    def run(self, pace: Pace) -> None:
+        """One burst that counts."""
 
 
 @dataclass
@@ -174,7 +209,7 @@ class Field:
         self._note = note
         self._say = say
 
-    def start(self, kit: Kit, size: int) -> None:
+    def start(self, kit: Starter, size: int) -> None:
         """Start the ranks of an implementation. A peer that does not start is noted and left out."""
         self._say(f"starting {size} ranks of {kit.name}")
         try:
@@ -186,26 +221,32 @@ class Field:
 
     def race(self, op: str, num_bytes: int, lanes: Sequence[Lane]) -> list[Record]:
         """Measure the lanes in turn."""
+        self.take_turns(f"{op} of {num_bytes:,} bytes", lanes)
+        for lane in {lane.crew.name: lane for lane in lanes}.values():
+            self.attempt(lane, partial(lane.crew.ask, "releasing", Deadline(ANSWER_S), do="release"))
+        return [lane.record(op, num_bytes) for lane in lanes if lane.crew in self.crews]
+
+    def take_turns(self, what: str, lanes: Sequence[Runner]) -> None:
+        """Let the lanes run their bursts, one after the other."""
         pace = self._pace
         for lane in lanes:
-            self._attempt(lane, Lane.prepare)
+            self._say(f"{what}: preparing {lane.words}")
+            self.attempt(lane, lane.prepare)
         for lane in lanes:
-            self._attempt(lane, lambda lane: lane.settle(pace))
+            self._say(f"{what}: a first try of {lane.words}")
+            self.attempt(lane, partial(lane.settle, pace))
         for turn in range(pace.repeats):
             first = turn % len(lanes)
             for lane in (*lanes[first:], *lanes[:first]):
-                self._say(f"{op} of {num_bytes:,} bytes, burst {turn + 1} of {pace.repeats}: {lane.words}")
-                self._attempt(lane, lambda lane: lane.run(pace))
-        for lane in {lane.crew.name: lane for lane in lanes}.values():
-            self._attempt(lane, lambda lane: lane.crew.ask("releasing", Deadline(ANSWER_S), do="release"))
-        return [lane.record(op, num_bytes) for lane in lanes if lane.crew in self.crews]
+                self._say(f"{what}, burst {turn + 1} of {pace.repeats}: {lane.words}")
+                self.attempt(lane, partial(lane.run, pace))
 
-    def _attempt(self, lane: Lane, act: Callable[[Lane], object]) -> None:
+    def attempt(self, lane: Runner, act: Callable[[], object]) -> None:
         """Do it unless the crew has left. A peer that fails leaves with a note; when ronde fails, all is over."""
         if lane.crew not in self.crews:
             return
         try:
-            act(lane)
+            act()
         except CrewFailed as error:
             if lane.crew.name == OURS:
                 raise

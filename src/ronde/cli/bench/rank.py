@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float32]
 
-__all__ = ["main"]
+__all__ = ["attend", "forget_neighbours", "main"]
 
 START_S = 60.0
 """How long the ranks wait for each other at the start."""
@@ -151,6 +151,42 @@ class Gloo:
         self._distributed.destroy_process_group()
 
 
+class Horovod:
+    """Horovod's interface, as the compatibility package has it over ronde, on tensors over NumPy's memory."""
+
+    def __init__(self) -> None:
+        import horovod.torch as hvd
+        import torch
+
+        torch.set_num_threads(1)
+        hvd.init()
+        self._hvd = hvd
+        self._tensor = torch.from_numpy
+        self.rank = hvd.rank()
+        self.size = hvd.size()
+
+    def prepare(self, path: str, counts: list[int]) -> Prepared:
+        """`array`: one blocking call. `many`: a named asynchronous call for each, then all waited for."""
+        arrays = arrays_of(counts)
+        named = [(self._tensor(x), f"gradient {index}") for index, x in enumerate(arrays)]
+        hvd = self._hvd
+        if path == "array":
+            ((tensor, name),) = named
+            return Prepared(arrays, lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum))
+        if path == "many":
+
+            def step() -> None:
+                for handle in [hvd.allreduce_async_(tensor, name=name, op=hvd.Sum) for tensor, name in named]:
+                    hvd.synchronize(handle)
+
+            return Prepared(arrays, step)
+        raise unknown(path, "hvd")
+
+    def close(self) -> None:
+        """Leave the job."""
+        self._hvd.shutdown()
+
+
 class Mpi:
     """An MPI library through mpi4py; which one depends on the environment."""
 
@@ -238,7 +274,17 @@ class Desk:
         gc.collect()
 
 
-def serve(desk: Desk, commands: IO[str], answers: IO[str]) -> None:
+class Answers(Protocol):
+    """Carries out commands."""
+
+    def answer(self, command: dict[str, Any]) -> dict[str, Any]:
+        """Do what the command says."""
+
+    def release(self) -> None:
+        """Let go of all memory."""
+
+
+def serve(desk: Answers, commands: IO[str], answers: IO[str]) -> None:
     """Answer until told to quit, until the pipe ends, or until something failed: a failed rank is of no more use."""
     for line in commands:
         command = json.loads(line)
@@ -255,36 +301,46 @@ def serve(desk: Desk, commands: IO[str], answers: IO[str]) -> None:
 
 
 def join(name: str, directory: Path, place: list[str]) -> Implementation:
-    """Start the library; MPI and ronde know their place from their launcher."""
+    """Start the library; all but gloo know their place from their launcher."""
     if name == "ronde":
         return Ronde()
     if name == "mpi":
         return Mpi()
+    if name == "hvd":
+        return Horovod()
     if name == "gloo":
         return Gloo(directory, *map(int, place))
     raise ValueError(f"no such implementation: {name!r}")
 
 
-def main(arguments: list[str]) -> None:
-    """Join, say so, serve, leave."""
-    # Started by its path: the modules beside this one must not be taken for top-level ones.
-    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
-    name, directory, *place = arguments
-    implementation = join(name, Path(directory), place)
-    desk = Desk(implementation)
-    gc.disable()
+def attend(desk: Answers, directory: Path, rank: int, size: int) -> None:
+    """Say who is here, and answer commands until the end."""
     with (
-        Path(directory, f"from-{implementation.rank}").open("w", encoding="ascii") as answers,
-        Path(directory, f"to-{implementation.rank}").open(encoding="ascii") as commands,
+        (directory / f"from-{rank}").open("w", encoding="ascii") as answers,
+        (directory / f"to-{rank}").open(encoding="ascii") as commands,
     ):
-        answers.write(json.dumps({"size": implementation.size}) + "\n")
-        answers.flush()
         try:
+            answers.write(json.dumps({"size": size}) + "\n")
+            answers.flush()
             serve(desk, commands, answers)
             desk.release()
-            implementation.close()
         except BrokenPipeError:  # nobody is left to hear the answer
             sys.exit(1)
+
+
+def forget_neighbours() -> None:
+    """Started by its path: the modules beside this one must not be taken for top-level ones."""
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+
+
+def main(arguments: list[str]) -> None:
+    """Join, serve, leave."""
+    forget_neighbours()
+    name, directory, *place = arguments
+    implementation = join(name, Path(directory), place)
+    gc.disable()
+    attend(Desk(implementation), Path(directory), implementation.rank, implementation.size)
+    implementation.close()
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO
+from typing import IO, Generic, TypeVar
 
 import msgspec
 import psutil
@@ -12,16 +12,17 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from ronde.cli.bench.measure import Record
-
 __all__ = ["Screen", "conditions"]
 
+Line = TypeVar("Line", bound=msgspec.Struct)
+"""One line of results."""
 
-class Screen:
+
+class Screen(Generic[Line]):
     """Shows results as they come. Draws only when told to, so that it never takes a core from who is measured."""
 
-    def __init__(self, console: Console, draw: Callable[[list[Record]], RenderableType], json: Path | None) -> None:
-        self.records: list[Record] = []
+    def __init__(self, console: Console, draw: Callable[[list[Line]], RenderableType], json: Path | None) -> None:
+        self.records: list[Line] = []
         self._console = console
         self._draw = draw
         self._json_path = json
@@ -29,7 +30,7 @@ class Screen:
         # It erases itself at the end; what stays is printed once.
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="visible")
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> Screen[Line]:
         """Begin to draw."""
         if self._json_path is not None:
             try:
@@ -58,7 +59,7 @@ class Screen:
         """Something the user should know, above the table."""
         self._console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
-    def add(self, records: Iterable[Record]) -> None:
+    def add(self, records: Iterable[Line]) -> None:
         """New results."""
         for record in records:
             self.records.append(record)

@@ -7,15 +7,16 @@ from itertools import groupby
 
 from rich.table import Table
 
-from ronde.cli.bench.measure import OURS, Record
+from ronde.cli.bench.measure import COMPATIBLE, OURS, Record
 from ronde.cli.bench.shapes import MANY, format_bytes
 
-__all__ = ["allreduce_table", "best_peer", "format_time", "negotiation_table", "ranks_table"]
+__all__ = ["allreduce_table", "best_peer", "format_ratio", "format_time", "negotiation_table", "ranks_table"]
 
 
 def best_peer(records: Iterable[Record]) -> Record | None:
     """The fastest of the others, by the median; None when ronde is alone."""
-    return min((record for record in records if record.impl != OURS), key=lambda record: record.median_us, default=None)
+    others = [record for record in records if record.impl not in (OURS, COMPATIBLE)]
+    return min(others, key=lambda record: record.median_us, default=None)
 
 
 def format_time(us: float) -> str:
@@ -84,10 +85,14 @@ def _size_words(row: Record) -> str:
 
 
 def _standing(row: Record, best: Record | None) -> str:
-    """Only ronde is compared; the best peer is marked."""
+    """Only ronde is compared, by whichever interface; the best peer is marked."""
     if best is None or not row.median_us:
         return ""
-    if row.impl != OURS:
+    if row.impl not in (OURS, COMPATIBLE):
         return "best peer" if row is best else ""
-    ratio = best.median_us / row.median_us
+    return format_ratio(best.median_us / row.median_us)
+
+
+def format_ratio(ratio: float) -> str:
+    """How many times as good, in the colour of the news."""
     return f"[{'green' if ratio >= 1 else 'red'}]{ratio:.2f} ×[/]"

@@ -82,7 +82,7 @@ class Moves:
         untouchable = target is not None and np.may_share_memory(wire, data)
         if call.op is Op.ADASUM:
             wire = wire.copy() if untouchable else wire
-            self._adasum(wire)
+            self._adasum(wire, [part.count for part in call.parts])
         elif untouchable and target is not None:
             result = target.view(wire.dtype)
             self._sum_up(call, wire, result)
@@ -97,7 +97,8 @@ class Moves:
             given = self._in_place if source is None else source[piece]
             self._wait([self._comm.Iallreduce(given, result[piece], op)])
 
-    def _adasum(self, data: Array) -> None:
+    def _adasum(self, data: Array, counts: Sequence[int]) -> None:
+        # Every array is weighed by itself.
         # Members beyond the largest power of two are folded into the first ones. Then neighbours at distance 1, 2, 4, …
         # mix, the lower one keeping the result, until member 0 has it all and gives it to everybody. Each mix is
         # computed once, so that different processors cannot come to different bits.
@@ -105,20 +106,22 @@ class Moves:
         if self._me >= full:
             self._pass(data, self._me - full, sending=True)
         elif self._me + full < self._size:
-            self._mix(data, self._me + full)
+            self._mix(data, self._me + full, counts)
         distance = 1
         while distance < full and self._me < full:
             if self._me % (2 * distance):
                 self._pass(data, self._me - distance, sending=True)
                 break
-            self._mix(data, self._me + distance)
+            self._mix(data, self._me + distance, counts)
             distance *= 2
         self._spread(data, 0)
 
-    def _mix(self, data: Array, peer: int) -> None:
+    def _mix(self, data: Array, peer: int, counts: Sequence[int]) -> None:
         other = np.empty_like(data)
         self._pass(other, peer, sending=False)
-        adasum(data, other)
+        ends = np.cumsum(counts)[:-1]
+        for mine, theirs in zip(np.split(data, ends), np.split(other, ends), strict=True):
+            adasum(mine, theirs)
 
     def _reduce_scatter(self, call: Call) -> None:
         counts = call.counts

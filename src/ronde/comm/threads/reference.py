@@ -14,7 +14,7 @@ from ronde.comm.backend import Call, Part
 from ronde.comm.buffers import Array, at_address
 from ronde.comm.signature import mismatch
 from ronde.comm.threads.arithmetic import reduce
-from ronde.types import DType, Kind
+from ronde.types import DType, Kind, Op
 
 __all__ = ["carry_out", "compare", "copy_across"]
 
@@ -52,7 +52,10 @@ def _allreduce(calls: Sequence[Call]) -> None:
     first = asked[0]
     zeros = np.zeros(sum(part.count for part in first.parts), first.dtype.numpy)
     inputs = [zeros if call.kind is Kind.JOIN else _read(call) for call in calls]
-    result = reduce(inputs, first.dtype, first.op, first.prescale, first.postscale)
+    # Adasum weighs every array by itself; to the others the arrays are one.
+    ends = _starts([part.count for part in first.parts])[1:-1] if first.op is Op.ADASUM else []
+    pieces = zip(*[np.split(array, ends) for array in inputs], strict=True)
+    result = np.concatenate([reduce(p, first.dtype, first.op, first.prescale, first.postscale) for p in pieces])
     for call in asked:
         _write(call.parts, result, call.dtype)
 

@@ -24,19 +24,20 @@ _MAX_NAMED = 8
 
 
 class RankFiles:
-    """`rank-0.out`, `rank-0.err` … in a folder, empty at first. Calls `tell` with words when one cannot be written:
-    once for each kind of error."""
+    """`rank-0.out`, `rank-0.err` … in a folder, or `rank.0/stdout` … when they are to be `nested`; empty at first. Calls
+    `tell` with words when one cannot be written: once for each kind of error."""
 
-    def __init__(self, folder: str, *, num_ranks: int, tell: Callable[[str], None]) -> None:
+    def __init__(self, folder: str, *, num_ranks: int, tell: Callable[[str], None], nested: bool = False) -> None:
         self._folder = Path(folder)
+        self._nested = nested
         self._digits = len(str(num_ranks - 1))
         self._tell = tell
         self._told: set[int | None] = set()
         self._open: OrderedDict[Key, FileIO] = OrderedDict()
         self._incomplete: dict[Key, None] = {}
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
             for rank in range(num_ranks):
+                self.path(rank, "out").parent.mkdir(parents=True, exist_ok=True)
                 self.path(rank, "out").write_bytes(b"")
                 self.path(rank, "err").write_bytes(b"")
         except OSError as error:
@@ -44,7 +45,9 @@ class RankFiles:
 
     def path(self, rank: int, stream: Stream) -> Path:
         """The file of a rank; names sort by rank."""
-        return self._folder / f"rank-{rank:0{self._digits}}.{stream}"
+        number = f"{rank:0{self._digits}}"
+        name = f"rank.{number}/std{stream}" if self._nested else f"rank-{number}.{stream}"
+        return self._folder / name
 
     def write(self, rank: int, stream: Stream, data: bytes) -> None:
         """Append; it can be read at once."""

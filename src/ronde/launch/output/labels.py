@@ -6,7 +6,9 @@ from collections.abc import Iterable
 from datetime import datetime
 from functools import lru_cache
 
-__all__ = ["OWN", "join_ranks", "label", "label_width", "stamp"]
+from ronde.launch.messages import Stream
+
+__all__ = ["OWN", "asctime", "join_ranks", "label", "label_width", "stamp", "tag"]
 
 _PALETTE = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """Readable on dark and on light; red is left to errors."""
@@ -36,11 +38,23 @@ def label(ranks: tuple[int, ...], *, color: bool) -> bytes:
     return name.encode() + b" "
 
 
+@lru_cache(maxsize=1024)
+def tag(ranks: tuple[int, ...], stream: Stream) -> bytes:
+    """As Horovod writes a label: `[3]<stdout>:`."""
+    return f"[{join_ranks(ranks)}]<std{stream}>:".encode() if ranks else label(ranks, color=False)
+
+
 @lru_cache(maxsize=64)
 def stamp(wall_ms: int) -> bytes:
     """A moment in local time, with a space behind."""
     moment = datetime.fromtimestamp(wall_ms / 1000)
     return moment.isoformat(sep=" ", timespec="milliseconds").encode() + b" "
+
+
+@lru_cache(maxsize=64)
+def asctime(wall_s: int) -> bytes:
+    """A moment as Horovod writes it: `Mon Jan  5 14:03:22 2026`."""
+    return datetime.fromtimestamp(wall_s).ctime().encode()
 
 
 def label_width(num_ranks: int, *, timestamps: bool = False) -> int:

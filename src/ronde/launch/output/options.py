@@ -63,6 +63,9 @@ class PrintOptions:
     folder: str = ""
     """Write what each rank prints to files in here, byte for byte; empty for none. Files of an earlier run with the
     same name are overwritten, as with `>`; other files are left alone."""
+    as_horovod: bool = False
+    """Labels, times and files as those have them who read Horovod's by program: `[1]<stdout>:line`, the time before
+    the label, and files `rank.1/stdout`."""
     place: Place = Place()
     """What the target is: `Place.of(target)`."""
     raw_rank: int | None = None

@@ -14,7 +14,7 @@ from ronde.launch.messages import Stream
 from ronde.launch.output.console import Console
 from ronde.launch.output.files import RankFiles
 from ronde.launch.output.fold import Fold, Print
-from ronde.launch.output.labels import OWN, label, stamp
+from ronde.launch.output.labels import OWN, asctime, label, stamp, tag
 from ronde.launch.output.options import PrintOptions, Target
 from ronde.launch.output.rows import Rows, Text
 from ronde.launch.output.tail import Tail
@@ -68,7 +68,7 @@ class Printer:
         self._closed = False
         self._files: RankFiles | None = None
         if options.folder:
-            self._files = RankFiles(options.folder, num_ranks=num_ranks, tell=self.note)
+            self._files = RankFiles(options.folder, num_ranks=num_ranks, tell=self.note, nested=options.as_horovod)
         if self._fold is not None and options.raw_rank is not None:
             self._fold.end(options.raw_rank)  # nobody waits for it
 
@@ -101,8 +101,7 @@ class Printer:
         return next((console.gone for console in self._consoles.values() if console.gone), "")
 
     def full(self) -> bool:
-        """The reader of a pipe or terminal is far behind: better not to read more from ranks until this changes.
-        Who goes on all the same is made to wait in `tick`, sooner or later."""
+        """See Screen."""
         return any(console.full for console in self._consoles.values())
 
     def tick(self, now_s: float) -> float | None:
@@ -190,10 +189,16 @@ class Printer:
 
     def _print(self, item: Print) -> None:
         console = self._consoles[item.stream]
-        prefix = label(item.ranks, color=console.terminal and self._options.color)
+        prefix = self._label(item.ranks, item.stream, color=console.terminal)
         if self._options.timestamps:
-            prefix += stamp(round((item.at_s + self._wall_ahead_s) * 1000))
+            wall_s = item.at_s + self._wall_ahead_s
+            prefix = asctime(int(wall_s)) + prefix if self._options.as_horovod else prefix + stamp(round(wall_s * 1000))
         console.print((item.ranks, item.stream), prefix, item.text)
+
+    def _label(self, ranks: tuple[int, ...], stream: Stream, *, color: bool) -> bytes:
+        if self._options.as_horovod:
+            return tag(ranks, stream)
+        return label(ranks, color=color and self._options.color)
 
     # --- the live region -------------------------------------------------------------------------------------
 
@@ -226,9 +231,9 @@ class Printer:
                 groups.setdefault((stream, rows), []).append(rank)
         limit = max(1, self._options.place.height * 2 // 3)
         drawn = []
-        for (_, rows), ranks in groups.items():
+        for (stream, rows), ranks in groups.items():
             for owners in [tuple(ranks)] if self._options.fold else [(rank,) for rank in ranks]:
-                prefix = label(owners, color=self._options.color)
+                prefix = self._label(owners, stream, color=True)
                 drawn += [prefix + row for row in rows[-limit:]]
         if len(drawn) > limit:
             drawn[limit - 1 :] = [b"... and %d more" % (len(drawn) - limit + 1)]

@@ -32,5 +32,9 @@ class Screen(Protocol):
     def gone(self) -> str:
         """Why nothing can be shown any more, such as that the reader of a pipe has left; empty while all is well."""
 
+    def full(self) -> bool:
+        """Whether the reader of a pipe or terminal is far behind: better not to read more from ranks until `tick` has
+        changed that. Who goes on all the same is made to wait in `tick`, sooner or later."""
+
     def close(self) -> None:
         """Show all that still waits, leave the terminal tidy, close the files. Idempotent."""

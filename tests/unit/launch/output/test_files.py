@@ -17,6 +17,14 @@ def test_every_rank_has_a_file_for_each_stream_from_the_start(tmp_path: Path) ->
     assert len(names) == 22
 
 
+def test_the_files_of_a_rank_may_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    files = RankFiles(str(tmp_path / "new"), num_ranks=11, tell=pytest.fail, nested=True)
+    files.write(3, "err", b"oh\n")
+    files.close()
+    assert (tmp_path / "new" / "rank.03" / "stderr").read_bytes() == b"oh\n"
+    assert (tmp_path / "new" / "rank.10" / "stdout").read_bytes() == b""
+
+
 def test_bytes_are_written_as_they_come_and_can_be_read_at_once(tmp_path: Path) -> None:
     files = RankFiles(str(tmp_path), num_ranks=2, tell=pytest.fail)
     files.write(1, "out", b"\r50%\xff\x00")

@@ -6,7 +6,7 @@ from datetime import datetime
 
 import pytest
 
-from ronde.launch.output.labels import OWN, join_ranks, label, label_width, stamp
+from ronde.launch.output.labels import OWN, asctime, join_ranks, label, label_width, stamp, tag
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,10 @@ def test_a_stamp_is_local_time_to_the_millisecond() -> None:
 def test_the_width_is_that_of_the_longest_label() -> None:
     assert label_width(8) == len("[7] ")
     assert label_width(64, timestamps=True) == len("[63] 2026-01-05 14:03:22.123 ")
+
+
+def test_labels_and_times_can_be_those_of_horovod() -> None:
+    assert tag((3,), "out") == b"[3]<stdout>:"
+    assert tag((12,), "err") == b"[12]<stderr>:"
+    assert tag(OWN, "err") == b"[ronde] "
+    assert asctime(int(datetime(2026, 1, 5, 14, 3, 22).timestamp())) == b"Mon Jan  5 14:03:22 2026"

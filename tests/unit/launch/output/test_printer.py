@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ronde.launch.messages import Stream
-from ronde.launch.output.labels import stamp
+from ronde.launch.output.labels import asctime, stamp
 from ronde.launch.output.options import Place, PrintOptions, Target
 from ronde.launch.output.printer import Printer
 from ronde.launch.output.screen import Screen
@@ -56,6 +56,20 @@ def test_timestamps_tell_when_a_line_arrived() -> None:
     screens.wait(1.0)
     arrived = stamp(-100).decode()  # the wall clock of the test says 0 at each tick; the line waited for 0.1 s
     assert screens.printed() == f"[0] {arrived}a\n[0] {arrived}b\n"
+
+
+def test_lines_can_begin_as_those_of_horovod_do() -> None:
+    screens = Screens(2, replace(PLAIN, as_horovod=True))
+    screens.say(0, b"a\n\nb\n")
+    screens.say(1, b"warning\n", stream="err")
+    assert screens.printed() == "[0]<stdout>:a\n[0]<stdout>:\n[0]<stdout>:b\n"
+    assert screens.err.getvalue() == b"[1]<stderr>:warning\n"
+
+
+def test_the_time_stands_before_the_label_then() -> None:
+    screens = Screens(1, replace(PLAIN, as_horovod=True, timestamps=True))
+    screens.say(0, b"a\n")
+    assert screens.printed() == f"{asctime(0).decode()}[0]<stdout>:a\n"
 
 
 def test_colours_are_for_terminals_and_for_those_who_want_them() -> None:

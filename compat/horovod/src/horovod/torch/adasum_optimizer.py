@@ -5,8 +5,8 @@ Every process takes its own step; the changes are added up by Adasum, and all be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any
 
@@ -30,7 +30,7 @@ class AdasumOptimizer(Optimizer):
     @classmethod
     def wrap(cls, optimizer: Optimizer, compression: type[Compressor], passes: int) -> Optimizer:
         """The same optimizer, of a class that combines its steps."""
-        plain = type(optimizer)
+        plain: Any = type(optimizer)
         optimizer.__class__ = _adasum_class(plain)
         assert isinstance(optimizer, AdasumOptimizer)
         optimizer._compression = compression
@@ -44,11 +44,9 @@ class AdasumOptimizer(Optimizer):
     def synchronize(self) -> None:
         """Nothing to do before step()."""
 
-    @contextmanager
-    def skip_synchronize(self) -> Iterator[None]:
+    def skip_synchronize(self) -> AbstractContextManager[None]:
         """Not for this optimizer: its step() is where the processes meet."""
         raise AssertionError("skip_synchronize() cannot be used with op=hvd.Adasum")
-        yield
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401  # as the closure returns
         """One's own step, then Adasum of all processes' steps."""
@@ -57,7 +55,7 @@ class AdasumOptimizer(Optimizer):
         for param in params:
             if param.grad is None:  # a process that did not use it takes part with no change
                 param.grad = torch.zeros_like(param)
-        result = super().step(closure) if closure is not None else super().step()  # type: ignore[call-arg]
+        result = super().step(closure) if closure is not None else super().step()
         with torch.no_grad():
             flights = [
                 self._send(index, param, start) for index, (param, start) in enumerate(zip(params, starts, strict=True))
@@ -72,5 +70,5 @@ class AdasumOptimizer(Optimizer):
 
 
 @cache
-def _adasum_class(plain: type[Any]) -> type[Any]:
+def _adasum_class(plain: Any) -> Any:  # noqa: ANN401  # classes
     return type(plain.__name__, (AdasumOptimizer, plain), {"__module__": __name__, "__doc__": plain.__doc__})

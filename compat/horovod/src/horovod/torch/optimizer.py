@@ -123,7 +123,7 @@ class HorovodOptimizer(Distributed):
             )
         self._synchronized = False
         with translated():
-            return super().step(closure) if closure is not None else super().step()  # type: ignore[call-arg]
+            return super().step(closure) if closure is not None else super().step()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ever."""

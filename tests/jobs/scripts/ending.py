@@ -1,0 +1,53 @@
+"""A rank of tests/jobs/test_run.py: rank 1 ends, in the way that the first argument says, while the others wait for it
+in an allreduce."""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import os
+import select
+import signal
+import sys
+
+import numpy as np
+
+import ronde
+
+PATIENCE_S = 50
+
+
+def outlive(pids: list[int]) -> None:
+    """Be the last to go: the others have heard of our end, and gone, before our process has ended."""
+    for pid in pids:
+        try:
+            fd = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        select.select([fd], [], [], PATIENCE_S)
+
+
+def end(how: str, others: list[int]) -> None:
+    if how == "late":
+        atexit.register(outlive, others)
+    if how in ("raise", "late"):
+        raise RuntimeError("boom")
+    if how == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if how == "crash":
+        ctypes.string_at(0)
+    sys.exit(int(how))
+
+
+def main() -> None:
+    ronde.init()
+    rank = ronde.rank()
+    pids = ronde.allgather(np.array([os.getpid()])).tolist()
+    if rank == 1:
+        end(sys.argv[1], pids[:rank] + pids[rank + 1 :])
+    ronde.allreduce(np.ones(3))
+    print("nobody comes here")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""Every optimizer, and everything around one: closures, schedulers, scalers, clipping, states, copies."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import pickle
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import ronde
+from ronde.torch import Distributed, DistributedOptimizer
+from tests.jobs.torch_checks.checks import (
+    assert_close,
+    assert_same_on_all_ranks,
+    batch,
+    grads,
+    loss_of,
+    mine,
+    on,
+    perceptron,
+    twin,
+)
+
+SPECIAL = {"SparseAdam", "LBFGS", "Muon"}
+"""Those that take other gradients or need a closure."""
+
+
+def every_class() -> list[type[Optimizer]]:
+    found = [each for each in vars(torch.optim).values() if isinstance(each, type) and issubclass(each, Optimizer)]
+    return [each for each in found if each is not Optimizer and each.__name__ not in SPECIAL]
+
+
+@on("2 ranks")
+def every_optimizer_of_torch_learns_what_it_would_from_the_whole_batch() -> None:
+    kinds = every_class()
+    assert len(kinds) >= 12
+    for kind in kinds:
+        model = perceptron()
+        alone = twin(model)
+        plain: Any = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+        optimizer = DistributedOptimizer(plain)
+        reference: Any = kind(alone.parameters(), lr=0.01)  # type: ignore[call-arg]
+        assert optimizer is plain and isinstance(optimizer, kind) and type(optimizer).__name__ == kind.__name__
+        for step in range(3):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            reference.zero_grad()
+            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(alone, x, y).backward()
+            optimizer.step()
+            reference.step()
+        assert_close(model.parameters(), alone.parameters(), rtol=1e-6, atol=1e-8)
+        assert_same_on_all_ranks(model.parameters())
+        optimizer.close()
+
+
+@on("2 ranks")
+def muon_takes_the_matrices() -> None:
+    model = perceptron()
+    alone = twin(model)
+    if not hasattr(torch.optim, "Muon"):
+        return
+    optimizer = DistributedOptimizer(torch.optim.Muon([model[2].weight], lr=0.01))
+    reference = torch.optim.Muon([alone[2].weight], lr=0.01)
+    for step in range(2):
+        x, y = batch(step)
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(alone, x, y).backward()
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    assert_same_on_all_ranks([model[2].weight])
+    assert_close([model[2].weight], [alone[2].weight], rtol=1e-2, atol=1e-3)  # it computes in bfloat16
+    optimizer.close()
+
+
+@on("2 ranks", "2 hosts")
+def lbfgs_calls_its_closure_equally_often_on_all_ranks() -> None:
+    for line_search in (None, "strong_wolfe"):
+        model = perceptron()
+        alone = twin(model)
+        optimizer = DistributedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=8, line_search_fn=line_search))
+        reference = torch.optim.LBFGS(alone.parameters(), max_iter=8, line_search_fn=line_search)
+        x, y = batch(0)
+        calls = [0, 0]
+
+        def closure(
+            index: int, own: Optimizer, net: nn.Module, x: Tensor, y: Tensor, calls: list[int] = calls
+        ) -> Tensor:
+            calls[index] += 1
+            own.zero_grad()
+            loss = loss_of(net, x, y)
+            loss.backward()
+            return loss
+
+        first: Any = optimizer.step(lambda: closure(0, optimizer, model, mine(x), mine(y)))  # noqa: B023
+        second: Any = reference.step(lambda: closure(1, reference, alone, x, y))  # noqa: B023
+        assert calls[0] == calls[1] > 2
+        assert abs(first.item() - second.item()) < 1e-9
+        assert_close(model.parameters(), alone.parameters(), rtol=1e-5, atol=1e-7)
+        assert_same_on_all_ranks(model.parameters())
+        optimizer.close()
+
+
+@on("2 ranks", "2 hosts")
+def sparse_adam_gets_sparse_gradients() -> None:
+    torch.manual_seed(0)
+    model = nn.EmbeddingBag(50, 4, mode="sum", sparse=True).double()
+    alone = twin(model)
+    optimizer = DistributedOptimizer(torch.optim.SparseAdam(model.parameters(), lr=0.1))
+    reference = torch.optim.SparseAdam(alone.parameters(), lr=0.1)
+    for step in range(3):
+        words = torch.randint(0, 50, (8, 3), generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        reference.zero_grad()
+        model(mine(words)).pow(2).mean().backward()
+        alone(words).pow(2).mean().backward()
+        grad = model.weight.grad
+        assert grad is not None and grad.is_sparse
+        assert_close([grad.to_dense()], [alone.weight.grad.to_dense()])
+        optimizer.step()
+        reference.step()
+    assert_close(model.parameters(), alone.parameters())
+    optimizer.close()
+
+
+@on("2 ranks")
+def a_scheduler_may_come_before_or_after() -> None:
+    for before in (True, False):
+        model = perceptron()
+        alone = twin(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+        if before:
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+            optimizer = DistributedOptimizer(optimizer)
+        else:
+            optimizer = DistributedOptimizer(optimizer)
+            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        theirs = torch.optim.lr_scheduler.StepLR(reference, 1, gamma=0.5)
+        for step in range(3):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            reference.zero_grad()
+            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(alone, x, y).backward()
+            optimizer.step()
+            reference.step()
+            schedule.step()
+            theirs.step()
+        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+        assert_close(model.parameters(), alone.parameters())
+        optimizer.close()
+
+
+@on("2 ranks")
+def gradients_can_be_clipped_right_after_backward() -> None:
+    model = perceptron()
+    alone = twin(model)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    reference = torch.optim.SGD(alone.parameters(), lr=1.0)
+    for step in range(3):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        reference.zero_grad()
+        loss_of(model, mine(x), mine(y)).backward()
+        loss_of(alone, x, y).backward()
+        if step == 1:
+            optimizer.synchronize()  # type: ignore[attr-defined]  # not needed, and does no harm
+        ours = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        theirs = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+        assert_close([ours], [theirs])
+        optimizer.step()
+        reference.step()
+    assert_close(model.parameters(), alone.parameters())
+    optimizer.close()
+
+
+@on("2 ranks")
+def an_overflow_on_one_rank_skips_the_step_on_all() -> None:
+    model = perceptron(torch.float32)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for step in range(3):
+        x, y = batch(step, torch.float32)
+        optimizer.zero_grad()
+        loss = loss_of(model, mine(x), mine(y))
+        if step != 1 and ronde.rank() == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        moved = any(not torch.equal(one, two) for one, two in zip(before, model.parameters(), strict=True))
+        assert moved == (step > 0)
+    assert scaler.get_scale() == 2.0**8
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()
+
+
+@on("2 ranks")
+def gradients_may_be_set_to_zero_or_to_none() -> None:
+    for to_none in (True, False):
+        model = perceptron()
+        alone = twin(model)
+        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op="sum")
+        places = []
+        for step in range(3):
+            x, y = batch(step)
+            loss_of(model, mine(x), mine(y)).backward()
+            loss_of(alone, x, y).backward()
+            assert_close([grad / 2 for grad in grads(model)], grads(alone))
+            places.append([grad.data_ptr() for grad in grads(model)])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+            alone.zero_grad()
+            for mine_too, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+                theirs.data.copy_(mine_too.data)
+            assert all((parameter.grad is None) == to_none for parameter in model.parameters())
+        assert places[0] == places[1] == places[2], "gradients lie in their buckets"
+        optimizer.close()
+
+
+@on("2 ranks")
+def a_state_goes_out_and_in_again() -> None:
+    model = perceptron()
+    optimizer = DistributedOptimizer(torch.optim.Adam([{"params": model.parameters(), "group": ronde.world()}], lr=0.01))
+
+    def train(net: nn.Module, own: Optimizer, steps: range) -> None:
+        for step in steps:
+            x, y = batch(step)
+            own.zero_grad()
+            loss_of(net, mine(x), mine(y)).backward()
+            own.step()
+
+    train(model, optimizer, range(2))
+    other = twin(model)
+    saved = io.BytesIO()
+    torch.save(optimizer.state_dict(), saved)
+    saved.seek(0)
+    resumed = DistributedOptimizer(torch.optim.Adam(other.parameters(), lr=0.5))
+    resumed.load_state_dict(torch.load(saved, weights_only=True))
+    train(model, optimizer, range(2, 4))
+    train(other, resumed, range(2, 4))
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))
+    optimizer.close()
+    resumed.close()
+
+
+@on("2 ranks")
+def copies_are_plain_optimizers() -> None:
+    model = perceptron()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.25))
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        assert type(copied) is torch.optim.SGD and copied.param_groups[0]["lr"] == 0.25
+    assert isinstance(optimizer, Distributed)
+    optimizer.close()
+
+
+@on("2 ranks")
+def without_its_optimizer_a_model_is_like_any_other() -> None:
+    model = perceptron()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = batch(0)
+    loss_of(model, mine(x), mine(y)).backward()
+    for end in ("forgotten", "closed"):
+        if end == "forgotten":
+            del optimizer
+            gc.collect()
+        else:
+            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            loss_of(model, mine(x), mine(y)).backward()
+            optimizer.close()  # type: ignore[attr-defined]
+            optimizer.close()  # type: ignore[attr-defined]
+        model.zero_grad()
+        before = ronde.metrics().total.operations
+        (loss_of(model, mine(x), mine(y)) * (ronde.rank() + 1)).backward()
+        assert ronde.metrics().total.operations == before
+        assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+
+
+@on("2 ranks")
+def steps_are_counted() -> None:
+    model = perceptron()
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    from ronde.comm.current import current
+
+    before = current().recorder.steps
+    for step in range(3):
+        x, y = batch(step)
+        loss_of(model, mine(x), mine(y)).backward()
+        optimizer.step()
+    assert current().recorder.steps == before + 3
+    optimizer.close()

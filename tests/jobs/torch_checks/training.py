@@ -1,0 +1,107 @@
+"""Loss curves and gradients: what several ranks learn is what one would."""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import ronde
+from ronde.torch import DistributedOptimizer
+from tests.jobs.torch_checks.checks import assert_same_on_all_ranks, batch, grads, loss_of, mine, on, perceptron
+
+CURVES = ("1 rank", "2 ranks", "4 ranks", "2 hosts", "2 ranks again")
+STEPS = 8
+
+
+def curve(*, passes: int = 1, scaled: bool = False, **settings: Any) -> dict[str, Any]:
+    """Train with everything the same but the number of ranks: losses, and a digest of the weights."""
+    model = perceptron(torch.float32)
+    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer = DistributedOptimizer(plain, named_parameters=model.named_parameters(), passes=passes, **settings)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
+    losses = []
+    for step in range(STEPS):
+        x, y = batch(step, torch.float32)
+        optimizer.zero_grad()
+        total = 0.0
+        for part in range(passes):
+            rows = slice(part * len(x) // passes, (part + 1) * len(x) // passes)
+            with torch.autocast("cpu", torch.bfloat16, enabled=scaled):
+                loss = loss_of(model, mine(x[rows]), mine(y[rows]))
+            scaler.scale(loss).backward()
+            total += loss.item() / passes
+        scaler.step(optimizer)
+        scaler.update()
+        losses.append(float(ronde.allreduce(np.array(total), op="mean")))
+    assert_same_on_all_ranks(model.parameters())
+    optimizer.close()
+    weights = b"".join(parameter.detach().numpy().tobytes() for parameter in model.parameters())
+    return {"losses": losses, "weights": hashlib.sha256(weights).hexdigest()}
+
+
+def twice(**settings: Any) -> dict[str, Any]:
+    """The second time it is the same, bit by bit."""
+    first, second = curve(**settings), curve(**settings)
+    assert first == second
+    return first
+
+
+@on(*CURVES)
+def plain_curve() -> dict[str, Any]:
+    return twice()
+
+
+@on(*CURVES)
+def curve_of_small_buckets() -> dict[str, Any]:
+    return twice(bucket_mb=0.005)
+
+
+@on(*CURVES)
+def accumulated_curve() -> dict[str, Any]:
+    return twice(passes=2)
+
+
+@on(*CURVES)
+def curve_with_bfloat16_and_scaler() -> dict[str, Any]:
+    return twice(scaled=True)
+
+
+@on(*CURVES)
+def accumulated_curve_with_bfloat16_and_scaler() -> dict[str, Any]:
+    return twice(passes=2, scaled=True)
+
+
+@on("2 ranks")
+def gradients_equal_those_of_ddp() -> None:
+    folder = ronde.objects.broadcast(tempfile.mkdtemp(prefix="ronde") if ronde.rank() == 0 else "")
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=ronde.rank(), world_size=ronde.size())
+    try:
+        ours, theirs = perceptron(torch.float32), perceptron(torch.float32)
+        optimizer = DistributedOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1))
+        parallel = nn.parallel.DistributedDataParallel(theirs)
+        other = torch.optim.SGD(theirs.parameters(), lr=0.1)
+        for step in range(4):
+            x, y = batch(step, torch.float32)
+            optimizer.zero_grad()
+            other.zero_grad()
+            loss_of(ours, mine(x), mine(y)).backward()
+            loss_of(parallel, mine(x), mine(y)).backward()
+            assert all(torch.equal(one, two) for one, two in zip(grads(ours), grads(theirs), strict=True))
+            optimizer.step()
+            other.step()
+        optimizer.close()
+    finally:
+        dist.destroy_process_group()
+        ronde.barrier()
+        if ronde.rank() == 0:
+            for path in Path(folder).iterdir():
+                path.unlink()
+            Path(folder).rmdir()

@@ -1,0 +1,182 @@
+"""Training with NumPy alone: an adapter and a backward pass without an ML library, to see what the Reducer does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ronde.binding.adapter import Parameter, State
+from ronde.binding.codec import Codec
+from ronde.binding.gradients import GradientSettings
+from ronde.binding.passes import Passes
+from ronde.binding.reducer import Reducer
+from ronde.comm.buffers import Array
+from ronde.comm.group import Group
+
+
+@dataclass
+class Weight:
+    """A parameter: its gradient is an array, a row index (sparse) or None."""
+
+    name: str
+    count: int = 4
+    dtype: str = "float32"
+    trains: bool = True
+    grad: Array | dict[int, float] | None = None
+
+
+class Arrays:
+    """The adapter. Gradients end as views of the buckets, as a library's would."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        self.weights = list(weights)
+        self.collected: list[tuple[str, ...]] = []
+        self._living: list[Weight] = []
+        self._places: dict[int, Array] = {}
+        self.ready: Callable[[int], object] = lambda index: None
+        self.num_sparse_sums = 0
+
+    def describe(self) -> list[Parameter]:
+        self._living = [weight for weight in self.weights if weight.trains]
+        return [
+            Parameter(each.name, (each.count,), each.dtype, each.count, sparse=isinstance(each.grad, dict))
+            for each in self._living
+        ]
+
+    def changed(self) -> bool:
+        return [weight for weight in self.weights if weight.trains] != self._living
+
+    def bind(self, memory: Mapping[int, Array], ready: Callable[[int], object]) -> None:
+        self._places = dict(memory)
+        self.ready = ready
+
+    def collect(self, indices: Sequence[int]) -> dict[int, State]:
+        odd = {}
+        self.collected.append(tuple(self._living[index].name for index in indices))
+        for index in indices:
+            grad, place = self._living[index].grad, self._places.get(index)
+            if grad is None:
+                odd[index] = State.NONE
+            if place is None or grad is place:
+                continue
+            place[:] = 0
+            if isinstance(grad, dict):
+                odd[index] = State.SPARSE
+            elif grad is not None:
+                place[:] = grad
+                self._living[index].grad = place
+        return odd
+
+    def deliver(self, indices: Sequence[int], absent: Sequence[int]) -> None:
+        for index in absent:
+            self._living[index].grad = self._places[index]
+
+    def kept(self, but: int) -> bool:
+        return any(self._living[index].grad is place for index, place in self._places.items() if index != but)
+
+    def scale(self, indices: Sequence[int], factor: float) -> None:
+        for index in indices:
+            self._places[index] *= factor
+
+    def not_finite(self, indices: Sequence[int]) -> list[int]:
+        return [index for index in indices if not np.isfinite(self._places[index]).all()]
+
+    def sum_sparse(self, index: int, group: Group, factor: float) -> None:
+        self.num_sparse_sums += 1
+        rows = np.zeros(self._living[index].count)
+        grad = self._living[index].grad
+        for row, value in grad.items() if isinstance(grad, dict) else ():
+            rows[row] = value
+        rows = group.allreduce(rows) * factor
+        self._living[index].grad = {int(row): float(rows[row]) for row in np.flatnonzero(rows)}
+
+    def close(self) -> None:
+        self.ready = lambda index: None
+
+
+@dataclass
+class Tape:
+    """The backward pass: gradients come in the order given, then the callbacks."""
+
+    ends: list[Callable[[], None]] = field(default_factory=list)
+    inside: bool = False
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        self.ends.append(callback)
+
+    def nested(self) -> bool:
+        return self.inside
+
+    def run(self, arrays: Arrays, grads: Mapping[str, Array | dict[int, float]], *, inside: bool = False) -> None:
+        """One pass: gradients are added to those that are there."""
+        self.inside = inside
+        for name, grad in grads.items():
+            index = [weight.name for weight in arrays._living].index(name)
+            weight = arrays._living[index]
+            if isinstance(weight.grad, np.ndarray) and not isinstance(grad, dict):
+                weight.grad += grad
+            else:
+                weight.grad = grad if isinstance(grad, dict) else np.array(grad, weight.dtype)
+            arrays.ready(index)
+        self.end()
+
+    def end(self) -> None:
+        while self.ends:
+            self.ends.pop(0)()
+
+
+class Training:
+    """One reducer with all around it, on one rank."""
+
+    def __init__(
+        self,
+        group: Group,
+        weights: Sequence[Weight],
+        settings: GradientSettings | None = None,
+        *,
+        passes: int = 1,
+        codec: Codec | None = None,
+        overlap: bool = True,
+    ) -> None:
+        self.arrays = Arrays(weights)
+        self.tape = Tape()
+        self.passes = Passes(self.tape, passes)
+        settings = settings or GradientSettings()
+        self.reducer = Reducer(self.arrays, group, settings, begin=self.passes.begin, codec=codec, overlap=overlap)
+        self.passes.add(self.reducer)
+
+    def backward(self, **grads: float | list[float] | dict[int, float]) -> None:
+        """A pass in which these gradients come, in this order; a number fills all elements."""
+        self._run(grads, inside=False)
+
+    def backward_inside(self, **grads: float) -> None:
+        """The same as part of another pass, which goes on."""
+        self._run(grads, inside=True)
+
+    def _run(self, grads: Mapping[str, float | list[float] | dict[int, float]], *, inside: bool) -> None:
+        by_name = {weight.name: weight for weight in self.arrays.weights}
+        self.tape.run(
+            self.arrays,
+            {
+                name: grad
+                if isinstance(grad, dict)
+                else np.broadcast_to(np.array(grad, by_name[name].dtype), by_name[name].count)
+                for name, grad in grads.items()
+            },
+            inside=inside,
+        )
+
+    def clear(self) -> None:
+        for weight in self.arrays.weights:
+            weight.grad = None
+        self.passes.cleared()
+
+    def grad(self, name: str) -> object:
+        """What a gradient is now: the value of all elements, a list, a dictionary or None."""
+        grad = next(weight.grad for weight in self.arrays.weights if weight.name == name)
+        if isinstance(grad, np.ndarray):
+            values = grad.tolist()
+            return values[0] if len(set(values)) == 1 else values
+        return grad

@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from ronde.binding.adapter import Parameter
+from ronde.binding.buckets import GradientBucket, Span
+from ronde.binding.codec import BFLOAT16, CODECS, FLOAT16, Cast, Wire, find_codec, to_bfloat16
+from ronde.comm.buffers import Array
+
+
+def there_and_back(codec: Cast, gradients: Array) -> Array:
+    bucket = GradientBucket(gradients.dtype.name, (Span(0, 0, gradients.size),), "w")
+    encoder = codec.open(bucket, [Parameter("w", gradients.shape, gradients.dtype.name, gradients.size)])
+    assert encoder is not None
+    (wire,) = encoder.wires
+    assert wire == Wire(gradients.size, codec.name)
+    wires = [np.zeros(wire.count, "uint16" if codec is BFLOAT16 else "float16")]
+    encoder.encode(0, gradients, wires)
+    back = np.empty_like(gradients)
+    encoder.decode(wires, back)
+    return back
+
+
+@pytest.mark.parametrize(("codec", "error"), [(FLOAT16, 2**-11), (BFLOAT16, 2**-8)])
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_numbers_come_back_to_within_their_last_bit(codec: Cast, error: float, dtype: str) -> None:
+    given = np.random.default_rng(0).normal(size=1000).astype(dtype)
+    np.testing.assert_allclose(there_and_back(codec, given), given, rtol=error, atol=1e-7)
+
+
+@pytest.mark.parametrize("codec", [FLOAT16, BFLOAT16])
+def test_what_is_not_finite_stays_so(codec: Cast) -> None:
+    given = np.array([np.inf, -np.inf, np.nan, 1e39], np.float64)
+    back = there_and_back(codec, given)
+    assert np.isposinf(back[[0, 3]]).all() and np.isneginf(back[1]) and np.isnan(back[2])
+
+
+def test_bfloat16_rounds_to_the_nearest_and_ties_to_even() -> None:
+    bits = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF], np.uint32).view(np.float32)
+    assert [hex(each) for each in to_bfloat16(bits)] == ["0x3f80", "0x3f82", "0x3f81", "0x3f80"]
+
+
+def test_a_bucket_that_is_small_already_travels_as_it_is() -> None:
+    bucket = GradientBucket("bfloat16", (Span(0, 0, 3),), "w")
+    assert FLOAT16.open(bucket, [Parameter("w", (3,), "bfloat16", 3)]) is None
+
+
+def test_codecs_are_found_by_name() -> None:
+    assert find_codec(None) is None
+    assert find_codec("none") is None
+    assert find_codec("float16") is CODECS["float16"]
+    assert find_codec(BFLOAT16) is BFLOAT16
+
+
+def test_what_is_no_codec_is_refused() -> None:
+    with pytest.raises(ValueError, match="one of none, float16, bfloat16, or a Codec, got 'fp8'"):
+        find_codec("fp8")
+    with pytest.raises(TypeError, match="must be a name or have a name and open"):
+        find_codec(3)  # type: ignore[arg-type]

@@ -1,0 +1,447 @@
+"""Ranks are threads, each with an adapter over NumPy arrays: what is combined, when, and how it is told to all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from ronde.binding.adapter import Parameter
+from ronde.binding.buckets import GradientBucket
+from ronde.binding.codec import BFLOAT16, FLOAT16, Codec, Wire
+from ronde.binding.gradients import GradientSettings
+from ronde.comm.buffers import Array
+from ronde.comm.world import World
+from ronde.errors import Mismatch
+from tests.conformance.ranks import run_threads
+from tests.unit.binding.arrays import Training, Weight
+
+ONE_EACH = GradientSettings(bucket_mb=1e-5)
+"""Every gradient has a bucket of its own."""
+
+
+def weights(*names: str) -> list[Weight]:
+    return [Weight(name) for name in names]
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("settings", [GradientSettings(), ONE_EACH, GradientSettings(predivide=8.0)])
+def test_gradients_are_averaged_when_backward_returns(overlap: bool, settings: GradientSettings) -> None:
+    def body(world: World) -> list[object]:
+        training = Training(world.group, weights("a", "b", "c"), settings, overlap=overlap)
+        seen = []
+        for step in range(3):
+            training.clear()
+            training.backward(c=step + world.rank, b=[1, 2, 3, 4 * world.rank], a=-world.rank)
+            seen += [training.grad("a"), training.grad("b"), training.grad("c")]
+            training.passes.synchronize()  # as step() does: nothing is left to do
+            training.passes.stepped()
+        training.passes.close()
+        return seen
+
+    expected = [value for step in range(3) for value in (-1.0, [1.0, 2.0, 3.0, 4.0], step + 1.0)]
+    assert run_threads(3, body) == [expected] * 3
+
+
+def test_buckets_start_while_the_pass_runs_in_one_order_on_all_ranks() -> None:
+    def body(world: World) -> list[tuple[str, ...]]:
+        training = Training(world.group, weights("a", "b", "c"), ONE_EACH)
+        training.backward(c=1, a=1, b=1)  # rank 0's order is everybody's from now on
+        training.clear()
+        training.arrays.collected.clear()
+        order = {"c": 1.0, "a": 1.0, "b": 1.0} if world.rank == 0 else {"a": 1.0, "b": 1.0, "c": 1.0}
+        training.backward(**order)
+        assert training.grad("a") == 1.0
+        training.passes.close()
+        return [names for names in training.arrays.collected if names]
+
+    assert run_threads(2, body) == [[("c",), ("a",), ("b",)]] * 2
+
+
+def test_a_parameter_that_some_ranks_used_gets_the_average_over_all_and_one_that_none_used_stays_without() -> None:
+    def body(world: World) -> list[object]:
+        training = Training(world.group, weights("a", "b", "c"))
+        for _ in range(2):
+            training.clear()
+            training.backward(**({"a": 1.0, "b": 4.0} if world.rank == 0 else {"a": 3.0}))
+        seen = [training.grad(name) for name in "abc"]
+        training.passes.close()
+        return seen
+
+    assert run_threads(2, body) == [[2.0, 2.0, None]] * 2
+
+
+def test_a_rank_without_a_backward_pass_takes_part_in_step() -> None:
+    def body(world: World) -> object:
+        training = Training(world.group, weights("a"))
+        for _ in range(2):
+            training.clear()
+            if world.rank == 0:
+                training.backward(a=8.0)
+            training.passes.synchronize()
+            training.passes.stepped()
+        training.passes.close()
+        return training.grad("a")
+
+    assert run_threads(4, body) == [2.0] * 4
+
+
+def test_nothing_travels_before_the_last_pass_of_a_step_and_passes_are_averaged() -> None:
+    def body(world: World) -> list[object]:
+        training = Training(world.group, weights("a", "b"), passes=3)
+        seen: list[object] = []
+        for _ in range(2):
+            training.clear()
+            before = world.recorder.metrics().total.operations
+            training.backward(a=3.0 * world.rank, b=1.0)
+            training.backward(a=3.0)  # b is not used in every pass
+            seen.append(world.recorder.metrics().total.operations == before)
+            training.backward(b=2.0, a=0.0)
+            seen += [training.grad("a"), training.grad("b")]
+        training.passes.close()
+        return seen
+
+    assert run_threads(2, body) == [[True, 1.5, 1.0] * 2] * 2
+
+
+def test_passes_are_summed_when_asked_to() -> None:
+    def body(world: World) -> object:
+        training = Training(world.group, weights("a"), GradientSettings(average_passes=False), passes=2)
+        training.backward(a=3.0)
+        training.backward(a=world.rank)
+        training.passes.close()
+        return training.grad("a")
+
+    assert run_threads(2, body) == [3.5] * 2
+
+
+def test_a_step_after_fewer_passes_averages_those_there_were() -> None:
+    def body(world: World) -> list[object]:
+        training = Training(world.group, weights("a"), passes=4)
+        seen = []
+        for _ in range(2):
+            training.clear()
+            training.backward(a=1.0)
+            training.backward(a=5.0)
+            training.passes.synchronize()
+            seen.append(training.grad("a"))
+            training.passes.stepped()
+        training.passes.num_passes = 2
+        training.clear()
+        training.backward(a=1.0)
+        training.backward(a=2.0)
+        training.passes.close()
+        return [*seen, training.grad("a")]
+
+    assert run_threads(2, body) == [[3.0, 3.0, 1.5]] * 2
+
+
+def test_several_passes_without_clearing_add_up_for_a_mean() -> None:
+    def body(world: World) -> list[object]:
+        training = Training(world.group, weights("a", "b"))
+        training.backward(a=2.0 * world.rank, b=1.0)
+        training.backward(a=10.0 * world.rank)
+        training.passes.close()
+        return [training.grad("a"), training.grad("b")]
+
+    assert run_threads(2, body) == [[6.0, 1.0]] * 2
+
+
+@pytest.mark.parametrize(("op", "passes"), [("sum", 1), ("mean", 2)])
+def test_several_passes_without_clearing_are_refused_where_they_would_not_add_up(op: str, passes: int) -> None:
+    def body(world: World) -> None:
+        training = Training(world.group, weights("a", "b"), GradientSettings(op=op), passes=passes)
+        for _ in range(passes):
+            training.backward(a=1.0, b=1.0)
+        with pytest.raises(ValueError, match=rf"rank {world.rank}: parameter 'b' got a gradient on top of one"):
+            training.backward(b=1.0)
+        training.clear()
+        for _ in range(passes):
+            training.backward(a=1.0, b=1.0)
+        assert training.grad("b") == (2.0 if op == "sum" else 1.0)
+        training.passes.close()
+
+    run_threads(2, body)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_pass_inside_of_another_leaves_the_end_to_the_outer_one(overlap: bool) -> None:
+    def body(world: World) -> list[object]:
+        training = Training(world.group, weights("a", "b"), passes=1, overlap=overlap)
+        for _ in range(3):
+            training.clear()
+            training.backward_inside(b=world.rank)
+            training.backward(a=world.rank)
+        seen = [training.grad("a"), training.grad("b")]
+        training.clear()
+        training.backward_inside(a=4.0 * world.rank, b=2.0)  # and no gradient after it
+        training.passes.synchronize()
+        training.passes.close()
+        return [*seen, training.grad("a"), training.grad("b")]
+
+    assert run_threads(2, body) == [[0.5, 0.5, 2.0, 2.0]] * 2
+
+
+def test_a_second_gradient_while_the_first_is_under_way_names_the_parameter() -> None:
+    def body(world: World) -> None:
+        training = Training(world.group, weights("a", "b"), ONE_EACH)
+        training.backward(b=1.0, a=1.0)
+        training.clear()
+        training.backward_inside(b=1.0)
+        with pytest.raises(
+            ValueError, match=rf"rank {world.rank}: parameter 'b' got a second gradient in one backward"
+        ):
+            training.backward(b=1.0)
+        training.clear()  # ends the pass that broke off
+        training.backward(b=3.0, a=1.0)
+        assert training.grad("b") == 3.0
+        training.passes.close()
+
+    run_threads(2, body)
+
+
+def test_step_without_backward_is_told_on_all_ranks() -> None:
+    def body(world: World) -> None:
+        training = Training(world.group, weights("a", "b"))
+        with pytest.raises(ValueError, match=rf"rank {world.rank}: step\(\) without backward\(\): none of the 2 .*'a'"):
+            training.passes.synchronize()
+        training.backward(a=1.0)
+        assert training.grad("a") == 1.0
+        training.passes.close()
+
+    run_threads(2, body)
+
+
+def test_gradients_that_are_not_finite_are_told_with_rank_and_parameter() -> None:
+    def body(world: World) -> None:
+        training = Training(world.group, weights("a", "b", "c"), GradientSettings(check_finite=True))
+        training.backward(a=1.0, b=1.0, c=1.0)
+        training.clear()
+        odd = float("nan") if world.rank == 1 else 1.0
+        with pytest.raises(FloatingPointError, match=r"not finite: rank 1: parameter 'b' and 1 more$"):
+            training.backward(a=1.0, b=odd, c=odd)
+        training.clear()
+        training.backward(a=1.0, b=3.0, c=1.0)
+        assert training.grad("b") == 3.0
+        training.passes.close()
+
+    run_threads(3, body)
+
+
+def test_parameters_that_are_frozen_later_or_train_later_lead_to_new_buckets() -> None:
+    def body(world: World) -> list[list[object]]:
+        frozen = Weight("b", trains=False)
+        training = Training(world.group, [Weight("a"), frozen, Weight("c")], GradientSettings(op="sum"))
+        seen = []
+        training.backward(c=1.0, a=1.0)
+        training.clear()
+        frozen.trains = True
+        frozen.grad = np.full(4, world.rank, np.float32)  # came, but nobody listened for it
+        training.backward(c=2.0, a=3.0)
+        seen.append([training.grad(name) for name in "abc"])
+        training.clear()
+        training.backward(b=5.0, c=2.0, a=3.0)
+        seen.append([training.grad(name) for name in "abc"])
+        training.clear()
+        training.arrays.weights[0].trains = False
+        training.backward(c=1.0, b=1.0)
+        training.clear()
+        training.backward(b=2.0, c=3.0)
+        seen.append([training.grad(name) for name in "abc"])
+        training.passes.close()
+        return seen
+
+    assert run_threads(2, body) == [[[6.0, 1.0, 4.0], [6.0, 10.0, 4.0], [None, 4.0, 6.0]]] * 2
+
+
+def test_ranks_that_freeze_different_parameters_are_told() -> None:
+    def body(world: World) -> None:
+        training = Training(world.group, weights("a", "b"))
+        training.backward(a=1.0, b=1.0)
+        training.clear()
+        training.arrays.weights[1].trains = world.rank == 0
+        with pytest.raises(Mismatch, match=r"rank 0 has 'b' float32\[4\]; rank 1 has no such parameter"):
+            training.backward(a=1.0)
+        training.passes.close()
+
+    run_threads(2, body)
+
+
+def test_sparse_gradients_travel_by_themselves_and_are_in_no_bucket() -> None:
+    def body(world: World) -> list[object]:
+        training = Training(world.group, weights("a", "table"))
+        seen = []
+        for _ in range(2):
+            training.clear()
+            training.backward(table={world.rank: 2.0, 3: 1.0}, a=world.rank)
+            seen += [training.grad("a"), training.grad("table")]
+        training.passes.close()
+        assert training.arrays.num_sparse_sums == 2
+        return seen
+
+    assert run_threads(2, body) == [[0.5, {0: 1.0, 1: 1.0, 3: 1.0}] * 2] * 2
+
+
+def test_a_gradient_that_turns_out_to_be_sparse_is_so_for_all_from_then_on() -> None:
+    def body(world: World) -> list[object]:
+        training = Training(world.group, weights("a", "table"))
+        training.backward(a=1.0)
+        training.clear()
+        training.backward(**({"table": {2: 4.0}} if world.rank == 1 else {}), a=2.0)
+        seen = [training.grad("a"), training.grad("table")]
+        training.clear()
+        training.backward(table={0: 2.0}, a=3.0)
+        training.passes.close()
+        return [*seen, training.grad("a"), training.grad("table")]
+
+    assert run_threads(2, body) == [[2.0, {2: 2.0}, 3.0, {0: 2.0}]] * 2
+
+
+@pytest.mark.parametrize("codec", [FLOAT16, BFLOAT16])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_codec_stands_between_gradients_and_the_wire(codec: Codec, overlap: bool) -> None:
+    def body(world: World) -> list[object]:
+        given = [Weight("a"), Weight("b", dtype="float64")]
+        training = Training(world.group, given, ONE_EACH, codec=codec, overlap=overlap)
+        for _ in range(3):
+            training.clear()
+            training.backward(b=1.5, a=[1.0, 2.0, 3.0, world.rank])
+        training.passes.close()
+        return [training.grad("a"), training.grad("b")]
+
+    assert run_threads(2, body) == [[[1.0, 2.0, 3.0, 0.5], 1.5]] * 2
+
+
+class Halving:
+    """Two wires: first the mean size, then the gradients in units of it; keeps what rounding to whole units lost."""
+
+    name = "halving"
+
+    def open(self, bucket: GradientBucket, parameters: Sequence[Parameter]) -> _Halving:
+        return _Halving(bucket.count)
+
+
+class _Halving:
+    def __init__(self, count: int) -> None:
+        self.wires = (Wire(1, "float32"), Wire(count, "float32"))
+        self._lost = np.zeros(count, np.float32)
+
+    def encode(self, number: int, gradients: Array, wires: Sequence[Array]) -> None:
+        if number == 0:
+            wires[0][0] = np.abs(gradients).mean()
+        else:
+            wanted = gradients / wires[0][0] + self._lost
+            np.round(wanted, out=wires[1])
+            self._lost = wanted - wires[1]
+
+    def decode(self, wires: Sequence[Array], gradients: Array) -> None:
+        gradients[:] = wires[1] * wires[0][0]
+
+
+def test_a_codec_may_use_several_wires_and_remember_what_it_lost() -> None:
+    def body(world: World) -> list[object]:
+        training = Training(world.group, weights("a", "b"), ONE_EACH, codec=Halving())
+        seen = []
+        for _ in range(2):
+            training.clear()
+            training.backward(b=2.0 + world.rank, a=[4.0, 2.8, 0.0, 1.2])
+            seen += [training.grad("a"), training.grad("b")]
+        training.passes.close()
+        return seen
+
+    first, second = run_threads(2, body)
+    assert first == second
+    assert first[0] == [4.0, 2.0, 0.0, 2.0]
+    assert first[2] == [4.0, 4.0, 0.0, 0.0]  # together with the first step: on average what was given
+
+
+def test_adasum_weighs_every_parameter_by_itself() -> None:
+    def body(world: World) -> list[object]:
+        training = Training(world.group, weights("a", "b"), GradientSettings(op="adasum"))
+        mine = [1.0, 0.0, 0.0, 0.0] if world.rank == 0 else [0.0, 2.0, 0.0, 0.0]
+        training.backward(b=3.0, a=mine)
+        training.passes.close()
+        return [training.grad("a"), training.grad("b")]
+
+    assert run_threads(2, body) == [[[1.0, 2.0, 0.0, 0.0], 3.0]] * 2
+
+
+def test_models_that_differ_are_told_at_the_first_pass() -> None:
+    def body(world: World) -> None:
+        training = Training(world.group, [Weight("a"), Weight("b", count=4 + world.rank)])
+        with pytest.raises(Mismatch, match=r"parameter 1 .*rank 0 has 'b' float32\[4\]; rank 1 has 'b' float32\[5\]"):
+            training.backward(b=1.0, a=1.0)
+        training.passes.close()
+
+    run_threads(2, body)
+
+
+def test_a_rank_that_joins_gives_zeros() -> None:
+    def body(world: World) -> object:
+        training = Training(world.group, weights("a"))
+        for _ in range(3 if world.rank == 1 else 1):
+            training.clear()
+            training.backward(a=4.0)
+        world.group.join()
+        return training.grad("a")
+
+    assert run_threads(2, body) == [4.0, 2.0]
+
+
+def test_two_trainings_of_a_process_may_end_in_any_order() -> None:
+    def body(world: World) -> object:
+        first, second = Training(world.group, weights("a")), Training(world.group, weights("b"))
+        both = [first, second]
+        for training in both:
+            training.backward(**{training.arrays.weights[0].name: 1.0})
+            training.clear()
+        for training in both if world.rank == 0 else reversed(both):
+            training.arrays.ready(0)
+        for training in both if world.rank == 0 else reversed(both):
+            training.tape.ends.pop(0)()
+        for training in both if world.rank == 0 else reversed(both):
+            training.tape.end()
+        for training in both:
+            training.passes.close()
+        return len(first.tape.ends)
+
+    assert run_threads(2, body) == [0, 0]
+
+
+def test_after_a_reset_it_goes_on_with_another_group() -> None:
+    def body(world: World) -> list[object]:
+        training = Training(world.groups[1], weights("a"))
+        training.backward(a=world.rank)
+        seen = [training.grad("a")]
+        training.clear()
+        training.reducer.reset(world.group)
+        training.backward(a=10.0 * world.rank)
+        training.passes.close()
+        return [*seen, training.grad("a")]
+
+    assert run_threads(2, body, groups=((0, 1),)) == [[0.5, 5.0]] * 2
+
+
+def test_a_single_rank_averages_its_passes() -> None:
+    def body(world: World) -> object:
+        training = Training(world.group, weights("a"), passes=2)
+        training.backward(a=1.0)
+        training.backward(a=2.0)
+        training.passes.close()
+        return training.grad("a")
+
+    assert run_threads(1, body) == [1.5]
+
+
+def test_the_number_of_passes_is_checked() -> None:
+    def body(world: World) -> None:
+        with pytest.raises(ValueError, match="passes must be a whole number from 1, got 0"):
+            Training(world.group, weights("a"), passes=0)
+        training = Training(world.group, weights("a"), passes=2)
+        training.backward(a=1.0)
+        with pytest.raises(ValueError, match="cannot change in the middle of a step, after 1"):
+            training.passes.num_passes = 3
+        training.passes.close()
+
+    run_threads(1, body)
