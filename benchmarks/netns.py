@@ -82,7 +82,9 @@ class Hosts:
         return ("ip", "netns", "exec", self._names[index])
 
 
-def ronde_ranks(hosts: Hosts, per_host: int, settings: Mapping[str, str]) -> Callable[[Path], Processes]:
+def ronde_ranks(
+    hosts: Hosts, per_host: int, settings: Mapping[str, str], program: str = RANK_PROGRAM
+) -> Callable[[Path], Processes]:
     """Ranks of ronde on both hosts; rank 0 hosts the coordinator. The key travels in the environment only."""
     size = 2 * per_host
     env = {
@@ -95,7 +97,7 @@ def ronde_ranks(hosts: Hosts, per_host: int, settings: Mapping[str, str]) -> Cal
     }
 
     def start(directory: Path) -> Processes:
-        rank_program = (sys.executable, RANK_PROGRAM, "ronde", str(directory))
+        rank_program = (sys.executable, program, "ronde", str(directory))
         return Processes(
             [(*hosts.inside(r // per_host), "env", f"RONDE_RANK={r}", *rank_program) for r in range(size)], env
         )
@@ -103,15 +105,15 @@ def ronde_ranks(hosts: Hosts, per_host: int, settings: Mapping[str, str]) -> Cal
     return start
 
 
-def gloo_ranks(hosts: Hosts) -> Callable[[Path], Processes]:
+def gloo_ranks(hosts: Hosts, program: str = RANK_PROGRAM, role: str = "gloo") -> Callable[[Path], Processes]:
     """One rank of gloo on each host."""
 
     def start(directory: Path) -> Processes:
         commands = []
         for rank, interface in enumerate(hosts.interfaces):
             env = ("env", "OMP_NUM_THREADS=1", f"GLOO_SOCKET_IFNAME={interface}")
-            program = (sys.executable, RANK_PROGRAM, "gloo", str(directory), str(rank), "2")
-            commands.append((*hosts.inside(rank), *env, *program))
+            rank_program = (sys.executable, program, role, str(directory), str(rank), "2")
+            commands.append((*hosts.inside(rank), *env, *rank_program))
         return Processes(commands)
 
     return start

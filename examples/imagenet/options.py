@@ -50,7 +50,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     data.add_argument("--image-size", type=int, help=f"pixels (default: {IMAGENET_SIZE}; digits {DIGITS_SIZE})")
     data.add_argument("--workers", type=int, default=0, help="processes per rank that load batches")
     training = parser.add_argument_group("training")
-    training.add_argument("--epochs", type=int, help="default: 90; digits 8")
+    training.add_argument("--epochs", type=int, help="default: 90; digits 6")
     training.add_argument("--batch-size", type=int, help="per rank (default: 128; digits 16)")
     training.add_argument("--lr", type=float, default=2e-4, help="of one rank; grows with the root of the ranks")
     training.add_argument("--warmup", type=float, default=0.1, help="part of the training (default: %(default)s)")
@@ -76,7 +76,7 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     digits = given["data"] is None
     defaults = {
         "image_size": DIGITS_SIZE if digits else IMAGENET_SIZE,
-        "epochs": 8 if digits else 90,
+        "epochs": 6 if digits else 90,
         "batch_size": 16 if digits else 128,
         "checkpoint": str(run / "checkpoints"),
         "report": run,

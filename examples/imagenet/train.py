@@ -10,9 +10,11 @@ step and the rank alone.
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 
+import psutil
 import torch
 from digits import write_digits
 from images import Batch, Images, crop_centre, crop_randomly, make_loader, read_index
@@ -173,8 +175,9 @@ def train(trainer: Trainer, telling: Telling) -> None:
 
 
 def main() -> None:
-    began_s = time.monotonic()
     options = parse()
+    # Large tensors in large pages, unless told otherwise: a quarter faster here. PyTorch looks when it makes the first.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     ronde.init()
     root = options.data or write_digits(options.cache / "digits")
     # Stored a little larger than the model sees them: a window at a random place of an image is almost a new image.
@@ -199,7 +202,8 @@ def main() -> None:
         display.say(f"{name}: {value:.2%}" if name.endswith("accuracy") else f"{name}: {value:.4f}")
     if ronde.rank() == 0:
         report = write_report(log_path, options.report / "report.html", title="AlexNet")
-        display.say(f"took {time.monotonic() - began_s:.0f} s\nreport: {report}")
+        took_s = time.time() - psutil.Process().create_time()
+        display.say(f"took {took_s:.0f} s, all included\nreport: {report}")
     ronde.shutdown()
 
 

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
         remove_group,
         send,
         size,
+        start_timeline,
+        stop_timeline,
         world,
     )
     from ronde.comm.current import init, is_initialized, shutdown
@@ -104,6 +106,8 @@ __all__ = [
     "send",
     "shutdown",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "world",
 ]
 

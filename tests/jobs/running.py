@@ -50,8 +50,8 @@ class Done(NamedTuple):
 class Running:
     """A job under way; a context. At its end the driver is dead, and nothing that it has started is left."""
 
-    def __init__(self, *words: str, env: Mapping[str, str] | None = None) -> None:
-        """`words` follow `ronde run`; `env` is added to the environment."""
+    def __init__(self, *words: str, env: Mapping[str, str] | None = None, merged: bool = False) -> None:
+        """`words` follow `ronde run`; `env` is added to the environment; merged: `2>&1`."""
         self._mark = f"{MARK}={uuid.uuid4().hex}"
         name, _, value = self._mark.partition("=")
         self._seen: list[psutil.Process] = []
@@ -61,7 +61,7 @@ class Running:
             env={**os.environ, **(env or {}), name: value},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=subprocess.STDOUT if merged else subprocess.PIPE,
         )
 
     def __enter__(self) -> Running:

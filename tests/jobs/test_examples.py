@@ -17,7 +17,12 @@ from ronde.dash import Run, read_log
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
-LIMIT_S = 55.0
+
+pytestmark = pytest.mark.timeout(400)
+# some tests are two jobs, each of which has LIMIT_S
+
+LIMIT_S = 150.0
+"""Two processes that import PyTorch, and a machine that may be busy with more."""
 # Short and small, everything else as in a real run.
 SHORT = ["--epochs", "3", "--batch-size", "8", "--width", "16", "--image-size", "64", "--checkpoint-s", "0", "--amp"]
 
@@ -87,7 +92,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Dark and bright images of different sizes and kinds, in ImageNet's layout."""
     root = tmp_path_factory.mktemp("images")
     random = np.random.default_rng(0)
-    for split, number in (("train", 64), ("val", 10), ("test", 9)):
+    for split, number in (("train", 32), ("val", 10), ("test", 9)):
         for index in range(number):
             name = ("dark", "bright")[index % 2]
             pixels = random.integers(0, 60, (40 + index % 3, 48, 3), np.uint8) + np.uint8(180 * (index % 2))
@@ -123,12 +128,11 @@ def test_the_main_job_leaves_a_report_and_scalars(whole: tuple[Path, str]) -> No
     assert list((place / "run/tensorboard").glob("events.out.tfevents.*"))
     log = read_log(place / "run/log.jsonl")
     assert log.ranks() == [0, 1]
-    assert sum(share.num_steps for _, share in log.shares(1)) == 12
-    assert [step for step, _ in log.series("val/accuracy")] == [4, 8, 12]
-    assert log.series("test/accuracy") == [(12, 1.0)]  # black and white are not hard to tell
+    assert sum(share.num_steps for _, share in log.shares(1)) == 6
+    assert [step for step, _ in log.series("val/accuracy")] == [2, 4, 6]
+    assert log.series("test/accuracy") == [(6, 1.0)]  # black and white are not hard to tell
 
 
-@pytest.mark.timeout(120)  # two jobs
 def test_the_main_job_goes_on_after_it_was_killed_as_if_nothing_had_been(
     folder: Path, whole: tuple[Path, str], tmp_path: Path
 ) -> None:
@@ -145,9 +149,9 @@ def test_the_main_job_goes_on_after_it_was_killed_as_if_nothing_had_been(
     assert not read_log(tmp_path / "run/log.jsonl").ended
 
     again = run(train(folder, tmp_path, "--resume", "--workers", "1"))
-    went_on = re.search(r"going on after step (\d+) of 12", again)
+    went_on = re.search(r"going on after step (\d+) of 6", again)
     assert went_on, again
-    assert int(went_on[1]) >= 4
+    assert int(went_on[1]) >= 2
     logs = [read_log(place / "run/log.jsonl") for place in (whole[0], tmp_path)]
     assert outcome(logs[0]) == outcome(logs[1])
     assert logs[1].num_resumes == 1
@@ -171,8 +175,8 @@ def test_images_are_prepared_once_and_a_bad_one_is_named(folder: Path, tmp_path:
     run(program, 1)  # as many ranks as one likes
     assert {path.name: path.stat().st_mtime_ns for path in Path(made).iterdir()} == files
     images = np.concatenate([np.load(path) for path in sorted(Path(made).glob("train-*.npy"))])
-    assert images.shape == (64, 32, 32, 3)
-    assert (images[:32].mean() > 150) and (images[32:].mean() < 100)  # bright before dark: classes by their names
+    assert images.shape == (32, 32, 32, 3)
+    assert (images[:16].mean() > 150) and (images[16:].mean() < 100)  # bright before dark: classes by their names
 
 
 def test_a_folder_of_another_layout_is_refused_with_words(tmp_path: Path) -> None:

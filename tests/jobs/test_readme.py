@@ -1,10 +1,9 @@
-"""The README's first example runs as it is printed there."""
+"""The README's example runs as it is printed there, alone and under `ronde run`."""
 
 from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,32 +13,26 @@ import pytest
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 
 
-def block(language: str) -> str:
-    """The first block of this language in the README."""
-    found = re.search(rf"```{language}\n(.*?)```", README, re.DOTALL)
-    assert found
-    return found.group(1)
-
-
-def free_port() -> int:
-    """A port nobody uses now."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """A folder with the example in it, as fit.py."""
-    (tmp_path / "fit.py").write_text(block("python"), encoding="utf-8")
+    found = re.search(r'```python\n("""fit\.py.*?)```', README, re.DOTALL)
+    assert found
+    (tmp_path / "fit.py").write_text(found[1], encoding="utf-8")
     return tmp_path
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-def test_the_first_example_finds_the_weights(folder: Path, num_ranks: int) -> None:
-    command = "python fit.py" if num_ranks == 1 else block("sh").replace(":29400", f":{free_port()}")
+@pytest.mark.parametrize(
+    ("command", "printed"),
+    [
+        ("python fit.py", "1 ranks found [1.0, -2.0, 0.5]\n"),
+        ("ronde run -np 2 python fit.py", "[0] 2 ranks found [1.0, -2.0, 0.5]\n"),
+    ],
+)
+def test_the_example_finds_the_weights(folder: Path, command: str, printed: str) -> None:
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, timeout=50, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout == f"{num_ranks} ranks found [1.0, -2.0, 0.5]\n", done.stderr
+    assert done.stdout == printed, done.stderr

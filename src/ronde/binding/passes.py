@@ -23,7 +23,8 @@ class Passes:
     """Passes, num_passes of which make a step."""
 
     def __init__(self, backward: Backward, num_passes: int = 1) -> None:
-        self._backward = backward
+        self.backward = backward
+        """Who calls us at the end of a pass."""
         self._num_passes = _checked(num_passes)
         self._reducers: list[Reducer] = []
         self._num_done = 0
@@ -54,7 +55,7 @@ class Passes:
         self._running = True
         if not self._awaiting_end:
             self._awaiting_end = True
-            self._backward.at_end(self._end)
+            self.backward.at_end(self._end)
 
     def synchronize(self) -> None:
         """Combine what has not been combined since the last step. Does nothing after a backward() that did it."""
@@ -90,7 +91,7 @@ class Passes:
     def _end(self) -> None:
         """A backward pass is over."""
         self._awaiting_end = False
-        if self._backward.nested():
+        if self.backward.nested():
             # The one around it goes on. Its end is another call of this, or step() when it has no more gradients.
             for reducer in self._reducers:
                 reducer.rest()
@@ -102,7 +103,7 @@ class Passes:
             return
         self._flush(self._num_done + 1)
         # Behind the ends of other optimizers' passes, which may have to send something before we wait.
-        self._backward.at_end(self._finish)
+        self.backward.at_end(self._finish)
 
     def _flush(self, num_done: int) -> None:
         for reducer in self._reducers:

@@ -18,6 +18,7 @@ COMMANDS = {
     "top": "ronde.cli.top",
     "stack": "ronde.cli.stack",
     "bench": "ronde.cli.bench.command",
+    "doctor": "ronde.cli.doctor.command",
 }
 """Modules whose `app`, a Typer, is the subcommand."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from os import PathLike
 from typing import Any
 
 from ronde.comm.current import current, group_or_world
@@ -35,6 +36,8 @@ __all__ = [
     "remove_group",
     "send",
     "size",
+    "start_timeline",
+    "stop_timeline",
     "world",
 ]
 
@@ -193,3 +196,17 @@ def metrics() -> Metrics:
 def events() -> list[Event]:
     """What happened lately on this rank."""
     return current("events()").recorder.events()
+
+
+def start_timeline(path: str | PathLike[str]) -> None:
+    """Write a timeline of all ranks from now on, until stop_timeline() or the end of the round. One rank calls it.
+
+    The file is a Chrome trace on the host of the coordinator: where `ronde run` was called, or that of rank 0. Another
+    timeline that is being written ends.
+    """
+    current("start_timeline()").start_timeline(path)
+
+
+def stop_timeline() -> None:
+    """End the timeline; its file has everything then. One rank calls it, any one."""
+    current("stop_timeline()").stop_timeline()

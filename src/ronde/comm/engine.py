@@ -16,6 +16,7 @@ from typing import Any, Protocol
 from ronde.comm.named import Named
 from ronde.comm.presence import Presence
 from ronde.comm.pulse import Pulse
+from ronde.comm.tracer import Tracer
 from ronde.comm.watch import LaneWatch
 from ronde.comm.wording import ranks_text
 from ronde.comm.work import Board, NamedWork
@@ -38,7 +39,9 @@ from ronde.net.messages import (
     StackQuery,
     StackReply,
     Stalled,
-    TraceBatch,
+    Trace,
+    TraceChanged,
+    TraceWanted,
     Unknown,
 )
 from ronde.observe.clock import ClockOffset
@@ -54,7 +57,6 @@ FIRST_BEATS = 16
 """So many follow each other at once: the clocks' distance is known as well as the quickest of them was."""
 LAST_WORDS_S = 0.2
 """After the lifeline has ended, the reason may still be on its way."""
-TRACE_LIMIT = 10_000
 
 logger = logging.getLogger("ronde.comm")
 
@@ -82,7 +84,7 @@ class Control(Protocol):
 
 
 class Engine:
-    """One thread does everything; others may only call announce, ask, leave and stop."""
+    """One thread does everything; others may only call announce, ask, ask_trace, leave and stop."""
 
     def __init__(
         self,
@@ -106,6 +108,7 @@ class Engine:
         self._watch = LaneWatch(stall_s)
         self._pulse = Pulse(recorder, presence, self.board) if watched else None
         """Only when somebody listens: a launcher that hosts the coordinator."""
+        self._tracer = Tracer(recorder, control.send)
         self._clock = ClockOffset()
         self._offset_ns = 0
         self._num_beats_back = 0
@@ -116,6 +119,8 @@ class Engine:
         self._early = early
         self._answers: list[GroupChanged] = []
         """Changes of groups that nobody has fetched yet; under the board's lock."""
+        self._trace_answers: list[TraceChanged] = []
+        """As well."""
         self._handlers = self._make_handlers()
         # Owned by the engine. Touches the control client, and through the presence lanes and named works.
         self._thread = threading.Thread(target=self._work, name="ronde-engine", daemon=True)
@@ -146,6 +151,19 @@ class Engine:
                 if not changed.wait(deadline.left_s) and deadline.passed:
                     what = f"remove group {wanted.id}" if wanted.id else f"make a group of {ranks_text(wanted.ranks)}"
                     raise OperationTimeout(f"not every rank of the job asked to {what} within {deadline.seconds:g} s")
+
+    def ask_trace(self, wanted: TraceWanted, deadline: Deadline) -> str:
+        """Ask for a timeline, or for its end, and wait until it is so. Why it cannot be; empty when it is. For one
+        thread at a time."""
+        self._put(wanted)
+        changed = self.board.changed
+        with changed:
+            while not self._trace_answers:
+                if self._presence.over is not None:
+                    raise self._presence.over
+                if not changed.wait(deadline.left_s) and deadline.passed:
+                    raise OperationTimeout(f"the timeline was not {'begun' if wanted.path else 'ended'} in time")
+            return self._trace_answers.pop().why
 
     def now_ns(self) -> int:
         """The time on the coordinator's clock, as well as it is known."""
@@ -192,9 +210,11 @@ class Engine:
             self._beat(now_ns)
         for waiting in self._watch.due(self._presence.lanes, now_ns, self._offset_ns):
             self._control.send(waiting)
+        self._tracer.send_due(now_ns)
         self._asleep = True
         if not self._queue:
-            self._listen(min((next_beat_ns - now_ns) / 1e9, self._watch.left_s(now_ns)))
+            left_s = (next_beat_ns - now_ns) / 1e9
+            self._listen(min(left_s, self._watch.left_s(now_ns), self._tracer.left_s(now_ns)))
         self._asleep = False
         self._send_queue()
         return next_beat_ns
@@ -227,7 +247,7 @@ class Engine:
                 self._send_announce(new, known)
                 if isinstance(item, Leave):
                     self._send_vitals(time.monotonic_ns())
-                    self._send_trace()
+                    self._tracer.send()
                 self._control.send(item)
         self._send_announce(new, known)
 
@@ -240,19 +260,10 @@ class Engine:
     def _beat(self, now_ns: int) -> None:
         self._control.send(Beat(now_ns))
         self._send_vitals(now_ns)
-        self._send_trace()
 
     def _send_vitals(self, now_ns: int) -> None:
         if self._pulse is not None:
             self._control.send(self._pulse.take(now_ns, self._offset_ns))
-
-    def _send_trace(self) -> None:
-        while self._recorder.tracing:
-            events, dropped = self._recorder.drain_trace(TRACE_LIMIT)
-            if events or dropped:
-                self._control.send(TraceBatch(tuple(events), dropped))
-            if len(events) < TRACE_LIMIT:
-                return
 
     def _lifeline_ended(self) -> None:
         self._control.unwatch(self._lifeline)
@@ -288,6 +299,8 @@ class Engine:
             GroupChanged: self._on_group_changed,
             StackQuery: self._on_stack_query,
             Stalled: self._on_stalled,
+            Trace: self._tracer.hear,
+            TraceChanged: self._on_trace_changed,
             BeatBack: self._on_beat_back,
             Bye: self._on_bye,
         }
@@ -320,6 +333,11 @@ class Engine:
     def _on_group_changed(self, changed: GroupChanged) -> None:
         with self.board.changed:
             self._answers.append(changed)
+            self.board.changed.notify_all()
+
+    def _on_trace_changed(self, changed: TraceChanged) -> None:
+        with self.board.changed:
+            self._trace_answers.append(changed)
             self.board.changed.notify_all()
 
     def _on_stack_query(self, query: StackQuery) -> None:

@@ -52,6 +52,8 @@ class Named:
 
     def begin(self, work: NamedWork) -> None:
         """Take the name for this work."""
+        if self._board.tracing:
+            work.announced_ns = time.monotonic_ns()
         with self._lock:
             if self.over is not None:
                 raise self.over
@@ -107,6 +109,8 @@ class Named:
                 self._learn(work, item.id)
                 works.append(work)
                 operations.append(work.operation)
+        if self._board.tracing:
+            self._board.note_departure(works, departure.at_ns)
         try:
             flights = self._submit(operations, items, works)
         except RondeError as error:

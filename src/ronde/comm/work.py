@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 from ronde.comm.lane import Flight
@@ -13,6 +13,7 @@ from ronde.comm.wording import ranks_text
 from ronde.errors import OperationTimeout, RondeError
 from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import blame
+from ronde.observe.timeline import Negotiation
 from ronde.observe.vitals import Doing
 from ronde.types import Deadline
 
@@ -118,6 +119,19 @@ class Board:
         """The last stall report of a group, to say more when a wait for it ends."""
         self._stalled[group] = (op, missing)
 
+    @property
+    def tracing(self) -> bool:
+        """Whether a timeline is being written."""
+        return self._recorder.tracing
+
+    def note_departure(self, works: Iterable[NamedWork], at_ns: int) -> None:
+        """For the timeline: these take off together."""
+        negotiated = [
+            Negotiation(work.operation.form.label, work.name, work.group, work.announced_ns or at_ns, at_ns)
+            for work in works
+        ]
+        self._recorder.departed(at_ns, negotiated)
+
     def begin_wait(self, work: NamedWork, began_ns: int) -> None:
         """The calling thread waits for a departure from now on. It holds the lock."""
         self._waiting[threading.get_ident()] = (began_ns, work)
@@ -147,7 +161,7 @@ class Board:
 class NamedWork(Work):
     """An operation with a name: it takes off when every member has announced it."""
 
-    __slots__ = ("_board", "_departure", "group", "operation")
+    __slots__ = ("_board", "_departure", "announced_ns", "group", "operation")
 
     def __init__(self, operation: Operation, group: int, name: str, board: Board, limit_s: float) -> None:
         # Written out, not left to Work.__init__: thousands of these are made per step.
@@ -162,6 +176,8 @@ class NamedWork(Work):
         self.group = group
         self._board = board
         self._departure: Departure | None = None
+        self.announced_ns = 0
+        """When it was, as far as somebody wants to know."""
 
     @property
     def departed(self) -> bool:

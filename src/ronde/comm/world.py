@@ -10,6 +10,7 @@ import os
 import threading
 import time
 from collections.abc import Iterable
+from pathlib import Path
 
 from ronde.comm.backend import ChannelSpec
 from ronde.comm.dispatch import Dispatch
@@ -21,9 +22,10 @@ from ronde.comm.place import Groups, Place
 from ronde.comm.presence import Presence
 from ronde.comm.threads.backend import Hub, ThreadsBackend
 from ronde.errors import Mismatch, RondeError
-from ronde.net.messages import GroupWanted, Leave
+from ronde.net.messages import GroupWanted, Leave, TraceWanted
 from ronde.observe.events import ChannelClosed, ChannelOpened, GroupAdded, GroupRemoved, Started, Stopped
 from ronde.observe.recorder import Recorder
+from ronde.observe.timeline import Style
 from ronde.types import Deadline
 
 __all__ = ["World", "as_ranks"]
@@ -47,6 +49,7 @@ class World:
         self._alone = ThreadsBackend(Hub())
         self._presence = Presence(self.rank, self.size, place.backend)
         self._closing = threading.Lock()
+        self._changing_trace = threading.Lock()
         self._closed = False
         self.engine = Engine(
             place.control,
@@ -96,6 +99,15 @@ class World:
         del self._groups[group.id]
         group.close(removed=True)
         self.recorder.emit(GroupRemoved(at_ns=time.monotonic_ns(), rank=self.rank, group=group.id))
+
+    def start_timeline(self, path: str | os.PathLike[str], style: Style | None = None) -> None:
+        """Write a timeline of all ranks to this file, on the coordinator's host. ValueError when it cannot be done."""
+        style = style or Style()
+        self._change_trace(TraceWanted(str(Path(path).absolute()), style.horovod, style.departures))
+
+    def stop_timeline(self) -> None:
+        """End it; the file has everything then. Without one it does nothing."""
+        self._change_trace(TraceWanted(""))
 
     def close(self, orderly: bool = True, why: str = "") -> None:
         """Leave the round and free everything. Idempotent."""
@@ -170,6 +182,12 @@ class World:
         if answer.why:
             raise self._presence.fault(range(self.size)) or Mismatch(answer.why)
         return answer.id
+
+    def _change_trace(self, wanted: TraceWanted) -> None:
+        with self._changing_trace:
+            why = self.engine.ask_trace(wanted, Deadline(self.limit_s))
+        if why:
+            raise ValueError(why)
 
     def _note_start(self) -> None:
         self.recorder.emit(

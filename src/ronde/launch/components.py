@@ -11,7 +11,7 @@ import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import IO, Literal, TypeAlias
 
 import msgspec
 
@@ -19,7 +19,7 @@ from ronde.launch.verdict import describe_code
 from ronde.observe.events import shorten
 from ronde.types import Deadline
 
-__all__ = ["BACKENDS", "FRAMEWORKS", "Component", "State", "try_all", "try_component"]
+__all__ = ["BACKENDS", "FRAMEWORKS", "Component", "State", "judge_import", "try_all", "try_component"]
 
 State: TypeAlias = Literal["usable", "missing", "broken"]
 
@@ -71,7 +71,11 @@ except ModuleNotFoundError:
     print("mpi4py is not installed", file=sys.stderr)
     sys.exit({MISSING_CODE})
 mpi4py.rc.initialize = False
-from mpi4py import MPI
+try:
+    from mpi4py import MPI
+except (ImportError, RuntimeError) as error:
+    print("mpi4py finds no MPI library (" + str(error).splitlines()[-1] + ")", file=sys.stderr)
+    sys.exit({MISSING_CODE})
 print("\\n" + mpi4py.__version__ + "\\t" + MPI.Get_library_version().splitlines()[0].split(",")[0].rstrip("\\0"))
 """
 _PROGRAMS = {"native": _NATIVE, "mpi": _MPI}
@@ -103,8 +107,7 @@ def try_component(name: str, deadline: Deadline) -> Component:
             return Component(name, "broken", note=f"it could not be imported within {deadline.seconds:g} s")
         except OSError as error:
             return Component(name, "broken", note=f"{sys.executable} cannot be started: {error.strerror}")
-        said = [_last_line(file.seek(0) or file.read()) for file in (out, err)]
-    return judge_import(name, done.returncode, *said)
+        return judge_import(name, done.returncode, _last_line(out), _last_line(err))
 
 
 def judge_import(name: str, code: int, out: str, err: str) -> Component:
@@ -122,6 +125,7 @@ def _nccl(has_gpu: bool) -> Component:
     return Component("nccl", "missing", note=why)
 
 
-def _last_line(data: bytes) -> str:
-    lines = data[-SAID_BYTES:].decode(errors="replace").splitlines()
-    return next((line.rstrip() for line in reversed(lines) if line.strip()), "")
+def _last_line(file: IO[bytes]) -> str:
+    file.seek(0)
+    lines = file.read()[-SAID_BYTES:].decode(errors="replace").splitlines()
+    return next((line for line in reversed(lines) if line.strip()), "")

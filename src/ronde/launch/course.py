@@ -102,6 +102,11 @@ class Course:
         self.stop = self.stop or stop
         self._advance(on)
 
+    def note(self, text: str) -> None:
+        """A line of the driver itself."""
+        self._screen.note(text)
+        self._tick_soon()
+
     def resize(self) -> None:
         """The terminal of the driver has another size now; so have those that stand for it."""
         rank = self._job.debug_rank or 0
@@ -133,7 +138,7 @@ class Course:
                 how = f"could not be started: {why}"
                 self._ended(End(rank, self._host(rank), NOT_STARTED_CODE, how, ordered=self._ordered))
             case Failed(_, why):
-                self._screen.note(f"host {self._hosts[index].name}: {why}")
+                self.note(f"host {self._hosts[index].name}: {why}")
             case Started(rank, pid):
                 self._learn(rank, pid=pid)
                 self._started(rank)
@@ -209,14 +214,13 @@ class Course:
             return
         who = name_ranks(self._running)
         if stage is Stage.INTERRUPT:
-            self._screen.note(f"Ctrl-C: {who} may end; press it again to kill")
+            self.note(f"Ctrl-C: {who} may end; press it again to kill")
         elif stage is Stage.KILL:
-            self._screen.note(f"killing {who}")
+            self.note(f"killing {who}")
         elif on is On.TIME and self.stop is None:
-            self._screen.note(f"ending {who}, still running {self._job.grace_s:g} s after the first failure")
+            self.note(f"ending {who}, still running {self._job.grace_s:g} s after the first failure")
         else:
-            self._screen.note(f"ending {who}")
-        self._tick_soon()
+            self.note(f"ending {who}")
 
     # --- the screen --------------------------------------------------------------------------------------------
 

@@ -24,6 +24,7 @@ from ronde.launch.crew import Crew, Stopped
 from ronde.launch.ending import On
 from ronde.launch.endpoint import Endpoint
 from ronde.launch.job import Job
+from ronde.launch.log import noted
 from ronde.launch.loop import Loop
 from ronde.launch.orders import make_orders
 from ronde.launch.output.screen import Screen
@@ -43,6 +44,8 @@ NOT_BEGUN_CODE = 1
 """The job's, when its hosts cannot be used."""
 WEEK_S = 7 * 24 * 3600.0
 """Longer than anybody debugs."""
+LAST_WORDS_S = 2.0
+"""When somebody has ended the job: so long does it wait for a reader that takes nothing (`| less`, Ctrl-S)."""
 
 INTERRUPTED = Stop(128 + signal.SIGINT, "interrupted by Ctrl-C")
 TERMINATED = Stop(128 + signal.SIGTERM, "ended by SIGTERM")
@@ -91,6 +94,7 @@ class Driver:
         with ExitStack() as opened:
             loop = self._loop = opened.enter_context(closing(Loop()))
             opened.enter_context(listening(loop, self._signals()))
+            opened.enter_context(noted(loop, self._note))
             crew = self._crew = Crew(loop, self._job, self._hosts, python=self._job.python or sys.executable)
             opened.callback(crew.close)
             self._obey()
@@ -134,6 +138,8 @@ class Driver:
         )
         tail = self._screen.tail(verdict.culprit) if verdict.culprit is not None else ""
         codes = {end.rank: end.code for end in course.ends}
+        if course.stop is not None:
+            self._screen.close(give_up_s=LAST_WORDS_S)
         return Outcome(verdict.code, verdict.summary(tail), course.results, codes, verdict.culprit, course.stop)
 
     def _open_endpoint(self, course: Course, coordinator: Coordinator, opened: ExitStack) -> None:
@@ -157,6 +163,9 @@ class Driver:
                     raise
             except (StartFailed, OSError) as error:  # the job runs all the same
                 return self._screen.note(f"`ronde top` and `ronde stack` will not find this job: {error}")
+
+    def _note(self, text: str) -> None:
+        (self._screen if self._course is None else self._course).note(text)
 
     # --- what others want --------------------------------------------------------------------------------------
 

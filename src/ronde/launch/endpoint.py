@@ -100,9 +100,11 @@ class Endpoint:
         if len(os.fsencode(path)) > PATH_LIMIT:
             raise ValueError(f"{path} is too long for a socket's name; choose a shorter name for the job")
         with _locked(folder):
-            pid = _look(path)
-            if pid is not None:
-                raise ValueError(f"a job named {self.name!r} is running already (process {pid}); choose another name")
+            for job in _look_around(folder):  # at all, so that what killed drivers left behind is removed
+                if job.path == path:
+                    raise ValueError(
+                        f"a job named {self.name!r} is running already (process {job.pid}); choose another name"
+                    )
             self._desk = Desk(path, self._answer)
 
     def close(self) -> None:
@@ -151,13 +153,8 @@ def open_folder() -> Path:
 def list_jobs(folder: Path | None = None) -> list[RunningJob]:
     """This user's running jobs, by name. What killed drivers left behind is removed."""
     folder = folder or open_folder()
-    found = []
     with _locked(folder):
-        for path in sorted(folder.glob(f"*{SUFFIX}")):
-            pid = _look(path)
-            if pid is not None:
-                found.append(RunningJob(path.name.removesuffix(SUFFIX), path, pid))
-    return found
+        return _look_around(folder)
 
 
 def find_job(name: str = "", folder: Path | None = None) -> RunningJob:
@@ -195,12 +192,16 @@ def _ask(job: RunningJob, question: Question, kind: type[_T], deadline: Deadline
         raise ProtocolError(f"job {job.name} gave no answer of this version of ronde: {error}") from None
 
 
-def _look(path: Path) -> int | None:
-    """The process that listens there; the path is freed when nobody does any more. Under the folder's lock."""
-    pid = who_listens(path, Deadline(CONNECT_S))
-    if pid is None:
-        path.unlink(missing_ok=True)
-    return pid
+def _look_around(folder: Path) -> list[RunningJob]:
+    """Whose drivers listen there; paths where nobody does any more are freed. Under the folder's lock."""
+    found = []
+    for path in sorted(folder.glob(f"*{SUFFIX}")):
+        pid = who_listens(path, Deadline(CONNECT_S))
+        if pid is None:
+            path.unlink(missing_ok=True)
+        else:
+            found.append(RunningJob(path.name.removesuffix(SUFFIX), path, pid))
+    return found
 
 
 @contextmanager

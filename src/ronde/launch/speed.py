@@ -1,8 +1,8 @@
 """How fast ranks talk to each other, pair by pair, on the data plane that jobs use. `ronde doctor` calls measure() on
 all ranks of a job.
 
-One of a pair leads. It sends an order (a number) and the other one does it: answer with the time (0), take so many
-bytes and say when they are there (above 0), or end (below 0).
+The first of a pair leads: it sends orders (a kind and a number of bytes), and the other one follows them. So only the
+leader has to decide, and it has all the numbers.
 """
 
 from __future__ import annotations
@@ -28,17 +28,18 @@ LONG_S = 0.05
 """A message that takes so long is large enough to tell the bandwidth."""
 NUM_LARGE = 3
 """How often that one is sent; the best counts: somebody else may use the network."""
-PAIR_S = 2.0
-"""About as long as a pair takes at most, in a network that is of any use."""
+PAIR_S = 10.0
+"""A pair that takes longer is of no use."""
 
-ANSWER, END = 0.0, -1.0
+TELL, TAKE, GIVE, END = range(4)
+"""Orders: tell what time it is, take so many bytes and say when they are there, give so many, end."""
 
 
 class Speed(msgspec.Struct, frozen=True):
     """Between two ranks."""
 
     round_trip_s: float
-    """Of a message of 8 bytes."""
+    """Of a message of 16 bytes."""
     bytes_per_s: float
     """From the first to the second."""
     back_bytes_per_s: float
@@ -60,14 +61,61 @@ def measure(pairs: Sequence[tuple[int, int]]) -> list[Speed | None]:
 
 
 def _lead(peer: int) -> Speed:
-    trips = _throw(peer)
-    forth = _fill(peer)
-    send(np.array([END]), peer)
-    _follow_back = receive(np.empty(1), peer)
-    best = min(trips, key=lambda trip: trip[0])
-    return Speed(
-        round_trip_s=statistics.median(trip[0] for trip in trips),
-        bytes_per_s=forth,
-        back_bytes_per_s=float(_follow_back[0]),
-        clock_ahead_s=best[1],
-    )
+    _ask_time(peer)  # the first time, both sides have something to prepare
+    trips = [_ask_time(peer) for _ in range(MIN_ROUND_TRIPS)]
+    until_s = time.monotonic() + ROUND_TRIPS_S
+    while time.monotonic() < until_s:
+        trips.append(_ask_time(peer))
+    forth, back = _move(peer, TAKE), _move(peer, GIVE)
+    _order(peer, END)
+    _, ahead_s = min(trips)
+    return Speed(statistics.median(trip_s for trip_s, _ in trips), forth, back, ahead_s)
+
+
+def _ask_time(peer: int) -> tuple[float, float]:
+    """How long the answer took, and how much the other clock is ahead, should the way back be as long as the one
+    there."""
+    wall_s, start_s = time.time(), time.monotonic()
+    _order(peer, TELL)
+    theirs_s = receive(np.empty(2), peer)[0]
+    took_s = time.monotonic() - start_s
+    return took_s, float(theirs_s) - (wall_s + took_s / 2)
+
+
+def _move(peer: int, kind: int) -> float:
+    """Bytes per second of a message that is large enough for this network."""
+    data = np.zeros(MOST_BYTES, np.uint8)
+    num_bytes, took_s = FIRST_BYTES, 0.0
+    while took_s < LONG_S and num_bytes < MOST_BYTES:
+        num_bytes *= 2
+        took_s = _move_once(peer, kind, data[:num_bytes])
+    return num_bytes / min(took_s, *(_move_once(peer, kind, data[:num_bytes]) for _ in range(NUM_LARGE - 1)))
+
+
+def _move_once(peer: int, kind: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> float:
+    start_s = time.monotonic()
+    _order(peer, kind, data.size)
+    if kind == TAKE:
+        send(data, peer)
+        receive(np.empty(2), peer)
+    else:
+        receive(data, peer)
+    return time.monotonic() - start_s
+
+
+def _follow(peer: int) -> None:
+    data = np.zeros(MOST_BYTES, np.uint8)  # touched before it is timed
+    while True:
+        kind, num_bytes = map(int, receive(np.empty(2), peer))
+        if kind == END:
+            return
+        if kind == TAKE:
+            receive(data[:num_bytes], peer)
+        if kind == GIVE:
+            send(data[:num_bytes], peer)
+        else:
+            send(np.array([time.time(), 0.0]), peer)
+
+
+def _order(peer: int, kind: int, num_bytes: int = 0) -> None:
+    send(np.array([kind, num_bytes], np.float64), peer)

@@ -36,7 +36,11 @@ __all__ = [
     "StackQuery",
     "StackReply",
     "Stalled",
+    "Trace",
     "TraceBatch",
+    "TraceChanged",
+    "TraceOver",
+    "TraceWanted",
     "Unknown",
     "Visits",
     "Vitals",
@@ -133,6 +137,19 @@ class TraceBatch(Message, frozen=True):
     dropped: int = 0
 
 
+class TraceWanted(Message, frozen=True):
+    """Write a timeline of all ranks to this file from now on; without a path, end the one that is being written. The
+    path is of the coordinator's host; the rest is observe.timeline.Style. Answered by TraceChanged."""
+
+    path: str
+    horovod: bool = False
+    departures: bool = False
+
+
+class TraceOver(Message, frozen=True):
+    """The last events of the timeline that was to end are sent."""
+
+
 class Visits(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """When a rank came to operations of one channel; times are on the coordinator's clock."""
 
@@ -155,7 +172,9 @@ class Leave(Message, frozen=True):
     why: str = ""
 
 
-FromWorker: TypeAlias = Join | Announce | GroupWanted | Beat | Waiting | StackReply | TraceBatch | Vitals | Leave
+FromWorker: TypeAlias = (
+    Join | Announce | GroupWanted | Beat | Waiting | StackReply | TraceBatch | TraceWanted | TraceOver | Vitals | Leave
+)
 
 
 # --- from the coordinator --------------------------------------------------------------------------------------
@@ -248,6 +267,20 @@ class Stalled(Message, frozen=True):
     report: str
 
 
+class Trace(Message, frozen=True):
+    """Record for a new timeline from now on; or send what you have, say TraceOver, and stop."""
+
+    on: bool
+    horovod: bool = False
+    departures: bool = False
+
+
+class TraceChanged(Message, frozen=True):
+    """What you wanted of the timeline is done; or cannot be, and why."""
+
+    why: str = ""
+
+
 class BeatBack(Message, frozen=True):
     """Answer to Beat: your clock then, my clock now."""
 
@@ -262,7 +295,20 @@ class Bye(Message, frozen=True):
 
 
 FromCoordinator: TypeAlias = (
-    Welcome | Refused | Run | Failed | Unknown | GroupChanged | Lost | Ended | StackQuery | Stalled | BeatBack | Bye
+    Welcome
+    | Refused
+    | Run
+    | Failed
+    | Unknown
+    | GroupChanged
+    | Lost
+    | Ended
+    | StackQuery
+    | Stalled
+    | Trace
+    | TraceChanged
+    | BeatBack
+    | Bye
 )
 
 _T = TypeVar("_T")

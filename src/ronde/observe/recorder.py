@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from ronde.observe.events import Event
 from ronde.observe.metrics import Metrics, Tally
-from ronde.observe.timeline import Operation, Tracks
+from ronde.observe.timeline import Departure, Negotiation, Operation, Style, Tracks
 from ronde.observe.vitals import Doing, Reading
 
 __all__ = ["Recorder"]
@@ -41,12 +41,13 @@ class Recorder:
         self.steps = 0
         """Steps of the training, as marked."""
         self._tracing = False
-        self._trace: deque[Record | Event] = deque()
+        self._trace: deque[Record | Negotiation | Departure | Event] = deque()
         self._trace_capacity = trace_capacity
         self._lock = threading.Lock()
         """Guards _dropped and _blame, which are rarely touched."""
         self._dropped = 0
         self._offset_ns = 0
+        self._label = ""
         self._tracks = Tracks(rank)
         self._shaped: deque[bytes] = deque()
 
@@ -63,6 +64,12 @@ class Recorder:
         self._add(group, kind, num_bytes, ready_ns - start_ns, end_ns - ready_ns)
         if self._tracing:
             self._keep((kind, name, group, num_bytes, start_ns, ready_ns, end_ns))
+
+    def departed(self, at_ns: int, negotiated: Iterable[Negotiation]) -> None:
+        """Take down that named operations have taken off together. Only for the trace: ask `tracing` before."""
+        for each in negotiated:
+            self._keep(each)
+        self._keep(Departure(at_ns))
 
     def mark_step(self) -> None:
         """One step of the training is done."""
@@ -116,10 +123,14 @@ class Recorder:
         """Whether operations and events are kept for the trace."""
         return self._tracing
 
-    def set_tracing(self, on: bool, label: str = "") -> None:
-        """Keep operations and events for the trace from now on, or stop. The label names this process in it."""
-        if on and not self._tracing:
-            self._tracks = Tracks(self.rank, label)
+    def set_tracing(self, on: bool, label: str = "", style: Style | None = None) -> None:
+        """Keep operations and events for a trace from now on, or stop. The label names this process in it, also in
+        later ones. By the thread that drains."""
+        self._label = label or self._label
+        if on:  # a new one, also when another is being written
+            self._trace.clear()
+            self._shaped.clear()
+            self._tracks = Tracks(self.rank, self._label, style)
             self._shaped.extend(self._tracks.names())
         self._tracing = on
 
@@ -127,17 +138,22 @@ class Recorder:
         """At most `limit` trace events (JSON objects) in the order they were kept, and how many records were dropped
         since the last call. For one thread at a time."""
         while self._trace and len(self._shaped) < limit:
-            record = self._trace.popleft()
-            if isinstance(record, Event):
-                self._shaped.append(self._tracks.event(record, self._offset_ns))
-            else:
-                self._shaped.extend(self._tracks.operation(Operation(*record), self._offset_ns))
+            self._shaped.extend(self._shape(self._trace.popleft()))
         events = [self._shaped.popleft() for _ in range(min(limit, len(self._shaped)))]
         with self._lock:
             dropped, self._dropped = self._dropped, 0
         return events, dropped
 
-    def _keep(self, record: Record | Event) -> None:
+    def _shape(self, record: Record | Negotiation | Departure | Event) -> list[bytes]:
+        if isinstance(record, Event):
+            return [self._tracks.event(record, self._offset_ns)]
+        if isinstance(record, Negotiation):
+            return self._tracks.negotiation(record, self._offset_ns)
+        if isinstance(record, Departure):
+            return self._tracks.departure(record, self._offset_ns)
+        return self._tracks.operation(Operation(*record), self._offset_ns)
+
+    def _keep(self, record: Record | Negotiation | Departure | Event) -> None:
         if len(self._trace) < self._trace_capacity:
             self._trace.append(record)
         else:

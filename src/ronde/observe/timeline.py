@@ -2,7 +2,8 @@
 
 `Tracks` turns what one rank recorded into trace events, in the worker; `TimelineWriter` collects those of all ranks in
 one file, in the coordinator. A rank is a process of the trace, a group is a thread in it; an operation is a slice that
-holds two others, `wait` (for the members to come) and `move`.
+holds two others, `wait` (for the members to come) and `move`. Named operations have been negotiated before: that is an
+asynchronous slice, because many overlap.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import logging
 import os
 import stat
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -19,7 +21,7 @@ import msgspec
 
 from ronde.observe.events import COORDINATOR, Event, name_ranks, shorten, without_surrogates
 
-__all__ = ["Operation", "TimelineWriter", "Tracks"]
+__all__ = ["Departure", "Negotiation", "Operation", "Style", "TimelineWriter", "Tracks"]
 
 logger = logging.getLogger("ronde.observe")
 
@@ -44,12 +46,37 @@ class Operation(NamedTuple):
     end_ns: int
 
 
+class Negotiation(NamedTuple):
+    """A named operation between its announcement here and its departure."""
+
+    kind: str
+    name: str
+    group: int
+    start_ns: int
+    end_ns: int
+
+
+class Departure(NamedTuple):
+    """Named operations have taken off, one or several as one."""
+
+    at_ns: int
+
+
+class Style(NamedTuple):
+    """How things are called in a trace, and what is in it."""
+
+    horovod: bool = False
+    """NEGOTIATE_ALLREDUCE, ALLREDUCE and so on, as in Horovod's timeline."""
+    departures: bool = False
+    """Mark departures."""
+
+
 class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One element of traceEvents. The names are the format's own; times are microseconds."""
 
     name: str
-    ph: Literal["X", "i", "M"]
-    """A slice, an instant, or a name for a process or thread."""
+    ph: Literal["X", "i", "M", "b", "e"]
+    """A slice, an instant, a name for a process or thread, or the begin or end of an asynchronous slice."""
     ts: float
     pid: int
     tid: int
@@ -57,6 +84,8 @@ class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     cat: str = ""
     s: Literal["p"] | None = None
     """An instant's reach: the process."""
+    id: str | None = None
+    """What an asynchronous slice's begin and end have in common."""
     args: dict[str, Any] = {}
 
 
@@ -67,7 +96,9 @@ _decoder: msgspec.json.Decoder[TraceEvent] = msgspec.json.Decoder(TraceEvent)
 class Tracks:
     """Turns what one rank recorded into trace events, as JSON. Used by one thread at a time."""
 
-    def __init__(self, rank: int, label: str = "") -> None:
+    def __init__(self, rank: int, label: str = "", style: Style | None = None) -> None:
+        self._style = style or Style()
+        self._num_negotiated = 0
         self._process = COORDINATOR_PROCESS if rank == COORDINATOR else rank
         self._label = label or ("coordinator" if rank == COORDINATOR else f"rank {rank}")
         self._busy_until: dict[int, list[int]] = {}
@@ -86,17 +117,49 @@ class Tracks:
         ready = min(max(start, operation.ready_ns), end)
         lane, is_new = self._lane(operation.group, start, end)
         track = 1 + operation.group * LANES + lane
-        shown = f"{operation.kind} {operation.name}" if operation.name else operation.kind
         described = {"bytes": operation.num_bytes, "group": operation.group}
+        shown, wait, move = self._titles(operation.kind, operation.name)
         slices = [
             self._slice(shorten(shown), operation.kind, track, start + offset_ns, end - start, described),
-            self._slice("wait", "wait", track, start + offset_ns, ready - start, {}),
-            self._slice("move", "move", track, ready + offset_ns, end - ready, {}),
+            self._slice(wait, "wait", track, start + offset_ns, ready - start, {}),
+            self._slice(move, "move", track, ready + offset_ns, end - ready, {}),
         ]
         if is_new:
             beside = f" ({lane + 1})" if lane else ""
             slices.insert(0, self._metadata("thread_name", track, {"name": f"group {operation.group}{beside}"}))
         return slices
+
+    def negotiation(self, negotiation: Negotiation, offset_ns: int) -> list[bytes]:
+        """The begin and the end of its slice."""
+        kind, name, group, start_ns, end_ns = negotiation
+        self._num_negotiated += 1
+        title = f"NEGOTIATE_{_horovod(kind)}" if self._style.horovod else f"negotiate {kind}"
+        phases: list[tuple[Literal["b", "e"], int, dict[str, Any]]] = [
+            ("b", start_ns, {"name": shorten(name), "group": group}),
+            ("e", max(start_ns, end_ns), {}),
+        ]
+        return [
+            _encoder.encode(
+                TraceEvent(
+                    name=title,
+                    ph=phase,
+                    ts=(at_ns + offset_ns) / 1000,
+                    pid=self._process,
+                    tid=0,
+                    cat="negotiation",
+                    id=f"{self._process}.{self._num_negotiated}",
+                    args=said,
+                )
+            )
+            for phase, at_ns, said in phases
+        ]
+
+    def departure(self, departure: Departure, offset_ns: int) -> list[bytes]:
+        """A mark, if they are wanted."""
+        if not self._style.departures:
+            return []
+        name = "CYCLE_START" if self._style.horovod else "departure"
+        return [self._instant(name, departure.at_ns + offset_ns, {})]
 
     def event(self, event: Event, offset_ns: int) -> bytes:
         """The event as an instant with all it says."""
@@ -105,17 +168,17 @@ class Tracks:
             for field in event.__struct_fields__
             if field not in ("at_ns", "rank")
         }
+        return self._instant(type(event).__name__, event.at_ns + offset_ns, said)
+
+    def _titles(self, kind: str, name: str) -> tuple[str, str, str]:
+        """What the slices of an operation are called: the whole, its wait, its move."""
+        if self._style.horovod:
+            return name or _horovod(kind), "WAIT", _horovod(kind)
+        return f"{kind} {name}" if name else kind, "wait", "move"
+
+    def _instant(self, name: str, at_ns: int, said: dict[str, Any]) -> bytes:
         return _encoder.encode(
-            TraceEvent(
-                name=type(event).__name__,
-                ph="i",
-                ts=(event.at_ns + offset_ns) / 1000,
-                pid=self._process,
-                tid=0,
-                cat="event",
-                s="p",
-                args=said,
-            )
+            TraceEvent(name=name, ph="i", ts=at_ns / 1000, pid=self._process, tid=0, cat="event", s="p", args=said)
         )
 
     def _lane(self, group: int, start_ns: int, end_ns: int) -> tuple[int, bool]:
@@ -164,6 +227,8 @@ class TimelineWriter:
         self.written = 0
         self.dropped = 0
         """Beyond the limit, malformed, lost before they came here, or not written because the disk was full."""
+        self._start_us = (time.time_ns() - time.monotonic_ns()) // 1000
+        """The wall clock at the trace's time 0."""
         self._file: int | None = _open(self._path)
         self._end = 0
         try:
@@ -226,12 +291,19 @@ class TimelineWriter:
             logger.warning("timeline %s may be cut short: %s", self._path, again.strerror)
 
     def _tail(self) -> bytes:
-        return b'\n],"otherData":{"written_events":%16d,"dropped_events":%16d}}\n' % (self.written, self.dropped)
+        return (
+            b'\n],"otherData":{"start_time_since_epoch_in_micros":%20d,"written_events":%16d,"dropped_events":%16d}}\n'
+            % (self._start_us, self.written, self.dropped)
+        )
 
     def _opened(self) -> int:
         if self._file is None:
             raise ValueError(f"timeline {self._path} is closed")
         return self._file
+
+
+def _horovod(kind: str) -> str:
+    return kind.replace("_", "").upper()
 
 
 def _open(path: Path) -> int:

@@ -53,6 +53,9 @@ class TorchAdapter:
         self._parameters: list[Tensor] = []  # of the last description
         self._described: list[Parameter] = []
         self._views: list[Tensor | None] = []
+        self._starts: list[
+            int
+        ] = []  # where the memory of each place begins: converting a model gives gradients another
         self._elsewhere: set[int] = set()  # on another device: their places are on the host, and no gradients
         self._hooks: list[RemovableHandle] = []
 
@@ -82,7 +85,8 @@ class TorchAdapter:
             _view(memory[index], parameter) if index in memory else None
             for index, parameter in enumerate(self._parameters)
         ]
-        self._elsewhere = {index for index, parameter in enumerate(self._parameters) if parameter.device != CPU}
+        self._starts = [0 if view is None else view.data_ptr() for view in self._views]
+        self._elsewhere = {index for index, parameter in enumerate(self._parameters) if is_elsewhere(parameter)}
         for index, parameter in enumerate(self._parameters):
             large = index in memory and parameter.nbytes >= LARGE_BYTES
             hook: Hook = partial(self._take_large, index, ready) if large else partial(ready, index)
@@ -90,7 +94,7 @@ class TorchAdapter:
 
     def collect(self, indices: Sequence[int]) -> dict[int, State]:
         """Copy these gradients to their places, all in one call, and let the places be the gradients."""
-        parameters, views = self._parameters, self._views
+        parameters, views, starts = self._parameters, self._views, self._starts
         odd: dict[int, State] = {}
         moving: list[int] = []
         grads: list[Tensor] = []
@@ -100,9 +104,12 @@ class TorchAdapter:
                 odd[index] = State.NONE
                 if view is not None:
                     view.zero_()
-            elif grad is not view and view is not None:
-                moving.append(index)
-                grads.append(grad)
+            elif view is not None:
+                if view.data_ptr() != starts[index]:
+                    raise self._converted(index)
+                if grad is not view:
+                    moving.append(index)
+                    grads.append(grad)
         if moving:
             with torch.no_grad():
                 self._move(moving, grads, odd)
@@ -183,10 +190,7 @@ class TorchAdapter:
         parameter, view = self._parameters[index], self._views[index]
         assert view is not None
         if parameter.dtype != view.dtype or parameter.shape != view.shape:
-            raise ValueError(
-                f"rank {self._rank}: parameter {self._described[index]} has become {parameter.dtype}"
-                f"{list(parameter.shape)}; build the optimizer after the model was converted"
-            )
+            raise self._converted(index)
         if grad.layout is not torch.strided and not self._sparse_as_dense:
             odd[index] = State.SPARSE
             view.zero_()
@@ -194,6 +198,13 @@ class TorchAdapter:
         view.copy_(grad if grad.layout is torch.strided else grad.to_dense())
         if index not in self._elsewhere:
             parameter.grad = view
+
+    def _converted(self, index: int) -> ValueError:
+        parameter = self._parameters[index]
+        return ValueError(
+            f"rank {self._rank}: parameter {self._described[index]} has become {parameter.dtype}"
+            f"{list(parameter.shape)} on {parameter.device}; move and convert the model before training, or call optimizer.reset() afterwards"
+        )
 
     def _describe(self, name: str, tensor: Tensor) -> Parameter:
         if tensor.device.type == "meta" or tensor.dtype not in WIRE_TYPES:
@@ -212,6 +223,11 @@ class TorchAdapter:
             order=f"strides {tuple(tensor.stride())}" if _is_packed(tensor) and not tensor.is_contiguous() else "",
             sparse=grad is not None and grad.layout is not torch.strided and not self._sparse_as_dense,
         )
+
+
+def is_elsewhere(parameter: Tensor) -> bool:
+    """Whether its gradients cannot lie in the memory of the host."""
+    return parameter.device != CPU
 
 
 def _view(memory: Array, parameter: Tensor) -> Tensor:

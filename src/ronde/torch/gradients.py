@@ -73,8 +73,9 @@ class Gradients:
         if loss is None or not group.included or group.size == 1:
             return loss
         op = "sum" if parse_op(self._settings.op) is Op.SUM else "mean"
-        combined = group.allreduce(np.array(float(loss)), op=op)
-        return torch.full_like(loss, float(combined)) if isinstance(loss, torch.Tensor) else float(combined)
+        if not isinstance(loss, torch.Tensor):
+            return float(group.allreduce(np.array(float(loss)), op=op))
+        return torch.full_like(loss.detach(), float(group.allreduce(np.array(loss.item()), op=op)))
 
     def reset(self) -> None:
         """In a new round: go on with all ranks of it. Groups of the old one are no more."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copyreg
 import weakref
 from collections.abc import Callable, Iterable
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -23,11 +22,9 @@ from ronde.types import Op
 
 __all__ = ["Distributed", "DistributedOptimizer"]
 
-AnyOptimizer = TypeVar("AnyOptimizer", bound=Optimizer)
-
 
 def DistributedOptimizer(
-    optimizer: AnyOptimizer,
+    optimizer: Optimizer,
     *,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
     op: str | Op = "mean",
@@ -36,7 +33,7 @@ def DistributedOptimizer(
     bucket_mb: float | None = None,
     group: Group | None = None,
     **settings: Any,  # noqa: ANN401  # see GradientSettings
-) -> AnyOptimizer:
+) -> Distributed:
     """The same optimizer, made to average gradients over all ranks (or over `group`) in every backward().
 
     When backward() returns, p.grad is the average: clip it, unscale it, step as ever. `passes` backward passes make a
@@ -60,13 +57,15 @@ def DistributedOptimizer(
     except BaseException:
         gradients.passes.close()
         raise
-    optimizer.__class__ = _distributed(type(optimizer))  # type: ignore[assignment, arg-type]  # a subclass
-    optimizer._gradients = gradients  # type: ignore[attr-defined]  # of Distributed
+    optimizer.__class__ = _distributed(type(optimizer))
+    distributed: Any = optimizer
+    distributed._gradients = gradients
     optimizer.register_step_pre_hook(_Before(gradients))
     optimizer.register_step_post_hook(_After(gradients))
     # The hooks of parameters live as long as the model: without the optimizer they have nothing to do.
     weakref.finalize(optimizer, gradients.passes.close).atexit = False
-    return optimizer
+    result: Distributed = distributed
+    return result
 
 
 class Distributed(Optimizer):
@@ -115,7 +114,12 @@ class Distributed(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  # as object's
         """Copies are optimizers of the class it had before."""
-        return copyreg.__newobj__, (type(self).__mro__[2],), self.__getstate__()  # type: ignore[attr-defined]
+        return _empty, (type(self).__mro__[2],), self.__getstate__()
+
+
+def _empty(plain: type[Optimizer]) -> Optimizer:
+    """An optimizer that is about to get its state."""
+    return plain.__new__(plain)
 
 
 @cache

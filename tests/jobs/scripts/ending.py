@@ -27,9 +27,7 @@ def outlive(pids: list[int]) -> None:
         select.select([fd], [], [], PATIENCE_S)
 
 
-def end(how: str, others: list[int]) -> None:
-    if how == "late":
-        atexit.register(outlive, others)
+def end(how: str) -> None:
     if how in ("raise", "late"):
         raise RuntimeError("boom")
     if how == "kill":
@@ -40,11 +38,14 @@ def end(how: str, others: list[int]) -> None:
 
 
 def main() -> None:
+    how, others = sys.argv[1], list[int]()
+    atexit.register(outlive, others)  # before ronde's own, so that it is called after it
     ronde.init()
     rank = ronde.rank()
     pids = ronde.allgather(np.array([os.getpid()])).tolist()
     if rank == 1:
-        end(sys.argv[1], pids[:rank] + pids[rank + 1 :])
+        others += [pid for pid in pids if how == "late" and pid != os.getpid()]
+        end(how)
     ronde.allreduce(np.ones(3))
     print("nobody comes here")
 

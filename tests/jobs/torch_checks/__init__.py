@@ -1,1 +1,1 @@
-"""What the distributed optimizer does, check by check, run by all ranks of a job (tests/jobs/test_torch_optimizer.py)."""
+"""What the distributed optimizer does, check by check, run by all ranks of a job. For test_torch_optimizer.py."""

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ronde
+from ronde.comm.current import current
 from ronde.torch import Distributed, DistributedOptimizer
 from tests.jobs.torch_checks.checks import (
     assert_close,
@@ -42,9 +43,9 @@ def every_optimizer_of_torch_learns_what_it_would_from_the_whole_batch() -> None
     for kind in kinds:
         model = perceptron()
         alone = twin(model)
-        plain: Any = kind(model.parameters(), lr=0.01)  # type: ignore[call-arg]
+        plain: Any = kind(model.parameters(), lr=0.01)
         optimizer = DistributedOptimizer(plain)
-        reference: Any = kind(alone.parameters(), lr=0.01)  # type: ignore[call-arg]
+        reference: Any = kind(alone.parameters(), lr=0.01)
         assert optimizer is plain and isinstance(optimizer, kind) and type(optimizer).__name__ == kind.__name__
         for step in range(3):
             x, y = batch(step)
@@ -172,7 +173,7 @@ def gradients_can_be_clipped_right_after_backward() -> None:
         loss_of(model, mine(x), mine(y)).backward()
         loss_of(alone, x, y).backward()
         if step == 1:
-            optimizer.synchronize()  # type: ignore[attr-defined]  # not needed, and does no harm
+            optimizer.synchronize()  # not needed, and does no harm
         ours = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
         theirs = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
         assert_close([ours], [theirs])
@@ -231,7 +232,9 @@ def gradients_may_be_set_to_zero_or_to_none() -> None:
 @on("2 ranks")
 def a_state_goes_out_and_in_again() -> None:
     model = perceptron()
-    optimizer = DistributedOptimizer(torch.optim.Adam([{"params": model.parameters(), "group": ronde.world()}], lr=0.01))
+    optimizer = DistributedOptimizer(
+        torch.optim.Adam([{"params": model.parameters(), "group": ronde.world()}], lr=0.01)
+    )
 
     def train(net: nn.Module, own: Optimizer, steps: range) -> None:
         for step in steps:
@@ -277,8 +280,8 @@ def without_its_optimizer_a_model_is_like_any_other() -> None:
         else:
             optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
             loss_of(model, mine(x), mine(y)).backward()
-            optimizer.close()  # type: ignore[attr-defined]
-            optimizer.close()  # type: ignore[attr-defined]
+            optimizer.close()
+            optimizer.close()
         model.zero_grad()
         before = ronde.metrics().total.operations
         (loss_of(model, mine(x), mine(y)) * (ronde.rank() + 1)).backward()
@@ -290,8 +293,6 @@ def without_its_optimizer_a_model_is_like_any_other() -> None:
 def steps_are_counted() -> None:
     model = perceptron()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    from ronde.comm.current import current
-
     before = current().recorder.steps
     for step in range(3):
         x, y = batch(step)

@@ -197,7 +197,7 @@ def test_a_rank_with_a_terminal_reads_what_is_typed() -> None:
 
 
 def test_ctrl_c_typed_into_a_terminal_interrupts() -> None:
-    text = "import time\nprint('go', flush=True)\ntry: time.sleep(300)\nexcept KeyboardInterrupt: print('stopped')"
+    text = "import time\ntry: print('go', flush=True); time.sleep(300)\nexcept KeyboardInterrupt: print('stopped')"
     with an_agent() as watched:
         watched.agent.handle(Launch((order(python(text), terminal=True),)))
         watched.until(lambda: b"go" in watched.printed())

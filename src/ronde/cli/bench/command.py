@@ -13,14 +13,19 @@ from typing import Annotated
 import psutil
 import typer
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
 from ronde.cli.bench.measure import Field, Kit, Lane, Pace, Record, lanes_of
+from ronde.cli.bench.models import MODELS, parse_models
 from ronde.cli.bench.ours import RondeKit
 from ronde.cli.bench.peers import find_peers
 from ronde.cli.bench.screen import Screen, conditions
 from ronde.cli.bench.shapes import MANY, Work, format_bytes, parse_numbers, parse_works
 from ronde.cli.bench.table import allreduce_table, negotiation_table, ranks_table
+from ronde.cli.bench.train import TrainRecord, no_room, train
+from ronde.cli.bench.train_kits import find_kits, parse_codec
+from ronde.cli.bench.train_table import train_table
 from ronde.errors import RondeError
 
 __all__ = ["app"]
@@ -28,12 +33,12 @@ __all__ = ["app"]
 PATHS = ("array", "bucket", "many")
 SIZES = "4K,64K,1M,16M,64M,256M,many"
 
-app = typer.Typer(help="Measure ronde on this machine, in turn with gloo and the MPI libraries there are.")
+app = typer.Typer(help="Measure ronde on this machine, in turn with gloo, DDP and the MPI libraries there are.")
 
 Ranks = Annotated[int, typer.Option("-np", "--ranks", min=1, help="Number of ranks.")]
 Peers = Annotated[
     str | None,
-    typer.Option(help="Measure these too: gloo, mpi (every MPI found), openmpi, mpich; or none. Default: all found."),
+    typer.Option(help="Measure these too: gloo, hvd, mpi (every MPI found), openmpi, mpich; or none. Default: all."),
 ]
 MpiPythons = Annotated[
     list[str] | None, typer.Option("--mpi-python", help="Python of an environment with mpi4py and an MPI library.")
@@ -62,7 +67,7 @@ def allreduce(
         kits: list[Kit] = [RondeKit(), *found.peers]
         caption = conditions(np)
         with (
-            Screen(console, lambda records: allreduce_table(records, caption), json) as screen,
+            Screen[Record](console, lambda records: allreduce_table(records, caption), json) as screen,
             Field(pace, screen.note, screen.say) as field,
         ):
             for note in found.notes:
@@ -89,7 +94,7 @@ def negotiation(
         pace = Pace(repeats=repeats, seconds=seconds)
         caption = conditions(np)
         with (
-            Screen(console, lambda records: negotiation_table(records, flights, caption), json) as screen,
+            Screen[Record](console, lambda records: negotiation_table(records, flights, caption), json) as screen,
             Field(pace, screen.note, screen.say) as field,
         ):
             field.start(RondeKit(), np)
@@ -115,7 +120,7 @@ def ranks(
         pace = Pace(repeats=repeats, seconds=seconds)
         kits: list[Kit] = [RondeKit(), *find_peers(peers, mpi_pythons or ()).peers]
         caption = conditions()
-        with Screen(console, lambda records: ranks_table(records, caption), json) as screen:
+        with Screen[Record](console, lambda records: ranks_table(records, caption), json) as screen:
             for num in numbers:
                 with Field(pace, screen.note, screen.say) as field:
                     for kit in kits:
@@ -123,6 +128,41 @@ def ranks(
                     for work in works:
                         lanes = lanes_of(field.crews, kits, work, ("array",))
                         screen.add(field.race("allreduce", work.num_bytes, lanes))
+
+
+@app.command("train")
+def train_command(
+    np: Ranks = 2,
+    models: Annotated[str, typer.Option(help="What to train.")] = ",".join(MODELS),
+    batch: Annotated[int | None, typer.Option(min=1, help="Samples per rank and step, if not the model's own.")] = None,
+    codec: Annotated[str, typer.Option(help="Gradients on the wire: none, float16, bfloat16.")] = "none",
+    peers: Annotated[str | None, typer.Option(help="Measure these too: ddp, hvd; or none. Default: all.")] = None,
+    ddp_buckets: Annotated[str, typer.Option(help="Sizes of buckets that DDP tries too, in MB.")] = "10,100",
+    json: Json = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Bursts per implementation and model.")] = 7,
+    seconds: Annotated[float, typer.Option(help="Seconds per implementation and model, shared by its bursts.")] = 14.0,
+    steps: Annotated[int | None, typer.Option(min=1, help="Steps per burst. Default: as many as fit.")] = None,
+) -> None:
+    """Train, with one thread per rank: alone, without communication, with ronde, with Horovod's interface, with DDP."""
+    with reporting() as console:
+        chosen = parse_models(models)
+        pace = Pace(repeats=rounds, seconds=seconds, steps=steps)
+        found = find_kits(np, parse_codec(codec), peers, parse_numbers(ddp_buckets, "--ddp-buckets"))
+        caption = conditions(np)
+
+        def draw(records: list[TrainRecord]) -> Table:
+            return train_table(records, caption)
+
+        with Screen(console, draw, json) as screen:
+            for note in found.notes:
+                screen.note(note)
+            for model in chosen:
+                why_not = no_room(model, found.kits)
+                if why_not:
+                    screen.note(f"{model.name} is left out: it {why_not}")
+                    continue
+                with Field(pace, screen.note, screen.say) as field:
+                    screen.add(train(field, model, batch or model.batch, found.kits))
 
 
 def chosen_works(sizes: str, paths: str) -> list[Work]:

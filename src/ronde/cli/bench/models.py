@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 __all__ = ["MODELS", "Model", "parse_models"]
@@ -92,7 +93,7 @@ def resnet() -> Network:
             return nn.functional.relu(self.body(x) + self.short_cut(x), inplace=True)
 
     widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
-    blocks = [Block(a, b, stride=1 if a == b else 2) for a, b in zip(widths, widths[1:], strict=False)]
+    blocks = [Block(a, b, stride=1 if a == b else 2) for a, b in pairwise(widths)]
     return nn.Sequential(
         *normalized(3, 64, 7, 2),
         nn.ReLU(inplace=True),
@@ -131,8 +132,9 @@ def transformer() -> Network:
             self.outward = nn.Linear(width, width)
 
         def forward(self, x: Tensor) -> Tensor:
-            heads = [each.unflatten(-1, (num_heads, -1)).transpose(1, 2) for each in self.inward(x).chunk(3, -1)]
-            mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+            heads = self.inward(x).unflatten(-1, (3, num_heads, -1)).transpose(1, -2)
+            query, key, value = heads.unbind(-3)
+            mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
             seen: Tensor = self.outward(mixed.transpose(1, 2).flatten(-2))
             return seen
 

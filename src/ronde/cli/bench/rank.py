@@ -155,8 +155,9 @@ class Horovod:
     """Horovod's interface, as the compatibility package has it over ronde, on tensors over NumPy's memory."""
 
     def __init__(self) -> None:
-        import horovod.torch as hvd
         import torch
+
+        import horovod.torch as hvd
 
         torch.set_num_threads(1)
         hvd.init()

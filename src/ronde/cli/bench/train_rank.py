@@ -1,4 +1,4 @@
-"""One rank that trains. A program of its own, started by train_kits.py: `python train_rank.py ROLE DIRECTORY [RANK SIZE]`.
+"""One rank that trains. A program of its own, started by train_kits.py: `train_rank.py ROLE DIRECTORY [RANK SIZE]`.
 
 It talks as rank.py does. What it needs of the files beside it, it loads by their paths and not as parts of ronde: the
 ranks of DDP must not carry what they do not use, or it would count as their memory.
@@ -130,9 +130,10 @@ class Ddp:
             gradient_as_bucket_view=view,
             broadcast_buffers=not view,
         )
-        hooks = {"float16": default_hooks.fp16_compress_hook, "bfloat16": default_hooks.bf16_compress_hook}
-        if settings["codec"] is not None:
-            wrapped.register_comm_hook(None, hooks[settings["codec"]])
+        if settings["codec"] == "float16":
+            wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        elif settings["codec"] is not None:
+            raise ValueError(f"DDP over gloo cannot send {settings['codec']}")
         return wrapped, optimizer
 
     def close(self) -> None:
@@ -160,7 +161,7 @@ class Training:
         """Train once; nanoseconds that backward() took, in which gradients travel."""
         x, labels = self._batch
         self._optimizer.zero_grad()
-        loss = self._loss(self._network(x), labels)
+        loss: Any = self._loss(self._network(x), labels)
         start = time.perf_counter_ns()
         loss.backward()
         took_ns = time.perf_counter_ns() - start

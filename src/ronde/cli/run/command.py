@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["run"]
 
 WRONG_CODE = 2
+INTERRUPTED_CODE = 130
 
 
 def run(arguments: Sequence[str]) -> int:
@@ -34,6 +36,8 @@ def run(arguments: Sequence[str]) -> int:
     except (RondeError, ValueError, OSError) as error:
         _say(f"ronde run: {' '.join(str(error).split())}")
         return WRONG_CODE
+    except KeyboardInterrupt:  # before the driver hears signals, or while a reader that has stopped is waited for
+        return INTERRUPTED_CODE
 
 
 def _carry_out(request: Request) -> int:
@@ -52,7 +56,7 @@ def _carry_out(request: Request) -> int:
             opened.enter_context(LiveTable(request.job.name or str(os.getpid())))
         screen = opened.enter_context(contextlib.closing(_make_printer(request, target)))
         outcome = Driver(request.job, screen).run()
-    if outcome.summary:
+    if outcome.summary and (outcome.stop is None or _is_read(sys.stderr.fileno())):
         _say(outcome.summary)
     return outcome.code
 
@@ -71,6 +75,13 @@ def _make_printer(request: Request, target: Target) -> Printer:
         raw_rank=request.job.debug_rank,
     )
     return Printer(target, num_ranks=request.job.num_ranks, options=options)
+
+
+def _is_read(fd: int) -> bool:
+    """Whether it takes a few lines now."""
+    poll = select.poll()
+    poll.register(fd, select.POLLOUT)
+    return bool(poll.poll(0))
 
 
 def _say(text: str) -> None:

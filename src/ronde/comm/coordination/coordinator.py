@@ -19,6 +19,7 @@ from ronde.comm.coordination.lifelines import Lifelines, Line, Seat
 from ronde.comm.coordination.membership import Decision, Gathering
 from ronde.comm.coordination.negotiator import Send
 from ronde.comm.coordination.round import NEVER_NS, Round, RoundRules
+from ronde.comm.coordination.tracing import Tracing
 from ronde.comm.coordination.watching import StackPoll, Watching
 from ronde.net.addresses import format_address, host_identity
 from ronde.net.control import ControlServer
@@ -37,11 +38,12 @@ from ronde.net.messages import (
     StackReply,
     Stalled,
     TraceBatch,
+    TraceOver,
+    TraceWanted,
     Vitals,
 )
 from ronde.observe.events import name_ranks, shorten
 from ronde.observe.stacks import RankStack, process_state
-from ronde.observe.timeline import TimelineWriter
 from ronde.observe.vitals import JobVitals
 from ronde.settings import Settings
 from ronde.types import Deadline, Member
@@ -99,9 +101,8 @@ class Coordinator:
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         with ExitStack() as opened:
-            self._timeline = TimelineWriter(settings.timeline, settings.timeline_events) if settings.timeline else None
-            if self._timeline is not None:
-                opened.callback(self._timeline.close)
+            self._tracing = Tracing(settings.timeline, settings.timeline_events)
+            opened.callback(self._tracing.close)
             self._server = ControlServer(host, key)
             opened.callback(self._server.close, 0)
             self._events = Errands(self._server.wake)
@@ -251,6 +252,7 @@ class Coordinator:
         self._gather(now_ns)
         if self._round is not None:
             self._send(self._round.advance(now_ns))
+            self._send(self._tracing.settle(self._round.present))
             if not self._round.present:
                 self._end_round()
 
@@ -276,9 +278,8 @@ class Coordinator:
                 self._watching.note(rank, message, now_ns)
         elif isinstance(message, StackReply):
             self._watching.answer(rank, message)
-        elif isinstance(message, TraceBatch):
-            if self._timeline is not None:
-                self._timeline.add(message.events, message.dropped)
+        elif isinstance(message, TraceBatch | TraceWanted | TraceOver):
+            self._send(self._tracing.hear(rank, message, self._round.present if self._round is not None else ()))
         elif isinstance(message, Leave):
             self._hear_leave(rank, message, now_ns)
         elif isinstance(message, Join) and not here:
@@ -363,6 +364,7 @@ class Coordinator:
         assert self._round is not None
         logger.info("round %d is over", self._num_rounds - 1)
         self._first_lost = self._round.first_lost or self._first_lost
+        self._tracing.end_round()
         self._round = None
         self._said = ""
 
@@ -388,8 +390,7 @@ class Coordinator:
         self._server.close()  # sends what was said last: who also sees the end of its line should hear why first
         self._lifelines.close()
         self._watching.close()
-        if self._timeline is not None:
-            self._timeline.close()
+        self._tracing.close()
 
 
 def _state_from_here(member: Member) -> str:

@@ -13,8 +13,18 @@ from collections import deque
 from ronde.comm.coordination.coordinator import LEAVING_S
 from ronde.comm.coordination.negotiator import Send
 from ronde.comm.coordination.round import Round, RoundRules
-from ronde.net.messages import Beat, BeatBack, Bye, FromCoordinator, FromWorker, Leave, TraceBatch
-from ronde.observe.timeline import TimelineWriter
+from ronde.comm.coordination.tracing import Tracing
+from ronde.net.messages import (
+    Beat,
+    BeatBack,
+    Bye,
+    FromCoordinator,
+    FromWorker,
+    Leave,
+    TraceBatch,
+    TraceOver,
+    TraceWanted,
+)
 from ronde.settings import Settings
 from ronde.types import Member
 
@@ -31,7 +41,7 @@ class Loopback:
         self._round = Round(members, groups, rules, time.monotonic_ns())
         self._inboxes: list[deque[FromCoordinator]] = [deque() for _ in members]
         self._woken: set[int] = set()
-        self._timeline = TimelineWriter(settings.timeline, settings.timeline_events) if settings.timeline else None
+        self._tracing = Tracing(settings.timeline, settings.timeline_events)
 
     def client(self, rank: int) -> LoopbackClient:
         """A rank's way here."""
@@ -50,9 +60,8 @@ class Loopback:
             now_ns = time.monotonic_ns()
             if isinstance(message, Beat):
                 self._inboxes[rank].append(BeatBack(message.sent_ns, now_ns))
-            elif isinstance(message, TraceBatch):
-                if self._timeline is not None:
-                    self._timeline.add(message.events, message.dropped)
+            elif isinstance(message, TraceBatch | TraceWanted | TraceOver):
+                self._tell(self._tracing.hear(rank, message, self._round.present))
             elif isinstance(message, Leave):
                 self._leave(rank, message, now_ns)
             elif rank in self._round.present:
@@ -89,15 +98,18 @@ class Loopback:
             else:
                 self._round.lose(rank, message.why or "it gave up")
         self._inboxes[rank].append(Bye())
-        if not self._round.present and self._timeline is not None:
-            self._timeline.close()
+        if not self._round.present:
+            self._tracing.close()
 
     def _advance(self) -> None:
-        sends: list[Send] = self._round.advance(time.monotonic_ns())
+        self._tell(self._round.advance(time.monotonic_ns()))
+        self._tell(self._tracing.settle(self._round.present))
+        self._changed.notify_all()
+
+    def _tell(self, sends: list[Send]) -> None:
         for ranks, message in sends:
             for rank in ranks:
                 self._inboxes[rank].append(message)
-        self._changed.notify_all()
 
 
 class LoopbackClient:

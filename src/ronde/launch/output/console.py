@@ -98,19 +98,19 @@ class Console:
             self._add(self.streams[-1], b"\x1b[?7l" + drawn + b"\x1b[?7h")
         self.region = tuple(rows)
 
-    def flush(self, *, wait: bool = False) -> None:
-        """Write what was collected, as far as it is taken now; all of it, if asked to wait."""
+    def flush(self) -> None:
+        """Write what was collected, as far as it is taken now."""
         if self._prompt and self._open is None:  # others printed: the prompt appears again below
             self._outlet.add(self.streams[0], self._prompt)
             self._open = _RAW
-        self._outlet.flush(wait=wait)
+        self._outlet.flush()
 
-    def close(self) -> None:
-        """End an open line, erase the region, show the cursor."""
+    def close(self, give_up_s: float | None = None) -> None:
+        """End an open line, erase the region, show the cursor; see Screen.close."""
         self._prompt = b""
         self._end_open()
         self.draw((), hide=False)
-        self.flush(wait=True)
+        self._outlet.flush(wait=True, give_up_s=give_up_s)
 
     def _add(self, stream: Stream, data: bytes) -> None:
         self._outlet.add(stream, data.replace(b"\n", b"\r\n") if self._raw else data)

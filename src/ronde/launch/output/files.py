@@ -24,7 +24,7 @@ _MAX_NAMED = 8
 
 
 class RankFiles:
-    """`rank-0.out`, `rank-0.err` … in a folder, or `rank.0/stdout` … when they are to be `nested`; empty at first. Calls
+    """`rank-0.out`, `rank-0.err` … in a folder, or `rank.0/stdout` … if they are to be `nested`; empty at first. Calls
     `tell` with words when one cannot be written: once for each kind of error."""
 
     def __init__(self, folder: str, *, num_ranks: int, tell: Callable[[str], None], nested: bool = False) -> None:

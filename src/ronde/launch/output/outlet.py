@@ -19,8 +19,9 @@ __all__ = ["FULL_BYTES", "Outlet"]
 
 FULL_BYTES = 1024 * 1024
 """When so much waits, it is time not to read more from the ranks."""
-_BLOCK_BYTES = 4 * FULL_BYTES
-"""When so much waits, because somebody went on, everybody waits for the reader."""
+_BLOCK_BYTES = 64 * FULL_BYTES
+"""When so much waits, because somebody went on, everybody waits for the reader. Far from FULL_BYTES: when nothing more
+is read, hundreds of dead ranks may still have left a pipe full each, and a driver that waits here hears no Ctrl-C."""
 _SLICE_BYTES = 4096
 """A pipe that takes anything takes so much at once (PIPE_BUF)."""
 _RUN_BYTES = 64 * 1024
@@ -48,16 +49,20 @@ class Outlet:
             self._parts.append((stream, memoryview(data)))
             self.num_bytes += len(data)
 
-    def flush(self, *, wait: bool = False) -> None:
-        """Write as much as is taken at once; or, when asked or when too much waits, all."""
+    def flush(self, *, wait: bool = False, give_up_s: float | None = None) -> None:
+        """Write as much as is taken at once; or, when asked or when too much waits, all: but not to a reader that takes
+        nothing for give_up_s."""
         stream: Stream = "out"
         try:
             while self._parts:
                 stream = self._parts[0][0]
                 wait = wait or self.num_bytes > _BLOCK_BYTES
-                patience_ms = _WAIT_MS if wait else 0 if self._stuck else _PATIENCE_MS
+                if wait:
+                    patience_ms = _WAIT_MS if give_up_s is None else int(1000 * give_up_s)
+                else:
+                    patience_ms = 0 if self._stuck else _PATIENCE_MS
                 self._stuck = self._write(stream, patience_ms) == 0
-                if self._stuck and not wait:
+                if self._stuck and (not wait or give_up_s is not None):
                     return
         except (OSError, ValueError) as error:  # ValueError: somebody closed the file
             self.gone = f"cannot write to standard {'error' if stream == 'err' else 'output'}: {error}"

@@ -118,7 +118,7 @@ class Printer:
             console.flush()
         return self._next_s(redraw_s)
 
-    def close(self) -> None:
+    def close(self, *, give_up_s: float | None = None) -> None:
         """See Screen."""
         if self._closed:
             return
@@ -131,7 +131,7 @@ class Printer:
             self._files.close()
         self._empty_inbox()  # what the files had to say
         for console in self._places():
-            console.close()
+            console.close(give_up_s)
 
     # --- from the inbox to the consoles ------------------------------------------------------------------------
 

@@ -36,5 +36,6 @@ class Screen(Protocol):
         """Whether the reader of a pipe or terminal is far behind: better not to read more from ranks until `tick` has
         changed that. Who goes on all the same is made to wait in `tick`, sooner or later."""
 
-    def close(self) -> None:
-        """Show all that still waits, leave the terminal tidy, close the files. Idempotent."""
+    def close(self, *, give_up_s: float | None = None) -> None:
+        """Show all that still waits, leave the terminal tidy, close the files. A reader that takes nothing for
+        give_up_s gets no more; without, it is waited for. Idempotent."""

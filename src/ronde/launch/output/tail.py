@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from ronde.launch.messages import Stream
-from ronde.launch.output.tracebacks import last_traceback
+from ronde.launch.output.tracebacks import last_traceback, without_bystanders
 
 __all__ = ["Tail"]
 
@@ -51,7 +51,7 @@ def last_words(data: bytes) -> str:
     while lines and not lines[-1].strip():
         lines.pop()
     found = last_traceback(lines)
-    lines = lines[found.start : found.stop] if found else lines[-_NUM_LINES:]
+    lines = without_bystanders(lines[found.start : found.stop]) if found else lines[-_NUM_LINES:]
     return "\n".join(_shorten(lines)).strip("\n")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-__all__ = ["last_traceback"]
+__all__ = ["last_traceback", "without_bystanders"]
 
 _HEADER = re.compile(
     r"Traceback \(most recent call last\):"
@@ -45,6 +45,19 @@ def last_traceback(lines: Sequence[str]) -> range | None:
     if begin and lines[begin - 1].startswith(_INTRODUCTION):
         begin -= 1
     return range(begin, end)
+
+
+def without_bystanders(lines: Sequence[str]) -> list[str]:
+    """Of a crash only the thread in which it happened: faulthandler shows all there are, in any order."""
+    if not any(line.startswith("Current thread 0x") for line in lines):
+        return [*lines]
+    kept: list[str] = []
+    bystander = False
+    for line in lines:
+        bystander = line.startswith("Thread 0x") or (bystander and line != "")
+        if not bystander and not (line == "" and kept[-1:] == [""]) and not line.startswith("Extension modules: "):
+            kept.append(line)
+    return kept
 
 
 def _is_aside(lines: Sequence[str], header: int) -> bool:

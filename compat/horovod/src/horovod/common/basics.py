@@ -7,12 +7,13 @@ import os
 from typing import Any
 
 import ronde
+from horovod.common import logs, util
 from horovod.common import process_sets as sets
-from horovod.common import util
-from horovod.common.exceptions import NOT_INITIALIZED, translated
+from horovod.common.exceptions import translated
 from horovod.common.process_sets import ProcessSet, book, global_process_set
-from horovod.common.variables import is_true, settings_from, warn_without_effect
+from horovod.common.variables import is_true, settings_from, timeline_from, warn_without_effect
 from ronde.comm.current import current
+from ronde.observe.timeline import Style
 
 __all__ = ["HorovodBasics"]
 
@@ -66,6 +67,8 @@ class HorovodBasics:
 
     def _start(self) -> None:
         self.dynamic_process_sets = is_true(os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS"))
+        if os.environ.get("HOROVOD_LOG_LEVEL"):
+            logs.set_level(os.environ["HOROVOD_LOG_LEVEL"], hide_time=is_true(os.environ.get("HOROVOD_LOG_HIDE_TIME")))
         try:
             ronde.init(**settings_from(os.environ))
         except ronde.RondeError as error:
@@ -73,6 +76,9 @@ class HorovodBasics:
         book.open()
         if ronde.rank() == 0:
             warn_without_effect(os.environ, logger)
+            path = timeline_from(os.environ)
+            if path is not None:
+                self.start_timeline(path, is_true(os.environ.get("HOROVOD_TIMELINE_MARK_CYCLES")))
 
     def shutdown(self) -> None:
         """Leave the job. Without one it does nothing; hvd.init() may begin another."""
@@ -128,21 +134,19 @@ class HorovodBasics:
     # --- timeline --------------------------------------------------------------------------------------------------
 
     def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
-        """Write a timeline from now on. The job must have been started with HOROVOD_TIMELINE set, as with Horovod."""
-        self._check_timeline()
-        ronde.start_timeline(file_path)
+        """Write a timeline of all processes from now on. Rank 0's call counts; the others return at once.
+
+        There are no cycles: mark_cycles marks when negotiated operations take off.
+        """
+        if self.rank() == 0:
+            with translated():
+                current("start_timeline()").start_timeline(file_path, Style(horovod=True, departures=mark_cycles))
 
     def stop_timeline(self) -> None:
-        """End the timeline; its file is complete then."""
-        if not ronde.is_initialized():
-            raise ValueError(NOT_INITIALIZED)
-        ronde.stop_timeline()
-
-    def _check_timeline(self) -> None:
-        if not ronde.is_initialized():
-            raise ValueError(NOT_INITIALIZED)
-        if "HOROVOD_TIMELINE" not in os.environ:
-            raise ValueError("start_timeline() needs a job with HOROVOD_TIMELINE set; DYNAMIC writes no file at first")
+        """End the timeline; its file is complete then. Without one it does nothing."""
+        if self.rank() == 0:
+            with translated():
+                ronde.stop_timeline()
 
     # --- what there is ---------------------------------------------------------------------------------------------
 

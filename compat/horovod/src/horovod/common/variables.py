@@ -1,46 +1,70 @@
 """What HOROVOD_* variables mean here: a setting of ronde, or nothing any more, and then what replaces it.
 
-Read once, at hvd.init(). Every variable that has no effect gets one line of warning on rank 0.
+Read once, at hvd.init(), and by horovodrun for the coordinator. Every variable that has no effect gets one line of
+warning on rank 0.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-__all__ = ["WITHOUT_EFFECT", "is_true", "settings_from", "warn_without_effect"]
+__all__ = ["WITHOUT_EFFECT", "is_true", "settings_from", "timeline_from", "warn_without_effect"]
 
 PATIENCE_S = 7 * 24 * 3600.0
 """Horovod waits for an operation for ever unless told otherwise; a week is as good."""
 STALL_S = 60.0
 DYNAMIC = "DYNAMIC"
 
+_CHOSEN = "the algorithm is chosen by size and places; RONDE_ALGORITHM forces one"
+_NOT_TUNED = "there is nothing to tune while training; `ronde bench` measures a machine"
+_NOT_ELASTIC = "elastic mode is not part of ronde-horovod yet"
+
 WITHOUT_EFFECT: dict[str, str] = {
-    "HOROVOD_CYCLE_TIME": "ronde has no cycle: operations start when every rank is ready",
+    "HOROVOD_CONTROLLER": "processes meet through ronde's coordinator",
+    "HOROVOD_CYCLE_TIME": "there is no cycle: operations start when every process is ready",
     "HOROVOD_CACHE_CAPACITY": "repeated operations are always announced by a short number",
-    "HOROVOD_HIERARCHICAL_ALLREDUCE": "chosen by itself; RONDE_ALGORITHM forces one",
-    "HOROVOD_HIERARCHICAL_ALLGATHER": "chosen by itself",
-    "HOROVOD_TORUS_ALLREDUCE": "chosen by itself; RONDE_ALGORITHM forces one",
-    "HOROVOD_AUTOTUNE": "there is nothing to tune while training; `ronde bench` measures a machine",
-    "HOROVOD_AUTOTUNE_LOG": "there is nothing to tune while training; `ronde bench` measures a machine",
-    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": "there is nothing to tune while training",
-    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": "there is nothing to tune while training",
-    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": "there is nothing to tune while training",
-    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": "there is nothing to tune while training",
-    "HOROVOD_MPI_THREADS_DISABLE": "ronde does not need MPI's threads",
-    "HOROVOD_NUM_NCCL_STREAMS": "ronde's data plane does not use NCCL streams",
-    "HOROVOD_THREAD_AFFINITY": "bind ranks to cores with `ronde run --bind core`",
-    "HOROVOD_BATCH_D2D_MEMCOPIES": "there are no copies between devices",
+    "HOROVOD_HIERARCHICAL_ALLREDUCE": _CHOSEN,
+    "HOROVOD_HIERARCHICAL_ALLGATHER": _CHOSEN,
+    "HOROVOD_TORUS_ALLREDUCE": _CHOSEN,
+    "HOROVOD_AUTOTUNE": _NOT_TUNED,
+    "HOROVOD_AUTOTUNE_LOG": _NOT_TUNED,
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES": _NOT_TUNED,
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE": _NOT_TUNED,
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES": _NOT_TUNED,
+    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE": _NOT_TUNED,
+    "HOROVOD_MPI_THREADS_DISABLE": "MPI's threads are not needed",
+    "HOROVOD_NUM_NCCL_STREAMS": "NCCL is not used",
+    "HOROVOD_THREAD_AFFINITY": "bind processes to cores with `ronde run --bind core`",
+    "HOROVOD_BATCH_D2D_MEMCOPIES": "nothing is copied between devices",
     "HOROVOD_DISABLE_GROUP_FUSION": "the tensors of a group travel together in any case",
     "HOROVOD_ENABLE_ASYNC_COMPLETION": "operations complete without blocking in any case",
+    "HOROVOD_ENABLE_XLA_OPS": "there are no operations of its own for XLA",
     "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges; use a timeline",
-    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "Adasum does not go through MPI",
-    "HOROVOD_CCL_CACHE": "ronde does not use oneCCL",
+    "HOROVOD_ADASUM_MPI_CHUNK_SIZE": "Adasum does not need MPI",
+    "HOROVOD_CCL_CACHE": "oneCCL is not used",
     "HOROVOD_GLOO_IFACE": "addresses are found by trying; RONDE_ADDRESS gives one",
-    "HOROVOD_LOG_HIDE_TIME": "ronde's log lines carry no time of their own",
+    "HOROVOD_ELASTIC": _NOT_ELASTIC,
+    "HOROVOD_ELASTIC_TIMEOUT": _NOT_ELASTIC,
 }
+
+_OF_A_BUILD = (
+    *("HOROVOD_WITH_", "HOROVOD_WITHOUT_", "HOROVOD_GPU", "HOROVOD_CUDA_", "HOROVOD_ROCM_", "HOROVOD_NCCL_"),
+    *("HOROVOD_NVTX_", "HOROVOD_BUILD_", "HOROVOD_CMAKE", "HOROVOD_DEBUG", "HOROVOD_SKIP_COMPILE"),
+    *("HOROVOD_ALLOW_MIXED_GPU_IMPL", "HOROVOD_LOCAL_VERSION"),
+)
+"""Beginnings of names that Horovod's installation reads."""
+
+_READ = {
+    *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
+    *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME"),
+    *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
+    *("HOROVOD_DYNAMIC_PROCESS_SETS", "HOROVOD_TIMELINE", "HOROVOD_TIMELINE_MARK_CYCLES"),
+    *("HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_LOG_LEVEL", "HOROVOD_LOG_HIDE_TIME", "HOROVOD_START_TIMEOUT"),
+    "HOROVOD_TEST_GPU",
+}
+"""Read elsewhere: for the place of a process, at hvd.init(), by horovodrun, or by tests."""
 
 
 def is_true(text: str | None) -> bool:
@@ -56,8 +80,10 @@ def is_true(text: str | None) -> bool:
 
 
 def settings_from(environ: Mapping[str, str]) -> dict[str, Any]:
-    """Settings of ronde for the variables that are set; those that ronde's own variables give are left to them."""
-    found: dict[str, Any] = {"operation_s": PATIENCE_S, "stall_s": STALL_S}
+    """Settings of ronde for the variables that are set. Where Horovod's defaults differ from ronde's, Horovod's, unless
+    a RONDE_* variable says otherwise."""
+    usual = {"operation_s": PATIENCE_S, "stall_s": STALL_S}
+    found = {name: value for name, value in usual.items() if f"RONDE_{name.upper()}" not in environ}
     for name, (setting, read) in _MEANING.items():
         if environ.get(name):
             value = _read(name, environ[name], read)
@@ -65,18 +91,24 @@ def settings_from(environ: Mapping[str, str]) -> dict[str, Any]:
                 found[setting] = value
     if is_true(environ.get("HOROVOD_STALL_CHECK_DISABLE")):
         found["stall_s"] = 0.0
-    return {name: value for name, value in found.items() if f"RONDE_{name.upper()}" not in environ}
+    return found
+
+
+def timeline_from(environ: Mapping[str, str]) -> str | None:
+    """The file of a timeline that is to be written from hvd.init() on, if there is to be one."""
+    path = environ.get("HOROVOD_TIMELINE", "")
+    return path if path and path.upper() != DYNAMIC else None
 
 
 def warn_without_effect(environ: Mapping[str, str], logger: logging.Logger) -> None:
     """One line for each variable that is set and means nothing here."""
-    for name in sorted(WITHOUT_EFFECT.keys() & environ.keys()):
-        if environ[name] not in ("", "0"):
+    for name in sorted(name for name in environ if name.startswith("HOROVOD_") and environ[name] not in ("", "0")):
+        if name in WITHOUT_EFFECT:
             logger.warning("%s has no effect here: %s", name, WITHOUT_EFFECT[name])
-
-
-def _timeline(text: str) -> str | None:
-    return None if text.upper() == DYNAMIC else os.path.expanduser(text)  # noqa: PTH111  # stays the text it was
+        elif name.startswith(_OF_A_BUILD):
+            logger.warning("%s has no effect here: nothing is compiled", name)
+        elif name not in _READ and name not in _MEANING:
+            logger.warning("%s is not known here, and has no effect", name)
 
 
 def _shutdown_s(text: str) -> float | None:
@@ -94,7 +126,6 @@ _MEANING: dict[str, tuple[str, Callable[[str], Any]]] = {
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_s", float),
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("operation_s", _shutdown_s),
     "HOROVOD_GLOO_TIMEOUT_SECONDS": ("start_s", float),
-    "HOROVOD_TIMELINE": ("timeline", _timeline),
     "HOROVOD_CPU_OPERATIONS": ("backend", _backend),
 }
 

@@ -112,11 +112,10 @@ def _add_autotune(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_elastic(group: argparse._ArgumentGroup) -> None:
-    timeout_s = int(os.environ.get("HOROVOD_ELASTIC_TIMEOUT", "600"))
     group.add_argument("--min-np", "--min-num-proc", dest="min_num_proc", type=int, help="fewest processes")
     group.add_argument("--max-np", "--max-num-proc", dest="max_num_proc", type=int, help="most processes")
     group.add_argument("--slots-per-host", dest="slots", type=int, help="slots of hosts without a number")
-    group.add_argument("--elastic-timeout", type=int, default=timeout_s, help="seconds to wait for enough hosts")
+    group.add_argument("--elastic-timeout", type=int, help="seconds to wait for enough hosts")
     group.add_argument("--reset-limit", type=int, help="most restarts")
     group.add_argument(
         "--blacklist-cooldown-range",
@@ -170,5 +169,6 @@ def _add_hosts(parser: argparse.ArgumentParser) -> None:
     hosts.add_argument("-hostfile", "--hostfile", help="file of hosts, one per line: `server1 slots=2`")
     hosts.add_argument("--host-discovery-script", action=NoteOverride, help="elastic mode's source of hosts")
     controller = parser.add_argument_group("controller").add_mutually_exclusive_group()
-    for name in ("gloo", "mpi", "jsrun"):
+    controller.add_argument("--gloo", dest="use_gloo", action="store_true", help="without MPI, as always")
+    for name in ("mpi", "jsrun"):
         controller.add_argument(f"--{name}", dest=f"use_{name}", action="store_true", help="without effect")

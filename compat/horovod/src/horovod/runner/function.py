@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from horovod.runner.launch import NO_ELASTIC, make_job, parse_arguments
-from ronde.errors import JobFailed
-from ronde.launch.function import pack_call, run_job
+from horovod.runner.launch import NO_ELASTIC, make_job, notes, parse_arguments, start
+from ronde.launch.function import CALLEE, judge_outcome, pack_call
 
 __all__ = ["run"]
-
-CALLEE = "ronde.launch.callee"
 
 
 def run(
@@ -53,37 +49,50 @@ def run(
     num_proc = _newer("np", np, "num_proc", num_proc)
     min_num_proc = _newer("min_np", min_np, "min_num_proc", min_num_proc)
     max_num_proc = _newer("max_np", max_np, "max_num_proc", max_num_proc)
-    if network_interface is not None:
-        warnings.warn("network_interface is deprecated; use network_interfaces", DeprecationWarning, stacklevel=2)
+    network_interfaces = _newer("network_interface", network_interface, "network_interfaces", network_interfaces)
     if hosts and hostfile:
         raise ValueError("give hosts or hostfile, not both")
     if use_gloo and use_mpi:
         raise ValueError("give use_gloo or use_mpi, not both")
     if min_num_proc is not None or max_num_proc is not None or host_discovery_script is not None:
         raise ValueError(NO_ELASTIC)
-    flags = {
-        "-np": num_proc,
-        "-H": hosts,
-        "--hostfile": hostfile,
-        "--start-timeout": start_timeout,
-        "-p": ssh_port,
-        "-i": ssh_identity_file,
-        "--output-filename": output_filename,
-    }
-    words = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
-    options = parse_arguments(words)
-    command = (executable or sys.executable, "-m", CALLEE)
+    options = parse_arguments(
+        _words(
+            {
+                "-np": num_proc,
+                "-H": hosts,
+                "--hostfile": hostfile,
+                "--start-timeout": start_timeout,
+                "-p": ssh_port,
+                "-i": ssh_identity_file,
+                "--output-filename": output_filename,
+                "--network-interfaces": network_interfaces,
+                "--slots-per-host": slots,
+                "--reset-limit": reset_limit,
+            },
+            {"--disable-cache": disable_cache, "--mpi": use_mpi},
+        )
+    )
+    options.mpi_args, options.cooldown_range = mpi_args, cooldown_range
+    for line in notes(options):
+        warnings.warn(f"horovod.run: {line}", stacklevel=2)
+    command = (executable, *CALLEE[1:]) if executable else CALLEE
     job = make_job(options, command, os.environ, call=pack_call(func, args, kwargs or {}))
+    outcome = start(job, options)
     try:
-        return run_job(job)
-    except JobFailed as error:
-        raise RuntimeError(f"the job failed: {error}") from error
-    except Exception as error:
-        raise RuntimeError(f"a process of the job failed: {type(error).__name__}: {error}") from error
+        return judge_outcome(outcome, job.num_ranks)
+    except Exception as error:  # whatever the function has raised
+        raise RuntimeError(f"horovod.run has failed: {type(error).__name__}: {error}") from error
 
 
-def _newer(old_name: str, old: int | None, name: str, value: Any) -> Any:  # noqa: ANN401  # int, or None where allowed
+def _newer(old_name: str, old: Any, name: str, value: Any) -> Any:  # noqa: ANN401  # of any type
     if old is None:
         return value
     warnings.warn(f"{old_name} is deprecated; use {name}", DeprecationWarning, stacklevel=3)
     return old
+
+
+def _words(values: Mapping[str, object], switches: Mapping[str, object]) -> list[str]:
+    """As they would stand on a command line."""
+    words = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
+    return words + [flag for flag, on in switches.items() if on]

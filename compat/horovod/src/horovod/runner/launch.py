@@ -3,48 +3,64 @@
 from __future__ import annotations
 
 import argparse
-import logging
+import contextlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import horovod
+from horovod.common import logs
 from horovod.common.util import ccl_built, ddl_built, extension_available, gloo_built, mpi_built, nccl_built
+from horovod.common.variables import settings_from
 from horovod.runner.common.util import config_parser
 from horovod.runner.flags import make_parser
 from ronde.errors import RondeError
 from ronde.launch.driver import Driver, Outcome
-from ronde.launch.hosts import parse_hosts, read_hostfile
+from ronde.launch.hosts import format_hosts, parse_hosts, read_hostfile
 from ronde.launch.job import Host, Job, Ssh
-from ronde.launch.output.options import Place, PrintOptions, Target
 from ronde.launch.output.printer import Printer
+from ronde.launch.output.standard import standard_options, standard_target
+from ronde.launch.placement import hosts_or_here
+from ronde.settings import OF_THE_JOB, PREFIX, Settings
 
-__all__ = ["check_build", "make_job", "parse_args", "parse_arguments", "run_commandline"]
+__all__ = ["check_build", "make_job", "notes", "parse_args", "parse_arguments", "run_commandline", "start"]
 
 NO_ELASTIC = "elastic mode is not part of ronde-horovod yet; leave --min-np, --max-np and --host-discovery-script away"
 WRONG_CODE = 2
 
-WITHOUT_EFFECT: dict[str, str] = {
-    "disable_cache": "nothing is remembered between jobs",
-    "nics": "addresses are found by trying",
-    "cycle_time_ms": "there is no cycle: operations start when every process is ready",
-    "cache_capacity": "repeated operations are always announced by a short number",
-    "hierarchical_allreduce": "the algorithm is chosen by size and places",
-    "hierarchical_allgather": "the algorithm is chosen by size and places",
-    "torus_allreduce": "the algorithm is chosen by size and places",
-    "autotune": "there is nothing to tune while training",
-    "mpi_threads_disable": "MPI's threads are not needed",
-    "mpi_args": "processes are started by ronde, not by mpirun",
-    "binding_args": "use `ronde run --bind core` to bind processes to cores",
-    "num_nccl_streams": "NCCL is not used",
-    "thread_affinity": "use `ronde run --bind core` to bind processes to cores",
-    "use_mpi": "processes are started by ronde; HOROVOD_CPU_OPERATIONS=mpi sends operations through MPI",
-    "use_gloo": "ronde's own data plane stands where Gloo did",
-    "use_jsrun": "processes are started by ronde over ssh",
-    "timeline_mark_cycles": "there are no cycles to mark",
+_CHOSEN = "the algorithm is chosen by size and places"
+_NOT_TUNED = "there is nothing to tune while training; `ronde bench` measures a machine"
+_NOT_ELASTIC = "it is for elastic mode"
+_BOUND = "use `ronde run --bind core` to bind processes to cores"
+
+WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
+    "disable_cache": ("--disable-cache", "nothing is remembered between jobs"),
+    "nics": ("--network-interfaces", "addresses are found by trying"),
+    "cycle_time_ms": ("--cycle-time-ms", "there is no cycle: operations start when every process is ready"),
+    "cache_capacity": ("--cache-capacity", "repeated operations are always announced by a short number"),
+    "hierarchical_allreduce": ("--hierarchical-allreduce", _CHOSEN),
+    "hierarchical_allgather": ("--hierarchical-allgather", _CHOSEN),
+    "torus_allreduce": ("--torus-allreduce", _CHOSEN),
+    "autotune": ("--autotune", _NOT_TUNED),
+    "autotune_log_file": ("--autotune-log-file", _NOT_TUNED),
+    "autotune_warmup_samples": ("--autotune-warmup-samples", _NOT_TUNED),
+    "autotune_steps_per_sample": ("--autotune-steps-per-sample", _NOT_TUNED),
+    "autotune_bayes_opt_max_samples": ("--autotune-bayes-opt-max-samples", _NOT_TUNED),
+    "autotune_gaussian_process_noise": ("--autotune-gaussian-process-noise", _NOT_TUNED),
+    "slots": ("--slots-per-host", _NOT_ELASTIC),
+    "elastic_timeout": ("--elastic-timeout", _NOT_ELASTIC),
+    "reset_limit": ("--reset-limit", _NOT_ELASTIC),
+    "cooldown_range": ("--blacklist-cooldown-range", _NOT_ELASTIC),
+    "mpi_threads_disable": ("--mpi-threads-disable", "MPI's threads are not needed"),
+    "mpi_args": ("--mpi-args", "processes are started by ronde, not by mpirun"),
+    "binding_args": ("--binding-args", _BOUND),
+    "num_nccl_streams": ("--num-nccl-streams", "NCCL is not used"),
+    "thread_affinity": ("--thread-affinity", _BOUND),
+    "use_mpi": ("--mpi", "processes are started by ronde; to go through MPI, start them with mpirun"),
+    "use_jsrun": ("--jsrun", "processes are started by ronde over ssh"),
 }
 """Flags that are taken for the sake of old scripts, and why they change nothing."""
 
@@ -103,47 +119,48 @@ def _run(args: argparse.Namespace) -> int:
     if not args.command:
         raise ValueError("there is no command to run; give one, as in: horovodrun -np 2 python train.py")
     for line in notes(args):
-        _say(line)
+        _say(f"horovodrun: {line}")
     if args.log_level:
-        logging.basicConfig(level=logging.getLevelNamesMapping()[_PYTHON_LEVELS.get(args.log_level, args.log_level)])
-    outcome = start(make_job(args, tuple(args.command), os.environ), Showing.of(args))
+        logs.set_level(args.log_level, hide_time=args.log_with_timestamp is False)
+    job = make_job(args, tuple(args.command), os.environ)
+    if args.verbose:
+        where = format_hosts(hosts_or_here(job.hosts, job.num_ranks))
+        _say(f"horovodrun: {job.num_ranks} processes on {where}: {' '.join(job.command)}")
+    outcome = start(job, args)
     if outcome.summary:
         _say(outcome.summary)
     return outcome.code
 
 
-_PYTHON_LEVELS = {"TRACE": "DEBUG", "FATAL": "CRITICAL"}
-
-
 def notes(args: argparse.Namespace) -> list[str]:
     """One line for each flag that was given and changes nothing."""
     return [
-        f"horovodrun: --{name.replace('use_', '').replace('nics', 'network-interfaces').replace('_', '-')} "
-        f"has no effect: {why}"
-        for name, why in WITHOUT_EFFECT.items()
+        f"{flag} has no effect: {why}"
+        for name, (flag, why) in WITHOUT_EFFECT.items()
         if getattr(args, name, None) not in (None, False)
     ]
 
 
 def make_job(args: argparse.Namespace, command: tuple[str, ...], environ: Mapping[str, str], call: bytes = b"") -> Job:
-    """The job that the options ask for."""
+    """The job that the options ask for, in the environment of whoever asks."""
     if args.min_num_proc is not None or args.max_num_proc is not None or args.host_discovery_script:
         raise ValueError(NO_ELASTIC)
-    hosts = _hosts(args)
-    given = config_parser.set_env_from_args({}, args)
+    given: dict[str, str] = {}
+    config_parser.set_env_from_args(given, args)
     if args.tcp_flag:
         given["NCCL_IB_DISABLE"] = "1"
     return Job(
         command=command,
         num_ranks=args.num_proc,
-        hosts=hosts,
+        hosts=_hosts(args),
         ssh=Ssh(
             port=args.ssh_port or 0,
             identity=args.ssh_identity_file or "",
             options=("StrictHostKeyChecking=no",),
             start_s=float(args.start_timeout),
         ),
-        env={**given, **_places(hosts, args.num_proc)},
+        env=given,
+        settings=_settings({**environ, **given}),
         call=call,
     )
 
@@ -154,35 +171,26 @@ def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
     return parse_hosts(args.hosts) if args.hosts else ()
 
 
-def _places(hosts: tuple[Host, ...], num_proc: int) -> dict[str, str]:
-    """What every process may read of the job before hvd.init(); its own rank is set where it is known."""
-    return {"HOROVOD_SIZE": str(num_proc), "HOROVOD_CONTROLLER": "gloo", "HOROVOD_CPU_OPERATIONS": "gloo"}
+def _settings(environ: Mapping[str, str]) -> Settings:
+    """What the variables ask for. The driver hosts the coordinator, so it has to know as well as the processes."""
+    of_an_outer_job = {PREFIX + name.upper() for name in OF_THE_JOB}
+    own = {name: text for name, text in environ.items() if name not in of_an_outer_job}
+    return Settings.load(settings_from(own), own)
 
 
-@dataclass(frozen=True)
-class Showing:
-    """How to show what processes print."""
-
-    folder: str = ""
-    timestamps: bool = False
-    target: Target | None = None
-
-    @classmethod
-    def of(cls, args: argparse.Namespace) -> Showing:
-        """As the options say."""
-        return cls(args.output_filename or "", args.prefix_output_with_timestamp)
-
-
-def start(job: Job, showing: Showing) -> Outcome:
-    """Run the job to its end."""
-    target = showing.target or Target(sys.stdout.buffer, sys.stderr.buffer)
-    place = Place.of(target)
-    options = PrintOptions(fold=False, timestamps=showing.timestamps, color=False, folder=showing.folder, place=place)
-    printer = Printer(target, num_ranks=job.num_ranks, options=options)
-    try:
+def start(job: Job, args: argparse.Namespace) -> Outcome:
+    """Run the job to its end, showing what its processes print as the options say."""
+    target = standard_target()
+    options = replace(
+        standard_options(target, os.environ),
+        fold=False,
+        color=False,
+        as_horovod=True,
+        timestamps=args.prefix_output_with_timestamp,
+        folder=args.output_filename or "",
+    )
+    with contextlib.closing(Printer(target, num_ranks=job.num_ranks, options=options)) as printer:
         return Driver(job, printer).run()
-    finally:
-        printer.close()
 
 
 def check_build() -> str:

@@ -28,3 +28,10 @@ __all__ = [
     "broadcast_parameters",
     "check_extension",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Say clearly what is not here."""
+    if name == "elastic":
+        raise AttributeError("hvd.elastic is not part of ronde-horovod yet; run the script without elastic mode")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -41,12 +41,26 @@ def broadcast_optimizer_state(
 ) -> None:
     """Give everybody the root's optimizer state: momenta, counters, learning rates.
 
-    `model` is taken for the sake of old scripts: state that exists on the root alone needs no help to travel.
+    Parameters that train and have no gradient get one of zeros, as ever, unless theirs are sparse: `model` tells which.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of LBFGS cannot be broadcast: it is made of closures' results")
     with translated():
         ronde.torch.broadcast_optimizer_state(optimizer, root=root_rank)
+    if not isinstance(optimizer, torch.optim.SparseAdam):
+        _fill_gradients(optimizer, _sparse(model) if model is not None else set())
+
+
+def _fill_gradients(optimizer: torch.optim.Optimizer, sparse: set[Tensor]) -> None:
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.requires_grad and param.grad is None and param not in sparse:
+            param.grad = torch.zeros_like(param)
+
+
+def _sparse(model: torch.nn.Module) -> set[Tensor]:
+    """Parameters whose gradients are sparse."""
+    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
+    return {module.weight for module in model.modules() if isinstance(module, embeddings) and module.sparse}
 
 
 def broadcast_object(

@@ -79,8 +79,11 @@ def _start(what: str, name: str | None, start: Callable[[str], Any], finish: Cal
     """Begin an operation under the next number."""
     number = _handles.next()
     full = f"{what}.{name}" if name is not None else f"{what}.noname.{number}"
-    with translated():
-        work = start(full)
+    try:
+        with translated():
+            work = start(full)
+    except TypeError as error:  # numbers that cannot travel
+        raise ValueError(str(error)) from error
     return _handles.put(number, work, finish)
 
 

@@ -1,11 +1,12 @@
 """Horovod's DistributedOptimizer: its arguments, its methods and its warnings, over ronde.torch's.
 
-What differs is only when gradients are ready: at the end of backward(), so that code which looks at them before
-step() is right without synchronize().
+Gradients are combined when backward() ends and not only in synchronize(): code that looks at them before step() is
+right in any case.
 """
 
 from __future__ import annotations
 
+import copyreg
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,6 +24,7 @@ from horovod.common.util import split_list
 from horovod.torch.adasum_optimizer import AdasumOptimizer
 from horovod.torch.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 from horovod.torch.operations import OPS, Adasum, Average, _basics
+from ronde.binding.adapter import Backward
 from ronde.torch import Distributed
 
 __all__ = ["DistributedOptimizer"]
@@ -61,6 +63,7 @@ def DistributedOptimizer(
             raise NotImplementedError("Adasum works with all processes, not with a process set")
         if _basics.size() > 1:
             return AdasumOptimizer.wrap(optimizer, compression, backward_passes_per_step)
+    plain: Any = type(optimizer)
     with translated():
         wrapped = ronde.torch.DistributedOptimizer(
             optimizer,
@@ -74,10 +77,16 @@ def DistributedOptimizer(
             sparse_as_dense=sparse_as_dense,
             together=together,
         )
-    plain = next(kind for kind in type(wrapped).__mro__ if not issubclass(kind, Distributed))
-    wrapped.__class__ = _horovod_class(type(wrapped), plain)
-    wrapped._describe(dict((param, name) for name, param in named), backward_passes_per_step, op, process_set)
-    return wrapped
+    made: Any = wrapped
+    made.__class__ = _horovod_class(plain)
+    made._describe(
+        names={param: name for name, param in named},
+        op=op,
+        predivide=gradient_predivide_factor,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+    )
+    return made
 
 
 class HorovodOptimizer(Distributed):
@@ -86,17 +95,32 @@ class HorovodOptimizer(Distributed):
     _synchronized = False
     _should_synchronize = True
 
-    def _describe(self, names: dict[Tensor, str], passes: int, op: int, process_set: ProcessSet) -> None:
+    def _describe(
+        self,
+        *,
+        names: dict[Tensor, str],
+        op: int,
+        predivide: float,
+        sparse_as_dense: bool,
+        process_set: ProcessSet,
+    ) -> None:
         self._parameter_names = names
-        self.backward_passes_per_step = passes
         self.op = op
+        self.gradient_predivide_factor = predivide
+        self.sparse_as_dense = sparse_as_dense
         self.process_set = process_set
-        self._handles: dict[Tensor, Any] = {}
+        assert self._gradients is not None
+        passes = self._gradients.passes
+        passes.backward = _Translated(passes.backward)
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """How many backward passes make a step."""
+        return self.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """From the next step on, so many backward passes make one."""
         self.passes = passes
-        self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
         """Combine gradients now."""
@@ -117,22 +141,44 @@ class HorovodOptimizer(Distributed):
         """As ever, on combined gradients."""
         if self._should_synchronize and self._synchronized:
             warnings.warn(
-                "optimizer.step() was called without optimizer.skip_synchronize() after optimizer.synchronize(); "
-                "wrap it as `with optimizer.skip_synchronize(): optimizer.step()`",
+                "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(); "
+                "write `with optimizer.skip_synchronize(): optimizer.step()`",
                 stacklevel=2,
             )
         self._synchronized = False
         with translated():
             return super().step(closure) if closure is not None else super().step()
 
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ever."""
-        super().zero_grad(set_to_none)
+    step.hooked = True  # type: ignore[attr-defined]  # torch need not: the one below calls the hooks
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  # as object's
+        """Copies are optimizers of the class it had before."""
+        return copyreg.__newobj__, (type(self).__mro__[3],), self.__getstate__()  # type: ignore[attr-defined]
+
+
+class _Translated:
+    """A backward pass that raises what Horovod raises."""
+
+    def __init__(self, backward: Backward) -> None:
+        self._backward = backward
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """See Backward."""
+
+        def call() -> None:
+            with translated():
+                callback()
+
+        self._backward.at_end(call)
+
+    def nested(self) -> bool:
+        """See Backward."""
+        return self._backward.nested()
 
 
 @cache
-def _horovod_class(distributed: type[Any], plain: type[Any]) -> type[Any]:
-    return type(plain.__name__, (HorovodOptimizer, distributed), {"__module__": __name__, "__doc__": plain.__doc__})
+def _horovod_class(plain: Any) -> Any:  # noqa: ANN401  # classes
+    return type(plain.__name__, (HorovodOptimizer, plain), {"__module__": __name__, "__doc__": plain.__doc__})
 
 
 def _codec(compression: type[Compressor]) -> str | None:

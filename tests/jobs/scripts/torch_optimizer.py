@@ -1,0 +1,40 @@
+"""A rank of tests/jobs/test_torch_optimizer.py: runs the checks that the test names, up to the first that fails."""
+
+from __future__ import annotations
+
+import time
+import traceback
+from typing import Any
+
+import torch
+
+import ronde
+from tests.jobs.scripts.talk import Talk
+from tests.jobs.torch_checks import mistakes, models, optimizers, training, wires
+from tests.jobs.torch_checks.checks import CHECKS
+
+MODULES = (training, optimizers, models, wires, mistakes)
+
+
+def main() -> None:
+    """Tell of each check how it ended."""
+    torch.set_num_threads(1)
+    with Talk() as talk:
+        wanted = talk.hear()["checks"]
+        ronde.init()
+        told: dict[str, dict[str, Any]] = {}
+        for name in wanted:
+            began = time.monotonic()
+            try:
+                value = CHECKS[name].body()
+            except BaseException:  # what pytest.raises() raises is no Exception
+                told[name] = {"failed": traceback.format_exc()[-3000:]}
+                talk.say("over", told=told)
+                raise SystemExit(1) from None
+            told[name] = {"value": value, "took_s": time.monotonic() - began}
+        talk.say("over", told=told)
+        ronde.shutdown()
+
+
+if __name__ == "__main__":
+    main()

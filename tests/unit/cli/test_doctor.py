@@ -1,0 +1,183 @@
+"""`ronde doctor` without jobs: what it makes of what was found, and how it says it. Real hosts: tests/jobs."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import msgspec
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from ronde.cli.commands import app
+from ronde.cli.doctor.diagnosis import diagnose
+from ronde.cli.doctor.report import HostReport, PairReport, Report
+from ronde.cli.doctor.survey import reason
+from ronde.cli.doctor.table import MOST_PAIRS, draw_report
+from ronde.errors import StartFailed
+from ronde.launch.checkup import Cores, Facts, Limits, Memory, SharedMemory
+from ronde.launch.components import Component
+from ronde.launch.speed import Speed
+
+GB = 10**9
+NATIVE, MPI, NCCL = (
+    Component("native", "usable", "1", "avx2 kernels"),
+    Component("mpi", "missing"),
+    Component("nccl", "missing"),
+)
+TORCH = Component("torch", "usable", "2.13.0")
+GOOD = Facts(
+    node="node7",
+    ronde="0.1.0",
+    python="3.12.1",
+    executable="/opt/venv/bin/python",
+    system="Linux 6.1.0 x86_64",
+    cpu="A CPU of some make with a long name and a number",
+    libraries={"numpy": "2.1.0"},
+    cores=Cores(64, 8, 3.5),
+    memory=Memory(64 * GB, 32 * GB, 48 * GB),
+    shared_memory=SharedMemory(True, dev_shm_bytes=32 * GB),
+    limits=Limits(65536, None, 8 << 20),
+    backends=(NATIVE, MPI, NCCL),
+    frameworks=(TORCH, Component("jax", "missing", note="not installed")),
+)
+FAST = Speed(0.00005, 1.1 * GB, 1.2 * GB, 0.0001)
+
+
+def host(name: str = "a", **changes: Any) -> HostReport:  # noqa: ANN401
+    return HostReport(name, msgspec.structs.replace(GOOD, **changes))
+
+
+def pair(first: str = "a", second: str = "b", **changes: float) -> PairReport:
+    return PairReport(first, second, msgspec.structs.replace(FAST, **changes))
+
+
+def shown(report: Report) -> str:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(draw_report(report))
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_where_nothing_is_wrong_all_is_well() -> None:
+    report = diagnose([host("a"), host("b")], [pair(), pair("a", "a"), pair("b", "b")])
+    assert report.healthy and report.problems == ()
+    assert shown(report).rstrip().endswith("all is well")
+
+
+LIMITS, SHARED = GOOD.limits, GOOD.shared_memory
+
+
+@pytest.mark.parametrize(
+    ("changes", "severity", "check", "what"),
+    [
+        ({"backends": (Component("native", "broken", note="no such file"), MPI)}, "broken", "native", "no such file"),
+        ({"shared_memory": SharedMemory(False, "not permitted")}, "broken", "shared", "not permitted"),
+        ({"backends": (Component("native", "usable", "1", "portable kernels"), MPI)}, "warning", "native", "AVX2"),
+        ({"backends": (NATIVE, Component("mpi", "broken", note="x"))}, "warning", "mpi", "x"),
+        ({"frameworks": (TORCH, Component("jax", "broken", note="libtpu"))}, "warning", "jax", "libtpu"),
+        ({"shared_memory": SharedMemory(True, dev_shm_bytes=64 << 20)}, "warning", "shared", "only 64 MB"),
+        ({"memory": Memory(GB, 100 << 20)}, "warning", "memory", "only 100 MB"),
+        ({"limits": Limits(256, None, None)}, "warning", "limits", "only 256 open files"),
+        ({"limits": Limits(None, 100, None)}, "warning", "limits", "only 100 processes"),
+    ],
+)
+def test_what_is_wrong_with_a_host_is_named_with_what_to_do(
+    changes: dict[str, Any], severity: str, check: str, what: str
+) -> None:
+    report = diagnose([host("a", **changes)], [])
+    (problem,) = report.problems
+    assert (problem.severity, problem.where, problem.check) == (severity, "a", check)
+    assert what in problem.what and problem.advice
+    assert report.healthy == (severity == "warning")
+    text = shown(report)
+    assert any(line.split()[:2] == [severity, check] for line in text.splitlines()), text
+    assert what in text
+
+
+def test_a_small_dev_shm_bothers_only_those_with_pytorch() -> None:
+    small = SharedMemory(True, dev_shm_bytes=64 << 20)
+    missing = (Component("torch", "missing"),)
+    assert diagnose([host(shared_memory=small, frameworks=missing)], []).problems == ()
+
+
+def test_a_host_that_cannot_be_used_is_broken_and_the_others_are_still_shown() -> None:
+    report = diagnose([HostReport("a", trouble="its name is not known"), host("b")], [pair("b", "b")])
+    assert not report.healthy
+    assert report.problems[0].what == "its name is not known"
+    text = shown(report)
+    assert "a: its name is not known" in text and "host b (node7)" in text
+    assert text.rstrip().endswith("jobs will fail: 1 broken")
+
+
+def test_versions_that_differ_between_hosts_are_named() -> None:
+    other = (Component("torch", "usable", "2.1.0"),)
+    (problem,) = diagnose([host("a"), host("b", frameworks=other), host("c")], []).problems
+    assert problem.what == "different versions: 2.13.0 on a, c; 2.1.0 on b"
+
+
+@pytest.mark.parametrize(
+    ("found", "severity", "what"),
+    [
+        (PairReport("a", "b", trouble="a cannot reach b"), "broken", "a cannot reach b"),
+        (pair(back_bytes_per_s=11e6), "warning", "only 11 MB/s"),
+        (pair(round_trip_s=0.03), "warning", "30 ms"),
+        (pair(clock_ahead_s=-7.5), "warning", "clocks differ by 7.5 s"),
+    ],
+)
+def test_what_is_wrong_between_two_hosts_is_named(found: PairReport, severity: str, what: str) -> None:
+    report = diagnose([host("a"), host("b")], [found])
+    (problem,) = report.problems
+    assert (problem.severity, problem.where) == (severity, "a, b") and what in problem.what
+    assert what in shown(report)
+
+
+def test_ranks_of_one_host_are_not_judged_by_the_measure_of_a_network() -> None:
+    assert diagnose([host("a")], [pair("a", "a", bytes_per_s=1e6, round_trip_s=1.0)]).problems == ()
+
+
+def test_a_pair_that_is_slower_than_most_is_told_from_them() -> None:
+    pairs = [pair("a", "b"), pair("a", "c"), pair("b", "c", bytes_per_s=0.3 * GB)]
+    (problem,) = diagnose([], pairs).problems
+    assert problem.where == "b, c" and "300 MB/s, where most have 1.1e+03" in problem.what
+
+
+def test_of_very_many_pairs_the_slowest_are_shown() -> None:
+    pairs = [pair(f"h{index}", f"g{index}", bytes_per_s=(index + 1) * GB) for index in range(100)]
+    text = shown(diagnose([], pairs))
+    assert f"the slowest {MOST_PAIRS} of 100" in text
+    assert "h0 " in text and "h99" not in text
+
+
+def test_the_report_survives_as_json() -> None:
+    report = diagnose([host(), HostReport("b", trouble="no")], [pair(), PairReport("a", "b", trouble="no")])
+    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("the host cannot be used:\n  b: its name is not known", "its name is not known"),
+        ("the hosts of this job cannot all reach each other:\n  a cannot reach b\n  b cannot reach a",
+         "a cannot reach b; b cannot reach a"),
+        ("it took longer than 50 s", "it took longer than 50 s"),
+        ("", "StartFailed"),
+    ],
+)  # fmt: skip
+def test_the_reason_of_a_failed_job_is_put_in_one_line(text: str, words: str) -> None:
+    assert reason(StartFailed(text), "b") == words
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["-H", "a,,b"], "there is an empty place between two commas"),
+        (["-H", "a", "--hostfile", "x"], "exclude each other"),
+        (["--ssh-port", "zero"], "--ssh-port must be a whole number"),
+    ],
+)
+def test_a_wrong_request_ends_with_2(flags: list[str], words: str) -> None:
+    done = CliRunner().invoke(app, ["doctor", *flags])
+    assert done.exit_code == 2
+    assert words in done.output
