@@ -36,7 +36,9 @@ while sampler.epoch < 10:
 shares = ronde.torch.ShardedSampler(test, shuffle=False, ends="uneven")  # every image exactly once
 with torch.no_grad():
     right = [bool(model(image).argmax() == label) for image, label in (test[index] for index in shares)]
-accuracy = ronde.torch.average_metrics({"accuracy": np.mean(right)}, count=len(right))["accuracy"]  # 5: of all ranks
+accuracy = ronde.torch.average_metrics({"accuracy": sum(right) / len(right)}, count=len(right))[
+    "accuracy"
+]  # 5: of all ranks
 
 if ronde.rank() == 0:
     print(f"{ronde.size()} ranks reach {accuracy:.1%} test accuracy")

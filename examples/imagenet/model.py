@@ -43,6 +43,7 @@ class AlexNet(nn.Module):
             nn.MaxPool2d(kernel_size=3, stride=2),
             nn.AdaptiveAvgPool2d(grid),
         )
+        answer = nn.Linear(width, num_classes)
         self.classifier = nn.Sequential(
             nn.Flatten(),
             nn.Dropout(0.5),
@@ -51,7 +52,7 @@ class AlexNet(nn.Module):
             nn.Dropout(0.5),
             nn.Linear(width, width),
             nn.ReLU(inplace=True),
-            nn.Linear(width, num_classes),
+            answer,
         )
         for module in self.modules():
             if isinstance(module, nn.Conv2d | nn.Linear):
@@ -59,7 +60,7 @@ class AlexNet(nn.Module):
                 nn.init.kaiming_normal_(module.weight, nonlinearity="relu")
                 assert module.bias is not None
                 nn.init.zeros_(module.bias)
-        nn.init.normal_(self.classifier[-1].weight, std=0.01)  # at first, every class is equally likely
+        nn.init.normal_(answer.weight, std=0.01)  # at first, every class is equally likely
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.classifier(self.features(images))

@@ -126,6 +126,7 @@ class Terminal:
         streams = {"stdin": self._theirs, "stdout": self._theirs, "stderr": self._theirs}
         self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
         self.shown = ""
+        self._typed = 0
 
     def __enter__(self) -> Terminal:
         return self
@@ -136,16 +137,17 @@ class Terminal:
         os.close(self._theirs)
 
     def read_until(self, text: str) -> str:
-        """Read on until this is shown; what was shown since the last time."""
-        begin, deadline = len(self.shown), Deadline(PATIENCE_S)
-        while text not in self.shown[begin:]:
+        """Wait until this is shown; what was shown since somebody last typed."""
+        deadline = Deadline(PATIENCE_S)
+        while text not in self.shown[self._typed :]:
             ready, _, _ = select.select([self._fd], [], [], deadline.left_s)
             assert ready, f"waited for {text!r}, saw {self.shown!r}"
             self.shown += os.read(self._fd, 1 << 16).decode()
-        return self.shown[begin:]
+        return self.shown[self._typed :]
 
     def type(self, text: str) -> None:
         """As a person would."""
+        self._typed = len(self.shown)
         os.write(self._fd, text.encode())
 
     def modes(self) -> list[object]:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import select
-import subprocess
+import signal
 import sys
-import termios
 from pathlib import Path
 
-from ronde.launch.terminal import resize
-from ronde.types import Deadline
+import psutil
 
-PATIENCE_S = 40.0
+from tests.jobs.running import PATIENCE_S, RONDE, Terminal
 
+RUN = [RONDE, "run", "-np", "2", "--debug", "1", "--no-color", "--operation-s", "0.5"]
 SCRIPT = """
 import os, sys
 import numpy as np
@@ -31,46 +28,10 @@ ronde.shutdown()
 """
 
 
-class Terminal:
-    """A terminal of its own for a command, and somebody who types."""
-
-    def __init__(self, command: list[str], rows: int, columns: int) -> None:
-        self._fd, theirs = os.openpty()
-        resize(theirs, rows, columns)
-        self.before = termios.tcgetattr(theirs)
-        self._theirs = theirs
-        self.process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
-        self.shown = ""
-
-    def __enter__(self) -> Terminal:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        os.close(self._fd)
-        os.close(self._theirs)
-
-    def read_until(self, text: str) -> None:
-        deadline = Deadline(PATIENCE_S)
-        while text not in self.shown:
-            ready, _, _ = select.select([self._fd], [], [], deadline.left_s)
-            assert ready, f"waited for {text!r}, saw {self.shown!r}"
-            self.shown += os.read(self._fd, 4096).decode()
-
-    def type(self, text: str) -> None:
-        os.write(self._fd, text.encode())
-
-    def modes(self) -> list[object]:
-        return termios.tcgetattr(self._theirs)
-
-
 def test_pdb_has_the_terminal_and_gives_it_back(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
-    run = [sys.executable, "-m", "ronde.cli.main", "run", "-np", "2", "--debug", "1", "--no-color"]
-    with Terminal([*run, sys.executable, str(script)], rows=30, columns=101) as terminal:
+    with Terminal([*RUN, sys.executable, str(script)], rows=30, columns=101) as terminal:
         terminal.read_until("(Pdb)")
         terminal.read_until("waiting")
         assert terminal.modes() != terminal.before
@@ -81,3 +42,64 @@ def test_pdb_has_the_terminal_and_gives_it_back(tmp_path: Path) -> None:
         assert terminal.process.wait(PATIENCE_S) == 0, terminal.shown
         assert terminal.modes() == terminal.before
         assert "[0] waiting" in terminal.shown
+
+
+LOOP = """
+import numpy as np
+import ronde
+ronde.init()
+turns, busy = 0, ronde.rank() == 1
+if busy:
+    breakpoint()
+while busy:
+    turns += 1
+    if turns == 1:
+        print("turning")
+total = ronde.allreduce(np.array([turns]))[0]
+print("somebody turned", total > 0)
+ronde.shutdown()
+"""
+
+
+def test_ctrl_c_is_for_the_debugger_and_nobody_gives_up_meanwhile(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    with Terminal([*RUN, sys.executable, str(script)]) as terminal:
+        terminal.read_until("(Pdb)")
+        terminal.type("import time; time.sleep(1); print('slept')\r")  # longer than an operation may take
+        terminal.read_until("\nslept")
+        terminal.type("p ronde.rank(), ronde.size()\r")
+        terminal.read_until("(1, 2)")
+        terminal.type("c\r")
+        terminal.read_until("turning")
+        terminal.type("\x03")
+        terminal.read_until("Program interrupted")
+        terminal.read_until("(Pdb)")
+        terminal.type("busy = False\r")
+        terminal.type("c\r")
+        assert terminal.result() == 0, terminal.shown
+        assert terminal.modes() == terminal.before
+    assert "somebody turned True" in terminal.shown
+
+
+def test_who_quits_the_debugger_ends_the_job_and_has_his_terminal_back(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    with Terminal([*RUN, sys.executable, str(script)]) as terminal:
+        terminal.read_until("(Pdb)")
+        terminal.type("q\r")
+        assert terminal.result() == 1, terminal.shown
+        assert terminal.modes() == terminal.before
+    assert "rank 1 on host localhost failed first: exited with code 1 (BdbQuit" in terminal.shown
+
+
+def test_a_driver_that_is_told_to_end_gives_the_terminal_back(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(LOOP)
+    with Terminal([*RUN, sys.executable, str(script)]) as terminal:
+        terminal.read_until("(Pdb)")
+        ranks = psutil.Process(terminal.process.pid).children(recursive=True)
+        terminal.process.send_signal(signal.SIGTERM)
+        assert terminal.result() == 143, terminal.shown
+        assert terminal.modes() == terminal.before
+        assert psutil.wait_procs(ranks, timeout=PATIENCE_S)[1] == []

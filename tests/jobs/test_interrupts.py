@@ -16,6 +16,7 @@ SOON_S = 1.0
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGUSR1, "Alarm")])
 def test_what_a_signal_handler_raises_ends_a_wait(how: str, number: signal.Signals, error: str) -> None:
     with started("interrupts", 2, env={"TEST_HOW": how}) as job:
+        job.hear(1, "past the barrier")
         waiting = job.hear(0, "waiting")
         os.kill(job.pids[0], number)
         raised = job.hear(0, "raised")

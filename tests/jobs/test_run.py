@@ -6,15 +6,16 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
+import socket
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ronde.types import Deadline
-from tests.jobs.running import PATIENCE_S, RONDE, SECONDS_S, Running, Terminal, ask, end, run, script
+from tests.jobs.running import PATIENCE_S, SECONDS_S, Running, ask, run, script
 
 # --- how it ends ---------------------------------------------------------------------------------------------------
 
@@ -130,9 +131,7 @@ def test_a_reader_that_leaves_ends_the_job() -> None:
 
 
 @pytest.mark.parametrize(("number", "code", "merged"), [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)])
-def test_a_reader_that_stops_does_not_keep_the_job_from_ending(
-    number: signal.Signals, code: int, merged: bool
-) -> None:
+def test_a_reader_that_stops_does_not_keep_the_job_from_ending(number: signal.Signals, code: int, merged: bool) -> None:
     with Running("-np", "2", "--no-fold", *CHATTER, merged=merged) as job:
         job.out()
         await_silence(job)
@@ -148,3 +147,95 @@ def await_silence(job: Running) -> None:
         assert not deadline.passed
         before = now
         time.sleep(0.2)
+
+
+# --- requests ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ("-np 2", 2, "there is no command to run"),
+        ("-np 2 --outptu x true", 2, "no such flag: --outptu; did you mean --output?"),
+        ("-np x true", 2, "--num-ranks must be a whole number of at least 1, got 'x'"),
+        ("-np 5 -H localhost:2 true", 2, "5 ranks, but only 2 slots (localhost:2): 3 slots short"),
+        ("--debug 2 -np 2 true", 2, "--debug 2: there are only ranks 0 to 1"),
+        ("--hostfile /nowhere/hosts true", 2, "cannot read the hostfile /nowhere/hosts: No such file or directory"),
+        ("--config /nowhere/job.yaml true", 2, "cannot read /nowhere/job.yaml: No such file or directory"),
+        ("--output /proc/logs true", 2, "cannot make the output file /proc/logs: No such file or directory"),
+        ("--cwd /nowhere true", 1, "there is no directory /nowhere; every rank starts there"),
+        ("-np 2 no-such-command", 127, "ranks 0, 1 on host localhost could not be started: there is no command"),
+        ("-np 2 /etc/passwd", 127, "'/etc/passwd' may not be executed on host"),
+    ],
+)
+def test_a_request_that_cannot_be_met_says_why(words: str, code: int, said: str) -> None:
+    done = run(*words.split())
+    assert (done.code, done.out) == (code, "")
+    assert said in done.err and "Traceback" not in done.err
+
+
+def test_a_job_in_a_file_with_hosts_in_another(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("# this machine alone\n\nlocalhost slots=3  # three\n")
+    (tmp_path / "job.yaml").write_text(
+        f"""
+        hostfile: {tmp_path}/hosts
+        num_ranks: 2
+        env: {{COLOUR: blue}}
+        cwd: {tmp_path}
+        no_fold: true
+        command: sh -c 'echo $RANK of $WORLD_SIZE in $PWD is $COLOUR'
+        """
+    )
+    done = run("--config", str(tmp_path / "job.yaml"))
+    assert (done.code, done.err) == (0, "")
+    assert sorted(done.out.splitlines()) == [f"[{rank}] {rank} of 2 in {tmp_path} is blue" for rank in range(2)]
+    stronger = run("--config", str(tmp_path / "job.yaml"), "-np", "3", "-x", "COLOUR=red", "--", "printenv", "COLOUR")
+    assert sorted(stronger.out.splitlines()) == [f"[{rank}] red" for rank in range(3)]
+
+
+def test_ports_and_places_that_others_have_are_in_nobodys_way() -> None:
+    """A job's ports are found free by the system; what an outer job left in the environment does not count."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        outer = {"RONDE_RANK": "7", "RONDE_SIZE": "9", "RONDE_KEY": "00" * 32, "RONDE_COORDINATOR": f"127.0.0.1:{port}"}
+        program = "import ronde; ronde.init(); print(ronde.rank(), ronde.size()); ronde.shutdown()"
+        env = {**outer, "MASTER_PORT": port}
+        done = run("-np", "2", sys.executable, "-c", program, env=env)
+        assert (done.code, sorted(done.out.splitlines())) == (0, ["[0] 0 2", "[1] 1 2"]), done.err
+        assert port not in run("-np", "1", "printenv", "MASTER_PORT", env=env).out
+
+
+# --- while it runs -------------------------------------------------------------------------------------------------
+
+SLOW = 2
+
+
+def is_known(told: dict[str, Any]) -> bool:
+    """Ranks and agents tell about once per second."""
+    return told["slowest"] is not None and all(rank["memory_bytes"] is not None for rank in told["ranks"])
+
+
+def test_a_running_job_tells_who_is_slow_and_where_everybody_is() -> None:
+    name = f"watched-{os.getpid()}"
+    with Running("-np", "3", "--no-fold", "--name", name, *script("dragging", str(SLOW))) as job:
+        assert job.out(3) == [f"[{rank}] begun" for rank in range(3)]
+        taken = run("-np", "1", "--name", name, "true")
+        assert taken.code == 2 and f"a job named {name!r} is running already" in taken.err
+        deadline = Deadline(PATIENCE_S)
+        while not is_known(told := json.loads(ask("top", name, "--json").out)):
+            assert not deadline.passed, told
+        assert told["slowest"] == SLOW, told
+        ranks = told["ranks"]
+        assert [rank["state"] for rank in ranks] == ["running"] * 3
+        assert {rank["pid"] for rank in ranks} <= {process.pid for process in job.processes()}
+        slow, *others = sorted(ranks, key=lambda rank: rank["rank"] != SLOW)
+        assert all(rank["waiting"] > slow["waiting"] and rank["held_up_s"] < slow["held_up_s"] for rank in others)
+        assert all(0 < rank["memory_bytes"] < 1 << 33 for rank in ranks)
+        shown = ask("top", name, "--once")
+        assert shown.code == 0 and f"rank {SLOW}" in shown.out, shown
+        stacks = json.loads(ask("stack", name, "--json").out)["ranks"]
+        assert [each["rank"] for each in stacks] == [0, 1, 2] and all("dragging.py" in each["stack"] for each in stacks)
+        job.signal(signal.SIGINT)
+        assert job.result().code == 130
+    gone = ask("top", name)
+    assert gone.code == 2 and f"no job named {name!r} is running" in gone.err

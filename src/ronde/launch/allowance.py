@@ -1,5 +1,5 @@
 """What the control groups of this process allow: cores, memory, processes; both versions of control groups. Used by
-launch/checkup.
+launch/usage and launch/checkup.
 
 A container sees the whole machine and may use a part of it; only its control groups say how large that is. Every group
 above counts, too: the smallest allowance wins.

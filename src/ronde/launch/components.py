@@ -76,7 +76,8 @@ try:
 except (ImportError, RuntimeError) as error:
     print("mpi4py finds no MPI library (" + str(error).splitlines()[-1] + ")", file=sys.stderr)
     sys.exit({MISSING_CODE})
-print("\\n" + mpi4py.__version__ + "\\t" + MPI.Get_library_version().splitlines()[0].split(",")[0].rstrip("\\0"))
+library = MPI.Get_library_version().splitlines()[0].split(",")[0].rstrip("\\0")
+print("\\n" + mpi4py.__version__ + "\\t" + " ".join(library.split()))
 """
 _PROGRAMS = {"native": _NATIVE, "mpi": _MPI}
 

@@ -30,7 +30,7 @@ from ronde.launch.orders import make_orders
 from ronde.launch.output.screen import Screen
 from ronde.launch.placement import hosts_or_here, place
 from ronde.launch.signals import listening
-from ronde.launch.status import JobStatus, describe_job
+from ronde.launch.status import JobStatus, describe_job, describe_stacks
 from ronde.launch.variables import arrange, wanted_ports
 from ronde.launch.verdict import Stop, judge
 from ronde.net.keys import JobKey, new_key
@@ -150,7 +150,7 @@ class Driver:
             return describe_job(name, job.command, coordinator.vitals(), course.facts, time.monotonic() - began_s)
 
         def stacks(limit_s: float) -> tuple[RankStack, ...]:
-            return coordinator.ask_stacks(Deadline(limit_s))
+            return describe_stacks(coordinator.ask_stacks(Deadline(limit_s)), course.facts)
 
         pid = os.getpid()
         names = [job.name] if job.name else [str(pid), *(f"{pid}-{number}" for number in range(2, 100))]

@@ -12,8 +12,6 @@ from ronde.launch.loop import Loop
 __all__ = ["Keyboard"]
 
 READ_BYTES = 4096
-_OFLAG = 1
-"""Where tcgetattr has the flags for output."""
 
 
 class Keyboard:
@@ -25,11 +23,8 @@ class Keyboard:
         self._fd = fd
         self._before = termios.tcgetattr(fd) if os.isatty(fd) else None
         if self._before is not None:
-            tty.setraw(fd)
-            mode = termios.tcgetattr(fd)
-            # Lines of the driver and of other ranks are shown, too, and end with a plain newline.
-            mode[_OFLAG] |= termios.OPOST
-            termios.tcsetattr(fd, termios.TCSADRAIN, mode)
+            # Output, too: a full-screen debugger counts on it. The Printer ends its own lines accordingly (raw_rank).
+            tty.setraw(fd, termios.TCSADRAIN)
         loop.watch(fd, self._read)
 
     def close(self) -> None:

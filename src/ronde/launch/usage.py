@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ronde.launch.allowance import read_allowance
+
 __all__ = ["Gpus", "Meter", "Shortage", "Used", "num_cores", "parse_stat", "read_sessions"]
 
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -145,15 +147,8 @@ def _events_file(root: Path) -> Path:
 
 def num_cores(num_cpus: int, root: Path = Path("/")) -> int:
     """How many of these processors our control groups let us use: a container may see 64 and be given 2."""
-    allowed = float(num_cpus)
-    for group in _groups(root):
-        try:
-            quota, period = (group / "cpu.max").read_text().split()
-        except OSError:  # the group of the whole host has no limit
-            continue
-        if quota != "max":
-            allowed = min(allowed, int(quota) / int(period))
-    return max(1, math.ceil(allowed))
+    quota = read_allowance(root).cores
+    return max(1, math.ceil(min(num_cpus, num_cpus if quota is None else quota)))
 
 
 def _groups(root: Path) -> list[Path]:

@@ -100,8 +100,8 @@ class Recorder:
             steps=self.steps,
             operations=total.operations,
             bytes=total.bytes,
-            waiting_ns=int(waiting_s * 1e9),
-            moving_ns=int(moving_s * 1e9),
+            waiting_ns=round(waiting_s * 1e9),
+            moving_ns=round(moving_s * 1e9),
             waited_for=waited_for,
             doing=doing,
         )

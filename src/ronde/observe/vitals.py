@@ -29,7 +29,7 @@ BLAME_WINDOW_NS = 10_000_000_000
 """The same for held-up time: it is known only when all members have told of an operation."""
 STUCK_NS = 300_000_000
 """A wait under way that is shorter than this is a part of the daily work, and may be over by now."""
-NOTABLE = 0.01
+NOTABLE = 0.03
 """A rank for which each other rank waits less than this share of its time is not called slow."""
 
 RankState: TypeAlias = Literal["starting", "running", "left", "lost"]

@@ -55,6 +55,7 @@ def main(how: str) -> None:
                 watcher.join()
                 talk.say("raised", error=type(error).__name__)
         else:
+            talk.say("past the barrier")  # or rank 0 could end its round while we are still in it
             talk.hear()
         ronde.shutdown()
         talk.say("over")

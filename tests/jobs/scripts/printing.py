@@ -17,7 +17,7 @@ def printed(rank: int) -> tuple[bytes, bytes]:
         chance = random.Random(rank)
         return chance.randbytes(2_000_000), chance.randbytes(500_000)
     lines = [b"%d of rank %d %s" % (number, rank, b"." * (number % 100)) for number in range(NUM_LINES)]
-    return b"\n".join(lines) + b"\n", b"\n".join(lines[::10]) + b"\nno end of line"
+    return b"\n".join(lines) + b"\n", b"\n".join(lines[::10]) + b"\nrank %d does not end its line" % rank
 
 
 def main() -> None:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -82,28 +81,30 @@ def accumulated_curve_with_bfloat16_and_scaler() -> dict[str, Any]:
 
 @on("2 ranks")
 def gradients_equal_those_of_ddp() -> None:
-    folder = ronde.objects.broadcast(tempfile.mkdtemp(prefix="ronde") if ronde.rank() == 0 else "")
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=ronde.rank(), world_size=ronde.size())
-    try:
-        ours, theirs = perceptron(torch.float32), perceptron(torch.float32)
-        optimizer = DistributedOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1))
-        parallel = nn.parallel.DistributedDataParallel(theirs)
-        other = torch.optim.SGD(theirs.parameters(), lr=0.1)
-        for step in range(4):
-            x, y = batch(step, torch.float32)
-            optimizer.zero_grad()
-            other.zero_grad()
-            loss_of(ours, mine(x), mine(y)).backward()
-            loss_of(parallel, mine(x), mine(y)).backward()
-            assert all(torch.equal(one, two) for one, two in zip(grads(ours), grads(theirs), strict=True))
-            optimizer.step()
-            other.step()
-        optimizer.close()
-    finally:
-        dist.destroy_process_group()
-        ronde.barrier()
-        if ronde.rank() == 0:
-            for path in Path(folder).iterdir():
-                path.unlink()
-            Path(folder).rmdir()
+    rank, size = ronde.rank(), ronde.size()
+    first = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+    port = ronde.objects.broadcast(first.port if first is not None else 0)
+    store = first or dist.TCPStore("127.0.0.1", port, size, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+    train_beside_ddp()
+    gc.collect()  # DDP must not be the last to hold the process group: its end could wait for the interpreter's lock
+    dist.destroy_process_group()
+    ronde.barrier()  # the store is in rank 0
+
+
+def train_beside_ddp() -> None:
+    """Two equal models on equal data."""
+    ours, theirs = perceptron(torch.float32), perceptron(torch.float32)
+    optimizer = DistributedOptimizer(torch.optim.SGD(ours.parameters(), lr=0.1))
+    parallel = nn.parallel.DistributedDataParallel(theirs)
+    other = torch.optim.SGD(theirs.parameters(), lr=0.1)
+    for step in range(4):
+        x, y = batch(step, torch.float32)
+        optimizer.zero_grad()
+        other.zero_grad()
+        loss_of(ours, mine(x), mine(y)).backward()
+        loss_of(parallel, mine(x), mine(y)).backward()
+        assert all(torch.equal(one, two) for one, two in zip(grads(ours), grads(theirs), strict=True))
+        optimizer.step()
+        other.step()
+    optimizer.close()

@@ -31,6 +31,11 @@ def test_version_says_which_ronde_this_is() -> None:
         (("allreduce", "--json", "/no/such/directory/file", "--peers", "none"), "cannot write the results"),
         (("negotiation", "--flight", "1,x"), "--flight must be whole numbers"),
         (("ranks", "--counts", "0"), "--counts must be whole numbers"),
+        (("train", "--models", "vgg"), "no such model: 'vgg'"),
+        (("train", "--codec", "int8"), "codec must be one of none, float16, bfloat16"),
+        (("train", "--peers", "nccl"), "no such peer: 'nccl'"),
+        (("train", "--ddp-buckets", "x"), "--ddp-buckets must be whole numbers"),
+        (("train", "--steps", "0"), "--steps"),
     ],
 )
 def test_a_wrong_option_is_named_before_anything_starts(arguments: tuple[str, ...], words: str) -> None:

@@ -20,7 +20,7 @@ from ronde.launch.checkup import Cores, Facts, Limits, Memory, SharedMemory
 from ronde.launch.components import Component
 from ronde.launch.speed import Speed
 
-GB = 10**9
+MB, GB = 10**6, 10**9
 NATIVE, MPI, NCCL = (
     Component("native", "usable", "1", "avx2 kernels"),
     Component("mpi", "missing"),
@@ -77,8 +77,8 @@ LIMITS, SHARED = GOOD.limits, GOOD.shared_memory
         ({"backends": (Component("native", "usable", "1", "portable kernels"), MPI)}, "warning", "native", "AVX2"),
         ({"backends": (NATIVE, Component("mpi", "broken", note="x"))}, "warning", "mpi", "x"),
         ({"frameworks": (TORCH, Component("jax", "broken", note="libtpu"))}, "warning", "jax", "libtpu"),
-        ({"shared_memory": SharedMemory(True, dev_shm_bytes=64 << 20)}, "warning", "shared", "only 64 MB"),
-        ({"memory": Memory(GB, 100 << 20)}, "warning", "memory", "only 100 MB"),
+        ({"shared_memory": SharedMemory(True, dev_shm_bytes=64 * MB)}, "warning", "shared", "only 64 MB"),
+        ({"memory": Memory(GB, 100 * MB)}, "warning", "memory", "only 100 MB"),
         ({"limits": Limits(256, None, None)}, "warning", "limits", "only 256 open files"),
         ({"limits": Limits(None, 100, None)}, "warning", "limits", "only 100 processes"),
     ],
@@ -97,7 +97,7 @@ def test_what_is_wrong_with_a_host_is_named_with_what_to_do(
 
 
 def test_a_small_dev_shm_bothers_only_those_with_pytorch() -> None:
-    small = SharedMemory(True, dev_shm_bytes=64 << 20)
+    small = SharedMemory(True, dev_shm_bytes=64 * MB)
     missing = (Component("torch", "missing"),)
     assert diagnose([host(shared_memory=small, frameworks=missing)], []).problems == ()
 

@@ -78,6 +78,10 @@ def test_a_burst_has_as_many_steps_as_fit_its_time() -> None:
     assert steps[:4] == [("ronde", TRIAL_STEPS), ("gloo", TRIAL_STEPS), ("ronde", 5), ("gloo", 10)]
 
 
+def test_a_burst_has_exactly_the_steps_that_were_asked_for() -> None:
+    assert [Pace(steps=2).num_steps(step_s) for step_s in (1e-9, 100.0)] == [2, 2]
+
+
 def test_memory_is_released_once_per_crew_after_the_last_burst() -> None:
     field, _ = field_of(FakeCrew("ronde"))
     field.race("allreduce", 4096, [Lane(field.crews[0], path, (1024,)) for path in ("array", "bucket")])
@@ -149,7 +153,9 @@ def test_the_bucket_path_of_many_arrays_has_few_large_ones() -> None:
     assert sum(packed.counts) == sum(many.counts)
 
 
-@pytest.mark.parametrize(("wrong", "words"), [({"repeats": 0}, "repeats"), ({"seconds": 0.0}, "seconds")])
+@pytest.mark.parametrize(
+    ("wrong", "words"), [({"repeats": 0}, "repeats"), ({"seconds": 0.0}, "seconds"), ({"steps": 0}, "steps")]
+)
 def test_a_pace_that_makes_no_sense_is_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         Pace(**wrong)

@@ -35,7 +35,8 @@ def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_what_is_missing_is_only_noted_when_nobody_asked_for_it() -> None:
     found = find_peers(None)
     assert found.peers == []
-    gloo, mpi = found.notes
+    gloo, mpi, hvd = found.notes
+    assert hvd == "hvd is left out: ronde-horovod or PyTorch is not installed"
     assert gloo == "gloo is left out: PyTorch is not installed"
     assert "mpi is left out" in mpi
     assert "RuntimeError: cannot load" in mpi
@@ -43,7 +44,8 @@ def test_what_is_missing_is_only_noted_when_nobody_asked_for_it() -> None:
 
 @pytest.mark.usefixtures("bare")
 @pytest.mark.parametrize(
-    ("wanted", "how"), [("gloo", "pip install torch"), ("mpi", "--mpi-python"), ("mpich", "mpich")]
+    ("wanted", "how"),
+    [("gloo", "pip install torch"), ("hvd", "ronde-horovod"), ("mpi", "--mpi-python"), ("mpich", "mpich")],
 )
 def test_what_is_missing_is_an_error_when_asked_for_and_says_how_to_get_it(wanted: str, how: str) -> None:
     with pytest.raises(ValueError, match=how):

@@ -40,6 +40,13 @@ def test_a_loss_is_shown_as_one() -> None:
     assert "0.50 ×" in line_with(table, "ronde")
 
 
+def test_the_compatibility_package_is_no_peer_and_compared_as_ronde_is() -> None:
+    table = allreduce_table([record("ronde", 100), record("hvd", 125), record("gloo", 250)])
+    assert "2.00 ×" in line_with(table, "hvd")
+    assert "2.50 ×" in line_with(table, "ronde")
+    assert "best peer" in line_with(table, "gloo")
+
+
 def test_sizes_are_compared_apart() -> None:
     rows = [record("ronde", 10, num_bytes=4096), record("gloo", 20, num_bytes=4096)]
     rows += [record("ronde", 100), record("gloo", 50)]

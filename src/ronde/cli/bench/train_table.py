@@ -14,16 +14,16 @@ from ronde.cli.bench.train import TrainRecord, best_ddp
 
 __all__ = ["train_table"]
 
-HEADINGS = ("samples/s", "step", "overhead", "efficiency", "against best DDP", "against ronde", "MiB", "peak RSS MiB")
+HEADINGS = ("samples/s", "step", "over-\nhead", "effi-\nciency", "against\nbest DDP", "against\nronde", "MiB", "peak\nRSS")
 
 
 def train_table(records: Sequence[TrainRecord], caption: str = "") -> Table:
-    """Everybody, network by network."""
+    """Everybody, network by network. Each has the ranks that the caption says, but for the one that is alone."""
     table = Table(caption=caption or None, caption_justify="left")
     table.add_column("network")
     table.add_column("", no_wrap=True)
     for heading in HEADINGS:
-        table.add_column(heading, justify="right", no_wrap=True)
+        table.add_column(heading, justify="right")
     for name, same in groupby(records, key=lambda record: record.model):
         rows = list(same)
         best = best_ddp(rows)
@@ -31,7 +31,7 @@ def train_table(records: Sequence[TrainRecord], caption: str = "") -> Table:
             words = (name, MODELS[name].words, f"batch {row.batch}")
             table.add_row(
                 words[index] if index < len(words) else "",
-                f"{row.impl} × {row.ranks}",
+                row.impl,
                 *_cells(row, best),
                 style="bold" if row.impl == OURS else None,
                 end_section=index == len(rows) - 1,

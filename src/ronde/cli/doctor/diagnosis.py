@@ -70,10 +70,10 @@ def _of_memory(where: str, facts: Facts) -> Iterator[Problem]:
         advice = "let memfd_create through (a container's seccomp profile), and leave some memory free"
         yield Problem("broken", where, "shared", f"no shared memory: {shared.why}", advice)
     elif shared.dev_shm_bytes < SMALL_SHM_BYTES and _find(facts.frameworks, "torch").state == "usable":
-        what = f"/dev/shm has only {shared.dev_shm_bytes >> 20} MB; ronde needs none, but PyTorch's DataLoader does"
+        what = f"/dev/shm has only {shared.dev_shm_bytes / 1e6:.3g} MB; ronde needs none, but PyTorch's DataLoader does"
         yield Problem("warning", where, "shared", what, "docker run --shm-size=8g, or no loader workers")
     if facts.memory.available < LITTLE_BYTES:
-        what = f"only {facts.memory.available >> 20} MB of memory are left"
+        what = f"only {facts.memory.available / 1e6:.3g} MB of memory are left"
         yield Problem("warning", where, "memory", what, "end other programs, or raise the container's limit")
 
 

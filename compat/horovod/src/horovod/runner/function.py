@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from horovod.runner.launch import NO_ELASTIC, make_job, notes, parse_arguments, start
+from ronde.launch.driver import INTERRUPTED
 from ronde.launch.function import CALLEE, judge_outcome, pack_call
 
 __all__ = ["run"]
@@ -79,6 +80,8 @@ def run(
     command = (executable, *CALLEE[1:]) if executable else CALLEE
     job = make_job(options, command, os.environ, call=pack_call(func, args, kwargs or {}))
     outcome = start(job, options)
+    if outcome.stop == INTERRUPTED:
+        raise KeyboardInterrupt
     try:
         return judge_outcome(outcome, job.num_ranks)
     except Exception as error:  # whatever the function has raised

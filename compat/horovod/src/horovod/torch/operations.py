@@ -69,10 +69,20 @@ def _group(process_set: ProcessSet) -> Group:
     return group_of(process_set)
 
 
-def _reduction(op: int, prescale_factor: float, postscale_factor: float) -> Reduction:
+def _reduction(op: int, prescale_factor: float, postscale_factor: float, tensors: Sequence[Tensor]) -> Reduction:
     if op not in OPS:
         raise ValueError(f"op must be one of hvd.Average, Sum, Adasum, Min, Max and Product, got {op!r}")
-    return Reduction(OPS[op], prescale_factor, postscale_factor)
+    if prescale_factor == postscale_factor == 1.0 or not tensors:  # as nearly always
+        return Reduction(OPS[op])
+    dtype = tensors[0].dtype
+    return Reduction(OPS[op], _as_number_of(dtype, prescale_factor), _as_number_of(dtype, postscale_factor))
+
+
+def _as_number_of(dtype: torch.dtype, factor: float) -> float:
+    """The factor as Horovod multiplies with it: in the precision of what it multiplies, of which float32 is the least.
+    Integers are multiplied in double."""
+    narrow = dtype.is_floating_point and dtype is not torch.float64
+    return torch.tensor(factor, dtype=torch.float32).item() if narrow else factor
 
 
 def _start(what: str, name: str | None, start: Callable[[str], Any], finish: Callable[[Any], Any]) -> int:
@@ -122,7 +132,8 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin an allreduce into a new tensor; a handle for poll() and synchronize()."""
-    how = _reduction(handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor)
+    op = handle_average_backwards_compatibility(op, average)
+    how = _reduction(op, prescale_factor, postscale_factor, [tensor])
     return _reduce("allreduce", [tensor], [None], name, how, process_set)
 
 
@@ -136,7 +147,8 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As allreduce_async, in place."""
-    how = _reduction(handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor)
+    op = handle_average_backwards_compatibility(op, average)
+    how = _reduction(op, prescale_factor, postscale_factor, [tensor])
     return _reduce("allreduce", [tensor], [tensor], name, how, process_set)
 
 
@@ -150,7 +162,8 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin an allreduce of several tensors as a unit."""
-    how = _reduction(handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor)
+    op = handle_average_backwards_compatibility(op, average)
+    how = _reduction(op, prescale_factor, postscale_factor, tensors)
     return _reduce("grouped_allreduce", tensors, [None] * len(tensors), name, how, process_set)
 
 
@@ -164,7 +177,8 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As grouped_allreduce_async, in place."""
-    how = _reduction(handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor)
+    op = handle_average_backwards_compatibility(op, average)
+    how = _reduction(op, prescale_factor, postscale_factor, tensors)
     return _reduce("grouped_allreduce", tensors, tensors, name, how, process_set)
 
 
@@ -265,7 +279,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin to add up and share out the rows."""
-    group, how = _group(process_set), _scatter_reduction(op, prescale_factor, postscale_factor)
+    group, how = _group(process_set), _scatter_reduction(op, prescale_factor, postscale_factor, [tensor])
     return _start(
         "reducescatter",
         name,
@@ -283,7 +297,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As reducescatter_async, for several tensors."""
-    group, how = _group(process_set), _scatter_reduction(op, prescale_factor, postscale_factor)
+    group, how = _group(process_set), _scatter_reduction(op, prescale_factor, postscale_factor, tensors)
     return _start(
         "grouped_reducescatter",
         name,
@@ -292,10 +306,12 @@ def grouped_reducescatter_async(
     )
 
 
-def _scatter_reduction(op: int, prescale_factor: float, postscale_factor: float) -> Reduction:
+def _scatter_reduction(
+    op: int, prescale_factor: float, postscale_factor: float, tensors: Sequence[Tensor]
+) -> Reduction:
     if op not in (Average, Sum):
         raise HorovodInternalError("reducescatter knows hvd.Average and hvd.Sum")
-    return _reduction(op, prescale_factor, postscale_factor)
+    return _reduction(op, prescale_factor, postscale_factor, tensors)
 
 
 def poll(handle: int) -> bool:

@@ -86,7 +86,16 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense,
         process_set=process_set,
     )
+    if sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
+        made.register_step_pre_hook(_make_sparse)
     return made
+
+
+def _make_sparse(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    """SparseAdam takes no others, however they have travelled."""
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        if param.grad is not None and not param.grad.is_sparse:
+            param.grad = param.grad.to_sparse()
 
 
 class HorovodOptimizer(Distributed):

@@ -1,0 +1,63 @@
+"""`ronde bench train` with real ranks: every way to train runs, and what it writes down is complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ronde.cli.bench.measure import Field, Pace
+from ronde.cli.bench.models import MODELS
+from ronde.cli.bench.train import TrainRecord, train
+from ronde.cli.bench.train_kits import TrainKit, TrainSettings
+
+pytest.importorskip("torch")
+
+ENDS_S = 150.0
+pytestmark = pytest.mark.timeout(2 * ENDS_S)
+"""Each rank imports PyTorch: on a busy machine that takes its time."""
+
+
+def test_the_command_trains_in_turn_and_writes_its_results_down(tmp_path: Path) -> None:
+    results = tmp_path / "results"
+    command = (sys.executable, "-m", "ronde.cli.main", "bench", "train", "-np", "2", "--peers", "none")
+    short = ("--models", "mlp", "--batch", "4", "--rounds", "2", "--steps", "3", "--json", str(results))
+    env = {**os.environ, "COLUMNS": "200"}
+    done = subprocess.run((*command, *short), capture_output=True, text=True, timeout=ENDS_S, env=env, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    records = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(record["impl"], record["ranks"]) for record in records] == [("alone", 1), ("apart", 2), ("ronde", 2)]
+    for record in records:
+        assert set(record) == set(TrainRecord.__struct_fields__)
+        assert (record["op"], record["model"], record["batch"], record["num_steps"]) == ("train", "mlp", 4, 6)
+        assert 0 < record["backward_us"] < record["step_us"]
+        assert 0 < record["memory_mb"] < record["rss_mb"]
+        assert record["efficiency"] > 0
+        assert record["vs_ddp"] is None
+    assert all(words in done.stdout for words in ("samples/s", "2 ranks on", "784-512-512-10"))
+
+
+@pytest.mark.parametrize(
+    "kit",
+    [
+        TrainKit("hvd", "hvd", 2),
+        TrainKit("ddp", "ddp", 2, TrainSettings(codec="float16")),
+        TrainKit("ddp-view-1MB", "ddp", 2, TrainSettings(view=True, bucket_mb=1)),
+        TrainKit("ronde", "ronde", 2, TrainSettings(codec="bfloat16")),
+    ],
+    ids=lambda kit: kit.name,
+)
+def test_every_way_to_train_has_the_same_gradients_on_all_ranks(kit: TrainKit) -> None:
+    if kit.role == "hvd":
+        pytest.importorskip("horovod.torch")
+    notes: list[str] = []
+    with Field(Pace(repeats=1, steps=2), notes.append, lambda doing: None) as field:
+        records = train(field, MODELS["tiny"], 1, [kit])
+    assert notes == []
+    (record,) = records
+    assert (record.impl, record.codec, record.num_steps) == (kit.name, kit.settings.codec, 2)
+    assert record.samples_per_s > 0

@@ -1,0 +1,48 @@
+"""The networks of `ronde bench train` are what they say they are, and learn from what they are fed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from ronde.cli.bench.models import MODELS, parse_models
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_network_has_as_many_parameters_as_it_says_and_each_gets_a_gradient(name: str) -> None:
+    model = MODELS[name]
+    network = model.build()
+    x, labels = model.feed(2)
+    loss = torch.nn.functional.cross_entropy(network(x), labels)
+    loss.backward()
+    assert sum(parameter.numel() for parameter in network.parameters()) == model.num_parameters
+    assert math.isfinite(loss.item())
+    assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+def test_the_small_network_has_a_thousand_parameters() -> None:
+    assert len(list(MODELS["tiny"].build().parameters())) == 1000
+
+
+def test_the_attention_sees_no_word_that_comes_later() -> None:
+    network = MODELS["transformer"].build().eval()
+    words, _ = MODELS["transformer"].feed(1)
+    changed = words.clone()
+    changed[0, -1] = (changed[0, -1] + 1) % 7
+    with torch.no_grad():
+        before, after = network(words), network(changed)
+    assert torch.allclose(before[:-1], after[:-1], atol=1e-5)
+    assert not torch.allclose(before[-1], after[-1], atol=1e-5)
+
+
+def test_networks_are_chosen_by_name_each_once() -> None:
+    assert [model.name for model in parse_models("mlp, tiny,mlp")] == ["mlp", "tiny"]
+
+
+@pytest.mark.parametrize(("text", "words"), [("vgg", "no such model: 'vgg'; there are alexnet"), (" ,", "no model")])
+def test_a_network_nobody_knows_is_refused(text: str, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        parse_models(text)
