@@ -9,6 +9,8 @@ look_around() is a pure function of the environment. In this order, the first th
     MPICH (Hydra)   PMI_RANK, PMI_SIZE                                hosts unknown: MPI itself has to tell
     srun            SLURM_STEP_ID, SLURM_PROCID, SLURM_STEP_NUM_TASKS first host of the step, a port from the job's id
     torch by hand   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT        as torchrun
+    Horovod's       HOROVOD_RANK, HOROVOD_SIZE and                    HOROVOD_GLOO_RENDEZVOUS_ADDR, the ports behind
+    variables       HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT            _PORT: rank 0 has to be on that host
 
 Variables are inherited, also by processes they were not meant for. So:
 
@@ -69,7 +71,7 @@ def look_around(environ: Mapping[str, str] | None = None) -> Surroundings | None
     hydra = _hydra(environ)
     if hydra is not None and slurm is not None and (hydra.rank, hydra.size) == (slurm.rank, slurm.size):
         hydra = None
-    return _open_mpi(environ) or hydra or slurm or torch
+    return _open_mpi(environ) or hydra or slurm or torch or _horovod(environ)
 
 
 def meeting_place(host: str, port: int, job: str) -> str:
@@ -128,6 +130,26 @@ def _torch(environ: Mapping[str, str]) -> Surroundings | None:
         is_one_host=is_one_host,
         port=port,
         mark="MASTER_PORT",
+    )
+
+
+def _horovod(environ: Mapping[str, str]) -> Surroundings | None:
+    """A launcher of somebody's own that was written for Horovod."""
+    meeting = "HOROVOD_GLOO_RENDEZVOUS_"
+    if not _has(environ, "HOROVOD_RANK", "HOROVOD_SIZE", f"{meeting}ADDR", f"{meeting}PORT"):
+        return None
+    rank, size = _rank_and_size(environ, "HOROVOD_RANK", "HOROVOD_SIZE")
+    host, port = environ[f"{meeting}ADDR"], _number(environ, f"{meeting}PORT")
+    is_one_host = host in ("localhost", HERE, "::1") or environ.get("HOROVOD_LOCAL_SIZE") == str(size)
+    return Surroundings(
+        launcher="Horovod's variables",
+        rank=rank,
+        size=size,
+        job=f"horovod {host} {port}",
+        host=HERE if is_one_host else host,
+        is_one_host=is_one_host,
+        port=port,
+        mark=f"{meeting}PORT",
     )
 
 

@@ -123,8 +123,10 @@ class Terminal:
         self._fd, self._theirs = os.openpty()
         resize(self._theirs, rows, columns)
         self.before = termios.tcgetattr(self._theirs)
-        streams = {"stdin": self._theirs, "stdout": self._theirs, "stderr": self._theirs}
-        self.process = subprocess.Popen(command, cwd=ROOT, start_new_session=True, **streams)
+        theirs = self._theirs
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
+        )
         self.shown = ""
         self._typed = 0
 

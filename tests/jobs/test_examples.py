@@ -79,7 +79,7 @@ def test_two_tasks_learn_with_a_common_trunk() -> None:
 def test_every_example_is_listed_with_its_command() -> None:
     page = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.py"):
-        assert re.search(rf"`ronde run -np \d python examples/{path.name}`", page), path.name
+        assert re.search(rf"`(?:ronde run|horovodrun) -np \d python examples/{path.name}`", page), path.name
     for path in (EXAMPLES / "imagenet").glob("*.py"):
         assert f"(imagenet/{path.name})" in page
 

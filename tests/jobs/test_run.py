@@ -232,7 +232,7 @@ def test_a_running_job_tells_who_is_slow_and_where_everybody_is() -> None:
         assert all(rank["waiting"] > slow["waiting"] and rank["held_up_s"] < slow["held_up_s"] for rank in others)
         assert all(0 < rank["memory_bytes"] < 1 << 33 for rank in ranks)
         shown = ask("top", name, "--once")
-        assert shown.code == 0 and f"rank {SLOW}" in shown.out, shown
+        assert shown.code == 0 and f"▶ {SLOW}" in shown.out, shown
         stacks = json.loads(ask("stack", name, "--json").out)["ranks"]
         assert [each["rank"] for each in stacks] == [0, 1, 2] and all("dragging.py" in each["stack"] for each in stacks)
         job.signal(signal.SIGINT)

@@ -203,7 +203,8 @@ class TorchAdapter:
         parameter = self._parameters[index]
         return ValueError(
             f"rank {self._rank}: parameter {self._described[index]} has become {parameter.dtype}"
-            f"{list(parameter.shape)} on {parameter.device}; move and convert the model before training, or call optimizer.reset() afterwards"
+            f"{list(parameter.shape)} on {parameter.device}; move and convert the model before training, or call "
+            "optimizer.reset() afterwards"
         )
 
     def _describe(self, name: str, tensor: Tensor) -> Parameter:

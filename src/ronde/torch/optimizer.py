@@ -57,8 +57,9 @@ def DistributedOptimizer(
     except BaseException:
         gradients.passes.close()
         raise
-    optimizer.__class__ = _distributed(type(optimizer))
+    plain: Any = type(optimizer)
     distributed: Any = optimizer
+    distributed.__class__ = _distributed(plain)
     distributed._gradients = gradients
     optimizer.register_step_pre_hook(_Before(gradients))
     optimizer.register_step_post_hook(_After(gradients))

@@ -35,7 +35,7 @@ def on(*jobs: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     return add
 
 
-def perceptron(dtype: torch.dtype = torch.float64) -> nn.Sequential:
+def perceptron(dtype: torch.dtype = torch.float64) -> Any:  # noqa: ANN401  # its layers are not just modules
     """The same small model on every rank; its middle is large enough for a hook of its own."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(10, 100), nn.Tanh(), nn.Linear(100, 90), nn.Tanh(), nn.Linear(90, 3)).to(dtype)
@@ -69,7 +69,8 @@ def twin(model: nn.Module) -> Any:  # noqa: ANN401  # of the model's class
 def assert_close(ours: Iterable[Tensor], theirs: Iterable[Tensor], *, rtol: float = 1e-9, atol: float = 1e-11) -> None:
     """Number by number."""
     for index, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=lambda text, i=index: f"tensor {i}: {text}")
+        where = f"tensor {index}: "
+        torch.testing.assert_close(one, other, rtol=rtol, atol=atol, msg=where.__add__)
 
 
 def assert_same_on_all_ranks(tensors: Iterable[Tensor]) -> None:

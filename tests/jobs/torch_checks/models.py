@@ -55,7 +55,7 @@ def branches_that_some_ranks_do_not_use_just_work() -> None:
             turn = step % 3 == 0  # now and then all take the same way
             loss_of(lambda x: model(x, turn or ronde.rank() == 0), mine(x), mine(y)).backward()  # noqa: B023
             half = len(x) // 2
-            first = nn.functional.mse_loss(alone(x[:half], True), y[:half])
+            first: Any = nn.functional.mse_loss(alone(x[:half], True), y[:half])
             second = nn.functional.mse_loss(alone(x[half:], turn), y[half:])
             ((first + second) / 2).backward()
             for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
@@ -225,8 +225,8 @@ def dense_and_sparse_gradients_live_together() -> None:
         torch.manual_seed(0)
         model = nn.ModuleDict({"table": nn.Embedding(20, 4, sparse=True), "head": nn.Linear(4, 2)}).double()
         alone = twin(model)
-        settings = {"sparse_as_dense": as_dense, "passes": 2}
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), **settings)
+        plain = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = DistributedOptimizer(plain, passes=2, sparse_as_dense=as_dense)
         for step in range(3):
             words = torch.randint(0, 20, (16,), generator=torch.Generator().manual_seed(step))
             optimizer.zero_grad()

@@ -41,11 +41,12 @@ def every_optimizer_of_torch_learns_what_it_would_from_the_whole_batch() -> None
     kinds = every_class()
     assert len(kinds) >= 12
     for kind in kinds:
+        make: Any = kind
         model = perceptron()
         alone = twin(model)
-        plain: Any = kind(model.parameters(), lr=0.01)
+        plain: Any = make(model.parameters(), lr=0.01)
         optimizer = DistributedOptimizer(plain)
-        reference: Any = kind(alone.parameters(), lr=0.01)
+        reference: Any = make(alone.parameters(), lr=0.01)
         assert optimizer is plain and isinstance(optimizer, kind) and type(optimizer).__name__ == kind.__name__
         for step in range(3):
             x, y = batch(step)
@@ -67,7 +68,7 @@ def muon_takes_the_matrices() -> None:
     if not hasattr(torch.optim, "Muon"):
         return
     optimizer = DistributedOptimizer(torch.optim.Muon([model[2].weight], lr=0.01))
-    reference = torch.optim.Muon([alone[2].weight], lr=0.01)
+    reference: Any = torch.optim.Muon([alone[2].weight], lr=0.01)
     for step in range(2):
         x, y = batch(step)
         loss_of(model, mine(x), mine(y)).backward()
@@ -86,22 +87,22 @@ def lbfgs_calls_its_closure_equally_often_on_all_ranks() -> None:
     for line_search in (None, "strong_wolfe"):
         model = perceptron()
         alone = twin(model)
-        optimizer = DistributedOptimizer(torch.optim.LBFGS(model.parameters(), max_iter=8, line_search_fn=line_search))
-        reference = torch.optim.LBFGS(alone.parameters(), max_iter=8, line_search_fn=line_search)
+        optimizer: Any = DistributedOptimizer(
+            torch.optim.LBFGS(model.parameters(), max_iter=8, line_search_fn=line_search)
+        )
+        reference: Any = torch.optim.LBFGS(alone.parameters(), max_iter=8, line_search_fn=line_search)
         x, y = batch(0)
         calls = [0, 0]
 
-        def closure(
-            index: int, own: Optimizer, net: nn.Module, x: Tensor, y: Tensor, calls: list[int] = calls
-        ) -> Tensor:
+        def closure(index: int, own: Optimizer, net: nn.Module, x: Tensor, y: Tensor, calls: list[int] = calls) -> Any:  # noqa: ANN401  # backward() has no types
             calls[index] += 1
             own.zero_grad()
             loss = loss_of(net, x, y)
             loss.backward()
             return loss
 
-        first: Any = optimizer.step(lambda: closure(0, optimizer, model, mine(x), mine(y)))  # noqa: B023
-        second: Any = reference.step(lambda: closure(1, reference, alone, x, y))  # noqa: B023
+        first = optimizer.step(lambda: closure(0, optimizer, model, mine(x), mine(y)))  # noqa: B023
+        second = reference.step(lambda: closure(1, reference, alone, x, y))  # noqa: B023
         assert calls[0] == calls[1] > 2
         assert abs(first.item() - second.item()) < 1e-9
         assert_close(model.parameters(), alone.parameters(), rtol=1e-5, atol=1e-7)
@@ -115,7 +116,7 @@ def sparse_adam_gets_sparse_gradients() -> None:
     model = nn.EmbeddingBag(50, 4, mode="sum", sparse=True).double()
     alone = twin(model)
     optimizer = DistributedOptimizer(torch.optim.SparseAdam(model.parameters(), lr=0.1))
-    reference = torch.optim.SparseAdam(alone.parameters(), lr=0.1)
+    reference: Any = torch.optim.SparseAdam(alone.parameters(), lr=0.1)
     for step in range(3):
         words = torch.randint(0, 50, (8, 3), generator=torch.Generator().manual_seed(step))
         optimizer.zero_grad()
@@ -136,7 +137,7 @@ def a_scheduler_may_come_before_or_after() -> None:
     for before in (True, False):
         model = perceptron()
         alone = twin(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
         reference = torch.optim.SGD(alone.parameters(), lr=0.1)
         if before:
             schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 from torch import nn
 
 import ronde
@@ -82,9 +83,9 @@ def accumulated_curve_with_bfloat16_and_scaler() -> dict[str, Any]:
 @on("2 ranks")
 def gradients_equal_those_of_ddp() -> None:
     rank, size = ronde.rank(), ronde.size()
-    first = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
+    first = TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False) if rank == 0 else None
     port = ronde.objects.broadcast(first.port if first is not None else 0)
-    store = first or dist.TCPStore("127.0.0.1", port, size, is_master=False)
+    store = first or TCPStore("127.0.0.1", port, size, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
     train_beside_ddp()
     gc.collect()  # DDP must not be the last to hold the process group: its end could wait for the interpreter's lock

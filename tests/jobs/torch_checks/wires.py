@@ -159,7 +159,7 @@ def a_trunk_averages_over_all_ranks_and_each_head_over_those_of_its_task() -> No
     torch.manual_seed(2)
     trunk, heads = nn.Linear(10, 6).double(), nn.ModuleList([nn.Linear(6, 3).double(), nn.Linear(6, 3).double()])
     whole = twin(nn.ModuleList([trunk, heads]))
-    parameters = [
+    parameters: list[dict[str, Any]] = [
         {"params": trunk.parameters()},
         *[{"params": head.parameters(), "group": group} for head, group in zip(heads, tasks, strict=True)],
     ]
@@ -169,12 +169,13 @@ def a_trunk_averages_over_all_ranks_and_each_head_over_those_of_its_task() -> No
         x, y = batch(step)
         optimizer.zero_grad()
         reference.zero_grad()
-        nn.functional.mse_loss(heads[task](trunk(mine(x))), mine(y)).backward()
+        loss_of(heads[task], trunk(mine(x)), mine(y)).backward()
         halves = [
             nn.functional.mse_loss(whole[1][each](whole[0](x[rows])), y[rows])
             for each, rows in enumerate((slice(0, 8), slice(8, 16)))
         ]
-        (sum(halves) / 2).backward()  # type: ignore[union-attr]
+        total: Any = sum(halves) / 2
+        total.backward()
         theirs = [2 * grad for grad in grads(whole[1][task])]  # a head is an average over its own half
         assert_close([*grads(trunk), *grads(heads[task])], [*grads(whole[0]), *theirs])
         for head in whole[1]:

@@ -14,16 +14,25 @@ from ronde.cli.bench.train import TrainRecord, best_ddp
 
 __all__ = ["train_table"]
 
-HEADINGS = ("samples/s", "step", "over-\nhead", "effi-\nciency", "against\nbest DDP", "against\nronde", "MiB", "peak\nRSS")
+HEADINGS = (
+    "samples/s",
+    "step",
+    "over-\nhead",
+    "effi-\nciency",
+    "against\nbest DDP",
+    "against\nronde",
+    "MiB",
+    "peak\nRSS",
+)
 
 
 def train_table(records: Sequence[TrainRecord], caption: str = "") -> Table:
     """Everybody, network by network. Each has the ranks that the caption says, but for the one that is alone."""
     table = Table(caption=caption or None, caption_justify="left")
-    table.add_column("network")
+    table.add_column("network", overflow="fold")
     table.add_column("", no_wrap=True)
     for heading in HEADINGS:
-        table.add_column(heading, justify="right")
+        table.add_column(heading, justify="right", overflow="fold")  # a screen may be narrow; digits are never cut off
     for name, same in groupby(records, key=lambda record: record.model):
         rows = list(same)
         best = best_ddp(rows)

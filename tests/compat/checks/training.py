@@ -1,0 +1,266 @@
+"""The optimizer against one process that sees the whole batch, with every option; and everybody's same beginning."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import horovod.torch as hvd
+from tests.compat.checks.registry import check, raises, same
+
+BATCH = 8
+STEPS = 3
+
+
+def model(seed: int = 3) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(6, 10), nn.Tanh(), nn.Linear(10, 3)).double()
+
+
+def batches() -> Iterator[tuple[Tensor, Tensor]]:
+    source = torch.Generator().manual_seed(5)
+    for _ in range(STEPS):
+        yield (
+            torch.randn(BATCH, 6, generator=source, dtype=torch.float64),
+            torch.randn(BATCH, 3, generator=source, dtype=torch.float64),
+        )
+
+
+def mine(x: Tensor) -> Tensor:
+    share = BATCH // hvd.size()
+    return x[hvd.rank() * share : (hvd.rank() + 1) * share]
+
+
+def backward(net: nn.Module, x: Tensor, y: Tensor) -> None:
+    nn.functional.mse_loss(net(x), y).backward()  # type: ignore[no-untyped-call]
+
+
+def sgd(net: nn.Module, rate: float = 0.1) -> torch.optim.SGD:
+    return torch.optim.SGD(net.parameters(), lr=rate, momentum=0.9)
+
+
+def alone(rate: float = 0.1) -> list[Tensor]:
+    """What one process comes to with the whole batch."""
+    net = model()
+    optimizer = sgd(net, rate)
+    for x, y in batches():
+        optimizer.zero_grad()
+        backward(net, x, y)
+        optimizer.step()
+    return list(net.parameters())
+
+
+def together(rate: float = 0.1, **options: Any) -> list[Tensor]:  # noqa: ANN401  # of DistributedOptimizer
+    """What all come to with their shares."""
+    net = model()
+    groups = options.pop("groups_of", None)
+    if groups is not None:
+        options["groups"] = groups(net)
+    optimizer = hvd.DistributedOptimizer(sgd(net, rate), named_parameters=net.named_parameters(), **options)
+    for x, y in batches():
+        optimizer.zero_grad()
+        backward(net, mine(x), mine(y))
+        optimizer.step()
+    return list(net.parameters())
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "as it is": {},
+    "predivided": {"gradient_predivide_factor": 2.0},
+    "two groups": {"groups": 2},
+    "groups by hand": {"groups_of": lambda net: [list(net[0].parameters()), [net[2].bias]]},
+    "all processes by name": {"process_set": hvd.global_process_set},
+}
+
+
+@check
+def options_that_change_how_gradients_travel_change_no_number() -> None:
+    expected = alone()
+    for name, options in OPTIONS.items():
+        ours = together(**options)
+        assert all(torch.allclose(one, other, rtol=1e-10) for one, other in zip(ours, expected, strict=True)), name
+
+
+@check
+def a_sum_is_as_many_times_the_mean() -> None:
+    same(together(rate=0.1 / hvd.size(), op=hvd.Sum), alone(0.1))
+
+
+@check
+def compressed_gradients_are_nearly_the_same() -> None:
+    for one, other in zip(together(compression=hvd.Compression.fp16), alone(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-2, atol=1e-3)
+
+
+@check
+def passes_are_added_up_and_travel_with_the_last() -> None:
+    net, plain = model(), model()
+    optimizer = hvd.DistributedOptimizer(sgd(net), backward_passes_per_step=2)
+    reference = sgd(plain)
+    x, y = next(batches())
+    for _ in range(2):
+        backward(net, mine(x), mine(y))
+        backward(plain, x, y)
+    optimizer.step()
+    reference.step()
+    same(list(net.parameters()), list(plain.parameters()))
+    optimizer.zero_grad()
+    optimizer.set_backward_passes_per_step(1)
+    assert optimizer.backward_passes_per_step == 1
+
+
+@check
+def clipping_between_synchronize_and_step_needs_no_second_round() -> None:
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(net), named_parameters=net.named_parameters())
+    x, y = next(batches())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        backward(net, mine(x), mine(y))
+        optimizer.synchronize()
+        nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
+        clipped = [param.grad.clone() for param in net.parameters() if param.grad is not None]
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    same([param.grad for param in net.parameters()], clipped)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        optimizer.synchronize()
+        optimizer.step()
+    assert ["optimizer.step() called without optimizer.skip_synchronize()" in str(each.message) for each in told] == [
+        True
+    ]
+
+
+@check
+def a_parameter_that_only_some_use_is_averaged_with_zeros() -> None:
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(net))
+    first, _, last, _ = net.parameters()
+    if hvd.rank() == 0:
+        first.sum().backward()  # type: ignore[no-untyped-call]
+    else:
+        last.sum().backward()  # type: ignore[no-untyped-call]
+    optimizer.synchronize()
+    for weight in (first, last):
+        assert weight.grad is not None
+        same(weight.grad, torch.full_like(weight.grad, 1 / hvd.size()))
+
+
+@check
+def sparse_gradients_stay_sparse_or_travel_dense() -> None:
+    for as_dense in (False, True):
+        torch.manual_seed(0)
+        embedding = nn.Embedding(6, 2, sparse=True)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SparseAdam(list(embedding.parameters()), lr=0.1), sparse_as_dense=as_dense
+        )
+        before = embedding.weight.detach().clone()
+        embedding(torch.tensor([hvd.rank(), 4])).sum().backward()
+        optimizer.step()
+        moved = (embedding.weight.detach() - before).abs().sum(1).nonzero().flatten().tolist()
+        assert moved == [*range(hvd.size()), 4]
+
+
+@check
+def who_is_not_in_the_process_set_learns_alone() -> None:
+    first = hvd.add_process_set([0])
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(net), named_parameters=net.named_parameters(), process_set=first)
+    x, y = next(batches())
+    backward(net, mine(x), mine(y))
+    own = [param.grad.clone() for param in net.parameters() if param.grad is not None]
+    optimizer.step()
+    same([param.grad for param in net.parameters()], own)
+    assert hvd.remove_process_set(first)
+
+
+@check
+def adasum_combines_steps_and_not_gradients() -> None:
+    net, plain = model(), model()
+    optimizer = hvd.DistributedOptimizer(sgd(net), named_parameters=net.named_parameters(), op=hvd.Adasum)
+    x, y = next(batches())
+    backward(net, x, y)  # the same on all: Adasum of equal steps is that step
+    optimizer.step()
+    reference = sgd(plain)
+    backward(plain, x, y)
+    reference.step()
+    same(list(net.parameters()), list(plain.parameters()))
+    with raises(AssertionError, "skip_synchronize"):
+        optimizer.skip_synchronize()
+    other = hvd.add_process_set([0])
+    with raises(NotImplementedError):
+        hvd.DistributedOptimizer(sgd(net), op=hvd.Adasum, process_set=other)
+    assert hvd.remove_process_set(other)
+
+
+@check
+def it_stays_an_optimizer_of_its_class() -> None:
+    net = model()
+    optimizer = hvd.DistributedOptimizer(sgd(net), named_parameters=net.named_parameters())
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert (type(optimizer).__name__, type(optimizer).__module__) == ("SGD", "horovod.torch.optimizer")
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    x, y = next(batches())
+    backward(net, mine(x), mine(y))
+    optimizer.step()
+    scheduler.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert type(optimizer).step.__qualname__.startswith("HorovodOptimizer"), "hooks would be called twice"
+    assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
+
+
+def _adam(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(net.parameters(), lr=0.01 * (1 + hvd.rank()), amsgrad=hvd.rank() == 0)
+
+
+def _momentum(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(net.parameters(), lr=0.01 * (1 + hvd.rank()), momentum=0.9)
+
+
+BEGINNINGS: tuple[Callable[[nn.Module], torch.optim.Optimizer], ...] = (_adam, _momentum)
+
+
+@check
+def everybody_begins_with_the_roots_numbers() -> None:
+    for make in BEGINNINGS:
+        net = model(seed=hvd.rank())
+        optimizer = make(net)
+        if hvd.rank() == 1:  # the root is the one that has trained
+            x, y = next(batches())
+            backward(net, x, y)
+            optimizer.step()
+            optimizer.zero_grad()
+        hvd.broadcast_parameters(net.state_dict(), root_rank=1)
+        hvd.broadcast_parameters(sorted(net.named_parameters()), root_rank=1)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=1)
+        states = hvd.allgather_object([net.state_dict(), optimizer.state_dict()])
+        same([*states[0][0].values()], [*states[1][0].values()])
+        assert states[0][1]["param_groups"] == states[1][1]["param_groups"]
+        assert states[0][1]["state"].keys() == states[1][1]["state"].keys() == set(range(4))
+        assert all(param.grad is not None and not param.grad.any() for param in net.parameters())
+
+
+@check
+def objects_travel_too() -> None:
+    assert hvd.broadcast_object({"rank": hvd.rank()}, root_rank=1) == {"rank": 1}
+    assert hvd.allgather_object(("rank", hvd.rank())) == [("rank", rank) for rank in range(hvd.size())]
+    with raises(ValueError, "a dict or a list"):
+        hvd.broadcast_parameters((value for value in [torch.ones(1)]), root_rank=0)
+    with raises(ValueError, "LBFGS"):
+        hvd.broadcast_optimizer_state(torch.optim.LBFGS([torch.ones(1, requires_grad=True)]), root_rank=0)
+
+
+@check
+def batches_are_normalized_over_all_on_a_cpu_too() -> None:
+    x, _ = next(batches())
+    ours, plain = hvd.SyncBatchNorm(6).double(), nn.BatchNorm1d(6).double()
+    same(ours(mine(x)), mine(plain(x)))
+    same(ours.running_var, plain.running_var)
+    with raises(ValueError):
+        ours(torch.ones(6, dtype=torch.float64))

@@ -1,0 +1,52 @@
+"""hvd among two real processes, started by horovodrun. One job runs all checks: starting one is dear."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.compat.checks.every import CHECKS
+
+ROOT = Path(__file__).resolve().parents[2]
+HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
+NUM_RANKS = 2
+
+pytestmark = pytest.mark.timeout(200)
+# the first test waits for the job
+
+
+@cache
+def traces() -> dict[str, list[str]]:
+    """By check and rank: what went wrong."""
+    done = subprocess.run(
+        [HOROVODRUN, "-np", str(NUM_RANKS), sys.executable, "-m", "tests.compat.checks"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    found: dict[str, list[str]] = {}
+    for line in done.stdout.splitlines():
+        label, _, said = line.partition(":")
+        if label.endswith("<stdout>") and said.startswith("{"):
+            told = json.loads(said)
+            found.setdefault(told["check"], []).append(told["trace"])
+    found["the end"] = ["" if done.returncode == 0 else f"exit code {done.returncode}\n{done.stderr}"]
+    return found
+
+
+@pytest.mark.parametrize("name", [*CHECKS])
+def test_on_two_ranks(name: str) -> None:
+    told = traces().get(name, [])
+    assert not any(told), "\n".join(told)
+    assert len(told) == NUM_RANKS, f"not run to its end:\n{traces()['the end'][0]}"
+
+
+def test_the_job_ends_well() -> None:
+    assert traces()["the end"] == [""]
