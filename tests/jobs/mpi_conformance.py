@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
+from ronde.comm.mpi.backend import mpi_settings
 from ronde.comm.mpi.requests import complete as wait_for
-from ronde.comm.place import complete, find_place
+from ronde.comm.place import find_place
 from ronde.comm.world import World
 from ronde.settings import Settings
 from ronde.types import Deadline
@@ -51,7 +52,7 @@ class Worlds:
                 self.close()
             if self._world is None:
                 self._num_rounds += 1
-                self._world = World(find_place(complete(SETTINGS), (), self._num_rounds - 1))
+                self._world = World(find_place(mpi_settings(SETTINGS), (), self._num_rounds - 1))
             case.body(self._world)
             if case.spoils:
                 self.close()

@@ -14,6 +14,7 @@ from tests.jobs.scripts.torch_optimizer import MODULES
 from tests.jobs.torch_checks.checks import CHECKS
 
 assert MODULES
+pytestmark = pytest.mark.timeout(300)  # the first test of a job starts it: PyTorch is slow to import on a busy machine
 
 JOBS: dict[str, tuple[int, Mapping[int, Sequence[str]]]] = {
     "1 rank": (1, {}),
@@ -58,7 +59,7 @@ def test_one_two_and_four_ranks_learn_the_same(name: str) -> None:
     rounding = 0.03 if "bfloat16" in name else 1e-5
     for job in ("2 ranks", "4 ranks", "2 hosts"):
         assert told(job)[name]["value"]["losses"] == pytest.approx(one, rel=rounding), job
-    assert one[-1] < one[0]
+    assert one[-1] < 0.9 * one[1]
 
 
 @pytest.mark.parametrize("name", CURVES)

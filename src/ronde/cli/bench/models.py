@@ -120,7 +120,6 @@ def mlp() -> Network:
 
 def transformer() -> Network:
     """Six blocks of attention and a dense part, each behind a normalization, that guess the next word."""
-    import torch
     from torch import Tensor, nn
 
     width, num_heads, num_blocks = 512, 8, 6
@@ -138,29 +137,21 @@ def transformer() -> Network:
             seen: Tensor = self.outward(mixed.transpose(1, 2).flatten(-2))
             return seen
 
-    class Block(nn.Module):
-        def __init__(self) -> None:
+    class Residual(nn.Module):
+        def __init__(self, *layers: nn.Module) -> None:
             super().__init__()
-            self.attend = nn.Sequential(nn.LayerNorm(width), Attention())
-            dense = (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-            self.think = nn.Sequential(nn.LayerNorm(width), *dense)
+            self.body = nn.Sequential(nn.LayerNorm(width), *layers)
 
         def forward(self, x: Tensor) -> Tensor:
-            x = x + self.attend(x)
-            thought: Tensor = x + self.think(x)
-            return thought
+            more: Tensor = self.body(x)
+            return x + more
 
-    class Places(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.places = nn.Parameter(0.02 * torch.randn(SEQUENCE, width))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x + self.places
-
-    blocks = [Block() for _ in range(num_blocks)]
+    blocks: list[nn.Module] = []
+    for _ in range(num_blocks):
+        dense = (nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        blocks += [Residual(Attention()), Residual(*dense)]
     head = (nn.LayerNorm(width), nn.Linear(width, WORDS), nn.Flatten(0, 1))
-    return nn.Sequential(nn.Embedding(WORDS, width), Places(), *blocks, *head)
+    return nn.Sequential(nn.Embedding(WORDS, width), *blocks, *head)
 
 
 def tiny() -> Network:
@@ -210,7 +201,7 @@ MODELS = {
         Model("alexnet", "AlexNet, 224 px", 16, 61_100_840, alexnet, images(224, IMAGENET_CLASSES)),
         Model("resnet", "like ResNet-18, 64 px", 16, 11_279_112, resnet, images(64, SMALL_CLASSES)),
         Model("mlp", "784-512-512-10", 64, 669_706, mlp, vectors((784,), DIGITS)),
-        Model("transformer", "6 blocks, 64 words", 4, 19_997_696, transformer, sentences),
+        Model("transformer", "6 blocks, 64 words", 4, 19_964_928, transformer, sentences),
         Model("tiny", "1,000 tiny parameters", 1, NUM_TINY * TINY_SIZE, tiny, vectors((TINY_SIZE,), TINY_SIZE)),
     )
 }

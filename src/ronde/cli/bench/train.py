@@ -21,7 +21,7 @@ from ronde.types import Deadline
 
 __all__ = ["Burst", "TrainLane", "TrainRecord", "best_ddp", "compare", "needed_bytes", "no_room", "train"]
 
-PROCESS_BYTES = 400 << 20
+PROCESS_BYTES = 250 << 20
 """PyTorch itself, activations, and what the allocator keeps."""
 COPIES = 4
 """Parameters, gradients, momentum, buckets."""

@@ -89,7 +89,8 @@ def test_ends_of_real_programs_are_found(program: str, begin: str, end: str) -> 
 
 
 def test_of_a_crash_only_its_own_thread_is_told() -> None:
-    begin, own = "Fatal Python error: Aborted\n\n", 'Current thread 0x7f (most recent call first):\n  File "a.py", line 1\n'
+    begin = "Fatal Python error: Aborted\n\n"
+    own = 'Current thread 0x7f (most recent call first):\n  File "a.py", line 1\n'
     other = 'Thread 0x80 (most recent call first):\n  File "b.py", line 2\n\n'
     for text in (begin + other + own, begin + own + "\n" + other, begin + other + own + "\n" + other):
         assert tail_of((text + "\nExtension modules: numpy (total: 1)\n").encode()) == (begin + own).rstrip("\n")
