@@ -23,6 +23,12 @@ STEP = {
     "SLURM_STEP_NODELIST": "n[3-4]",
     "SLURM_PROCID": "3",
 }
+HOROVOD = {
+    "HOROVOD_RANK": "1",
+    "HOROVOD_SIZE": "4",
+    "HOROVOD_GLOO_RENDEZVOUS_ADDR": "node0",
+    "HOROVOD_GLOO_RENDEZVOUS_PORT": "4000",
+}
 
 
 def look(*variables: dict[str, str], **changes: str) -> Surroundings | None:
@@ -44,13 +50,15 @@ def place(*variables: dict[str, str], **changes: str) -> tuple[str, int, int] | 
         (OPEN_MPI, ("Open MPI", 2, 4)),
         (MPICH, ("MPICH", 3, 4)),
         (STEP, ("srun", 3, 4)),
+        (HOROVOD, ("Horovod's variables", 1, 4)),
+        ({**HOROVOD, **TORCH}, ("torch.distributed's variables", 1, 4)),
     ],
 )
 def test_each_launcher_is_recognised(variables: dict[str, str], expected: tuple[str, int, int] | None) -> None:
     assert place(variables) == expected
 
 
-@pytest.mark.parametrize("variables", [TORCH, OPEN_MPI, MPICH, {"SLURM_STEP_ID": "0", **BATCH}])
+@pytest.mark.parametrize("variables", [TORCH, OPEN_MPI, MPICH, {"SLURM_STEP_ID": "0", **BATCH}, HOROVOD])
 def test_half_of_a_set_is_no_set(variables: dict[str, str]) -> None:
     for missing in variables:
         if missing not in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_JOB_NODELIST"):

@@ -28,6 +28,8 @@ class GradientSettings:
     """Let sparse gradients travel as dense ones: for embeddings of which most rows are used in every step."""
     together: tuple[tuple[str, ...], ...] = ()
     """Sets of parameters (names) that share a bucket; the others are put together automatically."""
+    idle_steps: bool = False
+    """Whether a step for which no rank had a backward pass is all right. It is more often a mistake."""
 
     def __post_init__(self) -> None:
         """Check at once."""

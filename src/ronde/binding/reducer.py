@@ -7,7 +7,6 @@ in which order they come. From then on a full bucket just starts.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 
 from ronde.binding.accord import Account, tell_all, trade
@@ -42,7 +41,6 @@ class Reducer:
         self._begin = begin
         self._codec = codec
         self._overlap = overlap
-        self._lock = threading.Lock()  # gradients on several devices come in several threads
         self._traffic: Traffic | None = None
         self._num_passes = self._usual_passes = 1
         self._stale = False  # whether results were delivered that nobody has cleared since
@@ -72,21 +70,21 @@ class Reducer:
         self._resting = True
 
     def ready(self, index: int, _parameter: object = None) -> None:
-        """The gradient of a parameter has come. On the path of every gradient: a microsecond."""
-        with self._lock:
-            if self._resting:
-                self._wake(index)
-            if self._came[index]:
-                self._come_again(index)
-                return
-            self._came[index] = True
-            if not self._counting:
-                self._order.append(index)
-                return
-            bucket = self._bucket_of[index]
-            missing = self._missing[bucket] = self._missing[bucket] - 1
-            if not missing and bucket == self._next:
-                self._advance()
+        """The gradient of a parameter has come. On the path of every gradient, so it takes no lock: callers see to it
+        that it runs in one thread at a time."""
+        if self._resting:
+            self._wake(index)
+        if self._came[index]:
+            self._come_again(index)
+            return
+        self._came[index] = True
+        if not self._counting:
+            self._order.append(index)
+            return
+        bucket = self._bucket_of[index]
+        missing = self._missing[bucket] = self._missing[bucket] - 1
+        if not missing and bucket == self._next:
+            self._advance()
 
     # --- when it is over -------------------------------------------------------------------------------------------
 
@@ -124,7 +122,7 @@ class Reducer:
             self._adapter.deliver(self._dense, ())
             return
         highest = traffic.news.tolist()
-        if not highest[PASSED]:
+        if not highest[PASSED] and not self._settings.idle_steps:
             raise ValueError(self._nothing_came())
         self._check_finite(highest)
         self._deliver(highest)

@@ -7,9 +7,12 @@ cache, so that their memory is free for the next; small ones together, when thei
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import TypeAlias
+from itertools import repeat
+from operator import is_
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -39,6 +42,7 @@ WIRE_TYPES: dict[torch.dtype, tuple[str, int]] = {
 
 CPU = torch.device("cpu")
 Hook: TypeAlias = Callable[[Tensor], object]
+Ready: TypeAlias = Callable[..., object]
 
 
 class TorchAdapter:
@@ -56,6 +60,7 @@ class TorchAdapter:
         self._starts: list[
             int
         ] = []  # where the memory of each place begins: converting a model gives gradients another
+        self._known_places: dict[tuple[int, ...], _Places] = {}
         self._elsewhere: set[int] = set()  # on another device: their places are on the host, and no gradients
         self._hooks: list[RemovableHandle] = []
 
@@ -78,15 +83,18 @@ class TorchAdapter:
         """Whether other parameters train than at the last description."""
         return [tensor.requires_grad for tensor in self._tensors] != self._trains
 
-    def bind(self, memory: Mapping[int, Array], ready: Callable[[int], object]) -> None:
+    def bind(self, memory: Mapping[int, Array], ready: Ready) -> None:
         """From now on gradients belong into this memory."""
         self.close()
         self._views = [
             _view(memory[index], parameter) if index in memory else None
             for index, parameter in enumerate(self._parameters)
         ]
+        self._known_places = {}
         self._starts = [0 if view is None else view.data_ptr() for view in self._views]
         self._elsewhere = {index for index, parameter in enumerate(self._parameters) if is_elsewhere(parameter)}
+        if len({parameter.device for parameter in self._parameters}) > 1:
+            ready = _one_by_one(ready)
         for index, parameter in enumerate(self._parameters):
             large = index in memory and parameter.nbytes >= LARGE_BYTES
             hook: Hook = partial(self._take_large, index, ready) if large else partial(ready, index)
@@ -94,25 +102,20 @@ class TorchAdapter:
 
     def collect(self, indices: Sequence[int]) -> dict[int, State]:
         """Copy these gradients to their places, all in one call, and let the places be the gradients."""
-        parameters, views, starts = self._parameters, self._views, self._starts
-        odd: dict[int, State] = {}
-        moving: list[int] = []
-        grads: list[Tensor] = []
-        for index in indices:
-            grad, view = parameters[index].grad, views[index]
-            if grad is None:
-                odd[index] = State.NONE
-                if view is not None:
-                    view.zero_()
-            elif view is not None:
-                if view.data_ptr() != starts[index]:
-                    raise self._converted(index)
-                if grad is not view:
-                    moving.append(index)
-                    grads.append(grad)
+        places = self._places_of(tuple(indices))
+        if list(map(Tensor.data_ptr, places.views)) != places.starts:
+            raise self._converted(next(each for each in places.indices if self._has_moved(each)))
+        grads = [parameter.grad for parameter in places.parameters]
+        moving = [
+            index for index, grad, view in zip(places.indices, grads, places.views, strict=True) if grad is not view
+        ]
+        odd = {index: State.NONE for index in places.homeless if self._parameters[index].grad is None}
         if moving:
             with torch.no_grad():
-                self._move(moving, grads, odd)
+                if len(moving) == len(grads) and not any(map(is_, grads, repeat(None))):
+                    self._move(places, grads, odd)
+                else:
+                    self._move_some(moving, odd)
         return odd
 
     def deliver(self, indices: Sequence[int], absent: Sequence[int]) -> None:
@@ -160,30 +163,53 @@ class TorchAdapter:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _take_large(self, index: int, ready: Callable[[int], object], parameter: Tensor) -> None:
+    def _take_large(self, index: int, ready: Ready, parameter: Tensor) -> None:
         """The hook of a large parameter."""
         grad = parameter.grad
         if grad is not None and grad is not self._views[index] and grad.layout is torch.strided:
-            self._move([index], [grad], {})
+            self._move(self._places_of((index,)), [grad], {})
         ready(index)
 
-    def _move(self, indices: Sequence[int], grads: list[Tensor], odd: dict[int, State]) -> None:
-        """Copy gradients to their places. Those that are sparse stay, and are told of."""
-        if self._elsewhere or not self._move_together(indices, grads):
-            for index, grad in zip(indices, grads, strict=True):
-                self._move_one(index, grad, odd)
+    def _places_of(self, indices: tuple[int, ...]) -> _Places:
+        """All about these parameters in lists, so that what is done in every step is done by a few quick calls."""
+        found = self._known_places.get(indices)
+        if found is None:
+            found = self._known_places[indices] = self._look_up(indices)
+        return found
 
-    def _move_together(self, indices: Sequence[int], grads: list[Tensor]) -> bool:
-        """The usual case in one call; False when something is not as usual."""
-        parameters, places = self._parameters, self._views
-        views = [view for view in [places[index] for index in indices] if view is not None]
-        try:
-            torch._foreach_copy_(views, grads)
-            for index, view in zip(indices, views, strict=True):
-                parameters[index].grad = view
-        except (RuntimeError, TypeError):  # sparse, or no longer of the type it was
-            return False
-        return True
+    def _look_up(self, indices: Sequence[int]) -> _Places:
+        living = [index for index in indices if self._views[index] is not None]
+        return _Places(
+            living,
+            [self._parameters[index] for index in living],
+            [view for view in (self._views[index] for index in living) if view is not None],
+            [self._starts[index] for index in living],
+            [index for index in indices if self._views[index] is None],
+        )
+
+    def _has_moved(self, index: int) -> bool:
+        view = self._views[index]
+        return view is not None and view.data_ptr() != self._starts[index]
+
+    def _move_some(self, indices: Sequence[int], odd: dict[int, State]) -> None:
+        """Copy those gradients that are there; zeros for the others."""
+        there = []
+        for index in indices:
+            grad, view = self._parameters[index].grad, self._views[index]
+            if grad is not None:
+                there.append((index, grad))
+                continue
+            odd[index] = State.NONE
+            if view is not None:
+                view.zero_()
+        if there:
+            self._move(self._look_up([index for index, _ in there]), [grad for _, grad in there], odd)
+
+    def _move(self, places: _Places, grads: list[Any], odd: dict[int, State]) -> None:
+        """Copy gradients to their places. Those that are sparse stay, and are told of."""
+        if self._elsewhere or not _move_together(places, grads):
+            for index, grad in zip(places.indices, grads, strict=True):
+                self._move_one(index, grad, odd)
 
     def _move_one(self, index: int, grad: Tensor, odd: dict[int, State]) -> None:
         """The same when something is not as usual."""
@@ -226,9 +252,42 @@ class TorchAdapter:
         )
 
 
+class _Places(NamedTuple):
+    """The places of some parameters."""
+
+    indices: list[int]
+    parameters: list[Tensor]
+    views: list[Tensor]
+    starts: list[int]
+    homeless: list[int]
+    """Those that have none."""
+
+
+def _move_together(places: _Places, grads: list[Any]) -> bool:
+    """The usual case in one call; False when something is not as usual."""
+    try:
+        torch._foreach_copy_(places.views, grads)
+        for parameter, view in zip(places.parameters, places.views, strict=True):
+            parameter.grad = view
+    except (RuntimeError, TypeError):  # sparse, or no longer of the type it was
+        return False
+    return True
+
+
 def is_elsewhere(parameter: Tensor) -> bool:
     """Whether its gradients cannot lie in the memory of the host."""
     return parameter.device != CPU
+
+
+def _one_by_one(ready: Ready) -> Ready:
+    """The same for several threads: autograd has one for every device."""
+    lock = threading.Lock()
+
+    def guarded(index: int, _parameter: object = None) -> None:
+        with lock:
+            ready(index)
+
+    return guarded
 
 
 def _view(memory: Array, parameter: Tensor) -> Tensor:

@@ -140,7 +140,8 @@ def sums_are_shared_out_by_rows_the_first_get_more() -> None:
 
 @check
 def sparse_tensors_are_added_up() -> None:
-    mine = torch.sparse_coo_tensor(torch.tensor([[hvd.rank(), 2]]), torch.ones(2, 3), (4, 3))
+    indices = torch.tensor([[hvd.rank(), 2]])
+    mine = torch.sparse_coo_tensor(indices, torch.ones(2, 3), (4, 3), check_invariants=True)
     total = torch.zeros(4, 3)
     total[: hvd.size()] += 1
     total[2] += hvd.size()

@@ -172,6 +172,8 @@ def a_new_round_begins_after_shutdown() -> None:
     with raises(HorovodInternalError, "hvd.init()"):
         hvd.allreduce(torch.ones(1))
     hvd.shutdown()
-    hvd.init(process_sets=[hvd.ProcessSet([0])])
+    first = hvd.ProcessSet([0])
+    hvd.init(process_sets=[first])
     assert hvd.allreduce_async(torch.ones(1)) == 1, "numbers begin anew"
-    assert list(operations._basics._get_process_set_ids_and_ranks()) == [0, 1]
+    assert operations._basics._get_process_set_ids_and_ranks() == {0: [*range(hvd.size())], 1: [0]}
+    assert hvd.remove_process_set(first)

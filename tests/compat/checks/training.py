@@ -130,11 +130,29 @@ def clipping_between_synchronize_and_step_needs_no_second_round() -> None:
     same([param.grad for param in net.parameters()], clipped)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
+        optimizer.zero_grad()
+        backward(net, mine(x), mine(y))
         optimizer.synchronize()
         optimizer.step()
     assert ["optimizer.step() called without optimizer.skip_synchronize()" in str(each.message) for each in told] == [
         True
     ]
+
+
+@check
+def a_step_without_backward_changes_nothing() -> None:
+    net = model()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1))
+    for _ in range(2):
+        optimizer.step()
+        same(list(net.parameters()), list(model().parameters()))
+    x, y = next(batches())
+    backward(net, mine(x), mine(y))
+    optimizer.step()
+    optimizer.zero_grad()
+    trained = [param.detach().clone() for param in net.parameters()]
+    optimizer.step()
+    same(list(net.parameters()), trained)
 
 
 @check

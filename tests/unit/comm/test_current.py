@@ -105,6 +105,20 @@ def test_the_trace_of_a_job_of_one_is_written(tmp_path: Path) -> None:
     assert "the only one" in (tmp_path / "trace.json").read_text()
 
 
+def test_a_timeline_can_come_and_go(tmp_path: Path) -> None:
+    ronde.init()
+    ronde.start_timeline(tmp_path / "trace.json")
+    ronde.allreduce(np.ones(1), name="in it")
+    ronde.stop_timeline()
+    ronde.allreduce(np.ones(1), name="behind it")
+    ronde.stop_timeline()
+    with pytest.raises(ValueError, match="cannot be written"):
+        ronde.start_timeline(tmp_path / "no" / "trace.json")
+    ronde.shutdown()
+    trace = (tmp_path / "trace.json").read_text()
+    assert "in it" in trace and "behind it" not in trace
+
+
 def test_an_uncaught_error_is_told_to_the_others() -> None:
     codes, output = run_ranks(
         2,

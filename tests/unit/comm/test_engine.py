@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import numpy as np
@@ -37,6 +38,11 @@ from ronde.net.messages import (
     StackQuery,
     StackReply,
     Stalled,
+    Trace,
+    TraceBatch,
+    TraceChanged,
+    TraceOver,
+    TraceWanted,
     Unknown,
     Vitals,
 )
@@ -414,3 +420,36 @@ def test_who_waits_for_a_named_operation_knows_whom_it_waited_for(stage: Stage) 
     assert blamed[2] > 0 == blamed[1] and 0 not in blamed
     assert reading.waiting_ns >= blamed[2]
     assert stage.engine.board.doing() is None
+
+
+def is_tracing(stage: Stage) -> bool:
+    return stage.recorder.tracing
+
+
+def test_a_timeline_begins_and_ends_when_the_coordinator_says_so(stage: Stage) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(stage.engine.ask_trace, TraceWanted("/tmp/t.json"), Deadline(10))
+        stage.control.expect(TraceWanted)
+        stage.control.tell(Trace(True), TraceChanged())
+        assert asked.result(10) == ""
+    assert is_tracing(stage)
+    stage.recorder.operation("allreduce", "w", 0, 4, 1, 2, 3)
+    stage.control.expect(TraceBatch, lambda batch: any(b"allreduce w" in event for event in batch.events))
+    stage.recorder.operation("allreduce", "last", 0, 4, 1, 2, 3)
+    stage.control.tell(Trace(False))
+    stage.control.expect(TraceOver)
+    assert not is_tracing(stage)
+    stage.control.expect(TraceBatch, lambda batch: any(b"allreduce last" in event for event in batch.events))
+
+
+def test_a_timeline_that_cannot_be_is_refused_and_nobody_waits_for_ever(stage: Stage) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(stage.engine.ask_trace, TraceWanted("/no/t.json"), Deadline(10))
+        stage.control.expect(TraceWanted)
+        stage.control.tell(TraceChanged("cannot be written"))
+        assert asked.result(10) == "cannot be written"
+    with pytest.raises(OperationTimeout, match="not begun in time"):
+        stage.engine.ask_trace(TraceWanted("/tmp/t.json"), Deadline(0.01))
+    stage.control.tell(Ended("enough"))
+    with pytest.raises(RoundEnded, match="enough"):
+        stage.engine.ask_trace(TraceWanted(""), Deadline(10))

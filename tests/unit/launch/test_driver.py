@@ -60,7 +60,8 @@ def test_a_rank_that_ignores_sigterm_is_killed() -> None:
 
 def test_ctrl_c_ends_all_ranks() -> None:
     outcome, _ = run(f"trap 'exit 7' INT; [ \"$RANK\" = 1 ] && kill -INT $PPID; {STAY}")
-    assert (outcome.code, outcome.codes) == (130, {0: 7, 1: 7})
+    assert (outcome.code, outcome.codes[1]) == (130, 7)
+    assert outcome.codes[0] in (7, -signal.SIGINT)  # it may not have come to its trap yet
     assert outcome.summary == "interrupted by Ctrl-C"
 
 

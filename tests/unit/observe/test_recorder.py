@@ -8,6 +8,7 @@ import pytest
 
 from ronde.observe.events import Event, PeerGone
 from ronde.observe.recorder import Recorder
+from ronde.observe.timeline import Negotiation
 from ronde.observe.vitals import Doing
 
 
@@ -151,3 +152,15 @@ def test_whom_a_caller_waited_for_adds_up() -> None:
     recorder.waited_for({1: 10.0, 2: 5.0})
     recorder.waited_for({1: 10.0})
     assert dict(recorder.reading(0, None).waited_for) == {1: 20, 2: 5}
+
+
+def test_a_trace_that_is_started_again_begins_anew_under_the_same_label() -> None:
+    recorder = Recorder(2)
+    recorder.set_tracing(False, label="host a")
+    for _ in range(2):
+        recorder.set_tracing(True)
+        recorder.departed(9, [Negotiation("allreduce", "w", 0, 5, 9)])
+    events, _ = recorder.drain_trace(100)
+    assert [json.loads(event)["name"] for event in events].count("process_name") == 1
+    assert json.loads(events[0])["args"] == {"name": "host a"}
+    assert [json.loads(event)["name"] for event in events[3:]] == ["negotiate allreduce"] * 2

@@ -7,6 +7,7 @@ import resource
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -18,7 +19,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ronde.observe.events import COORDINATOR, GroupAdded, MessageRefused, StallReported, shorten
-from ronde.observe.timeline import EVENT_LIMIT_BYTES, LANES, Operation, TimelineWriter, Tracks
+from ronde.observe.timeline import (
+    EVENT_LIMIT_BYTES,
+    LANES,
+    Departure,
+    Negotiation,
+    Operation,
+    Style,
+    TimelineWriter,
+    Tracks,
+)
 
 ANY_TEXT = st.text(st.characters())
 
@@ -257,3 +267,50 @@ def test_an_event_is_an_instant_with_all_it_says() -> None:
     (instant,) = parsed([Tracks(1).event(GroupAdded(at_ns=5000, rank=1, group=2, ranks=(0, 1, 2)), 500)])
     assert (instant["ph"], instant["ts"], instant["s"]) == ("i", 5.5, "p")
     assert instant["args"] == {"group": 2, "ranks": "ranks 0-2"}
+
+
+# --- negotiations, and Horovod's words ---------------------------------------------------------------------------
+
+NEGOTIATION = Negotiation("reduce_scatter", "grad", 2, 5_000, 9_000)
+
+
+def test_a_negotiation_is_a_slice_of_its_own_because_many_overlap() -> None:
+    tracks = Tracks(3)
+    begin, end = map(json.loads, tracks.negotiation(NEGOTIATION, 1_000))
+    assert (begin["ph"], begin["ts"], end["ph"], end["ts"]) == ("b", 6.0, "e", 10.0)
+    assert begin["name"] == end["name"] == "negotiate reduce_scatter"
+    assert begin["args"] == {"name": "grad", "group": 2}
+    assert begin["id"] == end["id"] != json.loads(tracks.negotiation(NEGOTIATION, 0)[0])["id"]
+
+
+def test_departures_are_marked_only_if_that_is_wanted() -> None:
+    assert Tracks(0).departure(Departure(1_000), 0) == []
+    (mark,) = Tracks(0, style=Style(departures=True)).departure(Departure(1_000), 0)
+    assert (json.loads(mark)["name"], json.loads(mark)["ts"]) == ("departure", 1.0)
+
+
+def test_things_can_be_called_as_in_horovods_timeline(tmp_path: Path) -> None:
+    tracks = Tracks(0, style=Style(horovod=True, departures=True))
+    events = [
+        *tracks.operation(Operation("reduce_scatter", "grad", 0, 64, 1, 2, 3), 0),
+        *tracks.operation(Operation("barrier", "", 0, 0, 4, 5, 6), 0),
+        *tracks.negotiation(NEGOTIATION, 0),
+        *tracks.departure(Departure(7), 0),
+    ]
+    with TimelineWriter(tmp_path / "t.json", 100) as writer:
+        writer.add(events)
+    trace = load(tmp_path / "t.json")
+    names = [event["name"] for event in trace["traceEvents"] if event["ph"] != "M"]
+    assert names == [
+        *("grad", "WAIT", "REDUCESCATTER"),
+        *("BARRIER", "WAIT", "BARRIER"),
+        *("NEGOTIATE_REDUCESCATTER", "NEGOTIATE_REDUCESCATTER", "CYCLE_START"),
+    ]
+
+
+def test_the_file_tells_what_time_it_was(tmp_path: Path) -> None:
+    before_us = (time.time_ns() - time.monotonic_ns()) // 1000
+    with TimelineWriter(tmp_path / "t.json", 100):
+        pass
+    told_us = load(tmp_path / "t.json")["otherData"]["start_time_since_epoch_in_micros"]
+    assert abs(told_us - before_us) < 10_000_000

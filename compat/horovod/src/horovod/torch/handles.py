@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from horovod.common.exceptions import translated
@@ -27,15 +28,19 @@ class Handles:
         self._flights: dict[int, _Flight] = {}
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
+        self._nameless: dict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
-    def next(self) -> int:
-        """The number of the next operation. Unnamed ones are called after it, so ranks must count alike."""
+    def name(self, what: str, group: int) -> str:
+        """For an operation without a name. Counted for each kind of operation and each group: members need to agree on
+        the order of those only, whatever else some of them do."""
         with self._lock:
-            return next(self._numbers)
+            return f"{what}.noname.{next(self._nameless[what, group])}"
 
-    def put(self, number: int, work: TensorWork, finish: Callable[[Any], Any]) -> int:
-        """An operation is under way under its number."""
-        self._flights[number] = _Flight(work, finish)
+    def put(self, work: TensorWork, finish: Callable[[Any], Any]) -> int:
+        """An operation is under way; its number."""
+        with self._lock:
+            number = next(self._numbers)
+            self._flights[number] = _Flight(work, finish)
         return number
 
     def poll(self, number: int) -> bool:
@@ -53,6 +58,11 @@ class Handles:
         with translated():
             return flight.finish(flight.work.wait())
 
+    def joined(self) -> None:
+        """All processes have joined: some have had operations that others had not, so all count anew."""
+        with self._lock:
+            self._nameless.clear()
+
     def forget(self) -> None:
         """hvd.init(): what was under way in an older round is not to be had any more."""
         self._flights.clear()
@@ -61,4 +71,5 @@ class Handles:
         """hvd.shutdown(): count from 1 again."""
         with self._lock:
             self._flights.clear()
+            self._nameless.clear()
             self._numbers = itertools.count(1)

@@ -1,6 +1,6 @@
 """Horovod's collectives that return a handle at once, on PyTorch tensors, over ronde.torch.
 
-Every operation has a name, given or made of the operation's number, so ranks may issue them in any order.
+Every operation has a name, given or counted, so ranks may issue them in any order.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from horovod.torch.handles import Handles
 from ronde import Group
 from ronde.comm.current import current
 from ronde.torch import transport
+from ronde.torch.tensors import TensorWork
 from ronde.torch.transport import Reduction
 from ronde.types import Op
 
@@ -85,24 +86,39 @@ def _as_number_of(dtype: torch.dtype, factor: float) -> float:
     return torch.tensor(factor, dtype=torch.float32).item() if narrow else factor
 
 
-def _start(what: str, name: str | None, start: Callable[[str], Any], finish: Callable[[Any], Any]) -> int:
-    """Begin an operation under the next number."""
-    number = _handles.next()
-    full = f"{what}.{name}" if name is not None else f"{what}.noname.{number}"
+def _start(
+    what: str, name: str | None, group: Group, start: Callable[[str], TensorWork], finish: Callable[[Any], Any]
+) -> int:
+    """Begin an operation; its handle."""
+    full = f"{what}.{name}" if name is not None else _handles.name(what, group.id)
     try:
         with translated():
             work = start(full)
     except TypeError as error:  # numbers that cannot travel
         raise ValueError(str(error)) from error
-    return _handles.put(number, work, finish)
+    return _handles.put(work, finish)
 
 
 def _first(results: list[Tensor]) -> Tensor:
     return results[0]
 
 
-def _reduce(
-    what: str,
+def _same(result: Any) -> Any:  # noqa: ANN401  # a tensor, or a list of them
+    return result
+
+
+def _reduce(tensor: Tensor, out: Tensor | None, name: str | None, how: Reduction, process_set: ProcessSet) -> int:
+    group = _group(process_set)
+    return _start(
+        "allreduce",
+        name,
+        group,
+        lambda name: transport.allreduce_one(group, tensor, out, how, name=name, wait=False),
+        _same,
+    )
+
+
+def _reduce_all(
     tensors: Sequence[Tensor],
     outs: Sequence[Tensor | None],
     name: str | None,
@@ -110,12 +126,12 @@ def _reduce(
     process_set: ProcessSet,
 ) -> int:
     group = _group(process_set)
-    one = what == "allreduce"
     return _start(
-        what,
+        "grouped_allreduce",
         name,
+        group,
         lambda name: transport.allreduce(group, tensors, outs, how, name=name, wait=False),
-        _first if one else lambda results: results,
+        _same,
     )
 
 
@@ -134,7 +150,7 @@ def allreduce_async(
     """Begin an allreduce into a new tensor; a handle for poll() and synchronize()."""
     op = handle_average_backwards_compatibility(op, average)
     how = _reduction(op, prescale_factor, postscale_factor, [tensor])
-    return _reduce("allreduce", [tensor], [None], name, how, process_set)
+    return _reduce(tensor, None, name, how, process_set)
 
 
 def allreduce_async_(
@@ -149,7 +165,7 @@ def allreduce_async_(
     """As allreduce_async, in place."""
     op = handle_average_backwards_compatibility(op, average)
     how = _reduction(op, prescale_factor, postscale_factor, [tensor])
-    return _reduce("allreduce", [tensor], [tensor], name, how, process_set)
+    return _reduce(tensor, tensor, name, how, process_set)
 
 
 def grouped_allreduce_async(
@@ -164,7 +180,7 @@ def grouped_allreduce_async(
     """Begin an allreduce of several tensors as a unit."""
     op = handle_average_backwards_compatibility(op, average)
     how = _reduction(op, prescale_factor, postscale_factor, tensors)
-    return _reduce("grouped_allreduce", tensors, [None] * len(tensors), name, how, process_set)
+    return _reduce_all(tensors, [None] * len(tensors), name, how, process_set)
 
 
 def grouped_allreduce_async_(
@@ -179,7 +195,7 @@ def grouped_allreduce_async_(
     """As grouped_allreduce_async, in place."""
     op = handle_average_backwards_compatibility(op, average)
     how = _reduction(op, prescale_factor, postscale_factor, tensors)
-    return _reduce("grouped_allreduce", tensors, tensors, name, how, process_set)
+    return _reduce_all(tensors, tensors, name, how, process_set)
 
 
 def sparse_allreduce_async(
@@ -194,7 +210,7 @@ def sparse_allreduce_async(
         all_values, all_indices = synchronize(values), synchronize(indices)
         if op == Average:
             all_values = all_values / group.size
-        return torch.sparse_coo_tensor(all_indices.transpose(0, 1), all_values, tensor.shape)
+        return torch.sparse_coo_tensor(all_indices.transpose(0, 1), all_values, tensor.shape, check_invariants=False)
 
     return result
 
@@ -205,7 +221,9 @@ def sparse_allreduce_async(
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Begin to gather everybody's rows."""
     group = _group(process_set)
-    return _start("allgather", name, lambda name: transport.allgather(group, [tensor], name=name, wait=False), _first)
+    return _start(
+        "allgather", name, group, lambda name: transport.allgather(group, [tensor], name=name, wait=False), _first
+    )
 
 
 def grouped_allgather_async(
@@ -214,7 +232,7 @@ def grouped_allgather_async(
     """Begin to gather everybody's rows of several tensors."""
     group = _group(process_set)
     return _start(
-        "grouped_allgather", name, lambda name: transport.allgather(group, tensors, name=name, wait=False), tuple
+        "grouped_allgather", name, group, lambda name: transport.allgather(group, tensors, name=name, wait=False), tuple
     )
 
 
@@ -223,6 +241,7 @@ def _broadcast(tensor: Tensor, out: Tensor | None, root_rank: int, name: str | N
     return _start(
         "broadcast",
         name,
+        group,
         lambda name: transport.broadcast(group, [tensor], [out], root_rank, name=name, wait=False),
         _first,
     )
@@ -258,7 +277,7 @@ def alltoall_async(
         return rows, received.to(device=where, dtype=torch.int32)
 
     return _start(
-        "alltoall", name, lambda name: transport.alltoall(group, tensor, given, name=name, wait=False), finish
+        "alltoall", name, group, lambda name: transport.alltoall(group, tensor, given, name=name, wait=False), finish
     )
 
 
@@ -283,6 +302,7 @@ def reducescatter_async(
     return _start(
         "reducescatter",
         name,
+        group,
         lambda name: transport.reduce_scatter(group, [tensor], how, name=name, wait=False),
         _first,
     )
@@ -301,6 +321,7 @@ def grouped_reducescatter_async(
     return _start(
         "grouped_reducescatter",
         name,
+        group,
         lambda name: transport.reduce_scatter(group, tensors, how, name=name, wait=False),
         list,
     )
@@ -327,7 +348,9 @@ def synchronize(handle: int) -> Any:  # noqa: ANN401  # a tensor, a list of them
 def join(device: int = -1) -> int:
     """Out of data: give zeros to the others' allreduces until all have joined. The rank that did last."""
     with translated():
-        return current("join()").group.join()
+        last = current("join()").group.join()
+    _handles.joined()
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -76,6 +76,7 @@ def DistributedOptimizer(
             predivide=gradient_predivide_factor,
             sparse_as_dense=sparse_as_dense,
             together=together,
+            idle_steps=True,
         )
     made: Any = wrapped
     made.__class__ = _horovod_class(plain)

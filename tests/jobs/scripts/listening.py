@@ -1,0 +1,29 @@
+"""A rank of tests/jobs/test_run_security.py: logs all there is to log, and takes the steps of scripts/strangers until
+the test says stop."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import ronde
+from ronde.settings import Settings
+from tests.jobs.scripts.strangers import step
+from tests.jobs.scripts.talk import Talk
+
+
+def main() -> None:
+    logging.basicConfig(level=logging.DEBUG)
+    logging.debug("these are the settings: %s", Settings.load({}, os.environ))
+    with Talk() as talk:
+        ronde.init()
+        stop = talk.listen()
+        talk.say("open")
+        while not step(stop):
+            pass
+        ronde.shutdown()
+        talk.say("over")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""A job of `ronde run` as an attacker finds it. What listens, and what a stranger gets, is in docs/security.md, and
+nothing else is there."""
+
+from __future__ import annotations
+
+import os
+import re
+import select
+import socket
+import stat
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ronde.net.keys import JobKey
+from ronde.types import Deadline
+from tests.jobs.jobs import Ranks, folder_of_ranks
+from tests.jobs.running import PATIENCE_S, ROOT, SECONDS_S, Done, Running, run, script
+from tests.jobs.test_strangers import NOISE, listening_tcp, listening_unix
+
+NOBODY = 65534
+LOCALHOST = "127.0.0.1"
+CHALLENGE = re.compile(rb"RONDd\x01.{32}(\x01\0\0\0\0)?", re.DOTALL)
+ZEROMQ = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\x01" + bytes(31)
+
+needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+
+
+class Job(Ranks):
+    """Two ranks of `ronde run`, with lines to the test. All that it may write to is in one folder."""
+
+    running: Running
+    folder: Path
+
+    @property
+    def key(self) -> str:
+        return psutil.Process(self.pids[0]).environ()["RONDE_KEY"]
+
+    @property
+    def coordinator(self) -> str:
+        return psutil.Process(self.pids[0]).environ()["RONDE_COORDINATOR"]
+
+    @property
+    def secrets(self) -> list[bytes]:
+        """The key, and what is derived from it."""
+        key = JobKey(self.key)
+        return [self.key.encode(), bytes.fromhex(self.key), key.server_secret, key.client_secret]
+
+    def processes(self) -> dict[str, list[int]]:
+        """Process ids: of the driver, of the ranks, and of all else that the job has started."""
+        everything = {process.pid for process in self.running.processes()}
+        driver, ranks = self.running.driver.pid, list(self.pids.values())
+        return {"driver": [driver], "rank": ranks, "other": sorted(everything - {*ranks})}
+
+    def finish(self) -> Done:
+        """Let it end; it has to, and well: a wrong number anywhere would have failed it."""
+        self.tell(self.pids, stop=True)
+        self.hear_all(self.pids, "over")
+        done = self.running.result()
+        assert (done.code, done.summary) == (0, []), done
+        return done
+
+
+@contextmanager
+def started(*flags: str) -> Iterator[Job]:
+    with folder_of_ranks() as (folder, opened), ExitStack() as places:
+        job = Job(2, folder, opened)
+        job.folder = folder / "all"
+        env = {**job.env, "PYTHONPATH": str(ROOT)}
+        for name in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME"):
+            (job.folder / name).mkdir(parents=True)
+            env[name] = str(job.folder / name)
+        words = ("-np", "2", "--no-fold", "--name", "secret", "--output", str(job.folder / "output"), *flags)
+        job.running = places.enter_context(Running(*words, *script("listening"), env=env))
+        job.meet()
+        job.hear_all((0, 1), "open")
+        yield job
+
+
+# --- what listens --------------------------------------------------------------------------------------------------
+
+
+def documented() -> Counter[tuple[str, str]]:
+    """(process, kind) → how many, from the first table of docs/security.md."""
+    rows = re.findall(
+        r"^\| (driver|rank) \| ([^|]+) \| (\d+) \| ", (ROOT / "docs/security.md").read_text(), re.MULTILINE
+    )
+    return Counter({(process, kind): int(number) for process, kind, number in rows})
+
+
+def listening(pid: int) -> list[tuple[str, str]]:
+    """(kind, place) of everything where a process listens."""
+    found = [("TCP", f"{host}:{port}") for host, port in listening_tcp(pid)]
+    found += [("Unix, a path" if name.startswith("/") else "Unix, abstract", name) for name in listening_unix(pid)]
+    return found + [("UDP", str(each.laddr)) for each in psutil.Process(pid).net_connections(kind="udp")]
+
+
+def listening_at(pid: int, kind: str) -> list[str]:
+    return [place for each, place in listening(pid) if each == kind]
+
+
+def test_only_what_the_documentation_lists_listens() -> None:
+    wanted = documented()
+    assert len(wanted) == 4
+    with started() as job:
+        for what, pids in job.processes().items():
+            of_this = Counter({kind: number for (process, kind), number in wanted.items() if process == what})
+            for pid in pids:
+                assert Counter(kind for kind, _ in listening(pid)) == of_this
+                assert {place.rpartition(":")[0] for place in listening_at(pid, "TCP")} <= {LOCALHOST}
+        path = str(job.folder / "XDG_RUNTIME_DIR/ronde/secret.sock")
+        assert listening_at(job.running.driver.pid, "Unix, a path") == [path]
+        job.finish()
+
+
+def test_a_job_of_one_without_a_launcher_listens_at_nothing() -> None:
+    program = "import psutil, ronde; ronde.init(); print([c for c in psutil.Process().net_connections('all')])"
+    env = {name: value for name, value in os.environ.items() if not name.startswith("RONDE_")}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, timeout=PATIENCE_S, check=True)
+    assert done.stdout == b"[]\n"
+
+
+# --- strangers -----------------------------------------------------------------------------------------------------
+
+
+def call(kind: str, place: str) -> socket.socket:
+    stranger = socket.socket(socket.AF_INET if kind == "TCP" else socket.AF_UNIX)
+    stranger.settimeout(SECONDS_S)
+    host, _, port = place.rpartition(":")
+    stranger.connect((host, int(port)) if kind == "TCP" else f"\0{place}" if kind == "Unix, abstract" else place)
+    return stranger
+
+
+def until_cut_off(stranger: socket.socket, deadline: Deadline) -> bytes:
+    """All that it is told until it is cut off. It must be: nobody waits for a stranger."""
+    got = b""
+    poll = select.poll()
+    poll.register(stranger, select.POLLIN)
+    while True:
+        assert poll.poll(1000 * deadline.left_s), "it was not cut off"
+        try:
+            data = stranger.recv(4096)
+        except ConnectionResetError:
+            return got
+        if not data:
+            return got
+        got += data
+
+
+def say(stranger: socket.socket, noise: bytes) -> None:
+    try:
+        stranger.sendall(noise)
+    except ConnectionError:  # turned away before all was said
+        pass
+
+
+def test_strangers_learn_nothing_and_change_nothing() -> None:
+    with started() as job, ExitStack() as opened:
+        places = [each for pids in job.processes().values() for pid in pids for each in listening(pid)]
+        (control,) = (port for port in listening_at(job.running.driver.pid, "TCP") if port != job.coordinator)
+        callers = [(*each, noise, opened.enter_context(call(*each))) for noise in NOISE.values() for each in places]
+        assert len(callers) == 7 * len(NOISE)
+        for _, _, noise, stranger in callers:
+            say(stranger, noise)
+        deadline = Deadline(PATIENCE_S)
+        lengths: Counter[int] = Counter()
+        for kind, place, noise, stranger in callers:
+            if place == control:  # ZeroMQ keeps a silent caller, and says nothing more to it
+                got = until_silent(stranger)
+                assert ZEROMQ.startswith(got), got
+            elif kind != "Unix, a path":  # there it is the user himself
+                got = until_cut_off(stranger, deadline)
+                assert got == b"" or (CHALLENGE.fullmatch(got) and noise.startswith(b"RONDc")), got
+                lengths[len(got)] += 1
+        assert lengths[38] == lengths[43] == 5, "another version, and a wrong proof, at each of five doors"
+        done = job.finish()
+    assert "[ronde] refused a caller from 127.0.0.1:" in done.err
+    assert "[ronde] a caller at the control port: did not get through the handshake" in done.err
+    assert "Traceback" not in done.err
+
+
+def until_silent(stranger: socket.socket) -> bytes:
+    got = b""
+    stranger.settimeout(0.05)
+    try:
+        while data := stranger.recv(4096):
+            got += data
+    except (TimeoutError, ConnectionResetError):
+        pass
+    return got
+
+
+# --- other users of the host ---------------------------------------------------------------------------------------
+
+AS_NOBODY = """
+import os, socket, sys
+os.setgroups([]); os.setgid({nobody}); os.setuid({nobody})
+for path in sys.argv[2:]:
+    try:
+        print(path, len(open(path, "rb").read()))
+    except OSError as error:
+        print(path, error.strerror)
+for place in sys.argv[1].split():
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout({patience})
+    try:
+        sock.connect(place.replace("@", chr(0)))
+        sock.sendall(b"RONDc" + bytes([1, 0, 0]) + bytes(32))
+        print(place, sock.recv(100))
+    except OSError as error:
+        print(place, error.strerror)
+"""
+
+
+@needs_root
+def test_another_user_of_the_host_cannot_even_talk_to_it() -> None:
+    with started() as job:
+        sockets = [place for pids in job.processes().values() for pid in pids for _, place in listening(pid)]
+        path, *names = sorted((place for place in sockets if ":" not in place), key=lambda place: place[0] != "/")
+        for folder in (job.folder, job.folder.parent, job.folder / "XDG_RUNTIME_DIR"):
+            folder.chmod(0o755)  # its own directory has to be enough
+        environments = [f"/proc/{pid}/environ" for pid in (job.running.driver.pid, *job.pids.values())]
+        program = AS_NOBODY.format(nobody=NOBODY, patience=SECONDS_S)
+        places = " ".join([path, *(f"@{name}" for name in names)])
+        command = [sys.executable, "-c", program, places, *environments]
+        said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
+        refused = {place: said.split(f"{place} ")[1].split("\n")[0] for place in (*places.split(), *environments)}
+        assert {refused[place] for place in environments} == {"Permission denied"}
+        assert refused[path] == "Permission denied"
+        assert {refused[f"@{name}"] for name in names} <= {"b''", "Connection reset by peer", "Broken pipe"}
+        assert "belongs to another user" in job.finish().err
+
+
+@needs_root
+def test_a_directory_of_somebody_else_is_not_used_for_the_socket(tmp_path: Path) -> None:
+    trap = tmp_path / f"ronde-{os.getuid()}"
+    trap.mkdir(mode=0o777)
+    os.chown(trap, NOBODY, NOBODY)
+    done = run("-np", "1", "echo", "all the same", env={"TMPDIR": str(tmp_path), "XDG_RUNTIME_DIR": ""})
+    assert (done.code, done.out) == (0, "[0] all the same\n")
+    assert f"{trap} must be a directory of yours that nobody else can enter" in done.err
+    assert not list(trap.iterdir())
+
+
+# --- the key -------------------------------------------------------------------------------------------------------
+
+
+def open_files(pid: int) -> set[Path]:
+    """Regular files that a process has open, by the links that lead to them also when they have no name any more."""
+    found = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            if stat.S_ISREG(link.stat().st_mode) and "memfd:" not in str(link.readlink()):
+                found.add(link)
+        except OSError:  # closed while we looked
+            continue
+    return found
+
+
+def test_the_key_is_on_no_command_line_in_no_file_and_in_no_output(tmp_path: Path) -> None:
+    timeline = tmp_path / "timeline.json"
+    with started("--timeline", str(timeline)) as job:
+        secrets = job.secrets
+        job_processes = [pid for pids in job.processes().values() for pid in pids]
+        texts = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in job_processes]
+        assert any(b"listening" in text for text in texts), "it can be seen what they run"
+        texts += [link.read_bytes() for pid in job_processes for link in open_files(pid)]
+        home = job.folder / "XDG_RUNTIME_DIR/ronde"
+        assert stat.S_IMODE(home.stat().st_mode) == 0o700
+        assert stat.S_IMODE((home / "secret.sock").stat().st_mode) == 0o600
+        done = job.finish()
+        written = [path for path in (*job.folder.rglob("*"), timeline) if path.is_file()]
+        names = {path.name for path in written}
+        assert {"rank-0.out", "rank-0.err", "rank-1.out", "rank-1.err", "timeline.json"} <= names
+        texts += [path.read_bytes() for path in written]
+        assert not list(home.iterdir()), "nothing is left"
+    texts += [done.out.encode(), done.err.encode()]
+    assert "DEBUG:root:these are the settings: Settings(" in done.err
+    for text in texts:
+        assert not any(secret in text for secret in secrets)
