@@ -76,6 +76,16 @@ def test_two_tasks_learn_with_a_common_trunk() -> None:
         assert last < first / 2
 
 
+def test_a_horovod_script_runs_with_no_change_of_a_character() -> None:
+    start = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", sys.executable]
+    done = subprocess.run(
+        [*start, str(EXAMPLES / "horovod_mnist.py")], capture_output=True, text=True, timeout=LIMIT_S, check=False
+    )
+    accuracy = re.search(r"accuracy ([\d.]+)% with 2 processes", done.stdout)
+    assert accuracy, done.stdout + done.stderr
+    assert float(accuracy[1]) > 85
+
+
 def test_every_example_is_listed_with_its_command() -> None:
     page = (EXAMPLES / "README.md").read_text()
     for path in EXAMPLES.glob("*.py"):

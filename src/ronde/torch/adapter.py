@@ -105,6 +105,8 @@ class TorchAdapter:
         places = self._places_of(tuple(indices))
         if list(map(Tensor.data_ptr, places.views)) != places.starts:
             raise self._converted(next(each for each in places.indices if self._has_moved(each)))
+        for index in places.large:  # not all at once: the first time none is in its place, and memory would be short
+            self._move_large(index)
         grads = [parameter.grad for parameter in places.parameters]
         moving = [
             index for index, grad, view in zip(places.indices, grads, places.views, strict=True) if grad is not view
@@ -165,10 +167,13 @@ class TorchAdapter:
 
     def _take_large(self, index: int, ready: Ready, parameter: Tensor) -> None:
         """The hook of a large parameter."""
-        grad = parameter.grad
+        self._move_large(index)
+        ready(index)
+
+    def _move_large(self, index: int) -> None:
+        grad = self._parameters[index].grad
         if grad is not None and grad is not self._views[index] and grad.layout is torch.strided:
             self._move(self._places_of((index,)), [grad], {})
-        ready(index)
 
     def _places_of(self, indices: tuple[int, ...]) -> _Places:
         """All about these parameters in lists, so that what is done in every step is done by a few quick calls."""
@@ -185,6 +190,7 @@ class TorchAdapter:
             [view for view in (self._views[index] for index in living) if view is not None],
             [self._starts[index] for index in living],
             [index for index in indices if self._views[index] is None],
+            [index for index in living if self._parameters[index].nbytes >= LARGE_BYTES],
         )
 
     def _has_moved(self, index: int) -> bool:
@@ -261,6 +267,7 @@ class _Places(NamedTuple):
     starts: list[int]
     homeless: list[int]
     """Those that have none."""
+    large: list[int]
 
 
 def _move_together(places: _Places, grads: list[Any]) -> bool:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import horovod.torch as hvd
+from horovod.torch.compression import Compressor
 from tests.compat.checks.registry import check, raises, same
 
 BATCH = 8
@@ -95,6 +96,26 @@ def a_sum_is_as_many_times_the_mean() -> None:
 def compressed_gradients_are_nearly_the_same() -> None:
     for one, other in zip(together(compression=hvd.Compression.fp16), alone(), strict=True):
         assert torch.allclose(one, other, rtol=1e-2, atol=1e-3)
+
+
+class Halves(Compressor):
+    """Sends each gradient halved and in float32, as somebody's own compressor might."""
+
+    @staticmethod
+    def compress(tensor: Tensor) -> tuple[Tensor, Any]:
+        return (tensor / 2).float(), (tensor.dtype, tensor.shape)
+
+    @staticmethod
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:  # noqa: ANN401
+        dtype, shape = ctx
+        assert tensor.shape == shape
+        return tensor.to(dtype) * 2
+
+
+@check
+def a_compressor_of_ones_own_sees_every_gradient() -> None:
+    for one, other in zip(together(compression=Halves), alone(), strict=True):
+        assert torch.allclose(one, other, rtol=1e-5, atol=1e-6)
 
 
 @check

@@ -23,8 +23,10 @@ from horovod.common.process_sets import ProcessSet, global_process_set, group_of
 from horovod.common.util import split_list
 from horovod.torch.adasum_optimizer import AdasumOptimizer
 from horovod.torch.compression import Compression, Compressor, FP16Compressor, NoneCompressor
+from horovod.torch.compressor_codec import CompressorCodec
 from horovod.torch.operations import OPS, Adasum, Average, _basics
 from ronde.binding.adapter import Backward
+from ronde.binding.codec import Codec
 from ronde.torch import Distributed
 
 __all__ = ["DistributedOptimizer"]
@@ -191,14 +193,15 @@ def _horovod_class(plain: Any) -> Any:  # noqa: ANN401  # classes
     return type(plain.__name__, (HorovodOptimizer, plain), {"__module__": __name__, "__doc__": plain.__doc__})
 
 
-def _codec(compression: type[Compressor]) -> str | None:
-    for kind, codec in CODECS.items():
-        if isinstance(compression, type) and issubclass(compression, kind):
-            return codec
-    raise ValueError(
-        f"compression must be hvd.Compression.none or hvd.Compression.fp16, got {compression!r}; "
-        "a compressor of your own becomes a codec of ronde.torch.DistributedOptimizer"
-    )
+def _codec(compression: type[Compressor]) -> str | Codec | None:
+    if compression in CODECS:
+        return CODECS[compression]
+    if not callable(getattr(compression, "compress", None)) or not callable(getattr(compression, "decompress", None)):
+        raise ValueError(
+            f"compression must be hvd.Compression.none, hvd.Compression.fp16, or have compress() and decompress(), "
+            f"got {compression!r}"
+        )
+    return CompressorCodec(compression)
 
 
 def _named(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:

@@ -1,0 +1,41 @@
+"""The quickstart's script runs as it is printed; the migration guide knows every flag that has no effect."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from horovod.common import variables
+from horovod.runner import launch
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+BEFORE = """
+import torch
+class Net(torch.nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 3)
+data = torch.utils.data.TensorDataset(torch.randn(200, 4), torch.randint(0, 3, (200,)))
+"""
+"""What the reader brings along."""
+
+
+def test_the_quickstart_is_right(tmp_path: Path) -> None:
+    found = re.search(r"```python\n(.*?)```", (DOCS / "quickstart.md").read_text(), re.DOTALL)
+    assert found
+    assert len(re.findall(r"# \d ", found[1])) == 5
+    (tmp_path / "train.py").write_text(BEFORE + found[1])
+    command = [str(Path(sys.executable).with_name("ronde")), "run", "-np", "2", sys.executable, "train.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[:2] for line in done.stdout.splitlines()] == [["[0]", str(epoch)] for epoch in range(1, 11)]
+
+
+def test_the_guide_says_why_a_flag_has_no_effect() -> None:
+    guide = (DOCS / "horovod.md").read_text()
+    families = ("--hierarchical-", "--autotune", "HOROVOD_AUTOTUNE")
+    for name in [flag for flag, _ in launch.WITHOUT_EFFECT.values()]:
+        assert next((family for family in families if name.startswith(family)), f"`{name}`") in guide, name
+    for name in variables._MEANING:
+        assert name in guide, name

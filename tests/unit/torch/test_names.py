@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ronde.torch.names import Names
+
+
+def groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    return optimizer.param_groups
+
+
+def test_given_names_count_most() -> None:
+    model = nn.Linear(2, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    named = Names(model.named_parameters(), 0).of(0, groups(optimizer)[0])
+    assert [name for name, _ in named] == ["weight", "bias"]
+    assert named[0][1] is model.weight
+
+
+def test_without_them_the_optimizers_own_are_taken() -> None:
+    optimizer = torch.optim.SGD(nn.Linear(2, 3).named_parameters(), lr=0.1)
+    assert [name for name, _ in Names(None, 0).of(0, groups(optimizer)[0])] == ["weight", "bias"]
+
+
+def test_at_last_a_place_is_a_name() -> None:
+    model = nn.Linear(2, 3)
+    parts: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
+    optimizer = torch.optim.SGD(parts, lr=0.1)
+    names = Names(None, 0)
+    assert [names.of(number, group)[0][0] for number, group in enumerate(groups(optimizer))] == [
+        "group0.param0",
+        "group1.param0",
+    ]
+
+
+def test_what_is_added_later_need_not_have_been_named() -> None:
+    model = nn.Linear(2, 3)
+    names = Names([("weight", model.weight)], 0)
+    assert names.of(1, {"params": [model.bias]}, later=True) == [("group1.param0", model.bias)]
+    with pytest.raises(ValueError, match="rank 0: named_parameters lacks parameter 0 of the optimizer's group 1"):
+        names.of(1, {"params": [model.bias]})
+
+
+def test_no_name_is_used_twice_in_one_optimizer() -> None:
+    model = nn.Linear(2, 3)
+    names = Names(None, 5)
+    names.of(0, {"params": [model.weight], "param_names": ["w"]})
+    with pytest.raises(ValueError, match="rank 5: two parameters of the optimizer are named 'w'"):
+        names.of(1, {"params": [model.bias], "param_names": ["w"]})
