@@ -106,7 +106,8 @@ class Reducer:
             if not alone:
                 traffic.start(number)
         self._next = len(traffic.buckets)
-        self._states.update(self._adapter.collect(self._sparse))
+        if self._sparse:
+            self._states.update(self._adapter.collect(self._sparse))
         traffic.write_news(self._states, passed=passed, wanted=self._adapter.changed())
         if not alone:
             traffic.start_news()

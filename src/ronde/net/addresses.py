@@ -9,8 +9,6 @@ import ipaddress
 import socket
 from pathlib import Path
 
-import psutil
-
 from ronde.errors import StartFailed
 
 __all__ = [
@@ -94,6 +92,8 @@ def free_port(host: str) -> int:
 def candidates(host: str = "") -> tuple[str, ...]:
     """Addresses where others may reach this machine, best first: the one facing `host`, then those of the network
     interfaces that are up. Loopback only when there is nothing else."""
+    import psutil  # not at the top: it takes long to load, and ranks of one host do not need it
+
     first = [facing(host)] if host else []
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     others: list[str] = []

@@ -17,6 +17,7 @@ __all__ = [
     "ALONE",
     "APART",
     "DDP",
+    "LOCKSTEP",
     "TRAIN_PROGRAM",
     "TrainKit",
     "TrainKits",
@@ -28,6 +29,7 @@ __all__ = [
 TRAIN_PROGRAM = str(Path(__file__).with_name("train_rank.py"))
 ALONE = "alone"
 APART = "apart"
+LOCKSTEP = "lockstep"
 DDP = "ddp"
 CODECS = ("none", "float16", "bfloat16")
 PEERS = (DDP, COMPATIBLE)
@@ -59,12 +61,12 @@ class TrainKit:
     @property
     def communicates(self) -> bool:
         """Whether its ranks have the same gradients after a step."""
-        return self.role != APART
+        return self.role not in (APART, LOCKSTEP)
 
     def start(self, directory: Path, size: int) -> Started:
         """One process per rank; those that use ronde as a job."""
         program = (sys.executable, TRAIN_PROGRAM, self.role, str(directory))
-        if self.role in (OURS, COMPATIBLE):
+        if self.role in (OURS, LOCKSTEP, COMPATIBLE):
             return start_job(program, size)
         env = (*ONE_THREAD, "GLOO_SOCKET_IFNAME=lo")
         return Processes([(*env, *program, str(rank), str(size)) for rank in range(size)])
@@ -79,7 +81,8 @@ class TrainKits:
 
 
 def find_kits(size: int, codec: str | None, peers: str | None, buckets_mb: Sequence[int]) -> TrainKits:
-    """One process alone, `size` that do not communicate, ronde, and the peers: `ddp,hvd`, or `none`; None: all."""
+    """One process alone, `size` that do not communicate, `size` that only wait for each other, ronde, and the peers:
+    `ddp,hvd`, or `none`; None: all."""
     if not is_installed("torch"):
         raise RondeError("ronde bench train needs PyTorch: pip install 'ronde[torch]'")
     wanted = set(PEERS) if peers is None else {name.strip() for name in peers.split(",") if name.strip()} - {"none"}
@@ -89,6 +92,7 @@ def find_kits(size: int, codec: str | None, peers: str | None, buckets_mb: Seque
     kits = [
         TrainKit(ALONE, APART, 1),
         TrainKit(APART, APART, size),
+        TrainKit(LOCKSTEP, LOCKSTEP, size),
         TrainKit(OURS, OURS, size, TrainSettings(codec=codec)),
     ]
     notes = []

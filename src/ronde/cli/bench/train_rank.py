@@ -81,6 +81,15 @@ class Ronde:
         self._ronde.shutdown()
 
 
+class Lockstep(Ronde):
+    """Ranks that only wait for each other before every step of the optimizer."""
+
+    def distribute(self, model: Network, optimizer: Optimizer, settings: Settings) -> tuple[Network, Optimizer]:
+        """No gradient travels."""
+        optimizer.register_step_pre_hook(lambda *_: self._ronde.barrier())
+        return model, optimizer
+
+
 class Horovod:
     """A Horovod script: the compatibility package over ronde."""
 
@@ -264,6 +273,8 @@ def join(role: str, directory: Path, place: list[str]) -> Trainer:
     match role:
         case "ronde":
             return Ronde()
+        case "lockstep":
+            return Lockstep()
         case "hvd":
             return Horovod()
         case "ddp":
