@@ -18,6 +18,8 @@ class GradientSettings:
     """mean, sum or adasum."""
     bucket_mb: float | None = None
     """Size of the buckets in which gradients travel, in megabytes; None chooses."""
+    overlap: bool | None = None
+    """Whether buckets travel while the backward pass runs; None: when there are cores for it, or several hosts."""
     predivide: float = 1.0
     """Of a mean: divide by this before the sum and by the rest behind it, for numbers that a sum would overflow."""
     average_passes: bool = True

@@ -57,9 +57,7 @@ class TorchAdapter:
         self._parameters: list[Tensor] = []  # of the last description
         self._described: list[Parameter] = []
         self._views: list[Tensor | None] = []
-        self._starts: list[
-            int
-        ] = []  # where the memory of each place begins: converting a model gives gradients another
+        self._starts: list[int] = []  # where the memory of each place begins: converting a model gives it another
         self._known_places: dict[tuple[int, ...], _Places] = {}
         self._elsewhere: set[int] = set()  # on another device: their places are on the host, and no gradients
         self._hooks: list[RemovableHandle] = []
@@ -112,12 +110,10 @@ class TorchAdapter:
             index for index, grad, view in zip(places.indices, grads, places.views, strict=True) if grad is not view
         ]
         odd = {index: State.NONE for index in places.homeless if self._parameters[index].grad is None}
-        if moving:
-            with torch.no_grad():
-                if len(moving) == len(grads) and not any(map(is_, grads, repeat(None))):
-                    self._move(places, grads, odd)
-                else:
-                    self._move_some(moving, odd)
+        if moving and len(moving) == len(grads) and not any(map(is_, grads, repeat(None))):
+            self._move(places, grads, odd)
+        elif moving:
+            self._move_some(moving, odd)
         return odd
 
     def deliver(self, indices: Sequence[int], absent: Sequence[int]) -> None:
@@ -213,6 +209,9 @@ class TorchAdapter:
 
     def _move(self, places: _Places, grads: list[Any], odd: dict[int, State]) -> None:
         """Copy gradients to their places. Those that are sparse stay, and are told of."""
+        if torch.is_grad_enabled():  # backward(create_graph=True): what has travelled has no graph
+            with torch.no_grad():
+                return self._move(places, grads, odd)
         if self._elsewhere or not _move_together(places, grads):
             for index, grad in zip(places.indices, grads, strict=True):
                 self._move_one(index, grad, odd)

@@ -58,7 +58,7 @@ class Gradients:
                 self._settings,
                 begin=self.passes.begin,
                 codec=self._codec,
-                overlap=_pays_to_overlap(group),
+                overlap=_pays_to_overlap(group) if self._settings.overlap is None else self._settings.overlap,
             )
             self._parts[group.id] = (adapter, reducer)
             self.passes.add(reducer)

@@ -40,17 +40,24 @@ def check_tensor(x: object, what: str) -> Tensor:
 
 def as_array(x: Tensor, what: str) -> Given:
     """The tensor's memory when it is on the CPU, else a copy on the host."""
-    host = check_tensor(x, what).detach()
+    host = check_tensor(x, what)
+    # PyTorch's own operations let go of the interpreter's lock, and another thread may take it for long: none unasked.
+    if host.requires_grad:
+        host = host.detach()
     if not host.is_cpu:
         host = host.cpu()
-    if host.is_neg():
-        host = host.resolve_neg()
+    try:
+        return _memory(host)
+    except (TypeError, RuntimeError) as error:
+        if host.is_neg():
+            return _memory(host.resolve_neg())
+        raise TypeError(f"{what}: numbers of type {x.dtype} cannot travel: {error}") from None
+
+
+def _memory(host: Tensor) -> Given:
     if host.dtype is torch.bfloat16:
         return Bfloat16View(host.view(torch.int16).numpy())
-    try:
-        array: Array = host.numpy()
-    except (TypeError, RuntimeError) as error:
-        raise TypeError(f"{what}: numbers of type {x.dtype} cannot travel: {error}") from None
+    array: Array = host.numpy()
     return array
 
 
@@ -73,11 +80,10 @@ class Landing:
         self._device = x.device
         self.array: Given | None = None
         """To be passed as `out` of ronde's collective."""
-        if out is x:
-            self.array = given
-        elif out is not None:
-            self.array = as_array(out, f"{what}: out")
-        if out is not None and out.is_neg():
+        if out is None:
+            return
+        self.array = given if out is x else as_array(out, f"{what}: out")
+        if out._is_view() and out.is_neg():
             raise TypeError(f"{what}: out is a negated view; pass a tensor with memory of its own")
 
     def finish(self, result: Given) -> Tensor:
@@ -88,9 +94,13 @@ class Landing:
         if out.device.type != "cpu":
             with torch.no_grad():
                 out.copy_(as_tensor(result, torch.device("cpu")))
-        elif not out.is_inference():
+            return out
+        try:
             # Autograd did not see the write: it must, or a backward could use numbers that are no longer there.
             torch.autograd.graph.increment_version(out)
+        except RuntimeError:
+            if not out.is_inference():  # of which nobody counts versions
+                raise
         return out
 
 

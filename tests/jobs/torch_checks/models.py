@@ -169,6 +169,23 @@ def two_optimizers_may_share_a_backward_pass() -> None:
 
 
 @on("2 ranks")
+def gradients_that_were_combined_have_no_graph() -> None:
+    model = perceptron()
+    alone = twin(model)
+    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    x, y = batch(0)
+    for _ in range(2):  # before there are buckets, and with them
+        optimizer.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that graphs of gradients may keep memory: ours do not
+            loss_of(model, mine(x), mine(y)).backward(create_graph=True)
+        assert not any(grad.requires_grad for grad in grads(model))
+    loss_of(alone, x, y).backward()
+    assert_close(grads(model), grads(alone))
+    optimizer.close()
+
+
+@on("2 ranks")
 def a_compiled_model_trains_too() -> None:
     for backend in ("eager", "aot_eager"):
         model = perceptron()

@@ -20,12 +20,14 @@ CURVES = ("1 rank", "2 ranks", "4 ranks", "2 hosts", "2 ranks again")
 STEPS = 10
 
 
-def curve(*, passes: int = 1, scaled: bool = False, bucket_mb: float | None = None) -> dict[str, Any]:
+def curve(
+    *, passes: int = 1, scaled: bool = False, bucket_mb: float | None = None, overlap: bool | None = None
+) -> dict[str, Any]:
     """Train with everything the same but the number of ranks: losses, and a digest of the weights."""
     model = perceptron(torch.float32)
     plain = torch.optim.AdamW(model.parameters(), lr=0.01)
     optimizer = DistributedOptimizer(
-        plain, named_parameters=model.named_parameters(), passes=passes, bucket_mb=bucket_mb
+        plain, named_parameters=model.named_parameters(), passes=passes, bucket_mb=bucket_mb, overlap=overlap
     )
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
     losses = []
@@ -62,7 +64,7 @@ def plain_curve() -> dict[str, Any]:
 
 @on(*CURVES)
 def curve_of_small_buckets() -> dict[str, Any]:
-    return twice(bucket_mb=0.005)
+    return twice(bucket_mb=0.005, overlap=True)
 
 
 @on(*CURVES)
