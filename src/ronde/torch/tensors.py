@@ -50,7 +50,9 @@ def as_array(x: Tensor, what: str) -> Given:
         return _memory(host)
     except (TypeError, RuntimeError) as error:
         if host.is_neg():
-            return _memory(host.resolve_neg())
+            copy: Array = host.resolve_neg().numpy()
+            copy.flags.writeable = False  # as `out` it would not be the caller's memory
+            return copy
         raise TypeError(f"{what}: numbers of type {x.dtype} cannot travel: {error}") from None
 
 
@@ -80,11 +82,8 @@ class Landing:
         self._device = x.device
         self.array: Given | None = None
         """To be passed as `out` of ronde's collective."""
-        if out is None:
-            return
-        self.array = given if out is x else as_array(out, f"{what}: out")
-        if out._is_view() and out.is_neg():
-            raise TypeError(f"{what}: out is a negated view; pass a tensor with memory of its own")
+        if out is not None:
+            self.array = given if out is x else as_array(out, f"{what}: out")
 
     def finish(self, result: Given) -> Tensor:
         """The tensor for the caller, after the operation."""

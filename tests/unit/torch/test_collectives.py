@@ -67,6 +67,18 @@ def test_tensors_that_are_not_contiguous_are_read_and_written_right() -> None:
     run_threads(2, body)
 
 
+def test_a_negated_view_is_read_right_and_is_no_place_for_a_result() -> None:
+    def body(world: World) -> list[float]:
+        negated = torch.tensor([1.0 + 2.0j]).conj().imag
+        assert negated.is_neg()
+        with pytest.raises(ValueError, match="out is read-only"):
+            allreduce(negated, out=negated, group=world.group)
+        total: list[float] = allreduce(negated, group=world.group).tolist()
+        return total
+
+    assert run_threads(2, body) == [[-4.0]] * 2
+
+
 @pytest.mark.parametrize("shape", [(), (0,), (0, 3), (1,), (2, 3, 4)])
 def test_shapes_of_all_kinds_come_back(shape: tuple[int, ...]) -> None:
     def body(world: World) -> None:
