@@ -19,6 +19,9 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
+WITHOUT_TRAFFIC = ["alone", "apart", "lockstep"]
+
+
 def names(*arguments: Any) -> list[str]:  # noqa: ANN401  # those of find_kits
     return [kit.name for kit in find_kits(*arguments).kits]
 
@@ -26,9 +29,16 @@ def names(*arguments: Any) -> list[str]:  # noqa: ANN401  # those of find_kits
 @pytest.mark.usefixtures("installed")
 def test_ddp_takes_part_as_it_comes_and_at_its_best() -> None:
     found = find_kits(4, None, None, (10, 100, 10))
-    ours = ["alone", "apart", "ronde", "hvd"]
-    assert [kit.name for kit in found.kits] == [*ours, "ddp", "ddp-view", "ddp-view-10MB", "ddp-view-100MB"]
-    assert [kit.size for kit in found.kits] == [1, *[4] * 7]
+    ours = ["ronde", "hvd"]
+    assert [kit.name for kit in found.kits] == [
+        *WITHOUT_TRAFFIC,
+        *ours,
+        "ddp",
+        "ddp-view",
+        "ddp-view-10MB",
+        "ddp-view-100MB",
+    ]
+    assert [kit.size for kit in found.kits] == [1, *[4] * 8]
     assert found.kits[-2].settings == TrainSettings(view=True, bucket_mb=10)
     assert found.notes == ()
 
@@ -36,14 +46,14 @@ def test_ddp_takes_part_as_it_comes_and_at_its_best() -> None:
 @pytest.mark.usefixtures("installed")
 def test_only_those_that_communicate_must_agree() -> None:
     found = find_kits(2, None, None, ())
-    assert [kit.name for kit in found.kits if not kit.communicates] == ["alone", "apart"]
+    assert [kit.name for kit in found.kits if not kit.communicates] == WITHOUT_TRAFFIC
 
 
 @pytest.mark.usefixtures("installed")
 def test_peers_can_be_picked() -> None:
-    assert names(2, None, "none", (10,)) == ["alone", "apart", "ronde"]
-    assert names(2, None, "hvd", (10,)) == ["alone", "apart", "ronde", "hvd"]
-    assert names(2, None, "ddp", ()) == ["alone", "apart", "ronde", "ddp", "ddp-view"]
+    assert names(2, None, "none", (10,)) == [*WITHOUT_TRAFFIC, "ronde"]
+    assert names(2, None, "hvd", (10,)) == [*WITHOUT_TRAFFIC, "ronde", "hvd"]
+    assert names(2, None, "ddp", ()) == [*WITHOUT_TRAFFIC, "ronde", "ddp", "ddp-view"]
 
 
 @pytest.mark.usefixtures("installed")
@@ -51,7 +61,7 @@ def test_peers_without_bfloat16_send_as_many_bits_another_way() -> None:
     found = find_kits(2, "bfloat16", None, ())
     codecs = {kit.name: kit.settings.codec for kit in found.kits}
     both = {"ronde": "bfloat16", "hvd": "float16", "ddp": "float16", "ddp-view": "float16"}
-    assert codecs == {"alone": None, "apart": None, **both}
+    assert codecs == {**dict.fromkeys(WITHOUT_TRAFFIC), **both}
     assert "the others send float16" in found.notes[0]
 
 
