@@ -133,7 +133,11 @@ def call(kind: str, place: str) -> socket.socket:
     stranger = socket.socket(socket.AF_INET if kind == "TCP" else socket.AF_UNIX)
     stranger.settimeout(SECONDS_S)
     host, _, port = place.rpartition(":")
-    stranger.connect((host, int(port)) if kind == "TCP" else f"\0{place}" if kind == "Unix, abstract" else place)
+    try:
+        stranger.connect((host, int(port)) if kind == "TCP" else f"\0{place}" if kind == "Unix, abstract" else place)
+    except OSError:
+        stranger.close()
+        raise
     return stranger
 
 

@@ -28,6 +28,8 @@ IDLE_S = 10.0
 """How long a caller may take for its next question, or to read an answer."""
 MOST_CALLERS = 8
 """Callers at a time; more are sent away."""
+BACKLOG = 128
+"""Callers that have not been let in yet. With a short queue a burst of them would see an error of the kernel's."""
 CLOSING_S = 1.0
 """For those who are being answered; nobody waits for them any longer."""
 
@@ -50,7 +52,7 @@ class Desk:
         try:
             self._listener.bind(str(path))
             path.chmod(0o600)
-            self._listener.listen(MOST_CALLERS)
+            self._listener.listen(BACKLOG)
             self._listener.setblocking(False)
             self._bell = Bell()
         except BaseException:
