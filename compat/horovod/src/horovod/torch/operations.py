@@ -86,19 +86,6 @@ def _as_number_of(dtype: torch.dtype, factor: float) -> float:
     return torch.tensor(factor, dtype=torch.float32).item() if narrow else factor
 
 
-def _start(
-    what: str, name: str | None, group: Group, start: Callable[[str], TensorWork], finish: Callable[[Any], Any]
-) -> int:
-    """Begin an operation; its handle."""
-    full = f"{what}.{name}" if name is not None else _handles.name(what, group.id)
-    try:
-        with translated():
-            work = start(full)
-    except TypeError as error:  # numbers that cannot travel
-        raise ValueError(str(error)) from error
-    return _handles.put(work, finish)
-
-
 def _first(results: list[Tensor]) -> Tensor:
     return results[0]
 
@@ -107,14 +94,30 @@ def _same(result: Any) -> Any:  # noqa: ANN401  # a tensor, or a list of them
     return result
 
 
-def _reduce(tensor: Tensor, out: Tensor | None, name: str | None, how: Reduction, process_set: ProcessSet) -> int:
+def _start(
+    what: str,
+    name: str | None,
+    process_set: ProcessSet,
+    start: Callable[[Group, str], TensorWork],
+    finish: Callable[[Any], Any] = _same,
+) -> int:
+    """Begin an operation; its handle."""
     group = _group(process_set)
+    full = f"{what}.{name}" if name is not None else _handles.name(what, group.id)
+    try:
+        with translated():
+            work = start(group, full)
+    except TypeError as error:  # numbers that cannot travel
+        raise ValueError(str(error)) from error
+    return _handles.put(work, finish)
+
+
+def _reduce(tensor: Tensor, out: Tensor | None, name: str | None, how: Reduction, process_set: ProcessSet) -> int:
     return _start(
         "allreduce",
         name,
-        group,
-        lambda name: transport.allreduce_one(group, tensor, out, how, name=name, wait=False),
-        _same,
+        process_set,
+        lambda group, name: transport.allreduce_one(group, tensor, out, how, name=name, wait=False),
     )
 
 
@@ -125,13 +128,11 @@ def _reduce_all(
     how: Reduction,
     process_set: ProcessSet,
 ) -> int:
-    group = _group(process_set)
     return _start(
         "grouped_allreduce",
         name,
-        group,
-        lambda name: transport.allreduce(group, tensors, outs, how, name=name, wait=False),
-        _same,
+        process_set,
+        lambda group, name: transport.allreduce(group, tensors, outs, how, name=name, wait=False),
     )
 
 
@@ -220,9 +221,12 @@ def sparse_allreduce_async(
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Begin to gather everybody's rows."""
-    group = _group(process_set)
     return _start(
-        "allgather", name, group, lambda name: transport.allgather(group, [tensor], name=name, wait=False), _first
+        "allgather",
+        name,
+        process_set,
+        lambda group, name: transport.allgather(group, [tensor], name=name, wait=False),
+        _first,
     )
 
 
@@ -230,19 +234,21 @@ def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin to gather everybody's rows of several tensors."""
-    group = _group(process_set)
     return _start(
-        "grouped_allgather", name, group, lambda name: transport.allgather(group, tensors, name=name, wait=False), tuple
+        "grouped_allgather",
+        name,
+        process_set,
+        lambda group, name: transport.allgather(group, tensors, name=name, wait=False),
+        tuple,
     )
 
 
 def _broadcast(tensor: Tensor, out: Tensor | None, root_rank: int, name: str | None, process_set: ProcessSet) -> int:
-    group = _group(process_set)
     return _start(
         "broadcast",
         name,
-        group,
-        lambda name: transport.broadcast(group, [tensor], [out], root_rank, name=name, wait=False),
+        process_set,
+        lambda group, name: transport.broadcast(group, [tensor], [out], root_rank, name=name, wait=False),
         _first,
     )
 
@@ -268,7 +274,6 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Begin to exchange rows. synchronize() gives the rows that came, and how many from each."""
-    group = _group(process_set)
     given = _splits(splits)
 
     def finish(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -277,7 +282,11 @@ def alltoall_async(
         return rows, received.to(device=where, dtype=torch.int32)
 
     return _start(
-        "alltoall", name, group, lambda name: transport.alltoall(group, tensor, given, name=name, wait=False), finish
+        "alltoall",
+        name,
+        process_set,
+        lambda group, name: transport.alltoall(group, tensor, given, name=name, wait=False),
+        finish,
     )
 
 
@@ -298,12 +307,12 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin to add up and share out the rows."""
-    group, how = _group(process_set), _scatter_reduction(op, prescale_factor, postscale_factor, [tensor])
+    how = _scatter_reduction(op, prescale_factor, postscale_factor, [tensor])
     return _start(
         "reducescatter",
         name,
-        group,
-        lambda name: transport.reduce_scatter(group, [tensor], how, name=name, wait=False),
+        process_set,
+        lambda group, name: transport.reduce_scatter(group, [tensor], how, name=name, wait=False),
         _first,
     )
 
@@ -317,12 +326,12 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As reducescatter_async, for several tensors."""
-    group, how = _group(process_set), _scatter_reduction(op, prescale_factor, postscale_factor, tensors)
+    how = _scatter_reduction(op, prescale_factor, postscale_factor, tensors)
     return _start(
         "grouped_reducescatter",
         name,
-        group,
-        lambda name: transport.reduce_scatter(group, tensors, how, name=name, wait=False),
+        process_set,
+        lambda group, name: transport.reduce_scatter(group, tensors, how, name=name, wait=False),
         list,
     )
 
