@@ -115,41 +115,36 @@ def _parent_and_start(process: Path) -> tuple[str, str]:
 
 
 def _torch(environ: Mapping[str, str]) -> Surroundings | None:
-    if not _has(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        return None
-    rank, size = _rank_and_size(environ, "RANK", "WORLD_SIZE")
-    host, port = environ["MASTER_ADDR"], _number(environ, "MASTER_PORT")
-    is_one_host = host in ("localhost", HERE, "::1") or environ.get("LOCAL_WORLD_SIZE") == str(size)
     run = environ.get("TORCHELASTIC_RUN_ID", "")
-    return Surroundings(
-        launcher="torchrun" if run else "torch.distributed's variables",
-        rank=rank,
-        size=size,
-        job=f"torch {host} {port} {run}",
-        host=HERE if is_one_host else host,
-        is_one_host=is_one_host,
-        port=port,
-        mark="MASTER_PORT",
-    )
+    launcher = "torchrun" if run else "torch.distributed's variables"
+    return _met(environ, launcher, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "LOCAL_WORLD_SIZE", run)
 
 
 def _horovod(environ: Mapping[str, str]) -> Surroundings | None:
     """A launcher of somebody's own that was written for Horovod."""
     meeting = "HOROVOD_GLOO_RENDEZVOUS_"
-    if not _has(environ, "HOROVOD_RANK", "HOROVOD_SIZE", f"{meeting}ADDR", f"{meeting}PORT"):
+    names = ("HOROVOD_RANK", "HOROVOD_SIZE", f"{meeting}ADDR", f"{meeting}PORT")
+    return _met(environ, "Horovod's variables", names, "HOROVOD_LOCAL_SIZE")
+
+
+def _met(
+    environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str], local_size: str, run: str = ""
+) -> Surroundings | None:
+    """Of launchers that say where to meet: the names of rank, size, address and port, and of the ranks per host."""
+    if not _has(environ, *names):
         return None
-    rank, size = _rank_and_size(environ, "HOROVOD_RANK", "HOROVOD_SIZE")
-    host, port = environ[f"{meeting}ADDR"], _number(environ, f"{meeting}PORT")
-    is_one_host = host in ("localhost", HERE, "::1") or environ.get("HOROVOD_LOCAL_SIZE") == str(size)
+    rank, size = _rank_and_size(environ, *names[:2])
+    host, port = environ[names[2]], _number(environ, names[3])
+    is_one_host = host in ("localhost", HERE, "::1") or environ.get(local_size) == str(size)
     return Surroundings(
-        launcher="Horovod's variables",
+        launcher=launcher,
         rank=rank,
         size=size,
-        job=f"horovod {host} {port}",
+        job=f"{names[3]} {host} {port} {run}",
         host=HERE if is_one_host else host,
         is_one_host=is_one_host,
         port=port,
-        mark=f"{meeting}PORT",
+        mark=names[3],
     )
 
 
