@@ -15,6 +15,9 @@ from ronde.binding.reducer import Reducer
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 
+ONE_EACH = GradientSettings(bucket_mb=1e-5)
+"""Every gradient has a bucket of its own."""
+
 
 @dataclass
 class Weight:
@@ -25,6 +28,10 @@ class Weight:
     dtype: str = "float32"
     trains: bool = True
     grad: Array | dict[int, float] | None = None
+
+
+def weights(*names: str) -> list[Weight]:
+    return [Weight(name) for name in names]
 
 
 class Arrays:

@@ -2,27 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 import pytest
 
-from ronde.binding.adapter import Parameter
-from ronde.binding.buckets import GradientBucket
-from ronde.binding.codec import BFLOAT16, FLOAT16, Codec, Wire
 from ronde.binding.gradients import GradientSettings
-from ronde.comm.buffers import Array
 from ronde.comm.world import World
 from ronde.errors import Mismatch
 from tests.conformance.ranks import run_threads
-from tests.unit.binding.arrays import Training, Weight
-
-ONE_EACH = GradientSettings(bucket_mb=1e-5)
-"""Every gradient has a bucket of its own."""
-
-
-def weights(*names: str) -> list[Weight]:
-    return [Weight(name) for name in names]
+from tests.unit.binding.arrays import ONE_EACH, Training, Weight, weights
 
 
 @pytest.mark.parametrize("overlap", [True, False])
@@ -296,75 +283,6 @@ def test_a_gradient_that_turns_out_to_be_sparse_is_so_for_all_from_then_on() -> 
         return [*seen, training.grad("a"), training.grad("table")]
 
     assert run_threads(2, body) == [[2.0, {2: 2.0}, 3.0, {0: 2.0}]] * 2
-
-
-@pytest.mark.parametrize("codec", [FLOAT16, BFLOAT16])
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_codec_stands_between_gradients_and_the_wire(codec: Codec, overlap: bool) -> None:
-    def body(world: World) -> list[object]:
-        given = [Weight("a"), Weight("b", dtype="float64")]
-        training = Training(world.group, given, ONE_EACH, codec=codec, overlap=overlap)
-        for _ in range(3):
-            training.clear()
-            training.backward(b=1.5, a=[1.0, 2.0, 3.0, world.rank])
-        training.passes.close()
-        return [training.grad("a"), training.grad("b")]
-
-    assert run_threads(2, body) == [[[1.0, 2.0, 3.0, 0.5], 1.5]] * 2
-
-
-class Halving:
-    """Two wires: first the mean size, then the gradients in units of it; keeps what rounding to whole units lost."""
-
-    name = "halving"
-
-    def open(self, bucket: GradientBucket, parameters: Sequence[Parameter]) -> _Halving:
-        return _Halving(bucket.count)
-
-
-class _Halving:
-    def __init__(self, count: int) -> None:
-        self.wires = (Wire(1, "float32"), Wire(count, "float32"))
-        self._lost = np.zeros(count, np.float32)
-
-    def encode(self, number: int, gradients: Array, wires: Sequence[Array]) -> None:
-        if number == 0:
-            wires[0][0] = np.abs(gradients).mean()
-        else:
-            wanted = gradients / wires[0][0] + self._lost
-            np.round(wanted, out=wires[1])
-            self._lost = wanted - wires[1]
-
-    def decode(self, wires: Sequence[Array], gradients: Array) -> None:
-        gradients[:] = wires[1] * wires[0][0]
-
-
-def test_a_codec_may_use_several_wires_and_remember_what_it_lost() -> None:
-    def body(world: World) -> list[object]:
-        training = Training(world.group, weights("a", "b"), ONE_EACH, codec=Halving())
-        seen = []
-        for _ in range(2):
-            training.clear()
-            training.backward(b=2.0 + world.rank, a=[4.0, 2.8, 0.0, 1.2])
-            seen += [training.grad("a"), training.grad("b")]
-        training.passes.close()
-        return seen
-
-    first, second = run_threads(2, body)
-    assert first == second
-    assert first[0] == [4.0, 2.0, 0.0, 2.0]
-    assert first[2] == [4.0, 4.0, 0.0, 0.0]  # together with the first step: on average what was given
-
-
-def test_adasum_weighs_every_parameter_by_itself() -> None:
-    def body(world: World) -> list[object]:
-        training = Training(world.group, weights("a", "b"), GradientSettings(op="adasum"))
-        mine = [1.0, 0.0, 0.0, 0.0] if world.rank == 0 else [0.0, 2.0, 0.0, 0.0]
-        training.backward(b=3.0, a=mine)
-        training.passes.close()
-        return [training.grad("a"), training.grad("b")]
-
-    assert run_threads(2, body) == [[[1.0, 2.0, 0.0, 0.0], 3.0]] * 2
 
 
 def test_models_that_differ_are_told_at_the_first_pass() -> None:

@@ -3,22 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
 
-import numpy as np
 import pytest
 
-from ronde.comm.engine import Engine
 from ronde.comm.lane import Lane
-from ronde.comm.named import Named
-from ronde.comm.operations import ReduceOne
-from ronde.comm.presence import Presence
-from ronde.comm.signature import Forms, Options
-from ronde.comm.threads.backend import Hub, ThreadsBackend
-from ronde.comm.work import NamedWork
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded
 from ronde.net.messages import (
     Announce,
@@ -27,8 +15,6 @@ from ronde.net.messages import (
     Bye,
     Ended,
     Failed,
-    FromCoordinator,
-    FromWorker,
     GroupChanged,
     GroupWanted,
     Leave,
@@ -38,128 +24,11 @@ from ronde.net.messages import (
     StackQuery,
     StackReply,
     Stalled,
-    Trace,
-    TraceBatch,
-    TraceChanged,
-    TraceOver,
-    TraceWanted,
     Unknown,
-    Vitals,
 )
-from ronde.observe.recorder import Recorder
-from ronde.types import Deadline, DType, Kind
+from ronde.types import Deadline
 from tests.unit.comm.scripted_channel import ScriptedChannel
-
-M = TypeVar("M")
-
-
-class ScriptedControl:
-    """The coordinator is the test: it says things and waits for what the engine says."""
-
-    def __init__(self) -> None:
-        self.said: list[FromWorker] = []
-        self.num_wakes = 0
-        self.hung_up = False
-        self._inbox: deque[FromCoordinator] = deque()
-        self._changed = threading.Condition()
-        self._woken = False
-
-    def tell(self, *messages: FromCoordinator) -> None:
-        with self._changed:
-            self._inbox.extend(messages)
-            self._changed.notify_all()
-
-    def hang_up(self) -> None:
-        with self._changed:
-            self.hung_up = True
-            self._changed.notify_all()
-
-    def expect(self, kind: type[M], which: Callable[[M], bool] = lambda message: True) -> M:
-        """Wait until the engine has said something of this kind; hear it once."""
-        with self._changed:
-
-            def found() -> M | None:
-                return next((m for m in self.said if isinstance(m, kind) and which(m)), None)
-
-            assert self._changed.wait_for(lambda: found() is not None, 10), f"no {kind.__name__} among {self.said}"
-            message = found()
-            assert message is not None
-            self.said.remove(message)  # type: ignore[arg-type]  # it came from there
-            return message
-
-    # --- the engine's side -----------------------------------------------------------------------------------------
-
-    def send(self, message: FromWorker) -> None:
-        with self._changed:
-            self.said.append(message)
-            self._changed.notify_all()
-
-    def poll(self, timeout_s: float) -> list[FromCoordinator]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._inbox or self._woken or self.hung_up, timeout_s)
-            self._woken = False
-            found = list(self._inbox)
-            self._inbox.clear()
-            return found
-
-    def unwatch(self, fd: int) -> None:
-        self.hung_up = False
-
-    def readable(self) -> set[int]:
-        return {7} if self.hung_up else set()
-
-    def wake(self) -> None:
-        with self._changed:
-            self.num_wakes += 1
-            self._woken = True
-            self._changed.notify_all()
-
-    def close(self) -> None:
-        pass
-
-
-class Stage:
-    """An engine with one group of three ranks on a scripted channel."""
-
-    def __init__(self, coordinator_rank: int = -1, *, watched: bool = False) -> None:
-        self.control = ScriptedControl()
-        self.recorder = Recorder(0)
-        self.presence = Presence(0, 3, ThreadsBackend(Hub()))
-        self.engine = Engine(
-            self.control,
-            self.presence,
-            self.recorder,
-            lifeline=7,
-            coordinator_rank=coordinator_rank,
-            watched=watched,
-        )
-        self.channel = ScriptedChannel(members=(0, 1, 2))
-        lane = Lane(self.channel, 0, self.recorder, 10.0)
-        self.presence.adopt(lane)
-        self.named = Named(0, lane, Forms(), self.engine.board)
-        self.presence.add_named(self.named)
-        self.forms = Forms()
-        self.engine.start()
-
-    def announce(self, name: str, count: int = 3) -> NamedWork:
-        form = self.forms.find(Kind.ALLREDUCE, DType.FLOAT32, ((count,),), Options())
-        x = np.ones(count, np.float32)
-        work = NamedWork(ReduceOne(form, x, x), 0, name, self.engine.board, 10.0)
-        self.engine.announce(self.named, work)
-        return work
-
-    def finish(self, *works: NamedWork) -> None:
-        for ticket in self.channel.tickets:
-            ticket.end()
-        for work in works:
-            work.wait()
-
-
-@pytest.fixture
-def stage() -> Iterator[Stage]:
-    made = Stage()
-    yield made
-    made.engine.stop()
+from tests.unit.comm.scripted_control import Stage
 
 
 def test_what_is_queued_together_is_announced_together(stage: Stage) -> None:
@@ -378,78 +247,3 @@ def test_a_sleeping_engine_is_woken_once(stage: Stage) -> None:
             stage.announce(str(index))
     stage.control.expect(Announce)
     assert stage.control.num_wakes - before <= 2
-
-
-# --- for those who watch the job --------------------------------------------------------------------------------------
-
-
-def test_without_a_launcher_nobody_is_told_how_it_is(stage: Stage) -> None:
-    stage.control.expect(Beat)
-    assert not any(isinstance(message, Vitals) for message in stage.control.said)
-
-
-def test_a_launcher_is_told_how_it_is_at_the_start_and_before_leaving() -> None:
-    stage = Stage(watched=True)
-    try:
-        assert stage.control.expect(Vitals).reading.steps == 0
-        stage.recorder.mark_step()
-        stage.engine.leave(Leave(orderly=False), Deadline(10))
-        deadline = Deadline(10)
-        while stage.control.expect(Vitals).reading.steps != 1:
-            assert not deadline.passed
-    finally:
-        stage.engine.stop()
-
-
-def test_who_waits_for_a_named_operation_knows_whom_it_waited_for(stage: Stage) -> None:
-    work = stage.announce("w")
-    stage.control.expect(Announce)
-    waiter = threading.Thread(target=work.wait)
-    waiter.start()
-    while stage.engine.board.doing() is None:
-        pass
-    doing = stage.engine.board.doing()
-    assert doing is not None and doing.op == "allreduce 'w' of group 0"
-    # Rank 2 came last, rank 1 an hour before it; so did this rank, says the coordinator.
-    stage.control.tell(Run(0, (RunItem(1, "w"),), late=((2, 0), (0, 1), (1, 3600 * 10**9))))
-    work._take_off(Deadline(10))
-    stage.finish(work)
-    waiter.join()
-    reading = stage.recorder.reading(0, None)
-    blamed = dict(reading.waited_for)
-    assert blamed[2] > 0 == blamed[1] and 0 not in blamed
-    assert reading.waiting_ns >= blamed[2]
-    assert stage.engine.board.doing() is None
-
-
-def is_tracing(stage: Stage) -> bool:
-    return stage.recorder.tracing
-
-
-def test_a_timeline_begins_and_ends_when_the_coordinator_says_so(stage: Stage) -> None:
-    with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(stage.engine.ask_trace, TraceWanted("/tmp/t.json"), Deadline(10))
-        stage.control.expect(TraceWanted)
-        stage.control.tell(Trace(True), TraceChanged())
-        assert asked.result(10) == ""
-    assert is_tracing(stage)
-    stage.recorder.operation("allreduce", "w", 0, 4, 1, 2, 3)
-    stage.control.expect(TraceBatch, lambda batch: any(b"allreduce w" in event for event in batch.events))
-    stage.recorder.operation("allreduce", "last", 0, 4, 1, 2, 3)
-    stage.control.tell(Trace(False))
-    stage.control.expect(TraceOver)
-    assert not is_tracing(stage)
-    stage.control.expect(TraceBatch, lambda batch: any(b"allreduce last" in event for event in batch.events))
-
-
-def test_a_timeline_that_cannot_be_is_refused_and_nobody_waits_for_ever(stage: Stage) -> None:
-    with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(stage.engine.ask_trace, TraceWanted("/no/t.json"), Deadline(10))
-        stage.control.expect(TraceWanted)
-        stage.control.tell(TraceChanged("cannot be written"))
-        assert asked.result(10) == "cannot be written"
-    with pytest.raises(OperationTimeout, match="not begun in time"):
-        stage.engine.ask_trace(TraceWanted("/tmp/t.json"), Deadline(0.01))
-    stage.control.tell(Ended("enough"))
-    with pytest.raises(RoundEnded, match="enough"):
-        stage.engine.ask_trace(TraceWanted(""), Deadline(10))
