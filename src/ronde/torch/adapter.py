@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from ronde.binding.adapter import Parameter, State
-from ronde.comm.buffers import Array, Bfloat16View
+from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.torch.sparse import allreduce_sparse
-from ronde.torch.tensors import as_tensor
+from ronde.torch.tensors import CPU, over
 from ronde.torch.transport import Reduction
 
 __all__ = ["TorchAdapter"]
@@ -40,7 +40,6 @@ WIRE_TYPES: dict[torch.dtype, tuple[str, int]] = {
 }
 """The type of the numbers that travel, and how many of them one element is."""
 
-CPU = torch.device("cpu")
 Hook: TypeAlias = Callable[[Tensor], object]
 Ready: TypeAlias = Callable[..., object]
 
@@ -298,7 +297,7 @@ def _one_by_one(ready: Ready) -> Ready:
 
 def _view(memory: Array, parameter: Tensor) -> Tensor:
     """The memory as a tensor like the parameter; in its order of elements, too, which optimizers like."""
-    flat = as_tensor(Bfloat16View(memory) if parameter.dtype is torch.bfloat16 else memory, CPU)
+    flat = over(memory, WIRE_TYPES[parameter.dtype][0])
     if flat.dtype != parameter.dtype:
         flat = flat.view(parameter.dtype)  # complex
     if _is_packed(parameter):

@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-from torch import Tensor
-
 from ronde.binding.adapter import Parameter
 from ronde.binding.buckets import GradientBucket
 from ronde.binding.codec import Codec, Encoder, Wire
-from ronde.comm.buffers import Array, Bfloat16View
-from ronde.torch.tensors import as_tensor
+from ronde.comm.buffers import Array
+from ronde.torch.tensors import CPU, as_tensor, over
 
 __all__ = ["CODECS", "TorchCast"]
-
-CPU = torch.device("cpu")
 
 
 class TorchCast:
@@ -38,14 +33,11 @@ class _Cast:
 
     def encode(self, number: int, gradients: Array, wires: Sequence[Array]) -> None:
         """To 16 bits, to the nearest."""
-        self._tensor(wires[0]).copy_(as_tensor(gradients, CPU))
+        over(wires[0], self._dtype).copy_(as_tensor(gradients, CPU))
 
     def decode(self, wires: Sequence[Array], gradients: Array) -> None:
         """Back to what they were."""
-        as_tensor(gradients, CPU).copy_(self._tensor(wires[0]))
-
-    def _tensor(self, wire: Array) -> Tensor:
-        return as_tensor(Bfloat16View(wire) if self._dtype == "bfloat16" else wire, CPU)
+        as_tensor(gradients, CPU).copy_(over(wires[0], self._dtype))
 
 
 CODECS: dict[str, Codec] = {"float16": TorchCast("float16"), "bfloat16": TorchCast("bfloat16")}

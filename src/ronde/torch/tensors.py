@@ -17,8 +17,9 @@ from ronde.comm.buffers import Array, Bfloat16View
 from ronde.comm.work import Work
 from ronde.types import Deadline
 
-__all__ = ["Given", "Landing", "TensorWork", "as_array", "as_tensor", "check_tensor"]
+__all__ = ["CPU", "Given", "Landing", "TensorWork", "as_array", "as_tensor", "check_tensor", "over"]
 
+CPU = torch.device("cpu")
 Given: TypeAlias = "Array | Bfloat16View"
 """What a collective of ronde takes and gives."""
 
@@ -70,6 +71,11 @@ def as_tensor(result: Given, device: torch.device) -> Tensor:
     else:
         tensor = torch.from_numpy(result)
     return tensor if device.type == "cpu" else tensor.to(device)
+
+
+def over(memory: Array, dtype: str) -> Tensor:
+    """The memory of a bucket or of a wire, which shows bfloat16 as bits, as a flat tensor of its dtype."""
+    return as_tensor(Bfloat16View(memory) if dtype == "bfloat16" else memory, CPU)
 
 
 class Landing:

@@ -16,12 +16,10 @@ from horovod.torch.compression import Compressor
 from ronde.binding.adapter import Parameter
 from ronde.binding.buckets import GradientBucket
 from ronde.binding.codec import Encoder, Wire
-from ronde.comm.buffers import Array, Bfloat16View
-from ronde.torch.tensors import as_tensor
+from ronde.comm.buffers import Array
+from ronde.torch.tensors import over
 
 __all__ = ["CompressorCodec"]
-
-CPU = torch.device("cpu")
 
 
 class CompressorCodec:
@@ -64,11 +62,7 @@ class _GradientByGradient:
 
     def _gradient(self, number: int, gradients: Array) -> Tensor:
         span = self._spans[number]
-        return _tensor(gradients[span.start : span.start + span.count], self._dtype).reshape(self._shapes[number])
+        return over(gradients[span.start : span.start + span.count], self._dtype).reshape(self._shapes[number])
 
     def _wire(self, number: int, wires: Sequence[Array]) -> Tensor:
-        return _tensor(wires[number], self.wires[number].dtype)
-
-
-def _tensor(array: Array, dtype: str) -> Tensor:
-    return as_tensor(Bfloat16View(array) if dtype == "bfloat16" else array, CPU)
+        return over(wires[number], self.wires[number].dtype)
