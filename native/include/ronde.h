@@ -24,7 +24,7 @@ typedef enum rd_status {
   RD_MISMATCH = 2,  /* members asked for different things: no data moved, the channel goes on */
   RD_TIMEOUT = 3,   /* the deadline passed; the channel is aborted for every member */
   RD_ABORTED = 4,   /* rd_abort was called here or by another member */
-  RD_PEER_LOST = 5, /* a member's socket closed; rd_result.member says whose */
+  RD_PEER_LOST = 5, /* a member's socket closed; rd_result.member says whose, .detail is errno or 0 */
   RD_SYSTEM = 6,    /* the operating system refused; rd_result.detail is errno */
   RD_CLOSED = 7     /* the channel was closed while the call waited */
 } rd_status;

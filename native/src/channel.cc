@@ -91,7 +91,7 @@ Queue& Channel::queue_of(const Request& request) {
 void Channel::abort(const Stop& stop) {
   // Others must not mistake "I closed" for their own closing.
   Stop told = stop.status == RD_CLOSED ? Stop{RD_PEER_LOST, int(layout_.me)} : stop;
-  if (segment_ != nullptr) segment_->abort(told.status, told.member);
+  if (segment_ != nullptr) segment_->abort(told);
   alarm_.raise(told);
 }
 

@@ -1,5 +1,6 @@
 // What happens when members disagree, give up, die or come late: every wait ends, and says about whom.
 #include <atomic>
+#include <cerrno>
 #include <future>
 
 #include "check.h"
@@ -72,12 +73,13 @@ TEST(an_abort_from_another_thread_ends_every_wait_and_names_the_blamed) {
     all.run([&](uint32_t rank, Channel& channel) {
       if (rank == dead) {
         // Everyone waits for this one; the news reach them through the first member alone.
-        all.channel(0).abort({RD_PEER_LOST, int(dead)});
+        all.channel(0).abort({RD_PEER_LOST, int(dead), ETIMEDOUT});
         return;
       }
       rd_result result;
       CHECK_EQ(allreduce(channel, 100, 60, &result), int(RD_PEER_LOST));
       CHECK_EQ(result.member, int(dead));
+      CHECK_EQ(result.detail, ETIMEDOUT);
       CHECK_EQ(allreduce(channel, 100), int(RD_PEER_LOST));  // and so does every later call
     });
   }

@@ -6,7 +6,6 @@
 #include <sys/socket.h>
 
 #include <cerrno>
-#include <cstring>
 
 namespace ronde {
 
@@ -15,8 +14,9 @@ namespace {
 constexpr uint32_t kEvent = UINT32_MAX;
 
 struct News {
-  uint8_t status;
-  uint8_t member[4];
+  int32_t status;
+  int32_t member;
+  int32_t detail;
 };
 
 void watch(int epoll, int fd, uint32_t tag) {
@@ -53,9 +53,7 @@ void Alarm::raise(const Stop& stop) {
 void Alarm::depart() { tell(Stop{RD_CLOSED}); }
 
 void Alarm::tell(const Stop& stop) {
-  News news{uint8_t(stop.status), {}};
-  int32_t member = stop.member;
-  std::memcpy(news.member, &member, sizeof member);
+  News news{int32_t(stop.status), int32_t(stop.member), int32_t(stop.detail)};
   for (const Descriptor& socket : sockets_) {
     if (socket.get() < 0) continue;
     (void)!send(socket.get(), &news, sizeof news, MSG_DONTWAIT | MSG_NOSIGNAL);
@@ -81,14 +79,12 @@ void Alarm::listen() {
 Stop Alarm::read_news(uint32_t member) {
   News news{};
   ssize_t got = recv(sockets_[member].get(), &news, sizeof news, MSG_DONTWAIT);
-  if (got != ssize_t(sizeof news)) return Stop{RD_PEER_LOST, int(member)};
-  int32_t blamed;
-  std::memcpy(&blamed, news.member, sizeof blamed);
+  if (got != ssize_t(sizeof news)) return Stop{RD_PEER_LOST, int(member), got < 0 ? errno : 0};
   bool known = news.status > RD_MISMATCH && news.status <= RD_CLOSED;
-  return Stop{known ? rd_status(news.status) : RD_ABORTED, blamed};
+  return Stop{known ? rd_status(news.status) : RD_ABORTED, news.member, news.detail};
 }
 
-Stop Alarm::why_closed(uint32_t member) {
+Stop Alarm::why_closed(uint32_t member, int error) {
   if (member < sockets_.size() && sockets_[member].get() >= 0) {
     pollfd ask{sockets_[member].get(), POLLIN | POLLRDHUP, 0};
     // Its news left before its data sockets closed, so they are here or never come.
@@ -97,7 +93,7 @@ Stop Alarm::why_closed(uint32_t member) {
       if (news.status != RD_CLOSED) return news;
     }
   }
-  return Stop{RD_PEER_LOST, int(member)};
+  return Stop{RD_PEER_LOST, int(member), error};
 }
 
 }  // namespace ronde

@@ -1,9 +1,8 @@
 // Wakes every wait of this channel: by a local abort, or when another member's alarm socket brings bad news.
 //
-// Each pair of members at different places keeps one socket that carries nothing but the end: five bytes (status,
-// member) from a member that gives up or leaves in good order, or a bare close from one that died. All of them sit in
-// one epoll set, so a wait on data sockets adds a single descriptor and hears of the death of any member, not only of
-// its neighbours.
+// Each pair of members at different places keeps one socket that carries nothing but the end: a Stop from a
+// member that gives up or leaves in good order, or a bare close from one that died. All of them sit in one epoll set,
+// so a wait on data sockets adds a single descriptor and hears of the death of any member, not only of its neighbours.
 #pragma once
 
 #include <atomic>
@@ -37,8 +36,9 @@ class Alarm {
   // Call when descriptor() is readable: reads the news and raises it.
   void listen();
 
-  // A data socket of this member closed: its alarm socket knows whether it gave up because of somebody else.
-  Stop why_closed(uint32_t member);
+  // A data socket of this member closed, with this errno or 0: its alarm socket knows whether it gave up because of
+  // somebody else.
+  Stop why_closed(uint32_t member, int error);
 
  private:
   Stop read_news(uint32_t member);

@@ -5,14 +5,13 @@
 #include <cerrno>
 
 #include "base/futex.h"
-#include "base/stop.h"
 
 namespace ronde {
 
 namespace {
 
 constexpr uint64_t kPage = 4096;
-constexpr uint32_t kBeingWritten = UINT32_MAX;  // the member's number is there before the status is
+constexpr uint32_t kBeingWritten = UINT32_MAX;  // what it is about is there before the status is
 
 uint64_t take(uint64_t* end, uint64_t bytes) {
   uint64_t start = *end;
@@ -65,12 +64,13 @@ PipeRoom* Segment::pipe(Traffic traffic, uint32_t from, uint32_t to) const {
   return &rooms[(uint64_t(traffic) * locals_ + from) * locals_ + to];
 }
 
-void Segment::abort(rd_status status, int member) {
+void Segment::abort(const Stop& stop) {
   uint32_t well = 0;
   SegmentHead& h = head();
   if (h.abort_status.compare_exchange_strong(well, kBeingWritten)) {
-    h.abort_member.store(member);
-    h.abort_status.store(uint32_t(status));
+    h.abort_member.store(stop.member);
+    h.abort_detail.store(stop.detail);
+    h.abort_status.store(uint32_t(stop.status));
   }
   wake_everyone();
 }
@@ -91,7 +91,7 @@ void Segment::wake_everyone() {
 void Segment::check() const {
   uint32_t status = head().abort_status.load(std::memory_order_acquire);
   if (status == 0 || status == kBeingWritten) return;
-  throw Stop{rd_status(status), head().abort_member.load()};
+  throw Stop{rd_status(status), head().abort_member.load(), head().abort_detail.load()};
 }
 
 }  // namespace ronde

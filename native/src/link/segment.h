@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 
+#include "base/stop.h"
 #include "layout.h"
 
 namespace ronde {
@@ -33,6 +34,7 @@ struct Header {
 struct alignas(64) SegmentHead {
   std::atomic<uint32_t> abort_status;  // rd_status, 0 while all is well; the first one stays
   std::atomic<int32_t> abort_member;
+  std::atomic<int32_t> abort_detail;
   alignas(64) std::atomic<uint32_t> arrived[2];  // at the even and the odd phase
   alignas(64) std::atomic<uint32_t> open;        // the last phase everybody has reached
   std::atomic<uint32_t> sleepers;
@@ -80,7 +82,7 @@ class Segment {
   char* bucket(uint32_t local) const { return base_ + buckets_ + local * bucket_bytes_; }
 
   // The first abort of anybody stays; everyone who waits wakes up.
-  void abort(rd_status status, int member);
+  void abort(const Stop& stop);
   // Says that a member has left in good order: only those who still need it are concerned.
   void depart(uint32_t local);
   void check() const;  // throws Stop when aborted

@@ -7,6 +7,7 @@ where send and receive are wanted.
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections import deque
@@ -261,18 +262,21 @@ class NativeChannel:
             return RoundEnded(f"{text} on rank {me}: an operation timed out on another member{late}")
         if ending.status == Status.SYSTEM:
             return RondeError(f"{text} failed on rank {me}: {os.strerror(ending.detail)}")
-        lost, why = self._verdict(blamed)
+        lost, why = self._verdict(blamed, ending.detail)
         if lost >= 0:
             return PeerLost(rank=me, peer=lost, op=text, why=why)
         return RoundEnded(f"{text} on rank {me}: {why}")
 
-    def _verdict(self, blamed: int) -> tuple[int, str]:
+    def _verdict(self, blamed: int, error: int) -> tuple[int, str]:
         """Who is to blame and why, as seen by whoever saw it; that may arrive a moment after the sockets closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._end is not None, timeout=VERDICT_S)
             if self._end is not None:
                 return self._end
-        return (blamed, "its connection closed") if blamed >= 0 else (-1, "another member ended the operation")
+        if blamed < 0:
+            return -1, "another member ended the operation"
+        closed = error in (0, errno.ECONNRESET, errno.EPIPE)
+        return blamed, "its connection closed" if closed else f"its host cannot be reached: {os.strerror(error)}"
 
 
 class StillWaiting(OperationTimeout):
