@@ -2,15 +2,20 @@
 
 A rank's process group cannot be ended by somebody who is dead. So a small shell holds the reading end of a pipe, and is
 told every group that begins and ends. When the pipe ends, its writer is gone, however it went: the shell kills the
-groups that are left. Used by launch/process, for the agent and LocalJob.
+groups that are left, and then whoever left its group (a daemon, a server in a session of its own) and still carries the
+mark that every process inherits in its environment. Used by launch/process, for the agent and LocalJob.
 """
 
 from __future__ import annotations
 
 import os
 import subprocess
+import uuid
 
-__all__ = ["Guard"]
+__all__ = ["MARK", "Guard"]
+
+MARK = "RONDE_GUARD"
+"""The variable that marks a process as ours. One that is started without it lives on after the job."""
 
 CLOSE_S = 5.0
 """The shell ends within milliseconds of its pipe."""
@@ -28,19 +33,29 @@ for group in $groups; do
     eval "runs=\${runs_$group-}"
     if [ "$runs" ]; then kill -s KILL -- "-$group"; fi
 done
+for round in 1 2 3 4 5 6 7 8; do  # what one of them started while we looked is found the next time
+    found=$(grep -lzxF "$1" /proc/[0-9]*/environ)  # it complains of what is not ours to read
+    if [ -z "$found" ]; then break; fi
+    for place in $found; do
+        place=${place#/proc/}
+        kill -s KILL "${place%/environ}"
+    done
+done
 """
-"""POSIX, without any program but the shell itself."""
+"""POSIX; but for grep without any program but the shell itself."""
 
 
 class Guard:
-    """Kills the process groups it was told of when this process ends, or when it is closed."""
+    """Kills the process groups it was told of, and all that carry its mark, when this process ends or it is closed."""
 
     def __init__(self) -> None:
+        self.mark = {MARK: uuid.uuid4().hex}
+        """To be in the environment of whoever is guarded."""
         reading, self._fd = os.pipe()
         try:
             os.set_blocking(self._fd, False)
             self._shell = subprocess.Popen(
-                ["/bin/sh", "-c", SCRIPT, "ronde-guard"],
+                ["/bin/sh", "-c", SCRIPT, "ronde-guard", f"{MARK}={self.mark[MARK]}"],
                 stdin=reading,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -69,7 +84,7 @@ class Guard:
         self._tell(f"end {group}\n")
 
     def close(self) -> None:
-        """End the shell, and with it the groups that are left. Idempotent."""
+        """End the shell, and with it everything that is left. Idempotent."""
         if self._fd < 0:
             return
         os.close(self._fd)

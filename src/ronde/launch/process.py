@@ -48,7 +48,7 @@ def start(
         with _bound_to(command.cpus):
             popen = subprocess.Popen(
                 command.argv,
-                env=command.env,
+                env={**command.env, **guard.mark},
                 cwd=command.cwd,
                 stdin=stdin,
                 stdout=stdout,
@@ -62,7 +62,8 @@ def start(
 
 
 class Process:
-    """A running process, and all that it starts and that stays in its group. Not for several threads at once."""
+    """A running process, and all that it starts and that stays in its group; the guard knows of the rest. Not for
+    several threads at once."""
 
     def __init__(self, popen: subprocess.Popen[bytes], guard: Guard) -> None:
         self.pid = popen.pid

@@ -19,6 +19,8 @@ guard = Guard()
 shell = ["sh", "-c", "trap '' TERM; sleep 300 & echo $!; wait"]  # a rank that ignores SIGTERM, with a child
 ranks = [subprocess.Popen(shell, start_new_session=True, stdout=subprocess.PIPE) for _ in range(3)]
 children = [int(rank.stdout.readline()) for rank in ranks]
+shell = ["setsid", "sh", "-c", "sleep 300 & echo $!"]  # leaves a daemon: nobody's child, in nobody's group
+children.append(int(subprocess.Popen(shell, env=guard.mark, stdout=subprocess.PIPE).stdout.readline()))
 for rank in ranks:
     guard.begin(rank.pid)
 guard.end(ranks[2].pid)
@@ -34,10 +36,10 @@ def sleeper() -> subprocess.Popen[bytes]:
 def test_a_killed_process_takes_its_groups_along_within_a_second() -> None:
     with subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
-        guard, a, b, unguarded, child_a, child_b, child = map(int, holder.stdout.readline().split())
+        guard, a, b, unguarded, child_a, child_b, child, daemon = map(int, holder.stdout.readline().split())
         holder.kill()
     deadline = Deadline(1.0)
-    assert all(ends(pid, deadline.left_s) for pid in (a, b, child_a, child_b, guard))
+    assert all(ends(pid, deadline.left_s) for pid in (a, b, child_a, child_b, daemon, guard))
     for pid in (unguarded, child):
         assert not ends(pid, 0.0)
         subprocess.run(["kill", "-KILL", str(pid)], check=True)
