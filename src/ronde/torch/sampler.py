@@ -8,7 +8,8 @@
 
 A loader's workers fetch batches long before the training loop gets them, so what was drawn from a sampler says nothing
 about what was trained on. track() counts a batch when it is handed to the loop: state_dict() then has every batch that
-the loop has got, the present one included, and none that merely was fetched ahead.
+the loop has got, the present one included, and none that merely was fetched ahead. A plain loop over the loader has a
+new order in each epoch, too; it only cannot say where in an epoch it stands.
 """
 
 from __future__ import annotations
@@ -56,10 +57,12 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         self.ends = ends
         self._group = group
         self._position = Position()
+        self._passed: Position | None = None  # from where the last pass went to its end
 
     @property
     def epoch(self) -> int:
-        """The epoch that is under way, from 0. A loop over track() that comes to its end begins the next."""
+        """The epoch that is under way, from 0. The end of a loop over track() begins the next; a plain loop over the
+        loader does so when it starts again after its end."""
         return self._position.epoch
 
     @property
@@ -70,12 +73,19 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. Nothing happens if it is under way, so that a resumed one goes on."""
         self._position = self._position.at_epoch(epoch)
+        self._passed = None
 
     def __iter__(self) -> Iterator[int]:
-        """My samples from the present position on."""
+        """My samples from the present position on. After a whole pass that nobody counted: those of the next epoch."""
+        if self._passed == self._position:
+            self._position = Position(self.epoch + 1)
         order = epoch_order(self.length, epoch=self.epoch, seed=self.seed, shuffle=self.shuffle)
         rank, size = self._place()
-        return iter(share(order, self.consumed, rank, size, self.ends).tolist())
+        return self._pass(share(order, self.consumed, rank, size, self.ends).tolist(), self._position)
+
+    def _pass(self, samples: list[int], start: Position) -> Iterator[int]:
+        yield from samples
+        self._passed = start
 
     def __len__(self) -> int:
         """How many samples of this epoch are still mine."""
@@ -88,6 +98,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         """
         size = self._place()[1]
         start = self._position
+        self._passed = None  # what some ranks alone have looked through is no epoch
         each = _batch_size(loader) if batch_size is None else batch_size
         for count, batch in enumerate(loader, start=1):
             self._position = start.after(count * each, size, self.length)
@@ -112,6 +123,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
                 "make the sampler as it was, or set state['consumed'] to 0 to begin the epoch again"
             )
         self._position = position
+        self._passed = None
 
     def _order(self) -> dict[str, Any]:
         return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}

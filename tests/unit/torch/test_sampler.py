@@ -51,6 +51,25 @@ def test_ranks_share_a_dataset_and_every_epoch_has_its_own_order() -> None:
     assert results[0][0] != results[0][1]
 
 
+def test_plain_loops_have_a_new_order_in_every_epoch_and_looking_through_the_data_counts_for_nothing() -> None:
+    def body(world: World) -> None:
+        sampler = ShardedSampler(20, group=world.group)
+        loader = loader_of(sampler, batch_size=4)
+        epochs = [[batch[0].tolist() for batch in loader] for _ in range(3)]
+        assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+        assert sampler.epoch == 2
+        sampler.set_epoch(1)
+        assert [[batch[0].tolist() for batch in loader] for _ in range(2)] == epochs[1:]
+        sampler.set_epoch(0)
+        next(iter(loader))
+        if world.rank == 0:
+            list(loader)
+        assert [batch[0].tolist() for batch in sampler.track(loader)] == epochs[0]
+        assert sampler.epoch == 1
+
+    run_threads(2, body)
+
+
 def test_only_batches_that_the_loop_got_count_whatever_was_fetched_ahead() -> None:
     def body(world: World) -> None:
         sampler = ShardedSampler(100, group=world.group)
