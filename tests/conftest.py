@@ -6,6 +6,7 @@ A test that has to leave something says so: `@pytest.mark.leaves(reason="…")`.
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -20,6 +21,11 @@ CLOSING_S = 5.0
 
 NATIVE_THREADS = ("ronde", "ZMQbg")
 """Names of native threads that somebody has to close. The pools of BLAS and PyTorch stay by design."""
+
+
+def pytest_configure() -> None:
+    """A shell's background job ignores Ctrl-C, and all that it starts would: tests of Ctrl-C start processes."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import psutil
+import pytest
 
 from tests.jobs.running import PATIENCE_S, RONDE, Terminal
 
@@ -91,6 +93,29 @@ def test_who_quits_the_debugger_ends_the_job_and_has_his_terminal_back(tmp_path:
         assert terminal.result() == 1, terminal.shown
         assert terminal.modes() == terminal.before
     assert "rank 1 on host localhost failed first: exited with code 1 (BdbQuit" in terminal.shown
+
+
+@pytest.mark.parametrize(
+    ("typed", "code", "words"),
+    [("", 1, "BdbQuit"), ("p x * 2\n", 1, "(Pdb) 42"), ("p x * 2", 1, "(Pdb) 42"), ("c\n", 0, "sum 21 False")],
+    ids=["nothing", "a line", "half a line", "to the end"],
+)
+def test_what_is_piped_is_typed_and_its_end_ends_the_debugger(
+    tmp_path: Path, typed: str, code: int, words: str
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [*RUN, sys.executable, str(script)],
+        input=typed,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    assert words in done.stdout
+    assert ("rank 1 on host localhost failed first: exited with code 1 (BdbQuit" in done.stderr) == (code == 1)
 
 
 def test_a_driver_that_is_told_to_end_gives_the_terminal_back(tmp_path: Path) -> None:

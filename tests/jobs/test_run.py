@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from ronde.types import Deadline
-from tests.jobs.running import PATIENCE_S, SECONDS_S, Running, ask, run, script
+from tests.jobs.running import PATIENCE_S, RONDE, SECONDS_S, Running, ask, run, script
 
 # --- how it ends ---------------------------------------------------------------------------------------------------
 
@@ -51,10 +52,30 @@ def test_the_first_that_failed_is_named_with_its_last_words_and_not_its_peers(
 def test_a_rank_that_leaves_the_others_alone_is_named_though_its_code_is_0() -> None:
     done = run("-np", "2", *script("ending", "0"))
     assert done.code == 1
-    assert done.summary[0] == "rank 0 on host localhost failed first: exited with code 1"
-    assert done.summary[-1] == (
-        "before that, rank 1 on host localhost had left the others: exited with code 0 (exited without shutdown)"
-    )
+    left, then = done.summary
+    assert left == "rank 1 on host localhost left too early: exited with code 0 (exited without shutdown)"
+    assert then.startswith("rank 0 then exited with code 1: ronde.errors.PeerLost: rank 0 lost rank 1 during allreduce")
+
+
+GOES_ON = """
+import logging, os, sys
+try:
+    open("/nowhere/cache")
+except OSError:
+    logging.exception("no cache")
+print("loss is nan", file=sys.stderr, flush=True)
+print("giving up", flush=True)
+os.kill(os.getpid(), 9) if sys.argv[1] == "kill" else sys.exit(7)
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("kill", 137), ("exit", 7)])
+def test_an_error_that_a_rank_has_got_over_is_not_shown_as_the_reason(how: str, code: int) -> None:
+    done = run("-np", "1", sys.executable, "-c", GOES_ON, how)
+    assert done.code == code
+    _, heading, *_, loss, other_heading, end = done.summary
+    assert (heading, other_heading) == ("  | last lines of standard error:", "  | last lines of standard output:")
+    assert (loss, end) == ("  | loss is nan", "  | giving up")
 
 
 def test_a_rank_that_ends_well_before_others_is_no_failure() -> None:
@@ -126,8 +147,15 @@ def test_a_reader_that_leaves_ends_the_job() -> None:
         job.out()
         assert job.driver.stdout is not None
         job.driver.stdout.close()
-        said = job.err_until("cannot write to standard output")
-        assert job.driver.wait(PATIENCE_S) == 141, said
+        assert job.driver.stderr is not None
+        assert (job.driver.wait(PATIENCE_S), job.driver.stderr.read()) == (141, b""), "as any program before `| head`"
+
+
+def test_output_that_cannot_be_written_ends_the_job_and_says_why() -> None:
+    with Path("/dev/full").open("wb") as full:
+        done = subprocess.run([RONDE, "run", "-np", "2", *CHATTER], stdout=full, stderr=subprocess.PIPE, check=False)
+    assert done.returncode == 1
+    assert done.stderr.decode().endswith("cannot write to standard output: [Errno 28] No space left on device\n")
 
 
 @pytest.mark.parametrize(("number", "code", "merged"), [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)])
@@ -172,6 +200,20 @@ def test_a_request_that_cannot_be_met_says_why(words: str, code: int, said: str)
     done = run(*words.split())
     assert (done.code, done.out) == (code, "")
     assert said in done.err and "Traceback" not in done.err
+
+
+@pytest.mark.parametrize(("closed", "out"), [(">&-", ""), ("2>&-", "[0] out\n"), ("<&- >&- 2>&-", "")])
+def test_a_closed_stream_leads_nowhere_and_changes_nothing_else(closed: str, out: str) -> None:
+    words = [RONDE, "run", "sh", "-c", "echo out; echo err >&2; exit 3"]
+    done = subprocess.run(
+        ["sh", "-c", f'exec "$@" {closed}', "sh", *words],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (3, out), done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_a_job_in_a_file_with_hosts_in_another(tmp_path: Path) -> None:

@@ -19,6 +19,15 @@ UNKNOWN = "-"
 NOTHING = (UNKNOWN, "0")
 WIDE = 120
 """Columns of a terminal that has room for everything."""
+RANK_WIDTH, STATE_WIDTH, NOW_WIDTH = 6, 8, 20
+"""What these columns need at least."""
+HOST_WIDTH = 12
+"""Longer names are cut; where there is room, twice as long."""
+LEAST_FIRST = (
+    *("GPU mem", "step", "lately", "memory", "comm", "CPU"),
+    *("ops/s", "compute", "GPU", "steps/s", "waiting"),
+)
+"""The order in which columns make room on a narrow terminal; who is waited for always stays."""
 SILENT_S = 5.0
 """Ranks tell how they are every second."""
 
@@ -59,7 +68,7 @@ def draw_overview(status: JobStatus, *, max_rows: int = 1000, width: int = WIDE)
         worst = sorted(shown, key=lambda rank: (rank.state == "running", -rank.holding_up, rank.rank))
         shown = tuple(sorted(worst[:max_rows], key=lambda rank: rank.rank))
     is_wide = width >= WIDE
-    columns = _columns(shown, is_wide)
+    columns = _fitting(_columns(shown, is_wide), shown, width - (NOW_WIDTH if is_wide else 0))
     table = _frame(status, len(status.ranks) - len(shown), is_wide)
     for column in columns:
         table.add_column(column.title, justify="right", no_wrap=True)
@@ -69,7 +78,7 @@ def draw_overview(status: JobStatus, *, max_rows: int = 1000, width: int = WIDE)
         is_slowest = rank.rank == status.slowest
         table.add_row(
             f"{SLOWEST} {rank.rank}" if is_slowest else str(rank.rank),
-            Text(shorten(rank.host) or UNKNOWN),
+            Text(_host(rank)),
             Text(rank.state, style=STATE_STYLES[rank.state]),
             *(column.text(rank) for column in columns),
             *((Text(_now(rank)),) if is_wide else ()),
@@ -90,6 +99,17 @@ def _columns(shown: tuple[RankStatus, ...], is_wide: bool) -> list[Column]:
     return [column for column in useful if column.title != "ops/s" or not has_steps]
 
 
+def _fitting(columns: list[Column], shown: tuple[RankStatus, ...], width: int) -> list[Column]:
+    """The most important ones that there is room for beside rank, host and state."""
+    hosts = max((len(_host(rank)) for rank in shown), default=0)
+    room = width - sum(1 + most for most in (RANK_WIDTH, min(hosts, HOST_WIDTH), STATE_WIDTH))
+    widths = {each.title: 1 + max([len(each.title), *(len(each.text(rank)) for rank in shown)]) for each in columns}
+    for title in LEAST_FIRST:
+        if sum(widths.values()) > room:
+            widths.pop(title, None)
+    return [column for column in columns if column.title in widths]
+
+
 def _frame(status: JobStatus, num_hidden: int, is_wide: bool) -> Table:
     words = ["waited for: time that other ranks waited for this one, all of them added up"]
     if status.slowest is not None:
@@ -106,9 +126,13 @@ def _frame(status: JobStatus, num_hidden: int, is_wide: bool) -> Table:
         expand=is_wide,
     )
     table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column("host", max_width=24 if is_wide else 12, no_wrap=True, overflow="ellipsis")
+    table.add_column("host", max_width=2 * HOST_WIDTH if is_wide else HOST_WIDTH, no_wrap=True, overflow="ellipsis")
     table.add_column("state", no_wrap=True)
     return table
+
+
+def _host(rank: RankStatus) -> str:
+    return shorten(rank.host) or UNKNOWN
 
 
 def _now(rank: RankStatus) -> str:

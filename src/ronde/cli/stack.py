@@ -49,9 +49,17 @@ def stacks_text(stacks: tuple[RankStack, ...]) -> str:
     blocks = []
     for ranks, at in group_stacks(stacks):
         who = f" on {at.host}, pid {at.pid}" if len(ranks) == 1 and at.pid else ""
-        where = f": {at.line}\n{_indented(at.stack)}" if at.line else f" {at.why}"
+        why = at.why if len(ranks) == 1 else _of_several(at.why)
+        where = f": {at.line}\n{_indented(at.stack)}" if at.line else f" {why}"
         blocks.append(f"{name_ranks(ranks)}{who}{where}".rstrip())
     return "\n\n".join(blocks)
+
+
+def _of_several(why: str) -> str:
+    """What is said of one rank, for more of them."""
+    verb, space, rest = why.partition(" ")
+    verbs = {"has": "have", "does": "do", "is": "are"}
+    return verbs.get(verb, verb) + space + rest.replace("; its process is", "; their processes are")
 
 
 def _indented(text: str) -> str:

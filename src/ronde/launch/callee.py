@@ -104,13 +104,42 @@ def _pickle_value(value: object) -> bytes:
 
 
 def _pickle_error(error: BaseException) -> bytes:
-    """None, when it does not survive the way."""
+    """As it is, or by its parts: pickle makes an exception by a call with its args, and those are often not what its
+    __init__ takes. None, when it does not survive the way at all."""
+    ways = [way for sent in (error, _Parts(error)) if (way := _there_and_back(sent)) is not None]
+    pickled, _ = max(ways, key=lambda way: way[1] == str(error), default=(pickle.dumps(None), ""))
+    return pickled
+
+
+class _Parts:
+    """Becomes the error itself where it is unpickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind, args, *attributes = _builtin(type(self._error)).__reduce__(self._error)
+        return _put_together, (kind, args), *attributes
+
+
+def _put_together(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    _builtin(kind).__init__(error, *args)  # an OSError gets its errno there
+    return error
+
+
+def _builtin(kind: type[BaseException]) -> Any:  # noqa: ANN401  # mypy allows neither of the two calls
+    """The exception of Python's own that it is made from: what that needs, it can do with."""
+    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
+
+
+def _there_and_back(sent: object) -> tuple[bytes, str] | None:
+    """Its pickle, and what is said by what that becomes: it may pickle, and not come back."""
     try:
-        pickled: bytes = cloudpickle.dumps(error)
-        pickle.loads(pickled)  # an exception may pickle and not come back
-        return pickled
-    except Exception:  # whatever a __reduce__ raises
-        return pickle.dumps(None)
+        pickled: bytes = cloudpickle.dumps(sent)
+        return pickled, str(pickle.loads(pickled))
+    except Exception:  # whatever a __reduce__ or an __init__ raises
+        return None
 
 
 if __name__ == "__main__":

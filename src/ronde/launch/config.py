@@ -17,10 +17,10 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from ronde.launch.hosts import parse_hosts, read_hostfile
-from ronde.launch.job import Host, Job, Ssh
+from ronde.launch.hosts import format_host, parse_hosts, read_hostfile
+from ronde.launch.job import Host, Job, Ssh, working_directory
 from ronde.launch.options import Option, options
 from ronde.launch.placement import place
 from ronde.settings import OF_THE_JOB, PREFIX, Settings, parse_setting
@@ -50,12 +50,13 @@ def make_request(flags: Mapping[str, Any], command: Sequence[str], environ: Mapp
     environ = os.environ if environ is None else environ
     known = {option.name: option for option in options()}
     given = {
-        name: _check(known[name], _from_text(known[name], value), known[name].flag) for name, value in flags.items()
+        name: _check(known[name], _from_text(known[name], value), "/".join(known[name].all_flags))
+        for name, value in flags.items()
     }
     file = read_config(given["config"]) if "config" in given else {}
     if {"hosts", "hostfile"} & given.keys():  # said anew: what the file says about hosts is over
         file = {name: value for name, value in file.items() if name not in ("hosts", "hostfile")}
-    told = {**file, **given}
+    told = _merge(file, given)
     command = tuple(command) or file.get("command", ())
     if not command:
         raise ValueError(f"there is no command to run; give one, as in: {EXAMPLE}")
@@ -69,16 +70,19 @@ def make_request(flags: Mapping[str, Any], command: Sequence[str], environ: Mapp
     )
 
 
+def _merge(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Flags are stronger than the file; where several values have their place, all count."""
+    return {
+        **file,
+        **given,
+        "env": (*file.get("env", ()), *given.get("env", ())),  # of two, the last counts
+        "ssh_option": (*given.get("ssh_option", ()), *file.get("ssh_option", ())),  # of two, ssh takes the first
+    }
+
+
 def read_config(path: str) -> dict[str, Any]:
     """The checked values of a YAML file. ValueError names the file and the key."""
-    import yaml  # only who has a file waits for it
-
-    try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except (UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    found = _load_yaml(path)
     if found is None:
         return {}
     if not isinstance(found, dict):
@@ -87,22 +91,64 @@ def read_config(path: str) -> dict[str, Any]:
     return {name: _read_key(path, name, value, known) for name, value in found.items() if value is not None}
 
 
+def _load_yaml(path: str) -> object:
+    """What is in the file, where no key may stand twice: YAML itself would take the last."""
+    import yaml  # only who has a file waits for it
+
+    try:
+        loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
+        root = loader.get_single_node()
+        twice = _find_twice(root)
+        found = None if root is None or twice else loader.construct_document(root)
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+    if twice:
+        raise ValueError(f"{path}, {twice}")
+    return found
+
+
+def _find_twice(root: Any) -> str:  # noqa: ANN401  # a node of YAML, or None
+    """The line and the key, among those of the file and of what they hold: nobody reads deeper."""
+    for node in (root, *(value for _, value in _pairs(root))):
+        seen = set()
+        for key, _ in _pairs(node):
+            if str(key.value) in seen:
+                return f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice"
+            seen.add(str(key.value))
+    return ""
+
+
+def _pairs(node: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401  # a node of YAML, or None
+    """Of a mapping; others have none."""
+    return node.value if node is not None and node.id == "mapping" else []
+
+
 def _read_key(path: str, name: object, value: object, known: Mapping[str, Option]) -> Any:  # noqa: ANN401  # its kind's
     source = f"{path}: {name}"
     if name == "command":
-        words = shlex.split(value) if isinstance(value, str) else value
-        if not isinstance(words, list):
-            raise ValueError(f"{source} must be a text or a list of words, got {value!r}")
-        return tuple(str(word) for word in words)
+        return _read_command(value, source)
     if name not in known:
         raise ValueError(f"{path}: {_unknown(str(name), [*known, 'command'])}")
-    if name == "hosts" and isinstance(value, dict):
-        value = ",".join(f"{host}:{slots}" for host, slots in value.items())
-    elif name == "hosts" and isinstance(value, list):
-        value = ",".join(map(str, value))
-    elif name == "env" and isinstance(value, dict):
-        value = [key if text is None else f"{key}={_plain(text)}" for key, text in value.items()]
+    if name == "env" and isinstance(value, dict):
+        value = [_variable(key, text, f"{source}: {key}") for key, text in value.items()]
     return _check(known[str(name)], value, source)
+
+
+def _read_command(value: object, source: str) -> tuple[str, ...]:
+    try:
+        words = shlex.split(value) if isinstance(value, str) else value
+    except ValueError as error:  # a quotation that does not end
+        raise ValueError(f"{source}: {error} in {value!r}") from None
+    if not isinstance(words, list):
+        raise ValueError(f"{source} must be a text or a list of words, got {value!r}")
+    return tuple(str(_one(word, f"{source}: a word")) for word in words)
+
+
+def _variable(name: object, value: object, source: str) -> str:
+    """As for -x."""
+    return str(name) if value is None else f"{name}={_plain(_one(value, source))}"
 
 
 def _unknown(name: str, known: Sequence[str]) -> str:
@@ -144,6 +190,21 @@ def _check_text(option: Option, value: object, source: str) -> str:
     return _plain(value)
 
 
+def _check_hosts(option: Option, value: object, source: str) -> tuple[Host, ...]:
+    """As for -H, or a list of such texts, or hosts with their slots."""
+    listed = value if isinstance(value, list) else [value]
+    try:
+        return parse_hosts(",".join(text for each in listed for text in _hosts_texts(each)))
+    except ValueError as error:
+        raise ValueError(f"{source}: {error}") from None
+
+
+def _hosts_texts(value: object) -> list[str]:
+    if not isinstance(value, dict):
+        return [str(_one(value, "a host"))]
+    return [format_host(str(name), str(_one(slots, f"host {name}: slots"))) for name, slots in value.items()]
+
+
 def _check_choice(option: Option, value: object, source: str) -> str:
     if value not in option.choices:
         raise ValueError(f"{source} must be {' or '.join(option.choices)}, got {value!r}")
@@ -162,20 +223,26 @@ def _check_many(option: Option, value: object, source: str) -> tuple[str, ...]:
 
 
 def _check_setting(option: Option, value: object, source: str) -> Any:  # noqa: ANN401  # the setting's
-    if isinstance(value, dict | list):
-        raise ValueError(f"{source} must be one value, got {value!r}")
-    return parse_setting(option.name, str(value), source)
+    return parse_setting(option.name, str(_one(value, source)), source)
 
 
 _CHECKS: dict[str, Callable[[Option, object, str], Any]] = {
     "whole": _check_whole,
     "seconds": _check_seconds,
     "text": _check_text,
+    "hosts": _check_hosts,
     "choice": _check_choice,
     "switch": _check_switch,
     "many": _check_many,
     "setting": _check_setting,
 }
+
+
+def _one(value: object, source: str) -> object:
+    """The value, which is neither missing nor several."""
+    if value is None or isinstance(value, dict | list):
+        raise ValueError(f"{source} must be one value, got {'nothing' if value is None else repr(value)}")
+    return value
 
 
 def _plain(value: object) -> str:
@@ -202,7 +269,7 @@ def _make_job(told: Mapping[str, Any], command: tuple[str, ...], settings: Setti
         raise ValueError(f"--debug {debug_rank}: there are only ranks 0 to {num_ranks - 1}")
     if debug_rank is not None and told.get("top"):
         raise ValueError("--debug and --top both want the terminal: give one of them")
-    default = Job(command=command, num_ranks=num_ranks)
+    default = Job(command=command, num_ranks=num_ranks, cwd=_absolute(told.get("cwd", "")))
     return Job(
         command=command,
         num_ranks=num_ranks,
@@ -210,12 +277,12 @@ def _make_job(told: Mapping[str, Any], command: tuple[str, ...], settings: Setti
         ssh=Ssh(
             port=told.get("ssh_port", 0),
             identity=told.get("ssh_identity", ""),
-            options=told.get("ssh_option", ()),
+            options=told["ssh_option"],
             start_s=told.get("ssh_start_s", default.ssh.start_s),
         ),
         python=told.get("python", ""),
-        env=_variables(told.get("env", ()), environ),
-        cwd=str(Path(told["cwd"]).absolute()) if "cwd" in told else default.cwd,
+        env=_variables(told["env"], environ),
+        cwd=default.cwd,
         settings=settings,
         tf_config=told.get("tf_config", False),
         bind=told.get("bind", "none"),
@@ -230,8 +297,12 @@ def _hosts(told: Mapping[str, Any]) -> tuple[Host, ...]:
     if "hosts" in told and "hostfile" in told:
         raise ValueError("hosts and hostfile exclude each other: give one of them")
     if "hosts" in told:
-        return parse_hosts(told["hosts"])
+        return cast("tuple[Host, ...]", told["hosts"])
     return read_hostfile(told["hostfile"]) if "hostfile" in told else ()
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path) if Path(path).is_absolute() else Path(working_directory(), path))
 
 
 def _variables(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:

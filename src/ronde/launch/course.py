@@ -39,6 +39,8 @@ __all__ = ["Agents", "Course"]
 
 PIPE_CODE = 141
 """As a shell has it for a program whose output nobody reads any more (SIGPIPE)."""
+UNWRITABLE_CODE = 1
+"""As programs have it that cannot write their output, to a full disk for example."""
 
 
 class Agents(Protocol):
@@ -209,8 +211,8 @@ class Course:
         self._agents.send({index: Signal(tuple(of_host), number) for index, of_host in ranks.items()})
 
     def _say(self, stage: Stage, on: On) -> None:
-        """Whoever waits wants to know for what."""
-        if not self._running:
+        """Whoever waits wants to know for what; whoever has left does not."""
+        if not self._running or (self.stop is not None and not self.stop.why):
             return
         who = name_ranks(self._running)
         if stage is Stage.INTERRUPT:
@@ -241,6 +243,6 @@ class Course:
         if full != self._paused:
             self._paused = full
             self._agents.pause(full)
-        why = self._screen.gone()
-        if why and self.stop is None:
-            self.end(Stop(PIPE_CODE, why), On.STOP)
+        gone = self._screen.gone()
+        if gone is not None and self.stop is None:
+            self.end(Stop(PIPE_CODE, "") if gone.unread else Stop(UNWRITABLE_CODE, gone.why), On.STOP)

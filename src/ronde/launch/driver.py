@@ -114,7 +114,7 @@ class Driver:
             raise Stopped
         coordinator = Coordinator(ground.coordinator, 0, job.num_ranks, JobKey(key), settings=job.settings, rounds=None)
         opened.callback(coordinator.close)
-        coordinator.start()
+        coordinator.start([self._hosts[seat.host_index].name for seat in self._seats])
         meeting = arrange(
             self._seats,
             coordinator=coordinator.address,
@@ -122,8 +122,8 @@ class Driver:
             addresses=ground.addresses,
             ports=[site.ports for site in ground.sites],
         )
-        progress = os.isatty(1) and os.isatty(2)
-        orders = make_orders(job, self._seats, meeting, ground.sites, environ=os.environ, progress=progress)
+        terminals = [fd for fd in range(3) if os.isatty(fd)]
+        orders = make_orders(job, self._seats, meeting, ground.sites, environ=os.environ, terminals=terminals)
         course = self._course = Course(loop, job, self._seats, agents=crew, screen=self._screen, lost=coordinator.lost)
         opened.callback(course.close)
         self._open_endpoint(course, coordinator, opened)
@@ -134,13 +134,17 @@ class Driver:
 
     def _outcome(self, course: Course, coordinator: Coordinator) -> Outcome:
         verdict = judge(
-            course.ends, first_lost=coordinator.first_lost(), stop=course.stop, num_ranks=self._job.num_ranks
+            course.ends,
+            num_ranks=self._job.num_ranks,
+            tail=self._screen.tail,
+            first_lost=coordinator.first_lost(),
+            stop=course.stop,
         )
-        tail = self._screen.tail(verdict.culprit) if verdict.culprit is not None else ""
         codes = {end.rank: end.code for end in course.ends}
         if course.stop is not None:
             self._screen.close(give_up_s=LAST_WORDS_S)
-        return Outcome(verdict.code, verdict.summary(tail), course.results, codes, verdict.culprit, course.stop)
+        summary = "\n".join(verdict.lines)
+        return Outcome(verdict.code, summary, course.results, codes, verdict.culprit, course.stop)
 
     def _open_endpoint(self, course: Course, coordinator: Coordinator, opened: ExitStack) -> None:
         """Where `ronde top` and `ronde stack` ask."""

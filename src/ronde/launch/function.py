@@ -7,6 +7,7 @@ are processes of this job, started by its agents; launch/callee is the other one
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import pickle
 import signal
@@ -78,7 +79,7 @@ def run(
     print is shown with their numbers.
     """
     where = _hosts(hosts)
-    num_ranks = np if np is not None else sum(host.slots for host in where) or 1
+    num_ranks = _whole(np) if np is not None else sum(host.slots for host in where) or 1
     place(where, num_ranks)  # says what is wrong before anything is pickled
     job = Job(
         command=CALLEE,
@@ -86,7 +87,7 @@ def run(
         hosts=where,
         ssh=ssh or Ssh(),
         python=python,
-        env=dict(env or {}),
+        env=_variables(env or {}),
         settings=Settings.load(settings, _own_settings()),
         call=pack_call(fn, args, kwargs or {}),
     )
@@ -176,6 +177,20 @@ def _hosts(given: str | Sequence[Host | str]) -> tuple[Host, ...]:
     if isinstance(given, str):
         return parse_hosts(given) if given else ()
     return tuple(host for each in given for host in ([each] if isinstance(each, Host) else parse_hosts(each)))
+
+
+def _whole(np: object) -> int:
+    try:
+        return operator.index(np)  # type: ignore[arg-type]  # that is the question
+    except TypeError:
+        raise TypeError(f"np must be a whole number, got {np!r}") from None
+
+
+def _variables(env: Mapping[str, str]) -> dict[str, str]:
+    for name, text in env.items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise TypeError(f"env must have texts, as in env={{'A': '1'}}; got {name!r}: {text!r}")
+    return dict(env)
 
 
 def _own_settings() -> dict[str, str]:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ronde.launch.job import Host
 
-__all__ = ["format_hosts", "parse_hostfile", "parse_hosts", "read_hostfile"]
+__all__ = ["format_host", "format_hosts", "parse_hostfile", "parse_hosts", "read_hostfile"]
 
 _WORD = r"[^\s@:\[\],]+"
 _HOST = re.compile(rf"(?P<user>{_WORD}@)?(?:\[(?P<v6>[^\s\[\],]+)\]|(?P<name>{_WORD}))(?::(?P<slots>[^:]*))?")
@@ -60,7 +60,12 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 def format_hosts(hosts: Iterable[Host]) -> str:
     """The text that parse_hosts reads."""
-    return ",".join(f"{_bracketed(host.name)}:{host.slots}" for host in hosts)
+    return ",".join(format_host(host.name, str(host.slots)) for host in hosts)
+
+
+def format_host(name: str, slots: str) -> str:
+    """One of them. The brackets of an IPv6 address are added where they are missing."""
+    return f"{_bracketed(name)}:{slots}"
 
 
 def _parse_line(words: list[str]) -> Host:
@@ -81,7 +86,7 @@ def _parse_host(item: str) -> Host:
         if item.count(":") > 1 and "[" not in item:
             raise ValueError(f"{item!r}: an IPv6 address needs brackets, as in [fe80::7]:4")
         raise ValueError(f"cannot read {item!r}; {_SHAPE}")
-    if found["v6"] is not None and ":" not in found["v6"]:
+    if found["v6"] is not None and found["v6"].count(":") < 2:
         raise ValueError(f"{item!r}: brackets are for IPv6 addresses")
     name = (found["user"] or "") + (found["v6"] or found["name"])
     return Host(name, 1 if found["slots"] is None else _parse_slots(name, found["slots"]))
@@ -102,4 +107,4 @@ def _merge(hosts: Iterable[Host]) -> tuple[Host, ...]:
 
 def _bracketed(name: str) -> str:
     user, at, host = name.rpartition("@")
-    return f"{user}{at}[{host}]" if ":" in host else name
+    return f"{user}{at}[{host}]" if host.count(":") > 1 and not host.startswith("[") else name

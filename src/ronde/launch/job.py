@@ -8,11 +8,20 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from ronde.errors import StartFailed
 from ronde.settings import Settings
 
-__all__ = ["Binding", "Host", "Job", "Ssh"]
+__all__ = ["Binding", "Host", "Job", "Ssh", "working_directory"]
 
 Binding: TypeAlias = Literal["none", "core"]
+
+
+def working_directory() -> str:
+    """This process's own. StartFailed when somebody has deleted it."""
+    try:
+        return str(Path.cwd())
+    except FileNotFoundError:
+        raise StartFailed("the working directory does not exist any more; change to one that does") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +67,7 @@ class Job:
     """Python that has ronde on the other hosts; empty: the path of this one."""
     env: Mapping[str, str] = field(default_factory=dict)
     """On top of the environment of `ronde run`, for every rank."""
-    cwd: str = field(default_factory=lambda: str(Path.cwd()))
+    cwd: str = field(default_factory=working_directory)
     """Working directory of every rank, on every host."""
     settings: Settings = field(default_factory=Settings)
     """What differs from the defaults reaches the ranks."""

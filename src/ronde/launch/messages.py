@@ -56,6 +56,8 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """Cores it may use; empty for all."""
     terminal: bool = False
     """Give it a terminal of its own (a pty): Input reaches it, and everything it prints comes as stream "out"."""
+    piped: bool = False
+    """Input reaches it through a pipe instead, which has an end: the driver's standard input is no terminal either."""
     progress: bool = False
     """Let its output look like a terminal's (ptys for out and err), so that progress bars show."""
     call: bytes = b""

@@ -16,7 +16,7 @@ from ronde.settings import OF_THE_JOB, describe
 
 __all__ = ["Kind", "Option", "options"]
 
-Kind: TypeAlias = Literal["whole", "seconds", "text", "choice", "switch", "many", "setting"]
+Kind: TypeAlias = Literal["whole", "seconds", "text", "hosts", "choice", "switch", "many", "setting"]
 
 RANKS, REMOTE, ENVIRONMENT = "Ranks and hosts", "Other hosts", "What ranks get"
 OUTPUT, ENDING, SETTINGS = "Output", "Watching and ending", "Settings of ronde itself"
@@ -42,6 +42,11 @@ class Option:
         """As on the command line."""
         return "--" + self.name.replace("_", "-")
 
+    @property
+    def all_flags(self) -> tuple[str, ...]:
+        """Short ones first."""
+        return (*self.flags, self.flag)
+
 
 def _default(kind: type[Job] | type[Ssh], name: str) -> str:
     return f"Default: {next(field.default for field in fields(kind) if field.name == name):g}."
@@ -51,7 +56,7 @@ _OWN = (
     Option(
         "num_ranks", "whole", RANKS, "Number of ranks. Default: all slots of the hosts, or 1.", ("-np", "-n"), least=1
     ),
-    Option("hosts", "text", RANKS, "Hosts and their slots, as in host1:2,host2:4.", ("-H",), "HOST:SLOTS,…"),
+    Option("hosts", "hosts", RANKS, "Hosts and their slots, as in host1:2,host2:4.", ("-H",), "HOST:SLOTS,…"),
     Option("hostfile", "text", RANKS, "File of hosts, one per line: `host`, `host:4` or `host slots=4`.", (), "FILE"),
     Option("config", "text", RANKS, "YAML file; its keys are these flags, with underscores.", (), "FILE"),
     Option("ssh_port", "whole", REMOTE, "Port of the hosts' ssh servers.", (), "PORT", least=1),

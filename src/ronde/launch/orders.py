@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from ronde.launch.cores import share_of_cores
 from ronde.launch.crew import Site
@@ -21,10 +21,10 @@ def make_orders(
     sites: Sequence[Site],
     *,
     environ: Mapping[str, str],
-    progress: bool,
+    terminals: Collection[int],
 ) -> dict[int, Launch]:
-    """One Launch per host. `environ` is the driver's, and what belongs to its machine alone goes no further; with
-    `progress`, rank 0 may draw as on a terminal."""
+    """One Launch per host. `environ` is the driver's, and what belongs to its machine alone goes no further;
+    `terminals` says which of its standard streams are terminals: with output and errors, rank 0 may draw as on one."""
     orders: dict[int, list[RankOrder]] = {}
     bases = {True: environ, False: portable(environ)}
     for seat in seats:
@@ -39,7 +39,8 @@ def make_orders(
             cwd=job.cwd,
             cpus=share_of_cores(site.cpus, seat.local_rank, seat.local_size) if job.bind == "core" else (),
             terminal=seat.rank == job.debug_rank,
-            progress=progress and seat.rank == 0 and job.debug_rank is None,
+            piped=seat.rank == job.debug_rank and 0 not in terminals,
+            progress={1, 2} <= set(terminals) and seat.rank == 0 and job.debug_rank is None,
         )
         orders.setdefault(seat.host_index, []).append(order)
     return {index: Launch(tuple(of_host), job.call) for index, of_host in orders.items()}

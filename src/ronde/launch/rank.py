@@ -1,6 +1,6 @@
 """One rank of an agent: its process, what it prints, what it is handed and what it returns. Used by launch/agent.
 
-    standard input     nothing, or its terminal
+    standard input     nothing, or its terminal, or a pipe next to that (order.piped)
     standard output    a pipe, or a terminal that leaves the bytes as they are (order.progress), or its terminal
     standard error     the same, apart; with a terminal of its own, both are one
     $RONDE_CALL_FD     order.call, up to the end of the pipe
@@ -73,6 +73,7 @@ class Rank:
         }
         self._readers = set(self._printed.values())
         self._keyboard = Writer(loop, ends.ours["keyboard"]) if order.terminal else None
+        self._piped = order.piped
         self._has_terminals = order.terminal or order.progress
         self._call: Writer | None = None
         if order.call:
@@ -95,7 +96,11 @@ class Rank:
 
     def type(self, data: bytes) -> None:
         """Into its terminal, if it has one; nothing is the end of the input."""
-        if self._keyboard is not None and self._keyboard.num_waiting_bytes < TYPED_BYTES:
+        if self._keyboard is None:
+            return
+        if self._piped and not data:
+            self._keyboard.finish()
+        elif self._keyboard.num_waiting_bytes < TYPED_BYTES:
             self._keyboard.write(data or END)
 
     def resize(self, rows: int, columns: int) -> None:
@@ -166,7 +171,10 @@ class _Ends:
         try:
             if order.terminal:
                 self.ours["out"], self.theirs["out"] = open_terminal(raw=False)
-                self.ours["keyboard"] = os.dup(self.ours["out"])
+                if order.piped:
+                    self.theirs["in"], self.ours["keyboard"] = os.pipe()
+                else:
+                    self.ours["keyboard"] = os.dup(self.ours["out"])
             else:
                 for stream in _STREAMS:
                     self.ours[stream], self.theirs[stream] = open_terminal(raw=True) if order.progress else os.pipe()
@@ -201,7 +209,7 @@ def _start(order: RankOrder, ends: _Ends, guard: Guard) -> Process:
     return start(
         command,
         guard,
-        stdin=ends.theirs["out"] if order.terminal else subprocess.DEVNULL,
+        stdin=ends.theirs.get("in", ends.theirs["out"]) if order.terminal else subprocess.DEVNULL,
         stdout=ends.theirs["out"],
         stderr=ends.theirs.get("err", ends.theirs["out"]),
         inherited=tuple(passed.values()),

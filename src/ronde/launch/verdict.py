@@ -7,11 +7,13 @@ coordinator, and for them the order of exits is all there is.
 
 from __future__ import annotations
 
+import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
-from ronde.observe.events import name_ranks
+from ronde.observe.events import name_ranks, shorten
 
 __all__ = ["LOST_CODE", "NOT_STARTED_CODE", "End", "Stop", "Verdict", "describe_code", "exit_code", "judge"]
 
@@ -19,6 +21,13 @@ NOT_STARTED_CODE = 127
 """As shells say of a command that cannot be started."""
 LOST_CODE = 255
 """As ssh says of a connection that has ended: how the rank itself ended, nobody knows."""
+LINE_LIMIT = 500
+"""Characters of one error that is told in passing."""
+LEFT = re.compile(r"[\w.]+: (?:rank \d+ lost rank (\d+)\b|ranks? (\d+)\b[\d, -]* ended before the round began)")
+"""An error that names the rank it is about: the words of PeerLost, and of the coordinator when nobody can start."""
+
+Tail: TypeAlias = Callable[[int, int], str]
+"""The last words of a rank that ended with this code: Screen.tail."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +57,7 @@ class Stop:
 
     code: int
     why: str
+    """Empty when its user wants no word of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +68,7 @@ class Verdict:
     culprit: int | None = None
     """The rank that failed first."""
     lines: tuple[str, ...] = ()
-    """Who, where and why; then what became of the others. Empty when all is well."""
-
-    def summary(self, tail: str = "") -> str:
-        """All of it as text, with the last lines that the culprit printed."""
-        if not self.lines:
-            return ""
-        printed = [f"  | {line}" for line in tail.rstrip("\n").split("\n")] if tail.strip() else []
-        return "\n".join([self.lines[0], *printed, *self.lines[1:]])
+    """Who, where and why, with its last words; then what became of the others. Empty when all is well."""
 
 
 def exit_code(code: int) -> int:
@@ -84,34 +87,64 @@ def describe_code(code: int) -> str:
 
 
 def judge(
-    ends: Sequence[End], *, first_lost: tuple[int, str] | None = None, stop: Stop | None = None, num_ranks: int
+    ends: Sequence[End],
+    *,
+    num_ranks: int,
+    tail: Tail = lambda rank, code: "",
+    first_lost: tuple[int, str] | None = None,
+    stop: Stop | None = None,
 ) -> Verdict:
     """What to make of these ends, which are in the order in which they came."""
     by_themselves = [end for end in ends if not end.ordered]
     failed = [end for end in by_themselves if end.code != 0]
     missing = sorted(set(range(num_ranks)) - {end.rank for end in ends})
     never_ended = [f"{name_ranks(missing)} did not end, not even when killed; look at their hosts"] if missing else []
+    stopped = [stop.why] if stop is not None and stop.why else []
     if not failed:
-        if stop is not None:
-            return Verdict(stop.code, None, (stop.why, *never_ended))
-        return Verdict(1 if missing else 0, None, tuple(never_ended))
+        code = 1 if missing else 0
+        return Verdict(code if stop is None else stop.code, None, (*stopped, *never_ended))
     lost = next((end for end in by_themselves if first_lost is not None and end.rank == first_lost[0]), None)
     culprit = lost if lost is not None and lost.code != 0 else failed[0]
     # Several that could not be started, or whose host was lost: one story.
     together = [end for end in failed if end.how and end.how == culprit.how] or [culprit]
     why = first_lost[1] if first_lost is not None and lost is not None else ""
-    lines = [_headline(culprit, together, why if lost is culprit else "")]
-    if lost is not None and lost.code == 0:
-        # Perhaps the reason, perhaps not: so it is said, no more.
-        lines.append(f"before that, rank {lost.rank} on host {lost.host} had left the others: {_add(lost.words, why)}")
+    said = tail(culprit.rank, culprit.code)
+    left, error = _find_left(said, by_themselves)
+    if left is not None:
+        lines = [f"{_name([left])} left too early: {_add(left.words, why if left is lost else '')}"]
+        lines += _quote(tail(left.rank, left.code))
+        lines += [f"rank {culprit.rank} then {culprit.words}: {shorten(error, LINE_LIMIT)}"]
+    else:
+        lines = [_headline(culprit, together, why if lost is culprit else ""), *_quote(said)]
+        if lost is not None and lost.code == 0:
+            # Perhaps the reason, perhaps not: so it is said, no more.
+            lines += [f"before that, {_name([lost])} had left the others: {_add(lost.words, why)}"]
     lines += _consequences(len([end for end in ends if end.code != 0]) - len(together))
-    return Verdict(exit_code(culprit.code), culprit.rank, (*lines, *never_ended, *([stop.why] if stop else [])))
+    return Verdict(exit_code(culprit.code), culprit.rank, (*lines, *never_ended, *stopped))
+
+
+def _find_left(said: str, ends: Sequence[End]) -> tuple[End | None, str]:
+    """Whoever ended well, but too early, says the error of one that needed it; and that error."""
+    well = {end.rank: end for end in ends if end.code == 0}
+    for line in said.split("\n"):
+        found = LEFT.match(line)
+        if found is not None and (left := well.get(int(found[1] or found[2]))) is not None:
+            return left, line
+    return None, ""
 
 
 def _headline(culprit: End, together: Sequence[End], why: str) -> str:
-    hosts = list(dict.fromkeys(end.host for end in together))
-    who = f"{name_ranks(end.rank for end in together)} on host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
+    who = _name(together)
     return f"{who} {culprit.words}" if culprit.how else f"{who} failed first: {_add(culprit.words, why)}"
+
+
+def _name(ends: Sequence[End]) -> str:
+    hosts = list(dict.fromkeys(end.host for end in ends))
+    return f"{name_ranks(end.rank for end in ends)} on host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
+
+
+def _quote(said: str) -> list[str]:
+    return [f"  | {line}" for line in said.rstrip("\n").split("\n")] if said.strip() else []
 
 
 def _add(words: str, why: str) -> str:

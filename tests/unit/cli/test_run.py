@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import subprocess
@@ -46,7 +47,9 @@ def test_flags_come_before_the_command_and_all_after_it_is_its_own(
         ("--xyzzy=1 ls", "no such flag: --xyzzy=1; `ronde run --help` shows all"),
         ("--key 00 ls", "no such flag: --key"),
         ("-np", "argument -np/-n/--num-ranks: expected one argument"),
-        ("-np two ls", "--num-ranks must be a whole number of at least 1, got 'two'"),
+        ("-np 2 -n 3 ls", "argument -np/-n/--num-ranks: given twice, as '2' and '3'"),
+        ("-H a --hosts b ls", "argument -H/--hosts: given twice, as 'a' and 'b'"),
+        ("-np two ls", "-np/-n/--num-ranks must be a whole number of at least 1, got 'two'"),
         ("-np 2", "there is no command to run"),
         ("-H a:1 -np 2 ls", "1 slot short"),
         ("--output /dev/null/x ls", "/dev/null/x"),
@@ -86,6 +89,20 @@ def test_the_way_through_the_list_of_commands_is_the_same() -> None:
     result = CliRunner().invoke(app, ["run", "--stall-s", "x", "ls"])
     assert result.exit_code == 2
     assert "ronde run: --stall-s must be a number, got 'x'" in result.output
+
+
+@pytest.mark.parametrize("command", ["", "run", "top", "stack", "bench", "doctor"])
+def test_help_is_shown_where_the_encoding_lacks_characters(command: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "ronde.cli.main", *command.split(), "--help"],
+        env={**os.environ, "PYTHONIOENCODING": "ascii"},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--help" in done.stdout
 
 
 HEAVY = ("numpy", "typer", "rich", "pydantic", "yaml", "cloudpickle", "ronde.cli.bench")

@@ -54,6 +54,17 @@ def test_a_row_has_everything_about_its_rank(width: int) -> None:
     assert "7.2 s" in text
 
 
+@pytest.mark.parametrize("width", [30, 40, 60, 80, 119, 120])
+def test_on_a_narrow_terminal_columns_are_left_out_and_none_is_cut(width: int) -> None:
+    gpu = {"gpu": 0.95, "gpu_bytes": 10**9}
+    ranks = (running(rank, cpu=1.5, memory_bytes=1_230_000_000, steps=300, steps_per_s=2.5, **gpu) for rank in (0, 1))
+    text = drawn(status_of(*ranks, slowest=1), width=width)
+    heading, *rows = text.splitlines()[1:4]
+    assert heading.split()[:3] == ["rank", "host", "state"] and "waited for" in heading
+    assert ("waiting" in heading, "GPU mem" in heading) == (width >= 40, width >= 120)
+    assert all("…" not in line for line in (heading, *rows)), text
+
+
 def test_steps_are_shown_instead_of_operations_where_they_are_marked() -> None:
     assert "ops/s" in drawn(status_of(running(0))) and "steps/s" not in drawn(status_of(running(0)))
     text = drawn(status_of(running(0, steps=30, steps_per_s=2.5)))
@@ -97,6 +108,20 @@ def test_names_cannot_break_the_table() -> None:
 
 
 # --- stacks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("why", "of_two"),
+    [
+        ("has not called ronde.init() yet", "have not called ronde.init() yet"),
+        ("does not answer; its process is stopped", "do not answer; their processes are stopped"),
+        ("is lost: RuntimeError: it is broken", "are lost: RuntimeError: it is broken"),
+    ],
+)
+def test_what_is_known_of_several_ranks_is_said_of_several(why: str, of_two: str) -> None:
+    one, two = (RankStack(rank=rank, why=why) for rank in range(2))
+    assert stacks_text((one,)) == f"rank 0 {why}"
+    assert stacks_text((one, two)) == f"ranks 0, 1 {of_two}"
 
 
 def test_equal_stacks_are_printed_once() -> None:

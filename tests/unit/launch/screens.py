@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ronde.launch.messages import Stream
+from ronde.launch.output.screen import Gone
 
 __all__ = ["Memory"]
 
@@ -18,7 +19,7 @@ class Memory:
         self.notes: list[str] = []
         self.num_ticks = 0
         self.due_s: float | None = None
-        self.why_gone = ""
+        self.why_gone: Gone | None = None
         self.is_full = False
         self._on_output = on_output
 
@@ -37,10 +38,10 @@ class Memory:
         due_s, self.due_s = self.due_s, None
         return due_s
 
-    def tail(self, rank: int) -> str:
+    def tail(self, rank: int, code: int) -> str:
         return self.printed.get(rank, b"").decode()
 
-    def gone(self) -> str:
+    def gone(self) -> Gone | None:
         return self.why_gone
 
     def full(self) -> bool:

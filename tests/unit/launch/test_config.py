@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from ronde.errors import StartFailed
 from ronde.launch.config import Request, make_request, read_config
 from ronde.launch.job import Host, Ssh
 from ronde.launch.options import options
@@ -73,6 +74,13 @@ def test_flags_are_stronger_than_the_environment_and_that_than_the_file(path: Pa
     assert (job.settings.stall_s, job.settings.heartbeat_s, job.settings.start_s) == (1, 20, 300)
 
 
+def test_what_may_be_given_many_times_is_added_to_that_of_the_file(path: Path) -> None:
+    path.write_text("env: {A: 1, B: 1}\nssh_option: [A=1, B=1]\n")
+    job = ask(config=str(path), env=["B=2", "C=2"], ssh_option=["B=2"]).job
+    assert job.env == {"A": "1", "B": "2", "C": "2"}
+    assert job.ssh.options == ("B=2", "A=1", "B=1"), "ssh takes the first"
+
+
 def test_a_file_may_describe_the_whole_job(path: Path) -> None:
     path.write_text(
         "hosts: {a: 2, b: 4}\nenv: {A: 1, B: true, HERE: }\nssh_option: A=b\ntf_config: yes\nbind: none\n"
@@ -86,10 +94,17 @@ def test_a_file_may_describe_the_whole_job(path: Path) -> None:
     assert make_request({"config": str(path)}, COMMAND, {"HERE": ""}).job.command == COMMAND
 
 
-@pytest.mark.parametrize("text", ["hosts: a:2,b:4", "hosts: [a:2, 'b:4']", "hosts:\n  a: 2\n  b: 4"])
-def test_hosts_in_a_file_are_written_in_three_ways(path: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text", ["hosts: 'a:2,[::1]:4'", "hosts: [a:2, '[::1]:4']", "hosts:\n  a: 2\n  ::1: 4", "hosts: [a: 2, '[::1]': 4]"]
+)
+def test_hosts_in_a_file_are_written_in_several_ways(path: Path, text: str) -> None:
     path.write_text(text)
-    assert ask(config=str(path)).job.hosts == (Host("a", 2), Host("b", 4))
+    assert ask(config=str(path)).job.hosts == (Host("a", 2), Host("::1", 4))
+
+
+def test_a_key_may_be_taken_from_elsewhere_and_said_anew(path: Path) -> None:
+    path.write_text("env: &base {A: 1, B: 1}\nhosts: {<<: {a: 1}, a: 2}\n")
+    assert ask(config=str(path)).job.hosts == (Host("a", 2),)
 
 
 def test_hosts_of_the_command_line_replace_those_of_the_file(path: Path) -> None:
@@ -107,10 +122,10 @@ def test_an_outer_job_does_not_disturb() -> None:
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
-        ({"num_ranks": "x"}, "--num-ranks must be a whole number of at least 1, got 'x'"),
+        ({"num_ranks": "x"}, "-np/-n/--num-ranks must be a whole number of at least 1, got 'x'"),
         ({"num_ranks": "0"}, "--num-ranks must be a whole number of at least 1, got 0"),
         ({"hosts": "a:1", "num_ranks": "3"}, "3 ranks, but only 1 slot (a:1): 2 slots short"),
-        ({"hosts": "a:x"}, "host a: slots must be a whole number"),
+        ({"hosts": "a:x"}, "-H/--hosts: host a: slots must be a whole number, got 'x'"),
         ({"hosts": "a", "hostfile": "b"}, "hosts and hostfile exclude each other"),
         ({"hostfile": "/none"}, "cannot read the hostfile /none"),
         ({"config": "/none"}, "cannot read /none: No such file"),
@@ -125,7 +140,7 @@ def test_an_outer_job_does_not_disturb() -> None:
         ({"env": ["=1"]}, "a variable is NAME=VALUE"),
         ({"name": ""}, "--name must be a text, got ''"),
         ({"stall_s": "x"}, "--stall-s must be a number, got 'x'"),
-        ({"stall_s": "-1"}, "stall_s must be 0 (off) or more seconds"),
+        ({"stall_s": "-1"}, "stall_s must be from 0 (off)"),
         ({"backend": "smoke"}, "backend must be native or mpi, got 'smoke'"),
     ],
 )
@@ -133,6 +148,17 @@ def test_a_wrong_flag_is_named(flags: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError) as caught:
         make_request(flags, COMMAND, {})
     assert words in str(caught.value)
+
+
+def test_a_working_directory_that_was_deleted_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    for where in ({}, {"cwd": "below"}):
+        with pytest.raises(StartFailed, match="the working directory does not exist any more"):
+            make_request(where, COMMAND, {})
+    assert ask(cwd="/tmp").job.cwd == "/tmp"
 
 
 def test_a_wrong_variable_is_named() -> None:
@@ -161,6 +187,16 @@ def test_a_command_is_needed() -> None:
         ("stall_s: [1]", "stall_s must be one value, got [1]"),
         ("grace: true", "grace must be a number of seconds"),
         ("command: 3", "command must be a text or a list of words, got 3"),
+        ("command: echo 'x", 'command: No closing quotation in "echo \'x"'),
+        ("command: [echo, [x]]", "command: a word must be one value, got ['x']"),
+        ("hosts: a:x", "hosts: host a: slots must be a whole number, got 'x'"),
+        ("hosts: {a: }", "hosts: host a: slots must be one value, got nothing"),
+        ("hosts: [{a: [2]}]", "hosts: host a: slots must be one value, got [2]"),
+        ("hosts: {a:2: 3}", "hosts: 'a:2:3': an IPv6 address needs brackets"),
+        ("env: {C: [1, 2]}", "env: C must be one value, got [1, 2]"),
+        ("name: a\nnum_ranks: 1\nname: b", ", line 3: the key 'name' is there twice"),
+        ("env:\n  A: 1\n  A: 2", ", line 3: the key 'A' is there twice"),
+        ("name: 2020-99-99", "is no YAML: month must be in 1..12"),
         ("- a\n- b", "must hold keys and values, as in `num_ranks: 4`, got a list"),
         ("a: [", "is no YAML"),
     ],

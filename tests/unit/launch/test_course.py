@@ -7,11 +7,12 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from ronde.launch.course import PIPE_CODE, Course
+from ronde.launch.course import PIPE_CODE, UNWRITABLE_CODE, Course
 from ronde.launch.ending import On
 from ronde.launch.job import Host, Job
 from ronde.launch.loop import Loop
 from ronde.launch.messages import Exited, Failed, FromDriver, Load, Output, Result, Signal, Started
+from ronde.launch.output.screen import Gone
 from ronde.launch.placement import place
 from ronde.launch.ssh import Trouble
 from ronde.launch.status import RankFacts
@@ -140,11 +141,20 @@ def test_output_is_shown_at_the_end_of_the_turn_and_again_when_the_screen_wants(
     assert stage.screen.printed == {0: b"ab"}
 
 
-def test_when_nobody_reads_the_output_any_more_the_job_ends_as_by_sigpipe(stage: Stage) -> None:
-    stage.screen.why_gone = "nobody reads the output any more"
+@pytest.mark.parametrize(
+    ("gone", "stop", "notes"),
+    [
+        (Gone("Broken pipe", unread=True), Stop(PIPE_CODE, ""), []),
+        (Gone("No space left"), Stop(UNWRITABLE_CODE, "No space left"), ["ending ranks 0-3", "killing ranks 0-3"]),
+    ],
+)
+def test_output_that_cannot_be_written_ends_the_job_without_a_word_if_its_reader_has_left(
+    stage: Stage, gone: Gone, stop: Stop, notes: list[str]
+) -> None:
+    stage.screen.why_gone = gone
     stage.course.hear(0, Output(0, "out", b"y\n"))
-    stage.turn_until_sent(signal.SIGTERM)
-    assert stage.course.stop == Stop(PIPE_CODE, "nobody reads the output any more")
+    stage.turn_until_sent(signal.SIGKILL)
+    assert (stage.course.stop, stage.screen.notes) == (stop, notes)
 
 
 def test_ranks_wait_while_the_reader_of_the_output_is_behind(stage: Stage) -> None:

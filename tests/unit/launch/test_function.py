@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import pickle
 import signal
@@ -11,10 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import numpy
 import pytest
 
 import ronde
 from ronde.errors import JobFailed
+from ronde.launch.callee import _pickle_error
 from ronde.launch.driver import INTERRUPTED, TERMINATED, Outcome
 from ronde.launch.function import RankTraceback, _hand_on, judge_outcome, pack_call
 from ronde.launch.output.standard import standard_options, standard_target
@@ -98,6 +101,83 @@ def test_too_many_ranks_are_refused_before_anything_starts() -> None:
         ronde.run(print, np=4, hosts=["a:1", "b:2"])
     with pytest.raises(TypeError, match="unknown setting colour"):
         ronde.run(print, np=1, colour="red")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"np": "2"}, "np must be a whole number, got '2'"),
+        ({"np": 2.0}, "np must be a whole number, got 2.0"),
+        ({"env": {"A": 1}}, "env must have texts, as in env={'A': '1'}; got 'A': 1"),
+    ],
+)
+def test_an_argument_of_another_kind_is_named(arguments: dict[str, Any], words: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        ronde.run(print, **arguments)
+    assert str(caught.value) == words
+
+
+def test_any_whole_number_counts_ranks() -> None:
+    with pytest.raises(ValueError, match="3 ranks, but only 1 slot"):
+        ronde.run(print, np=numpy.int64(3), hosts="a")  # type: ignore[arg-type]
+
+
+class Odd(Exception):
+    """One that pickle makes anew with the wrong words."""
+
+    def __init__(self, left: int, right: int = 0) -> None:
+        super().__init__(f"{left}-{right}")
+        self.left = left
+
+
+class Stubborn(Odd):
+    """One that it cannot make at all."""
+
+    def __init__(self, left: int, right: int) -> None:
+        super().__init__(left, right)
+
+
+class Full(OSError):
+    """One with more to it than its args."""
+
+    def __init__(self, path: str) -> None:
+        super().__init__(errno.ENOSPC, "no space", path)
+
+
+class Lacking(ImportError):
+    """Another one."""
+
+    def __init__(self, part: str) -> None:
+        super().__init__(f"no {part}", name=part)
+
+
+class Closed(Exception):
+    """One that does not want to be pickled."""
+
+    def __reduce__(self) -> Any:  # noqa: ANN401
+        raise TypeError("no")
+
+
+OWN = ("errno", "filename", "name")
+"""What builtin exceptions keep in no dictionary."""
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        KeyError("no"),
+        FileNotFoundError(2, "no", "/x"),
+        Odd(1, 2),
+        Stubborn(1, 2),
+        Full("/x"),
+        Lacking("x"),
+        Closed("x"),
+    ],
+)
+def test_an_error_comes_back_as_it_was(error: Exception) -> None:
+    back = pickle.loads(_pickle_error(error))
+    assert (type(back), str(back), back.args, vars(back)) == (type(error), str(error), error.args, vars(error))
+    assert [getattr(back, each, None) for each in OWN] == [getattr(error, each, None) for each in OWN]
 
 
 def test_paths_before_the_standard_library_are_told_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

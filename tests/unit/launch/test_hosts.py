@@ -42,6 +42,7 @@ def test_a_list_of_hosts_is_read(text: str, hosts: tuple[Host, ...]) -> None:
         ("fe80::7", "an IPv6 address needs brackets"),
         ("fe80::7:4", "an IPv6 address needs brackets"),
         ("[host]:2", "brackets are for IPv6 addresses"),
+        ("[host:1]:2", "brackets are for IPv6 addresses"),
         ("a b:2", "cannot read 'a b:2'"),
         ("@a:2", "cannot read '@a:2'"),
         ("-oProxyCommand=x:1", "does not begin with '-'"),

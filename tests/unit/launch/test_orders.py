@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 
 from ronde.launch.crew import Site
@@ -19,7 +20,7 @@ SITES = (
 ENVIRON = {"PATH": "/bin", "HOME": "/home/me", "DISPLAY": ":0"}
 
 
-def orders(job: Job = JOB, *, progress: bool = False) -> dict[int, RankOrder]:
+def orders(job: Job = JOB, *, terminals: Collection[int] = ()) -> dict[int, RankOrder]:
     seats = place(job.hosts, job.num_ranks)
     meeting = arrange(
         seats,
@@ -28,7 +29,7 @@ def orders(job: Job = JOB, *, progress: bool = False) -> dict[int, RankOrder]:
         addresses=[site.address for site in SITES],
         ports=[site.ports for site in SITES],
     )
-    made = make_orders(job, seats, meeting, SITES, environ=ENVIRON, progress=progress)
+    made = make_orders(job, seats, meeting, SITES, environ=ENVIRON, terminals=terminals)
     assert [[order.rank for order in made[index].orders] for index in (0, 1)] == [[0, 1], [2]]
     return {order.rank: order for launch in made.values() for order in launch.orders}
 
@@ -54,10 +55,17 @@ def test_cores_are_divided_only_when_asked_for() -> None:
 
 
 def test_rank_0_may_draw_unless_another_rank_has_the_terminal() -> None:
-    assert [orders(progress=True)[rank].progress for rank in range(3)] == [True, False, False]
-    debugged = orders(replace(JOB, debug_rank=2), progress=True)
+    assert [orders(terminals=(0, 1, 2))[rank].progress for rank in range(3)] == [True, False, False]
+    assert not any(order.progress for order in orders(terminals=(0, 1)).values())
+    debugged = orders(replace(JOB, debug_rank=2), terminals=(0, 1, 2))
     assert [(debugged[rank].terminal, debugged[rank].progress) for rank in range(3)] == [
         (False, False),
         (False, False),
         (True, False),
     ]
+
+
+def test_the_input_of_the_debugged_rank_is_what_the_drivers_is() -> None:
+    for terminals, piped in (((0,), False), ((1, 2), True)):
+        made = orders(replace(JOB, debug_rank=2), terminals=terminals)
+        assert [made[rank].piped for rank in range(3)] == [False, False, piped]

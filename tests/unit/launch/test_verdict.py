@@ -15,7 +15,7 @@ def end(rank: int, code: int, how: str = "", *, host: str = "a", ordered: bool =
 
 def test_a_job_whose_ranks_all_end_well_has_nothing_to_say() -> None:
     verdict = judge([end(1, 0), end(0, 0)], num_ranks=2)
-    assert (verdict.code, verdict.culprit, verdict.summary("tail")) == (0, None, "")
+    assert (verdict.code, verdict.culprit, verdict.lines) == (0, None, ())
 
 
 def test_a_rank_that_left_without_a_word_is_no_failure_when_all_end_well() -> None:
@@ -43,23 +43,57 @@ def test_what_the_coordinator_knows_from_us_is_not_said_twice() -> None:
     assert lines == ("rank 0 on host a failed first: killed by signal 9 (SIGKILL)",)
 
 
-def test_a_rank_that_left_too_early_is_mentioned_but_not_blamed() -> None:
-    verdict = judge([end(2, 0), end(0, 1)], first_lost=(2, "exited without shutdown"), num_ranks=2 + 1)
+LOST = (
+    "Traceback:\n  line 3\nronde.errors.PeerLost: rank 0 lost rank 2 during barrier (exited without shutdown); start …"
+)
+
+
+@pytest.mark.parametrize(
+    ("error", "first_lost", "how"),
+    [
+        (LOST, (2, "exited without shutdown"), " (exited without shutdown)"),
+        (LOST + "\nleaked a semaphore", None, ""),
+        ("ronde.errors.StartFailed: ranks 2, 3 ended before the round began (exited with code 0)", None, ""),
+    ],
+)
+def test_a_rank_that_left_too_early_is_to_blame_for_those_who_say_so(
+    error: str, first_lost: tuple[int, str] | None, how: str
+) -> None:
+    ends = [end(2, 0, host="b"), end(3, 0), end(0, 1), end(1, 1)]
+    said = {0: error, 2: "no data for me\n"}
+    verdict = judge(ends, num_ranks=4, tail=lambda rank, code: said[rank], first_lost=first_lost)
+    assert (verdict.code, verdict.culprit) == (1, 0), "the exit code, and the exception, are of one that failed"
+    line = next(line for line in error.split("\n") if line.startswith("ronde."))
+    assert verdict.lines == (
+        f"rank 2 on host b left too early: exited with code 0{how}",
+        "  | no data for me",
+        f"rank 0 then exited with code 1: {line}",
+        "1 other rank ended in consequence",
+    )
+
+
+@pytest.mark.parametrize("error", ["ValueError: no", "PeerLost: rank 0 lost rank 1 during barrier; start …"])
+def test_a_rank_that_left_early_is_only_mentioned_where_nobody_says_that_it_is_the_reason(error: str) -> None:
+    left = (2, "exited without shutdown")
+    verdict = judge([end(2, 0), end(0, 1)], first_lost=left, tail=lambda rank, code: error, num_ranks=2)
     assert (verdict.code, verdict.culprit) == (1, 0)
-    assert "before that, rank 2 on host a had left the others: exited with code 0 (exited without shutdown)" in (
-        verdict.lines
+    assert verdict.lines == (
+        "rank 0 on host a failed first: exited with code 1",
+        f"  | {error}",
+        "before that, rank 2 on host a had left the others: exited with code 0 (exited without shutdown)",
+        "rank 1 did not end, not even when killed; look at their hosts",
     )
 
 
 def test_the_last_words_of_the_culprit_stand_below_its_name() -> None:
-    text = judge([end(0, 1), end(1, 1)], num_ranks=2).summary("Traceback:\n  line 3\nValueError: bad\n")
-    assert text.splitlines() == [
+    said = {(0, 1): "Traceback:\n  line 3\nValueError: bad\n"}
+    assert judge([end(0, 1), end(1, 1)], num_ranks=2, tail=lambda *of: said[of]).lines == (
         "rank 0 on host a failed first: exited with code 1",
         "  | Traceback:",
         "  |   line 3",
         "  | ValueError: bad",
         "1 other rank ended in consequence",
-    ]
+    )
 
 
 def test_ranks_of_a_lost_host_are_one_story() -> None:
@@ -79,6 +113,11 @@ def test_ranks_that_could_not_be_started_are_one_story_on_all_hosts() -> None:
 def test_who_presses_ctrl_c_is_told_no_more_than_that() -> None:
     verdict = judge([end(0, -2, ordered=True), end(1, 1, ordered=True)], stop=CTRL_C, num_ranks=2)
     assert (verdict.code, verdict.culprit, verdict.lines) == (130, None, ("interrupted by Ctrl-C",))
+
+
+def test_who_has_left_is_told_nothing() -> None:
+    verdict = judge([end(0, -15, ordered=True)], stop=Stop(141, ""), num_ranks=1)
+    assert (verdict.code, verdict.lines) == (141, ())
 
 
 def test_a_failure_before_ctrl_c_is_still_the_failure() -> None:

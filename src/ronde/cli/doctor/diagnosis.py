@@ -108,7 +108,7 @@ def _of_pair(pair: PairReport) -> Iterator[Problem]:
         yield Problem("broken", where, "pair", pair.trouble)
         return
     if pair.first == pair.second:
-        return
+        return  # no network: how fast a host talks to itself says how busy it is just now
     slowest = min(speed.bytes_per_s, speed.back_bytes_per_s)
     if slowest < SLOW_BYTES_PER_S:
         what = f"only {slowest / 1e6:.3g} MB/s, less than gigabit Ethernet"

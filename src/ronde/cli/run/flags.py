@@ -19,7 +19,8 @@ DESCRIPTION = """Start COMMAND as the ranks of one job, here or on many hosts.
   ronde run -np 4 python train.py
   ronde run -H host1:2,host2:4 python train.py --epochs 10
 
-Whatever follows the first word of COMMAND belongs to it."""
+Whatever follows the first word of COMMAND belongs to it. The standard input of
+ranks is empty, but for that of --debug."""
 
 
 def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -35,6 +36,16 @@ def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     flags_given = {name: value for name, value in vars(found).items() if value is not None}
     command = flags_given.pop("command", [])
     return flags_given, command[1:] if command[:1] == ["--"] else command
+
+
+class _Once(argparse.Action):
+    """Of two values, one would be lost."""
+
+    def __call__(self, parser: argparse.ArgumentParser, found: argparse.Namespace, value: Any, *_: Any) -> None:  # noqa: ANN401
+        before = getattr(found, self.dest)
+        if before is not None:
+            raise argparse.ArgumentError(self, f"given twice, as {before!r} and {value!r}")
+        setattr(found, self.dest, value)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -60,10 +71,9 @@ def _make_parser() -> _Parser:
 
 
 def _add(group: argparse._ArgumentGroup, option: Option) -> None:
-    names = (*option.flags, option.flag)
     text = option.help.replace("%", "%%")
     if option.kind == "switch":
-        group.add_argument(*names, dest=option.name, action="store_const", const=True, help=text)
+        group.add_argument(*option.all_flags, dest=option.name, action="store_const", const=True, help=text)
     else:
-        action = "append" if option.kind == "many" else "store"
-        group.add_argument(*names, dest=option.name, action=action, metavar=option.metavar or "N", help=text)
+        action = "append" if option.kind == "many" else _Once
+        group.add_argument(*option.all_flags, dest=option.name, action=action, metavar=option.metavar or "N", help=text)

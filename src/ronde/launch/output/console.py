@@ -13,6 +13,7 @@ from typing import BinaryIO
 from ronde.launch.messages import Stream
 from ronde.launch.output.outlet import FULL_BYTES, Outlet
 from ronde.launch.output.rows import Text
+from ronde.launch.output.screen import Gone
 
 __all__ = ["Console", "Owner"]
 
@@ -41,7 +42,7 @@ class Console:
         self._prompt = b""  # what the rank with the terminal has on its last line
 
     @property
-    def gone(self) -> str:
+    def gone(self) -> Gone | None:
         """Why nothing can be written any more."""
         return self._outlet.gone
 

@@ -5,6 +5,7 @@ A file that cannot be written is left as it is, a true beginning of what was pri
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Callable
 from io import FileIO
@@ -18,14 +19,19 @@ __all__ = ["RankFiles"]
 
 Key: TypeAlias = tuple[int, Stream]
 
+_STREAMS: tuple[Stream, ...] = ("out", "err")
 _MAX_OPEN = 128
 """More files than this are opened again when they are needed: descriptors are for the ranks."""
 _MAX_NAMED = 8
+_OWN = re.compile(r"rank-\d+\.(out|err)")
 
 
 class RankFiles:
     """`rank-0.out`, `rank-0.err` … in a folder, or `rank.0/stdout` … if they are to be `nested`; empty at first. Calls
-    `tell` with words when one cannot be written: once for each kind of error."""
+    `tell` with words when one cannot be written: once for each kind of error.
+
+    Files of an earlier run with more ranks are removed: the folder shows one run, not parts of two. (Not the nested
+    ones: Horovod leaves them.)"""
 
     def __init__(self, folder: str, *, num_ranks: int, tell: Callable[[str], None], nested: bool = False) -> None:
         self._folder = Path(folder)
@@ -38,10 +44,12 @@ class RankFiles:
         try:
             for rank in range(num_ranks):
                 self.path(rank, "out").parent.mkdir(parents=True, exist_ok=True)
-                self.path(rank, "out").write_bytes(b"")
-                self.path(rank, "err").write_bytes(b"")
+                for stream in _STREAMS:
+                    self.path(rank, stream).write_bytes(b"")
         except OSError as error:
             raise StartFailed(f"cannot make the output file {error.filename}: {error.strerror}") from error
+        if not nested:
+            self._remove_others(num_ranks)
 
     def path(self, rank: int, stream: Stream) -> Path:
         """The file of a rank; names sort by rank."""
@@ -71,6 +79,15 @@ class RankFiles:
             more = f" and {len(paths) - _MAX_NAMED} more" if len(paths) > _MAX_NAMED else ""
             self._tell(f"incomplete output files: {', '.join(paths[:_MAX_NAMED])}{more}")
             self._incomplete = {}
+
+    def _remove_others(self, num_ranks: int) -> None:
+        own = {self.path(rank, stream) for rank in range(num_ranks) for stream in _STREAMS}
+        try:
+            for path in sorted(self._folder.iterdir()):
+                if _OWN.fullmatch(path.name) and path not in own and not path.is_dir():
+                    path.unlink()
+        except OSError as error:
+            self._tell(f"files of an earlier run may be left in {self._folder}: {error.strerror}")
 
     def _file(self, key: Key) -> FileIO:
         file = self._open.get(key)

@@ -61,8 +61,8 @@ class PrintOptions:
     color: bool = False
     """A colour per rank. (For the command line to decide: a terminal, and NO_COLOR is not set.)"""
     folder: str = ""
-    """Write what each rank prints to files in here, byte for byte; empty for none. Files of an earlier run with the
-    same name are overwritten, as with `>`; other files are left alone."""
+    """Write what each rank prints to files in here, byte for byte; empty for none. Files of an earlier run are
+    overwritten, as with `>`, or removed where this one has fewer ranks; other files are left alone."""
     as_horovod: bool = False
     """Labels, times and files as those have them who read Horovod's by program: `[1]<stdout>:line`, the time before
     the label, and files `rank.1/stdout`."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import BinaryIO
 
 from ronde.launch.messages import Stream
+from ronde.launch.output.screen import Gone
 
 __all__ = ["FULL_BYTES", "Outlet"]
 
@@ -35,7 +36,7 @@ class Outlet:
     """The files that lead to one place, in one order. After an error nothing is written any more."""
 
     def __init__(self, files: Mapping[Stream, BinaryIO]) -> None:
-        self.gone = ""
+        self.gone: Gone | None = None
         """Why nothing can be written any more."""
         self.num_bytes = 0
         """So much waits."""
@@ -65,7 +66,8 @@ class Outlet:
                 if self._stuck and (not wait or give_up_s is not None):
                     return
         except (OSError, ValueError) as error:  # ValueError: somebody closed the file
-            self.gone = f"cannot write to standard {'error' if stream == 'err' else 'output'}: {error}"
+            why = f"cannot write to standard {'error' if stream == 'err' else 'output'}: {error}"
+            self.gone = Gone(why, unread=isinstance(error, BrokenPipeError))
             self._parts.clear()
             self.num_bytes = 0
 

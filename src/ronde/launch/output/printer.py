@@ -17,6 +17,7 @@ from ronde.launch.output.fold import Fold, Print
 from ronde.launch.output.labels import OWN, asctime, label, stamp, tag
 from ronde.launch.output.options import PrintOptions, Target
 from ronde.launch.output.rows import Rows, Text
+from ronde.launch.output.screen import Gone
 from ronde.launch.output.tail import Tail
 
 __all__ = ["Printer"]
@@ -92,13 +93,13 @@ class Printer:
         """See Screen."""
         self._inbox.append(_Note(text))
 
-    def tail(self, rank: int) -> str:
+    def tail(self, rank: int, code: int) -> str:
         """See Screen."""
-        return self._tails[rank].text()
+        return self._tails[rank].text(code)
 
-    def gone(self) -> str:
+    def gone(self) -> Gone | None:
         """See Screen."""
-        return next((console.gone for console in self._consoles.values() if console.gone), "")
+        return next((console.gone for console in self._consoles.values() if console.gone), None)
 
     def full(self) -> bool:
         """See Screen."""

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ronde.launch.messages import Stream
 
-__all__ = ["Screen"]
+__all__ = ["Gone", "Screen"]
+
+
+class Gone(NamedTuple):
+    """Why nothing can be shown any more."""
+
+    why: str
+    unread: bool = False
+    """The reader of a pipe has left, as `| head` does when it has seen enough."""
 
 
 class Screen(Protocol):
@@ -26,11 +34,12 @@ class Screen(Protocol):
     def tick(self, now_s: float) -> float | None:
         """Do what is due. Answers when to call again at the latest (same clock), None while nothing waits."""
 
-    def tail(self, rank: int) -> str:
-        """The last lines of the rank's stderr (of stdout when that is empty), with the last traceback whole."""
+    def tail(self, rank: int, code: int) -> str:
+        """The last words of a rank that ended with this code (a signal counts below 0): the traceback that says why, or
+        the last lines of both streams."""
 
-    def gone(self) -> str:
-        """Why nothing can be shown any more, such as that the reader of a pipe has left; empty while all is well."""
+    def gone(self) -> Gone | None:
+        """Why nothing can be shown any more; None while all is well."""
 
     def full(self) -> bool:
         """Whether the reader of a pipe or terminal is far behind: better not to read more from ranks until `tick` has

@@ -5,13 +5,14 @@ from __future__ import annotations
 import re
 
 from ronde.launch.messages import Stream
-from ronde.launch.output.tracebacks import last_traceback, without_bystanders
+from ronde.launch.output.tracebacks import last_traceback
 
 __all__ = ["Tail"]
 
+_STREAMS: tuple[Stream, ...] = ("err", "out")
 _KEEP_BYTES = 64 * 1024
 _NUM_LINES = 20
-"""Without a traceback, so many lines say enough."""
+"""Without a traceback, so many lines of each stream say enough."""
 _MAX_LINES = 160
 _MAX_CHARACTERS = 16 * 1024
 _LINE_CHARACTERS = 1000
@@ -39,20 +40,23 @@ class Tail:
             kept = b"".join(chunks)[-_KEEP_BYTES:]
             self._chunks[stream], self._size[stream] = [kept], len(kept)
 
-    def text(self) -> str:
-        """The last traceback, or the last lines, of stderr; of stdout when that is empty."""
-        return last_words(b"".join(self._chunks["err"])) or last_words(b"".join(self._chunks["out"]))
+    def text(self, code: int) -> str:
+        """Why the rank ended with this code: the traceback that says so, or else the last lines of both streams."""
+        err, out = (_readable(b"".join(self._chunks[stream])) for stream in _STREAMS)
+        # On a terminal of its own, or after 2>&1, a rank prints its traceback to standard output.
+        found = last_traceback(err or out, code)
+        if found:
+            return "\n".join(_shorten(found)).rstrip("\n")
+        named = {"last lines of standard error:": err, "last lines of standard output:": out}
+        return "\n".join(
+            line for name, lines in named.items() if lines for line in (name, *_shorten(lines[-_NUM_LINES:]))
+        )
 
 
-def last_words(data: bytes) -> str:
-    """The last traceback, or the last lines: decoded, without colours and control characters, and
-    with progress bars as they last stood."""
-    lines = [_visible(line) for line in data.decode(errors="replace").split("\n")]
-    while lines and not lines[-1].strip():
-        lines.pop()
-    found = last_traceback(lines)
-    lines = without_bystanders(lines[found.start : found.stop]) if found else lines[-_NUM_LINES:]
-    return "\n".join(_shorten(lines)).strip("\n")
+def _readable(data: bytes) -> list[str]:
+    """Decoded, without colours and control characters, with progress bars as they last stood; no empty lines around."""
+    text = "\n".join(_visible(line) for line in data.decode(errors="replace").split("\n")).strip("\n")
+    return text.split("\n") if text else []
 
 
 def _visible(line: str) -> str:

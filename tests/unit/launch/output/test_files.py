@@ -18,11 +18,14 @@ def test_every_rank_has_a_file_for_each_stream_from_the_start(tmp_path: Path) ->
 
 
 def test_the_files_of_a_rank_may_have_a_folder_of_their_own(tmp_path: Path) -> None:
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "rank-7.out").write_text("not of this kind")
     files = RankFiles(str(tmp_path / "new"), num_ranks=11, tell=pytest.fail, nested=True)
     files.write(3, "err", b"oh\n")
     files.close()
     assert (tmp_path / "new" / "rank.03" / "stderr").read_bytes() == b"oh\n"
     assert (tmp_path / "new" / "rank.10" / "stdout").read_bytes() == b""
+    assert (tmp_path / "new" / "rank-7.out").exists()
 
 
 def test_bytes_are_written_as_they_come_and_can_be_read_at_once(tmp_path: Path) -> None:
@@ -34,12 +37,16 @@ def test_bytes_are_written_as_they_come_and_can_be_read_at_once(tmp_path: Path) 
     files.close()
 
 
-def test_files_of_an_earlier_run_are_overwritten_and_others_left_alone(tmp_path: Path) -> None:
-    for name in ("rank-0.out", "rank-7.out", "notes.txt"):
+def test_files_of_an_earlier_run_are_overwritten_or_removed_and_others_left_alone(tmp_path: Path) -> None:
+    others = {"notes.txt", "rank-7.txt", "rank-7.out.gz", "my-rank-7.out", "rank-x.out"}
+    for name in {"rank-0.out", "rank-7.out", "rank-7.err", "rank-00.out", *others}:
         (tmp_path / name).write_text("old")
+    (tmp_path / "rank-8.out").mkdir()
     RankFiles(str(tmp_path), num_ranks=2, tell=pytest.fail).close()
-    assert (tmp_path / "rank-0.out").read_text() == ""
-    assert (tmp_path / "rank-7.out").read_text() == (tmp_path / "notes.txt").read_text() == "old"
+    new = {"rank-0.out", "rank-0.err", "rank-1.out", "rank-1.err"}
+    assert {path.name for path in tmp_path.iterdir()} == new | others | {"rank-8.out"}
+    assert all((tmp_path / name).read_text() == "" for name in new)
+    assert all((tmp_path / name).read_text() == "old" for name in others)
 
 
 def test_more_ranks_than_descriptors_are_no_problem(tmp_path: Path) -> None:

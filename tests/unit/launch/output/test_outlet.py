@@ -13,6 +13,7 @@ from typing import BinaryIO
 import pytest
 
 from ronde.launch.output.outlet import FULL_BYTES, Outlet
+from ronde.launch.output.screen import Gone
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def test_a_reader_that_has_stopped_holds_up_nobody_until_much_waits() -> None:
         outlet.add("out", b"x" * FULL_BYTES)
         outlet.flush()
         assert 0 < outlet.num_bytes < FULL_BYTES
-        assert outlet.gone == ""
+        assert outlet.gone is None
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -91,6 +92,6 @@ def test_a_file_that_was_closed_is_told() -> None:
     file.close()
     outlet.add("err", b"x")
     outlet.flush()
-    assert outlet.gone == "cannot write to standard error: I/O operation on closed file."
+    assert outlet.gone == Gone("cannot write to standard error: I/O operation on closed file.")
     outlet.add("err", b"y")
     assert outlet.num_bytes == 0

@@ -17,7 +17,7 @@ from ronde.launch.messages import Stream
 from ronde.launch.output.labels import asctime, stamp
 from ronde.launch.output.options import Place, PrintOptions, Target
 from ronde.launch.output.printer import Printer
-from ronde.launch.output.screen import Screen
+from ronde.launch.output.screen import Gone, Screen
 from tests.unit.launch.output.screens import FOLDED, PLAIN, TERMINAL, Screens
 
 SHARED = replace(PLAIN, place=Place(shared=True))
@@ -214,10 +214,10 @@ def test_a_reader_that_left_is_told_and_files_go_on(tmp_path: Path) -> None:
             num_ranks=1,
             options=replace(PLAIN, folder=str(tmp_path)),
         )
-        assert printer.gone() == ""
+        assert printer.gone() is None
         printer.output(0, "out", b"a\n")
         printer.tick(0.0)
-        assert printer.gone() == "cannot write to standard output: [Errno 32] Broken pipe"
+        assert printer.gone() == Gone("cannot write to standard output: [Errno 32] Broken pipe", unread=True)
         printer.output(0, "out", b"b\n")
         printer.close()
     assert (tmp_path / "rank-0.out").read_bytes() == b"a\nb\n"
@@ -252,7 +252,8 @@ def test_closing_twice_and_printing_after_it_do_nothing() -> None:
 def test_the_tail_of_a_rank_is_known() -> None:
     screens = Screens(2, FOLDED)
     screens.say(1, b"ValueError: no\n", stream="err")
-    assert (screens.printer.tail(0), screens.printer.tail(1)) == ("", "ValueError: no")
+    assert screens.printer.tail(0, 1) == ""
+    assert screens.printer.tail(1, 1) == "last lines of standard error:\nValueError: no"
 
 
 def test_the_place_is_found_by_looking() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import traceback
@@ -11,12 +12,14 @@ import pytest
 from ronde.launch.output.tail import Tail
 from ronde.launch.output.tracebacks import last_traceback
 
+ERR, OUT = "last lines of standard error:\n", "last lines of standard output:\n"
 
-def tail_of(err: bytes, out: bytes = b"") -> str:
+
+def tail_of(err: bytes, out: bytes = b"", code: int = 1) -> str:
     tail = Tail()
     tail.add("err", err)
     tail.add("out", out)
-    return tail.text()
+    return tail.text(code)
 
 
 def chained() -> str:
@@ -53,11 +56,51 @@ def test_what_python_says_while_it_ends_is_not_meant() -> None:
     assert "in passing" in tail_of(aside.encode())
 
 
-def test_noise_after_a_traceback_does_not_push_it_out() -> None:
-    text = tail_of((chained() + "shutting down\n" * 500).encode())
-    assert text.startswith("Traceback")
-    assert "RuntimeError: message\nof two lines" in text
-    assert text.count("\n") < 100
+# --- what a traceback says of an end ----------------------------------------------------------------------------------
+
+STORY = 'Traceback (most recent call last):\n  File "a.py", line 1, in f\nValueError: bad'
+INTERRUPT = STORY.replace("ValueError: bad", "KeyboardInterrupt")
+CRASH = 'Fatal Python error: Aborted\n\nCurrent thread 0x7f (most recent call first):\n  File "a.py", line 1'
+LEAK = "/lib/resource_tracker.py:254: UserWarning: 1 leaked semaphore\n  warnings.warn('1 leaked …')"
+IGNORED = "Exception ignored in: <function f at 0x1>\n" + STORY.replace("bad", "in passing")
+KILLED, INTERRUPTED, ABORTED = -signal.SIGKILL, -signal.SIGINT, -signal.SIGABRT
+
+
+@pytest.mark.parametrize(
+    ("printed", "after", "codes", "other_codes"),
+    [
+        (STORY, "", {0, 1, 7, 255}, {KILLED, INTERRUPTED, ABORTED, 137}),
+        (STORY, "of two lines", {1}, {0, 7, KILLED}),
+        (STORY, "more\n" * 99 + "more", {1}, {7}),
+        (STORY, "more\n" * 101, set(), {1}),
+        (INTERRUPT, "", {1, INTERRUPTED, 130}, {KILLED, 137}),
+        (CRASH, "", {ABORTED, 128 - ABORTED, 1}, set()),
+        (CRASH, "Aborted (core dumped)", {ABORTED, 128 - ABORTED}, set()),
+    ],
+)
+def test_a_traceback_is_the_reason_if_it_fits_the_code_and_little_follows(
+    printed: str, after: str, codes: set[int], other_codes: set[int]
+) -> None:
+    err = f"noise\n{printed}\n{after}".encode()
+    for code in codes:
+        text = tail_of(err, b"step 1\n", code)
+        assert text.startswith(printed) and "step 1" not in text, code
+        assert not after or text.endswith(after.splitlines()[-1]), "nothing that was printed last is missing"
+    for code in other_codes:
+        text = tail_of(err, b"step 1\n", code)
+        assert text.startswith(ERR) and text.endswith(OUT + "step 1"), code
+
+
+@pytest.mark.parametrize("code", [1, 7])
+@pytest.mark.parametrize("noise", [LEAK, IGNORED, "[rank0]:[W1116 12:00:00.1 x.cpp:1] Warning: leaked", "\n\n"])
+def test_what_python_and_its_libraries_say_at_exit_does_not_count(noise: str, code: int) -> None:
+    assert tail_of(f"{STORY}\n{noise}\n{IGNORED}\n{LEAK}\n".encode(), code=code) == STORY
+
+
+def test_what_is_left_out_of_a_long_message_is_marked() -> None:
+    lines = [f"line {index}" for index in range(40)]
+    after = tail_of("\n".join([STORY, *lines]).encode()).removeprefix(STORY + "\n").split("\n")
+    assert after == [*lines[:12], "… 16 lines …", *lines[28:]]
 
 
 def test_the_thread_of_a_traceback_is_told() -> None:
@@ -82,10 +125,10 @@ def test_the_thread_of_a_traceback_is_told() -> None:
 )
 def test_ends_of_real_programs_are_found(program: str, begin: str, end: str) -> None:
     command = [sys.executable, "-X", "faulthandler", "-c", f"import sys; print('noise', file=sys.stderr)\n{program}"]
-    err = subprocess.run(command, capture_output=True, timeout=30).stderr
-    text = tail_of(err)
+    done = subprocess.run(command, capture_output=True, timeout=30)
+    text = tail_of(done.stderr, code=done.returncode)
     assert end in text.splitlines()[-1]
-    assert text.removeprefix("noise\n").startswith(begin)
+    assert text.removeprefix(ERR).removeprefix("noise\n").startswith(begin)
 
 
 def test_of_a_crash_only_its_own_thread_is_told() -> None:
@@ -93,24 +136,28 @@ def test_of_a_crash_only_its_own_thread_is_told() -> None:
     own = 'Current thread 0x7f (most recent call first):\n  File "a.py", line 1\n'
     other = 'Thread 0x80 (most recent call first):\n  File "b.py", line 2\n\n'
     for text in (begin + other + own, begin + own + "\n" + other, begin + other + own + "\n" + other):
-        assert tail_of((text + "\nExtension modules: numpy (total: 1)\n").encode()) == (begin + own).rstrip("\n")
-    assert tail_of((begin + other).encode()) == (begin + other).rstrip("\n"), "nobody knows whose it is"
+        err = (text + "\nExtension modules: numpy (total: 1)\n").encode()
+        assert tail_of(err, code=ABORTED) == (begin + own).rstrip("\n")
+    assert tail_of((begin + other).encode(), code=ABORTED) == (begin + other).rstrip("\n"), "nobody knows whose it is"
 
 
 def test_without_a_traceback_the_last_lines_are_taken() -> None:
-    assert tail_of(b"".join(b"line %d\n" % index for index in range(100))).splitlines()[0] == "line 80"
+    lines = b"".join(b"line %d\n" % index for index in range(100))
+    last = "\n".join(f"line {index}" for index in range(80, 100))
+    assert tail_of(lines, lines) == ERR + last + "\n" + OUT + last
+    assert tail_of(lines) == ERR + last
+    assert tail_of(b"") == ""
 
 
 def test_when_nothing_is_on_stderr_stdout_speaks() -> None:
-    assert tail_of(b"\n \n", b"only this\n") == "only this"
-    assert tail_of(b"this\n", b"not this\n") == "this"
-    assert tail_of(b"") == ""
+    assert tail_of(b"\n \n", b"only this\n") == OUT + "only this"
+    assert tail_of(b"", f"{STORY}\n".encode()) == STORY
 
 
 def test_bars_colours_and_garbage_are_made_readable() -> None:
     assert (
         tail_of(b"\r10%\r20%\r\n\x1b[31mred\x1b[0m \x1b]8;;http://x\x07link\x1b]8;;\x07\xff\x00\n")
-        == "20%\nred link\ufffd"
+        == ERR + "20%\nred link\ufffd"
     )
 
 
@@ -129,8 +176,8 @@ def test_memory_is_bounded_and_the_end_kept() -> None:
         tail.add("err", b"%d %s\n" % (index, b"x" * 100))
     tail.add("err", b"y" * 10_000_000 + b"\nlast\n")
     assert sum(len(chunk) for chunk in tail._chunks["err"]) <= 2 * 64 * 1024
-    assert tail.text().splitlines()[-1] == "last"
+    assert tail.text(1).splitlines()[-1] == "last"
 
 
 def test_no_traceback_is_none() -> None:
-    assert last_traceback(["all", "is well", "said: Traceback (most recent call last):"]) is None
+    assert last_traceback(["all", "is well", "said: Traceback (most recent call last):"], 1) == []
