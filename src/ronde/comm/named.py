@@ -123,6 +123,12 @@ class Named:
         if not flights:
             self._free(works)
 
+    def note_missing(self, name: str, ranks: tuple[int, ...]) -> None:
+        """These have not announced it, to say so when a wait for it ends."""
+        work = self._works.get(name)
+        if work is not None:
+            work.missing = ranks
+
     def fail(self, name: str, error: Exception) -> None:
         """This operation cannot run."""
         self._known.pop(name, None)

@@ -19,7 +19,7 @@ import numpy as np
 
 from ronde.comm._handle import Ending, Handle, Layout
 from ronde.comm._native import Status
-from ronde.comm.backend import Call, ChannelSpec, Looking, Outcome
+from ronde.comm.backend import VERDICT_S, Call, ChannelSpec, Looking, Outcome
 from ronde.comm.signature import mismatch
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.descriptors import make_memory, receive_descriptor, send_descriptor
@@ -29,9 +29,6 @@ from ronde.settings import Settings
 from ronde.types import Deadline, Topology
 
 __all__ = ["NativeBackend", "NativeChannel"]
-
-VERDICT_S = 0.5
-"""How long a failed call waits for the words of the coordinator, which knows how a member ended."""
 
 T = TypeVar("T")
 

@@ -109,7 +109,8 @@ def digest(text: str) -> int:
 
 def mismatch(asked: Mapping[int, str]) -> Mismatch:
     """The error for members that do not agree, in the same words on all of them; given is what each rank asked for."""
-    return Mismatch(f"the members asked for different things: {answers(asked, verb=': ')}")
+    hint = "; who calls join() takes part in allreduce only" if "join" in asked.values() else ""
+    return Mismatch(f"the members asked for different things: {answers(asked, verb=': ')}{hint}")
 
 
 def _make(kind: Kind, dtype: DType, shapes: Shapes, options: Options) -> Form:

@@ -11,6 +11,7 @@ from ronde.comm.lane import Flight
 from ronde.comm.operations import Operation
 from ronde.comm.wording import ranks_text
 from ronde.errors import OperationTimeout, RondeError
+from ronde.net.messages import MissingWanted
 from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import blame
 from ronde.observe.timeline import Negotiation
@@ -18,6 +19,12 @@ from ronde.observe.vitals import Doing
 from ronde.types import Deadline
 
 __all__ = ["Board", "Departure", "NamedWork", "Work"]
+
+ASK_S = 0.5
+"""Who waits for a named operation asks whom it waits for when only so much of its time is left, or half of it. Asking
+when it is over would make the wait longer than was promised."""
+SHORT_S = 0.05
+"""Who has less time than this does not ask: it may look in a thousand times per second."""
 
 
 class Work:
@@ -108,16 +115,12 @@ class Departure(NamedTuple):
 class Board:
     """Where the engine announces departures: named works wait here until their flight is known."""
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: Recorder, ask: Callable[[MissingWanted], None]) -> None:
         self.changed = threading.Condition()
         self._recorder = recorder
+        self._ask = ask
         self._waiting: dict[int, tuple[int, NamedWork]] = {}
         """Who waits for a departure, by thread: since when, and of what."""
-        self._stalled: dict[int, tuple[str, tuple[int, ...]]] = {}
-
-    def note_stall(self, group: int, op: str, missing: tuple[int, ...]) -> None:
-        """The last stall report of a group, to say more when a wait for it ends."""
-        self._stalled[group] = (op, missing)
 
     @property
     def tracing(self) -> bool:
@@ -150,18 +153,17 @@ class Board:
         """What a caller has waited for longest, if one does."""
         with self.changed:
             began_ns, work = min(self._waiting.values(), key=lambda item: item[0], default=(0, None))
-            return None if work is None else Doing(work.title, began_ns)
+            return None if work is None else Doing(work.title, began_ns, named=(work.group, work.name))
 
-    def explain(self, group: int, name: str) -> str:
-        """Whom a named operation waits for, if that is known."""
-        op, missing = self._stalled.get(group, ("", ()))
-        return f"; it waits for {ranks_text(missing)}" if missing and repr(name) in op else ""
+    def ask_missing(self, work: NamedWork) -> None:
+        """Ask the coordinator whom it waits for. The answer comes to the work."""
+        self._ask(MissingWanted(work.group, work.name))
 
 
 class NamedWork(Work):
     """An operation with a name: it takes off when every member has announced it."""
 
-    __slots__ = ("_board", "_departure", "announced_ns", "group", "operation")
+    __slots__ = ("_board", "_departure", "announced_ns", "group", "missing", "operation")
 
     def __init__(self, operation: Operation, group: int, name: str, board: Board, limit_s: float) -> None:
         # Written out, not left to Work.__init__: thousands of these are made per step.
@@ -178,6 +180,8 @@ class NamedWork(Work):
         self._departure: Departure | None = None
         self.announced_ns = 0
         """When it was, as far as somebody wants to know."""
+        self.missing: tuple[int, ...] = ()
+        """Whom it waits for, as far as a wait has asked."""
 
     @property
     def departed(self) -> bool:
@@ -209,12 +213,20 @@ class NamedWork(Work):
 
     def _wait_for_departure(self, board: Board, deadline: Deadline) -> None:
         began_ns = time.monotonic_ns()
-        with board.changed:
+        changed, ask_s = board.changed, min(ASK_S, deadline.seconds / 2)
+        with changed:
             board.begin_wait(self, began_ns)
             try:
-                while self._flights is None and not self._over:
-                    if not board.changed.wait(deadline.left_s) and deadline.passed:
-                        waits = board.explain(self.group, self.name)
-                        raise OperationTimeout(f"{self.title} did not start within {deadline.seconds:g} s{waits}")
+                if changed.wait_for(self._is_settled, max(0.0, deadline.left_s - ask_s)):
+                    return
+                self.missing = ()
+                if ask_s >= SHORT_S:
+                    board.ask_missing(self)
+                if not changed.wait_for(self._is_settled, deadline.left_s):
+                    waits = f"; it waits for {ranks_text(self.missing)}" if self.missing else ""
+                    raise OperationTimeout(f"{self.title} did not start within {deadline.seconds:g} s{waits}")
             finally:
                 board.end_wait(began_ns, self._departure)
+
+    def _is_settled(self) -> bool:
+        return self._flights is not None or self._over

@@ -22,6 +22,7 @@ from ronde.comm.place import Groups, Place
 from ronde.comm.presence import Presence
 from ronde.comm.threads.backend import Hub, ThreadsBackend
 from ronde.errors import Mismatch, RondeError
+from ronde.net.addresses import host_name
 from ronde.net.messages import GroupWanted, Leave, TraceWanted
 from ronde.observe.events import ChannelClosed, ChannelOpened, GroupAdded, GroupRemoved, Started, Stopped
 from ronde.observe.recorder import Recorder
@@ -42,8 +43,9 @@ class World:
         self.size = self.topology.size
         """Number of ranks."""
         self.limit_s = settings.operation_s
+        self._host_name = host_name(self.topology.members[self.rank].host)
         self.recorder = Recorder(self.rank)
-        self.recorder.set_tracing(bool(settings.timeline), label=self.topology.members[self.rank].host)
+        self.recorder.set_tracing(bool(settings.timeline), label=self._host_name)
         self._place = place
         self._opening_s = settings.start_s
         self._alone = ThreadsBackend(Hub())
@@ -195,7 +197,7 @@ class World:
                 at_ns=time.monotonic_ns(),
                 rank=self.rank,
                 size=self.size,
-                host=self.topology.members[self.rank].host,
+                host=self._host_name,
                 pid=os.getpid(),
                 backend=self._place.backend.name,
             )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import ipaddress
+import re
 import socket
 from pathlib import Path
 
@@ -17,6 +18,7 @@ __all__ = [
     "format_address",
     "free_port",
     "host_identity",
+    "host_name",
     "parse_address",
     "peer_host",
     "resolve",
@@ -24,6 +26,9 @@ __all__ = [
 
 SAME_EVERYWHERE = ("docker", "br-", "veth", "virbr", "cni", "podman")
 """Interfaces inside one machine. Their addresses repeat on every host, so another host would reach itself."""
+
+_MARK = re.compile(r"-[0-9a-f]{12}\Z")
+"""What an identity has behind the host's name."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -119,6 +124,11 @@ def host_identity() -> str:
     facts = (name, _read("/proc/sys/kernel/random/boot_id"), _link("/proc/self/ns/net"))
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     return f"{name}-{digest[:12]}"
+
+
+def host_name(identity: str) -> str:
+    """What people call the host of this identity. A name that somebody gave it stands as it is."""
+    return _MARK.sub("", identity)
 
 
 def _read(path: str) -> str:

@@ -29,6 +29,8 @@ __all__ = [
     "Join",
     "Leave",
     "Lost",
+    "Missing",
+    "MissingWanted",
     "Refused",
     "Request",
     "Run",
@@ -111,6 +113,13 @@ class Beat(Message, frozen=True):
     sent_ns: int
 
 
+class MissingWanted(Message, frozen=True):
+    """My time for this named operation is nearly over: whom does it wait for? Answered by Missing."""
+
+    group: int
+    name: str
+
+
 class Waiting(Message, frozen=True):
     """An operation without a name has waited here too long for these ranks."""
 
@@ -166,14 +175,25 @@ class Vitals(Message, frozen=True):
 
 
 class Leave(Message, frozen=True):
-    """I am going. orderly: by shutdown(). Otherwise `why` says what ended me."""
+    """I am going. orderly: by shutdown(), or at the end of the script. Otherwise `why` says what ended me."""
 
     orderly: bool
     why: str = ""
 
 
 FromWorker: TypeAlias = (
-    Join | Announce | GroupWanted | Beat | Waiting | StackReply | TraceBatch | TraceWanted | TraceOver | Vitals | Leave
+    Join
+    | Announce
+    | GroupWanted
+    | Beat
+    | MissingWanted
+    | Waiting
+    | StackReply
+    | TraceBatch
+    | TraceWanted
+    | TraceOver
+    | Vitals
+    | Leave
 )
 
 
@@ -227,6 +247,14 @@ class Unknown(Message, frozen=True):
     """I have forgotten this id: announce the operation in full."""
 
     id: int
+
+
+class Missing(Message, frozen=True):
+    """The ranks that have not announced this named operation; none when it is not under way (any more)."""
+
+    group: int
+    name: str
+    ranks: tuple[int, ...]
 
 
 class GroupChanged(Message, frozen=True):
@@ -300,6 +328,7 @@ FromCoordinator: TypeAlias = (
     | Run
     | Failed
     | Unknown
+    | Missing
     | GroupChanged
     | Lost
     | Ended

@@ -1,4 +1,4 @@
-"""What happened, as typed values. Emitted through the Recorder; read by ronde.events(), the log and the timeline.
+"""What happened, as typed values. Emitted through the Recorder; read by ronde.events() and the timeline.
 
 `at_ns` is time.monotonic_ns() of the process that emitted the event.
 """
@@ -26,7 +26,6 @@ __all__ = [
     "encode",
     "name_ranks",
     "shorten",
-    "to_text",
     "without_surrogates",
 ]
 
@@ -191,12 +190,6 @@ def encode(event: Event) -> bytes:
 def decode(data: bytes) -> Event:
     """The event that was encoded; msgspec.DecodeError says what is wrong with the data."""
     return _decoder.decode(data)
-
-
-def to_text(event: Event) -> str:
-    """For the log: who and what. The log has its own time."""
-    who = "coordinator" if event.rank == COORDINATOR else f"rank {event.rank}"
-    return f"{who}: {event.words()}"
 
 
 def shorten(text: str, limit: int = TEXT_LIMIT) -> str:

@@ -52,10 +52,6 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
                 return row
         return Sums(group=group, kind=kind)
 
-    def to_json(self) -> str:
-        """For files and dashboards."""
-        return msgspec.json.encode(self).decode()
-
 
 class Tally:
     """Sums that many threads add to at once, none of them lost."""

@@ -22,7 +22,7 @@ import msgspec
 
 from ronde.observe.events import shorten, without_surrogates
 
-__all__ = ["ProcessState", "RankStack", "group_stacks", "process_state", "where_is_main_thread"]
+__all__ = ["ProcessState", "RankStack", "count_as_installed", "group_stacks", "process_state", "where_is_main_thread"]
 
 SOURCE_LIMIT = 120
 FRAMES_LIMIT = 100
@@ -50,7 +50,8 @@ _RONDE = str(Path(__file__).parents[1]) + os.sep
 _LIBRARY = tuple(
     {path + os.sep for path in (str(Path(os.__file__).parent), *map(sysconfig.get_path, ("stdlib", "platstdlib")))}
 )
-_INSTALLED = (f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}")
+_INSTALLED = [f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"]
+"""Parts of the paths of packages, which are not the user's code."""
 
 
 class RankStack(msgspec.Struct, frozen=True, kw_only=True):
@@ -86,6 +87,14 @@ class _Frame(NamedTuple):
     @property
     def source(self) -> str:
         return linecache.getline(self.file, self.line, self.names).strip()
+
+
+def count_as_installed(folder: str | os.PathLike[str]) -> None:
+    """What is in this folder is a package like those of site-packages, wherever it lies: a line in it is not where the
+    user's code is. For packages on top of ronde, which may be run from a checkout."""
+    path = os.fspath(folder) + os.sep
+    if path not in _INSTALLED:
+        _INSTALLED.append(path)
 
 
 def where_is_main_thread() -> tuple[str, str]:

@@ -30,7 +30,7 @@ class Wait(msgspec.Struct, frozen=True, kw_only=True):
     """An operation in which some members wait for others, as the coordinator or one of the members sees it."""
 
     op: str
-    """In words, such as `allreduce 'grad.3'`."""
+    """In words, such as `allreduce 'grad.3' sum float32[1024]`."""
     group: int
     since_ns: int
     missing: tuple[int, ...]
@@ -130,10 +130,15 @@ class StallWatch:
 
 
 def report(
-    stall: Stall, now_ns: int, *, members: Sequence[Member], state: Callable[[Member], str] = lambda member: ""
+    stall: Stall,
+    now_ns: int,
+    *,
+    members: Sequence[Member],
+    state: Callable[[Member], str] = lambda member: "",
+    host_name: Callable[[Member], str] = lambda member: member.host,
 ) -> str:
     """The stall in words, a line per missing rank. `state` tells what the process of a silent member is doing, or ""
-    if that cannot be known from here."""
+    if that cannot be known from here; `host_name` what people call its host."""
     wait = stall.wait
     there = f" ({name_ranks(wait.present)} {'is' if len(wait.present) == 1 else 'are'} there)" if wait.present else ""
     lines = [
@@ -141,7 +146,13 @@ def report(
         f"for {_name_missing(wait.missing)}{there}"
     ]
     by_rank = {member.rank: member for member in members}
-    lines += [f"  {_whereabouts(rank, by_rank.get(rank), stall.lines.get(rank), state)}" for rank in stall.asked]
+    for rank in stall.asked:
+        member = by_rank.get(rank)
+        if member is None:
+            lines.append(f"  rank {rank} is not a member of this round")
+        else:
+            where = _whereabouts(member, stall.lines.get(rank), state)
+            lines.append(f"  rank {rank} on host {shorten(host_name(member))}, pid {member.pid}, {where}")
     if len(wait.missing) > len(stall.asked):
         lines.append(f"  and {len(wait.missing) - len(stall.asked)} more ranks, not asked")
     others = stall.waits[1:]
@@ -184,13 +195,10 @@ def _name_missing(ranks: tuple[int, ...]) -> str:
     return ", ".join(f"rank {rank}" for rank in ranks) if len(ranks) <= 4 else name_ranks(ranks)
 
 
-def _whereabouts(rank: int, member: Member | None, line: str | None, state: Callable[[Member], str]) -> str:
-    if member is None:
-        return f"rank {rank} is not a member of this round"
-    who = f"rank {rank} on host {shorten(member.host)}, pid {member.pid},"
+def _whereabouts(member: Member, line: str | None, state: Callable[[Member], str]) -> str:
     if line:
-        return f"{who} is at {shorten(line, 400)}"
+        return f"is at {shorten(line, 400)}"
     if line is not None:
-        return f"{who} answers, but cannot say where it is"
+        return "answers, but cannot say where it is"
     known = state(member)
-    return f"{who} does not answer" + (f"; its process is {known}" if known else "")
+    return "does not answer" + (f"; its process is {known}" if known else "")

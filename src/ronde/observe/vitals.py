@@ -41,9 +41,11 @@ class Doing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
     op: str
     since_ns: int
     missing: tuple[int, ...] = ()
-    """Ranks that have not come; empty when data moves, or when it is not known here (named operations)."""
+    """Ranks that have not come; empty when data moves."""
     waits: bool = True
     """Whether it waits for others, or moves data."""
+    named: tuple[int, str] | None = None
+    """Group and name of an operation that has not begun: only the coordinator knows who is missing."""
 
 
 class Reading(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):

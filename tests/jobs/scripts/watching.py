@@ -46,6 +46,8 @@ def main() -> None:
         times = []
         for _ in range(wanted["steps"]):
             if talk.rank == wanted["slow"]:
+                if wanted.get("hangs"):
+                    talk.hear()
                 time.sleep(LATE_S)
             times.append(step(wanted["how"], x, plan))
             ronde.mark_step()

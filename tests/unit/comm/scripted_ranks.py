@@ -87,11 +87,13 @@ class Job:
         self._stack = stack
         self.coordinator: Coordinator
 
-    def start(self, size: int, *, rounds: int | None = 1, **settings: float | str) -> Coordinator:
+    def start(
+        self, size: int, *, rounds: int | None = 1, host_names: tuple[str, ...] = (), **settings: float | str
+    ) -> Coordinator:
         made = Settings.load({"shutdown_s": 0.2, **settings}, environ={})
         self.coordinator = Coordinator("127.0.0.1", 0, size, KEY, settings=made, rounds=rounds)
         self._stack.callback(self.coordinator.close)
-        self.coordinator.start()
+        self.coordinator.start(host_names)
         return self.coordinator
 
     def come(self, rank: int, **how: int) -> Rank:
@@ -105,10 +107,11 @@ class Job:
         *,
         rounds: int | None = 1,
         groups: tuple[tuple[int, ...], ...] = (),
+        host_names: tuple[str, ...] = (),
         **settings: float | str,
     ) -> list[Rank]:
         """A round that has begun."""
-        self.start(size, rounds=rounds, **settings)
+        self.start(size, rounds=rounds, host_names=host_names, **settings)
         return self.join(size, groups)
 
     def join(self, size: int, groups: tuple[tuple[int, ...], ...] = ()) -> list[Rank]:

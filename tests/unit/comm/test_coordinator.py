@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from socket import socket
+from socket import gethostname, socket
 from typing import cast
 
 import msgspec
@@ -34,13 +34,6 @@ from ronde.net.messages import (
 )
 from ronde.settings import Settings
 from tests.unit.comm.scripted_ranks import KEY, PATIENCE_S, Job, Rank, allreduce
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with ExitStack() as stack:
-        yield Job(stack)
-
 
 # --- coming together -------------------------------------------------------------------------------------------------
 
@@ -214,10 +207,12 @@ def test_a_stall_is_reported_once_with_where_the_missing_rank_is(job: Job, caplo
     assert not first.has_heard(Stalled)
 
 
-def test_a_rank_that_does_not_answer_is_reported_too(job: Job) -> None:
-    first, _ = job.gather(2, stall_s=0.05)
+@pytest.mark.parametrize("names", [(), ("a", "b")], ids=["nobody told", "told by a launcher"])
+def test_a_rank_that_does_not_answer_is_reported_too_with_its_hosts_name(job: Job, names: tuple[str, ...]) -> None:
+    first, _ = job.gather(2, stall_s=0.05, host_names=names)
     first.say(allreduce("w"))
-    assert "does not answer" in first.hear(Stalled).report
+    host = names[1] if names else gethostname()
+    assert f"rank 1 on host {host}, pid {os.getpid()}, does not answer" in first.hear(Stalled).report
 
 
 def test_a_wait_in_an_operation_without_a_name_is_reported_for_all_who_wait(job: Job) -> None:

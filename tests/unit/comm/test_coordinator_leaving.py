@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
@@ -24,13 +22,6 @@ from ronde.net.messages import (
 )
 from ronde.types import Deadline
 from tests.unit.comm.scripted_ranks import KEY, PATIENCE_S, Job, allreduce
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with ExitStack() as stack:
-        yield Job(stack)
-
 
 # --- leaving and dying -----------------------------------------------------------------------------------------------
 

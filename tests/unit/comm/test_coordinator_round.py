@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from ronde.comm.coordination.negotiator import Send
 from ronde.comm.coordination.round import Round, RoundRules
 from ronde.net.messages import (
@@ -11,6 +13,8 @@ from ronde.net.messages import (
     GroupChanged,
     GroupWanted,
     Lost,
+    Missing,
+    MissingWanted,
     Run,
     StackQuery,
     Stalled,
@@ -25,7 +29,13 @@ START = 1000 * SECOND
 
 def make_round(size: int, *, stall_s: float = 10.0) -> Round:
     members = tuple(Member(rank, "here", 100 + rank, "") for rank in range(size))
-    rules = RoundRules(fusion_bytes=1 << 20, stall_s=stall_s, leaving_s=1.0, state=lambda member: "stopped")
+    rules = RoundRules(
+        fusion_bytes=1 << 20,
+        stall_s=stall_s,
+        leaving_s=1.0,
+        state=lambda member: "stopped",
+        host_name=lambda member: f"the big one of {member.host}",
+    )
     return Round(members, (), rules, START)
 
 
@@ -48,23 +58,27 @@ def test_a_rank_that_left_is_told_nothing_more() -> None:
     made = make_round(3)
     for rank in range(3):
         made.hear(rank, allreduce("w"), START)
-    made.leave(2, START)
+    made.leave(2, "", START)
     assert kinds(made.advance(START)) == [((0, 1), "Run")]
     assert made.present == {0, 1}
 
 
-def test_the_others_may_finish_before_they_are_told_that_a_rank_left() -> None:
+@pytest.mark.parametrize(
+    ("why", "told"),
+    [("", "it has left the round by shutdown()"), ("exited without shutdown", "exited without shutdown")],
+)
+def test_the_others_may_finish_before_they_are_told_that_a_rank_left(why: str, told: str) -> None:
     made = make_round(2)
-    made.leave(1, START)
+    made.leave(1, why, START)
     assert made.advance(START + SECOND - 1) == []
     assert made.due_ns(START) <= START + SECOND
-    assert made.advance(START + SECOND) == [Send((0,), Lost(1, "it has left the round by shutdown()"))]
+    assert made.advance(START + SECOND) == [Send((0,), Lost(1, told))]
     assert made.advance(START + 2 * SECOND) == []
 
 
 def test_a_rank_that_left_and_then_died_is_not_lost_twice() -> None:
     made = make_round(2)
-    made.leave(1, START)
+    made.leave(1, "", START)
     made.lose(1, "killed by signal 9")
     assert kinds(made.advance(START + 5 * SECOND)) == [((0,), "Lost")]
 
@@ -89,6 +103,14 @@ def test_what_is_not_said_in_a_round_is_not_taken() -> None:
     assert make_round(1).hear(0, Announce(), START)
 
 
+def test_who_asks_whom_an_operation_waits_for_is_told() -> None:
+    made = make_round(3, stall_s=0.0)
+    made.hear(0, allreduce("w"), START)
+    for name in ("w", "x"):
+        assert made.hear(0, MissingWanted(0, name), START)
+    assert made.advance(START) == [Send((0,), Missing(0, "w", (1, 2))), Send((0,), Missing(0, "x", ()))]
+
+
 def test_a_late_operation_is_asked_for_then_reported_even_if_nobody_answers() -> None:
     made = make_round(2, stall_s=10.0)
     made.hear(0, allreduce("w"), START)
@@ -98,7 +120,10 @@ def test_a_late_operation_is_asked_for_then_reported_even_if_nobody_answers() ->
     [send] = made.advance(START + 12 * SECOND)
     assert isinstance(send.message, Stalled)
     assert send.message.missing == (1,)
-    assert "its process is stopped" in send.message.report
+    assert send.message.report == (
+        "allreduce 'w' sum float32[4] (group 0) has waited 12.0 s for rank 1 (rank 0 is there)\n"
+        "  rank 1 on host the big one of here, pid 101, does not answer; its process is stopped"
+    )
     assert made.advance(START + 30 * SECOND) == []
 
 

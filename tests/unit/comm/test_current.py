@@ -9,11 +9,13 @@ import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import ronde
+from ronde.comm import current
 from ronde.launch.local import start_local
 from ronde.net.keys import new_key
 from ronde.types import Deadline
@@ -137,6 +139,19 @@ def test_an_uncaught_error_is_told_to_the_others() -> None:
     assert "told: rank 0 lost rank 1" in output and "ArithmeticError: the last straw" in output.split("told:")[1]
 
 
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (MemoryError(), "MemoryError"),
+        (KeyError("a"), "KeyError: 'a'"),
+        (ValueError("\nshapes differ:\n  (3, 4)\n  (4, 3)"), "ValueError: shapes differ:"),
+        (ValueError("x" * 1000), "ValueError: " + "x" * 187 + "…"),
+    ],
+)
+def test_an_error_is_told_in_one_line_as_python_prints_it(error: Exception, told: str) -> None:
+    assert current._name(error) == told
+
+
 def test_leaving_without_shutdown_is_told_to_the_others() -> None:
     codes, output = run_ranks(
         2,
@@ -153,6 +168,21 @@ def test_leaving_without_shutdown_is_told_to_the_others() -> None:
     )
     assert codes == [0, 0], output
     assert "exited without shutdown" in output
+
+
+@pytest.mark.parametrize(
+    ("error", "goodbye"),
+    [(None, (True, "exited without shutdown")), (ValueError("boom"), (False, "ValueError: boom"))],
+)
+def test_a_script_that_just_ends_leaves_in_good_order_unlike_one_that_breaks(
+    error: Exception | None, goodbye: tuple[bool, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goodbyes: list[tuple[bool, str]] = []
+    world = SimpleNamespace(close=lambda *, orderly, why: goodbyes.append((orderly, why)))
+    monkeypatch.setattr(current._process, "world", world)
+    monkeypatch.setattr(sys, "last_value", error, raising=False)
+    current._exit()
+    assert goodbyes == [goodbye]
 
 
 def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:

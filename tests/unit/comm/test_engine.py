@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -19,6 +20,8 @@ from ronde.net.messages import (
     GroupWanted,
     Leave,
     Lost,
+    Missing,
+    MissingWanted,
     Run,
     RunItem,
     StackQuery,
@@ -163,14 +166,30 @@ def test_a_coordinator_that_rank_0_hosted_is_lost_with_it() -> None:
         stage.engine.stop()
 
 
-def test_a_wait_that_ends_names_whom_the_work_waits_for(stage: Stage) -> None:
+def test_a_wait_asks_before_its_end_whom_the_work_waits_for(stage: Stage) -> None:
     work = stage.announce("w")
-    with pytest.raises(OperationTimeout, match=r"allreduce 'w' of group 0 did not start within 0.001 s$"):
-        work.wait(0.001)
-    stage.control.tell(Stalled("allreduce 'w' (float32 (3,), sum)", 0, 5.0, (1, 2), "report"), StackQuery(4))
+    with ThreadPoolExecutor(1) as thread:
+        waits = thread.submit(work.wait, 1.0)
+        assert stage.control.expect(MissingWanted) == MissingWanted(0, "w")
+        stage.control.tell(Missing(0, "w.1", (0,)), Missing(0, "w", (1, 2)))
+        with pytest.raises(OperationTimeout, match=r"'w' of group 0 did not start .* 1 s; it waits for ranks 1, 2$"):
+            waits.result(10)
+
+
+def test_a_wait_that_gets_no_answer_ends_in_time(stage: Stage) -> None:
+    work = stage.announce("w")
+    for limit_s, asks in ((0.1, True), (0.001, False)):
+        with pytest.raises(OperationTimeout, match=rf"allreduce 'w' of group 0 did not start within {limit_s} s$"):
+            work.wait(limit_s)
+        stage.control.tell(StackQuery(4))
+        stage.control.expect(StackReply)
+        assert any(isinstance(said, MissingWanted) for said in stage.control.said) == asks
+        stage.control.said.clear()
+
+
+def test_a_stall_is_an_event(stage: Stage) -> None:
+    stage.control.tell(Stalled("allreduce 'w' sum float32[3]", 0, 5.0, (1, 2), "report"), StackQuery(4))
     assert stage.control.expect(StackReply).ticket == 4
-    with pytest.raises(OperationTimeout, match="it waits for ranks 1, 2"):
-        work.wait(0.001)
     assert [event.words() for event in stage.recorder.events()] == ["report"]
 
 

@@ -52,7 +52,7 @@ def test_who_waits_for_a_named_operation_knows_whom_it_waited_for(stage: Stage) 
     while stage.engine.board.doing() is None:
         pass
     doing = stage.engine.board.doing()
-    assert doing is not None and doing.op == "allreduce 'w' of group 0"
+    assert doing is not None and (doing.op, doing.named) == ("allreduce 'w' of group 0", (0, "w"))
     # Rank 2 came last, rank 1 an hour before it; so did this rank, says the coordinator.
     stage.control.tell(Run(0, (RunItem(1, "w"),), late=((2, 0), (0, 1), (1, 3600 * 10**9))))
     work._take_off(Deadline(10))

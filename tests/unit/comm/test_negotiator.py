@@ -142,8 +142,35 @@ def test_what_waits_is_shown_with_who_is_missing() -> None:
     script.say(2, allreduce("old", (3, 4)), now_ns=20)
     script.say(0, allreduce("young"), now_ns=30)
     [pending] = script.negotiator.pending(until_ns=29)
-    assert pending == (0, "old", "allreduce 'old' (float32 (3, 4), sum)", 10, (0, 2), (1,))
+    assert pending == (0, "old", "allreduce 'old' sum float32[3, 4]", 10, (0, 2), (1,))
     assert len(list(script.negotiator.pending(until_ns=30))) == 2
+    assert script.negotiator.missing(0, "old") == (1,)
+    assert script.negotiator.missing(0, "young") == (1, 2)
+
+
+def test_what_does_not_wait_misses_nobody() -> None:
+    script = Script(2)
+    script.all_say(allreduce("done"))
+    script.say(0, allreduce("w"), join(group=7))
+    missing = script.negotiator.missing
+    assert [missing(0, "done"), missing(0, "never heard of"), missing(7, "w")] == [(), (), ()]
+
+
+def test_an_operation_in_a_group_is_described_without_it() -> None:
+    script = Script(2)
+    script.negotiator.add_group(1, (0, 1))
+    many = tuple((rows,) for rows in range(1, 6))
+    wanted = {
+        "grads": Request(1, "grads", Kind.ALLREDUCE, DType.FLOAT32, many, op=Op.MEAN),
+        "b": Request(1, "b", Kind.BARRIER, 0, ()),
+        "g": Request(1, "g", Kind.ALLGATHER, DType.INT8, ((2, 3),)),
+    }
+    script.say(0, *wanted.values())
+    assert [pending.text for pending in script.negotiator.pending(until_ns=0)] == [
+        "allreduce 'grads' mean float32[1] [2] [3] [4] …",
+        "barrier 'b'",
+        "allgather 'g' int8[2, 3]",
+    ]
 
 
 # --- ids -------------------------------------------------------------------------------------------------------------

@@ -18,6 +18,13 @@ def test_when_all_have_joined_everybody_learns_who_was_last() -> None:
     assert script.told[0] == script.told[1] == script.told[2] == [Run(0, (RunItem(0, "join", rows=(1,)),))]
 
 
+def test_nobody_waits_for_a_rank_that_has_joined() -> None:
+    script = Script(3)
+    script.say(2, join())
+    script.say(0, allreduce("w"))
+    assert script.negotiator.missing(0, "w") == (1,)
+
+
 @pytest.mark.parametrize("joined", [0, 1, 2])
 def test_a_joined_rank_gets_the_others_allreduce_in_full(joined: int) -> None:
     script = Script(3)

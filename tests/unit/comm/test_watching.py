@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 
 import pytest
 
@@ -15,18 +14,12 @@ from ronde.comm.coordination.errands import Errands
 from ronde.net.messages import Beat, BeatBack, Leave, Lost, StackQuery, StackReply, Visits, Vitals
 from ronde.observe.sampling import Note
 from ronde.observe.stacks import RankStack
-from ronde.observe.vitals import JobVitals, Reading
+from ronde.observe.vitals import Doing, JobVitals, Reading
 from ronde.types import Deadline
-from tests.unit.comm.scripted_ranks import PATIENCE_S, Job, Rank
+from tests.unit.comm.scripted_ranks import PATIENCE_S, Job, Rank, allreduce
 
 S = 1_000_000_000
 MS = 1_000_000
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with ExitStack() as stack:
-        yield Job(stack)
 
 
 def sync(rank: Rank) -> None:
@@ -122,6 +115,18 @@ def test_what_ranks_tell_is_put_together(job: Job) -> None:
     assert (first.steps, first.steps_per_s, first.computing, first.waiting) == (20, 10.0, 0.5, 0.5)
     assert (second_rank.computing, second_rank.waiting) == (1.0, 0.0)
     assert (first.held_up_s, second_rank.held_up_s) == (0.0, 1.0)
+
+
+def test_a_named_operation_that_waits_shows_for_whom(job: Job) -> None:
+    ranks = job.gather(3, rounds=None)
+    for rank in ranks[:2]:
+        rank.say(allreduce("w"))
+        rank.say(Vitals(Reading(4 * S, doing=Doing("allreduce 'w' of group 0", S, named=(0, "w")))))
+        sync(rank)
+    vitals = job.coordinator.vitals()
+    assert vitals.slowest == 2
+    assert [rank.held_up_s for rank in vitals.ranks] == [0.0, 0.0, 6.0]
+    assert vitals.ranks[0].doing.endswith(" for rank 2 in allreduce 'w' of group 0")
 
 
 def test_the_end_of_a_job_can_still_be_looked_at(job: Job) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from ronde.net.control import ControlServer
 from ronde.net.door import Door
 from ronde.net.keys import JobKey
 from tests.unit.net.callers import LOCAL
@@ -30,3 +31,10 @@ def door(key: JobKey) -> Iterator[Door]:
 @pytest.fixture(params=["unix", "tcp"])
 def link(request: pytest.FixtureRequest) -> str:
     return str(request.param)
+
+
+@pytest.fixture
+def server(key: JobKey) -> Iterator[ControlServer]:
+    end = ControlServer(LOCAL, key)
+    yield end
+    end.close()

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from ronde.errors import StartFailed
 from ronde.net import addresses
-from ronde.net.addresses import candidates, facing, format_address, host_identity, parse_address, peer_host, resolve
+from ronde.net.addresses import (
+    candidates,
+    facing,
+    format_address,
+    host_identity,
+    host_name,
+    parse_address,
+    peer_host,
+    resolve,
+)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +107,11 @@ def test_the_identity_is_readable_and_stays(fresh_identity: None) -> None:
     assert first.startswith(socket.gethostname() + "-")
     host_identity.cache_clear()
     assert host_identity() == first
+
+
+def test_people_call_a_host_by_its_name_without_what_only_tells_it_apart() -> None:
+    assert host_name(host_identity()) == socket.gethostname()
+    assert [host_name(given) for given in ("a", "node-7", "rack-3-node-7")] == ["a", "node-7", "rack-3-node-7"]
 
 
 @pytest.mark.parametrize("fact", ["gethostname", "boot id", "network namespace"])

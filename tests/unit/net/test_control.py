@@ -20,13 +20,6 @@ LOCAL = "127.0.0.1"
 
 
 @pytest.fixture
-def server(key: JobKey) -> Iterator[ControlServer]:
-    end = ControlServer(LOCAL, key)
-    yield end
-    end.close()
-
-
-@pytest.fixture
 def join(server: ControlServer, key: JobKey) -> Iterator[Callable[[int], ControlClient]]:
     """Makes clients that the server knows."""
     clients: list[ControlClient] = []

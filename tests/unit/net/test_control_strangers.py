@@ -63,13 +63,6 @@ class RawClient:
 
 
 @pytest.fixture
-def server(key: JobKey) -> Iterator[ControlServer]:
-    end = ControlServer(LOCAL, key)
-    yield end
-    end.close()
-
-
-@pytest.fixture
 def raw(server: ControlServer) -> Iterator[Callable[..., RawClient]]:
     made: list[RawClient] = []
 

@@ -24,6 +24,8 @@ from ronde.net.messages import (
     Join,
     Leave,
     Lost,
+    Missing,
+    MissingWanted,
     Refused,
     Request,
     Run,
@@ -51,12 +53,15 @@ from ronde.types import Member
 
 MEMBER = Member(rank=1, host="b", pid=7, unix_door="ronde-x", tcp_doors=("10.0.0.1:5", "[::1]:6"))
 REQUEST = Request(group=0, name="loss", kind=1, dtype=10, shapes=((2, 3), ()), op=1, prescale=0.5, splits=(1, 0))
-READING = Reading(1, 2, 3, 4, 5, 6, waited_for=((1, 7),), doing=Doing("barrier", 8, (1, 2), waits=False))
+READING = Reading(
+    1, 2, 3, 4, 5, 6, waited_for=((1, 7),), doing=Doing("barrier", 8, (1, 2), waits=False, named=(0, "w"))
+)
 WORKER: list[FromWorker] = [
     Join(version=1, round=0, size=2, member=MEMBER, groups=((0, 1), (1,))),
     Announce(new=(REQUEST,), known=(3, 2**40)),
     GroupWanted(ranks=(0, 2)),
     Beat(sent_ns=2**62),
+    MissingWanted(group=0, name="loss"),
     Waiting(op="allreduce", group=0, since_ns=1, missing=(1,), call="0.ordered 3"),
     StackReply(ticket=3, line="train.py:42", stack="…"),
     TraceBatch(events=(b"{}", b"\xff"), dropped=2),
@@ -71,6 +76,7 @@ COORDINATOR: list[FromCoordinator] = [
     Run(group=0, items=(RunItem(1, "loss"), RunItem(2, "x", REQUEST, (4, 5))), late=((1, 0), (0, 5))),
     Failed(group=0, name="loss", why="shapes differ"),
     Unknown(id=9),
+    Missing(group=0, name="loss", ranks=(1, 2)),
     GroupChanged(ranks=(0, 2), id=3, why="no"),
     Lost(rank=1, why="killed"),
     Ended(why="rank 0 left"),

@@ -8,45 +8,45 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ronde.observe import events
-from ronde.observe.events import Event, name_ranks, shorten, to_text
+from ronde.observe.events import Event, name_ranks, shorten
 
 AT: Any = {"at_ns": 5, "rank": 3}
 
 EVENTS: list[tuple[Event, str]] = [
     (
         events.Started(**AT, size=4, host="a", pid=7, backend="native"),
-        "rank 3: started as one of 4 on host a, pid 7, through native",
+        "started as one of 4 on host a, pid 7, through native",
     ),
-    (events.Stopped(**AT), "rank 3: left in order"),
-    (events.Stopped(**AT, orderly=False, why="killed"), "rank 3: left out of order: killed"),
+    (events.Stopped(**AT), "left in order"),
+    (events.Stopped(**AT, orderly=False, why="killed"), "left out of order: killed"),
     (
         events.OperationFailed(**AT, op="allreduce 'w'", group=1, why="shapes differ"),
-        "rank 3: allreduce 'w' (group 1) failed: shapes differ",
+        "allreduce 'w' (group 1) failed: shapes differ",
     ),
-    (events.PeerGone(**AT, peer=2, why="signal 9"), "rank 3: lost rank 2: signal 9"),
+    (events.PeerGone(**AT, peer=2, why="signal 9"), "lost rank 2: signal 9"),
     (
         events.StallReported(
             **AT, op="barrier", group=0, waited_s=31.5, missing=(2,), report="barrier waits\n  rank 2"
         ),
-        "rank 3: barrier waits\n  rank 2",
+        "barrier waits\n  rank 2",
     ),
-    (events.GroupAdded(**AT, group=2, ranks=(0, 3)), "rank 3: group 2 added: ranks 0, 3"),
-    (events.GroupRemoved(**AT, group=2), "rank 3: group 2 removed"),
+    (events.GroupAdded(**AT, group=2, ranks=(0, 3)), "group 2 added: ranks 0, 3"),
+    (events.GroupRemoved(**AT, group=2), "group 2 removed"),
     (
         events.ChannelOpened(**AT, channel="0.ordered", members=(3,)),
-        "rank 3: channel 0.ordered opened: rank 3",
+        "channel 0.ordered opened: rank 3",
     ),
-    (events.ChannelClosed(**AT, channel="0.ordered"), "rank 3: channel 0.ordered closed"),
+    (events.ChannelClosed(**AT, channel="0.ordered"), "channel 0.ordered closed"),
     (
         events.MessageRefused(at_ns=5, rank=events.COORDINATOR, source="10.0.0.1:4", why="wrong key"),
-        "coordinator: refused a message of 10.0.0.1:4: wrong key",
+        "refused a message of 10.0.0.1:4: wrong key",
     ),
 ]
 
 
 @pytest.mark.parametrize(("event", "text"), EVENTS, ids=lambda value: type(value).__name__)
-def test_an_event_says_who_and_what_and_survives_encoding(event: Event, text: str) -> None:
-    assert to_text(event) == text
+def test_an_event_says_what_and_survives_encoding(event: Event, text: str) -> None:
+    assert event.words() == text
     assert events.decode(events.encode(event)) == event
 
 
@@ -72,7 +72,7 @@ def test_a_shortened_text_is_one_printable_line_within_the_limit(text: str, limi
 
 def test_a_log_line_cannot_be_forged_by_a_name() -> None:
     event = events.OperationFailed(**AT, op="x\nrank 0: left in order", group=0, why="\x1b[2J")
-    assert to_text(event) == r"rank 3: x\nrank 0: left in order (group 0) failed: \x1b[2J"
+    assert event.words() == r"x\nrank 0: left in order (group 0) failed: \x1b[2J"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import json
 import pickle
 import sys
 import threading
@@ -48,20 +47,10 @@ def test_nothing_ran_is_a_snapshot_too() -> None:
     assert Tally().snapshot(0) == Metrics(rank=0)
 
 
-def test_a_snapshot_can_be_written_and_sent() -> None:
+def test_a_snapshot_can_be_sent() -> None:
     tally = Tally()
     tally.add(0, "allreduce", 100, 10**9, 0)
     metrics = tally.snapshot(0)
-    said = json.loads(metrics.to_json())
-    assert said["rows"][0] == {
-        "group": 0,
-        "kind": "allreduce",
-        "operations": 1,
-        "bytes": 100,
-        "wait_s": 1.0,
-        "move_s": 0.0,
-    }
-    assert said["total"]["operations"] == 1
     assert pickle.loads(pickle.dumps(metrics)) == metrics
 
 

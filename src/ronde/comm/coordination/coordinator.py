@@ -10,18 +10,21 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
+from ronde.comm.backend import LEAVING_S
 from ronde.comm.coordination.errands import Errands
 from ronde.comm.coordination.greeting import LIFE, later, never, welcome
 from ronde.comm.coordination.lifelines import Lifelines, Line, Seat
 from ronde.comm.coordination.membership import Decision, Gathering
 from ronde.comm.coordination.negotiator import Send
 from ronde.comm.coordination.round import NEVER_NS, Round, RoundRules
+from ronde.comm.coordination.sight import Sight
 from ronde.comm.coordination.tracing import Tracing
 from ronde.comm.coordination.watching import StackPoll, Watching
-from ronde.net.addresses import format_address, host_identity
+from ronde.net.addresses import format_address
 from ronde.net.control import ControlServer
 from ronde.net.door import Caller, Door
 from ronde.net.keys import JobKey
@@ -43,7 +46,7 @@ from ronde.net.messages import (
     Vitals,
 )
 from ronde.observe.events import name_ranks, shorten
-from ronde.observe.stacks import RankStack, process_state
+from ronde.observe.stacks import RankStack
 from ronde.observe.vitals import JobVitals
 from ronde.settings import Settings
 from ronde.types import Deadline, Member
@@ -54,7 +57,6 @@ LAST_WORDS_NS = 10_000_000
 """A rank has died: its own last words may be a moment behind."""
 LAUNCHER_NS = 200_000_000
 """Its line has ended: the launcher is about to say how."""
-LEAVING_S = 1.0
 CLOSING_S = 5.0
 """Beyond all waits that were asked for: how long the thread may take to close its sockets."""
 
@@ -85,14 +87,16 @@ class Coordinator:
         self._first_lost: tuple[int, str] | None = None
         """Of the rounds that are over."""
         self._round: Round | None = None
+        self._sight = Sight()
+        self._watching = Watching(size, self._sight.state)
         # The ranks' own clocks began a little earlier; whoever runs out of time should hear why, and from here.
-        self._watching = Watching(size, _state_from_here)
         self._gathering = Gathering(size, settings.start_s - min(1.0, 0.1 * settings.start_s))
         self._rules = RoundRules(
             fusion_bytes=settings.fusion_bytes,
             stall_s=settings.stall_s,
             leaving_s=min(LEAVING_S, settings.shutdown_s),
-            state=_state_from_here,
+            state=self._sight.state,
+            host_name=self._sight.host_name,
         )
         self._dying: dict[int, _Death] = {}
         self._patience_ns = LAUNCHER_NS if rounds is None else LAST_WORDS_NS
@@ -124,8 +128,9 @@ class Coordinator:
             heartbeat_s=heartbeat_s,
         )
 
-    def start(self) -> None:
-        """Begin to serve, in a thread."""
+    def start(self, host_names: Sequence[str] = ()) -> None:
+        """Begin to serve, in a thread. A launcher knows by what names its user calls the hosts, here by rank."""
+        self._sight.host_names = host_names
         # Owned by the coordinator. Touches all state but for what the door's thread reads: the lifelines, which have a
         # lock, and whether rounds are left. Other threads reach it by self._events.
         self._thread = threading.Thread(target=self._serve, name="ronde-coordinator", daemon=True)
@@ -299,10 +304,11 @@ class Coordinator:
         self._dying.pop(rank, None)
         self._lifelines.release(rank)
         if self._round is not None and rank in self._round.present:
+            why = shorten(message.why, 1000)
             if message.orderly:
-                self._round.leave(rank, now_ns)
+                self._round.leave(rank, why, now_ns)
             else:
-                self._round.lose(rank, shorten(message.why, 1000) or "it gave up")
+                self._round.lose(rank, why or "it gave up")
         self._gathering.withdraw(rank, shorten(message.why, 1000) or "it gave up")
         self._server.send(rank, Bye())
 
@@ -391,8 +397,3 @@ class Coordinator:
         self._lifelines.close()
         self._watching.close()
         self._tracing.close()
-
-
-def _state_from_here(member: Member) -> str:
-    """Only processes of this host can be seen."""
-    return process_state(member.pid) if member.host == host_identity() else ""

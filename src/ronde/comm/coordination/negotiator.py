@@ -157,17 +157,21 @@ class Negotiator:
             self._out = []
         return out
 
+    def missing(self, group: int, name: str) -> tuple[int, ...]:
+        """Whom a named operation waits for; nobody when it is not in flight."""
+        found = self._groups.get(group)
+        entry = found.entries.get(name) if found is not None else None
+        return _missing(entry) if entry is not None and entry.arrived else ()
+
     def pending(self, until_ns: int) -> Iterator[Pending]:
-        """What is in flight since until_ns or longer, per group the oldest first. Ranks that wait in join() are
-        not waiting for anything that is late."""
+        """What is in flight since until_ns or longer, per group the oldest first."""
         for group in self._groups.values():
             for entry in group.flights.values():
                 if entry.since_ns > until_ns:
                     break
                 announced = _ranks(group, entry.arrived)
                 request = entry.requests[announced[0]]
-                missing = _ranks(group, group.full & ~(entry.arrived | group.joined))
-                yield Pending(group.id, entry.name, described(request), entry.since_ns, announced, missing)
+                yield Pending(group.id, entry.name, described(request), entry.since_ns, announced, _missing(entry))
 
     # --- announcements ---------------------------------------------------------------------------------------------
 
@@ -342,6 +346,12 @@ def _late(run: list[_Entry]) -> tuple[tuple[int, int], ...]:
             came[bit] = max(at_ns, came.get(bit, 0))
     latest = sorted(came.items(), key=lambda item: -item[1])[:MOST_LATE]
     return tuple((bit.bit_length() - 1, last_ns - at_ns) for bit, at_ns in latest)
+
+
+def _missing(entry: _Entry) -> tuple[int, ...]:
+    """Ranks that wait in join() count as having announced it."""
+    group = entry.group
+    return _ranks(group, group.full & ~(entry.arrived | group.joined))
 
 
 def _ranks(group: _Group, mask: int) -> tuple[int, ...]:

@@ -32,12 +32,14 @@ def title(request: Request) -> str:
 
 
 def described(request: Request) -> str:
-    """In words, for the stall report: `allreduce 'w' (float32 (3, 4), sum)`."""
-    if request.kind == Kind.BARRIER or request.kind not in NAMED:
-        return title(request)
-    shapes = ", ".join(map(str, request.shapes[:4])) + (", …" if len(request.shapes) > 4 else "")
-    op = f", {_op_text(request)}" if request.kind in REDUCING else ""
-    return f"{title(request)} ({_dtype_text(request)} {shapes}{op})"
+    """In words, for the stall report: `allreduce 'w' sum float32[3, 4]`, as without a name but for that."""
+    words = [_kind_text(request), repr(shorten(request.name))]
+    if request.kind in REDUCING:
+        words.append(_op_text(request))
+    if request.shapes:
+        shapes = [f"[{', '.join(map(str, shape))}]" for shape in request.shapes[:4]]
+        words.append(f"{_dtype_text(request)}{' '.join(shapes)}{' …' if len(request.shapes) > 4 else ''}")
+    return " ".join(words)
 
 
 def num_bytes(request: Request) -> int:

@@ -19,6 +19,8 @@ from ronde.net.messages import (
     GroupChanged,
     GroupWanted,
     Lost,
+    Missing,
+    MissingWanted,
     StackQuery,
     StackReply,
     Stalled,
@@ -49,6 +51,8 @@ class RoundRules:
     they told, which ends everything that still waits for it."""
     state: Callable[[Member], str] = lambda member: ""
     """What the process of a silent member is doing, as far as it can be seen from here."""
+    host_name: Callable[[Member], str] = lambda member: member.host
+    """What people call the host of a member."""
 
 
 class Round:
@@ -69,7 +73,7 @@ class Round:
             self._negotiator.add_group(group, ranks)
         self._watch = StallWatch(rules.stall_s, patience_s=ANSWER_S)
         self._waits: list[Wait] = []
-        self._leaving: dict[int, int] = {}
+        self._leaving: dict[int, tuple[int, str]] = {}  # due_ns and why
         self._out: list[Send] = []
         self._began_ns = now_ns
         self._look_ns = min(1_000_000_000, max(20_000_000, int(rules.stall_s * 1e8))) if rules.stall_s else NEVER_NS
@@ -89,12 +93,19 @@ class Round:
         """The ranks of a group; none if there is no such group."""
         return self._book.members(group)
 
+    def missing(self, group: int, name: str) -> tuple[int, ...]:
+        """Whom a named operation waits for; nobody when it is not under way."""
+        return self._negotiator.missing(group, name)
+
     def hear(self, rank: int, message: FromWorker, now_ns: int) -> bool:
         """A present member says something; whether it is something that is said in a round."""
         if type(message) is Announce:
             self._negotiator.feed(rank, message, now_ns)
         elif type(message) is GroupWanted:
             self._change_groups(self._book.want(rank, message))
+        elif type(message) is MissingWanted:
+            ranks = self.missing(message.group, message.name)
+            self._tell((rank,), Missing(message.group, message.name, ranks))
         elif type(message) is Waiting:
             self._hear_waiting(rank, message, now_ns)
         elif type(message) is StackReply and message.ticket > 0:
@@ -103,10 +114,11 @@ class Round:
             return False
         return True
 
-    def leave(self, rank: int, now_ns: int) -> None:
-        """A member shuts down in good order."""
+    def leave(self, rank: int, why: str, now_ns: int) -> None:
+        """A member leaves in good order. The others may still be reading the end of what it has finished: only those
+        who need it a moment later are told."""
         self.present.discard(rank)
-        self._leaving[rank] = now_ns + int(self._rules.leaving_s * 1e9)
+        self._leaving[rank] = (now_ns + int(self._rules.leaving_s * 1e9), why or LEFT)
 
     def lose(self, rank: int, why: str) -> None:
         """A member is gone: everybody is told at once."""
@@ -122,8 +134,8 @@ class Round:
     def advance(self, now_ns: int) -> list[Send]:
         """What to send now. Called after everything that was there to hear."""
         if self._leaving:
-            for rank in [rank for rank, due_ns in self._leaving.items() if due_ns <= now_ns]:
-                self.lose(rank, LEFT)
+            for rank, why in [(rank, why) for rank, (due_ns, why) in self._leaving.items() if due_ns <= now_ns]:
+                self.lose(rank, why)
         if now_ns >= self._next_look_ns:
             self._look_for_stalls(now_ns)
         if self._num_asked:
@@ -139,7 +151,7 @@ class Round:
     def due_ns(self, now_ns: int) -> int:
         """When advance() has to be called even if nothing is heard."""
         ask_ns = now_ns + 50_000_000 if self._num_asked else NEVER_NS
-        return min(self._next_look_ns, ask_ns, *self._leaving.values())
+        return min(self._next_look_ns, ask_ns, *(due_ns for due_ns, _ in self._leaving.values()))
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -206,5 +218,6 @@ class Round:
 
     def _stalled(self, stall: Stall, now_ns: int) -> Stalled:
         wait = stall.wait
-        text = report(stall, now_ns, members=self.members, state=self._rules.state)
+        rules = self._rules
+        text = report(stall, now_ns, members=self.members, state=rules.state, host_name=rules.host_name)
         return Stalled(wait.op, wait.group, stall.waited_s(now_ns), wait.missing, text)

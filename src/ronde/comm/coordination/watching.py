@@ -14,7 +14,7 @@ from ronde.comm.coordination.round import Round
 from ronde.net.messages import StackReply, Vitals
 from ronde.observe.events import name_ranks
 from ronde.observe.stacks import RankStack
-from ronde.observe.vitals import JobVitals, RankState, RankVitals, VitalsBook, slowest_of
+from ronde.observe.vitals import JobVitals, RankState, RankVitals, Reading, VitalsBook, slowest_of
 from ronde.types import Member
 
 __all__ = ["StackPoll", "Watching"]
@@ -52,12 +52,20 @@ class Watching:
     def note(self, rank: int, vitals: Vitals, now_ns: int) -> None:
         """A member tells how it is."""
         assert self._round is not None, "only members of a round tell how they are"
-        self._book.note(rank, vitals.reading)
+        self._book.note(rank, self._with_missing(vitals.reading))
         for visits in vitals.visits:
             members = self._round.members_of(visits.group)
             if rank in members:
                 self._book.note_arrivals(rank, visits.channel, members, visits.notes, now_ns)
         self._book.heard(rank, now_ns)
+
+    def _with_missing(self, reading: Reading) -> Reading:
+        """Whom the rank waits for in a named operation."""
+        doing = reading.doing
+        if doing is None or doing.named is None or self._round is None:
+            return reading
+        missing = self._round.missing(*doing.named)
+        return msgspec.structs.replace(reading, doing=msgspec.structs.replace(doing, missing=missing))
 
     def vitals(self, gathering: Gathering, now_ns: int) -> JobVitals:
         """How all ranks are."""

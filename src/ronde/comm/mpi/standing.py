@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from ronde.comm.backend import Call, ChannelSpec
+from ronde.comm.backend import VERDICT_S, Call, ChannelSpec
 from ronde.comm.mpi.notices import Notice, NoticeBoard, Saying
 from ronde.comm.mpi.requests import PATIENT_S, URGENT_S, Request, abandon, complete
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded
@@ -34,9 +34,6 @@ COLLECTIVE: Lane = (Kind.BARRIER, -1)
 
 TELL_S = 0.1
 """After this long a wait is told to the others; after twice as long, who told nothing is missing."""
-
-VERDICT_S = 0.5
-"""A member that failed closes its channels too. Why it did may come a moment later, by way of the coordinator."""
 
 WHY_LIMIT = 1024
 

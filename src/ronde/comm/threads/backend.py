@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ronde.comm.backend import Call, ChannelSpec, Looking, Outcome
+from ronde.comm.backend import VERDICT_S, Call, ChannelSpec, Looking, Outcome
 from ronde.comm.signature import mismatch
 from ronde.comm.threads.reference import carry_out, compare, copy_across
 from ronde.comm.wording import ranks_text
@@ -24,8 +24,6 @@ from ronde.types import Deadline, Kind
 __all__ = ["Hub", "ThreadsBackend"]
 
 ALIGNMENT = 64
-VERDICT_S = 0.5
-"""When a member has closed its channel, the reason may be a moment behind."""
 
 
 class Hub:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 
-from ronde.comm.coordination.coordinator import LEAVING_S
+from ronde.comm.backend import LEAVING_S
 from ronde.comm.coordination.negotiator import Send
 from ronde.comm.coordination.round import Round, RoundRules
 from ronde.comm.coordination.tracing import Tracing
@@ -94,7 +94,7 @@ class Loopback:
     def _leave(self, rank: int, message: Leave, now_ns: int) -> None:
         if rank in self._round.present:
             if message.orderly:
-                self._round.leave(rank, now_ns)
+                self._round.leave(rank, message.why, now_ns)
             else:
                 self._round.lose(rank, message.why or "it gave up")
         self._inboxes[rank].append(Bye())
