@@ -73,9 +73,7 @@ class Trainer:
         """Go on where an unfinished run was, unless told to start over. A finished one starts over by itself."""
         finished = ronde.objects.broadcast(log.exists() and read_log(log).ended)
         if self.options.fresh or (finished and not self.options.resume):
-            if ronde.rank() == 0:
-                remove_checkpoints(self.options.checkpoint)
-            ronde.barrier()
+            self.checkpoints.clear()  # so that they are not taken for those of the new run
             return
         restored = self.checkpoints.restore()
         if restored is None and self.options.resume:
@@ -222,14 +220,6 @@ def facts(trainer: Trainer, root: Path) -> dict[str, object]:
         "device": trainer.device,
         "PyTorch": torch.__version__,
     }
-
-
-def remove_checkpoints(folder: str) -> None:
-    """Forget an earlier run, so that its checkpoints are not taken for those of the new one."""
-    if "://" in folder:
-        raise SystemExit(f"{folder} holds checkpoints of an earlier run; remove them, or use another --checkpoint")
-    for path in Path(folder).glob("step-*"):
-        path.unlink()
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import SupportsFloat
 
 __all__ = ["combine", "weigh"]
 
@@ -11,15 +12,25 @@ Weighed = dict[str, tuple[float, float]]
 """Per metric, its value times its weight, and the weight."""
 
 
-def weigh(values: Mapping[str, float], count: float | Mapping[str, float]) -> Weighed:
+def weigh(values: Mapping[str, SupportsFloat], count: SupportsFloat | Mapping[str, SupportsFloat]) -> Weighed:
     """My part. count is how many samples stand behind the values: one number, or one per metric."""
     weighed: Weighed = {}
-    for name, value in values.items():
-        weight = float(count[name] if isinstance(count, Mapping) else count)
+    for name, given in values.items():
+        if isinstance(count, Mapping) and name not in count:
+            raise ValueError(f"there is no count of {name!r}, only of {', '.join(map(repr, count)) or 'nothing'}")
+        weight = _number(f"the count of {name!r}", count[name] if isinstance(count, Mapping) else count)
         if not weight >= 0.0:
             raise ValueError(f"the count of {name!r} must be 0 or more, got {weight}")
-        weighed[name] = (float(value) * weight if weight else 0.0, weight)  # a mean of nothing is NaN: it says nothing
+        value = _number(f"the metric {name!r}", given)
+        weighed[name] = (value * weight if weight else 0.0, weight)  # a mean of nothing is NaN: it says nothing
     return weighed
+
+
+def _number(what: str, given: SupportsFloat) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last from tensors with several numbers
+        raise TypeError(f"{what} must be one number, got a {type(given).__name__}: {error}") from error
 
 
 def combine(parts: Sequence[Weighed]) -> dict[str, float]:

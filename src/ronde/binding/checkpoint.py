@@ -2,7 +2,9 @@
 frameworks' checkpoints, which know what goes into the file.
 
 A checkpoint of step 1200 is two files: step-000000001200.data, and step-000000001200.json, its manifest with the size
-and a CRC of the data. The manifest comes last when one is written and goes first when one is removed, so at any moment:
+and a CRC of the data. A checkpoint is never written over: a step that is saved again gets the next version
+(step-000000001200-1.data and .json), and the version before goes when that is whole. The manifest comes last when one
+is written and goes first when one is removed, so at any moment:
 
     data   manifest   what it is
     no     no         nothing
@@ -19,19 +21,20 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from ronde.binding.store import UNFINISHED, Store
 from ronde.errors import CheckpointError
 
-__all__ = ["Manifest", "data_name", "latest", "manifest_name", "opened", "save", "saved_steps", "superfluous"]
+__all__ = ["Found", "Label", "Manifest", "clear", "latest", "save", "saved", "superfluous"]
 
 logger = logging.getLogger("ronde.checkpoint")
 
 FORMAT = 1
 CHUNK_BYTES = 4 << 20
-OURS = re.compile(rf"(?:{re.escape(UNFINISHED)})?step-(\d{{12}})\.(data|json)")
+OURS = re.compile(rf"(?:{re.escape(UNFINISHED)})?step-(\d{{12}})(?:-(\d+))?\.(data|json)")
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,14 +46,37 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     format: int = FORMAT
 
 
-def data_name(step: int) -> str:
-    """The file with the contents."""
-    return f"step-{step:012d}.data"
+class Label(NamedTuple):
+    """Which checkpoint: the later one is greater."""
+
+    step: int
+    version: int = 0
+    """One more than that of the checkpoint of this step that was there when it was saved."""
+
+    @property
+    def data(self) -> str:
+        """The file with the contents."""
+        return f"{self._stem}.data"
+
+    @property
+    def manifest(self) -> str:
+        """The file that says that they are complete."""
+        return f"{self._stem}.json"
+
+    @property
+    def _stem(self) -> str:
+        return f"step-{self.step:012d}" + (f"-{self.version}" if self.version else "")
 
 
-def manifest_name(step: int) -> str:
-    """The file that says that they are complete."""
-    return f"step-{step:012d}.json"
+class Found(NamedTuple):
+    """A checkpoint that is whole."""
+
+    step: int
+    place: str
+    """The whole path of its data, for messages."""
+    path: Path
+    """Where they are on this machine."""
+    num_bytes: int
 
 
 def save(store: Store, step: int, fill: Callable[[Path], None], *, keep: int) -> str:
@@ -63,75 +89,97 @@ def save(store: Store, step: int, fill: Callable[[Path], None], *, keep: int) ->
         fill(path)
         seen.append(_sum(path))
 
-    place = store.place(data_name(step))
+    label = Label(step)
     try:
-        store.remove(manifest_name(step))  # of an earlier run that came this far: it must not vouch for new data
-        store.write(data_name(step), fill_and_sum)
+        # Not over the one that is there: until the new one is whole it may be the only one.
+        versions = [there.version for there in saved(store.names()) if there.step == step]
+        label = Label(step, max(versions) + 1 if versions else 0)
+        store.write(label.data, fill_and_sum)
         num_bytes, crc = seen[-1]
         manifest = msgspec.json.encode(Manifest(step=step, num_bytes=num_bytes, crc32=crc))
-        store.write(manifest_name(step), lambda path: _write_bytes(path, manifest))
+        store.write(label.manifest, lambda path: _write_bytes(path, manifest))
     except OSError as error:
-        raise CheckpointError(f"cannot write the checkpoint {place}: {error}") from error
-    _tidy(store, keep, step)
-    return place
+        raise CheckpointError(f"cannot write the checkpoint {store.place(label.data)}: {error}") from error
+    _tidy(store, keep, label)
+    return store.place(label.data)
 
 
-def _tidy(store: Store, keep: int, newest: int) -> None:
-    """Remove what is superfluous. The new checkpoint is safe, so nothing here is a reason to stop training."""
+def clear(store: Store) -> None:
+    """Remove all checkpoints, and what crashes left."""
     try:
-        names = store.names()
-        for name in superfluous(names, keep, newest):
+        for name in _ours(store.names()):
             store.remove(name)
     except OSError as error:
-        logger.warning("cannot remove old checkpoints beside %s: %s", store.place(data_name(newest)), error)
+        raise CheckpointError(f"cannot remove the checkpoints in {store.place('')}: {error}") from error
+
+
+def _tidy(store: Store, keep: int, newest: Label) -> None:
+    """Remove what is superfluous. The new checkpoint is safe, so nothing here is a reason to stop training."""
+    try:
+        names = [*store.names(), newest.manifest]  # also where a new file is listed late
+        for name in superfluous(names, keep, newest.step):
+            store.remove(name)
+    except OSError as error:
+        logger.warning("cannot remove old checkpoints beside %s: %s", store.place(newest.data), error)
         return
-    later = [step for step in saved_steps(names) if step > newest]
-    if later:
+    latest_step = saved(names)[-1].step
+    if latest_step > newest.step:
         logger.warning(
             "%s is not the latest there: a restart takes step %d, of an earlier run; remove it or use another folder",
-            store.place(data_name(newest)),
-            later[-1],
+            store.place(newest.data),
+            latest_step,
         )
 
 
 def superfluous(names: list[str], keep: int, newest: int) -> list[str]:
-    """Files to remove, manifests first: all but the last `keep` checkpoints up to the newest; data without a manifest.
+    """Files to remove, manifests first: all but the last `keep` checkpoints up to the newest step; earlier versions;
+    data without a manifest.
 
     Checkpoints later than the newest belong to another run: they are not ours to remove.
     """
-    steps = saved_steps(names)
-    upto = [step for step in steps if step <= newest]
-    kept_steps = [*upto[-keep:], *(step for step in steps if step > newest)]
-    kept = {name for step in kept_steps for name in (data_name(step), manifest_name(step))}
-    ours = [name for name in names if OURS.fullmatch(name)]
-    return sorted((name for name in ours if name not in kept), key=lambda name: (not name.endswith(".json"), name))
+    labels = saved(names)
+    last_versions = {label.step: label for label in labels}
+    upto = [label for step, label in last_versions.items() if step <= newest]
+    kept_labels = [*upto[-keep:], *(label for label in labels if label.step > newest)]
+    kept = {name for label in kept_labels for name in (label.data, label.manifest)}
+    return [name for name in _ours(names) if name not in kept]
 
 
-def saved_steps(names: list[str]) -> list[int]:
-    """The steps of which there is a manifest, in order."""
+def _ours(names: list[str]) -> list[str]:
+    """Those of checkpoints, manifests first."""
+    ours = (name for name in names if OURS.fullmatch(name))
+    return sorted(ours, key=lambda name: (not name.endswith(".json"), name))
+
+
+def saved(names: list[str]) -> list[Label]:
+    """The checkpoints of which there is a manifest, in order."""
     found = (OURS.fullmatch(name) for name in names if not name.startswith(UNFINISHED))
-    return sorted(int(match[1]) for match in found if match and match[2] == "json")
+    return sorted(Label(int(match[1]), int(match[2] or 0)) for match in found if match and match[3] == "json")
 
 
 @contextmanager
-def latest(store: Store) -> Iterator[tuple[int, Path] | None]:
-    """A context with the step and, checked and at a path of this machine, the data of the latest checkpoint that is
-    whole; None if there never was one. Damaged ones are reported.
+def latest(store: Store, step: int | None = None) -> Iterator[Found | None]:
+    """A context with the latest checkpoint (of a step) that is whole, its data checked and at a path of this machine;
+    None if there never was one. Damaged ones are reported.
 
-    When there are only damaged ones that is an error: training must not start over by itself.
+    When there are only damaged ones, or none of that step, it is an error: training must not start over by itself.
     """
     with _readable(store.place("")):
-        steps = saved_steps(store.names())
+        there = saved(store.names())
+    labels = [label for label in there if step in (None, label.step)]
+    if step is not None and not labels:
+        steps = ", ".join(str(each) for each in sorted({label.step for label in there})) or "none"
+        raise CheckpointError(f"there is no checkpoint of step {step} in {store.place('')}; those there: {steps}")
     damaged = []
-    for step in reversed(steps):
+    for label in reversed(labels):
         with ExitStack() as opening:
             try:
-                path = opening.enter_context(opened(store, step))
+                found = opening.enter_context(_opened(store, label))
             except CheckpointError as error:
-                logger.warning("%s; trying the one before", error)
+                logger.warning("%s; it is passed over", error)
                 damaged.append(str(error))
                 continue
-            yield step, path
+            yield found
             return
     if damaged:
         raise CheckpointError(f"no checkpoint can be used: {'; '.join(damaged)}")
@@ -139,14 +187,13 @@ def latest(store: Store) -> Iterator[tuple[int, Path] | None]:
 
 
 @contextmanager
-def opened(store: Store, step: int) -> Iterator[Path]:
-    """A context in which the data of a checkpoint, checked, is at a path of this machine."""
-    place = store.place(data_name(step))
+def _opened(store: Store, label: Label) -> Iterator[Found]:
+    place = store.place(label.data)
     with ExitStack() as reading:
         with _readable(place):
-            with store.reading(manifest_name(step)) as path:
+            with store.reading(label.manifest) as path:
                 manifest = msgspec.json.decode(path.read_bytes(), type=Manifest)
-            path = reading.enter_context(store.reading(data_name(step)))
+            path = reading.enter_context(store.reading(label.data))
             found = _sum(path)
         if manifest.format != FORMAT:
             raise CheckpointError(f"the checkpoint {place} has format {manifest.format}, this ronde reads {FORMAT}")
@@ -155,7 +202,7 @@ def opened(store: Store, step: int) -> Iterator[Path]:
                 f"the checkpoint {place} is damaged: {found[0]} bytes with CRC {found[1]:08x}, "
                 f"but {manifest.num_bytes} with {manifest.crc32:08x} were written"
             )
-        yield path
+        yield Found(label.step, place, path, manifest.num_bytes)
 
 
 @contextmanager

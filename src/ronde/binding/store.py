@@ -21,7 +21,7 @@ UNFINISHED = ".unfinished-"
 
 
 class Store(Protocol):
-    """Files by name."""
+    """Files by name. Whatever goes wrong with them is an OSError."""
 
     def place(self, name: str) -> str:
         """The whole path of a file, for messages."""
@@ -105,34 +105,50 @@ class RemoteStore:
 
     def write(self, name: str, fill: Callable[[Path], None]) -> None:
         """Make it here and put it there."""
-        self._fs.makedirs(self._folder, exist_ok=True)
+        with _told_as_os_error():
+            self._fs.makedirs(self._folder, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="ronde-") as folder:
             here = Path(folder) / name
             fill(here)
-            self._fs.put_file(str(here), self._path(name))
+            with _told_as_os_error():
+                self._fs.put_file(str(here), self._path(name))
 
     @contextmanager
     def reading(self, name: str) -> Iterator[Path]:
         """A copy here."""
         with tempfile.TemporaryDirectory(prefix="ronde-") as folder:
             here = Path(folder) / name
-            self._fs.get_file(self._path(name), str(here))
+            with _told_as_os_error():
+                self._fs.get_file(self._path(name), str(here))
             yield here
 
     def names(self) -> list[str]:
         """What there is now: other processes may have changed it since it was last listed."""
-        self._fs.invalidate_cache(self._folder)
-        if not self._fs.isdir(self._folder):
-            return []
-        return sorted(path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._folder, detail=False))
+        with _told_as_os_error():
+            self._fs.invalidate_cache(self._folder)
+            if not self._fs.isdir(self._folder):
+                return []
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._folder, detail=False))
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
-        if self._fs.exists(self._path(name)):
-            self._fs.rm_file(self._path(name))
+        with _told_as_os_error():
+            if self._fs.exists(self._path(name)):
+                self._fs.rm_file(self._path(name))
 
     def _path(self, name: str) -> str:
         return f"{self._folder}/{name}"
+
+
+@contextmanager
+def _told_as_os_error() -> Iterator[None]:
+    """A file system of fsspec raises what the library behind it does: any class of error."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
 
 
 def _flush(path: Path) -> None:

@@ -5,13 +5,13 @@ member gave is what all members' losses say about it:
 
     allreduce        allreduce with the same op and scales
     allgather        my rows of the sum of everybody's gradients
-    broadcast        the sum of everybody's gradients on the root, zeros elsewhere
+    broadcast        the sum of everybody's gradients on the root, zeros elsewhere (and back: a broadcast)
     reduce_scatter   allgather, with the factors of the way there
     alltoall         alltoall with the numbers of rows that came
 
-Backward is a collective as well: each member has to reach it. An operation with a name has one on the way back too
-(`<name>.backward`), so its order among others does not matter there either. As the rules are written with these same
-functions, gradients of gradients work.
+Backward is a collective as well: each member has to reach it, so the tensor requires a gradient on all of them or on
+none. An operation with a name has one on the way back too (`<name>.backward`), so its order among others does not
+matter there either. As the rules are written with these same functions, gradients of gradients work.
 """
 
 from __future__ import annotations
@@ -100,10 +100,22 @@ class _Broadcast(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-        group = ctx.group
-        total = allreduce(group, [grad], Reduction(), _back(ctx.name))[0]
-        is_root = group.ranks[group.rank] == ctx.root
-        return None, None, None, total if is_root else torch.zeros_like(total)
+        return None, None, None, _Reduce.apply(ctx.group, ctx.root, _back(ctx.name), grad)  # type: ignore[no-untyped-call]
+
+
+class _Reduce(torch.autograd.Function):
+    """The sum on the root, zeros elsewhere. Every member is in the graph: all take part in the broadcast back."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, root: int, name: str | None, x: Tensor) -> Tensor:  # noqa: ANN401
+        ctx.group, ctx.root, ctx.name = group, root, name
+        total: Tensor = transport.allreduce(group, [x], [None], Reduction(), name=name, wait=True)[0]
+        is_root = group.rank is not None and group.ranks[group.rank] == root
+        return total if is_root else torch.zeros_like(total)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+        return None, None, None, broadcast(ctx.group, grad, ctx.root, _back(ctx.name))
 
 
 class _ReduceScatter(torch.autograd.Function):

@@ -25,7 +25,8 @@ __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 class SyncBatchNorm(_BatchNorm):
     """As torch.nn.BatchNorm1d, 2d and 3d, with the statistics of all members of a group (default: all ranks).
 
-    In eval mode nothing travels. A copy keeps its group; a pickled one is for all ranks when it is loaded.
+    In eval mode nothing travels. It can be differentiated once: a gradient of its gradients is an error. A copy keeps
+    its group; a pickled one is for all ranks when it is loaded.
     """
 
     def __init__(

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import io
 import os
-import pickle
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import numpy as np
 import torch
 
 from ronde.binding import checkpoint
+from ronde.binding.checkpoint import Found
 from ronde.binding.store import open_store
 from ronde.comm import objects
 from ronde.comm.current import group_or_world
@@ -87,13 +87,13 @@ class Checkpoints:
         self._group = group
         self._parts = parts
 
-    def save(self, step: int, *, extras: Mapping[str, Any] | None = None) -> str:
-        """Write a checkpoint of all parts; where it is. Rank 0 returns when it is safe, the others at once.
+    def save(self, step: int, *, extras: Mapping[str, Any] | None = None) -> str | None:
+        """Write a checkpoint of all parts. Rank 0 returns its path when it is safe, the others None at once.
 
         Call it between steps: after optimizer.step(), so that the sampler's position and the parameters fit together.
         """
         if group_or_world(self._group).rank != 0:
-            return self._store.place(checkpoint.data_name(step))
+            return None
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         contents = {"step": step, "extras": dict(extras or {}), "parts": parts}
         return checkpoint.save(self._store, step, lambda path: self._write(contents, path), keep=self._keep)
@@ -106,41 +106,43 @@ class Checkpoints:
         """
         members = group_or_world(self._group)
         with ExitStack() as reading:
-            path, found = None, None
+            found: Found | str | None = None
             if members.rank == 0:
-                found, path = self._open(step, reading)
+                found = self._find(step, reading)
             found = found if members.size == 1 else objects.broadcast(found, members.ranks[0], group=members)
             if isinstance(found, str):
                 raise CheckpointError(found)
             if found is None:
                 return None
-            found_step, num_bytes = found
-            place = self._store.place(checkpoint.data_name(found_step))
-            source = path if members.size == 1 else _share(members, path, num_bytes)
-            contents = self._load(source, place)
-        self._apply(contents["parts"], place)
-        return Restored(found_step, contents["extras"], place)
+            source = found.path if members.size == 1 else _share(members, found)
+            contents = self._load(source, found.place)
+        self._apply(contents["parts"], found.place)
+        return Restored(found.step, contents["extras"], found.place)
 
     def steps(self) -> list[int]:
         """The steps of which there is a checkpoint, in order, as this rank sees the folder."""
-        return checkpoint.saved_steps(self._store.names())
+        return sorted({label.step for label in checkpoint.saved(self._store.names())})
 
-    def _open(self, step: int | None, reading: ExitStack) -> tuple[tuple[int, int] | str | None, Path | None]:
-        """Rank 0: step and size, None or the error, to be told to the others; and where the data are."""
+    def clear(self) -> None:
+        """Remove all checkpoints of the folder, to start over. Rank 0 does; the others return at once."""
+        if group_or_world(self._group).rank == 0:
+            checkpoint.clear(self._store)
+
+    def _find(self, step: int | None, reading: ExitStack) -> Found | str | None:
+        """Rank 0: the checkpoint, None or the error, to be told to the others."""
         try:
-            if step is None:
-                found = reading.enter_context(checkpoint.latest(self._store))
-                if found is None:
-                    return None, None
-                step, path = found
-            else:
-                path = reading.enter_context(checkpoint.opened(self._store, step))
+            return reading.enter_context(checkpoint.latest(self._store, step))
         except CheckpointError as error:
-            return str(error), None
-        return (step, path.stat().st_size), path
+            return str(error)
 
     def _write(self, contents: dict[str, Any], path: Path) -> None:
-        torch.save(contents, path)
+        try:
+            with path.open("wb") as file:
+                torch.save(contents, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # a full disk, which PyTorch calls an "unexpected pos"
+                raise error.__context__ from None
+            raise
         if self._trusted or not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
             return
         foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
@@ -150,11 +152,10 @@ class Checkpoints:
                 "convert them (float(x) for NumPy's numbers), or make Checkpoints(…, trusted=True)"
             )
 
-    def _load(self, source: Path | io.BytesIO | None, place: str) -> dict[str, Any]:
-        assert source is not None
+    def _load(self, source: Path | io.BytesIO, place: str) -> dict[str, Any]:
         try:
             contents: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=not self._trusted)
-        except (pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        except Exception as error:  # of a trusted one's objects: any
             raise CheckpointError(f"cannot read the checkpoint {place}: {error}") from error
         return contents
 
@@ -162,24 +163,27 @@ class Checkpoints:
         missing = [name for name in self._parts if name not in states]
         if missing:
             raise CheckpointError(f"the checkpoint {place} has no {', '.join(missing)}; it has {', '.join(states)}")
+        loaded: list[str] = []
         for name, part in self._parts.items():
             try:
                 part.load_state_dict(states[name])
-            except (RuntimeError, ValueError, KeyError) as error:
-                raise CheckpointError(f"{name} of the checkpoint {place} does not fit: {error}") from error
+            except Exception as error:  # each class of parts has its own
+                text = f"{name} of the checkpoint {place} does not fit: {type(error).__name__}: {error}"
+                raise CheckpointError(f"{text} (loaded before it: {', '.join(loaded) or 'nothing'})") from error
+            loaded.append(name)
 
 
-def _share(members: Group, path: Path | None, num_bytes: int) -> Path | io.BytesIO:
+def _share(members: Group, found: Found) -> Path | io.BytesIO:
     """Rank 0's file for everybody: itself on rank 0, a copy in memory on the others."""
     root = members.ranks[0]
-    if path is not None:
-        data = np.memmap(path, np.uint8, "r")
-        for start in range(0, num_bytes, CHUNK_BYTES):
+    if members.rank == 0:
+        data = np.memmap(found.path, np.uint8, "r")
+        for start in range(0, found.num_bytes, CHUNK_BYTES):
             members.broadcast(data[start : start + CHUNK_BYTES], root=root)
-        return path
+        return found.path
     buffer = io.BytesIO()
-    for start in range(0, num_bytes, CHUNK_BYTES):
-        piece = np.empty(min(CHUNK_BYTES, num_bytes - start), np.uint8)
+    for start in range(0, found.num_bytes, CHUNK_BYTES):
+        piece = np.empty(min(CHUNK_BYTES, found.num_bytes - start), np.uint8)
         buffer.write(members.broadcast(piece, root=root, out=piece).data)
     buffer.seek(0)
     return buffer

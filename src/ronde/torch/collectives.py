@@ -1,7 +1,8 @@
 """The collectives on tensors. As ronde's own of the same names, and differentiable.
 
 A tensor on the CPU travels from where it is, without a copy. A result is differentiable when the tensor that was given
-requires a gradient, the call waits and has no `out`; the rules are in ronde.torch.backward. With `out`, or wait=False,
+requires a gradient (on all ranks or on none), the call waits and has no `out`; the rules are in ronde.torch.backward.
+With `out`, or wait=False,
 numbers are moved and autograd knows nothing of it, as under torch.no_grad().
 
 A list of tensors gives a list. In an allreduce those of one dtype travel as a unit.
@@ -81,7 +82,10 @@ def broadcast(
     name: str | None = None,
     wait: bool = True,
 ) -> Any:  # noqa: ANN401
-    """The root's tensor for everybody, in a new tensor or in `out`. root is a rank of the job."""
+    """The root's tensor for everybody, in a new tensor or in `out`. root is a rank of the job.
+
+    For a gradient the others' tensors, which only say shape and dtype, have to require one as the root's does.
+    """
     members = group_or_world(group)
     xs, many = _listed(x, "broadcast")
     outs = _outs(out, xs, many, "broadcast")

@@ -24,6 +24,10 @@ def average_metrics(
     Every rank calls it, also one without a sample: with count=0 its values do not matter, and `values` may even be
     empty. A metric without any sample is NaN. Every rank gets the same numbers.
     """
-    numbers = {name: float(value.detach() if isinstance(value, Tensor) else value) for name, value in values.items()}
+    if not isinstance(values, Mapping):
+        raise TypeError(
+            f"average_metrics takes values by name, such as {{'loss': loss}}, got a {type(values).__name__}"
+        )
+    numbers = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
     mine = weigh(numbers, count)
     return combine(objects.allgather(mine, group=group))

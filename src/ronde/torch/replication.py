@@ -19,6 +19,7 @@ from ronde.comm import objects
 from ronde.comm.current import group_or_world
 from ronde.comm.group import Group
 from ronde.torch import transport
+from ronde.torch.tensors import check_tensor
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -82,20 +83,32 @@ def _named(params: Named) -> Iterator[tuple[str, Tensor]]:
         yield from params.named_buffers()
     elif isinstance(params, Mapping):
         yield from params.items()
-    else:
+    elif isinstance(params, Iterable):
         for pair in params:
             if not isinstance(pair, tuple) or len(pair) != 2:
-                raise TypeError(
-                    "broadcast_parameters takes a module, a state_dict or pairs (name, tensor), "
-                    f"got something with a {type(pair).__name__} in it; pass model.named_parameters()"
-                )
+                raise _not_named(f"something with a {type(pair).__name__} in it")
             yield pair
+    else:
+        raise _not_named(f"a {type(params).__name__}")
+
+
+def _not_named(got: str) -> TypeError:
+    return TypeError(
+        "broadcast_parameters takes a module, a state_dict or pairs (name, tensor), "
+        f"got {got}; pass model.named_parameters()"
+    )
 
 
 def _checked(name: str, tensor: object) -> Tensor:
     if not isinstance(tensor, Tensor):
         kind = type(tensor).__name__
         raise TypeError(f"broadcast_parameters: {name!r} is no tensor but a {kind}; use broadcast_object() for it")
+    if tensor.is_conj() or tensor.is_neg():
+        raise TypeError(
+            f"broadcast_parameters: {name!r} is a view that only shows other numbers conjugated or negated; "
+            "make it a tensor of its own with resolve_conj().resolve_neg()"
+        )
+    check_tensor(_sendable(tensor), f"broadcast_parameters: {name!r}")
     return tensor
 
 
@@ -113,7 +126,17 @@ def _described_groups(optimizer: Optimizer) -> Iterator[str]:
 def _broadcast_all(members: Group, tensors: list[Tensor], root: int) -> None:
     """In place, one after the other; they are under way together."""
     if tensors:
-        transport.broadcast(members, tensors, tensors, root, name=None, wait=False).wait()
+        places = [_sendable(tensor) for tensor in tensors]
+        transport.broadcast(members, places, places, root, name=None, wait=False).wait()
+
+
+def _sendable(tensor: Tensor) -> Tensor:
+    """The same memory as numbers of a type that travels. Nothing is computed with them on the way."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach())
+    if tensor.is_floating_point() and tensor.element_size() == 1:  # float8 in all its forms
+        return tensor.detach().view(torch.uint8)
+    return tensor
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
 
         batch_size is the loader's own unless given. Leave the loop early and a new track() goes on where it stopped.
         """
+        self._check_source(loader)
         size = self._place()[1]
         start = self._position
         self._passed = None  # what some ranks alone have looked through is no epoch
@@ -125,6 +126,16 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         self._position = position
         self._passed = None
 
+    def _check_source(self, loader: object) -> None:
+        """A forgotten `sampler=` would show every rank all of the data. What we do not know may well draw from us."""
+        batches = getattr(loader, "batch_sampler", None)
+        source = getattr(loader if batches is None else batches, "sampler", None)
+        if source is not self and isinstance(source, SOURCES):
+            raise ValueError(
+                f"track(): this loader draws from a {type(source).__name__}, not from this sampler; "
+                "make it with DataLoader(…, sampler=sampler)"
+            )
+
     def _order(self) -> dict[str, Any]:
         return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
 
@@ -134,6 +145,15 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         if group.rank is None:
             raise ValueError(f"this rank is not a member of {group!r}, among which the samples are shared out")
         return group.rank, group.size
+
+
+SOURCES = (
+    ShardedSampler,
+    torch.utils.data.SequentialSampler,
+    torch.utils.data.RandomSampler,
+    torch.utils.data.DistributedSampler,
+)
+"""Samplers that draw from no other."""
 
 
 def _batch_size(loader: object) -> int:

@@ -28,6 +28,12 @@ def test_a_metric_without_any_sample_is_nan_and_a_nan_that_counts_is_seen() -> N
     assert math.isnan(combine([weigh({"loss": math.nan}, 1), weigh({"loss": 1.0}, 1)])["loss"])
 
 
-def test_a_count_below_zero_is_an_error() -> None:
+def test_mistakes_name_the_metric() -> None:
     with pytest.raises(ValueError, match="count of 'loss' must be 0 or more, got -1"):
         weigh({"loss": 1.0}, -1)
+    with pytest.raises(ValueError, match="no count of 'loss', only of 'lost'"):
+        weigh({"loss": 1.0}, {"lost": 1})
+    with pytest.raises(TypeError, match="the metric 'loss' must be one number, got a str"):
+        weigh({"loss": "low"}, 1)  # type: ignore[dict-item]
+    with pytest.raises(TypeError, match="the count of 'loss' must be one number, got a list"):
+        weigh({"loss": 1.0}, [1])  # type: ignore[arg-type]

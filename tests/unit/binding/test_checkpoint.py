@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ronde.binding import checkpoint
-from ronde.binding.checkpoint import data_name, latest, manifest_name, opened, save, saved_steps, superfluous
+from ronde.binding.checkpoint import Label, clear, latest, save, saved, superfluous
 from ronde.binding.store import UNFINISHED, FolderStore, RemoteStore, Store, open_store
 from ronde.errors import CheckpointError
 
@@ -35,9 +35,13 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def found(store: Store) -> tuple[int, str] | None:
-    with latest(store) as newest:
-        return None if newest is None else (newest[0], newest[1].read_text())
+def found(store: Store, step: int | None = None) -> tuple[int, str] | None:
+    with latest(store, step) as newest:
+        return None if newest is None else (newest.step, newest.path.read_text())
+
+
+def steps(store: Store) -> list[int]:
+    return [label.step for label in saved(store.names())]
 
 
 def spoil(store: Store, name: str, text: str) -> None:
@@ -47,27 +51,70 @@ def spoil(store: Store, name: str, text: str) -> None:
 def test_the_latest_is_found_and_the_last_few_are_kept(store: Store) -> None:
     assert found(store) is None
     for step in (5, 10, 15, 20):
-        assert put(store, step) == store.place(data_name(step))
-    assert saved_steps(store.names()) == [10, 15, 20]
+        assert put(store, step) == store.place(Label(step).data)
+    assert steps(store) == [10, 15, 20]
     assert len(store.names()) == 6
     assert found(store) == (20, "contents of 20")
-    with opened(store, 10) as path:
-        assert path.read_text() == "contents of 10"
+    assert found(store, 10) == (10, "contents of 10")
 
 
 def test_saving_a_step_again_replaces_it(store: Store) -> None:
-    put(store, 5, "old")
-    put(store, 5, "new")
-    assert found(store) == (5, "new")
+    for text in ("first", "second", "third"):
+        put(store, 5, text)
+        assert found(store) == (5, text)
+    assert len(store.names()) == 2
+
+
+class Killed(BaseException):
+    """What nothing survives."""
+
+
+class MortalStore:
+    """A store whose process dies in the middle of its so-many-th change."""
+
+    def __init__(self, store: Store, num_changes: int) -> None:
+        self._store = store
+        self._left = num_changes
+        self.place, self.reading, self.names = store.place, store.reading, store.names
+
+    def write(self, name: str, fill: Callable[[Path], None]) -> None:
+        """As far as half of the file, under its name: not every file system hides what it does not have whole."""
+        self._store.write(name, lambda path: self._live(path, fill))
+        self._die_if_due()
+
+    def remove(self, name: str) -> None:
+        self._die_if_due()
+        self._store.remove(name)
+
+    def _live(self, path: Path, fill: Callable[[Path], None]) -> None:
+        fill(path)
+        if self._left == 1:
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+    def _die_if_due(self) -> None:
+        self._left -= 1
+        if not self._left:
+            raise Killed
+
+
+@pytest.mark.parametrize("num_changes", [1, 2, 3, 4])
+def test_a_death_at_any_moment_of_saving_a_step_again_leaves_the_old_or_the_new(store: Store, num_changes: int) -> None:
+    put(store, 5, "old", keep=1)
+    with pytest.raises(Killed):
+        put(MortalStore(store, num_changes), 5, "new", keep=1)
+    assert found(store) == (5, "old" if num_changes <= 2 else "new")
+    put(store, 5, "newer", keep=1)
+    assert found(store) == (5, "newer")
+    assert len(store.names()) == 2
 
 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        (data_name(10), "contents", "is damaged: 8 bytes"),
-        (data_name(10), "contents of 99", "is damaged: 14 bytes"),
-        (manifest_name(10), '{"step": 10', "cannot read"),
-        (manifest_name(10), '{"step":10,"num_bytes":1,"crc32":2,"format":99}', "has format 99"),
+        (Label(10).data, "contents", "is damaged: 8 bytes"),
+        (Label(10).data, "contents of 99", "is damaged: 14 bytes"),
+        (Label(10).manifest, '{"step": 10', "cannot read"),
+        (Label(10).manifest, '{"step":10,"num_bytes":1,"crc32":2,"format":99}', "has format 99"),
     ],
     ids=["short", "changed", "torn manifest", "of another version"],
 )
@@ -79,14 +126,16 @@ def test_a_damaged_one_is_passed_over_with_a_warning_that_names_it(
     spoil(store, name, text)
     with caplog.at_level(logging.WARNING):
         assert found(store) == (5, "contents of 5")
-    assert message in caplog.text and store.place(data_name(10)) in caplog.text
-    with pytest.raises(CheckpointError, match="step-000000000010"), opened(store, 10):
-        pass
+    assert message in caplog.text and store.place(Label(10).data) in caplog.text
+    with pytest.raises(CheckpointError, match="step-000000000010"):
+        found(store, 10)
+    with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 in .*; those there: 5, 10"):
+        found(store, 7)
 
 
 def test_data_that_are_gone_count_as_damage(store: Store) -> None:
     put(store, 5)
-    store.remove(data_name(5))
+    store.remove(Label(5).data)
     with pytest.raises(CheckpointError, match=r"no checkpoint can be used: cannot read .*step-000000000005"):
         found(store)
 
@@ -104,7 +153,7 @@ def test_a_crash_while_writing_leaves_the_one_before(store: Store) -> None:
     assert len(store.names()) == 2
 
 
-@pytest.mark.parametrize("left", [f"{UNFINISHED}{data_name(10)}", data_name(10), data_name(30)])
+@pytest.mark.parametrize("left", [f"{UNFINISHED}{Label(10).data}", Label(10).data, Label(30).data])
 def test_what_a_killed_writer_left_does_not_count_and_is_removed_by_the_next(store: Store, left: str) -> None:
     put(store, 5)
     spoil(store, left, "half of the con")
@@ -120,26 +169,47 @@ def test_a_new_run_in_an_old_folder_removes_nothing_later_and_says_so(
     put(store, 900)
     for step in (1, 2, 3):
         put(store, step, keep=2)
-    assert saved_steps(store.names()) == [2, 3, 900]
+    assert steps(store) == [2, 3, 900]
     assert "a restart takes step 900" in caplog.text
 
 
 def test_manifests_are_removed_before_their_data() -> None:
-    names = [name for step in (1, 2) for name in (data_name(step), manifest_name(step))]
-    assert superfluous([*names, "notes.txt"], keep=1, newest=2) == [manifest_name(1), data_name(1)]
+    names = [name for step in (1, 2) for name in (Label(step).data, Label(step).manifest)]
+    assert superfluous([*names, "notes.txt"], keep=1, newest=2) == [Label(1).manifest, Label(1).data]
+    again = [Label(2, 1).data, Label(2, 1).manifest]
+    assert superfluous([*names, *again], keep=2, newest=2) == [Label(2).manifest, Label(2).data]
 
 
 def test_files_of_others_are_left_alone(store: Store) -> None:
     spoil(store, "notes.txt", "mine")
     put(store, 5, keep=1)
     put(store, 6, keep=1)
-    assert store.names() == ["notes.txt", data_name(6), manifest_name(6)]
+    assert store.names() == ["notes.txt", Label(6).data, Label(6).manifest]
+    spoil(store, f"{UNFINISHED}{Label(7, 2).data}", "half of the con")
+    clear(store)
+    assert store.names() == ["notes.txt"] and found(store) is None
 
 
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*/file/run/step-000000000001.data"):
         put(open_store(tmp_path / "file" / "run"), 1)
+
+
+def test_a_file_system_may_raise_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = open_store("memory://denied")
+
+    class Denied:
+        def __getattr__(self, name: str) -> object:
+            raise RuntimeError(f"{name} is denied")
+
+    monkeypatch.setattr(store, "_fs", Denied())
+    with pytest.raises(CheckpointError, match=r"cannot write .*memory://denied/step-0.*RuntimeError: \w+ is denied"):
+        put(store, 1)
+    with pytest.raises(CheckpointError, match=r"cannot read .*memory://denied.*RuntimeError: \w+ is denied"):
+        found(store)
+    with pytest.raises(CheckpointError, match=r"cannot remove .*memory://denied.*RuntimeError: \w+ is denied"):
+        clear(store)
 
 
 def test_an_old_one_that_cannot_be_removed_stops_nobody(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

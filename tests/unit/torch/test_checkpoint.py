@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import resource
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from torch import nn
 
 import ronde.torch.checkpoint
@@ -67,7 +69,7 @@ def test_every_rank_goes_on_as_rank_0_was(size: int, tmp_path: Path) -> None:
         world.group.barrier()
         resumed = Run(world, tmp_path / "run")
         restored = resumed.checkpoints.restore()
-        assert restored is not None and restored.path == path
+        assert restored is not None and path == (restored.path if world.rank == 0 else None)
         assert (restored.step, restored.extras) == (3, {"best": 0.5, "names": ["a", ("b", 1)]})
         assert resumed.sampler.consumed == 3 * 2 * size
         assert resumed.scaler.get_scale() == run.scaler.get_scale()
@@ -93,10 +95,54 @@ def test_the_latest_whole_one_is_taken_after_a_crash_and_others_on_request(tmp_p
         assert restored is not None and restored.step == 2
         with pytest.raises(CheckpointError, match=r"step-000000000003.data is damaged"):
             run.checkpoints.restore(3)
-        with pytest.raises(CheckpointError, match=r"cannot read the checkpoint .*step-000000000001.data"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint of step 1 in .*; those there: 2, 3"):
             run.checkpoints.restore(1)
 
     run_threads(2, body)
+
+
+def test_every_rank_is_told_of_a_store_that_fails_in_its_own_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object, **__: object) -> bool:
+        raise RuntimeError("access denied")
+
+    monkeypatch.setattr(MemoryFileSystem, "isdir", refuse)
+
+    def body(world: World) -> None:
+        run = Run(world, "memory://denied")
+        with pytest.raises(CheckpointError, match=r"cannot read .*memory://denied.*RuntimeError: access denied"):
+            run.checkpoints.restore()
+
+    run_threads(2, body)
+
+
+def test_starting_over_removes_what_there_was(tmp_path: Path) -> None:
+    def body(world: World) -> None:
+        run = Run(world, tmp_path)
+        for step in (1, 1, 2):
+            run.checkpoints.save(step)
+        world.group.barrier()
+        assert run.checkpoints.steps() == [1, 2]
+        world.group.barrier()
+        run.checkpoints.clear()
+        assert run.checkpoints.restore() is None
+        assert list(tmp_path.iterdir()) == []
+
+    run_threads(2, body)
+
+
+def test_when_the_disk_takes_no_more_the_reason_is_told_with_the_path(tmp_path: Path) -> None:
+    def body(world: World) -> None:
+        checkpoints = Checkpoints(tmp_path, group=world.group, model=nn.Linear(1, 1))
+        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+        try:
+            with pytest.raises(CheckpointError, match=r"cannot write .*step-000000000001.data: .*File too large"):
+                checkpoints.save(1, extras={"large": torch.ones(100_000)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        assert list(tmp_path.iterdir()) == []
+
+    run_threads(1, body)
 
 
 def test_a_checkpoint_may_live_on_any_file_system() -> None:
@@ -126,6 +172,16 @@ def test_what_could_not_be_read_back_is_refused_when_it_is_saved(tmp_path: Path)
     run_threads(1, body)
 
 
+class Picky:
+    """A part that takes nothing back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise TypeError("bad type")
+
+
 def test_a_part_that_is_missing_or_does_not_fit_is_named_with_the_path(tmp_path: Path) -> None:
     def body(world: World) -> None:
         group = world.group
@@ -137,6 +193,12 @@ def test_a_part_that_is_missing_or_does_not_fit_is_named_with_the_path(tmp_path:
             CheckpointError, match=r"(?s)model of the checkpoint .*\.data does not fit: .*size mismatch"
         ):
             Checkpoints(tmp_path, group=group, model=nn.Linear(3, 2)).restore()
+        parts: dict[str, Any] = {"model": nn.Linear(2, 2), "picky": Picky()}
+        Checkpoints(tmp_path, group=group, **parts).save(2)
+        with pytest.raises(
+            CheckpointError, match=r"picky of .*\.data does not fit: TypeError: bad type \(loaded before it: model\)"
+        ):
+            Checkpoints(tmp_path, group=group, **parts).restore()
         with pytest.raises(TypeError, match="steps has no state_dict"):
             Checkpoints(tmp_path, steps=3)  # type: ignore[arg-type]
         with pytest.raises(ValueError, match="keep"):

@@ -144,6 +144,9 @@ def test_the_size_of_a_batch_is_that_of_the_loader(options: dict[str, Any], size
         sampler = ShardedSampler(10, group=world.group)
         next(iter(sampler.track(loader_of(sampler, **options))))
         assert sampler.consumed == size
+        batches = BatchSampler(sampler, size, drop_last=False)
+        next(iter(sampler.track(DataLoader(TensorDataset(torch.arange(10)), batch_sampler=batches))))
+        assert sampler.consumed == 2 * size
 
     run_threads(1, body)
 
@@ -154,6 +157,10 @@ def test_mistakes_are_explained() -> None:
         with pytest.raises(ValueError, match="pass batch_size="):
             next(iter(sampler.track([1, 2, 3])))
         assert list(sampler.track([1, 2, 3], batch_size=4)) == [1, 2, 3]
+        others: list[dict[str, Any]] = [{}, {"shuffle": True}, {"sampler": ShardedSampler(10)}, {"batch_size": None}]
+        for options in others:
+            with pytest.raises(ValueError, match=r"draws from a \w+Sampler, not from this sampler; make it with"):
+                next(iter(sampler.track(DataLoader(TensorDataset(torch.arange(10)), **options))))
         with pytest.raises(ValueError, match=r"middle of epoch 2: the saved order had seed=5, here 1"):
             sampler.load_state_dict({"epoch": 2, "consumed": 4, "length": 10, "seed": 5, "shuffle": True})
         sampler.load_state_dict({"epoch": 2, "consumed": 0, "length": 10, "seed": 5, "shuffle": True})
