@@ -6,6 +6,8 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,16 @@ import torch
 from torch import nn
 
 import horovod.torch as hvd
+import horovod.torch.optimizer as optimizer_module
 from horovod.common import exceptions, process_sets, util
 from horovod.common.basics import HorovodBasics
 from horovod.common.process_sets import ProcessSet
+from horovod.runner.launch import check_build
 from horovod.runner.util.threads import in_thread
+from horovod.torch.handles import Handles
+from ronde.observe.stacks import where_is_main_thread
+
+MPI = "def Get_library_version(): return 'Some MPI 1.0'"
 
 
 @pytest.fixture
@@ -47,12 +55,17 @@ def test_one_process_is_a_job_too() -> None:
 
 
 def test_before_init_everything_says_what_to_do() -> None:
-    calls: list[Callable[[], Any]] = [hvd.rank, hvd.size, hvd.join, lambda: hvd.start_timeline("x"), hvd.stop_timeline]
-    for call in calls:
-        with pytest.raises(ValueError, match=r"use hvd\.init\(\)"):
-            call()
-    with pytest.raises(hvd.HorovodInternalError, match=r"use hvd\.init\(\)"):
-        hvd.allreduce(torch.ones(1))
+    questions = [hvd.rank, hvd.size, ProcessSet([0]).included, lambda: hvd.start_timeline("x"), hvd.stop_timeline]
+    optimizer = torch.optim.SGD(params(), lr=0.1)
+    collectives: list[Callable[[], Any]] = [
+        *(hvd.join, hvd.barrier, lambda: hvd.allreduce(torch.ones(1)), lambda: hvd.broadcast_parameters(params(), 0)),
+        *(lambda: hvd.broadcast_object(1), lambda: hvd.allgather_object(1)),
+        lambda: hvd.broadcast_optimizer_state(optimizer, 0),
+    ]
+    for kind, calls in [(ValueError, questions), (hvd.HorovodInternalError, collectives)]:
+        for call in calls:
+            with pytest.raises(kind, match=r"use hvd\.init\(\)"):
+                call()
     assert not hvd.is_initialized()
     hvd.shutdown()
 
@@ -71,6 +84,8 @@ def test_before_init_everything_says_what_to_do() -> None:
         ({"groups": [["x"]]}, "made of parameters"),
         ({"groups": lambda given: [[given[0]], [given[0]]]}, "one of the groups only"),
         ({"compression": object}, "compression must be"),
+        ({"op": hvd.Max}, r"hvd\.Average, hvd\.Sum or hvd\.Adasum, got 4"),
+        ({"op": 77}, r"hvd\.Average, hvd\.Sum or hvd\.Adasum, got 77"),
     ],
 )
 def test_an_optimizer_is_not_made_of_nonsense(arguments: dict[str, Any], words: str) -> None:
@@ -80,6 +95,35 @@ def test_an_optimizer_is_not_made_of_nonsense(arguments: dict[str, Any], words: 
     }
     with pytest.raises(ValueError, match=words):
         hvd.DistributedOptimizer(torch.optim.SGD(given, lr=0.1), **made)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_is_wrapped_once() -> None:
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(params(), lr=0.1))
+    for op in (hvd.Average, hvd.Adasum):
+        with pytest.raises(ValueError, match="wrap it once"):
+            hvd.DistributedOptimizer(optimizer, op=op)
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_tells_what_it_was_made_with() -> None:
+    first, second = given = params()
+    second.requires_grad_(False)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(given, lr=0.1), [("a", first), ("b", second)], op=hvd.Sum)
+    assert (optimizer.op, optimizer.gradient_predivide_factor, optimizer.sparse_as_dense) == (hvd.Sum, 1.0, False)
+    assert (optimizer.process_set, optimizer._parameter_names) == (hvd.global_process_set, {first: "a", second: "b"})
+    assert optimizer._requires_update == {first}
+    assert optimizer.find_duplicates(["a", "b", "a"]) == {"a"}
+    assert isinstance(optimizer, optimizer_module._DistributedOptimizer)
+
+
+@pytest.mark.usefixtures("alone")
+def test_where_a_script_waits_is_its_own_line() -> None:
+    handles = Handles()
+    work: Any = SimpleNamespace(wait=where_is_main_thread)
+    line, stack = handles.synchronize(handles.put(work, tuple))
+    assert line.startswith("test_alone.py:"), line
+    assert "handles.py" in stack
 
 
 @pytest.mark.usefixtures("alone")
@@ -161,6 +205,24 @@ def test_extensions_are_there_or_say_why() -> None:
     with pytest.raises(ImportError, match="not part of ronde-horovod yet"):
         util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
     assert [util.num_rank_is_power_2(number) for number in (1, 2, 3, 8)] == [True, True, False, True]
+
+
+@pytest.mark.parametrize(("library", "usable"), [("raise RuntimeError('no library')", False), (MPI, True)])
+def test_mpi_is_there_when_mpi4py_finds_its_library(
+    library: str, usable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "mpi4py"
+    package.mkdir()
+    (package / "__init__.py").write_text("class rc: pass\n__version__ = '4'\n")
+    (package / "MPI.py").write_text(library)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
+    util.mpi_built.cache_clear()  # type: ignore[attr-defined]
+    try:
+        assert hvd.mpi_built() is util.mpi_built() is usable
+        assert f"[{'X' if usable else ' '}] MPI" in check_build()
+    finally:
+        util.mpi_built.cache_clear()  # type: ignore[attr-defined]
 
 
 def test_exceptions_carry_what_they_carried() -> None:

@@ -34,6 +34,12 @@ def test_what_processes_print_is_shown_and_filed_as_ever(tmp_path: Path) -> None
     assert (tmp_path / "rank.0" / "stderr").read_text() == "err\n"
 
 
+def test_it_starts_as_a_module_too() -> None:
+    command = [sys.executable, "-W", "error", "-m", "horovod.runner.launch", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{horovod.__version__}\n", "")
+
+
 @pytest.mark.parametrize(("action", "code"), [("sys.exit(7)", 7), ("os.kill(os.getpid(), 9)", 128 + 9)])
 def test_the_exit_code_is_that_of_the_process_that_failed(action: str, code: int) -> None:
     script = f"import os, sys\nif os.environ['HOROVOD_RANK'] == '1': {action}"

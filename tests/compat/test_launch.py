@@ -49,7 +49,7 @@ FLAGS: list[tuple[str, dict[str, str]]] = [
         {"HOROVOD_TIMELINE": "t.json", "HOROVOD_TIMELINE_MARK_CYCLES": "1"},
     ),
     ("--no-stall-check", {"HOROVOD_STALL_CHECK_DISABLE": "1"}),
-    ("--stall-check", {}),
+    ("--stall-check", {"HOROVOD_STALL_CHECK_DISABLE": "0"}),
     ("--stall-check-warning-time-seconds 3", {"HOROVOD_STALL_CHECK_TIME_SECONDS": "3"}),
     ("--stall-check-shutdown-time-seconds 4", {"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "4"}),
     ("--mpi-threads-disable", {"HOROVOD_MPI_THREADS_DISABLE": "1"}),
@@ -61,7 +61,6 @@ FLAGS: list[tuple[str, dict[str, str]]] = [
     ("--log-without-timestamp", {"HOROVOD_LOG_HIDE_TIME": "1"}),
     ("--log-hide-timestamp", {"HOROVOD_LOG_HIDE_TIME": "1"}),
     ("--no-log-hide-timestamp", {"HOROVOD_LOG_HIDE_TIME": "0"}),
-    ("--tcp", {"NCCL_IB_DISABLE": "1"}),
     ("--gloo --verbose -prefix-timestamp --output-filename d --disable-cache", {}),
 ]
 
@@ -81,8 +80,19 @@ def job(*words: str, environ: dict[str, str] | None = None) -> Job:
 
 
 @pytest.mark.parametrize(("words", "expected"), FLAGS, ids=[words for words, _ in FLAGS])
-def test_flags_become_variables_of_the_processes(words: str, expected: dict[str, str]) -> None:
-    assert job(*words.split()).env == expected
+def test_flags_become_variables(words: str, expected: dict[str, str]) -> None:
+    assert config_parser.set_env_from_args({}, parse_arguments([*NP, *words.split()])) == expected
+
+
+def test_processes_get_the_variables_that_have_an_effect() -> None:
+    # The flags of the others have been told of: the variables would be told of once more.
+    words = "--tcp --log-level INFO --cycle-time-ms 5 --cache-capacity 0 --autotune --no-torus-allreduce"
+    assert job(*words.split()).env == {"NCCL_IB_DISABLE": "1", "HOROVOD_LOG_LEVEL": "INFO"}
+
+
+def test_a_flag_counts_more_than_a_variable() -> None:
+    assert job("--stall-check", environ={"HOROVOD_STALL_CHECK_DISABLE": "1"}).settings.stall_s == 60.0
+    assert job(environ={"HOROVOD_STALL_CHECK_DISABLE": "1"}).settings.stall_s == 0.0
 
 
 def test_what_is_behind_the_first_word_belongs_to_the_command() -> None:
@@ -137,6 +147,9 @@ def test_every_flag_without_effect_says_why() -> None:
     for dest, (flag, why) in WITHOUT_EFFECT.items():
         words = [flag, *values.get(dest, "").split()]
         assert notes(parse_arguments([*NP, *words])) == [f"{flag} has no effect: {why}"]
+        if values.get(dest) == "1":  # 0 is a number as any other
+            assert notes(parse_arguments([*NP, flag, "0"])) == [f"{flag} has no effect: {why}"]
+    assert notes(parse_arguments([*NP, "--no-autotune"])) == []
 
 
 def test_a_file_gives_options_that_the_command_line_may_overrule(tmp_path: Path) -> None:
@@ -154,15 +167,35 @@ def test_a_file_gives_options_that_the_command_line_may_overrule(tmp_path: Path)
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("- a\n", "must hold sections"), ("{", "is no YAML"), ("controller: x\n", "must be gloo or mpi")],
+    [
+        (None, "cannot be read: No such file"),
+        ("- a", "must hold sections"),
+        ("{", "is no YAML"),
+        ("controller: x", "controller must be gloo or mpi"),
+        ("params: 5", "params must hold options such as `fusion_threshold_mb: …`, got 5"),
+        ("params: {cycle_time_ms: abc}", "cycle_time_ms in params must be a number, got 'abc'"),
+        ("params: {fusion_threshold_mb: 1.5}", "fusion_threshold_mb in params must be a whole number"),
+        ("params: {cache_capacity: true}", "cache_capacity in params must be a whole number"),
+        ("params: {cycle_time_ms: -1}", "--cycle-time-ms must be at least 0"),
+        ("stall_check: {enabled: maybe}", "enabled in stall_check must be true or false, got 'maybe'"),
+        ("timeline: {filename: [a]}", "filename in timeline must be a text"),
+        ("logging: {level: LOUD}", "level in logging must be one of TRACE"),
+    ],
 )
-def test_a_bad_file_is_named(text: str, words: str, tmp_path: Path) -> None:
+def test_a_bad_file_is_named_with_what_is_wrong(text: str | None, words: str, tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=words):
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ValueError, match=f"{path} cannot be used: .*{words}"):
         parse_arguments([*NP, "--config-file", str(path)])
-    with pytest.raises(ValueError, match="cannot read the configuration file"):
-        parse_arguments([*NP, "--config-file", str(tmp_path / "none")])
+
+
+def test_a_file_may_say_yes_and_no_in_numbers_or_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("stall_check: {enabled: 1}\nparams: {torus_allreduce: 0, cycle_time_ms: }\ntimeline:\n")
+    args = parse_arguments([*NP, "--config-file", str(path)])
+    assert (args.no_stall_check, args.torus_allreduce, args.cycle_time_ms) == (False, False, None)
+    assert notes(args) == []
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import importlib
 import inspect
 
 import pytest
+import torch
 
 import horovod
 import horovod.torch as hvd
-from horovod.torch import mpi_ops
+from horovod.torch import mpi_ops, optimizer
 
 BASICS = """init shutdown is_initialized start_timeline stop_timeline size local_size cross_size rank local_rank
     cross_rank mpi_threads_supported mpi_enabled mpi_built gloo_enabled gloo_built nccl_built ddl_built ccl_built
@@ -82,7 +83,7 @@ def test_arguments_stand_in_horovods_order(name: str) -> None:
 
 def test_hvd_has_horovods_names() -> None:
     expected = {*BASICS, *SETS, *OPS, *MORE, *SIGNATURES}
-    assert set(hvd.__all__) - {"is_homogeneous"} == expected
+    assert set(hvd.__all__) == expected
     assert all(hasattr(hvd, name) for name in expected)
 
 
@@ -96,6 +97,11 @@ def test_mpi_ops_has_what_was_only_there() -> None:
     classes += [f"HorovodGrouped{kind}" for kind in ("Allreduce", "Allgather", "Reducescatter")]
     for name in (*classes, "is_homogeneous", "handle_average_backwards_compatibility", "_basics"):
         assert hasattr(mpi_ops, name)
+
+
+def test_the_classes_of_optimizers_have_the_names_that_scripts_ask_for() -> None:
+    assert issubclass(optimizer._DistributedOptimizer, torch.optim.Optimizer)
+    assert issubclass(optimizer._DistributedAdasumOptimizer, torch.optim.Optimizer)
 
 
 def test_the_package_has_run_and_a_version() -> None:

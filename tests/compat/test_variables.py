@@ -69,8 +69,10 @@ def test_a_timeline_is_a_file_or_comes_later() -> None:
 def test_what_has_no_effect_is_told_in_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
     environ = {
         "HOROVOD_CYCLE_TIME": "5",
-        "HOROVOD_AUTOTUNE": "0",
+        "HOROVOD_CACHE_CAPACITY": "0",  # a number as any other
+        "HOROVOD_AUTOTUNE": "0",  # off
         "HOROVOD_WITH_PYTORCH": "1",
+        "HOROVOD_WITHOUT_MPI": "0",
         "HOROVOD_NCCL_HOME": "/usr",
         "HOROVOD_WHAT": "1",
         "HOROVOD_RANK": "0",
@@ -81,6 +83,7 @@ def test_what_has_no_effect_is_told_in_one_line_each(caplog: pytest.LogCaptureFi
     with caplog.at_level(logging.WARNING, logger="horovod"):
         warn_without_effect(environ, logging.getLogger("horovod"))
     assert [record.getMessage() for record in caplog.records] == [
+        "HOROVOD_CACHE_CAPACITY has no effect here: repeated operations are always announced by a short number",
         "HOROVOD_CYCLE_TIME has no effect here: there is no cycle: operations start when every process is ready",
         "HOROVOD_NCCL_HOME has no effect here: nothing is compiled",
         "HOROVOD_WHAT is not known here, and has no effect",

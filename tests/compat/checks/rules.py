@@ -74,8 +74,13 @@ def what_ranks_disagree_on_is_an_internal_error_everywhere() -> None:
         hvd.broadcast(torch.ones(2), root_rank=rank, name="root")
     with raises(HorovodInternalError, "disagree on shape"):
         hvd.allgather(torch.ones(2, 2 + rank), name="rows")
-    with raises(HorovodInternalError, "at least 1 dimension"):
-        hvd.allgather(torch.tensor(1.0), name="scalar")
+    scalar = torch.tensor(1.0)
+    for collective in (hvd.allgather, hvd.allgather_async, hvd.reducescatter, hvd.reducescatter_async):
+        with raises(HorovodInternalError, "at least 1 dimension"):
+            collective(scalar, name="scalar")
+    for grouped in (hvd.grouped_allgather, hvd.grouped_allgather_async, hvd.grouped_reducescatter):
+        with raises(HorovodInternalError, "at least 1 dimension"):
+            grouped([torch.ones(1), scalar], name="scalars")
     with raises(HorovodInternalError):
         hvd.reducescatter(torch.ones(4), op=hvd.Max)
 
@@ -100,7 +105,8 @@ def process_sets_come_and_go() -> None:
     both = [mine.process_set_id, *operations._basics._get_process_set_ids_and_ranks()[mine.process_set_id or 0]]
     assert both == [1, hvd.size() - 1]
     if mine.included():
-        same(hvd.allreduce(torch.ones(2), op=hvd.Sum, process_set=mine), torch.ones(2))
+        for op in (hvd.Sum, hvd.Adasum):
+            same(hvd.allreduce(torch.ones(2), op=op, process_set=mine), torch.ones(2))
         assert (mine.rank(), mine.size()) == (0, 1)
         assert hvd.broadcast_object("x", root_rank=hvd.size() - 1, process_set=mine) == "x"
     else:
@@ -177,3 +183,22 @@ def a_new_round_begins_after_shutdown() -> None:
     assert hvd.allreduce_async(torch.ones(1)) == 1, "numbers begin anew"
     assert operations._basics._get_process_set_ids_and_ranks() == {0: [*range(hvd.size())], 1: [0]}
     assert hvd.remove_process_set(first)
+
+
+@check
+def every_rank_begins_with_the_same_process_sets() -> None:
+    me = hvd.rank()
+    hvd.barrier()
+    hvd.shutdown()
+    one, other = hvd.ProcessSet([0]), hvd.ProcessSet([1])
+    with raises(ValueError, "rank 0 gave [[0], [1]] and rank 1 gave [[0]]"):
+        hvd.init(process_sets=[one] if me else [one, other])
+    with raises(ValueError, "rank 0 gave [[0]] and rank 1 gave [[1]]"):
+        hvd.init(process_sets=[other] if me else [one])
+    with raises(ValueError, "cannot have rank 9" if me else "rank 1 gave hvd.init() process sets that cannot be"):
+        hvd.init(process_sets=[hvd.ProcessSet([9]) if me else one])
+    assert operations._basics._get_process_set_ids_and_ranks() == {0: [*range(hvd.size())]}
+    hvd.init(process_sets=[one, other])  # after a mistake a second call goes on
+    assert (one.process_set_id, other.process_set_id) == (1, 2)
+    assert hvd.remove_process_set(other)
+    assert hvd.remove_process_set(one)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -230,12 +231,30 @@ def adasum_combines_steps_and_not_gradients() -> None:
     backward(plain, x, y)
     reference.step()
     same(list(net.parameters()), list(plain.parameters()))
+    assert (type(optimizer).__name__, type(optimizer).__module__) == ("SGD", "horovod.torch.optimizer")
+    assert (optimizer.op, optimizer.process_set) == (hvd.Adasum, hvd.global_process_set)
+    assert (optimizer.gradient_predivide_factor, optimizer.sparse_as_dense) == (1.0, False)
+    assert [*optimizer._parameter_names.values()] == [name for name, _ in net.named_parameters()]
+    assert copies_are_plain(optimizer)
+    with raises(ValueError, "wrap it once"):
+        hvd.DistributedOptimizer(optimizer, op=hvd.Adasum)
     with raises(AssertionError, "skip_synchronize"):
         optimizer.skip_synchronize()
     other = hvd.add_process_set([0])
     with raises(NotImplementedError):
         hvd.DistributedOptimizer(sgd(net), op=hvd.Adasum, process_set=other)
     assert hvd.remove_process_set(other)
+
+
+def copies_are_plain(optimizer: torch.optim.Optimizer) -> bool:
+    file = io.BytesIO()
+    torch.save(optimizer, file)
+    file.seek(0)
+    copies = (copy.deepcopy(optimizer), torch.load(file, weights_only=False))
+    for each in copies:
+        same(list(each.param_groups[0]["params"]), list(optimizer.param_groups[0]["params"]))
+        assert len(each.state) == len(optimizer.state)
+    return all(type(each) is torch.optim.SGD for each in copies)
 
 
 @check
@@ -251,7 +270,7 @@ def it_stays_an_optimizer_of_its_class() -> None:
     scheduler.step()
     optimizer.load_state_dict(optimizer.state_dict())
     assert type(optimizer).step.__qualname__.startswith("HorovodOptimizer"), "hooks would be called twice"
-    assert type(copy.deepcopy(optimizer)) is torch.optim.SGD
+    assert copies_are_plain(optimizer)
 
 
 def _adam(net: nn.Module) -> torch.optim.Optimizer:

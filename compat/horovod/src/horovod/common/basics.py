@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 import ronde
@@ -13,6 +14,7 @@ from horovod.common.exceptions import translated
 from horovod.common.process_sets import ProcessSet, book, global_process_set
 from horovod.common.variables import is_true, settings_from, timeline_from, warn_without_effect
 from ronde.comm.current import current
+from ronde.observe.stacks import count_as_installed
 from ronde.observe.timeline import Style
 
 __all__ = ["HorovodBasics"]
@@ -30,6 +32,7 @@ class HorovodBasics:
     Max = 4
     Product = 5
 
+    # What the functions on numbers of process sets returned; scripts may compare with them.
     HOROVOD_PROCESS_SET_ERROR_INIT = -1
     HOROVOD_PROCESS_SET_ERROR_DYNAMIC = -2
     HOROVOD_PROCESS_SET_ERROR_UNKNOWN_SET = -3
@@ -57,13 +60,14 @@ class HorovodBasics:
         communicator = _communicator(comm)
         if communicator is None and any(process_set.mpi_comm is not None for process_set in given):
             raise NotImplementedError("a process set made of a communicator needs hvd.init(comm=<a communicator>)")
+        count_as_installed(Path(__file__).parents[1])
         fresh = not ronde.is_initialized()
         if fresh:
             self._start()
         sets._setup(self)
         global_process_set.mpi_comm = communicator
         with translated():
-            sets._init_process_sets(given)
+            sets._init_process_sets(given, fresh=fresh)
 
     def _start(self) -> None:
         self.dynamic_process_sets = is_true(os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS"))
@@ -162,7 +166,7 @@ class HorovodBasics:
 
     def mpi_built(self) -> bool:
         """Whether operations could go through MPI."""
-        return util.mpi_built()
+        return self.mpi_enabled() or util.mpi_built()
 
     def gloo_enabled(self) -> bool:
         """Whether operations go through ronde's own data plane, which stands where Gloo did."""
@@ -192,16 +196,9 @@ class HorovodBasics:
         """ROCm in the data plane: not yet."""
         return False
 
-    # --- process sets, as some scripts and tests look at them ------------------------------------------------------
-
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
+        """All process sets, as some scripts and tests look at them."""
         return book.numbers()
-
-    def _process_set_rank(self, process_set_id: int) -> int | None:
-        return book.group(process_set_id).rank
-
-    def _process_set_size(self, process_set_id: int) -> int:
-        return book.group(process_set_id).size
 
 
 def _communicator(comm: Any) -> Any:  # noqa: ANN401  # mpi4py's, if it is one

@@ -51,7 +51,8 @@ class ProcessSet:
 
     def included(self) -> bool | None:
         """Whether this rank is a member; None while the members are not known."""
-        return None if self.ranks is None else ronde.rank() in self.ranks
+        with translated():
+            return None if self.ranks is None else ronde.rank() in self.ranks
 
     def __str__(self) -> str:
         """As Horovod shows it."""
@@ -195,13 +196,38 @@ def _setup(basics: HorovodBasics) -> None:
     _basics = basics
 
 
-def _init_process_sets(process_sets: list[ProcessSet]) -> None:
-    """Bind the sets given to hvd.init(). Two of the same ranks are a mistake."""
-    seen = [list(range(ronde.size()))]
-    for process_set in process_sets:
-        ranks = _ranks(process_set)
-        if process_set is not global_process_set and ranks in seen:
-            raise ValueError(f"two process sets of the same ranks {ranks} were given")
-        seen.append(ranks)
+def _init_process_sets(process_sets: list[ProcessSet], *, fresh: bool) -> None:
+    """Bind the sets given to hvd.init(). Two of the same ranks are a mistake, and so are others than on other ranks."""
+    try:
+        wanted = [_ranks(process_set) for process_set in process_sets]
+        mistake = _find_twice(process_sets, wanted)
+    except ValueError as error:
+        wanted, mistake = [], str(error)
+    if fresh or process_sets:  # a later init() without sets may be called by one rank alone
+        _compare(wanted, mistake)
     for process_set in process_sets:
         book.bind(process_set)
+
+
+def _find_twice(process_sets: list[ProcessSet], wanted: list[list[int]]) -> str:
+    seen = [list(range(ronde.size()))]
+    for process_set, ranks in zip(process_sets, wanted, strict=True):
+        if process_set is not global_process_set and ranks in seen:
+            return f"two process sets of the same ranks {ranks} were given"
+        seen.append(ranks)
+    return ""
+
+
+def _compare(wanted: list[list[int]], mistake: str) -> None:
+    """ValueError on all ranks when they want different sets, or one of them what cannot be."""
+    everybodys = ronde.objects.allgather((wanted, mistake))
+    if mistake:
+        raise ValueError(mistake)
+    for rank, (its, its_mistake) in enumerate(everybodys):
+        if its_mistake:
+            raise ValueError(f"rank {rank} gave hvd.init() process sets that cannot be: {its_mistake}")
+        if its != everybodys[0][0]:
+            raise ValueError(
+                f"every rank must give hvd.init() the same process sets, but rank 0 gave {everybodys[0][0]} "
+                f"and rank {rank} gave {its}"
+            )

@@ -49,6 +49,13 @@ WITHOUT_EFFECT: dict[str, str] = {
     "HOROVOD_ELASTIC_TIMEOUT": _NOT_ELASTIC,
 }
 
+_SWITCHES = {
+    *("HOROVOD_HIERARCHICAL_ALLREDUCE", "HOROVOD_HIERARCHICAL_ALLGATHER", "HOROVOD_TORUS_ALLREDUCE"),
+    *("HOROVOD_AUTOTUNE", "HOROVOD_MPI_THREADS_DISABLE", "HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_CCL_CACHE"),
+    *("HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ENABLE_XLA_OPS", "HOROVOD_DISABLE_NVTX_RANGES", "HOROVOD_ELASTIC"),
+}
+"""Off unless asked for: a 0 asks for nothing."""
+
 _OF_A_BUILD = (
     *("HOROVOD_WITH_", "HOROVOD_WITHOUT_", "HOROVOD_GPU", "HOROVOD_CUDA_", "HOROVOD_ROCM_", "HOROVOD_NCCL_"),
     *("HOROVOD_NVTX_", "HOROVOD_BUILD_", "HOROVOD_CMAKE", "HOROVOD_DEBUG", "HOROVOD_SKIP_COMPILE"),
@@ -102,7 +109,9 @@ def timeline_from(environ: Mapping[str, str]) -> str | None:
 
 def warn_without_effect(environ: Mapping[str, str], logger: logging.Logger) -> None:
     """One line for each variable that is set and means nothing here."""
-    for name in sorted(name for name in environ if name.startswith("HOROVOD_") and environ[name] not in ("", "0")):
+    for name in sorted(name for name in environ if name.startswith("HOROVOD_") and environ[name]):
+        if environ[name] == "0" and (name in _SWITCHES or name.startswith(_OF_A_BUILD)):
+            continue
         if name in WITHOUT_EFFECT:
             logger.warning("%s has no effect here: %s", name, WITHOUT_EFFECT[name])
         elif name.startswith(_OF_A_BUILD):

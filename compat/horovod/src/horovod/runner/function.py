@@ -7,7 +7,6 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from horovod.runner.launch import NO_ELASTIC, make_job, notes, parse_arguments, start
 from ronde.launch.driver import INTERRUPTED
 from ronde.launch.function import CALLEE, judge_outcome, pack_call
 
@@ -47,6 +46,9 @@ def run(
 
     RuntimeError when a process fails; what it raised is the cause.
     """
+    # Not above: `python -m horovod.runner.launch` imports this package first, and launch must not come with it.
+    from horovod.runner.launch import NO_ELASTIC, make_job, notes, parse_arguments, start
+
     num_proc = _newer("np", np, "num_proc", num_proc)
     min_num_proc = _newer("min_np", min_np, "min_num_proc", min_num_proc)
     max_num_proc = _newer("max_np", max_np, "max_num_proc", max_num_proc)

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import horovod
-from horovod.common import logs
+from horovod.common import logs, variables
 from horovod.common.util import ccl_built, ddl_built, extension_available, gloo_built, mpi_built, nccl_built
-from horovod.common.variables import settings_from
 from horovod.runner.common.util import config_parser
 from horovod.runner.flags import make_parser
 from ronde.errors import RondeError
@@ -74,15 +73,22 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command line."""
     parser = make_parser()
     args = parser.parse_args(arguments)
-    if args.config_file:
-        config_parser.set_args_from_config(args, _read_config(args.config_file), args.override_args)
     config_parser.validate_config_args(args)
+    if args.config_file:
+        _take_config(args)
     if args.command[:1] == ["--"]:
         args.command = args.command[1:]
-    args.run_func = None
     if args.num_proc is None and not (args.check_build or args.version):
         parser.error("-np is needed: the number of processes")
     return args
+
+
+def _take_config(args: argparse.Namespace) -> None:
+    try:
+        config_parser.set_args_from_config(args, _read_config(args.config_file), args.override_args)
+        config_parser.validate_config_args(args)
+    except ValueError as error:
+        raise ValueError(f"the configuration file {args.config_file} cannot be used: {error}") from None
 
 
 def _read_config(path: str) -> Mapping[str, Any]:
@@ -91,11 +97,11 @@ def _read_config(path: str) -> Mapping[str, Any]:
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
-        raise ValueError(f"cannot read the configuration file {path}: {error.strerror}") from None
+        raise ValueError(f"it cannot be read: {error.strerror}") from None
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
+        raise ValueError(f"it is no YAML: {' '.join(str(error).split())}") from None
     if found is not None and not isinstance(found, dict):
-        raise ValueError(f"{path} must hold sections such as `params:`, got a {type(found).__name__}")
+        raise ValueError(f"it must hold sections such as `params:`, got a {type(found).__name__}")
     return found or {}
 
 
@@ -133,11 +139,12 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def notes(args: argparse.Namespace) -> list[str]:
-    """One line for each flag that was given and changes nothing."""
+    """One line for each flag that was given and changes nothing. A 0 is a value, a switch that is off is not."""
+    given = {name: getattr(args, name, None) for name in WITHOUT_EFFECT}
     return [
         f"{flag} has no effect: {why}"
         for name, (flag, why) in WITHOUT_EFFECT.items()
-        if getattr(args, name, None) not in (None, False)
+        if given[name] is not None and given[name] is not False
     ]
 
 
@@ -145,8 +152,9 @@ def make_job(args: argparse.Namespace, command: tuple[str, ...], environ: Mappin
     """The job that the options ask for, in the environment of whoever asks."""
     if args.min_num_proc is not None or args.max_num_proc is not None or args.host_discovery_script:
         raise ValueError(NO_ELASTIC)
-    given: dict[str, str] = {}
-    config_parser.set_env_from_args(given, args)
+    # What has no effect was told of by its flag: as a variable it would be told of again.
+    asked = config_parser.set_env_from_args({}, args)
+    given = {name: text for name, text in asked.items() if name not in variables.WITHOUT_EFFECT}
     if args.tcp_flag:
         given["NCCL_IB_DISABLE"] = "1"
     return Job(
@@ -175,7 +183,7 @@ def _settings(environ: Mapping[str, str]) -> Settings:
     """What the variables ask for. The driver hosts the coordinator, so it has to know as well as the processes."""
     of_an_outer_job = {PREFIX + name.upper() for name in OF_THE_JOB}
     own = {name: text for name, text in environ.items() if name not in of_an_outer_job}
-    return Settings.load(settings_from(own), own)
+    return Settings.load(variables.settings_from(own), own)
 
 
 def start(job: Job, args: argparse.Namespace) -> Outcome:

@@ -17,7 +17,7 @@ from horovod.torch.optimizer import DistributedOptimizer
 from horovod.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    *[name for name in _collectives if not name.startswith(("Horovod", "handle_"))],
+    *[name for name in _collectives if not name.startswith(("Horovod", "handle_", "is_homogeneous"))],
     "Compression",
     "DistributedOptimizer",
     "HorovodInternalError",

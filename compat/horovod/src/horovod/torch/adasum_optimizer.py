@@ -5,9 +5,8 @@ Every process takes its own step; the changes are added up by Adasum, and all be
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from functools import cache
 from typing import Any
 
 import torch
@@ -16,23 +15,25 @@ from torch.optim import Optimizer
 
 from horovod.torch.compression import Compressor
 from horovod.torch.operations import Adasum, allreduce_async_, synchronize
+from horovod.torch.wrapped import Wrapped, class_for
 
 __all__ = ["AdasumOptimizer"]
 
 
-class AdasumOptimizer(Optimizer):
+class AdasumOptimizer(Wrapped):
     """What it adds to an optimizer's class."""
 
     _compression: type[Compressor]
     backward_passes_per_step = 1
-    op = Adasum
 
     @classmethod
-    def wrap(cls, optimizer: Optimizer, compression: type[Compressor], passes: int) -> Optimizer:
-        """The same optimizer, of a class that combines its steps."""
-        plain: Any = type(optimizer)
-        optimizer.__class__ = _adasum_class(plain)
+    def wrap(
+        cls, optimizer: Optimizer, compression: type[Compressor], passes: int, told: Mapping[str, Any]
+    ) -> Optimizer:
+        """The same optimizer, of a class that combines its steps. `told` are the attributes of a Wrapped."""
+        optimizer.__class__ = class_for(cls, type(optimizer))
         assert isinstance(optimizer, AdasumOptimizer)
+        vars(optimizer).update(told)
         optimizer._compression = compression
         optimizer.backward_passes_per_step = passes
         return optimizer
@@ -69,8 +70,3 @@ class AdasumOptimizer(Optimizer):
     def _send(self, index: int, param: Tensor, start: Tensor) -> tuple[int, Any]:
         small, context = self._compression.compress(param.detach() - start)
         return allreduce_async_(small, name=f"adasum.delta.{index}", op=Adasum), context
-
-
-@cache
-def _adasum_class(plain: Any) -> Any:  # noqa: ANN401  # classes
-    return type(plain.__name__, (AdasumOptimizer, plain), {"__module__": __name__, "__doc__": plain.__doc__})

@@ -11,8 +11,8 @@ from torch import Tensor
 import ronde
 import ronde.torch
 from horovod.common.exceptions import translated
-from horovod.common.process_sets import ProcessSet, global_process_set, group_of
-from horovod.torch.operations import broadcast_async_, synchronize
+from horovod.common.process_sets import ProcessSet, global_process_set
+from horovod.torch.operations import broadcast_async_, running_group, synchronize
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -46,7 +46,7 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of LBFGS cannot be broadcast: it is made of closures' results")
     with translated():
-        ronde.torch.broadcast_optimizer_state(optimizer, root=root_rank)
+        ronde.torch.broadcast_optimizer_state(optimizer, root=root_rank, group=running_group())
     if not isinstance(optimizer, torch.optim.SparseAdam):
         _fill_gradients(optimizer, _sparse(model) if model is not None else set())
 
@@ -71,10 +71,10 @@ def broadcast_object(
 ) -> Any:  # noqa: ANN401
     """The root's object for everybody; on the root it is the object itself."""
     with translated():
-        return ronde.objects.broadcast(obj, root=root_rank, group=group_of(process_set))
+        return ronde.objects.broadcast(obj, root=root_rank, group=running_group(process_set))
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # noqa: ANN401
     """Everybody's object, by rank."""
     with translated():
-        return ronde.objects.allgather(obj)
+        return ronde.objects.allgather(obj, group=running_group())

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch import operations
 from horovod.torch.compression import Compression, Compressor
@@ -95,8 +94,8 @@ class HorovodAllgather(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:  # noqa: ANN401
         """Everybody's rows."""
-        ctx.num_rows, ctx.process_set = tensor.shape[0], process_set
         gathered: Tensor = synchronize(operations.allgather_async(tensor, name, process_set))
+        ctx.num_rows, ctx.process_set = tensor.shape[0], process_set
         return gathered
 
     @staticmethod
@@ -111,8 +110,9 @@ class HorovodGroupedAllgather(Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
         """Everybody's rows of each."""
+        gathered = tuple(synchronize(operations.grouped_allgather_async(tensors, name, process_set)))
         ctx.num_rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
-        return tuple(synchronize(operations.grouped_allgather_async(tensors, name, process_set)))
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
@@ -289,7 +289,7 @@ def grouped_allreduce_(
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
     """Everybody's rows, one after the other. Differentiable."""
-    gathered: Tensor = _apply(HorovodAllgather, _with_rows(tensor), name, process_set)
+    gathered: Tensor = _apply(HorovodAllgather, tensor, name, process_set)
     return gathered
 
 
@@ -297,13 +297,7 @@ def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
     """Everybody's rows of several tensors. Differentiable."""
-    return tuple(_apply(HorovodGroupedAllgather, name, process_set, *map(_with_rows, tensors)))
-
-
-def _with_rows(tensor: Tensor) -> Tensor:
-    if tensor.dim() == 0:
-        raise HorovodInternalError("allgather puts rows together: it needs a tensor of at least 1 dimension")
-    return tensor
+    return tuple(_apply(HorovodGroupedAllgather, name, process_set, *tensors))
 
 
 def broadcast(

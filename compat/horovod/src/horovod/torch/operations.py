@@ -12,12 +12,11 @@ import torch
 from torch import Tensor
 
 from horovod.common.basics import HorovodBasics
-from horovod.common.exceptions import HorovodInternalError, translated
+from horovod.common.exceptions import NOT_INITIALIZED, HorovodInternalError, translated
 from horovod.common.process_sets import ProcessSet, global_process_set, group_of
 from horovod.common.util import get_average_backwards_compatibility_fun
 from horovod.torch.handles import Handles
 from ronde import Group
-from ronde.comm.current import current
 from ronde.torch import transport
 from ronde.torch.tensors import TensorWork
 from ronde.torch.transport import Reduction
@@ -64,9 +63,10 @@ OPS = {Average: Op.MEAN, Sum: Op.SUM, Adasum: Op.ADASUM, Min: Op.MIN, Max: Op.MA
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(_basics)
 
 
-def _group(process_set: ProcessSet) -> Group:
+def running_group(process_set: ProcessSet = global_process_set) -> Group:
+    """The group in which a collective of this set runs. Without a job collectives raise what Horovod's do."""
     if not _basics.is_initialized():
-        raise HorovodInternalError("Horovod has not been initialized; use hvd.init().")
+        raise HorovodInternalError(NOT_INITIALIZED)
     return group_of(process_set)
 
 
@@ -102,7 +102,7 @@ def _start(
     finish: Callable[[Any], Any] = _same,
 ) -> int:
     """Begin an operation; its handle."""
-    group = _group(process_set)
+    group = running_group(process_set)
     full = f"{what}.{name}" if name is not None else _handles.name(what, group.id)
     try:
         with translated():
@@ -203,7 +203,7 @@ def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
     """Begin a sum (or average) of sparse tensors. Not a handle: call what is returned to get the result."""
-    group = _group(process_set)
+    group = running_group(process_set)
     indices = allgather_async(tensor._indices().transpose(0, 1).contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
 
@@ -219,8 +219,14 @@ def sparse_allreduce_async(
 # --- the others ----------------------------------------------------------------------------------------------------
 
 
+def _check_rows(what: str, tensors: Sequence[Tensor]) -> None:
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise HorovodInternalError(f"{what} works on rows: it needs tensors of at least 1 dimension")
+
+
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
     """Begin to gather everybody's rows."""
+    _check_rows("allgather", [tensor])
     return _start(
         "allgather",
         name,
@@ -234,6 +240,7 @@ def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Begin to gather everybody's rows of several tensors."""
+    _check_rows("grouped_allgather", tensors)
     return _start(
         "grouped_allgather",
         name,
@@ -341,6 +348,7 @@ def _scatter_reduction(
 ) -> Reduction:
     if op not in (Average, Sum):
         raise HorovodInternalError("reducescatter knows hvd.Average and hvd.Sum")
+    _check_rows("reducescatter", tensors)
     return _reduction(op, prescale_factor, postscale_factor, tensors)
 
 
@@ -357,7 +365,7 @@ def synchronize(handle: int) -> Any:  # noqa: ANN401  # a tensor, a list of them
 def join(device: int = -1) -> int:
     """Out of data: give zeros to the others' allreduces until all have joined. The rank that did last."""
     with translated():
-        last = current("join()").group.join()
+        last = running_group().join()
     _handles.joined()
     return last
 
@@ -365,4 +373,4 @@ def join(device: int = -1) -> int:
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every process of the set has come here."""
     with translated():
-        _group(process_set).barrier(name="barrier.noname")
+        running_group(process_set).barrier(name="barrier.noname")

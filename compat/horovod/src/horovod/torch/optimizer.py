@@ -6,11 +6,9 @@ right in any case.
 
 from __future__ import annotations
 
-import copyreg
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import torch
@@ -24,7 +22,8 @@ from horovod.common.util import split_list
 from horovod.torch.adasum_optimizer import AdasumOptimizer
 from horovod.torch.compression import Compression, Compressor, FP16Compressor, NoneCompressor
 from horovod.torch.compressor_codec import CompressorCodec
-from horovod.torch.operations import OPS, Adasum, Average, _basics
+from horovod.torch.operations import OPS, Adasum, Average, Sum, _basics
+from horovod.torch.wrapped import Wrapped, class_for
 from ronde.binding.adapter import Backward
 from ronde.binding.codec import Codec
 from ronde.torch import Distributed
@@ -51,21 +50,25 @@ def DistributedOptimizer(
     backward_passes_per_step passes are added up before they travel. gradient_predivide_factor splits the averaging
     before and behind the sum. `groups` are parameters that travel together: a number of groups, or lists of them.
     """
-    if gradient_predivide_factor != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
-    if backward_passes_per_step <= 0:
-        raise ValueError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
+    _check(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     named = _named(optimizer, named_parameters)
     together = _together(named, groups)
+    told = {
+        "op": op,
+        "gradient_predivide_factor": gradient_predivide_factor,
+        "sparse_as_dense": sparse_as_dense,
+        "process_set": process_set,
+        "_parameter_names": {param: name for name, param in named},
+    }
     if op == Adasum:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum works with all processes, not with a process set")
         if _basics.size() > 1:
-            return AdasumOptimizer.wrap(optimizer, compression, backward_passes_per_step)
-    plain: Any = type(optimizer)
+            return AdasumOptimizer.wrap(optimizer, compression, backward_passes_per_step, told)
+    plain = type(optimizer)
     with translated():
         wrapped = ronde.torch.DistributedOptimizer(
             optimizer,
@@ -81,17 +84,24 @@ def DistributedOptimizer(
             idle_steps=True,
         )
     made: Any = wrapped
-    made.__class__ = _horovod_class(plain)
-    made._describe(
-        names={param: name for name, param in named},
-        op=op,
-        predivide=gradient_predivide_factor,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-    )
+    made.__class__ = class_for(HorovodOptimizer, plain)
+    vars(made).update(told)
+    passes = made._gradients.passes
+    passes.backward = _Translated(passes.backward)
     if sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
         made.register_step_pre_hook(_make_sparse)
     return made
+
+
+def _check(optimizer: Optimizer, op: int, passes: int, predivide: float) -> None:
+    if isinstance(optimizer, Wrapped | Distributed):
+        raise ValueError("the optimizer is distributed already; wrap it once")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"op of an optimizer is hvd.Average, hvd.Sum or hvd.Adasum, got {op!r}")
+    if predivide != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
+    if passes <= 0:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
 
 
 def _make_sparse(optimizer: Optimizer, args: object, kwargs: object) -> None:
@@ -101,29 +111,11 @@ def _make_sparse(optimizer: Optimizer, args: object, kwargs: object) -> None:
             param.grad = param.grad.to_sparse()
 
 
-class HorovodOptimizer(Distributed):
+class HorovodOptimizer(Wrapped, Distributed):
     """What Horovod adds to an optimizer's class."""
 
     _synchronized = False
     _should_synchronize = True
-
-    def _describe(
-        self,
-        *,
-        names: dict[Tensor, str],
-        op: int,
-        predivide: float,
-        sparse_as_dense: bool,
-        process_set: ProcessSet,
-    ) -> None:
-        self._parameter_names = names
-        self.op = op
-        self.gradient_predivide_factor = predivide
-        self.sparse_as_dense = sparse_as_dense
-        self.process_set = process_set
-        assert self._gradients is not None
-        passes = self._gradients.passes
-        passes.backward = _Translated(passes.backward)
 
     @property
     def backward_passes_per_step(self) -> int:
@@ -163,9 +155,10 @@ class HorovodOptimizer(Distributed):
 
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: the one below calls the hooks
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  # as object's
-        """Copies are optimizers of the class it had before."""
-        return copyreg.__newobj__, (type(self).__mro__[3],), self.__getstate__()  # type: ignore[attr-defined]
+
+# As those scripts know them that ask for the class of an optimizer.
+_DistributedOptimizer = HorovodOptimizer
+_DistributedAdasumOptimizer = AdasumOptimizer
 
 
 class _Translated:
@@ -183,14 +176,9 @@ class _Translated:
 
         self._backward.at_end(call)
 
-    def nested(self) -> bool:
+    def nested(self, goes_on: Callable[[], None]) -> bool:
         """See Backward."""
-        return self._backward.nested()
-
-
-@cache
-def _horovod_class(plain: Any) -> Any:  # noqa: ANN401  # classes
-    return type(plain.__name__, (HorovodOptimizer, plain), {"__module__": __name__, "__doc__": plain.__doc__})
+        return self._backward.nested(goes_on)
 
 
 def _codec(compression: type[Compressor]) -> str | Codec | None:
@@ -217,7 +205,7 @@ def _named(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> 
     if any(not isinstance(pair, tuple) for pair in named):
         raise ValueError("named_parameters must be (name, parameter) tuples, as model.named_parameters() gives them")
     names = [name for name, _ in named]
-    twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(Wrapped.find_duplicates(names))
     if twice:
         raise ValueError(f"parameter names must be unique; found twice: {', '.join(twice)}")
     unnamed = len({id(param) for param in params} - {id(param) for _, param in named})

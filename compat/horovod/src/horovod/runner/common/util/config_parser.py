@@ -75,6 +75,24 @@ def _megabytes(value: int) -> str:
     return str(value * MEGABYTE)
 
 
+def _opposite(value: bool) -> str:
+    return _switch(not value)
+
+
+class _Kind(NamedTuple):
+    """What an option may be in a configuration file."""
+
+    words: str
+    fits: Callable[[object], bool]
+
+
+WHOLE = _Kind("a whole number", lambda value: type(value) is int)
+NUMBER = _Kind("a number", lambda value: type(value) in (int, float))
+SWITCH = _Kind("true or false", lambda value: value in (True, False))
+TEXT = _Kind("a text", lambda value: type(value) in (str, int))
+LEVEL = _Kind(f"one of {', '.join(LOG_LEVELS)}", lambda value: str(value).upper() in LOG_LEVELS)
+
+
 class _Option(NamedTuple):
     """One option: its place in a configuration file, and the variable it becomes."""
 
@@ -82,52 +100,81 @@ class _Option(NamedTuple):
     section: str
     key: str
     variable: str
+    kind: _Kind
     show: Callable[[Any], str] = str
+    """The value as a variable."""
     needs: str = ""
     """Only with this other option."""
 
 
-_AUTOTUNE = ("warmup_samples", "steps_per_sample", "bayes_opt_max_samples", "gaussian_process_noise")
-
-_OPTIONS = (
-    _Option("fusion_threshold_mb", "params", "fusion_threshold_mb", HOROVOD_FUSION_THRESHOLD, _megabytes),
-    _Option("cycle_time_ms", "params", "cycle_time_ms", HOROVOD_CYCLE_TIME),
-    _Option("cache_capacity", "params", "cache_capacity", HOROVOD_CACHE_CAPACITY),
-    _Option("hierarchical_allreduce", "params", "hierarchical_allreduce", HOROVOD_HIERARCHICAL_ALLREDUCE, _switch),
-    _Option("hierarchical_allgather", "params", "hierarchical_allgather", HOROVOD_HIERARCHICAL_ALLGATHER, _switch),
-    _Option("torus_allreduce", "params", "torus_allreduce", HOROVOD_TORUS_ALLREDUCE, _switch),
-    _Option("autotune", "autotune", "enabled", HOROVOD_AUTOTUNE, _switch, "autotune"),
-    _Option("autotune_log_file", "autotune", "log_file", HOROVOD_AUTOTUNE_LOG, str, "autotune"),
+_PARAMS = (
+    _Option("fusion_threshold_mb", "params", "fusion_threshold_mb", HOROVOD_FUSION_THRESHOLD, WHOLE, _megabytes),
+    _Option("cycle_time_ms", "params", "cycle_time_ms", HOROVOD_CYCLE_TIME, NUMBER),
+    _Option("cache_capacity", "params", "cache_capacity", HOROVOD_CACHE_CAPACITY, WHOLE),
     *(
-        _Option(f"autotune_{key}", "autotune", key, f"HOROVOD_AUTOTUNE_{key.upper()}", str, "autotune")
-        for key in _AUTOTUNE
+        _Option(name, "params", name, f"HOROVOD_{name.upper()}", SWITCH, _switch)
+        for name in ("hierarchical_allreduce", "hierarchical_allgather", "torus_allreduce")
     ),
-    _Option("timeline_filename", "timeline", "filename", HOROVOD_TIMELINE),
+)
+_AUTOTUNE = (
+    _Option("autotune", "autotune", "enabled", HOROVOD_AUTOTUNE, SWITCH, _switch, "autotune"),
+    _Option("autotune_log_file", "autotune", "log_file", HOROVOD_AUTOTUNE_LOG, TEXT, str, "autotune"),
+    *(
+        _Option(f"autotune_{key}", "autotune", key, f"HOROVOD_AUTOTUNE_{key.upper()}", kind, str, "autotune")
+        for key, kind in (
+            ("warmup_samples", WHOLE),
+            ("steps_per_sample", WHOLE),
+            ("bayes_opt_max_samples", WHOLE),
+            ("gaussian_process_noise", NUMBER),
+        )
+    ),
+)
+_WATCHING = (
+    _Option("timeline_filename", "timeline", "filename", HOROVOD_TIMELINE, TEXT),
     _Option(
         "timeline_mark_cycles",
         "timeline",
         "mark_cycles",
         HOROVOD_TIMELINE_MARK_CYCLES,
+        SWITCH,
         _switch,
         "timeline_filename",
     ),
-    _Option("no_stall_check", "stall_check", "enabled", HOROVOD_STALL_CHECK_DISABLE, _switch),
+    _Option("no_stall_check", "stall_check", "enabled", HOROVOD_STALL_CHECK_DISABLE, SWITCH, _switch),
     _Option(
-        "stall_check_warning_time_seconds", "stall_check", "warning_time_seconds", HOROVOD_STALL_CHECK_TIME_SECONDS
+        "stall_check_warning_time_seconds",
+        "stall_check",
+        "warning_time_seconds",
+        HOROVOD_STALL_CHECK_TIME_SECONDS,
+        WHOLE,
     ),
     _Option(
         "stall_check_shutdown_time_seconds",
         "stall_check",
         "shutdown_time_seconds",
         HOROVOD_STALL_SHUTDOWN_TIME_SECONDS,
+        WHOLE,
     ),
-    _Option("mpi_threads_disable", "library_options", "mpi_threads_disable", HOROVOD_MPI_THREADS_DISABLE, _switch),
-    _Option("num_nccl_streams", "library_options", "num_nccl_streams", HOROVOD_NUM_NCCL_STREAMS),
-    _Option("thread_affinity", "library_options", "thread_affinity", HOROVOD_THREAD_AFFINITY),
-    _Option("gloo_timeout_seconds", "library_options", "gloo_timeout_seconds", HOROVOD_GLOO_TIMEOUT_SECONDS),
-    _Option("log_level", "logging", "level", HOROVOD_LOG_LEVEL),
-    _Option("log_with_timestamp", "logging", "with_timestamp", HOROVOD_LOG_HIDE_TIME, lambda value: _switch(not value)),
 )
+_LIBRARY = (
+    _Option(
+        "mpi_threads_disable",
+        "library_options",
+        "mpi_threads_disable",
+        HOROVOD_MPI_THREADS_DISABLE,
+        SWITCH,
+        _switch,
+    ),
+    _Option("num_nccl_streams", "library_options", "num_nccl_streams", HOROVOD_NUM_NCCL_STREAMS, WHOLE),
+    # A number, or a list of them with commas between.
+    _Option("thread_affinity", "library_options", "thread_affinity", HOROVOD_THREAD_AFFINITY, TEXT),
+    _Option("gloo_timeout_seconds", "library_options", "gloo_timeout_seconds", HOROVOD_GLOO_TIMEOUT_SECONDS, WHOLE),
+)
+_LOGGING = (
+    _Option("log_level", "logging", "level", HOROVOD_LOG_LEVEL, LEVEL),
+    _Option("log_with_timestamp", "logging", "with_timestamp", HOROVOD_LOG_HIDE_TIME, SWITCH, _opposite),
+)
+_OPTIONS = (*_PARAMS, *_AUTOTUNE, *_WATCHING, *_LIBRARY, *_LOGGING)
 
 _NOT_NEGATIVE = (
     "fusion_threshold_mb",
@@ -152,10 +199,16 @@ def set_args_from_config(args: argparse.Namespace, config: Mapping[str, Any], ov
         setattr(args, f"use_{str(controller).lower()}", True)
     for option in _OPTIONS:
         section = config.get(option.section) or {}
-        if option.dest in override_args or option.key not in section:
+        if not isinstance(section, Mapping):
+            raise ValueError(f"{option.section} must hold options such as `{option.key}: …`, got {section!r}")
+        value = section.get(option.key)
+        if option.dest in override_args or value is None:
             continue
-        value = section[option.key]
-        setattr(args, option.dest, not value if option.dest == "no_stall_check" else value)
+        if not option.kind.fits(value):
+            raise ValueError(f"{option.key} in {option.section} must be {option.kind.words}, got {value!r}")
+        if option.kind is SWITCH:
+            value = bool(value) != (option.dest == "no_stall_check")  # the flag is the opposite of `enabled`
+        setattr(args, option.dest, value)
 
 
 def validate_config_args(args: argparse.Namespace) -> None:
@@ -174,8 +227,6 @@ def set_env_from_args(env: MutableMapping[str, str], args: argparse.Namespace) -
     for option in _OPTIONS:
         value = getattr(args, option.dest, None)
         if value is None or (option.needs and not getattr(args, option.needs, None)):
-            continue
-        if option.dest == "no_stall_check" and not value:
             continue
         env[option.variable] = option.show(value)
     return env

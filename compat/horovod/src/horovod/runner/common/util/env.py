@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-__all__ = ["LOG_LEVEL_STR", "get_env_rank_and_size", "is_exportable"]
+__all__ = ["LOG_LEVEL_STR", "get_env_rank_and_size"]
 
 LOG_LEVEL_STR = ["FATAL", "ERROR", "WARNING", "INFO", "DEBUG", "TRACE"]
 
@@ -28,8 +28,3 @@ def get_env_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int
             have, lack = (rank_name, size_name) if rank is not None else (size_name, rank_name)
             raise RuntimeError(f"{have} is set, but {lack} is not")
     return 0, 1
-
-
-def is_exportable(name: str) -> bool:
-    """Whether a variable of the launcher goes to the processes."""
-    return not name.startswith("BASH_FUNC_") and name not in ("OLDPWD", "_HOROVOD_SECRET_KEY")
