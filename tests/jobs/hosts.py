@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import select
 import shutil
-import signal
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ import psutil
 import pytest
 
 from ronde.types import Deadline
+from tests.jobs.running import end
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_S = 40.0
@@ -207,16 +207,6 @@ class Running:
         """Exit code and error output, when it has ended."""
         _, err = self.driver.communicate(timeout=PATIENCE_S)
         return self.driver.returncode, err
-
-
-def end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
-    """However the test went."""
-    if process.poll() is None:
-        process.send_signal(signal.SIGKILL)
-    process.wait(PATIENCE_S)
-    for pipe in (process.stdout, process.stderr):
-        if pipe is not None:
-            pipe.close()
 
 
 def words(process: psutil.Process) -> str:

@@ -204,7 +204,7 @@ def words(process: psutil.Process) -> str:
         return f"process {process.pid}"
 
 
-def end(process: subprocess.Popen[bytes]) -> None:
+def end(process: subprocess.Popen[bytes] | subprocess.Popen[str]) -> None:
     """However the test went."""
     if process.poll() is None:
         process.send_signal(signal.SIGKILL)

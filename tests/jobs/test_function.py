@@ -56,6 +56,14 @@ def test_a_closure_is_called_on_every_rank_and_results_come_by_rank(capfd: pytes
     assert capfd.readouterr().out == "[0-1] hello\n"
 
 
+def test_the_example_in_the_guide_prints_what_it_says(tmp_path: Path) -> None:
+    guide = (Path(__file__).resolve().parents[2] / "docs/guides/launching.md").read_text(encoding="utf-8")
+    section = guide.partition("## From a program or a notebook\n")[2]
+    example = section.partition("```python\n")[2].partition("```")[0]
+    printed = example.rpartition("  # ")[2]
+    assert run_script(write(tmp_path / "guide", example=example), cwd=tmp_path) == printed
+
+
 def test_the_error_of_the_rank_that_failed_first_is_raised_here() -> None:
     class Odd(Exception):
         def __init__(self, what: str, *, at: int) -> None:

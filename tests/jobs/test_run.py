@@ -193,7 +193,7 @@ def await_silence(job: Running) -> None:
         ("--output /proc/logs true", 2, "cannot make the output file /proc/logs: No such file or directory"),
         ("--cwd /nowhere true", 1, "there is no directory /nowhere; every rank starts there"),
         ("-np 2 no-such-command", 127, "ranks 0, 1 on host localhost could not be started: there is no command"),
-        ("-np 2 /etc/passwd", 127, "'/etc/passwd' may not be executed on host"),
+        ("-np 2 /etc/passwd", 126, "'/etc/passwd' may not be executed on host"),
     ],
 )
 def test_a_request_that_cannot_be_met_says_why(words: str, code: int, said: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import platform
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -38,6 +39,15 @@ class Commands(TyperGroup):
         command.name = cmd_name
         return command
 
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401  # typer's own
+        """See typer. It suggests only commands that it has itself."""
+        name, names = args[0], self.list_commands(ctx)
+        if name not in names and not name.startswith("-"):
+            near = difflib.get_close_matches(name, names, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(names)}"
+            ctx.fail(f"no such command: {name}; {hint}")
+        return super().resolve_command(ctx, args)
+
 
 app = typer.Typer(
     name="ronde",
@@ -45,11 +55,22 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_show_locals=False,  # locals may hold a job's key
+    rich_markup_mode=None,  # plain, as the help of `ronde run`
 )
 
 
+def _say_version(asked: bool) -> None:
+    if asked:
+        version()
+        raise typer.Exit
+
+
 @app.callback()
-def ronde_command() -> None:
+def ronde_command(
+    asked: Annotated[
+        bool, typer.Option("--version", callback=_say_version, is_eager=True, help="As `ronde version`.")
+    ] = False,
+) -> None:
     """Distributed deep-learning training that says which rank, where and why."""
 
 

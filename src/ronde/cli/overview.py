@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from rich.table import Table
 from rich.text import Text
 
+from ronde.cli.figures import format_number, format_size
 from ronde.launch.status import JobStatus, RankStatus
 from ronde.observe.events import shorten
 
@@ -16,7 +17,6 @@ __all__ = ["draw_overview"]
 STATE_STYLES = {"starting": "yellow", "running": "green", "left": "dim", "lost": "bold red"}
 SLOWEST = "▶"
 UNKNOWN = "-"
-NOTHING = (UNKNOWN, "0")
 WIDE = 120
 """Columns of a terminal that has room for everything."""
 RANK_WIDTH, STATE_WIDTH, NOW_WIDTH = 6, 8, 20
@@ -45,16 +45,16 @@ class Column:
 
 
 COLUMNS = (
-    Column("step", lambda rank: str(rank.steps), wide=True, optional=True),
+    Column("step", lambda rank: str(rank.steps or UNKNOWN), wide=True, optional=True),
     Column("steps/s", lambda rank: _number(rank.steps_per_s), optional=True),
     Column("ops/s", lambda rank: _number(rank.operations_per_s)),
     Column("compute", lambda rank: _share(rank.computing)),
     Column("waiting", lambda rank: _share(rank.waiting)),
     Column("comm", lambda rank: _share(rank.moving)),
     Column("CPU", lambda rank: _share(rank.cpu)),
-    Column("memory", lambda rank: _bytes(rank.memory_bytes)),
+    Column("memory", lambda rank: _size(rank.memory_bytes)),
     Column("GPU", lambda rank: _share(rank.gpu), optional=True),
-    Column("GPU mem", lambda rank: _bytes(rank.gpu_bytes), wide=True, optional=True),
+    Column("GPU mem", lambda rank: _size(rank.gpu_bytes), wide=True, optional=True),
     Column("waited for", lambda rank: _seconds(rank.held_up_s)),
     Column("lately", lambda rank: _share(rank.holding_up), wide=True),
 )
@@ -92,8 +92,7 @@ def _columns(shown: tuple[RankStatus, ...], is_wide: bool) -> list[Column]:
     useful = [
         column
         for column in COLUMNS
-        if (is_wide or not column.wide)
-        and (not column.optional or any(column.text(rank) not in NOTHING for rank in shown))
+        if (is_wide or not column.wide) and (not column.optional or any(column.text(rank) != UNKNOWN for rank in shown))
     ]
     has_steps = any(column.title == "steps/s" for column in useful)
     return [column for column in useful if column.title != "ops/s" or not has_steps]
@@ -144,7 +143,7 @@ def _now(rank: RankStatus) -> str:
 
 
 def _number(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{value:.3g}" if value < 1000 else f"{value:.0f}"
+    return UNKNOWN if value is None else format_number(value)
 
 
 def _share(value: float | None) -> str:
@@ -159,12 +158,5 @@ def _seconds(value: float) -> str:
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _bytes(value: int | None) -> str:
-    if value is None:
-        return UNKNOWN
-    size, unit = float(value), "B"
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.3g} {unit}"
+def _size(value: int | None) -> str:
+    return UNKNOWN if value is None else format_size(value)

@@ -17,21 +17,22 @@ __all__ = ["app", "stacks_text"]
 
 WRONG_CODE = 2
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
 
 
 @app.command()
 def stack(
-    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Its name; not needed while only one is running.")] = "",
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Its name; not needed while only one is running.")] = "",
     json: Annotated[bool, typer.Option("--json", help="As JSON, a stack per rank.")] = False,
     limit_s: Annotated[
-        float, typer.Option("--limit", min=0.1, max=60.0, help="Seconds that a rank may take to answer.")
+        float, typer.Option("--limit", metavar="SECONDS", min=0.1, max=60.0, help="How long a rank may take to answer.")
     ] = 5.0,
 ) -> None:
-    """Print the current Python stack of every rank of a running job; ranks at the same place together.
+    """Print where every rank of a running job is: its Python stack.
 
-    It disturbs nobody: a thread of each rank answers while its program goes on. A rank that holds Python's interpreter,
-    is stopped, or has not called ronde.init() cannot answer; then what is known of it is said.
+    Ranks at the same place are shown together. It disturbs nobody: a thread of each rank answers while its program goes
+    on. A rank that holds Python's interpreter, is stopped, or has not called ronde.init() cannot answer; then what is
+    known of it is said.
     """
     try:
         found = ask_stacks(find_job(job), limit_s)
@@ -49,7 +50,8 @@ def stacks_text(stacks: tuple[RankStack, ...]) -> str:
     blocks = []
     for ranks, at in group_stacks(stacks):
         who = f" on {at.host}, pid {at.pid}" if len(ranks) == 1 and at.pid else ""
-        why = at.why if len(ranks) == 1 else _of_several(at.why)
+        why = at.why.removeprefix("its process ")  # it follows the rank's name
+        why = why if len(ranks) == 1 else _of_several(why)
         where = f": {at.line}\n{_indented(at.stack)}" if at.line else f" {why}"
         blocks.append(f"{name_ranks(ranks)}{who}{where}".rstrip())
     return "\n\n".join(blocks)

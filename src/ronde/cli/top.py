@@ -23,16 +23,16 @@ HEADER_ROWS = 6
 """Lines of the table that are no rank: its title, its heading, what is written below."""
 WRONG_CODE = 2
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
 
 
 @app.command()
 def top(
-    job: Annotated[str, typer.Argument(metavar="[JOB]", help="Its name; not needed while only one is running.")] = "",
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Its name; not needed while only one is running.")] = "",
     json: Annotated[bool, typer.Option("--json", help="Print the numbers once, as JSON, and end.")] = False,
     once: Annotated[bool, typer.Option("--once", help="Print the table once, and end.")] = False,
 ) -> None:
-    """Show live what the ranks of a running job do with their time, and who holds up the others.
+    """Show live what ranks do with their time, and who holds up others.
 
     A rank computes, waits for others, or moves data (comm). "waited for" is how long other ranks have waited for this
     one, found from when each came to each operation; the rank that the others wait for most is marked.

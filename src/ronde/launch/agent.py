@@ -33,8 +33,10 @@ from ronde.launch.messages import (
     Signal,
     Started,
 )
+from ronde.launch.process import NotExecutable
 from ronde.launch.rank import Rank
 from ronde.launch.usage import Gpus, Meter, Shortage, num_cores, read_sessions
+from ronde.launch.verdict import NOT_EXECUTABLE_CODE, NOT_STARTED_CODE
 from ronde.net.addresses import candidates, host_identity
 from ronde.types import Deadline
 from ronde.version import __version__
@@ -140,7 +142,8 @@ class Agent:
                 order, loop=self._loop, guard=self._guard, report=self._report, over=partial(self._over, order.rank)
             )
         except (StartFailed, OSError) as error:
-            return self._report(Failed(order.rank, str(error)))
+            code = NOT_EXECUTABLE_CODE if isinstance(error, NotExecutable) else NOT_STARTED_CODE
+            return self._report(Failed(order.rank, str(error), code))
         self._ranks[order.rank] = rank
         rank.pause(self._paused)
         self._report(Started(order.rank, rank.pid))

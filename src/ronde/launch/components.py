@@ -1,5 +1,5 @@
 """Which frameworks and data planes are usable on this host, and why not. Each is tried in a process of its own, with a
-deadline: a broken install may print, hang or crash. Used by launch/checkup.
+deadline: a broken install may print, hang or crash. Used by launch/checkup and, for MPI, by `ronde bench`.
 """
 
 from __future__ import annotations
@@ -88,15 +88,15 @@ def try_all(names: tuple[str, ...], deadline: Deadline) -> tuple[Component, ...]
         return tuple(pool.map(partial(try_component, deadline=deadline), names))
 
 
-def try_component(name: str, deadline: Deadline) -> Component:
-    """Import it, elsewhere."""
+def try_component(name: str, deadline: Deadline, python: str = sys.executable) -> Component:
+    """Import it in a process of this Python; any that has mpi4py will do for `mpi`."""
     if name == "nccl":
         return _nccl(Path("/dev/nvidia0").exists())
     # Files, not pipes: what it started and left behind would hold those open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             done = subprocess.run(
-                (sys.executable, "-c", _PROGRAMS.get(name, _FRAMEWORK), name),
+                (python, "-c", _PROGRAMS.get(name, _FRAMEWORK), name),
                 cwd="/",  # Python looks there first, and the user's files may have any name
                 stdin=subprocess.DEVNULL,
                 stdout=out,
@@ -107,7 +107,7 @@ def try_component(name: str, deadline: Deadline) -> Component:
         except subprocess.TimeoutExpired:
             return Component(name, "broken", note=f"it could not be imported within {deadline.seconds:g} s")
         except OSError as error:
-            return Component(name, "broken", note=f"{sys.executable} cannot be started: {error.strerror}")
+            return Component(name, "broken", note=f"Python cannot be started: {error.strerror}")
         return judge_import(name, done.returncode, _last_line(out), _last_line(err))
 
 

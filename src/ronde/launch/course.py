@@ -32,7 +32,7 @@ from ronde.launch.output.screen import Screen
 from ronde.launch.placement import Seat, hosts_or_here
 from ronde.launch.ssh import Trouble
 from ronde.launch.status import RankFacts
-from ronde.launch.verdict import LOST_CODE, NOT_STARTED_CODE, End, Stop
+from ronde.launch.verdict import LOST_CODE, End, Stop
 from ronde.observe.events import name_ranks
 
 __all__ = ["Agents", "Course"]
@@ -136,10 +136,10 @@ class Course:
                 self._tick_soon()
             case Exited(rank, code, note):
                 self._ended(End(rank, self._host(rank), code, note=note, ordered=self._ordered))
-            case Failed(rank, why) if rank >= 0:
+            case Failed(rank, why, code) if rank >= 0:
                 how = f"could not be started: {why}"
-                self._ended(End(rank, self._host(rank), NOT_STARTED_CODE, how, ordered=self._ordered))
-            case Failed(_, why):
+                self._ended(End(rank, self._host(rank), code, how, ordered=self._ordered))
+            case Failed(_, why, _):
                 self.note(f"host {self._hosts[index].name}: {why}")
             case Started(rank, pid):
                 self._learn(rank, pid=pid)

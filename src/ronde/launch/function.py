@@ -69,26 +69,22 @@ def run(
 
         losses = ronde.run(train, args=(0.1,), np=4)
 
-    The function may be a closure, a lambda, or one of a script or notebook: it travels by value, with its arguments and
-    results. `hosts` as in `ronde run -H`; without them the ranks are processes of this machine. np defaults to all
-    slots. `env` is for every rank, on top of this environment; `python` is the one that has ronde on other hosts, by
-    default at the path of this one. Further keywords are settings, as in init().
+    The function may be a closure, a lambda, or one of a script or notebook: it travels by value. `hosts` as in
+    `ronde run -H`; without them the ranks are processes of this machine. np defaults to all slots. `env` is for every
+    rank; `python` has ronde on other hosts, by default at the path of this one. Further keywords are settings.
 
     When a rank fails, its own exception is raised here, with its traceback as the cause; JobFailed, when it has none to
-    raise (it was killed, it exited, its host was lost). Ctrl-C ends the job, and is a KeyboardInterrupt. What ranks
-    print is shown with their numbers.
+    raise (it was killed, it exited, its host was lost). Ctrl-C ends the job, and is a KeyboardInterrupt.
     """
     where = _hosts(hosts)
-    num_ranks = _whole(np) if np is not None else sum(host.slots for host in where) or 1
-    place(where, num_ranks)  # says what is wrong before anything is pickled
     job = Job(
         command=CALLEE,
-        num_ranks=num_ranks,
+        num_ranks=_num_ranks(np, where),
         hosts=where,
         ssh=ssh or Ssh(),
         python=python,
         env=_variables(env or {}),
-        settings=Settings.load(settings, _own_settings()),
+        settings=_settings(settings),
         call=pack_call(fn, args, kwargs or {}),
     )
     return cast("list[T]", run_job(job))
@@ -179,11 +175,14 @@ def _hosts(given: str | Sequence[Host | str]) -> tuple[Host, ...]:
     return tuple(host for each in given for host in ([each] if isinstance(each, Host) else parse_hosts(each)))
 
 
-def _whole(np: object) -> int:
+def _num_ranks(np: object, hosts: Sequence[Host]) -> int:
+    """As many as asked for, or as there are slots. Says what is wrong before anything is pickled."""
     try:
-        return operator.index(np)  # type: ignore[arg-type]  # that is the question
+        num_ranks = sum(host.slots for host in hosts) or 1 if np is None else operator.index(np)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"np must be a whole number, got {np!r}") from None
+    place(hosts, num_ranks)
+    return num_ranks
 
 
 def _variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -193,7 +192,9 @@ def _variables(env: Mapping[str, str]) -> dict[str, str]:
     return dict(env)
 
 
-def _own_settings() -> dict[str, str]:
-    """The environment without what an outer job says about its own rank."""
+def _settings(given: Mapping[str, Any]) -> Settings:
+    """These, over the environment without what an outer job says about its own rank."""
+    if "num_ranks" in given:  # as it is called everywhere else
+        raise TypeError("unknown setting num_ranks; the number of ranks is np, as in ronde.run(fn, np=4)")
     of_the_job = {PREFIX + name.upper() for name in OF_THE_JOB}
-    return {name: text for name, text in os.environ.items() if name not in of_the_job}
+    return Settings.load(given, {name: text for name, text in os.environ.items() if name not in of_the_job})

@@ -11,6 +11,8 @@ from typing import Literal, TypeAlias
 
 import msgspec
 
+from ronde.launch.verdict import NOT_STARTED_CODE
+
 __all__ = [
     "Beat",
     "Exited",
@@ -163,6 +165,8 @@ class Failed(Message, frozen=True):
 
     rank: int
     why: str
+    code: int = NOT_STARTED_CODE
+    """The rank's exit code, as shells have it."""
 
 
 class Output(Message, frozen=True):

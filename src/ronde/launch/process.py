@@ -21,10 +21,14 @@ from ronde.errors import StartFailed
 from ronde.launch.guard import Guard
 from ronde.types import Deadline
 
-__all__ = ["Command", "File", "Process", "explain", "start"]
+__all__ = ["Command", "File", "NotExecutable", "Process", "explain", "start"]
 
 File: TypeAlias = "int | IO[bytes] | IO[str] | None"
 """What a standard stream becomes, as subprocess takes it; None leaves it as ours is."""
+
+
+class NotExecutable(StartFailed):
+    """The command is there, and is no program that may be run."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +61,7 @@ def start(
                 start_new_session=True,
             )
     except (OSError, ValueError) as error:
-        raise StartFailed(explain(error, command)) from None
+        raise explain(error, command) from None
     return Process(popen, guard)
 
 
@@ -139,26 +143,31 @@ LIMITS = {
 }
 
 
-def explain(error: OSError | ValueError, command: Command) -> str:
+def explain(error: OSError | ValueError, command: Command) -> StartFailed:
     """Why a process could not be started, and what to do."""
     if not isinstance(error, OSError):  # a null byte, or text that is no text
-        return f"its command or its environment cannot be handed to a process: {error}"
+        return StartFailed(f"its command or its environment cannot be handed to a process: {error}")
+    host = f"host {_host()}"
     if error.errno in LIMITS:
-        return f"host {_host()}: {LIMITS[error.errno]}"
+        return StartFailed(f"{host}: {LIMITS[error.errno]}")
     if command.cwd is not None and error.filename == command.cwd:
         problem = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be entered ({error.strerror})"
-        return f"the working directory {command.cwd} {problem} on host {_host()}; choose one that every host has"
+        return StartFailed(f"the working directory {command.cwd} {problem} on {host}; choose one that every host has")
     name = command.argv[0] if command.argv else ""
     if isinstance(error, FileNotFoundError):
-        return (
-            f"there is no command {name!r} on host {_host()}; give its full path, or check PATH there "
+        return StartFailed(
+            f"there is no command {name!r} on {host}; give its full path, or check PATH there "
             "(if it is a script, the interpreter in its first line may be missing)"
         )
     if isinstance(error, PermissionError):
-        return f"{name!r} may not be executed on host {_host()}; is it a script? start it with python, or chmod +x it"
+        return NotExecutable(
+            f"{name!r} may not be executed on {host}; is it a script? start it with python, or chmod +x it"
+        )
     if error.errno == errno.ENOEXEC:
-        return f"{name!r} is no program for host {_host()}; is it a script? start it with python, or begin it with #!"
-    return f"{name!r} could not be started on host {_host()}: {error.strerror or error}"
+        return NotExecutable(
+            f"{name!r} is no program for {host}; is it a script? start it with python, or begin it with #!"
+        )
+    return StartFailed(f"{name!r} could not be started on {host}: {error.strerror or error}")
 
 
 def _host() -> str:

@@ -18,7 +18,6 @@ import subprocess
 from collections.abc import Callable
 from functools import partial
 
-from ronde.errors import StartFailed
 from ronde.launch.guard import Guard
 from ronde.launch.loop import Loop, Timer
 from ronde.launch.messages import FromAgent, Output, RankOrder, Result, Stream
@@ -184,7 +183,7 @@ class _Ends:
         except OSError as error:
             self.close_ours()
             self.close_theirs()
-            raise StartFailed(explain(error, _command(order))) from None
+            raise explain(error, _command(order)) from None
 
     def close_ours(self) -> None:
         """Nobody uses them."""

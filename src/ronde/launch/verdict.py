@@ -15,10 +15,22 @@ from typing import TypeAlias
 
 from ronde.observe.events import name_ranks, shorten
 
-__all__ = ["LOST_CODE", "NOT_STARTED_CODE", "End", "Stop", "Verdict", "describe_code", "exit_code", "judge"]
+__all__ = [
+    "LOST_CODE",
+    "NOT_EXECUTABLE_CODE",
+    "NOT_STARTED_CODE",
+    "End",
+    "Stop",
+    "Verdict",
+    "describe_code",
+    "exit_code",
+    "judge",
+]
 
+NOT_EXECUTABLE_CODE = 126
+"""As shells say of a file that is no program."""
 NOT_STARTED_CODE = 127
-"""As shells say of a command that cannot be started."""
+"""As they say of a command that is not there; here, of all else that keeps a rank from starting."""
 LOST_CODE = 255
 """As ssh says of a connection that has ended: how the rank itself ended, nobody knows."""
 LINE_LIMIT = 500
@@ -119,7 +131,11 @@ def judge(
         if lost is not None and lost.code == 0:
             # Perhaps the reason, perhaps not: so it is said, no more.
             lines += [f"before that, {_name([lost])} had left the others: {_add(lost.words, why)}"]
-    lines += _consequences(len([end for end in ends if end.code != 0]) - len(together))
+    others = [end for end in ends if end.code != 0 and end not in together]
+    # Once the coordinator has lost one, or one has left too early, the others fail for that, with any code.
+    same = [] if first_lost is not None or left is not None else [end for end in others if _is_same(end, culprit, tail)]
+    lines += _count_others(len(same), f"failed, too: {describe_code(culprit.code)}")
+    lines += _count_others(len(others) - len(same), "ended in consequence")
     return Verdict(exit_code(culprit.code), culprit.rank, (*lines, *never_ended, *stopped))
 
 
@@ -152,7 +168,11 @@ def _add(words: str, why: str) -> str:
     return words if why in ("", words) else f"{words} ({why})"
 
 
-def _consequences(num_others: int) -> list[str]:
-    if num_others < 1:
-        return []
-    return [f"{num_others} other rank{'s' * (num_others > 1)} ended in consequence"]
+def _is_same(end: End, culprit: End, tail: Tail) -> bool:
+    """Whether it ended as the culprit did, by itself, and does not say that it lost somebody."""
+    told = end.ordered or end.how or culprit.how or end.code != culprit.code
+    return not told and not any(LEFT.match(line) for line in tail(end.rank, end.code).split("\n"))
+
+
+def _count_others(num: int, words: str) -> list[str]:
+    return [f"{num} other rank{'s' * (num > 1)} {words}"] if num else []

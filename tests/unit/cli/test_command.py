@@ -5,18 +5,49 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
+import ronde
 from ronde.cli.commands import app
+
+BENCHES = ("allreduce", "negotiation", "ranks", "train")
 
 
 def run(*arguments: str) -> tuple[int, str]:
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
-    return result.exit_code, " ".join(result.output.replace("│", " ").split())
+    return result.exit_code, " ".join(result.output.split())
 
 
 def test_version_says_which_ronde_this_is() -> None:
     code, output = run("version")
     assert code == 0
-    assert output.startswith("ronde ")
+    assert output.startswith(f"ronde {ronde.__version__}, Python ")
+    assert run("--version") == (code, output)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("rnu",), "no such command: rnu; did you mean run?"),
+        (("xyzzy",), "no such command: xyzzy; there are run, top, stack, bench, doctor, version"),
+        (("bench",), "allreduce Sum float32 arrays"),
+        (("--versio",), "--version"),
+    ],
+)
+def test_a_command_that_is_not_there_is_told_with_those_that_are(arguments: tuple[str, ...], words: str) -> None:
+    code, output = run(*arguments)
+    assert code == 2
+    assert words in output
+
+
+@pytest.mark.parametrize("command", ["", "top", "stack", "doctor", "bench", *(f"bench {each}" for each in BENCHES)])
+def test_help_is_of_ronde_alone(command: str) -> None:
+    code, output = run(*command.split(), "--help")
+    assert code == 0
+    assert "completion" not in output and "<bool>" not in output
+
+
+def test_help_knows_the_defaults() -> None:
+    assert "or none. Default: all there are." in run("bench", "allreduce", "--help")[1]
+    assert "or none. [default: none]" in run("bench", "ranks", "--help")[1]
 
 
 @pytest.mark.parametrize(
@@ -28,6 +59,7 @@ def test_version_says_which_ronde_this_is() -> None:
         (("allreduce", "--peers", "nccl"), "no such peer: 'nccl'"),
         (("allreduce", "--seconds", "0"), "seconds must be above 0"),
         (("allreduce", "-np", "0"), "-np"),
+        (("allreduce", "--num-ranks", "0"), "-np"),
         (("allreduce", "--json", "/no/such/directory/file", "--peers", "none"), "cannot write the results"),
         (("negotiation", "--flight", "1,x"), "--flight must be whole numbers"),
         (("ranks", "--counts", "0"), "--counts must be whole numbers"),

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 
 from ronde.cli.bench.peers import MpiPeer, find_peers
+from ronde.launch.components import MISSING_CODE
 
 
 def fake_python(directory: Path, says: str, code: int = 0, *, mpiexec: bool = True) -> str:
-    """An environment whose Python answers the probe."""
+    """An environment whose Python answers the probe: the library it has, or why it has none."""
+    says = says if code else f"4.1\t{says}"
     directory.mkdir()
     for name in ("python", "mpiexec") if mpiexec else ("python",):
         program = directory / name
@@ -27,7 +29,7 @@ def fake_python(directory: Path, says: str, code: int = 0, *, mpiexec: bool = Tr
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An own environment with neither PyTorch nor MPI."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "executable", fake_python(tmp_path / "own", "RuntimeError: cannot load", 1))
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path / "own", "mpi4py finds nothing", MISSING_CODE))
     monkeypatch.setattr(shutil, "which", lambda name: None)
 
 
@@ -38,8 +40,20 @@ def test_what_is_missing_is_only_noted_when_nobody_asked_for_it() -> None:
     gloo, mpi, hvd = found.notes
     assert hvd == "hvd is left out: ronde-horovod or PyTorch is not installed"
     assert gloo == "gloo is left out: PyTorch is not installed"
-    assert "mpi is left out" in mpi
-    assert "RuntimeError: cannot load" in mpi
+    assert mpi == f"mpi is left out: {sys.executable}: mpi4py finds nothing"
+
+
+def test_the_reason_is_what_mpi4py_says_and_no_line_of_its_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mpi4py").mkdir()
+    (tmp_path / "mpi4py/__init__.py").write_text("class rc: pass")
+    (tmp_path / "mpi4py/MPI.py").write_text(
+        "errors = ['cannot load', 'no libmpi.so']\nraise RuntimeError('\\n'.join(errors))"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with pytest.raises(ValueError, match=r"python.*: mpi4py finds no MPI library \(no libmpi.so\); to get it: "):
+        find_peers("mpi")
 
 
 @pytest.mark.usefixtures("bare")
@@ -70,10 +84,17 @@ def test_one_library_can_be_picked(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("bare")
+def test_a_path_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_python(tmp_path / "a", "Open MPI v5.0.11")
+    monkeypatch.chdir(tmp_path)
+    assert find_peers("mpi", ["a/python"]).peers == [MpiPeer("openmpi", "a/python", "a/mpiexec")]
+
+
+@pytest.mark.usefixtures("bare")
 def test_a_named_environment_without_a_library_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="finds no MPI library"):
+    with pytest.raises(ValueError, match=r"a/python: ImportError: libmpi\.so"):
         find_peers(None, [fake_python(tmp_path / "a", "ImportError: libmpi.so", 1)])
-    with pytest.raises(ValueError, match="cannot run"):
+    with pytest.raises(ValueError, match="nowhere: Python cannot be started: No such file"):
         find_peers(None, [str(tmp_path / "nowhere")])
     with pytest.raises(ValueError, match="no mpiexec beside"):
         find_peers(None, [fake_python(tmp_path / "b", "MPICH Version: 5.0.2", mpiexec=False)])

@@ -25,6 +25,8 @@ from ronde.launch.options import options
     [
         ("-np 2 python train.py", {"num_ranks": "2"}, ["python", "train.py"]),
         ("-n 2 -- python", {"num_ranks": "2"}, ["python"]),
+        ("-np2 python -np3", {"num_ranks": "2"}, ["python", "-np3"]),
+        ("-n2 python", {"num_ranks": "2"}, ["python"]),
         ("--num-ranks=2 python -np 9 -- --hosts x", {"num_ranks": "2"}, ["python", "-np", "9", "--", "--hosts", "x"]),
         ("-H a:1,b:2 ls", {"hosts": "a:1,b:2"}, ["ls"]),
         ("-x A=1 -xB=2 --env C ls", {"env": ["A=1", "B=2", "C"]}, ["ls"]),
@@ -50,6 +52,7 @@ def test_flags_come_before_the_command_and_all_after_it_is_its_own(
         ("-np 2 -n 3 ls", "argument -np/-n/--num-ranks: given twice, as '2' and '3'"),
         ("-H a --hosts b ls", "argument -H/--hosts: given twice, as 'a' and 'b'"),
         ("-np two ls", "-np/-n/--num-ranks must be a whole number of at least 1, got 'two'"),
+        ("-n p2 ls", "-np/-n/--num-ranks must be a whole number of at least 1, got 'p2'"),
         ("-np 2", "there is no command to run"),
         ("-H a:1 -np 2 ls", "1 slot short"),
         ("--output /dev/null/x ls", "/dev/null/x"),

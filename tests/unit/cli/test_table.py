@@ -5,8 +5,7 @@ from __future__ import annotations
 from io import StringIO
 
 import pytest
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from ronde.cli.bench.measure import Record
 from ronde.cli.bench.table import allreduce_table, best_peer, format_time, negotiation_table, ranks_table
@@ -16,14 +15,14 @@ def record(impl: str, median_us: float, *, num_bytes: int = 1 << 20, ranks: int 
     return Record(impl, op, "array", ranks, num_bytes, median_us, median_us / 2, 8.0)
 
 
-def text_of(table: Table) -> list[str]:
-    console = Console(file=StringIO(), width=120)
+def text_of(table: RenderableType, width: int = 120) -> list[str]:
+    console = Console(file=StringIO(), width=width)
     console.print(table)
     assert isinstance(console.file, StringIO)
     return console.file.getvalue().splitlines()
 
 
-def line_with(table: Table, *words: str) -> str:
+def line_with(table: RenderableType, *words: str) -> str:
     (line,) = [line for line in text_of(table) if all(word in line for word in words)]
     return line
 

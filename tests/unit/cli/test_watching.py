@@ -67,8 +67,10 @@ def test_on_a_narrow_terminal_columns_are_left_out_and_none_is_cut(width: int) -
 
 def test_steps_are_shown_instead_of_operations_where_they_are_marked() -> None:
     assert "ops/s" in drawn(status_of(running(0))) and "steps/s" not in drawn(status_of(running(0)))
-    text = drawn(status_of(running(0, steps=30, steps_per_s=2.5)))
-    assert "steps/s" in text and "ops/s" not in text and "2.5" in text
+    for steps_per_s in (2.5, 0.0):  # a job that hangs has marked steps, too
+        text = drawn(status_of(running(0, steps=30, steps_per_s=steps_per_s), running(1)))
+        assert "steps/s" in text and "ops/s" not in text
+        assert row(text, "0 ")[3:5] == ["30", f"{steps_per_s:g}"] and row(text, "1 ")[3:5] == ["-", "-"]
 
 
 def test_gpus_are_shown_where_there_are_some() -> None:
@@ -122,6 +124,12 @@ def test_what_is_known_of_several_ranks_is_said_of_several(why: str, of_two: str
     one, two = (RankStack(rank=rank, why=why) for rank in range(2))
     assert stacks_text((one,)) == f"rank 0 {why}"
     assert stacks_text((one, two)) == f"ranks 0, 1 {of_two}"
+
+
+def test_a_rank_whose_process_has_ended_has_ended() -> None:
+    one, two = (RankStack(rank=rank, why="its process has ended: exited with code 0") for rank in range(2))
+    assert stacks_text((one,)) == "rank 0 has ended: exited with code 0"
+    assert stacks_text((one, two)) == "ranks 0, 1 have ended: exited with code 0"
 
 
 def test_equal_stacks_are_printed_once() -> None:

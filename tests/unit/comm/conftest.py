@@ -1,4 +1,4 @@
-"""What the tests of the engine and of the coordinator share."""
+"""What the tests of the engine, of the coordinator and of groups share."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from contextlib import ExitStack
 
 import pytest
 
+from ronde.comm.place import find_place
+from ronde.comm.world import World
+from ronde.settings import Settings
 from tests.unit.comm.scripted_control import Stage
 from tests.unit.comm.scripted_ranks import Job
 
@@ -22,3 +25,11 @@ def stage() -> Iterator[Stage]:
 def job() -> Iterator[Job]:
     with ExitStack() as stack:
         yield Job(stack)
+
+
+@pytest.fixture
+def alone() -> Iterator[World]:
+    """A world of one rank."""
+    world = World(find_place(Settings(), (), 0))
+    yield world
+    world.close()

@@ -5,26 +5,18 @@ What collectives compute is in tests/conformance.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
-from ronde.comm.place import find_place
 from ronde.comm.world import World
 from ronde.errors import Mismatch, RoundEnded
 from ronde.observe.events import StallReported
 from ronde.settings import Settings
 from tests.conformance.ranks import run_threads
-
-
-@pytest.fixture
-def alone() -> Iterator[World]:
-    world = World(find_place(Settings(), (), 0))
-    yield world
-    world.close()
 
 
 def test_one_rank_can_do_everything_alone(alone: World) -> None:

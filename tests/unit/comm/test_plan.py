@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -12,13 +10,6 @@ from ronde.comm.plan import Bucket, Plan
 from ronde.comm.world import World
 from ronde.errors import RoundEnded
 from ronde.settings import Settings
-
-
-@pytest.fixture
-def alone() -> Iterator[World]:
-    world = World(find_place(Settings(), (), 0))
-    yield world
-    world.close()
 
 
 def test_buckets_begin_at_cache_lines_of_one_memory(alone: World) -> None:

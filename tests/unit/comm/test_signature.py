@@ -79,3 +79,8 @@ def test_adasum_is_for_allreduce_only() -> None:
 def test_a_mismatch_puts_equal_answers_together() -> None:
     error = mismatch({0: "barrier", 1: "allreduce", 2: "barrier"})
     assert str(error) == "the members asked for different things: ranks 0, 2: barrier; rank 1: allreduce"
+
+
+def test_a_mismatch_says_what_who_has_joined_can_do() -> None:
+    error = mismatch({0: "allgather float32[*]", 1: "join"})
+    assert str(error).endswith("rank 1: join; who calls join() takes part in allreduce only")

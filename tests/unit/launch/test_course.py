@@ -115,7 +115,11 @@ def test_the_ranks_of_a_lost_host_are_lost(stage: Stage) -> None:
 
 def test_a_rank_that_cannot_be_started_has_failed(stage: Stage) -> None:
     stage.course.hear(0, Failed(0, "there is no command 'trian'"))
-    assert stage.course.ends == [End(0, "a", NOT_STARTED_CODE, "could not be started: there is no command 'trian'")]
+    stage.course.hear(0, Failed(1, "'data' is no program", 126))
+    assert stage.course.ends == [
+        End(0, "a", NOT_STARTED_CODE, "could not be started: there is no command 'trian'"),
+        End(1, "a", 126, "could not be started: 'data' is no program"),
+    ]
 
 
 def test_other_troubles_of_a_host_are_shown(stage: Stage) -> None:

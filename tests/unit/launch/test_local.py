@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -18,8 +17,7 @@ from ronde.comm.coordination.coordinator import Coordinator
 from ronde.launch.local import LocalJob, start_local
 from ronde.settings import Settings
 from ronde.types import Deadline
-
-PATIENCE_S = 30.0
+from tests.unit.launch.agents import PATIENCE_S, ends
 
 A_RANK = """
 import os, sys
@@ -70,27 +68,6 @@ def captured(
     finally:
         for file in files:
             file.close()
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
-
-
-def ends(pid: int) -> bool:
-    """Whether the process ends in time; it may be nobody's child any more."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    poll = select.poll()
-    poll.register(fd, select.POLLIN)
-    try:
-        return bool(poll.poll(PATIENCE_S * 1000))
-    finally:
-        os.close(fd)
 
 
 def test_every_process_knows_its_place_and_shares_the_key(tmp_path: Path) -> None:
@@ -166,9 +143,9 @@ def test_the_end_of_the_job_is_the_end_of_what_its_ranks_started(tmp_path: Path)
     )
     with start_local(python(text), 1) as job:
         grandchild = int(started.read_text())
-        assert is_running(grandchild)
+        assert not ends(grandchild, 0)
     assert ends(grandchild)
-    assert not any(is_running(pid) for pid in job.pids)
+    assert all(ends(pid, 0) for pid in job.pids)
 
 
 def test_a_rank_that_does_not_want_to_end_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import pytest
 
 from ronde.errors import StartFailed
 from ronde.launch.guard import Guard
-from ronde.launch.process import Command, Process, explain, start
+from ronde.launch.process import Command, NotExecutable, Process, explain, start
 from ronde.types import Deadline
 from tests.unit.launch.agents import PATIENCE_S, ends, python
 
@@ -110,17 +110,18 @@ def test_a_command_that_cannot_start_says_why_and_what_to_do(guard: Guard, tmp_p
     garbage.write_bytes(b"\0\1\2\3")
     garbage.chmod(0o755)
     nowhere = str(tmp_path / "nowhere")
-    for argv, cwd, words in (
-        (("no-such-command",), None, "there is no command 'no-such-command' on host .* check PATH"),
-        ((str(script),), None, r"train.py' may not be executed .* start it with python, or chmod \+x"),
-        ((str(garbage),), None, "garbage' is no program for host"),
-        (("true",), nowhere, f"the working directory {nowhere} does not exist on host .* every host has"),
-        (("true",), str(script), r"train.py cannot be entered \(Not a directory\)"),
-        (("true", "\0"), None, "cannot be handed to a process: embedded null byte"),
-        (("true", "x" * 10_000_000), None, "larger than the system allows"),
+    for argv, cwd, kind, words in (
+        (("no-such-command",), None, StartFailed, "there is no command 'no-such-command' on host .* check PATH"),
+        ((str(script),), None, NotExecutable, r"train.py' may not be executed .* start it with python, or chmod \+x"),
+        ((str(garbage),), None, NotExecutable, "garbage' is no program for host"),
+        (("true",), nowhere, StartFailed, f"the working directory {nowhere} does not exist on host .* every host has"),
+        (("true",), str(script), StartFailed, r"train.py cannot be entered \(Not a directory\)"),
+        (("true", "\0"), None, StartFailed, "cannot be handed to a process: embedded null byte"),
+        (("true", "x" * 10_000_000), None, StartFailed, "larger than the system allows"),
     ):
-        with pytest.raises(StartFailed, match=words):
+        with pytest.raises(StartFailed, match=words) as caught:
             begin(guard, *argv, cwd=cwd)
+        assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize(
@@ -133,5 +134,5 @@ def test_a_command_that_cannot_start_says_why_and_what_to_do(guard: Guard, tmp_p
     ],
 )
 def test_what_the_system_lacks_is_told(number: int, words: str) -> None:
-    text = explain(OSError(number, os.strerror(number)), Command(argv=("train",), env={}))
-    assert re.search(words, text)
+    failed = explain(OSError(number, os.strerror(number)), Command(argv=("train",), env={}))
+    assert re.search(words, str(failed))

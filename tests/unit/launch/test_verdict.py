@@ -87,13 +87,43 @@ def test_a_rank_that_left_early_is_only_mentioned_where_nobody_says_that_it_is_t
 
 def test_the_last_words_of_the_culprit_stand_below_its_name() -> None:
     said = {(0, 1): "Traceback:\n  line 3\nValueError: bad\n"}
-    assert judge([end(0, 1), end(1, 1)], num_ranks=2, tail=lambda *of: said[of]).lines == (
+    assert judge([end(0, 1)], num_ranks=1, tail=lambda *of: said[of]).lines == (
         "rank 0 on host a failed first: exited with code 1",
         "  | Traceback:",
         "  |   line 3",
         "  | ValueError: bad",
-        "1 other rank ended in consequence",
     )
+
+
+SAID = "ronde.errors.StartFailed: rank 0 ended before the round began (exited with code 2)"
+
+
+@pytest.mark.parametrize(
+    ("others", "first_lost", "lines"),
+    [
+        ([end(1, 2), end(2, 2)], None, ["2 other ranks failed, too: exited with code 2"]),
+        (
+            [end(1, 2), end(2, 2, ordered=True), end(3, 1)],
+            None,
+            ["1 other rank failed, too: exited with code 2", "2 other ranks ended in consequence"],
+        ),
+        (
+            [end(1, 2), end(9, 2)],
+            None,
+            ["1 other rank failed, too: exited with code 2", "1 other rank ended in consequence"],
+        ),
+        ([end(1, 2), end(2, 2)], (0, "exited with code 2"), ["2 other ranks ended in consequence"]),
+    ],
+    ids=["the same end", "ended by us, or otherwise", "says whom it lost", "lost by the coordinator"],
+)
+def test_others_that_failed_in_the_same_way_are_no_consequence(
+    others: list[End], first_lost: tuple[int, str] | None, lines: list[str]
+) -> None:
+    said = {9: SAID}
+    verdict = judge(
+        [end(0, 2), *others], num_ranks=0, tail=lambda rank, code: said.get(rank, ""), first_lost=first_lost
+    )
+    assert verdict.lines == ("rank 0 on host a failed first: exited with code 2", *lines)
 
 
 def test_ranks_of_a_lost_host_are_one_story() -> None:

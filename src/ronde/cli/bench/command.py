@@ -8,12 +8,11 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import typer
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 from rich.text import Text
 
 from ronde.cli.bench.measure import Field, Kit, Lane, Pace, Record, lanes_of
@@ -25,7 +24,7 @@ from ronde.cli.bench.shapes import MANY, Work, format_bytes, parse_numbers, pars
 from ronde.cli.bench.table import allreduce_table, negotiation_table, ranks_table
 from ronde.cli.bench.train import TrainRecord, no_room, train
 from ronde.cli.bench.train_kits import find_kits, parse_codec
-from ronde.cli.bench.train_table import train_table
+from ronde.cli.bench.train_table import train_tables
 from ronde.errors import RondeError
 
 __all__ = ["app"]
@@ -33,26 +32,37 @@ __all__ = ["app"]
 PATHS = ("array", "bucket", "many")
 SIZES = "4K,64K,1M,16M,64M,256M,many"
 
-app = typer.Typer(help="Measure ronde on this machine, in turn with gloo, DDP and the MPI libraries there are.")
+app = typer.Typer(
+    help="Measure ronde on this machine, in turn with gloo, DDP and MPI.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,
+)
 
-Ranks = Annotated[int, typer.Option("-np", "--ranks", min=1, help="Number of ranks.")]
-Peers = Annotated[
-    str | None,
-    typer.Option(help="Measure these too: gloo, hvd, mpi (every MPI found), openmpi, mpich; or none. Default: all."),
-]
+
+def _option(metavar: str, words: str, *flags: str, least: int | None = None) -> Any:  # noqa: ANN401  # typer's own
+    return typer.Option(*flags, metavar=metavar, help=words, min=least)
+
+
+PEERS = "Measure these too: gloo, hvd, mpi (every MPI found), openmpi, mpich; or none."
+
+Ranks = Annotated[int, _option("N", "Number of ranks.", "-np", "-n", "--ranks", "--num-ranks", least=1)]
+Peers = Annotated[str | None, _option("PEER,…", f"{PEERS} Default: all there are.")]
 MpiPythons = Annotated[
-    list[str] | None, typer.Option("--mpi-python", help="Python of an environment with mpi4py and an MPI library.")
+    list[str] | None,
+    _option("PATH", "Python of an environment with mpi4py and an MPI library. Repeatable.", "--mpi-python"),
 ]
-Json = Annotated[Path | None, typer.Option("--json", help="Write the results to this file, one JSON object per line.")]
-Repeats = Annotated[int, typer.Option(min=1, help="Bursts per implementation and size.")]
-Seconds = Annotated[float, typer.Option(help="Seconds per implementation and size, shared by its bursts.")]
+Json = Annotated[Path | None, _option("FILE", "Write the results to this file, one JSON object per line.", "--json")]
+Repeats = Annotated[int, _option("N", "Bursts per implementation and size.", least=1)]
+Seconds = Annotated[float, _option("SECONDS", "Time per implementation and size, shared by its bursts.")]
 
 
 @app.command()
 def allreduce(
     np: Ranks = 2,
-    sizes: Annotated[str, typer.Option(help="Bytes per rank; many: the 161 gradients of ResNet-50.")] = SIZES,
-    paths: Annotated[str, typer.Option(help="Ways through ronde: array, bucket, many.")] = ",".join(PATHS),
+    sizes: Annotated[str, _option("SIZE,…", "Bytes per rank; many: the 161 gradients of ResNet-50.")] = SIZES,
+    paths: Annotated[str, _option("PATH,…", "Ways through ronde: array, bucket, many.")] = ",".join(PATHS),
     peers: Peers = None,
     mpi_pythons: MpiPythons = None,
     json: Json = None,
@@ -83,12 +93,15 @@ def allreduce(
 @app.command()
 def negotiation(
     np: Ranks = 2,
-    flight: Annotated[str, typer.Option(help="How many operations are in flight at once.")] = "1,10,100,1000,10000",
+    flight: Annotated[str, _option("N,…", "How many operations are in flight at once.")] = "1,10,100,1000,10000",
     json: Json = None,
     repeats: Repeats = 10,
     seconds: Seconds = 1.0,
 ) -> None:
-    """Time per named operation of 4 bytes, against how many are in flight."""
+    """Time per named operation, against how many are in flight.
+
+    Each reduces 4 bytes.
+    """
     with reporting() as console:
         flights = parse_numbers(flight, "--flight")
         pace = Pace(repeats=repeats, seconds=seconds)
@@ -105,9 +118,9 @@ def negotiation(
 
 @app.command()
 def ranks(
-    counts: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4,8,16,32,64",
-    sizes: Annotated[str, typer.Option(help="Bytes per rank.")] = "4K,1M",
-    peers: Peers = "none",
+    counts: Annotated[str, _option("N,…", "Numbers of ranks.")] = "2,4,8,16,32,64",
+    sizes: Annotated[str, _option("SIZE,…", "Bytes per rank.")] = "4K,1M",
+    peers: Annotated[str, _option("PEER,…", PEERS)] = "none",
     mpi_pythons: MpiPythons = None,
     json: Json = None,
     repeats: Repeats = 3,
@@ -133,25 +146,28 @@ def ranks(
 @app.command("train")
 def train_command(
     np: Ranks = 2,
-    models: Annotated[str, typer.Option(help="What to train.")] = ",".join(MODELS),
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per rank and step, if not the model's own.")] = None,
-    codec: Annotated[str, typer.Option(help="Gradients on the wire: none, float16, bfloat16.")] = "none",
-    peers: Annotated[str | None, typer.Option(help="Measure these too: ddp, hvd; or none. Default: all.")] = None,
-    ddp_buckets: Annotated[str, typer.Option(help="Sizes of buckets that DDP tries too, in MB.")] = "10,100",
+    models: Annotated[str, _option("MODEL,…", "What to train.")] = ",".join(MODELS),
+    batch: Annotated[int | None, _option("N", "Samples per rank and step, if not the model's own.", least=1)] = None,
+    codec: Annotated[str, _option("CODEC", "Gradients on the wire: none, float16, bfloat16.")] = "none",
+    peers: Annotated[str | None, _option("PEER,…", "Measure these too: ddp, hvd; or none. Default: all.")] = None,
+    ddp_buckets: Annotated[str, _option("MB,…", "Sizes of buckets that DDP tries too.")] = "10,100",
     json: Json = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Bursts per implementation and model.")] = 7,
-    seconds: Annotated[float, typer.Option(help="Seconds per implementation and model, shared by its bursts.")] = 14.0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps per burst. Default: as many as fit.")] = None,
+    rounds: Annotated[int, _option("N", "Bursts per implementation and model.", least=1)] = 7,
+    seconds: Annotated[float, _option("SECONDS", "Time per implementation and model, shared by its bursts.")] = 14.0,
+    steps: Annotated[int | None, _option("N", "Steps per burst. Default: as many as fit.", least=1)] = None,
 ) -> None:
-    """Train, with one thread per rank: alone, without communication, with ronde, with Horovod's interface, with DDP."""
+    """Train with ronde, with DDP, and without communication.
+
+    One thread per rank: alone, without communication, with ronde, with Horovod's interface, with DDP.
+    """
     with reporting() as console:
         chosen = parse_models(models)
         pace = Pace(repeats=rounds, seconds=seconds, steps=steps)
         found = find_kits(np, parse_codec(codec), peers, parse_numbers(ddp_buckets, "--ddp-buckets"))
         caption = conditions(np)
 
-        def draw(records: list[TrainRecord]) -> Table:
-            return train_table(records, caption)
+        def draw(records: list[TrainRecord]) -> RenderableType:
+            return train_tables(records, caption, width=console.width)
 
         with Screen(console, draw, json) as screen:
             for note in found.notes:

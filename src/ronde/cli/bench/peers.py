@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -14,6 +13,8 @@ from ronde.cli.bench.crew import RANK_PROGRAM
 from ronde.cli.bench.measure import COMPATIBLE
 from ronde.cli.bench.ours import HorovodKit
 from ronde.cli.bench.processes import Processes
+from ronde.launch.components import try_component
+from ronde.types import Deadline
 
 __all__ = ["ALL_PEERS", "ONE_THREAD", "Found", "GlooPeer", "MpiPeer", "Peer", "find_peers", "is_installed"]
 
@@ -22,13 +23,6 @@ PROBE_S = 60.0
 
 ONE_THREAD = ("env", "OMP_NUM_THREADS=1")
 """A rank computes with one thread: the cores belong to the ranks."""
-
-PROBE = """
-import mpi4py
-mpi4py.rc.initialize = False
-from mpi4py import MPI
-print(MPI.Get_library_version())
-"""
 
 LIBRARIES = {"Open MPI": "openmpi", "MPICH": "mpich", "Intel": "intelmpi", "MVAPICH": "mvapich"}
 
@@ -164,17 +158,13 @@ def _add_mpi(found: Found, only: str | None, pythons: Sequence[str]) -> None:
 
 def _probe_mpi(python: str) -> MpiPeer | str:
     """The MPI library that mpi4py finds in an environment, or why there is none."""
-    try:
-        probe = subprocess.run([python, "-c", PROBE], capture_output=True, text=True, timeout=PROBE_S, check=False)
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return f"cannot run {python}: {error}"
-    if probe.returncode:
-        lines = probe.stderr.strip().splitlines()
-        why = next((line for line in lines if "Error" in line), "no reason given")
-        return f"mpi4py of {python} finds no MPI library ({why})"
+    path = str(Path(python).absolute()) if "/" in python else python  # it is tried in another directory
+    found = try_component("mpi", Deadline(PROBE_S), path)
+    if found.state != "usable":
+        return f"{python}: {found.note}"
     beside = Path(python).parent / "mpiexec"
     mpiexec = str(beside) if beside.exists() else shutil.which("mpiexec")
     if mpiexec is None:
         return f"no mpiexec beside {python} or on the PATH"
-    name = next((name for words, name in LIBRARIES.items() if words in probe.stdout), "mpi")
+    name = next((name for words, name in LIBRARIES.items() if words in found.note), "mpi")
     return MpiPeer(name, python, mpiexec)

@@ -29,7 +29,7 @@ def format_time(us: float) -> str:
 
 def allreduce_table(records: Sequence[Record], caption: str = "") -> Table:
     """All implementations, size by size; for ronde, how many times as fast as the best peer it is."""
-    table = _table("bytes", "", "path", "median", "fastest", "Gbit/s", "against best peer", caption=caption)
+    table = _table("bytes", "", "path", "median", "fastest", "Gbit/s", "against\nbest peer", caption=caption)
     for _, same in groupby(records, key=lambda record: record.bytes):
         rows = list(same)
         best = best_peer(rows)

@@ -24,7 +24,7 @@ BROKEN_CODE = 1
 WRONG_CODE = 2
 INTERRUPTED_CODE = 130
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
+app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
 
 
 def _flag(name: str) -> Any:  # noqa: ANN401  # typer's own
@@ -47,10 +47,11 @@ def doctor(
     python: Annotated[Text, _flag("python")] = None,
     json: Annotated[bool, typer.Option("--json", help="Everything as JSON, on standard output.")] = False,
 ) -> None:
-    """Say whether jobs can run on these hosts (without -H: on this machine), and what to do where they cannot.
+    """Say whether jobs can run on these hosts, and what to do if not.
 
-    Looks at versions, frameworks, data planes, cores, memory, shared memory and limits of every host, and measures how
-    fast ranks talk, on each host and between all pairs of hosts. Ends with 1 when something is broken that jobs need.
+    Without hosts: on this machine. Looks at versions, frameworks, data planes, cores, memory, shared memory and limits
+    of every host, and measures how fast ranks talk, on each host and between all pairs of hosts. Ends with 1 when
+    something is broken that jobs need.
     """
     given = {
         "hosts": hosts,

@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ronde.cli.doctor.report import HostReport, PairReport, Problem, Report
+from ronde.cli.figures import format_size
 from ronde.launch.checkup import Cores, Facts, Limits, Memory
 from ronde.launch.components import Component
 
@@ -64,12 +65,12 @@ def _host_table(host: HostReport, problems: Sequence[Problem]) -> Table:
 
 def _rows(facts: Facts) -> Iterator[Row]:
     shared = facts.shared_memory
-    words = f"memfd, up to {_size(facts.memory.available)}" if shared.works else shared.why
+    words = f"memfd, up to {format_size(facts.memory.available)}" if shared.works else shared.why
     yield Row("ronde", f"{facts.ronde}, Python {facts.python} ({facts.executable})")
     yield Row("system", f"{facts.system}, {facts.cpu}")
     yield Row("cores", _cores(facts.cores))
     yield Row("memory", _memory(facts.memory))
-    yield Row("shared", f"{words}; /dev/shm {_size(shared.dev_shm_bytes)}")
+    yield Row("shared", f"{words}; /dev/shm {format_size(shared.dev_shm_bytes)}")
     yield Row("limits", _limits(facts.limits))
     yield Row("libraries", ", ".join(f"{name} {version}" for name, version in facts.libraries.items()))
     for component in (*facts.backends, *facts.frameworks):
@@ -87,12 +88,12 @@ def _cores(cores: Cores) -> str:
 
 
 def _memory(memory: Memory) -> str:
-    limit = f", a container's limit is {_size(memory.limit)}" if memory.limit is not None else ""
-    return f"{_size(memory.total)}, {_size(memory.available)} available{limit}"
+    limit = f", a container's limit is {format_size(memory.limit)}" if memory.limit is not None else ""
+    return f"{format_size(memory.total)}, {format_size(memory.available)} available{limit}"
 
 
 def _limits(limits: Limits) -> str:
-    locked = "any" if limits.locked_bytes is None else _size(limits.locked_bytes)
+    locked = "any" if limits.locked_bytes is None else format_size(limits.locked_bytes)
     counts = ((limits.open_files, "open files"), (limits.processes, "processes"))
     return ", ".join(
         [*(f"{'any number of' if n is None else n} {what}" for n, what in counts), f"{locked} locked memory"]
@@ -129,8 +130,8 @@ def _numbers(pair: PairReport) -> tuple[Text, ...]:
     trip = speed.round_trip_s * 1e6
     texts = (
         f"{trip:.0f} µs" if trip < 1000 else f"{trip / 1e3:.2f} ms",
-        f"{_size(round(speed.bytes_per_s))}/s",
-        f"{_size(round(speed.back_bytes_per_s))}/s",
+        f"{format_size(speed.bytes_per_s)}/s",
+        f"{format_size(speed.back_bytes_per_s)}/s",
         clock,
     )
     return tuple(map(Text, texts))
@@ -157,12 +158,3 @@ def _verdict(report: Report) -> Text:
     if not report.healthy:
         return Text(f"jobs will fail: {', '.join(words)}", style=MARKS["broken"])
     return Text(f"jobs can run ({words[0]})" if words else "all is well", style=MARKS["warning" if words else "ok"])
-
-
-def _size(value: int) -> str:
-    size, unit = float(value), "B"
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if size < 1000 or unit == "TB":
-            break
-        size /= 1000
-    return f"{size:.3g} {unit}"

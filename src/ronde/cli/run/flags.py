@@ -34,6 +34,9 @@ def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
         hint = f"did you mean {near[0]}?" if near else "`ronde run --help` shows all"
         raise ValueError(f"no such flag: {unknown[0]}; {hint}")
     flags_given = {name: value for name, value in vars(found).items() if value is not None}
+    num_ranks = flags_given.get("num_ranks", "")
+    if num_ranks.startswith("p") and f"-n{num_ranks}" in arguments:  # argparse takes -np2 for -n p2
+        flags_given["num_ranks"] = num_ranks.removeprefix("p")
     command = flags_given.pop("command", [])
     return flags_given, command[1:] if command[:1] == ["--"] else command
 
