@@ -4,7 +4,9 @@ Used by the Reducer, once per plan.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from itertools import zip_longest
 
 import msgspec
@@ -15,13 +17,15 @@ from ronde.comm.group import Group
 from ronde.comm.wording import answers
 from ronde.errors import Mismatch
 
-__all__ = ["Account", "Accord", "settle", "tell_all", "trade"]
+__all__ = ["Account", "Accord", "all_present", "settle", "tell_all", "trade"]
+
+JOINED = re.compile(r": join\b")
 
 
 class Account(msgspec.Struct, frozen=True):
     """What one rank has to say."""
 
-    settings: str
+    settings: dict[str, str]
     """Everything else that must be equal, in words."""
     parameters: tuple[Parameter, ...]
     ready: tuple[int, ...]
@@ -40,7 +44,8 @@ class Accord(msgspec.Struct, frozen=True):
 
 def trade(group: Group, mine: Account) -> Accord:
     """Agree with the other members, or Mismatch on all of them. Collective, in program order."""
-    everybody = group.allgather_each(np.frombuffer(msgspec.json.encode(mine), np.uint8))
+    with all_present():
+        everybody = group.allgather_each(np.frombuffer(msgspec.json.encode(mine), np.uint8))
     accounts = [msgspec.json.decode(data.tobytes(), type=Account) for data in everybody]
     return settle(dict(zip(group.ranks, accounts, strict=True)))
 
@@ -53,11 +58,24 @@ def tell_all(group: Group, words: str) -> dict[int, str]:
     }
 
 
+@contextmanager
+def all_present() -> Iterator[None]:
+    """Around what a member that has joined cannot do, as it gives zeros to buckets only: the error says so."""
+    try:
+        yield
+    except Mismatch as error:
+        if not JOINED.search(str(error)):
+            raise
+        raise Mismatch(
+            f"{error}. While a rank is in join() only gradients travel that all ranks agreed on before: every rank "
+            "needs a step before the first one joins, sparse gradients cannot travel, and no parameter may begin or "
+            "cease to train. Or give all ranks equally many steps"
+        ) from None
+
+
 def settle(accounts: Mapping[int, Account]) -> Accord:
     """One list for all: a gradient that is sparse on one rank is sparse on all; the first rank says the order."""
-    settings = {rank: account.settings for rank, account in accounts.items()}
-    if len(set(settings.values())) > 1:
-        raise Mismatch(f"the ranks' optimizers differ: {answers(settings, ' has ')}")
+    _compare_settings({rank: account.settings for rank, account in accounts.items()})
     rows = list(zip_longest(*(account.parameters for account in accounts.values())))
     for index, row in enumerate(rows):
         sides = {rank: _side(parameter) for rank, parameter in zip(accounts, row, strict=True)}
@@ -69,6 +87,14 @@ def settle(accounts: Mapping[int, Account]) -> Accord:
     merged = tuple(msgspec.structs.replace(row[0], sparse=any(each.sparse for each in row)) for row in rows)
     first = next(iter(accounts.values()))
     return Accord(merged, first.ready, first.overlap)
+
+
+def _compare_settings(settings: Mapping[int, Mapping[str, str]]) -> None:
+    every = dict.fromkeys(name for each in settings.values() for name in each)
+    odd = [name for name in every if len({each.get(name) for each in settings.values()}) > 1]
+    if odd:
+        sides = {rank: ", ".join(f"{name}={each.get(name)}" for name in odd) for rank, each in settings.items()}
+        raise Mismatch(f"the ranks' optimizers differ: {answers(sides, ' has ')}")
 
 
 def _side(parameter: Parameter | None) -> str:

@@ -63,23 +63,32 @@ class Adapter(Protocol):
         """From now on gradients belong into this memory, flat as Parameter.count says; call ready(index) for each that
         has come. Replaces what was bound before; what is not in `memory` stays where it is."""
 
+    def watch(self, stray: Callable[[], object]) -> None:
+        """Call this for every gradient of a parameter that is in no description yet: one that begins to train, or was
+        added. Replaces what was watched before; bind() ends it."""
+
     def collect(self, indices: Sequence[int]) -> dict[int, State]:
         """Put these gradients where they belong, zeros where there is none. Tells of those that are not DENSE."""
 
     def deliver(self, indices: Sequence[int], absent: Sequence[int]) -> None:
         """Their memory holds the result: make it their gradients. `absent` are those that had none here."""
 
-    def kept(self, but: int) -> bool:
-        """Whether a parameter other than this one still has the gradient that was delivered last."""
+    def kept(self, came: int | None) -> bool:
+        """Whether a parameter still has the gradient that was delivered last. To that of `came`, which called ready(),
+        another one may have been added; None: a stray one came."""
+
+    def given(self) -> bool:
+        """Whether there is a gradient that was not delivered: when there was no pass, somebody has set it."""
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
         """Multiply what was collected."""
 
     def not_finite(self, indices: Sequence[int]) -> list[int]:
-        """Those of what was collected that have an infinity, or something that is not a number."""
+        """Those of what was collected, sparse ones too, that have an infinity, or something that is not a number."""
 
-    def sum_sparse(self, index: int, group: Group, factor: float) -> None:
-        """Make a gradient the sum of all members' sparse ones times a factor. Collective, in program order."""
+    def sum_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
+        """Make a gradient the sum of all members' sparse ones, with factors before and behind the sum. If it has a
+        place, that holds the result of those that were dense: add it. Collective, in program order."""
 
     def close(self) -> None:
         """Call ready() no more. Gradients stay as they are. Idempotent."""
@@ -91,5 +100,5 @@ class Backward(Protocol):
     def at_end(self, callback: Callable[[], None]) -> None:
         """Call this when the pass that is running has come to its end."""
 
-    def nested(self) -> bool:
-        """Whether the pass that is ending runs inside of another one, which goes on."""
+    def nested(self, goes_on: Callable[[], None]) -> bool:
+        """Whether the pass that is ending runs inside of another one. Then call this when that one goes on."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
 
 from ronde.types import Op, parse_op
 
@@ -28,16 +30,18 @@ class GradientSettings:
     """Look for infinities and not-a-numbers before gradients travel; the error names rank and parameter."""
     sparse_as_dense: bool = False
     """Let sparse gradients travel as dense ones: for embeddings of which most rows are used in every step."""
-    together: tuple[tuple[str, ...], ...] = ()
+    together: Sequence[Sequence[str]] = ()
     """Sets of parameters (names) that share a bucket; the others are put together automatically."""
     idle_steps: bool = False
     """Whether a step for which no rank had a backward pass is all right. It is more often a mistake."""
 
     def __post_init__(self) -> None:
         """Check at once."""
-        op = parse_op(self.op)
-        if op not in (Op.MEAN, Op.SUM, Op.ADASUM):
-            raise ValueError(f"op must be mean, sum or adasum for gradients, got {op.name.lower()}")
+        given = self.op.name.lower() if isinstance(self.op, Op) else self.op
+        if given not in ("mean", "sum", "adasum"):
+            raise ValueError(f"op must be mean, sum or adasum for gradients, got {given!r}")
+        op = parse_op(given)
+        self._check_types()
         if self.bucket_mb is not None and not self.bucket_mb > 0:
             raise ValueError(f"bucket_mb must be above 0, got {self.bucket_mb!r}")
         if not (math.isfinite(self.predivide) and self.predivide > 0):
@@ -48,6 +52,30 @@ class GradientSettings:
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"together: {', '.join(map(repr, twice))} cannot be in two sets")
+
+    def _check_types(self) -> None:
+        for name in ("bucket_mb", "predivide"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) and (name, value) != ("bucket_mb", None):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+        for name in ("overlap", "average_passes", "check_finite", "sparse_as_dense", "idle_steps"):
+            value = getattr(self, name)
+            if value not in (True, False) and (name, value) != ("overlap", None):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
+        sets = self.together if isinstance(self.together, list | tuple) else ("",)
+        if not all(isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) for names in sets):
+            raise TypeError(f"together must be sets of names, such as [('a', 'b')], got {self.together!r}")
+
+    def check_names(self, known: Iterable[str]) -> None:
+        """Whether all names are those of parameters, when these are known."""
+        unknown = sorted({name for names in self.together for name in names}.difference(known))
+        if unknown:
+            raise ValueError(f"together: no parameter of the optimizer is named {', '.join(map(repr, unknown))}")
+
+    def in_words(self) -> dict[str, str]:
+        """What ranks compare."""
+        words = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
+        return {**words, "op": parse_op(self.op).name.lower()}
 
     @property
     def linear(self) -> bool:
@@ -62,9 +90,9 @@ class GradientSettings:
         """What the sum of so many passes is divided by."""
         return num_passes if self.average_passes else 1
 
-    def sparse_factor(self, num_passes: int, size: int) -> float:
-        """Factor on the sum of sparse gradients."""
+    def sparse_scales(self, num_passes: int, size: int) -> tuple[float, float]:
+        """Factors before and behind the sum of sparse gradients. A rank's passes are its own: they count before it."""
         op = parse_op(self.op)
         if op is Op.ADASUM:
             raise ValueError("adasum does not know sparse gradients; set sparse_as_dense=True")
-        return 1.0 / (self.pass_divisor(num_passes) * (size if op is Op.MEAN else 1))
+        return 1.0 / self.pass_divisor(num_passes), 1.0 / (size if op is Op.MEAN else 1)

@@ -7,6 +7,7 @@ same numbers on all ranks. A rank that had no pass takes part when it calls step
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from weakref import WeakSet
 
 from ronde.binding.adapter import Backward
@@ -22,10 +23,13 @@ so in different order on two ranks would wait for each other."""
 class Passes:
     """Passes, num_passes of which make a step."""
 
-    def __init__(self, backward: Backward, num_passes: int = 1) -> None:
+    def __init__(self, backward: Backward, num_passes: int = 1, *, mark: Callable[[], object] = lambda: None) -> None:
+        """`mark` is asked between the passes of a step: it answers differently when gradients were changed since."""
         self.backward = backward
         """Who calls us at the end of a pass."""
         self._num_passes = _checked(num_passes)
+        self._mark = mark
+        self._marked: object = None  # at the end of the last pass, if the step has more
         self._reducers: list[Reducer] = []
         self._num_done = 0
         self._running = False  # a pass has begun, and is not over
@@ -61,6 +65,12 @@ class Passes:
         """Combine what has not been combined since the last step. Does nothing after a backward() that did it."""
         if self._combined and not self._running and not self._num_done:
             return
+        if self._num_done and not self._running and self._mark() != self._marked:
+            raise ValueError(
+                f"gradients were changed after {self._num_done} of the {self._num_passes} backward passes of a step, "
+                "before they were combined with those of the other ranks. When a step ends early, call "
+                "optimizer.synchronize() before gradients are clipped or unscaled (scaler.step() does it, too)"
+            )
         num_done = self._num_done + self._running
         self._running = False
         self._flush(num_done)
@@ -71,7 +81,8 @@ class Passes:
         self._combined = False
 
     def cleared(self) -> None:
-        """Gradients were set to zero or to none. It also ends a pass that broke off, if it did so on all ranks."""
+        """Gradients were set to zero or to none: a step begins, also when the one before had not all of its passes. It
+        ends a pass that broke off, too, if it did so on all ranks."""
         self._combined = False
         for reducer in self._reducers:
             reducer.forget()
@@ -79,7 +90,10 @@ class Passes:
             self._running = self._awaiting_end = False
             for reducer in self._reducers:
                 reducer.abandon()
-            self._open()
+        elif not self._num_done:
+            return
+        self._num_done = 0
+        self._open()
 
     def close(self) -> None:
         """Combine gradients no more. Idempotent."""
@@ -91,14 +105,14 @@ class Passes:
     def _end(self) -> None:
         """A backward pass is over."""
         self._awaiting_end = False
-        if self.backward.nested():
-            # The one around it goes on. Its end is another call of this, or step() when it has no more gradients.
+        if self.backward.nested(self.begin):  # its end is that of the one around it
             for reducer in self._reducers:
                 reducer.rest()
             return
         self._running = False
         if self._num_done + 1 < self._num_passes:
             self._num_done += 1
+            self._marked = self._mark()
             self._open()
             return
         self._flush(self._num_done + 1)
@@ -129,6 +143,6 @@ class Passes:
 
 
 def _checked(num_passes: int) -> int:
-    if not isinstance(num_passes, int) or num_passes < 1:
+    if not isinstance(num_passes, int) or isinstance(num_passes, bool) or num_passes < 1:
         raise ValueError(f"passes must be a whole number from 1, got {num_passes!r}")
     return num_passes

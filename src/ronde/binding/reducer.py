@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ronde.binding.accord import Account, tell_all, trade
+from ronde.binding.accord import Account, all_present, tell_all, trade
 from ronde.binding.adapter import Adapter, Parameter, State
 from ronde.binding.buckets import choose_limits, lay_out
 from ronde.binding.codec import Codec
@@ -86,6 +86,12 @@ class Reducer:
         if not missing and bucket == self._next:
             self._advance()
 
+    def stray(self, _parameter: object = None) -> None:
+        """A gradient has come of a parameter that no accord knows. It is a pass all the same; at its end there will be
+        another accord."""
+        if self._resting:
+            self._wake(None)
+
     # --- when it is over -------------------------------------------------------------------------------------------
 
     def flush(self, num_passes: int, *, passed: bool, alone: bool) -> None:
@@ -95,6 +101,7 @@ class Reducer:
         what is left may run in this thread, in finish(), which saves waking another one.
         """
         self._num_passes = num_passes
+        passed = passed or self._adapter.given()
         if self._traffic is None:
             self._agree()
         traffic = self._traffic
@@ -108,6 +115,8 @@ class Reducer:
         self._next = len(traffic.buckets)
         if self._sparse:
             self._states.update(self._adapter.collect(self._sparse))
+            if self._settings.check_finite:
+                self._note_not_finite(self._sparse)
         traffic.write_news(self._states, passed=passed, wanted=self._adapter.changed())
         if not alone:
             traffic.start_news()
@@ -140,9 +149,11 @@ class Reducer:
             self._traffic.drain()
 
     def refresh(self) -> None:
-        """The adapter has more parameters: listen for them too, if there is no accord yet (else it will be renewed)."""
+        """The adapter has more parameters: listen for them too. If there is an accord, it will be renewed."""
         if self._traffic is None:
             self._listen()
+        else:
+            self._adapter.watch(self.stray)
 
     def reset(self, group: Group) -> None:
         """Go on with another group, in a new round. The next pass agrees anew."""
@@ -165,15 +176,18 @@ class Reducer:
         self._dense: list[int] = []
         self._sparse: list[int] = []
         self._adapter.bind({}, self.ready)
+        self._adapter.watch(self.stray)
         self.open(self._usual_passes, final=False, alone=False)
 
-    def _wake(self, index: int) -> None:
-        adds_up = self._settings.linear and self._usual_passes == 1
-        if self._stale and not adds_up and self._adapter.kept(index):
-            raise ValueError(
-                f"{self._who(index)} got a gradient on top of one that was combined before; call "
-                "optimizer.zero_grad() before backward(), or set the number of backward passes per step"
-            )
+    def _wake(self, index: int | None) -> None:
+        if self._stale:
+            adds_up = self._settings.linear and self._usual_passes == 1
+            if not adds_up and self._adapter.kept(index):
+                raise ValueError(
+                    f"{self._who(index)} got a gradient on top of one that was combined before; call "
+                    "optimizer.zero_grad() before backward(), or set the number of backward passes per step"
+                )
+            self._stale = False  # what lies in places from now on is of this step
         self._resting = False
         self._begin()
 
@@ -202,7 +216,10 @@ class Reducer:
         if self._factor != 1.0:
             self._adapter.scale(indices, self._factor)
         if self._settings.check_finite:
-            self._states.update(dict.fromkeys(self._adapter.not_finite(indices), State.NOT_FINITE))
+            self._note_not_finite(indices)
+
+    def _note_not_finite(self, indices: Sequence[int]) -> None:
+        self._states.update(dict.fromkeys(self._adapter.not_finite(indices), State.NOT_FINITE))
 
     def _rescale(self, traffic: Traffic) -> float:
         """The plan divides by the passes it was made for; this step may have others."""
@@ -217,8 +234,9 @@ class Reducer:
         by_itself = [index for index in self._sparse if highest[index]]
         by_itself += [index for index in self._dense if highest[index] == State.SPARSE]
         for index in sorted(by_itself):
-            factor = self._settings.sparse_factor(self._num_passes, self._group.size)
-            self._adapter.sum_sparse(index, self._group, factor)
+            scales = self._settings.sparse_scales(self._num_passes, self._group.size)
+            with all_present():
+                self._adapter.sum_sparse(index, self._group, scales)
 
     def _agree(self) -> None:
         """Make a plan together with the other members."""
@@ -227,11 +245,13 @@ class Reducer:
         mine = self._adapter.describe()
         places = {parameter.name: index for index, parameter in enumerate(mine)}
         ready = tuple(places[name] for name in self._ready_names if name in places)
-        words = f"{self._settings}, {self._usual_passes} passes, codec {getattr(self._codec, 'name', None)}"
-        accord = trade(self._group, Account(words, tuple(mine), ready, self._overlap))
-        parameters = self._parameters = accord.parameters
-        if not parameters:
+        words = {"passes": str(self._usual_passes), "codec": str(getattr(self._codec, "name", None))}
+        settings = {**self._settings.in_words(), **words}
+        accord = trade(self._group, Account(settings, tuple(mine), ready, self._overlap))
+        if not accord.parameters:
+            self._listen()
             return
+        parameters = self._parameters = accord.parameters
         total_bytes = sum(each.count * DType[each.dtype.upper()].num_bytes for each in parameters)
         limits = choose_limits(total_bytes, self._settings.bucket_mb, accord.overlap)
         buckets = lay_out(parameters, accord.ready, limits, self._settings.together)
@@ -253,6 +273,7 @@ class Reducer:
         self._sparse = [index for index, parameter in enumerate(self._parameters) if parameter.sparse]
         self._came = [False] * len(self._parameters)
         self._adapter.bind(memory, self.ready)
+        self._adapter.watch(self.stray)
 
     def _agree_anew(self) -> None:
         """Some parameters train that did not before, or no longer: new buckets, and those that are new travel now."""
@@ -271,10 +292,14 @@ class Reducer:
             self._states.update(self._adapter.collect(new))
             if self._rescale(traffic) != 1.0:
                 self._adapter.scale([index for index in new if index in self._dense], self._rescale(traffic))
+            if self._settings.check_finite:
+                self._note_not_finite(new)
             traffic.write_news(self._states, passed=True, wanted=False)
             traffic.finish()
-            self._deliver(traffic.news.tolist())
         self._adapter.collect(old)
+        if new:
+            self._check_finite(traffic.news.tolist())
+            self._deliver(traffic.news.tolist())
 
     def _close_traffic(self) -> None:
         if self._traffic is not None:
@@ -283,7 +308,9 @@ class Reducer:
 
     # --- errors ----------------------------------------------------------------------------------------------------
 
-    def _who(self, index: int) -> str:
+    def _who(self, index: int | None) -> str:
+        if index is None:
+            return f"rank {self._rank}: a parameter that did not train before"
         return f"rank {self._rank}: parameter {self._parameters[index].name!r}"
 
     @property
@@ -296,7 +323,8 @@ class Reducer:
         return (
             f"rank {self._rank}: step() without backward(): none of the {len(self._parameters)} parameters that train "
             f"({first!r} is the first) got a gradient on any rank since the last step. If backward() was called, the "
-            "optimizer has other parameters than the model: build it after the model was moved, converted or copied"
+            "optimizer has other parameters than the model: build it after the model was moved, converted or copied. "
+            "If gradients were changed in place instead, idle_steps=True allows it"
         )
 
     def _check_finite(self, highest: Sequence[int]) -> None:

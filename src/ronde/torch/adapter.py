@@ -8,6 +8,7 @@ cache, so that their memory is free for the next; small ones together, when thei
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import repeat
@@ -56,10 +57,16 @@ class TorchAdapter:
         self._parameters: list[Tensor] = []  # of the last description
         self._described: list[Parameter] = []
         self._views: list[Tensor | None] = []
+        self._view_of: dict[int, Tensor | None] = {}  # the same by the identity of the parameter
         self._starts: list[int] = []  # where the memory of each place begins: converting a model gives it another
         self._known_places: dict[tuple[int, ...], _Places] = {}
         self._elsewhere: set[int] = set()  # on another device: their places are on the host, and no gradients
         self._hooks: list[RemovableHandle] = []
+        self._watching: list[RemovableHandle] = []
+        self._lock = threading.Lock()
+        self._just_moved = False  # whether the large gradient that came last was not in its place
+        self._apart: dict[int, weakref.ref[Tensor]] = {}
+        """Results that are in no place, by the identity of their parameters: sparse, or on another device."""
 
     def add(self, named: Iterable[tuple[str, Tensor]]) -> None:
         """More parameters; they count from the next accord on."""
@@ -87,15 +94,21 @@ class TorchAdapter:
             _view(memory[index], parameter) if index in memory else None
             for index, parameter in enumerate(self._parameters)
         ]
+        self._view_of = dict(zip(map(id, self._parameters), self._views, strict=True))
         self._known_places = {}
         self._starts = [0 if view is None else view.data_ptr() for view in self._views]
         self._elsewhere = {index for index, parameter in enumerate(self._parameters) if is_elsewhere(parameter)}
-        if len({parameter.device for parameter in self._parameters}) > 1:
-            ready = _one_by_one(ready)
+        ready = self._one_by_one(ready)
         for index, parameter in enumerate(self._parameters):
-            large = index in memory and parameter.nbytes >= LARGE_BYTES
-            hook: Hook = partial(self._take_large, index, ready) if large else partial(ready, index)
-            self._hooks.append(parameter.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+            hook: Hook = partial(self._take_large, index, ready) if self._is_large(index) else partial(ready, index)
+            self._hooks.append(_hook(parameter, hook))
+
+    def watch(self, stray: Ready) -> None:
+        """Call this for gradients of parameters that the last description did not list."""
+        _remove(self._watching)
+        listed = set(map(id, self._parameters))
+        stray = self._one_by_one(stray)
+        self._watching = [_hook(each, stray) for each in self._tensors if id(each) not in listed and _may_train(each)]
 
     def collect(self, indices: Sequence[int]) -> dict[int, State]:
         """Copy these gradients to their places, all in one call, and let the places be the gradients."""
@@ -124,11 +137,19 @@ class TorchAdapter:
             grad, view = self._parameters[index].grad, self._views[index]
             if grad is not None and view is not None:
                 grad.copy_(view)
+                self._apart[id(self._parameters[index])] = weakref.ref(grad)
 
-    def kept(self, but: int) -> bool:
+    def kept(self, came: int | None) -> bool:
         """Whether gradients are still what was delivered."""
-        pairs = enumerate(zip(self._parameters, self._views, strict=True))
-        return any(index != but and view is not None and each.grad is view for index, (each, view) in pairs)
+        new = None
+        if came is not None and self._just_moved and self._is_large(came) and came not in self._elsewhere:
+            new = self._parameters[came]  # it lies in its place by now, but was not added to what had been there
+        return any(each is not new and self._is_result(each) for each in self._tensors)
+
+    def given(self) -> bool:
+        """Whether some gradient was not delivered."""
+        training = [each for each in self._tensors if each.requires_grad]
+        return any(each.grad is not None and not self._is_result(each) for each in training)
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
         """Multiply what was collected."""
@@ -137,38 +158,73 @@ class TorchAdapter:
 
     def not_finite(self, indices: Sequence[int]) -> list[int]:
         """Those of what was collected that have an infinity, or something that is not a number."""
-        pairs = [(index, self._views[index]) for index in indices]
-        return [index for index, view in pairs if view is not None and not bool(view.isfinite().all())]
+        pairs = [(index, self._numbers(index)) for index in indices]
+        return [index for index, numbers in pairs if numbers is not None and not bool(numbers.isfinite().all())]
 
-    def sum_sparse(self, index: int, group: Group, factor: float) -> None:
+    def sum_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
         """Gather everybody's rows, and add up those of one index."""
-        parameter = self._parameters[index]
+        parameter, view = self._parameters[index], self._views[index]
         grad = parameter.grad
-        if grad is None:
+        if grad is None or (view is not None and grad.layout is torch.strided):  # a dense one has travelled already
             rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
             values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
             grad = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
         elif grad.layout is torch.strided:
             grad = grad.to_sparse(1)
-        parameter.grad = allreduce_sparse(group, grad, Reduction("sum", postscale=factor), name=None, wait=True)
+        total: Tensor = allreduce_sparse(group, grad, Reduction("sum", *scales), name=None, wait=True)
+        if view is not None:
+            total = (total + view.to(parameter.device).to_sparse(total.sparse_dim())).coalesce()
+        parameter.grad = total
+        self._apart[id(parameter)] = weakref.ref(total)
 
     def close(self) -> None:
         """Take the hooks away. Idempotent."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
+        _remove(self._hooks)
+        _remove(self._watching)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _take_large(self, index: int, ready: Ready, parameter: Tensor) -> None:
         """The hook of a large parameter."""
-        self._move_large(index)
+        grad = parameter.grad
+        new = self._just_moved = grad is not self._views[index]
+        if new and grad is not None and grad.layout is torch.strided:
+            self._move(self._places_of((index,)), [grad], {})
         ready(index)
+
+    def _is_large(self, index: int) -> bool:
+        """Whether it has a place of its own to which it is copied at once."""
+        return self._views[index] is not None and self._parameters[index].nbytes >= LARGE_BYTES
 
     def _move_large(self, index: int) -> None:
         grad = self._parameters[index].grad
         if grad is not None and grad is not self._views[index] and grad.layout is torch.strided:
             self._move(self._places_of((index,)), [grad], {})
+
+    def _is_result(self, parameter: Tensor) -> bool:
+        """Whether its gradient is the one that was delivered last."""
+        grad, apart = parameter.grad, self._apart.get(id(parameter))
+        if grad is None:
+            return False
+        return grad is self._view_of.get(id(parameter)) or (apart is not None and grad is apart())
+
+    def _numbers(self, index: int) -> Tensor | None:
+        """Of a gradient that was collected, wherever it is."""
+        grad, view = self._parameters[index].grad, self._views[index]
+        if grad is not None and grad.layout is not torch.strided:
+            return grad._values()
+        return grad if view is None else view
+
+    def _one_by_one(self, call: Ready) -> Ready:
+        """The same for several threads, if there may be: autograd has one for every device."""
+        if len({tensor.device for tensor in self._tensors}) == 1:
+            return call
+
+        def guarded(*arguments: object) -> None:
+            with self._lock:
+                call(*arguments)
+
+        return guarded
 
     def _places_of(self, indices: tuple[int, ...]) -> _Places:
         """All about these parameters in lists, so that what is done in every step is done by a few quick calls."""
@@ -185,7 +241,7 @@ class TorchAdapter:
             [view for view in (self._views[index] for index in living) if view is not None],
             [self._starts[index] for index in living],
             [index for index in indices if self._views[index] is None],
-            [index for index in living if self._parameters[index].nbytes >= LARGE_BYTES],
+            [index for index in living if self._is_large(index)],
         )
 
     def _has_moved(self, index: int) -> bool:
@@ -231,10 +287,11 @@ class TorchAdapter:
 
     def _converted(self, index: int) -> ValueError:
         parameter = self._parameters[index]
+        order = _order(parameter)
         return ValueError(
             f"rank {self._rank}: parameter {self._described[index]} has become {parameter.dtype}"
-            f"{list(parameter.shape)} on {parameter.device}; move and convert the model before training, or call "
-            "optimizer.reset() afterwards"
+            f"{list(parameter.shape)}{order and f' ({order})'} on {parameter.device}, with its gradients in other "
+            "memory; move and convert the model before training, or call optimizer.reset() afterwards"
         )
 
     def _describe(self, name: str, tensor: Tensor) -> Parameter:
@@ -251,7 +308,7 @@ class TorchAdapter:
             shape=tuple(tensor.shape),
             dtype=dtype,
             count=tensor.numel() * per_element,
-            order=f"strides {tuple(tensor.stride())}" if _is_packed(tensor) and not tensor.is_contiguous() else "",
+            order=_order(tensor),
             sparse=grad is not None and grad.layout is not torch.strided and not self._sparse_as_dense,
         )
 
@@ -284,15 +341,24 @@ def is_elsewhere(parameter: Tensor) -> bool:
     return parameter.device != CPU
 
 
-def _one_by_one(ready: Ready) -> Ready:
-    """The same for several threads: autograd has one for every device."""
-    lock = threading.Lock()
+def _hook(parameter: Tensor, call: Ready) -> RemovableHandle:
+    """Call this when a gradient has come."""
+    trains = parameter.requires_grad
+    parameter.requires_grad_(True)  # or PyTorch gives no hook; one that is frozen keeps it for when it trains
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+    parameter.requires_grad_(trains)
+    return handle
 
-    def guarded(index: int, _parameter: object = None) -> None:
-        with lock:
-            ready(index)
 
-    return guarded
+def _remove(hooks: list[RemovableHandle]) -> None:
+    for hook in hooks:
+        hook.remove()
+    hooks.clear()
+
+
+def _may_train(tensor: Tensor) -> bool:
+    """Whether it could be asked to."""
+    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_inference()
 
 
 def _view(memory: Array, parameter: Tensor) -> Tensor:
@@ -303,6 +369,16 @@ def _view(memory: Array, parameter: Tensor) -> Tensor:
     if _is_packed(parameter):
         return flat.as_strided(parameter.shape, parameter.stride())
     return flat.view(parameter.shape)
+
+
+def _order(tensor: Tensor) -> str:
+    """How its elements lie in memory, when not row by row."""
+    if tensor.is_contiguous() or not _is_packed(tensor):
+        return ""
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    if tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()]):
+        return "channels last"
+    return f"strides {tuple(tensor.stride())}"
 
 
 def _is_packed(tensor: Tensor) -> bool:

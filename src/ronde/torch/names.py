@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 __all__ = ["Names"]
 
@@ -16,34 +17,43 @@ class Names:
     def __init__(self, named: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
         self._rank = rank
         self._given = None if named is None else _read(named, rank)
-        self._taken: set[str] = set()
+        self.taken: set[str] = set()
+        """All that parameters have."""
 
     def of(self, number: int, group: Mapping[str, Any], *, later: bool = False) -> list[tuple[str, Tensor]]:
         """The parameters of an optimizer's group with their names. `later`: it was added after the names were given."""
         known: Sequence[str] = group.get("param_names", ())
-        named = []
+        found: dict[str, Tensor] = {}
         for index, parameter in enumerate(group["params"]):
             name = known[index] if known else f"group{number}.param{index}"
             if self._given is not None:
                 name = self._given.get(id(parameter), (name if later else "", parameter))[0]
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"rank {self._rank}: parameter {name or index!r} of a lazy module has no shape yet; let the model "
+                    "compute something before DistributedOptimizer is called"
+                )
             if not name:
                 raise ValueError(
                     f"rank {self._rank}: named_parameters lacks parameter {index} of the optimizer's group {number} "
                     f"({parameter.dtype}{list(parameter.shape)}); pass model.named_parameters() of the model that the "
                     "optimizer was built for, and build it after the model was moved or copied"
                 )
-            if name in self._taken:
+            if name in self.taken or name in found:
                 raise ValueError(f"rank {self._rank}: two parameters of the optimizer are named {name!r}")
-            self._taken.add(name)
-            named.append((name, parameter))
-        return named
+            found[name] = parameter
+        return list(found.items())
+
+    def take(self, names: Iterable[str]) -> None:
+        """No other parameter may get one of these."""
+        self.taken.update(names)
 
 
 def _read(named: Iterable[tuple[str, Tensor]], rank: int) -> dict[int, tuple[str, Tensor]]:
     """Names by identity; the parameters are kept, so that no other gets theirs."""
     found: dict[int, tuple[str, Tensor]] = {}
     names: set[str] = set()
-    for pair in named:
+    for pair in named if isinstance(named, Iterable) else (named,):
         if not isinstance(pair, tuple) or [isinstance(each, str | Tensor) for each in pair] != [True, True]:
             raise TypeError(
                 f"rank {rank}: named_parameters must be pairs of a name and a parameter, such as "

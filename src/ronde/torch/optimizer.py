@@ -18,6 +18,7 @@ from ronde.comm.group import Group
 from ronde.torch.codecs import CODECS
 from ronde.torch.gradients import Gradients
 from ronde.torch.names import Names
+from ronde.torch.tracing import leave_alone
 from ronde.types import Op
 
 __all__ = ["Distributed", "DistributedOptimizer"]
@@ -54,17 +55,25 @@ def DistributedOptimizer(
     try:
         for param_group in optimizer.param_groups:
             gradients.add(param_group)
+        wanted.check_names(names.taken)
     except BaseException:
-        gradients.passes.close()
+        gradients.close()
         raise
+    return _convert(optimizer, gradients)
+
+
+def _convert(optimizer: Optimizer, gradients: Gradients) -> Distributed:
+    """The same optimizer, of a class that combines these gradients."""
     plain: Any = type(optimizer)
     distributed: Any = optimizer
     distributed.__class__ = _distributed(plain)
     distributed._gradients = gradients
     optimizer.register_step_pre_hook(_Before(gradients))
     optimizer.register_step_post_hook(_After(gradients))
+    for param_group in optimizer.param_groups:
+        param_group.pop("group", None)  # the optimizer need not know, nor its state
     # The hooks of parameters live as long as the model: without the optimizer they have nothing to do.
-    weakref.finalize(optimizer, gradients.passes.close).atexit = False
+    weakref.finalize(optimizer, gradients.close).atexit = False
     result: Distributed = distributed
     return result
 
@@ -76,8 +85,8 @@ class Distributed(Optimizer):
     """None in a copy, which is an optimizer like any other."""
 
     def synchronize(self) -> None:
-        """Combine gradients now. backward() and step() do it by themselves; it is needed only by a rank that had no
-        backward pass and wants to look at gradients before step()."""
+        """Combine gradients now. backward() and step() do it by themselves; it is needed only on a rank that had no
+        backward pass, or fewer than `passes`, and looks at gradients, clips or unscales them before step()."""
         if self._gradients is not None:
             self._gradients.passes.synchronize()
 
@@ -89,10 +98,10 @@ class Distributed(Optimizer):
     @passes.setter
     def passes(self, passes: int) -> None:
         if self._gradients is not None:
-            self._gradients.passes.num_passes = passes
+            self._gradients.set_passes(passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ever."""
+        """As ever. With several passes per step it begins a new one: those before are forgotten."""
         if self._gradients is not None:
             self._gradients.passes.cleared()
         super().zero_grad(set_to_none)
@@ -100,18 +109,25 @@ class Distributed(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ever; `group` in it may be a ronde.Group. Every rank adds it before the same step."""
         super().add_param_group(param_group)
-        if self._gradients is not None:
+        if self._gradients is None:
+            return
+        try:
             self._gradients.add(self.param_groups[-1], later=True)
+        except BaseException:
+            del self.param_groups[-1]  # or it would train, uncombined
+            raise
+        self.param_groups[-1].pop("group", None)
 
     def reset(self) -> None:
-        """After shutdown() and init(): go on in the new round. Every rank calls it."""
+        """After shutdown() and init(): go on in the new round. After the model was converted: agree on it anew. Every
+        rank calls it."""
         if self._gradients is not None:
             self._gradients.reset()
 
     def close(self) -> None:
         """Combine gradients no more, and give back what that takes. Idempotent."""
         if self._gradients is not None:
-            self._gradients.passes.close()
+            self._gradients.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  # as object's
         """Copies are optimizers of the class it had before."""
@@ -139,6 +155,7 @@ class _Before:
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """What step() is to be called with instead, when it was given a closure."""
+        self._gradients.check(optimizer.param_groups)
         if len(args) > 1 and args[1] is not None:
             return (args[0], self._wrap(args[1]), *args[2:]), kwargs
         if kwargs.get("closure") is not None:
@@ -166,3 +183,6 @@ class _After:
         self._gradients.passes.stepped()
         if is_initialized():
             mark_step()
+
+
+leave_alone(_Before.__call__, _After.__call__)

@@ -26,10 +26,12 @@ def allreduce_sparse(group: Group, x: Tensor, how: Reduction, *, name: str | Non
     if op not in (Op.SUM, Op.MEAN):
         raise ValueError(f"allreduce of sparse tensors knows sum and mean, got {op.name.lower()}; use x.to_dense()")
     x = x.detach().coalesce()
-    factor = how.prescale * how.postscale / (group.size if op is Op.MEAN else 1)
+    factor = how.postscale / (group.size if op is Op.MEAN else 1)
     if x.sparse_dim() == 0:
         raise ValueError("allreduce of sparse tensors needs at least one sparse dimension; use x.to_dense()")
-    parts = [_with_shape(x), x.values()]
+    # Before they travel: a member's factor may be its own.
+    values = x.values() if how.prescale == 1.0 else x.values() * how.prescale
+    parts = [_with_shape(x), values]
     gathered = transport.allgather(group, parts, name=name, wait=wait)
     if not wait:
         assert isinstance(gathered, TensorWork)

@@ -49,10 +49,15 @@ def wrong_arguments_are_refused() -> None:
     model = perceptron()
     optimizer: Any = sgd(model)
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
-        ({"op": "max"}, ValueError, "op must be mean, sum or adasum"),
+        ({"op": "max"}, ValueError, "op must be mean, sum or adasum for gradients, got 'max'"),
+        ({"op": "avg"}, ValueError, "op must be mean, sum or adasum for gradients, got 'avg'"),
         ({"passes": 0}, ValueError, "passes must be a whole number from 1, got 0"),
+        ({"passes": True}, ValueError, "passes must be a whole number from 1, got True"),
+        ({"group": [0, 1]}, TypeError, r"must be a ronde\.Group, got list; ronde\.add_group\(ranks\) makes one"),
         ({"codec": "int8"}, ValueError, "codec must be one of none, float16, bfloat16"),
         ({"bucket_mb": -1}, ValueError, "bucket_mb must be above 0"),
+        ({"bucket_mb": "a"}, TypeError, "bucket_mb must be a number, got 'a'"),
+        ({"together": [("nope",)]}, ValueError, "together: no parameter of the optimizer is named 'nope'"),
         ({"predivide": 2, "op": "sum"}, ValueError, "predivide is for op='mean'"),
         ({"wings": 2}, TypeError, "wings"),
     ]
@@ -99,7 +104,8 @@ def an_optimizer_of_another_copy_of_the_model_is_told() -> None:
 @on("2 ranks")
 def a_model_that_is_converted_before_training_works_and_later_is_told() -> None:
     model = perceptron()
-    optimizer = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    named = model.named_parameters()
+    optimizer = DistributedOptimizer(sgd(model), named_parameters=named, overlap=True, bucket_mb=0.01)
     model.float()
     for step in range(2):
         x, y = batch(step, torch.float32)
@@ -113,10 +119,21 @@ def a_model_that_is_converted_before_training_works_and_later_is_told() -> None:
         loss_of(model, mine(x), mine(y)).backward()
     optimizer.reset()
     for _ in range(2):
-        optimizer.zero_grad()
+        model.zero_grad()
         total: Any = sum(parameter.sum() for parameter in model.parameters())
         (total * (1 + ronde.rank())).backward()
         assert all(bool((grad == 1.5).all()) for grad in grads(model))
+    optimizer.close()
+
+
+@on("2 ranks")
+def another_order_in_memory_is_told() -> None:
+    model: Any = nn.Conv2d(3, 4, 3)
+    optimizer = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    model(torch.ones(1, 3, 4, 4)).sum().backward()
+    model.to(memory_format=torch.channels_last)
+    with pytest.raises(ValueError, match=r"'weight' float32\[4, 3, 3, 3\] has become .*\(channels last\) on cpu"):
+        model(torch.ones(1, 3, 4, 4)).sum().backward()
     optimizer.close()
 
 
@@ -132,9 +149,7 @@ def different_models_are_told() -> None:
     optimizer.close()
     model = perceptron()
     optimizer = DistributedOptimizer(sgd(model), passes=1, bucket_mb=1 + ronde.rank())
-    with pytest.raises(
-        ronde.Mismatch, match=r"optimizers differ: rank 0 has .*bucket_mb=1, .*rank 1 has .*bucket_mb=2,"
-    ):
+    with pytest.raises(ronde.Mismatch, match=r"optimizers differ: rank 0 has bucket_mb=1; rank 1 has bucket_mb=2$"):
         model(torch.ones(1, 10).double()).sum().backward()
     optimizer.close()
 
@@ -188,6 +203,87 @@ def more_passes_than_a_step_has_are_told() -> None:
     loss_of(model, mine(x), mine(y)).backward()
     optimizer.step()
     optimizer.close()
+
+
+@on("2 ranks")
+def a_parameter_that_was_replaced_is_told() -> None:
+    model, rank = perceptron(), ronde.rank()
+    optimizer: Any = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    x, y = batch(0)
+    group = optimizer.param_groups[0]["params"]
+    for place, given, words in (
+        (2, [nn.Parameter(model[2].weight.detach().clone())], r"parameter 2 of .*group 0, which was '2\.weight',"),
+        (6, [nn.Parameter(torch.zeros(2))], r"parameter 6 of .*group 0 is not"),
+        (5, [], r"parameter 5 of .*group 0, which was '4\.bias',"),
+    ):
+        optimizer.zero_grad()
+        loss_of(model, mine(x), mine(y)).backward()
+        before = group[:]
+        group[place : place + 1] = given
+        with pytest.raises(ValueError, match=rf"rank {rank}: {words}.* not combined"):
+            optimizer.step()
+        group[:] = before
+        optimizer.step()
+    optimizer.close()
+    group.pop()
+    optimizer.step()  # as any other
+
+
+@on("2 ranks")
+def a_group_that_cannot_be_added_is_not() -> None:
+    model, more = perceptron(), nn.Linear(2, 2)
+    optimizer: Any = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    other = DistributedOptimizer(torch.optim.SGD([more.bias], lr=0.1))
+    for group, kind, words in (
+        ({"params": more.parameters(), "group": "some"}, TypeError, r"must be a ronde\.Group, got str"),
+        ({"params": [more.weight, more.bias]}, ValueError, r"'group1\.param1' is in another distributed optimizer"),
+        ({"params": nn.LazyLinear(2).parameters()}, ValueError, r"'group1\.param0' of a lazy module"),
+    ):
+        with pytest.raises(kind, match=words):
+            optimizer.add_param_group(group)
+        assert len(optimizer.param_groups) == 1
+    other.close()
+    optimizer.add_param_group({"params": more.parameters()})
+    x, y = batch(0)
+    (loss_of(model, mine(x), mine(y)) + more(torch.full((1, 2), 1.0 + ronde.rank())).sum()).backward()
+    assert bool((grads(more)[0] == 1.5).all())
+    optimizer.step()
+    optimizer.close()
+
+
+@on("2 ranks")
+def two_optimizers_of_one_parameter_are_told() -> None:
+    model, rank = perceptron(), ronde.rank()
+    first: Any = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    first.itself = first  # as some schedulers do it: only the garbage collector finds out that nobody uses it
+    words = rf"rank {rank}: parameter 'group0\.param0' is in another .*call close\(\) of that one"
+    with pytest.raises(ValueError, match=words):
+        DistributedOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1))
+    del first
+    second: Any = DistributedOptimizer(sgd(model), op="sum")
+    second.close()
+    third = DistributedOptimizer(sgd(model), op="sum")
+    x, y = batch(0)
+    loss_of(model, mine(x), mine(y)).backward()
+    third.step()
+    third.close()
+
+
+@on("2 ranks")
+def gradients_that_change_before_they_are_combined_are_told() -> None:
+    x, y = batch(0, torch.float32)
+    for fused, scaled in ((False, False), (False, True), (True, True)):
+        model = perceptron(torch.float32)
+        optimizer: Any = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, fused=fused), passes=3)
+        scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+        for _ in range(2):
+            scaler.scale(loss_of(model, mine(x), mine(y))).backward()
+        if not scaled:
+            nn.utils.clip_grad_norm_(model.parameters(), 1e6)
+        with pytest.raises(ValueError, match=r"changed after 2 of the 3 .* call optimizer\.synchronize\(\) before"):
+            scaler.step(optimizer)
+        optimizer.zero_grad()
+        optimizer.close()
 
 
 @on("2 ranks")

@@ -21,14 +21,26 @@ STEPS = 10
 
 
 def curve(
-    *, passes: int = 1, scaled: bool = False, bucket_mb: float | None = None, overlap: bool | None = None
+    *,
+    passes: int = 1,
+    set_later: bool = False,
+    scaled: bool = False,
+    bucket_mb: float | None = None,
+    overlap: bool | None = None,
 ) -> dict[str, Any]:
     """Train with everything the same but the number of ranks: losses, and a digest of the weights."""
     model = perceptron(torch.float32)
-    plain = torch.optim.AdamW(model.parameters(), lr=0.01)
+    # To Adam a sum of passes would look as their mean.
+    kind: Any = torch.optim.SGD if set_later else torch.optim.AdamW
+    plain = kind(model.parameters(), lr=0.05 if set_later else 0.01)
     optimizer = DistributedOptimizer(
-        plain, named_parameters=model.named_parameters(), passes=passes, bucket_mb=bucket_mb, overlap=overlap
+        plain,
+        named_parameters=model.named_parameters(),
+        passes=1 if set_later else passes,
+        bucket_mb=bucket_mb,
+        overlap=overlap,
     )
+    optimizer.passes = passes
     scaler = torch.amp.GradScaler("cpu", enabled=scaled, init_scale=1024.0)
     losses = []
     for step in range(STEPS):
@@ -70,6 +82,11 @@ def curve_of_small_buckets() -> dict[str, Any]:
 @on(*CURVES)
 def accumulated_curve() -> dict[str, Any]:
     return twice(passes=2)
+
+
+@on(*CURVES)
+def accumulated_curve_whose_passes_are_set_later() -> dict[str, Any]:
+    return twice(passes=2, set_later=True)
 
 
 @on(*CURVES)

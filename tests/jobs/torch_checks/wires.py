@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 
@@ -167,6 +168,8 @@ def a_trunk_averages_over_all_ranks_and_each_head_over_those_of_its_task() -> No
     reference = torch.optim.SGD(whole.parameters(), lr=0.1, momentum=0.9)
     for step in range(4):
         x, y = batch(step)
+        if step == 2:
+            optimizer.reset()  # agrees anew; the groups are those there are
         optimizer.zero_grad()
         reference.zero_grad()
         loss_of(heads[task], trunk(mine(x)), mine(y)).backward()
@@ -178,9 +181,8 @@ def a_trunk_averages_over_all_ranks_and_each_head_over_those_of_its_task() -> No
         total.backward()
         theirs = [2 * grad for grad in grads(whole[1][task])]  # a head is an average over its own half
         assert_close([*grads(trunk), *grads(heads[task])], [*grads(whole[0]), *theirs])
-        for head in whole[1]:
-            for parameter in head.parameters():
-                parameter.grad.mul_(2)
+        for parameter in whole[1].parameters():
+            parameter.grad.mul_(2)
         optimizer.step()
         reference.step()
     assert_close(
@@ -190,6 +192,8 @@ def a_trunk_averages_over_all_ranks_and_each_head_over_those_of_its_task() -> No
     optimizer.close()
     for group in tasks:
         ronde.remove_group(group)
+    with pytest.raises(ValueError, match=rf"<Group {tasks[0].id}: ranks 0, 1> is no more; close\(\) this optimizer"):
+        optimizer.reset()
 
 
 @on("4 ranks")

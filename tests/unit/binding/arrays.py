@@ -19,7 +19,7 @@ ONE_EACH = GradientSettings(bucket_mb=1e-5)
 """Every gradient has a bucket of its own."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Weight:
     """A parameter: its gradient is an array, a row index (sparse) or None."""
 
@@ -42,7 +42,9 @@ class Arrays:
         self.collected: list[tuple[str, ...]] = []
         self._living: list[Weight] = []
         self._places: dict[int, Array] = {}
+        self._sums: dict[str, object] = {}
         self.ready: Callable[[int], object] = lambda index: None
+        self.stray: Callable[[], object] = lambda: None
         self.num_sparse_sums = 0
 
     def describe(self) -> list[Parameter]:
@@ -58,6 +60,10 @@ class Arrays:
     def bind(self, memory: Mapping[int, Array], ready: Callable[[int], object]) -> None:
         self._places = dict(memory)
         self.ready = ready
+        self.stray = lambda: None
+
+    def watch(self, stray: Callable[[], object]) -> None:
+        self.stray = stray
 
     def collect(self, indices: Sequence[int]) -> dict[int, State]:
         odd = {}
@@ -80,27 +86,44 @@ class Arrays:
         for index in absent:
             self._living[index].grad = self._places[index]
 
-    def kept(self, but: int) -> bool:
-        return any(self._living[index].grad is place for index, place in self._places.items() if index != but)
+    def kept(self, came: int | None) -> bool:
+        return any(map(self._is_result, self.weights))
+
+    def given(self) -> bool:
+        training = [weight for weight in self.weights if weight.trains]
+        return any(weight.grad is not None and not self._is_result(weight) for weight in training)
+
+    def _is_result(self, weight: Weight) -> bool:
+        places = {self._living[index].name: place for index, place in self._places.items()}
+        return weight.grad is not None and weight.grad is places.get(weight.name, self._sums.get(weight.name))
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
         for index in indices:
             self._places[index] *= factor
 
     def not_finite(self, indices: Sequence[int]) -> list[int]:
-        return [index for index in indices if not np.isfinite(self._places[index]).all()]
+        grads = {index: self._living[index].grad for index in indices}
+        numbers = {
+            index: list(grad.values()) if isinstance(grad, dict) else self._places.get(index, grad)
+            for index, grad in grads.items()
+        }
+        return [index for index, each in numbers.items() if each is not None and not np.isfinite(each).all()]
 
-    def sum_sparse(self, index: int, group: Group, factor: float) -> None:
+    def sum_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
         self.num_sparse_sums += 1
-        rows = np.zeros(self._living[index].count)
-        grad = self._living[index].grad
-        for row, value in grad.items() if isinstance(grad, dict) else ():
-            rows[row] = value
-        rows = group.allreduce(rows) * factor
-        self._living[index].grad = {int(row): float(rows[row]) for row in np.flatnonzero(rows)}
+        weight, place = self._living[index], self._places.get(index)
+        rows = np.zeros(weight.count)
+        if isinstance(weight.grad, dict):
+            rows[list(weight.grad)] = list(weight.grad.values())
+        elif weight.grad is not None and place is None:
+            rows[:] = weight.grad
+        rows = group.allreduce(rows * scales[0]) * scales[1]
+        rows += 0.0 if place is None else place
+        weight.grad = self._sums[weight.name] = {int(row): float(rows[row]) for row in np.flatnonzero(rows)}
 
     def close(self) -> None:
         self.ready = lambda index: None
+        self.stray = lambda: None
 
 
 @dataclass
@@ -108,25 +131,34 @@ class Tape:
     """The backward pass: gradients come in the order given, then the callbacks."""
 
     ends: list[Callable[[], None]] = field(default_factory=list)
+    going_on: list[Callable[[], None]] = field(default_factory=list)
     inside: bool = False
 
     def at_end(self, callback: Callable[[], None]) -> None:
         self.ends.append(callback)
 
-    def nested(self) -> bool:
+    def nested(self, goes_on: Callable[[], None]) -> bool:
+        if self.inside:
+            self.going_on.append(goes_on)
         return self.inside
 
     def run(self, arrays: Arrays, grads: Mapping[str, Array | dict[int, float]], *, inside: bool = False) -> None:
         """One pass: gradients are added to those that are there."""
         self.inside = inside
+        while self.going_on and not inside:
+            self.going_on.pop()()
         for name, grad in grads.items():
-            index = [weight.name for weight in arrays._living].index(name)
-            weight = arrays._living[index]
+            weight = next(weight for weight in arrays.weights if weight.name == name)
             if isinstance(weight.grad, np.ndarray) and not isinstance(grad, dict):
                 weight.grad += grad
+            elif isinstance(weight.grad, dict) and isinstance(grad, dict):
+                weight.grad.update({row: weight.grad.get(row, 0.0) + value for row, value in grad.items()})
             else:
-                weight.grad = grad if isinstance(grad, dict) else np.array(grad, weight.dtype)
-            arrays.ready(index)
+                weight.grad = dict(grad) if isinstance(grad, dict) else np.array(grad, weight.dtype)
+            if weight in arrays._living:
+                arrays.ready(arrays._living.index(weight))
+            else:
+                arrays.stray()
         self.end()
 
     def end(self) -> None:
@@ -149,7 +181,8 @@ class Training:
     ) -> None:
         self.arrays = Arrays(weights)
         self.tape = Tape()
-        self.passes = Passes(self.tape, passes)
+        self.num_changes = 0  # that somebody made to gradients outside of a pass
+        self.passes = Passes(self.tape, passes, mark=lambda: self.num_changes)
         settings = settings or GradientSettings()
         self.reducer = Reducer(self.arrays, group, settings, begin=self.passes.begin, codec=codec, overlap=overlap)
         self.passes.add(self.reducer)

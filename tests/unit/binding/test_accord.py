@@ -10,9 +10,9 @@ A, B = Parameter("a", (2, 3), "float32", 6), Parameter("b", (4,), "float32", 4)
 
 
 def account(
-    *parameters: Parameter, settings: str = "mean", ready: tuple[int, ...] = (), overlap: bool = True
+    *parameters: Parameter, op: str = "mean", passes: str = "1", ready: tuple[int, ...] = (), overlap: bool = True
 ) -> Account:
-    return Account(settings, parameters, ready, overlap)
+    return Account({"op": op, "passes": passes, "codec": "None"}, parameters, ready, overlap)
 
 
 def test_the_first_rank_says_in_which_order() -> None:
@@ -47,6 +47,8 @@ def test_a_parameter_that_one_rank_froze_is_named() -> None:
         settle({0: account(A, B), 1: account(A)})
 
 
-def test_different_settings_are_told_before_anything_else() -> None:
-    with pytest.raises(Mismatch, match="optimizers differ: rank 0 has mean; rank 1 has sum"):
-        settle({0: account(A), 1: account(B, settings="sum")})
+def test_settings_that_differ_are_told_before_anything_else_and_no_others() -> None:
+    with pytest.raises(Mismatch, match=r"optimizers differ: rank 0 has op=mean; rank 1 has op=sum$"):
+        settle({0: account(A), 1: account(B, op="sum")})
+    with pytest.raises(Mismatch, match=r"differ: ranks 0, 2 has op=mean, passes=1; rank 1 has op=sum, passes=2$"):
+        settle({0: account(A), 1: account(A, op="sum", passes="2"), 2: account(A)})

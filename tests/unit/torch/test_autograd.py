@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ def test_a_callback_runs_when_all_gradients_are_there_and_may_ask_for_another() 
     first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
 
     def end() -> None:
-        seen.append((first.grad is not None, second.grad is not None, autograd.nested()))
+        seen.append((first.grad is not None, second.grad is not None, autograd.nested(pytest.fail)))
         autograd.at_end(lambda: seen.append("behind"))
 
     hook: Any = second.register_post_accumulate_grad_hook  # it has no types
@@ -40,12 +42,49 @@ def test_what_a_callback_raises_backward_raises() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_a_pass_inside_of_a_function_is_nested(reentrant: bool) -> None:
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_pass_inside_of_a_function_is_nested_and_may_ask_for_the_end_of_the_one_around_it(
+    reentrant: bool, depth: int
+) -> None:
     autograd, seen = Autograd(), []
     weight = torch.ones(2, requires_grad=True)
-    hook: Any = weight.register_post_accumulate_grad_hook
-    hook(lambda _: autograd.at_end(lambda: seen.append(autograd.nested())))
     x = torch.ones(2, requires_grad=True)
-    loss: Any = checkpoint(lambda x: x * weight, x, use_reentrant=reentrant).sum()
-    loss.backward()
-    assert seen == [reentrant]
+
+    def ask() -> None:
+        autograd.at_end(end)
+
+    def end() -> None:
+        seen.append((autograd.nested(ask), x.grad is not None))
+
+    def compute(x: torch.Tensor, depth: int) -> Any:  # noqa: ANN401  # a tensor; checkpoint() has no types
+        return x * weight if depth == 0 else checkpoint(compute, x, depth - 1, use_reentrant=reentrant)
+
+    hook: Any = weight.register_post_accumulate_grad_hook
+    hook(lambda _: ask())
+    for _ in range(2):
+        x.grad = None
+        compute(x, depth).sum().backward()
+        assert seen == [(True, False)] * (depth if reentrant else 0) + [(False, True)]
+        seen.clear()
+
+
+def test_the_pass_around_it_is_asked_once() -> None:
+    autograd = Autograd()
+    calls: list[object] = []
+    weight, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    hook: Any = weight.register_post_accumulate_grad_hook
+    handle = hook(lambda _: autograd.at_end(lambda: calls.append(autograd.nested(lambda: calls.append("goes on")))))
+    for _ in range(3):
+        loss: Any = checkpoint(lambda x: x * weight, x, use_reentrant=True)
+        loss.sum().backward()
+    assert calls == [True, "goes on"] * 3
+    handle.remove()
+    (x * 2).sum().backward()  # type: ignore[no-untyped-call]
+    assert len(calls) == 6
+
+
+def test_a_pass_that_is_compiled_is_told_that_it_cannot_be_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    region = SimpleNamespace(in_compiled_autograd_region=True)
+    monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", region)
+    with pytest.raises(RuntimeError, match="compiled autograd"):
+        Autograd().at_end(pytest.fail)

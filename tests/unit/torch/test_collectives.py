@@ -162,6 +162,8 @@ def test_sparse_tensors_are_summed_by_their_indices(op: str, share: float, wait:
         expected = allreduce(x.to_dense(), op=op, group=world.group, prescale=2.0)
         assert torch.equal(total.to_dense(), expected)
         assert total.to_dense()[0, 0] == 2.0 * share
+        own = allreduce(x, op=op, group=world.group, prescale=1.0 + world.rank)  # a member's factor may be its own
+        assert own.to_dense()[:, 0].tolist() == [share, 0.0, 4.0 * share, 0.0]
         empty = torch.sparse_coo_tensor(
             torch.zeros(1, 0, dtype=torch.int64), torch.zeros(0), (3,), check_invariants=True
         )

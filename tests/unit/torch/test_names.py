@@ -48,6 +48,29 @@ def test_what_is_added_later_need_not_have_been_named() -> None:
 def test_no_name_is_used_twice_in_one_optimizer() -> None:
     model = nn.Linear(2, 3)
     names = Names(None, 5)
-    names.of(0, {"params": [model.weight], "param_names": ["w"]})
+    names.take(name for name, _ in names.of(0, {"params": [model.weight], "param_names": ["w"]}))
     with pytest.raises(ValueError, match="rank 5: two parameters of the optimizer are named 'w'"):
         names.of(1, {"params": [model.bias], "param_names": ["w"]})
+    with pytest.raises(ValueError, match="rank 5: two parameters of the optimizer are named 'b'"):
+        names.of(1, {"params": [model.bias, model.weight], "param_names": ["b", "b"]})
+
+
+@pytest.mark.parametrize(
+    ("given", "got"), [(nn.Linear(2, 3), "Linear"), (nn.Sequential(nn.Tanh()), "Tanh"), (3, "int"), ("weight", "w")]
+)
+def test_what_gives_no_pairs_is_told(given: Any, got: str) -> None:  # noqa: ANN401  # what must not be
+    with pytest.raises(
+        TypeError, match=rf"rank 1: named_parameters must be .*model\.named_parameters\(\).* got {got}$"
+    ):
+        Names(given, 1)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_parameter_without_a_shape_is_told(named: bool) -> None:
+    model = nn.LazyLinear(3)
+    names = Names(model.named_parameters() if named else None, 2)
+    words = "rank 2: parameter '(weight|group0.param0)' of a lazy module has no shape yet; let the model compute"
+    with pytest.raises(ValueError, match=words):
+        names.of(0, {"params": list(model.parameters())})
+    model(torch.ones(1, 2))
+    assert len(names.of(0, {"params": list(model.parameters())})) == 2
