@@ -45,7 +45,7 @@ class Images(Dataset[Batch]):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_maps": {}}  # a worker process maps the files itself
 
-    def _map(self, number: int) -> Any:  # noqa: ANN401  # NumPy's memmap
+    def _map(self, number: int) -> Any:  # NumPy's memmap
         if number not in self._maps:
             self._maps[number] = np.load(self._files[number], mmap_mode="r")
         return self._maps[number]
@@ -66,7 +66,7 @@ def make_loader(images: Images, sampler: Sampler[int], batch_size: int, num_work
     )
 
 
-def _as_is(batch: Any) -> Any:  # noqa: ANN401  # DataLoader thinks of lists
+def _as_is(batch: Any) -> Any:  # DataLoader thinks of lists
     return batch
 
 

@@ -92,7 +92,7 @@ class Trainer:
         images, labels = batch
         self.optimizer.zero_grad()
         loss = cross_entropy(self.scores(crop_randomly(images, self.options.image_size)), labels.to(self.device))
-        loss.backward()  # type: ignore[no-untyped-call]  # PyTorch's own gap
+        loss.backward()
         self.optimizer.step()
         self.schedule.step()
         self.step += 1

@@ -185,7 +185,7 @@ def _warn_if_unknown(variable: str) -> None:
     logger.warning("%s is no setting of ronde and does nothing%s", variable, meant)
 
 
-def parse_setting(name: str, text: str, source: str) -> Any:  # noqa: ANN401  # the type is the field's
+def parse_setting(name: str, text: str, source: str) -> Any:  # the type is the field's
     """The value of a setting from its text. `source` is what an error calls it: a variable, a flag."""
     return _parse(source, text, _kinds()[name])
 
@@ -195,7 +195,7 @@ def _kinds() -> dict[str, type]:
     return get_type_hints(Settings)
 
 
-def _parse(name: str, text: str, kind: type) -> Any:  # noqa: ANN401  # the type is the field's
+def _parse(name: str, text: str, kind: type) -> Any:  # the type is the field's
     if kind is str:
         return text
     if kind is bool:

@@ -106,7 +106,7 @@ def unpicklable() -> NoReturn:
     ],
     ids=["unpicklable", "exit 3", "exit text", "interrupt", "killed", "left"],
 )
-def test_a_rank_with_no_error_to_raise_here_is_a_failed_job(fn: Any, code: int, words: str) -> None:  # noqa: ANN401
+def test_a_rank_with_no_error_to_raise_here_is_a_failed_job(fn: Any, code: int, words: str) -> None:
     with pytest.raises(ronde.JobFailed) as caught:
         ronde.run(fn, np=1)
     assert caught.value.code == code

@@ -29,7 +29,7 @@ class Store(Protocol):
     def write(self, name: str, fill: Callable[[Path], None]) -> None:
         """Make a file: fill() writes it at a path of this machine, then it appears under its name."""
 
-    def reading(self, name: str) -> Any:  # noqa: ANN401  # a context manager of a Path
+    def reading(self, name: str) -> Any:  # a context manager of a Path
         """A context in which the file is at a path of this machine."""
 
     def names(self) -> list[str]:

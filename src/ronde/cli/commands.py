@@ -27,11 +27,11 @@ COMMANDS = {
 class Commands(TyperGroup):
     """Finds subcommands in COMMANDS."""
 
-    def list_commands(self, ctx: Any) -> list[str]:  # noqa: ANN401  # typer's own
+    def list_commands(self, ctx: Any) -> list[str]:  # typer's own
         """See typer."""
         return [*COMMANDS, *super().list_commands(ctx)]
 
-    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # noqa: ANN401  # typer's own
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:  # typer's own
         """See typer."""
         if cmd_name not in COMMANDS:
             return super().get_command(ctx, cmd_name)
@@ -39,7 +39,7 @@ class Commands(TyperGroup):
         command.name = cmd_name
         return command
 
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # noqa: ANN401  # typer's own
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:  # typer's own
         """See typer. It suggests only commands that it has itself."""
         name, names = args[0], self.list_commands(ctx)
         if name not in names and not name.startswith("-"):

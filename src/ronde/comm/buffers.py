@@ -159,7 +159,7 @@ def _as_array(x: object, what: str) -> Array:
     return np.asarray(view)
 
 
-def _from_dlpack(x: Any, what: str) -> Array:  # noqa: ANN401  # any library's tensor
+def _from_dlpack(x: Any, what: str) -> Array:  # any library's tensor
     name = type(x).__name__
     device, _ = x.__dlpack_device__()
     if int(device) not in CPU_DEVICES:

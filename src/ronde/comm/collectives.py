@@ -93,16 +93,16 @@ def remove_group(group: Group) -> None:
 
 
 def allreduce(
-    x: Any,  # noqa: ANN401  # an array of any library
+    x: Any,  # an array of any library
     *,
     op: str | Op = "sum",
-    out: Any = None,  # noqa: ANN401
+    out: Any = None,
     group: Group | None = None,
     name: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
     wait: bool = True,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """postscale * op(prescale * x) over all members, in a new array or in `out` (which may be x itself).
 
     op is sum, mean, min, max, product or adasum. A list of arrays of one dtype travels as a unit and gives a list.
@@ -113,26 +113,26 @@ def allreduce(
     return members.allreduce(x, op=op, out=out, name=name, prescale=prescale, postscale=postscale, wait=wait)
 
 
-def allgather(x: Any, *, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:  # noqa: ANN401
+def allgather(x: Any, *, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
     """The members' arrays, one after the other along the first dimension, in which they may differ."""
     return group_or_world(group).allgather(x, name=name, wait=wait)
 
 
 def broadcast(
-    x: Any,  # noqa: ANN401
+    x: Any,
     *,
     root: int = 0,
-    out: Any = None,  # noqa: ANN401
+    out: Any = None,
     group: Group | None = None,
     name: str | None = None,
     wait: bool = True,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """The root's array for everybody, in a new array or in `out`. root is a rank of the job."""
     return group_or_world(group).broadcast(x, root=root, out=out, name=name, wait=wait)
 
 
 def reduce_scatter(
-    x: Any,  # noqa: ANN401
+    x: Any,
     *,
     op: str | Op = "sum",
     group: Group | None = None,
@@ -140,25 +140,25 @@ def reduce_scatter(
     prescale: float = 1.0,
     postscale: float = 1.0,
     wait: bool = True,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """My rows of the sum: the first dimension is shared out, the first members get one row more if need be."""
     members = group_or_world(group)
     return members.reduce_scatter(x, op=op, name=name, prescale=prescale, postscale=postscale, wait=wait)
 
 
 def alltoall(
-    x: Any,  # noqa: ANN401
+    x: Any,
     *,
-    splits: Any = None,  # noqa: ANN401
+    splits: Any = None,
     group: Group | None = None,
     name: str | None = None,
     wait: bool = True,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """splits[i] of my rows go to member i (default: equal shares). The rows that came, and how many from each."""
     return group_or_world(group).alltoall(x, splits=splits, name=name, wait=wait)
 
 
-def barrier(*, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:  # noqa: ANN401
+def barrier(*, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
     """Return when every member has come here."""
     return group_or_world(group).barrier(name=name, wait=wait)
 
@@ -168,12 +168,12 @@ def join(*, group: Group | None = None) -> int:
     return group_or_world(group).join()
 
 
-def send(x: Any, to: int, *, group: Group | None = None, wait: bool = True) -> Any:  # noqa: ANN401
+def send(x: Any, to: int, *, group: Group | None = None, wait: bool = True) -> Any:
     """Give an array to one member (a rank of the job), which calls receive()."""
     return group_or_world(group).send(x, to, wait=wait)
 
 
-def receive(out: Any, source: int, *, group: Group | None = None, wait: bool = True) -> Any:  # noqa: ANN401
+def receive(out: Any, source: int, *, group: Group | None = None, wait: bool = True) -> Any:
     """Fill the array `out` with what one member (a rank of the job) sends, and return it."""
     return group_or_world(group).receive(out, source, wait=wait)
 

@@ -34,7 +34,7 @@ class _Process:
 _process = _Process()
 
 
-def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # noqa: ANN401  # see Settings
+def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # see Settings
     """Join the round. Settings come from arguments, then the environment (RONDE_*), then the variables of whatever
     launcher started this process, then defaults.
 

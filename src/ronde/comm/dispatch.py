@@ -75,7 +75,7 @@ class Dispatch:
             raise self._over
         return self._ordered
 
-    def start(self, operation: Operation, name: str | None, wait: bool) -> Any:  # noqa: ANN401  # result or Work
+    def start(self, operation: Operation, name: str | None, wait: bool) -> Any:  # result or Work
         """Start an operation: announced when it has a name, else in program order."""
         if name is None:
             return self._start_ordered(operation, wait)
@@ -95,7 +95,7 @@ class Dispatch:
         lane.run(ahead.call, form.label, 8)
         return max(zip(ahead.rows(), self._members, strict=True))[1]
 
-    def move(self, call: Call, num_bytes: int, finish: Callable[[], Any], wait: bool) -> Any:  # noqa: ANN401
+    def move(self, call: Call, num_bytes: int, finish: Callable[[], Any], wait: bool) -> Any:
         """A message between two members, which stands outside of the order of the others."""
         label = call.kind.name.lower()
         if wait:
@@ -139,7 +139,7 @@ class Dispatch:
         self._engine.announce(self._named, work)
         return work
 
-    def _start_ordered(self, operation: Operation, wait: bool) -> Any:  # noqa: ANN401
+    def _start_ordered(self, operation: Operation, wait: bool) -> Any:
         lane, form = self.lane, operation.form
         rows = None
         if operation.rows is not None:

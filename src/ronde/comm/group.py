@@ -55,15 +55,15 @@ class Group:
 
     def allreduce(
         self,
-        x: Any,  # noqa: ANN401  # an array of any library
+        x: Any,  # an array of any library
         *,
         op: str | Op = "sum",
-        out: Any = None,  # noqa: ANN401
+        out: Any = None,
         name: str | None = None,
         prescale: float = 1.0,
         postscale: float = 1.0,
         wait: bool = True,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """postscale * op(prescale * x) over all members, in a new array or in `out` (which may be x itself).
 
         A list or tuple of arrays of one dtype travels as a unit; then the result is a list, and out a list too.
@@ -91,7 +91,7 @@ class Group:
             self._quick[x.shape, x.dtype, op, prescale, postscale] = _Quick(form, _quick_run(form, dispatch.lane))
         return dispatch.start(Reduce(form, sources, targets, many), name, wait)
 
-    def allgather(self, x: Any, *, name: str | None = None, wait: bool = True) -> Any:  # noqa: ANN401
+    def allgather(self, x: Any, *, name: str | None = None, wait: bool = True) -> Any:
         """The members' arrays, one after the other along the first dimension, in which they may differ.
 
         A scalar counts as one row. A list or tuple gives a list. Without a name, wait=False still waits until every
@@ -104,13 +104,13 @@ class Group:
 
     def broadcast(
         self,
-        x: Any,  # noqa: ANN401
+        x: Any,
         *,
         root: int = 0,
-        out: Any = None,  # noqa: ANN401
+        out: Any = None,
         name: str | None = None,
         wait: bool = True,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """The root's array for everybody, in a new array or in `out`. root is a rank of the world."""
         dispatch = self.dispatch
         peer = self._index(root, "broadcast: root")
@@ -121,14 +121,14 @@ class Group:
 
     def reduce_scatter(
         self,
-        x: Any,  # noqa: ANN401
+        x: Any,
         *,
         op: str | Op = "sum",
         name: str | None = None,
         prescale: float = 1.0,
         postscale: float = 1.0,
         wait: bool = True,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """My rows of the sum: the first dimension is shared out, the first members get one row more if need be."""
         dispatch = self.dispatch
         source = self._read_one(x, "reduce_scatter")
@@ -139,12 +139,12 @@ class Group:
 
     def alltoall(
         self,
-        x: Any,  # noqa: ANN401
+        x: Any,
         *,
-        splits: Any = None,  # noqa: ANN401  # a sequence of whole numbers, or an array of them
+        splits: Any = None,  # a sequence of whole numbers, or an array of them
         name: str | None = None,
         wait: bool = True,
-    ) -> Any:  # noqa: ANN401
+    ) -> Any:
         """Rows from each member to each: splits[i] of mine go to member i (default: equal shares).
 
         Returns the rows that came, in the order of the members, and how many came from each. As allgather, without a
@@ -158,7 +158,7 @@ class Group:
         form = self._form(Kind.ALLTOALL, [source], Options())
         return dispatch.start(Exchange(form, source, mine, dispatch.me), name, wait)
 
-    def barrier(self, *, name: str | None = None, wait: bool = True) -> Any:  # noqa: ANN401
+    def barrier(self, *, name: str | None = None, wait: bool = True) -> Any:
         """Return when every member has come here."""
         form = self._forms.find(Kind.BARRIER, DType.UINT8, (), Options())
         return self.dispatch.start(Barrier(form), name, wait)
@@ -167,7 +167,7 @@ class Group:
         """Out of data: give zeros to the others' allreduces until every member has joined. The rank that did last."""
         return self.dispatch.join(self._forms.find(Kind.JOIN, DType.UINT8, (), Options()))
 
-    def send(self, x: Any, to: int, *, wait: bool = True) -> Any:  # noqa: ANN401
+    def send(self, x: Any, to: int, *, wait: bool = True) -> Any:
         """Give an array to one member (a rank of the world), which calls receive()."""
         dispatch = self.dispatch
         source = self._read_one(x, "send")
@@ -175,7 +175,7 @@ class Group:
         call = self._message(Kind.SEND, source, part, to, source)
         return dispatch.move(call, source.array.nbytes, _nothing, wait)
 
-    def receive(self, out: Any, source: int, *, wait: bool = True) -> Any:  # noqa: ANN401
+    def receive(self, out: Any, source: int, *, wait: bool = True) -> Any:
         """Fill the array `out` with what one member (a rank of the world) sends, and return it."""
         dispatch = self.dispatch
         given = self._read_one(out, "receive")

@@ -19,7 +19,7 @@ from ronde.comm.group import Group, cut
 __all__ = ["allgather", "alltoall", "broadcast", "gather", "receive", "send"]
 
 
-def broadcast(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # noqa: ANN401  # any object
+def broadcast(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # any object
     """The root's object for everybody; what the others pass is ignored. root is a rank of the world."""
     members = group_or_world(group)
     is_root = _is(members, root)
@@ -29,12 +29,12 @@ def broadcast(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  #
     return obj if is_root else _unpickle(data)
 
 
-def allgather(obj: Any, *, group: Group | None = None) -> list[Any]:  # noqa: ANN401
+def allgather(obj: Any, *, group: Group | None = None) -> list[Any]:
     """Everybody's objects, in the order of the members."""
     return [_unpickle(data) for data in group_or_world(group).allgather_each(_pickle(obj))]
 
 
-def gather(obj: Any, root: int = 0, *, group: Group | None = None) -> list[Any] | None:  # noqa: ANN401
+def gather(obj: Any, root: int = 0, *, group: Group | None = None) -> list[Any] | None:
     """Everybody's objects on the root, in the order of the members; None on the others."""
     members = group_or_world(group)
     if root not in members.ranks:
@@ -54,7 +54,7 @@ def alltoall(objects: Sequence[Any], *, group: Group | None = None) -> list[Any]
     return [_unpickle(piece) for piece in cut(data, sizes.tolist())]
 
 
-def send(obj: Any, to: int, *, group: Group | None = None) -> None:  # noqa: ANN401
+def send(obj: Any, to: int, *, group: Group | None = None) -> None:
     """Give an object to one member (a rank of the world), which calls receive()."""
     members = group_or_world(group)
     data = _pickle(obj)
@@ -62,7 +62,7 @@ def send(obj: Any, to: int, *, group: Group | None = None) -> None:  # noqa: ANN
     members.send(data, to)
 
 
-def receive(source: int, *, group: Group | None = None) -> Any:  # noqa: ANN401
+def receive(source: int, *, group: Group | None = None) -> Any:
     """The object that one member (a rank of the world) sends."""
     members = group_or_world(group)
     size = members.receive(np.empty(1, np.int64), source)
@@ -77,5 +77,5 @@ def _pickle(obj: object) -> Array:
     return np.frombuffer(cloudpickle.dumps(obj), np.uint8)
 
 
-def _unpickle(data: Array) -> Any:  # noqa: ANN401
+def _unpickle(data: Array) -> Any:
     return cloudpickle.loads(data.data)

@@ -51,7 +51,7 @@ class Operation:
         """What to run, in this order; rows are everybody's, member by member."""
         raise NotImplementedError
 
-    def result(self) -> Any:  # noqa: ANN401  # what the caller gets
+    def result(self) -> Any:  # what the caller gets
         """After the calls: what the caller gets."""
         return None
 
@@ -101,7 +101,7 @@ class Reduce(Operation):
         lots = [(part,) for part in self.parts] if self.form.op is Op.ADASUM else [self.parts]
         return tuple([self.form.call(lot, self, trusted=trusted, text=text) for lot in lots])
 
-    def result(self) -> Any:  # noqa: ANN401  # one array, or a list of them
+    def result(self) -> Any:  # one array, or a list of them
         """The sums."""
         results = [target.finish() for target in self._targets]
         return results if self._many else results[0]
@@ -184,7 +184,7 @@ class Gather(Operation):
             made.append(self.form.call((part,), self, counts=self.counts, trusted=trusted, text=text))
         return tuple(made)
 
-    def result(self) -> Any:  # noqa: ANN401  # one array, or a list of them
+    def result(self) -> Any:  # one array, or a list of them
         """Everybody's rows, in the order of the members."""
         results = [target.finish() for target in self._targets]
         return results if self._many else results[0]

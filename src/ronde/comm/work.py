@@ -47,7 +47,7 @@ class Work:
         self._error: Exception | None = None
         self._result: Any = None
 
-    def wait(self, timeout_s: float | None = None) -> Any:  # noqa: ANN401  # arrays, lists of them, or None
+    def wait(self, timeout_s: float | None = None) -> Any:  # arrays, lists of them, or None
         """The result, or the error it ended in. OperationTimeout when timeout_s is over; the work goes on then.
 
         Without timeout_s it waits as long as an operation may take (the setting operation_s).
@@ -68,7 +68,7 @@ class Work:
         flights = self._flights
         return self._over or (flights is not None and all(flight.done() for flight in flights))
 
-    def result(self) -> Any:  # noqa: ANN401  # as wait()
+    def result(self) -> Any:  # as wait()
         """The result of an operation that is over, without waiting."""
         if not self.done():
             raise ValueError(f"{self.name or 'the operation'} is still under way; wait() for it")

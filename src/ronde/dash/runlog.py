@@ -121,7 +121,7 @@ class RunLog:
         return self._clock() - self._began_s
 
 
-def _allgather(value: Any) -> list[Any]:  # noqa: ANN401  # any value
+def _allgather(value: Any) -> list[Any]:  # any value
     return ronde.objects.allgather(value) if ronde.is_initialized() else [value]
 
 

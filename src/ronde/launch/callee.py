@@ -52,7 +52,7 @@ def _answer(call_fd: int) -> tuple[int, tuple[bytes, bytes]]:
         return _code(error), (pickle.dumps(_trace(error)), _pickle_error(error))
 
 
-def _call(pipe: BinaryIO) -> Any:  # noqa: ANN401  # whatever the function returns
+def _call(pipe: BinaryIO) -> Any:  # whatever the function returns
     _move_in(*pickle.load(pipe))
     fn, args, kwargs = pickle.load(pipe)
     pipe.close()
@@ -128,7 +128,7 @@ def _put_together(kind: type[BaseException], args: tuple[Any, ...]) -> BaseExcep
     return error
 
 
-def _builtin(kind: type[BaseException]) -> Any:  # noqa: ANN401  # mypy allows neither of the two calls
+def _builtin(kind: type[BaseException]) -> Any:  # mypy allows neither of the two calls
     """The exception of Python's own that it is made from: what that needs, it can do with."""
     return next(base for base in kind.__mro__ if base.__module__ == "builtins")
 

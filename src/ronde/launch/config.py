@@ -109,7 +109,7 @@ def _load_yaml(path: str) -> object:
     return found
 
 
-def _find_twice(root: Any) -> str:  # noqa: ANN401  # a node of YAML, or None
+def _find_twice(root: Any) -> str:  # a node of YAML, or None
     """The line and the key, among those of the file and of what they hold: nobody reads deeper."""
     for node in (root, *(value for _, value in _pairs(root))):
         seen = set()
@@ -120,12 +120,12 @@ def _find_twice(root: Any) -> str:  # noqa: ANN401  # a node of YAML, or None
     return ""
 
 
-def _pairs(node: Any) -> list[tuple[Any, Any]]:  # noqa: ANN401  # a node of YAML, or None
+def _pairs(node: Any) -> list[tuple[Any, Any]]:  # a node of YAML, or None
     """Of a mapping; others have none."""
     return node.value if node is not None and node.id == "mapping" else []
 
 
-def _read_key(path: str, name: object, value: object, known: Mapping[str, Option]) -> Any:  # noqa: ANN401  # its kind's
+def _read_key(path: str, name: object, value: object, known: Mapping[str, Option]) -> Any:  # its kind's
     source = f"{path}: {name}"
     if name == "command":
         return _read_command(value, source)
@@ -158,7 +158,7 @@ def _unknown(name: str, known: Sequence[str]) -> str:
     return f"unknown key {name!r}; " + (f"did you mean {near[0]!r}?" if near else "`ronde run --help` shows all flags")
 
 
-def _check(option: Option, value: object, source: str) -> Any:  # noqa: ANN401  # as its kind says
+def _check(option: Option, value: object, source: str) -> Any:  # as its kind says
     """The value of an option as its kind wants it. ValueError begins with the source."""
     return _CHECKS[option.kind](option, value, source)
 
@@ -222,7 +222,7 @@ def _check_many(option: Option, value: object, source: str) -> tuple[str, ...]:
     return tuple(_check_text(option, each, source) for each in values)
 
 
-def _check_setting(option: Option, value: object, source: str) -> Any:  # noqa: ANN401  # the setting's
+def _check_setting(option: Option, value: object, source: str) -> Any:  # the setting's
     return parse_setting(option.name, str(_one(value, source)), source)
 
 

@@ -58,7 +58,7 @@ def run(
     env: Mapping[str, str] | None = None,
     ssh: Ssh | None = None,
     python: str = "",
-    **settings: Any,  # noqa: ANN401  # see Settings
+    **settings: Any,  # see Settings
 ) -> list[T]:
     """Call fn(*args, **kwargs) on `np` ranks, and return what it returned, by rank.
 
@@ -152,7 +152,7 @@ def _read_error(data: bytes) -> tuple[str, BaseException | None]:
         return trace, None
 
 
-def _read_value(rank: int, data: bytes) -> Any:  # noqa: ANN401  # whatever the function returned
+def _read_value(rank: int, data: bytes) -> Any:  # whatever the function returned
     source = BytesIO(data)
     pickle.load(source)
     try:
@@ -175,10 +175,10 @@ def _hosts(given: str | Sequence[Host | str]) -> tuple[Host, ...]:
     return tuple(host for each in given for host in ([each] if isinstance(each, Host) else parse_hosts(each)))
 
 
-def _num_ranks(np: object, hosts: Sequence[Host]) -> int:
+def _num_ranks(np: Any, hosts: Sequence[Host]) -> int:
     """As many as asked for, or as there are slots. Says what is wrong before anything is pickled."""
     try:
-        num_ranks = sum(host.slots for host in hosts) or 1 if np is None else operator.index(np)  # type: ignore[arg-type]
+        num_ranks = sum(host.slots for host in hosts) or 1 if np is None else operator.index(np)
     except TypeError:
         raise TypeError(f"np must be a whole number, got {np!r}") from None
     place(hosts, num_ranks)

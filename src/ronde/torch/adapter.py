@@ -345,7 +345,7 @@ def _hook(parameter: Tensor, call: Ready) -> RemovableHandle:
     """Call this when a gradient has come."""
     trains = parameter.requires_grad
     parameter.requires_grad_(True)  # or PyTorch gives no hook; one that is frozen keeps it for when it trains
-    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)  # type: ignore[no-untyped-call]
+    handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(call)
     parameter.requires_grad_(trains)
     return handle
 

@@ -31,54 +31,54 @@ __all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reduce_scatter"]
 
 def allreduce(group: Group, xs: list[Tensor], how: Reduction, name: str | None) -> list[Tensor]:
     """Differentiable sums."""
-    return list(_Allreduce.apply(group, how, name, *xs))  # type: ignore[no-untyped-call]  # torch has no types here
+    return list(_Allreduce.apply(group, how, name, *xs))
 
 
 def allgather(group: Group, x: Tensor, name: str | None) -> Tensor:
     """Differentiable rows of everybody."""
-    gathered: Tensor = _Allgather.apply(group, name, x)  # type: ignore[no-untyped-call]
+    gathered: Tensor = _Allgather.apply(group, name, x)
     return gathered
 
 
 def broadcast(group: Group, x: Tensor, root: int, name: str | None) -> Tensor:
     """The root's tensor, differentiable."""
-    given: Tensor = _Broadcast.apply(group, root, name, x)  # type: ignore[no-untyped-call]
+    given: Tensor = _Broadcast.apply(group, root, name, x)
     return given
 
 
 def reduce_scatter(group: Group, x: Tensor, how: Reduction, name: str | None) -> Tensor:
     """My rows of the sum, differentiable."""
-    rows: Tensor = _ReduceScatter.apply(group, how, name, x)  # type: ignore[no-untyped-call]
+    rows: Tensor = _ReduceScatter.apply(group, how, name, x)
     return rows
 
 
-def alltoall(group: Group, x: Tensor, splits: Any, name: str | None) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+def alltoall(group: Group, x: Tensor, splits: Any, name: str | None) -> tuple[Tensor, Tensor]:
     """Differentiable rows that came, and how many from whom."""
-    rows, received = _Alltoall.apply(group, splits, name, x)  # type: ignore[no-untyped-call]
+    rows, received = _Alltoall.apply(group, splits, name, x)
     return rows, received
 
 
 class _Allreduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Group, how: Reduction, name: str | None, *xs: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, group: Group, how: Reduction, name: str | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.how, ctx.name = group, how, name
         return tuple(transport.allreduce(group, xs, [None] * len(xs), how, name=name, wait=True))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         _must_be_linear("allreduce", ctx.how)
         return None, None, None, *allreduce(ctx.group, list(grads), ctx.how, _back(ctx.name))
 
 
 class _Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Group, name: str | None, x: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, group: Group, name: str | None, x: Tensor) -> Tensor:
         ctx.group, ctx.name, ctx.shape = group, name, x.shape
         gathered: Tensor = transport.allgather(group, [x], name=name, wait=True)[0]
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         group, name = ctx.group, _back(ctx.name)
         rows_name = f"{name}.rows" if name else None
         mine = torch.tensor([ctx.shape[0] if ctx.shape else 1])
@@ -93,40 +93,40 @@ class _Allgather(torch.autograd.Function):
 
 class _Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Group, root: int, name: str | None, x: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, group: Group, root: int, name: str | None, x: Tensor) -> Tensor:
         ctx.group, ctx.root, ctx.name = group, root, name
         given: Tensor = transport.broadcast(group, [x], [None], root, name=name, wait=True)[0]
         return given
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
-        return None, None, None, _Reduce.apply(ctx.group, ctx.root, _back(ctx.name), grad)  # type: ignore[no-untyped-call]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return None, None, None, _Reduce.apply(ctx.group, ctx.root, _back(ctx.name), grad)
 
 
 class _Reduce(torch.autograd.Function):
     """The sum on the root, zeros elsewhere. Every member is in the graph: all take part in the broadcast back."""
 
     @staticmethod
-    def forward(ctx: Any, group: Group, root: int, name: str | None, x: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, group: Group, root: int, name: str | None, x: Tensor) -> Tensor:
         ctx.group, ctx.root, ctx.name = group, root, name
         total: Tensor = transport.allreduce(group, [x], [None], Reduction(), name=name, wait=True)[0]
         is_root = group.rank is not None and group.ranks[group.rank] == root
         return total if is_root else torch.zeros_like(total)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         return None, None, None, broadcast(ctx.group, grad, ctx.root, _back(ctx.name))
 
 
 class _ReduceScatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Group, how: Reduction, name: str | None, x: Tensor) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, group: Group, how: Reduction, name: str | None, x: Tensor) -> Tensor:
         ctx.group, ctx.how, ctx.name = group, how, name
         rows: Tensor = transport.reduce_scatter(group, [x], how, name=name, wait=True)[0]
         return rows
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
         how = ctx.how
         _must_be_linear("reduce_scatter", how)
         factor = how.prescale * how.postscale / (ctx.group.size if parse_op(how.op) is Op.MEAN else 1)
@@ -135,14 +135,14 @@ class _ReduceScatter(torch.autograd.Function):
 
 class _Alltoall(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: Group, splits: Any, name: str | None, x: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ANN401
+    def forward(ctx: Any, group: Group, splits: Any, name: str | None, x: Tensor) -> tuple[Tensor, Tensor]:
         rows, received = transport.alltoall(group, x, splits, name=name, wait=True)
         ctx.mark_non_differentiable(received)
         ctx.group, ctx.name, ctx.num_rows, ctx.received = group, name, x.shape[0], received.tolist()
         return rows, received
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:  # noqa: ANN401
+    def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
         mine, _ = alltoall(ctx.group, grad, ctx.received, _back(ctx.name))
         unsent = ctx.num_rows - mine.shape[0]  # rows that no split asked for
         if unsent:

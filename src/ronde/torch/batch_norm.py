@@ -54,7 +54,7 @@ class SyncBatchNorm(_BatchNorm):
         if group.size == 1:
             tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
             return nn.functional.batch_norm(x, *tracked, self.weight, self.bias, True, momentum, self.eps)
-        y, mean, variance, count = _Normalise.apply(x, self.weight, self.bias, self.eps, group)  # type: ignore[no-untyped-call]
+        y, mean, variance, count = _Normalise.apply(x, self.weight, self.bias, self.eps, group)
         self._remember(mean, variance, count, momentum)
         normalised: Tensor = y
         return normalised
@@ -114,7 +114,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
@@ -133,7 +133,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd, count = ctx.saved_tensors
         dims = [dim for dim in range(x.dim()) if dim != 1]
         dy, xmu = dy.to(mean.dtype), x.to(mean.dtype) - _wide(mean, x)

@@ -42,7 +42,7 @@ class Stateful(Protocol):
     def state_dict(self) -> Mapping[str, Any]:
         """What has to be kept."""
 
-    def load_state_dict(self, state: Any, /) -> Any:  # noqa: ANN401  # each class has its own idea of it
+    def load_state_dict(self, state: Any, /) -> Any:  # each class has its own idea of it
         """Go on from there."""
 
 

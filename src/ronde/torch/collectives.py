@@ -32,13 +32,13 @@ def allreduce(
     x: Tensor | Sequence[Tensor],
     *,
     op: str | Op = "sum",
-    out: Any = None,  # noqa: ANN401  # a tensor, or a list of them as x is
+    out: Any = None,  # a tensor, or a list of them as x is
     group: Group | None = None,
     name: str | None = None,
     prescale: float = 1.0,
     postscale: float = 1.0,
     wait: bool = True,
-) -> Any:  # noqa: ANN401  # a tensor, a list of them, or a TensorWork
+) -> Any:  # a tensor, a list of them, or a TensorWork
     """postscale * op(prescale * x) over all members, in a new tensor or in `out` (which may be x itself).
 
     op is sum, mean, min, max, product or adasum; sum and mean have gradients. Sparse tensors are summed or averaged by
@@ -60,7 +60,7 @@ def allreduce(
 
 def allgather(
     x: Tensor | Sequence[Tensor], *, group: Group | None = None, name: str | None = None, wait: bool = True
-) -> Any:  # noqa: ANN401
+) -> Any:
     """The members' tensors, one after the other along the first dimension, in which they may differ.
 
     A scalar counts as one row.
@@ -77,11 +77,11 @@ def broadcast(
     x: Tensor | Sequence[Tensor],
     *,
     root: int = 0,
-    out: Any = None,  # noqa: ANN401
+    out: Any = None,
     group: Group | None = None,
     name: str | None = None,
     wait: bool = True,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """The root's tensor for everybody, in a new tensor or in `out`. root is a rank of the job.
 
     For a gradient the others' tensors, which only say shape and dtype, have to require one as the root's does.
@@ -105,7 +105,7 @@ def reduce_scatter(
     prescale: float = 1.0,
     postscale: float = 1.0,
     wait: bool = True,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """My rows of the sum: the first dimension is shared out, the first members get one row more if need be."""
     members, how = group_or_world(group), Reduction(op, prescale, postscale)
     xs, many = _listed(x, "reduce_scatter")
@@ -119,11 +119,11 @@ def reduce_scatter(
 def alltoall(
     x: Tensor,
     *,
-    splits: Any = None,  # noqa: ANN401  # whole numbers: a sequence, an array or a tensor
+    splits: Any = None,  # whole numbers: a sequence, an array or a tensor
     group: Group | None = None,
     name: str | None = None,
     wait: bool = True,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """splits[i] of my rows go to member i (default: equal shares). The rows that came, and how many from each."""
     members = group_or_world(group)
     if wait and isinstance(x, Tensor) and _wants_gradient([x]):
@@ -140,7 +140,7 @@ def _listed(x: Tensor | Sequence[Tensor], what: str) -> tuple[list[Tensor], bool
     return [x], False  # type: ignore[list-item]  # what is no tensor is refused where it is read
 
 
-def _outs(out: Any, xs: list[Tensor], many: bool, what: str) -> list[Tensor | None]:  # noqa: ANN401
+def _outs(out: Any, xs: list[Tensor], many: bool, what: str) -> list[Tensor | None]:
     if out is None:
         return [None] * len(xs)
     if many and (not isinstance(out, list | tuple) or len(out) != len(xs)):
@@ -157,7 +157,7 @@ def _wants_gradient(xs: list[Tensor]) -> bool:
     return torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in xs])
 
 
-def _one_or_all(outcome: Any, many: bool) -> Any:  # noqa: ANN401
+def _one_or_all(outcome: Any, many: bool) -> Any:
     """A list for a list, one tensor for one; the same for what is under way."""
     if many:
         return outcome

@@ -87,7 +87,7 @@ class Gradients:
         for group, named in idle:
             self._place(group, named)
 
-    def average_loss(self, loss: Any) -> Any:  # noqa: ANN401  # a tensor, a number, or None
+    def average_loss(self, loss: Any) -> Any:  # a tensor, a number, or None
         """What a closure returned, combined among ranks: an optimizer that looks at it must not decide differently."""
         group: Group = self._group or current().group
         if loss is None or not group.included or group.size == 1:

@@ -33,7 +33,7 @@ def DistributedOptimizer(
     codec: str | Codec | None = None,
     bucket_mb: float | None = None,
     group: Group | None = None,
-    **settings: Any,  # noqa: ANN401  # see GradientSettings
+    **settings: Any,  # see GradientSettings
 ) -> Distributed:
     """The same optimizer, made to average gradients over all ranks (or over `group`) in every backward().
 
@@ -129,7 +129,7 @@ class Distributed(Optimizer):
         if self._gradients is not None:
             self._gradients.close()
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  # as object's
+    def __reduce_ex__(self, protocol: Any) -> Any:  # as object's
         """Copies are optimizers of the class it had before."""
         return _empty, (type(self).__mro__[2],), self.__getstate__()
 
@@ -140,7 +140,7 @@ def _empty(plain: type[Optimizer]) -> Optimizer:
 
 
 @cache
-def _distributed(plain: Any) -> type[Optimizer]:  # noqa: ANN401  # a class
+def _distributed(plain: Any) -> type[Optimizer]:  # a class
     """A subclass of the same name."""
     return type(plain.__name__, (Distributed, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__})
 
@@ -164,7 +164,7 @@ class _Before:
         return None
 
     def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def combined() -> Any:  # noqa: ANN401  # whatever the closure returns
+        def combined() -> Any:  # whatever the closure returns
             loss = closure()
             self._gradients.passes.synchronize()
             return self._gradients.average_loss(loss)

@@ -39,12 +39,12 @@ def broadcast_parameters(params: Named, root: int = 0, *, group: Group | None = 
     _broadcast_all(members, tensors, root)
 
 
-def broadcast_object(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # noqa: ANN401  # any object
+def broadcast_object(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # any object
     """The root's object for everybody; what the others pass is ignored."""
     return objects.broadcast(obj, root, group=group)
 
 
-def allgather_object(obj: Any, *, group: Group | None = None) -> list[Any]:  # noqa: ANN401
+def allgather_object(obj: Any, *, group: Group | None = None) -> list[Any]:
     """Everybody's objects, in the order of the members."""
     return objects.allgather(obj, group=group)
 
@@ -194,7 +194,7 @@ class _Outline:
         return state, options
 
 
-def _emptied(value: Any, param: Tensor | None, sent: list[Tensor]) -> Any:  # noqa: ANN401  # any state
+def _emptied(value: Any, param: Tensor | None, sent: list[Tensor]) -> Any:  # any state
     """The value with slots in place of its tensors, which go to `sent`."""
     if isinstance(value, Tensor):
         sent.append(value)
@@ -209,7 +209,7 @@ def _emptied(value: Any, param: Tensor | None, sent: list[Tensor]) -> Any:  # no
     return value
 
 
-def _filled(value: Any, param: Tensor | None, mine: Any, arrived: list[Tensor]) -> Any:  # noqa: ANN401
+def _filled(value: Any, param: Tensor | None, mine: Any, arrived: list[Tensor]) -> Any:
     """The value with tensors in place of its slots; `mine` is what this rank has there now."""
     if isinstance(value, _Slot):
         fits = isinstance(mine, Tensor) and tuple(mine.shape) == value.shape and mine.dtype is value.dtype

@@ -159,7 +159,7 @@ SOURCES = (
 def _batch_size(loader: object) -> int:
     """Samples per batch of a DataLoader."""
     if getattr(loader, "batch_size", None) is not None:
-        size = loader.batch_size  # type: ignore[attr-defined]
+        size = loader.batch_size  # type: ignore[attr-defined]  # just seen
     else:
         batches = getattr(loader, "batch_sampler", None)
         size = 1 if batches is None and hasattr(loader, "batch_sampler") else getattr(batches, "batch_size", None)

@@ -20,7 +20,7 @@ from ronde.types import Op, parse_op
 __all__ = ["allreduce_sparse"]
 
 
-def allreduce_sparse(group: Group, x: Tensor, how: Reduction, *, name: str | None, wait: bool) -> Any:  # noqa: ANN401
+def allreduce_sparse(group: Group, x: Tensor, how: Reduction, *, name: str | None, wait: bool) -> Any:
     """The sum or mean of sparse tensors of one shape, coalesced; with wait=False its TensorWork."""
     op = parse_op(how.op)
     if op not in (Op.SUM, Op.MEAN):

@@ -120,7 +120,7 @@ class TensorWork:
         self._result: Any = None
         self._lock = threading.Lock()
 
-    def wait(self, timeout_s: float | None = None) -> Any:  # noqa: ANN401  # a tensor, a list of them, or a pair
+    def wait(self, timeout_s: float | None = None) -> Any:  # a tensor, a list of them, or a pair
         """The result, or the error it ended in; any number of times, from any thread."""
         deadline = None if timeout_s is None else Deadline(timeout_s)
         results = [work.wait(None if deadline is None else deadline.left_s) for work in self._works]
@@ -134,7 +134,7 @@ class TensorWork:
         """Whether wait() would return at once."""
         return all(work.done() for work in self._works)
 
-    def result(self) -> Any:  # noqa: ANN401  # as wait()
+    def result(self) -> Any:  # as wait()
         """The result of an operation that is over, without waiting."""
         if not self.done():
             raise ValueError(f"{self.name or 'the operation'} is still under way; wait() for it")

@@ -26,7 +26,9 @@ class Reduction(NamedTuple):
     postscale: float = 1.0
 
 
-def allreduce_one(group: Group, x: Tensor, out: Tensor | None, how: Reduction, *, name: str | None, wait: bool) -> Any:  # noqa: ANN401  # a tensor, or its TensorWork
+def allreduce_one(
+    group: Group, x: Tensor, out: Tensor | None, how: Reduction, *, name: str | None, wait: bool
+) -> Any:  # a tensor, or its TensorWork
     """The sum of one tensor: the most frequent case, the short way."""
     given = as_array(x, "allreduce")
     landing = Landing(out, x, given, "allreduce")
@@ -41,7 +43,7 @@ def allreduce_one(group: Group, x: Tensor, out: Tensor | None, how: Reduction, *
 
 def allreduce(
     group: Group, xs: Sequence[Tensor], outs: Sequence[Tensor | None], how: Reduction, *, name: str | None, wait: bool
-) -> Any:  # noqa: ANN401  # a list of tensors, or its TensorWork
+) -> Any:  # a list of tensors, or its TensorWork
     """The sums of some tensors as a list. Those of one dtype travel as a unit; each dtype is a unit of its own."""
     given = [as_array(x, "allreduce") for x in xs]
     landings = [Landing(out, x, array, "allreduce") for out, x, array in zip(outs, xs, given, strict=True)]
@@ -76,7 +78,7 @@ def _units(xs: Sequence[Tensor]) -> dict[str, list[int]]:
     return units
 
 
-def allgather(group: Group, xs: Sequence[Tensor], *, name: str | None, wait: bool) -> Any:  # noqa: ANN401
+def allgather(group: Group, xs: Sequence[Tensor], *, name: str | None, wait: bool) -> Any:
     """Everybody's rows of some tensors, as a list."""
 
     def start(index: int, name: str | None) -> tuple[Any, Callable[[Given], Tensor]]:
@@ -89,7 +91,7 @@ def allgather(group: Group, xs: Sequence[Tensor], *, name: str | None, wait: boo
 
 def broadcast(
     group: Group, xs: Sequence[Tensor], outs: Sequence[Tensor | None], root: int, *, name: str | None, wait: bool
-) -> Any:  # noqa: ANN401
+) -> Any:
     """The root's tensors for everybody, as a list."""
 
     def start(index: int, name: str | None) -> tuple[Any, Callable[[Given], Tensor]]:
@@ -100,7 +102,7 @@ def broadcast(
     return _each(len(xs), start, name, wait)
 
 
-def reduce_scatter(group: Group, xs: Sequence[Tensor], how: Reduction, *, name: str | None, wait: bool) -> Any:  # noqa: ANN401
+def reduce_scatter(group: Group, xs: Sequence[Tensor], how: Reduction, *, name: str | None, wait: bool) -> Any:
     """My rows of the sums of some tensors, as a list."""
 
     def start(index: int, name: str | None) -> tuple[Any, Callable[[Given], Tensor]]:
@@ -111,7 +113,7 @@ def reduce_scatter(group: Group, xs: Sequence[Tensor], how: Reduction, *, name: 
     return _each(len(xs), start, name, wait)
 
 
-def alltoall(group: Group, x: Tensor, splits: Any, *, name: str | None, wait: bool) -> Any:  # noqa: ANN401
+def alltoall(group: Group, x: Tensor, splits: Any, *, name: str | None, wait: bool) -> Any:
     """The rows that came, and how many from each member (int64)."""
     if isinstance(splits, Tensor):
         splits = splits.tolist()
@@ -130,7 +132,7 @@ def _each(
     start: Callable[[int, str | None], tuple[Any, Callable[[Given], Tensor]]],
     name: str | None,
     wait: bool,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """One operation per tensor. start() gives what ronde returned, and what makes a tensor of its result."""
     started = [start(index, f"{name}.{index}" if name and count > 1 else name) for index in range(count)]
     finishes = [finish for _, finish in started]
@@ -141,6 +143,6 @@ def _each(
     return _ended([outcome for outcome, _ in started], finish_all, name, wait)
 
 
-def _ended(outcomes: list[Any], finish: Callable[[list[Any]], Any], name: str | None, wait: bool) -> Any:  # noqa: ANN401
+def _ended(outcomes: list[Any], finish: Callable[[list[Any]], Any], name: str | None, wait: bool) -> Any:
     """Results right away, or the handle of what is under way."""
     return finish(outcomes) if wait else TensorWork(outcomes, finish, name)

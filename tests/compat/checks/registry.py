@@ -32,7 +32,7 @@ def raises(kind: type[BaseException], words: str = "") -> Iterator[None]:
         raise AssertionError(f"nothing was raised; {kind.__name__} was expected")
 
 
-def same(one: Any, other: Any) -> None:  # noqa: ANN401  # tensors, or lists of them
+def same(one: Any, other: Any) -> None:  # tensors, or lists of them
     """Number by number, and of the same dtype."""
     if isinstance(one, Tensor):
         torch.testing.assert_close(one, other)

@@ -39,7 +39,7 @@ def mine(x: Tensor) -> Tensor:
 
 
 def backward(net: nn.Module, x: Tensor, y: Tensor) -> None:
-    nn.functional.mse_loss(net(x), y).backward()  # type: ignore[no-untyped-call]
+    nn.functional.mse_loss(net(x), y).backward()
 
 
 def sgd(net: nn.Module, rate: float = 0.1) -> torch.optim.SGD:
@@ -57,7 +57,7 @@ def alone(rate: float = 0.1) -> list[Tensor]:
     return list(net.parameters())
 
 
-def together(rate: float = 0.1, **options: Any) -> list[Tensor]:  # noqa: ANN401  # of DistributedOptimizer
+def together(rate: float = 0.1, **options: Any) -> list[Tensor]:  # of DistributedOptimizer
     """What all come to with their shares."""
     net = model()
     groups = options.pop("groups_of", None)
@@ -107,7 +107,7 @@ class Halves(Compressor):
         return (tensor / 2).float(), (tensor.dtype, tensor.shape)
 
     @staticmethod
-    def decompress(tensor: Tensor, ctx: Any) -> Tensor:  # noqa: ANN401
+    def decompress(tensor: Tensor, ctx: Any) -> Tensor:
         dtype, shape = ctx
         assert tensor.shape == shape
         return tensor.to(dtype) * 2
@@ -183,9 +183,9 @@ def a_parameter_that_only_some_use_is_averaged_with_zeros() -> None:
     optimizer = hvd.DistributedOptimizer(sgd(net))
     first, _, last, _ = net.parameters()
     if hvd.rank() == 0:
-        first.sum().backward()  # type: ignore[no-untyped-call]
+        first.sum().backward()
     else:
-        last.sum().backward()  # type: ignore[no-untyped-call]
+        last.sum().backward()
     optimizer.synchronize()
     for weight in (first, last):
         assert weight.grad is not None

@@ -35,7 +35,7 @@ def on(*jobs: str) -> Callable[[Callable[[], Any]], Callable[[], Any]]:
     return add
 
 
-def perceptron(dtype: torch.dtype = torch.float64) -> Any:  # noqa: ANN401  # its layers are not just modules
+def perceptron(dtype: torch.dtype = torch.float64) -> Any:  # its layers are not just modules
     """The same small model on every rank; its middle is large enough for a hook of its own."""
     torch.manual_seed(3)
     return nn.Sequential(nn.Linear(10, 100), nn.Tanh(), nn.Linear(100, 90), nn.Tanh(), nn.Linear(90, 3)).to(dtype)
@@ -56,12 +56,12 @@ def mine(x: Tensor) -> Tensor:
     return x[ronde.rank() * share : (ronde.rank() + 1) * share]
 
 
-def loss_of(model: Any, x: Tensor, y: Tensor) -> Any:  # noqa: ANN401  # backward() has no types
+def loss_of(model: Any, x: Tensor, y: Tensor) -> Any:  # backward() has no types
     """The mean of squares."""
     return nn.functional.mse_loss(model(x), y)
 
 
-def twin(model: nn.Module) -> Any:  # noqa: ANN401  # of the model's class
+def twin(model: nn.Module) -> Any:  # of the model's class
     """The same model, which learns from the whole batch by itself."""
     return copy.deepcopy(model)
 

@@ -94,7 +94,9 @@ def lbfgs_calls_its_closure_equally_often_on_all_ranks() -> None:
         x, y = batch(0)
         calls = [0, 0]
 
-        def closure(index: int, own: Optimizer, net: nn.Module, x: Tensor, y: Tensor, calls: list[int] = calls) -> Any:  # noqa: ANN401  # backward() has no types
+        def closure(
+            index: int, own: Optimizer, net: nn.Module, x: Tensor, y: Tensor, calls: list[int] = calls
+        ) -> Any:  # backward() has no types
             calls[index] += 1
             own.zero_grad()
             loss = loss_of(net, x, y)

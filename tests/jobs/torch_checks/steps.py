@@ -69,7 +69,7 @@ class Whole(nn.Module):
             x = self._again(part, x)
         return x
 
-    def _again(self, part: Any, x: Tensor) -> Tensor:  # noqa: ANN401  # anything that can be called
+    def _again(self, part: Any, x: Tensor) -> Tensor:  # anything that can be called
         result: Tensor = checkpoint(part, x, use_reentrant=True)
         return result
 
@@ -150,7 +150,7 @@ def a_whole_step_may_be_compiled() -> None:
         optimizer = DistributedOptimizer(sgd(model), passes=passes)
         reference = sgd(alone)
 
-        def train(x: Tensor, y: Tensor, own: Any = optimizer, net: Any = model, passes: int = passes) -> None:  # noqa: ANN401
+        def train(x: Tensor, y: Tensor, own: Any = optimizer, net: Any = model, passes: int = passes) -> None:
             own.zero_grad()
             for _ in range(passes):
                 loss_of(net, x, y).backward()

@@ -62,7 +62,7 @@ def curve(
     return {"losses": losses, "weights": hashlib.sha256(weights).hexdigest()}
 
 
-def twice(**settings: Any) -> dict[str, Any]:  # noqa: ANN401  # of curve()
+def twice(**settings: Any) -> dict[str, Any]:  # of curve()
     """The second time it is the same, bit by bit."""
     first, second = curve(**settings), curve(**settings)
     assert first == second

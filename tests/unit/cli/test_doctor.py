@@ -45,7 +45,7 @@ GOOD = Facts(
 FAST = Speed(0.00005, 1.1 * GB, 1.2 * GB, 0.0001)
 
 
-def host(name: str = "a", **changes: Any) -> HostReport:  # noqa: ANN401
+def host(name: str = "a", **changes: Any) -> HostReport:
     return HostReport(name, msgspec.structs.replace(GOOD, **changes))
 
 

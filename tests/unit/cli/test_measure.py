@@ -27,7 +27,7 @@ class FakeCrew:
         self.fails_at = fails_at
         self.closed = False
 
-    def ask(self, doing: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # noqa: ANN401  # as Crew
+    def ask(self, doing: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # as Crew
         story.append((self.name, command))
         if command["do"] == self.fails_at:
             raise CrewFailed(f"{self.name}: rank 1 ended while {doing}")

@@ -22,7 +22,7 @@ class FakeCrew:
         self.digests = digests or (7, 7)
         self.story: list[dict[str, Any]] = []
 
-    def ask(self, doing: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # noqa: ANN401  # as Crew
+    def ask(self, doing: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # as Crew
         self.story.append(command)
         match command["do"]:
             case "prepare":

@@ -22,7 +22,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
 WITHOUT_TRAFFIC = ["alone", "apart", "lockstep"]
 
 
-def names(*arguments: Any) -> list[str]:  # noqa: ANN401  # those of find_kits
+def names(*arguments: Any) -> list[str]:  # those of find_kits
     return [kit.name for kit in find_kits(*arguments).kits]
 
 

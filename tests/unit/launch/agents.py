@@ -23,7 +23,9 @@ def python(text: str) -> tuple[str, ...]:
     return (sys.executable, "-S", "-c", text)
 
 
-def order(argv: tuple[str, ...], rank: int = 0, *, env: Mapping[str, str] | None = None, **more: Any) -> RankOrder:  # noqa: ANN401  # the fields of RankOrder
+def order(
+    argv: tuple[str, ...], rank: int = 0, *, env: Mapping[str, str] | None = None, **more: Any
+) -> RankOrder:  # the fields of RankOrder
     return RankOrder(rank, argv, {**os.environ, **(env or {})}, **{"cwd": str(Path.cwd()), **more})
 
 

@@ -90,7 +90,7 @@ def test_a_result_that_cannot_be_made_here_is_named() -> None:
         (LOCK.acquire, (), "cannot be sent to other processes"),
     ],
 )
-def test_what_cannot_be_called_elsewhere_is_the_callers_mistake(fn: Any, args: Any, words: str) -> None:  # noqa: ANN401
+def test_what_cannot_be_called_elsewhere_is_the_callers_mistake(fn: Any, args: Any, words: str) -> None:
     with pytest.raises(TypeError) as caught:
         pack_call(fn, args, {})
     assert words in str(caught.value)
@@ -158,7 +158,7 @@ class Lacking(ImportError):
 class Closed(Exception):
     """One that does not want to be pickled."""
 
-    def __reduce__(self) -> Any:  # noqa: ANN401
+    def __reduce__(self) -> Any:
         raise TypeError("no")
 
 

@@ -56,7 +56,7 @@ def test_a_pass_inside_of_a_function_is_nested_and_may_ask_for_the_end_of_the_on
     def end() -> None:
         seen.append((autograd.nested(ask), x.grad is not None))
 
-    def compute(x: torch.Tensor, depth: int) -> Any:  # noqa: ANN401  # a tensor; checkpoint() has no types
+    def compute(x: torch.Tensor, depth: int) -> Any:  # a tensor; checkpoint() has no types
         return x * weight if depth == 0 else checkpoint(compute, x, depth - 1, use_reentrant=reentrant)
 
     hook: Any = weight.register_post_accumulate_grad_hook
@@ -79,7 +79,7 @@ def test_the_pass_around_it_is_asked_once() -> None:
         loss.sum().backward()
     assert calls == [True, "goes on"] * 3
     handle.remove()
-    (x * 2).sum().backward()  # type: ignore[no-untyped-call]
+    (x * 2).sum().backward()
     assert len(calls) == 6
 
 

@@ -34,7 +34,7 @@ def in_one_process(options: dict[str, Any], batches: list[Tensor]) -> tuple[nn.M
     return layer, [y.detach() for y in outputs], [x.grad for x in inputs if x.grad is not None]
 
 
-def _tilted(layer: Any) -> Any:  # noqa: ANN401
+def _tilted(layer: Any) -> Any:
     if layer.affine:
         with torch.no_grad():
             layer.weight.copy_(torch.tensor([1.0, 2.0, -0.5]))

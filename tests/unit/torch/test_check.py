@@ -15,7 +15,7 @@ from ronde.torch.check import SyncCheck, check_in_sync
 from tests.conformance.ranks import run_threads
 
 
-def same_model() -> Any:  # noqa: ANN401
+def same_model() -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         layers = (nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Linear(8, 4).bfloat16(), nn.Linear(300, 300))

@@ -28,7 +28,7 @@ MODELS = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)]
 class Run:
     """All that a training run consists of."""
 
-    def __init__(self, world: World, path: object, **options: Any) -> None:  # noqa: ANN401
+    def __init__(self, world: World, path: object, **options: Any) -> None:
         self.model = copy.deepcopy(MODELS[world.rank])
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.scheduler = warmup(self.optimizer, 10, start=0.1)

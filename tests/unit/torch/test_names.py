@@ -58,7 +58,7 @@ def test_no_name_is_used_twice_in_one_optimizer() -> None:
 @pytest.mark.parametrize(
     ("given", "got"), [(nn.Linear(2, 3), "Linear"), (nn.Sequential(nn.Tanh()), "Tanh"), (3, "int"), ("weight", "w")]
 )
-def test_what_gives_no_pairs_is_told(given: Any, got: str) -> None:  # noqa: ANN401  # what must not be
+def test_what_gives_no_pairs_is_told(given: Any, got: str) -> None:  # what must not be
     with pytest.raises(
         TypeError, match=rf"rank 1: named_parameters must be .*model\.named_parameters\(\).* got {got}$"
     ):

@@ -100,7 +100,7 @@ def test_objects_go_around() -> None:
     run_threads(2, body)
 
 
-def _lbfgs(parameters: Any) -> torch.optim.Optimizer:  # noqa: ANN401
+def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(parameters, max_iter=3)
 
 

@@ -33,7 +33,7 @@ class EagerLoader:
         yield from ahead
 
 
-def loader_of(sampler: ShardedSampler, **options: Any) -> DataLoader[Any]:  # noqa: ANN401
+def loader_of(sampler: ShardedSampler, **options: Any) -> DataLoader[Any]:
     return DataLoader(TensorDataset(torch.arange(sampler.length)), sampler=sampler, **options)
 
 

@@ -41,7 +41,7 @@ app = typer.Typer(
 )
 
 
-def _option(metavar: str, words: str, *flags: str, least: int | None = None) -> Any:  # noqa: ANN401  # typer's own
+def _option(metavar: str, words: str, *flags: str, least: int | None = None) -> Any:  # typer's own
     return typer.Option(*flags, metavar=metavar, help=words, min=least)
 
 

@@ -99,7 +99,7 @@ class Crew:
             self.close()
             raise
 
-    def ask(self, doing: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # noqa: ANN401  # JSON
+    def ask(self, doing: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # JSON
         """Give all ranks one command and wait for all answers, in the order of the ranks."""
         line = json.dumps(command).encode() + b"\n"
         for pipes in self._pipes:

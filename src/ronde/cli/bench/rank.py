@@ -120,7 +120,7 @@ class Gloo:
 
         torch.set_num_threads(1)
         # Public in its documentation, private to the type checker.
-        store = distributed.FileStore(str(directory / "gloo"), size)  # type: ignore[attr-defined]
+        store = distributed.FileStore(str(directory / "gloo"), size)  # type: ignore[attr-defined]  # PyTorch's types lack it
         distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_S)
         )

@@ -119,7 +119,7 @@ class Ddp:
         from torch import distributed
 
         # Public in its documentation, private to the type checker.
-        store = distributed.FileStore(str(directory / "gloo"), size)  # type: ignore[attr-defined]
+        store = distributed.FileStore(str(directory / "gloo"), size)  # type: ignore[attr-defined]  # PyTorch's types lack it
         distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_S)
         )
@@ -153,7 +153,9 @@ class Ddp:
 class Training:
     """A network under training: always the same batch, one step after the other."""
 
-    def __init__(self, model: Any, batch: int, trainer: Trainer, settings: Settings) -> None:  # noqa: ANN401  # a Model, of a file loaded by its path
+    def __init__(
+        self, model: Any, batch: int, trainer: Trainer, settings: Settings
+    ) -> None:  # a Model, of a file loaded by its path
         import torch
 
         torch.manual_seed(0)
@@ -222,7 +224,7 @@ def kilobytes(path: Path, fields: Iterable[str]) -> int:
 class Desk:
     """Carries out one command after the other."""
 
-    def __init__(self, trainer: Trainer, models: Any) -> None:  # noqa: ANN401  # name → Model
+    def __init__(self, trainer: Trainer, models: Any) -> None:  # name → Model
         self._trainer = trainer
         self._models = models
         self._training: Training | None = None

@@ -27,7 +27,7 @@ INTERRUPTED_CODE = 130
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
 
 
-def _flag(name: str) -> Any:  # noqa: ANN401  # typer's own
+def _flag(name: str) -> Any:  # typer's own
     """The same as that of `ronde run`."""
     option = next(option for option in options() if option.name == name)
     return typer.Option(*option.flags, option.flag, help=option.help, metavar=option.metavar)

@@ -44,7 +44,7 @@ def parse_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
 class _Once(argparse.Action):
     """Of two values, one would be lost."""
 
-    def __call__(self, parser: argparse.ArgumentParser, found: argparse.Namespace, value: Any, *_: Any) -> None:  # noqa: ANN401
+    def __call__(self, parser: argparse.ArgumentParser, found: argparse.Namespace, value: Any, *_: Any) -> None:
         before = getattr(found, self.dest)
         if before is not None:
             raise argparse.ArgumentError(self, f"given twice, as {before!r} and {value!r}")

@@ -28,7 +28,7 @@ def standard_options(target: Target, environ: Mapping[str, str]) -> PrintOptions
     return PrintOptions(place=place, color=color)
 
 
-def _binary(stream: Any) -> BinaryIO:  # noqa: ANN401  # a text stream, perhaps a notebook's; None, when it is closed
+def _binary(stream: Any) -> BinaryIO:  # a text stream, perhaps a notebook's; None, when it is closed
     if stream is not None:
         stream.flush()  # what was printed before comes before
     return cast("BinaryIO", getattr(stream, "buffer", None) or _TextSink(stream))
@@ -44,7 +44,7 @@ def _is_file(file: BinaryIO) -> bool:
 class _TextSink(RawIOBase):
     """Takes bytes for a stream that takes text only."""
 
-    def __init__(self, stream: Any) -> None:  # noqa: ANN401
+    def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -52,7 +52,7 @@ class _TextSink(RawIOBase):
         """It is."""
         return True
 
-    def write(self, data: Any) -> int:  # noqa: ANN401  # bytes of any kind
+    def write(self, data: Any) -> int:  # bytes of any kind
         """All of it."""
         if self._stream is not None:
             self._stream.write(self._decoder.decode(bytes(data)))

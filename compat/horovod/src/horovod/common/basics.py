@@ -46,7 +46,7 @@ class HorovodBasics:
 
     # --- beginning and end -----------------------------------------------------------------------------------------
 
-    def init(self, comm: Any = None, process_sets: str | list[ProcessSet] | None = None) -> None:  # noqa: ANN401
+    def init(self, comm: Any = None, process_sets: str | list[ProcessSet] | None = None) -> None:
         """Join the job. `process_sets` is a list of sets to begin with, or "dynamic" to allow them later.
 
         `comm` may be an mpi4py communicator of all ranks; a list of ranks has no effect, as it had none with Gloo.
@@ -201,7 +201,7 @@ class HorovodBasics:
         return book.numbers()
 
 
-def _communicator(comm: Any) -> Any:  # noqa: ANN401  # mpi4py's, if it is one
+def _communicator(comm: Any) -> Any:  # mpi4py's, if it is one
     """The communicator that hvd.init() was given, if so."""
     if comm is None:
         return None

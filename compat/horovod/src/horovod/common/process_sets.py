@@ -26,7 +26,7 @@ class ProcessSet:
     ranks: list[int] | None = None
     mpi_comm: Any = None
 
-    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # noqa: ANN401  # an mpi4py communicator
+    def __init__(self, ranks_or_comm: Iterable[int] | Any) -> None:  # an mpi4py communicator
         if hasattr(ranks_or_comm, "Get_group"):
             self.mpi_comm = ranks_or_comm
             return

@@ -58,7 +58,7 @@ def get_ext_suffix() -> str:
 
 def get_extension_full_path(pkg_path: str, *args: str) -> str:
     """Where a compiled extension would be."""
-    return os.path.join(os.path.dirname(pkg_path), *args[:-1], args[-1] + get_ext_suffix())  # noqa: PTH118, PTH120
+    return os.path.join(os.path.dirname(pkg_path), *args[:-1], args[-1] + get_ext_suffix())  # noqa: PTH118, PTH120  # a text, as its callers expect
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) -> None:
@@ -132,7 +132,7 @@ def env(**kwargs: str | None) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:  # noqa: ANN401
+def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[int | None, bool | None], int]:
     """A function of `op` and the old argument `average` that gives the op which is meant."""
 
     def meant(op: int | None, average: bool | None) -> int:

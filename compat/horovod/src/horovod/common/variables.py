@@ -139,7 +139,7 @@ _MEANING: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
-def _read(name: str, text: str, read: Callable[[str], Any]) -> Any:  # noqa: ANN401  # the setting's type
+def _read(name: str, text: str, read: Callable[[str], Any]) -> Any:  # the setting's type
     try:
         return read(text)
     except ValueError as error:

@@ -16,7 +16,7 @@ __all__ = ["NoteOverride", "make_parser"]
 class NoteOverride(argparse.Action):
     """Stores the value, and that it was given: it wins over the configuration file."""
 
-    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:  # noqa: ANN401
+    def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
         if "const" in kwargs:
             kwargs.setdefault("nargs", 0)
         super().__init__(option_strings, dest, **kwargs)
@@ -25,7 +25,7 @@ class NoteOverride(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: Any,  # noqa: ANN401
+        values: Any,
         option_string: str | None = None,
     ) -> None:
         """Take it down."""
@@ -40,7 +40,7 @@ class _Interfaces(argparse.Action):
         self,
         parser: argparse.ArgumentParser,
         namespace: argparse.Namespace,
-        values: Any,  # noqa: ANN401
+        values: Any,
         option_string: str | None = None,
     ) -> None:
         """Add them."""

@@ -90,7 +90,7 @@ def run(
         raise RuntimeError(f"horovod.run has failed: {type(error).__name__}: {error}") from error
 
 
-def _newer(old_name: str, old: Any, name: str, value: Any) -> Any:  # noqa: ANN401  # of any type
+def _newer(old_name: str, old: Any, name: str, value: Any) -> Any:  # of any type
     if old is None:
         return value
     warnings.warn(f"{old_name} is deprecated; use {name}", DeprecationWarning, stacklevel=3)

@@ -222,7 +222,7 @@ def check_build() -> str:
     return "\n".join(lines)
 
 
-def _say(text: str, file: Any = None) -> None:  # noqa: ANN401  # a text stream
+def _say(text: str, file: Any = None) -> None:  # a text stream
     print(text, file=file or sys.stderr, flush=True)
 
 

@@ -49,7 +49,7 @@ class AdasumOptimizer(Wrapped):
         """Not for this optimizer: its step() is where the processes meet."""
         raise AssertionError("skip_synchronize() cannot be used with op=hvd.Adasum")
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401  # as the closure returns
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # as the closure returns
         """One's own step, then Adasum of all processes' steps."""
         params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
         starts = [param.detach().clone() for param in params]

@@ -64,17 +64,17 @@ def _sparse(model: torch.nn.Module) -> set[Tensor]:
 
 
 def broadcast_object(
-    obj: Any,  # noqa: ANN401
+    obj: Any,
     root_rank: int = 0,
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
-) -> Any:  # noqa: ANN401
+) -> Any:
     """The root's object for everybody; on the root it is the object itself."""
     with translated():
         return ronde.objects.broadcast(obj, root=root_rank, group=running_group(process_set))
 
 
-def allgather_object(obj: Any, name: str | None = None) -> list[Any]:  # noqa: ANN401
+def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Everybody's object, by rank."""
     with translated():
         return ronde.objects.allgather(obj, group=running_group())

@@ -49,15 +49,15 @@ class _How(NamedTuple):
     process_set: ProcessSet
 
 
-def _apply(function: type[Function], *args: Any) -> Any:  # noqa: ANN401  # as the function's forward()
-    return function.apply(*args)  # type: ignore[no-untyped-call]  # torch has no types for it
+def _apply(function: type[Function], *args: Any) -> Any:  # as the function's forward()
+    return function.apply(*args)
 
 
 class HorovodAllreduce(Function):
     """Backward: the same reduction of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, how: _How) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tensor: Tensor, name: str | None, how: _How) -> Tensor:
         """The reduced tensor."""
         ctx.how = how
         handle = operations.allreduce_async(tensor, None, name, how.op, how.prescale, how.postscale, how.process_set)
@@ -65,7 +65,7 @@ class HorovodAllreduce(Function):
         return reduced
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The reduced gradient."""
         return _apply(HorovodAllreduce, grads[0], None, ctx.how), None, None
 
@@ -74,7 +74,7 @@ class HorovodGroupedAllreduce(Function):
     """Backward: the same reduction of the gradients, again as a unit."""
 
     @staticmethod
-    def forward(ctx: Any, name: str | None, how: _How, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, name: str | None, how: _How, *tensors: Tensor) -> tuple[Tensor, ...]:
         """The reduced tensors."""
         ctx.how = how
         handle = operations.grouped_allreduce_async(
@@ -83,7 +83,7 @@ class HorovodGroupedAllreduce(Function):
         return tuple(synchronize(handle))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The reduced gradients."""
         return (None, None, *_apply(HorovodGroupedAllreduce, None, ctx.how, *grads))
 
@@ -92,14 +92,14 @@ class HorovodAllgather(Function):
     """Backward: the average of the gradients, of which I take my own rows."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
         """Everybody's rows."""
         gathered: Tensor = synchronize(operations.allgather_async(tensor, name, process_set))
         ctx.num_rows, ctx.process_set = tensor.shape[0], process_set
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """My rows of the averaged gradient."""
         return _my_rows(grads[0], ctx.num_rows, ctx.process_set), None, None
 
@@ -108,14 +108,14 @@ class HorovodGroupedAllgather(Function):
     """Backward: as of an allgather, for each tensor."""
 
     @staticmethod
-    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Everybody's rows of each."""
         gathered = tuple(synchronize(operations.grouped_allgather_async(tensors, name, process_set)))
         ctx.num_rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
         return gathered
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """My rows of the averaged gradients."""
         rows = [_my_rows(grad, num_rows, ctx.process_set) for grad, num_rows in zip(grads, ctx.num_rows, strict=True)]
         return (None, None, *rows)
@@ -134,14 +134,14 @@ class HorovodBroadcast(Function):
     """Backward: the average of the gradients for the root, zeros for the others."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
         """The root's tensor."""
         ctx.root_rank, ctx.process_set = root_rank, process_set
         received: Tensor = synchronize(operations.broadcast_async(tensor, root_rank, name, process_set))
         return received
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The root's share."""
         averaged = allreduce(grads[0], op=Average, process_set=ctx.process_set)
         mine = averaged if operations._basics.rank() == ctx.root_rank else averaged * 0
@@ -153,7 +153,7 @@ class HorovodAlltoall(Function):
 
     @staticmethod
     def forward(
-        ctx: Any,  # noqa: ANN401
+        ctx: Any,
         tensor: Tensor,
         splits: Sequence[int] | Tensor | None,
         name: str | None,
@@ -166,7 +166,7 @@ class HorovodAlltoall(Function):
         return rows, received
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the rows I sent; rows that were not sent have none."""
         back, _ = _apply(HorovodAlltoall, grads[0], ctx.received, None, ctx.process_set)
         missing = ctx.num_rows - back.shape[0]
@@ -179,7 +179,7 @@ class HorovodReducescatter(Function):
     """Backward: everybody's rows of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, how: _How) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tensor: Tensor, name: str | None, how: _How) -> Tensor:
         """My rows."""
         ctx.how = how
         handle = operations.reducescatter_async(tensor, name, how.op, how.process_set, how.prescale, how.postscale)
@@ -187,7 +187,7 @@ class HorovodReducescatter(Function):
         return rows
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The gradient of the whole."""
         scaled = grads[0] * _scatter_factor(ctx.how)
         return allgather(scaled, process_set=ctx.how.process_set), None, None
@@ -197,7 +197,7 @@ class HorovodGroupedReducescatter(Function):
     """Backward: as of a reducescatter, for each tensor."""
 
     @staticmethod
-    def forward(ctx: Any, name: str | None, how: _How, *tensors: Tensor) -> tuple[Tensor, ...]:  # noqa: ANN401
+    def forward(ctx: Any, name: str | None, how: _How, *tensors: Tensor) -> tuple[Tensor, ...]:
         """My rows of each."""
         ctx.how = how
         handle = operations.grouped_reducescatter_async(
@@ -206,7 +206,7 @@ class HorovodGroupedReducescatter(Function):
         return tuple(synchronize(handle))
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """The gradients of the whole."""
         factor = _scatter_factor(ctx.how)
         return (None, None, *grouped_allgather([grad * factor for grad in grads], process_set=ctx.how.process_set))

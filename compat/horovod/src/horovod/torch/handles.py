@@ -50,7 +50,7 @@ class Handles:
             raise ValueError(f"handle {number} was not created, or was synchronized before")
         return flight.work.done()
 
-    def synchronize(self, number: int) -> Any:  # noqa: ANN401  # a tensor, a list of them, or a pair
+    def synchronize(self, number: int) -> Any:  # a tensor, a list of them, or a pair
         """The result. A number that is not under way gives None, as it does in Horovod."""
         flight = self._flights.pop(number, None)
         if flight is None:

@@ -90,7 +90,7 @@ def _first(results: list[Tensor]) -> Tensor:
     return results[0]
 
 
-def _same(result: Any) -> Any:  # noqa: ANN401  # a tensor, or a list of them
+def _same(result: Any) -> Any:  # a tensor, or a list of them
     return result
 
 
@@ -357,7 +357,7 @@ def poll(handle: int) -> bool:
     return _handles.poll(handle)
 
 
-def synchronize(handle: int) -> Any:  # noqa: ANN401  # a tensor, a list of them, or a pair
+def synchronize(handle: int) -> Any:  # a tensor, a list of them, or a pair
     """The result of an operation that was begun; HorovodInternalError when it failed."""
     return _handles.synchronize(handle)
 

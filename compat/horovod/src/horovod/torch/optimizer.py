@@ -44,7 +44,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
-) -> Any:  # noqa: ANN401  # an optimizer of a class made for it
+) -> Any:  # an optimizer of a class made for it
     """The optimizer, made to average gradients over the processes while backward() runs.
 
     backward_passes_per_step passes are added up before they travel. gradient_predivide_factor splits the averaging
@@ -141,7 +141,7 @@ class HorovodOptimizer(Wrapped, Distributed):
         finally:
             self._should_synchronize = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # noqa: ANN401  # as the closure returns
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # as the closure returns
         """As ever, on combined gradients."""
         if self._should_synchronize and self._synchronized:
             warnings.warn(

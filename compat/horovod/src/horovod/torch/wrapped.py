@@ -38,7 +38,7 @@ class Wrapped(Optimizer):
         """What is in it more than once."""
         return {each for each, count in Counter(lst).items() if count > 1}
 
-    def __reduce_ex__(self, protocol: Any) -> Any:  # noqa: ANN401  # as object's
+    def __reduce_ex__(self, protocol: Any) -> Any:  # as object's
         """For copies and files."""
         return _empty, (self._plain,), self.__getstate__()
 
@@ -48,12 +48,12 @@ def _empty(plain: type[Optimizer]) -> Optimizer:
     return plain.__new__(plain)
 
 
-def class_for(kind: Any, plain: Any) -> Any:  # noqa: ANN401  # classes
+def class_for(kind: Any, plain: Any) -> Any:  # classes
     """A class of this kind over that of an optimizer, with its name, and where Horovod has such classes."""
     return _class(kind, plain)
 
 
 @cache
-def _class(kind: Any, plain: Any) -> Any:  # noqa: ANN401
+def _class(kind: Any, plain: Any) -> Any:
     names = {"__module__": "horovod.torch.optimizer", "__doc__": plain.__doc__, "_plain": plain}
     return type(plain.__name__, (kind, plain), names)
