@@ -13,23 +13,11 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from ronde.net.messages import LEAVING_S
 from ronde.types import Deadline, DType, Kind, Op
 
-__all__ = [
-    "LEAVING_S",
-    "VERDICT_S",
-    "Backend",
-    "Call",
-    "Channel",
-    "ChannelSpec",
-    "Looking",
-    "Outcome",
-    "Part",
-    "Ticket",
-]
+__all__ = ["VERDICT_S", "Backend", "Call", "Channel", "ChannelSpec", "Looking", "Outcome", "Part", "Ticket"]
 
-LEAVING_S = 1.0
-"""Who leaves in good order is missed so much later: others may still be reading the end of what it has finished."""
 VERDICT_S = LEAVING_S + 0.5
 """How long a call that failed waits for the words of the coordinator, which knows how a member ended."""
 

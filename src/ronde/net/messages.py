@@ -16,6 +16,7 @@ from ronde.observe.vitals import Reading
 from ronde.types import Member
 
 __all__ = [
+    "LEAVING_S",
     "Announce",
     "Beat",
     "BeatBack",
@@ -55,6 +56,8 @@ __all__ = [
 
 VERSION = 2
 LIMIT_BYTES = 64 * 1024 * 1024
+LEAVING_S = 1.0
+"""Who leaves in good order is missed so much later: others may still be reading the end of what it has finished."""
 _VERSION_BYTE = bytes([VERSION])
 
 

@@ -111,8 +111,9 @@ def test_help_is_shown_where_the_encoding_lacks_characters(command: str) -> None
 HEAVY = ("numpy", "typer", "rich", "pydantic", "yaml", "cloudpickle", "ronde.cli.bench")
 
 
-def test_reading_a_request_needs_nothing_heavy() -> None:
-    script = "import sys; from ronde.cli.run.command import run; run(['-np', 'x']); print(*sys.modules)"
+@pytest.mark.parametrize("words", ["-np x", "-np 2 true"], ids=["refused", "run"])
+def test_starting_a_job_needs_nothing_heavy(words: str) -> None:
+    script = f"import sys; from ronde.cli.run.command import run; run({words.split()}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
     assert not set(HEAVY) & set(done.stdout.split())
 

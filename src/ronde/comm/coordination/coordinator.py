@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
-from ronde.comm.backend import LEAVING_S
 from ronde.comm.coordination.errands import Errands
 from ronde.comm.coordination.greeting import LIFE, later, never, welcome
 from ronde.comm.coordination.lifelines import Lifelines, Line, Seat
@@ -29,6 +28,7 @@ from ronde.net.control import ControlServer
 from ronde.net.door import Caller, Door
 from ronde.net.keys import JobKey
 from ronde.net.messages import (
+    LEAVING_S,
     Beat,
     BeatBack,
     Bye,

@@ -10,11 +10,11 @@ import threading
 import time
 from collections import deque
 
-from ronde.comm.backend import LEAVING_S
 from ronde.comm.coordination.negotiator import Send
 from ronde.comm.coordination.round import Round, RoundRules
 from ronde.comm.coordination.tracing import Tracing
 from ronde.net.messages import (
+    LEAVING_S,
     Beat,
     BeatBack,
     Bye,
