@@ -129,9 +129,8 @@ def test_both_sides_of_a_cut_link_are_told(per_host: int, moment: str) -> None:
         for rank, ended in ranks.hear_all(everybody, "ended").items():
             other_side = [other for other in everybody if other // per_host != rank // per_host]
             assert ended["error"] == "PeerLost" and ended["peer"] in other_side, (rank, ended)
-            # The kernel gives up each connection in its own time; behind the cut one to the coordinator may be first.
-            reasons = ["its host cannot be reached"] + ["it hosted the coordinator, which is gone"] * (rank >= per_host)
-            assert any(why in ended["text"] for why in reasons), (rank, ended)
+            # Whichever connection the kernel gives up first: of data, or to the coordinator.
+            assert "its host cannot be reached" in ended["text"], (rank, ended)
             assert ended["ended"] - cut_at < HEARTBEAT_S + LATER_S, (rank, ended["ended"] - cut_at)
         for rank, left in ranks.hear_all(everybody, "left").items():
             assert left["leaving_s"] < LEAVING_S, (rank, left)

@@ -45,6 +45,7 @@ from ronde.net.messages import (
     TraceWanted,
     Unknown,
 )
+from ronde.net.sockets import find_error, unreachable
 from ronde.observe.clock import ClockOffset
 from ronde.observe.events import PeerGone, StallReported
 from ronde.observe.recorder import Recorder
@@ -267,6 +268,7 @@ class Engine:
             self._control.send(self._pulse.take(now_ns, self._offset_ns))
 
     def _lifeline_ended(self) -> None:
+        cut_off = unreachable(find_error(self._lifeline))
         self._control.unwatch(self._lifeline)
         self._lifeline = -1
         if not self._goodbye.is_set():
@@ -274,10 +276,11 @@ class Engine:
         if self._goodbye.is_set():  # we have left, or have heard why the round is over
             return
         if self._coordinator_rank >= 0:
-            why = "it hosted the coordinator, which is gone"
+            why = cut_off or "it hosted the coordinator, which is gone"
             self._end(PeerLost(rank=self._recorder.rank, peer=self._coordinator_rank, why=why))
         else:
-            self._end(RoundEnded("the coordinator is gone; look at the output of the launcher"))
+            gone = f"the coordinator is gone ({cut_off})" if cut_off else "the coordinator is gone"
+            self._end(RoundEnded(f"{gone}; look at the output of the launcher"))
 
     def _end(self, error: RondeError) -> None:
         self._presence.end(error)

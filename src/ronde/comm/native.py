@@ -7,7 +7,6 @@ where send and receive are wanted.
 
 from __future__ import annotations
 
-import errno
 import os
 import threading
 from collections import deque
@@ -25,6 +24,7 @@ from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, Sta
 from ronde.net.descriptors import make_memory, receive_descriptor, send_descriptor
 from ronde.net.door import Caller, Connection, Door, knock
 from ronde.net.keys import JobKey
+from ronde.net.sockets import unreachable
 from ronde.settings import Settings
 from ronde.types import Deadline, Topology
 
@@ -272,8 +272,7 @@ class NativeChannel:
                 return self._end
         if blamed < 0:
             return -1, "another member ended the operation"
-        closed = error in (0, errno.ECONNRESET, errno.EPIPE)
-        return blamed, "its connection closed" if closed else f"its host cannot be reached: {os.strerror(error)}"
+        return blamed, unreachable(error) or "its connection closed"
 
 
 class StillWaiting(OperationTimeout):

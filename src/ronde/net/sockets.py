@@ -22,12 +22,14 @@ __all__ = [
     "Place",
     "connect",
     "describe_peer",
+    "find_error",
     "listen_tcp",
     "listen_unix",
     "locate",
     "peer_credentials",
     "peer_uid",
     "tune",
+    "unreachable",
 ]
 
 Place: TypeAlias = "tuple[str, int] | str"
@@ -151,6 +153,24 @@ def tune(sock: socket.socket, heartbeat_s: float) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, probe_s)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+
+def find_error(descriptor: int) -> int:
+    """The errno with which the kernel gave up a connection; 0 if the other end closed it."""
+    try:
+        line = socket.socket(fileno=descriptor)
+    except OSError:  # no socket any more
+        return 0
+    try:
+        return line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+    finally:
+        line.detach()  # it is its owner's to close
+
+
+def unreachable(error: int) -> str:
+    """What to say of a connection that ended with this errno; nothing if it was closed, as by a process that died."""
+    closed = (0, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
+    return "" if error in closed else f"its host cannot be reached: {os.strerror(error)}"
 
 
 def peer_uid(sock: socket.socket) -> int:

@@ -12,6 +12,8 @@ import threading
 from collections.abc import Iterable
 from typing import Protocol
 
+from ronde.net.sockets import unreachable
+
 __all__ = ["Lifelines", "Line", "Seat", "Watcher", "has_ended"]
 
 _HUNG_UP = select.POLLRDHUP | select.POLLHUP | select.POLLERR
@@ -138,8 +140,6 @@ def _how_it_ended(line: Line) -> str:
     """A process that ends closes its line; who cannot be reached any more leaves it to the kernel to give up."""
     try:
         line.recv(1)
-    except ConnectionError:
-        pass
     except OSError as error:
-        return f"its host cannot be reached: {error.strerror}"
+        return unreachable(error.errno or 0) or "its process is gone"
     return "its process is gone"
