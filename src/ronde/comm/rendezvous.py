@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 
 from ronde.comm.coordination.coordinator import Coordinator
-from ronde.comm.coordination.greeting import LIFE, call_coordinator, read_greeting
+from ronde.comm.coordination.greeting import call_coordinator, liveness_caller, read_greeting
 from ronde.comm.coordination.lifelines import Line
 from ronde.errors import StartFailed
 from ronde.net.addresses import format_address, parse_address, peer_host, resolve
@@ -67,7 +67,7 @@ def find_coordinator(text: str, settings: Settings, key: JobKey, *, round: int, 
             addresses[0], key, settings.rank, round=round, deadline=deadline, heartbeat_s=settings.heartbeat_s
         )
     resolve(*parse_address(addresses[0]))  # an unknown name will not get known by knocking
-    caller = Caller(LIFE, settings.rank, note=str(round))
+    caller = liveness_caller(settings.rank, round)
     problems: dict[str, str] = {}
     knock_s = FIRST_KNOCK_S
     while not deadline.passed:

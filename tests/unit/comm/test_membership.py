@@ -23,14 +23,17 @@ def gathering(*joined: int, size: int = 3) -> Gathering:
     return made
 
 
-def decide(made: Gathering, *, at_s: float = 0.0, busy: frozenset[int] = frozenset()) -> Decision:
-    decision = made.decide(int(at_s * SECOND), busy)
+def decide(
+    made: Gathering, *, at_s: float = 0.0, watched: tuple[int, ...] | None = None, busy: frozenset[int] = frozenset()
+) -> Decision:
+    """With the connections of all ranks watched, unless a test says otherwise."""
+    decision = made.decide(int(at_s * SECOND), frozenset(range(made.size) if watched is None else watched), busy)
     assert decision is not None
     return decision
 
 
-def refusal(made: Gathering, **how: float) -> str:
-    decision = decide(made, **how)  # type: ignore[arg-type]
+def refusal(made: Gathering, *, at_s: float = 0.0, watched: tuple[int, ...] | None = None) -> str:
+    decision = decide(made, at_s=at_s, watched=watched)
     assert decision.refused and decision.members is None
     return decision.reason
 
@@ -41,6 +44,24 @@ def test_a_round_begins_when_everybody_has_joined() -> None:
     assert [member.rank for member in decision.members] == [0, 1, 2]
 
 
+def test_a_round_waits_until_the_connection_of_every_member_is_watched() -> None:
+    decision = decide(gathering(0, 1, 2), watched=(0, 2))
+    assert (decision.members, decision.refused) == (None, False)
+    assert decision.reason == "waiting for the connection of rank 1 of 3"
+
+
+def test_it_does_not_wait_for_a_connection_for_ever() -> None:
+    reason = refusal(gathering(0, 1, 2), at_s=10.1, watched=(0,))
+    assert reason.startswith("the connection of ranks 1, 2 of 3 was not there within 10.1 s; ")
+
+
+def test_the_late_join_of_a_process_that_has_ended_is_not_believed() -> None:
+    made = gathering(0, 1)
+    made.end(2, "killed by signal 9")
+    made.join(2, make_join(2), 0)
+    assert refusal(made) == "rank 2 ended before the round began (killed by signal 9)"
+
+
 def test_until_then_the_missing_are_named() -> None:
     decision = decide(gathering(1, size=4))
     assert (decision.members, decision.refused) == (None, False)
@@ -48,7 +69,7 @@ def test_until_then_the_missing_are_named() -> None:
 
 
 def test_nothing_is_decided_when_nobody_has_joined() -> None:
-    assert gathering().decide(0) is None
+    assert gathering().decide(0, frozenset()) is None
 
 
 def test_after_the_limit_the_missing_are_named_to_those_who_wait() -> None:

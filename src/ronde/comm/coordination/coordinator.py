@@ -202,7 +202,7 @@ class Coordinator:
             return never(f"the coordinator has no use for {shorten(caller.purpose)!r}")
         if not 0 <= rank < self._size:
             return never(f"there is no rank {rank} among the {self._size} of this job; check RONDE_RANK and RONDE_SIZE")
-        seat = self._lifelines.seat(rank)
+        seat = self._lifelines.seat(rank, caller.note)
         if seat is Seat.HELD:
             self._events.put(lambda now_ns: self._hear_of_double(rank))
             return never(f"another process already is rank {rank} of this job; give each its own RONDE_RANK")
@@ -212,13 +212,13 @@ class Coordinator:
 
     def _let_in(self, caller: Caller) -> bytes:
         # Before it hears the greeting, so that it is known before its Join comes.
-        self._events.put(lambda now_ns: self._gathering.come(caller.rank), wake=False)
+        again = self._lifelines.vacate(caller.rank, caller.note)
+        self._events.put(lambda now_ns: self._hear_of_coming(caller.rank, again), wake=False)
         return welcome(self._server.port)
 
     def _arrive(self, caller: Caller, line: Line) -> bool:
-        if self._refusal(caller) is not None:
-            line.close()
-        elif not self._lifelines.add(caller.rank, line):
+        """Take in a caller that was welcomed. Its Join may have come before; the round waits for this."""
+        if self._lifelines.add(caller.rank, line, caller.note) is Seat.HELD:
             self._events.put(lambda now_ns: self._hear_of_double(caller.rank))
         self._server.wake()
         return True
@@ -247,9 +247,9 @@ class Coordinator:
         messages = self._server.poll(self._patience_s(time.monotonic_ns()))
         now_ns = time.monotonic_ns()
         self._events.run_all(now_ns)
+        self._lifelines.watch_new()
         for rank, message in messages:
             self._hear(rank, message, now_ns)
-        self._lifelines.watch_new()
         for rank, how in self._lifelines.find_ended(self._server.readable()).items():
             self._dying.setdefault(rank, _Death(now_ns + self._patience_ns, how))
         if self._dying:
@@ -312,6 +312,12 @@ class Coordinator:
         self._gathering.withdraw(rank, shorten(message.why, 1000) or "it gave up")
         self._server.send(rank, Bye())
 
+    def _hear_of_coming(self, rank: int, again: bool) -> None:
+        """A process was welcomed. `again`: it had a connection before, in the same attempt, and has given that up."""
+        if again:
+            self._dying.pop(rank, None)
+        self._gathering.come(rank)
+
     def _hear_of_death(self, rank: int, why: str, now_ns: int) -> None:
         """From the launcher. It knows better than the kernel's "gone", but not as well as the rank itself."""
         if self._waits_with_others(rank):
@@ -342,8 +348,10 @@ class Coordinator:
     # --- rounds ----------------------------------------------------------------------------------------------------
 
     def _gather(self, now_ns: int) -> None:
+        if not self._gathering.joins:
+            return
         busy = frozenset(self._round.present) if self._round is not None else frozenset[int]()
-        decision = self._gathering.decide(now_ns, busy)
+        decision = self._gathering.decide(now_ns, self._lifelines.watched(), busy)
         if decision is None:
             return
         if decision.reason != self._said:
@@ -352,7 +360,10 @@ class Coordinator:
         if decision.members is not None:
             self._begin_round(decision, decision.members, now_ns)
         elif decision.refused:
-            self._send([Send(self._gathering.settle(decision), Refused(decision.reason))])
+            refused = self._gathering.settle(decision)
+            self._send([Send(refused, Refused(decision.reason))])
+            for rank in refused:  # each may try anew, and its former connection is not to be in its way
+                self._lifelines.release(rank)
 
     def _begin_round(self, decision: Decision, members: tuple[Member, ...], now_ns: int) -> None:
         if self._round is not None:

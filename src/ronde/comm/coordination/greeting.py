@@ -8,6 +8,7 @@ coordinator, read by the worker.
 
 from __future__ import annotations
 
+import secrets
 import time
 from typing import TYPE_CHECKING
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from ronde.comm.coordination.lifelines import Line
     from ronde.net.keys import JobKey
 
-__all__ = ["LIFE", "call_coordinator", "later", "never", "read_greeting", "welcome"]
+__all__ = ["LIFE", "call_coordinator", "later", "liveness_caller", "never", "read_greeting", "welcome"]
 
 LIFE = "life"
 """Purpose of a lifeline: the socket that stays open as long as the rank's process lives."""
@@ -55,12 +56,19 @@ def read_greeting(greeting: bytes) -> int | str:
     return int(text)
 
 
+def liveness_caller(rank: int, round: int) -> Caller:
+    """How a rank introduces itself. The note is unique to this attempt to join: a retry with the same note comes from the
+    same process, whose former connection then no longer counts."""
+    return Caller(LIFE, rank, note=f"{round} {secrets.token_hex(8)}")
+
+
 def call_coordinator(
     address: str, key: JobKey, rank: int, *, round: int, deadline: Deadline, heartbeat_s: float
 ) -> tuple[Line, str]:
     """The lifeline to the coordinator, and `host:port` of its control server."""
+    caller = liveness_caller(rank, round)
     while True:
-        line, greeting = knock(address, key, Caller(LIFE, rank, note=str(round)), deadline, heartbeat_s=heartbeat_s)
+        line, greeting = knock(address, key, caller, deadline, heartbeat_s=heartbeat_s)
         try:
             answer = read_greeting(greeting)
             if isinstance(answer, int):

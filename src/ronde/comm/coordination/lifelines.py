@@ -10,6 +10,7 @@ import enum
 import select
 import threading
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Protocol
 
 from ronde.net.sockets import unreachable
@@ -50,31 +51,60 @@ class Seat(enum.Enum):
     ENDED = enum.auto()
 
 
+@dataclass(slots=True)
+class _Holder:
+    """Who holds a rank's seat."""
+
+    line: Line
+    attempt: str
+    """The same for all connections that one process makes in one attempt to join."""
+    watched: bool = False
+    """Its end will be noticed: it is polled, and has not ended yet."""
+
+
 class Lifelines:
-    """Which ranks are connected. A rank holds its seat from add() until it is released."""
+    """Which ranks are connected. A rank holds its seat from add() until it is released, or until the same process calls
+    anew because its handshake broke."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self._lock = threading.Lock()
-        self._seats: dict[int, Line] = {}
+        self._seats: dict[int, _Holder] = {}
         self._lines: dict[int, tuple[int, Line]] = {}  # by descriptor, those that are watched; also of released ranks
         self._new: list[tuple[int, Line]] = []
         self._closed = False
 
-    def seat(self, rank: int) -> Seat:
-        """Who holds the rank's seat. From every thread."""
+    def seat(self, rank: int, attempt: str) -> Seat:
+        """Who holds the rank's seat, seen by a caller: for it, a seat of its own attempt is free. From every thread."""
         with self._lock:
-            return self._look(rank)
+            return self._look(rank, attempt)
 
-    def add(self, rank: int, line: Line) -> bool:
-        """Give the rank's seat to this line. If it is not free, the line is closed. From every thread."""
+    def vacate(self, rank: int, attempt: str) -> bool:
+        """The caller makes this attempt anew: its former connection, if it had one, no longer counts, and its end means
+        nothing. Returns whether there was one. From every thread."""
         with self._lock:
-            if self._closed or self._look(rank) is not Seat.FREE:
-                line.close()
+            holder = self._seats.get(rank)
+            if holder is None or holder.attempt != attempt:
                 return False
-            self._seats[rank] = line
-            self._new.append((rank, line))
+            del self._seats[rank]
             return True
+
+    def add(self, rank: int, line: Line, attempt: str) -> Seat:
+        """Give the rank's seat to this line if it is free, else close the line; returns how the seat was. From every
+        thread."""
+        with self._lock:
+            seat = self._look(rank, attempt)
+            if self._closed or seat is not Seat.FREE:
+                line.close()
+            else:
+                self._seats[rank] = _Holder(line, attempt)
+                self._new.append((rank, line))
+            return seat
+
+    def watched(self) -> frozenset[int]:
+        """The ranks whose death would be noticed."""
+        with self._lock:
+            return frozenset(rank for rank, holder in self._seats.items() if holder.watched)
 
     def watch_new(self) -> None:
         """Begin to watch the lines added since the last call."""
@@ -85,6 +115,10 @@ class Lifelines:
         for rank, line in new:
             self._lines[line.fileno()] = (rank, line)
             self._watcher.watch(line.fileno())
+            with self._lock:
+                holder = self._seats.get(rank)
+                if holder is not None and holder.line is line:
+                    holder.watched = True
 
     def find_ended(self, readable: Iterable[int]) -> dict[int, str]:
         """Close those of the readable lines that have ended; returns the ranks among them that hold their seat, and
@@ -100,14 +134,18 @@ class Lifelines:
             how = _how_it_ended(line)
             line.close()
             with self._lock:
-                if self._seats.get(rank) is line:
+                holder = self._seats.get(rank)
+                if holder is not None and holder.line is line:
+                    holder.watched = False
                     ended[rank] = how
         return ended
 
     def release(self, rank: int) -> None:
-        """The rank has said goodbye or was given up: the end of its line means nothing any more, its seat is free."""
+        """The rank has said goodbye or was given up: the end of its line means nothing any more, its seat is free. A
+        line that came since the last watch_new() keeps the seat: it is not the one that was given up."""
         with self._lock:
-            self._seats.pop(rank, None)
+            if not any(new == rank for new, _ in self._new):
+                self._seats.pop(rank, None)
 
     def close(self) -> None:
         """Hang up on everybody, when nobody polls any more. Idempotent."""
@@ -119,11 +157,11 @@ class Lifelines:
         for line in lines:
             line.close()
 
-    def _look(self, rank: int) -> Seat:
-        line = self._seats.get(rank)
-        if line is None:
+    def _look(self, rank: int, attempt: str) -> Seat:
+        holder = self._seats.get(rank)
+        if holder is None or holder.attempt == attempt:
             return Seat.FREE
-        return Seat.ENDED if has_ended(line) else Seat.HELD
+        return Seat.ENDED if has_ended(holder.line) else Seat.HELD
 
 
 def has_ended(line: Line) -> bool:

@@ -32,6 +32,8 @@ class View:
     """Ranks that will not come, and why."""
     doubled: frozenset[int]
     """Ranks that two living processes claim to be."""
+    watched: frozenset[int]
+    """Ranks with an open connection to the coordinator, whose death would be noticed."""
     busy: frozenset[int]
     """Ranks that are still in the round before."""
     waited_s: float
@@ -39,14 +41,25 @@ class View:
 
 
 def decide_round(view: View, limit_s: float) -> Decision:
-    """Whether the round begins, is refused to all, or has to wait."""
+    """Whether the round begins, is refused to all, or has to wait. It begins when every rank has joined, is watched, and
+    has left the round before: a member that nobody watches could die without the others hearing of it."""
     fault = _find_fault(view)
     if fault:
         return Decision(fault, refused=True)
     missing = [rank for rank in range(view.size) if rank not in view.joins]
-    if not missing and not view.busy:
+    unwatched = [rank for rank in range(view.size) if rank in view.joins and rank not in view.watched]
+    if not missing and not unwatched and not view.busy:
         members = tuple(view.joins[rank].member for rank in range(view.size))
         return Decision(f"all {view.size} ranks are here", members=members)
+    if not missing and not view.busy:
+        waiting = f"the connection of {name_ranks(unwatched)} of {view.size}"
+        if view.waited_s < limit_s:
+            return Decision(f"waiting for {waiting}")
+        return Decision(
+            f"{waiting} was not there within {view.waited_s:.3g} s; look at their output, or whether the coordinator's "
+            "host is overloaded",
+            refused=True,
+        )
     waiting = f"{name_ranks(missing or view.busy)} of {view.size}"
     busy = f" ({name_ranks(view.busy)} still in the round before)" if view.busy else ""
     if view.waited_s < limit_s:
@@ -133,10 +146,12 @@ class Gathering:
     refused: set[int] = field(default_factory=set)
 
     def join(self, rank: int, join: Join, now_ns: int) -> None:
-        """A rank wants to be in. It may say so again while it waits."""
+        """A rank wants to be in. It may say so again while it waits. Nothing is made of it when the rank's process has
+        ended since: come() stands before the join of a new one."""
+        if rank in self.gone:
+            return
         if not self.joins:
             self.since_ns = now_ns
-        self.gone.pop(rank, None)
         self.withdrawn.pop(rank, None)
         self.joins[rank] = join
 
@@ -162,7 +177,7 @@ class Gathering:
         """A second living process says it is this rank."""
         self.doubled.add(rank)
 
-    def decide(self, now_ns: int, busy: frozenset[int] = frozenset()) -> Decision | None:
+    def decide(self, now_ns: int, watched: frozenset[int], busy: frozenset[int] = frozenset()) -> Decision | None:
         """What becomes of those who have joined; None when nobody has."""
         if not self.joins:
             return None
@@ -170,7 +185,7 @@ class Gathering:
             return Decision(self.refusal, refused=True)
         waited_s = (now_ns - self.since_ns) / 1e9
         gone = {**self.withdrawn, **self.gone}
-        view = View(self.size, self.joins, gone, frozenset(self.doubled), busy, waited_s)
+        view = View(self.size, self.joins, gone, frozenset(self.doubled), watched, busy, waited_s)
         return decide_round(view, self.limit_s)
 
     def settle(self, decision: Decision) -> tuple[int, ...]:

@@ -137,7 +137,8 @@ class Watching:
             return "running", ""
         if rank in gathering.joins:
             missing = [other for other in range(self._size) if other not in gathering.joins]
-            return "starting", f"is in init(), which waits for {name_ranks(missing)}"
+            waits = f", which waits for {name_ranks(missing)}" if missing else ""
+            return "starting", f"is in init(){waits}"
         if round is not None and rank in round.lost:
             return "lost", round.lost[rank]
         if rank in gathering.gone:
