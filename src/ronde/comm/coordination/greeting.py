@@ -57,8 +57,8 @@ def read_greeting(greeting: bytes) -> int | str:
 
 
 def liveness_caller(rank: int, round: int) -> Caller:
-    """How a rank introduces itself. The note is unique to this attempt to join: a retry with the same note comes from the
-    same process, whose former connection then no longer counts."""
+    """How a rank introduces itself. The note is unique to this attempt to join: a retry with the same note comes from
+    the same process, whose former connection then no longer counts."""
     return Caller(LIFE, rank, note=f"{round} {secrets.token_hex(8)}")
 
 

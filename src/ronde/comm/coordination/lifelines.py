@@ -118,7 +118,7 @@ class Lifelines:
             with self._lock:
                 holder = self._seats.get(rank)
                 if holder is not None and holder.line is line:
-                    holder.watched = True
+                    holder.watched = not has_ended(line)  # one that has ended is found by the next poll
 
     def find_ended(self, readable: Iterable[int]) -> dict[int, str]:
         """Close those of the readable lines that have ended; returns the ranks among them that hold their seat, and

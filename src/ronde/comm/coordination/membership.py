@@ -41,8 +41,8 @@ class View:
 
 
 def decide_round(view: View, limit_s: float) -> Decision:
-    """Whether the round begins, is refused to all, or has to wait. It begins when every rank has joined, is watched, and
-    has left the round before: a member that nobody watches could die without the others hearing of it."""
+    """Whether the round begins, is refused to all, or has to wait. It begins when every rank has joined, is watched,
+    and has left the round before: a member that nobody watches could die without the others hearing of it."""
     fault = _find_fault(view)
     if fault:
         return Decision(fault, refused=True)
