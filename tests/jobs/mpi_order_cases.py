@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import time
 
 import numpy as np
@@ -176,6 +177,37 @@ def a_deadline_ends_the_call_for_all_and_names_who_is_missing(backend: MpiBacken
         if not RANK:
             with raises(RoundEnded, says="gave up"):
                 run(opened, call(Kind.ALLREDUCE, np.ones(4)))
+
+
+@case
+def a_call_whose_time_was_over_before_its_turn_names_who_is_missing(backend: MpiBackend) -> None:
+    with channel(backend) as opened:
+        if RANK:
+            first = opened.submit(call(Kind.BARRIER, text="first"), Deadline(LONG_S))
+            second = opened.submit(call(Kind.BARRIER, text="second"), Deadline(0.0))
+            MPI.COMM_WORLD.barrier()
+            first.wait(Deadline(LONG_S))
+            with raises(OperationTimeout, RoundEnded) as words:
+                second.wait(Deadline(LONG_S))
+            assert re.search("waiting for ranks? 0", words[0]), words
+        else:
+            MPI.COMM_WORLD.barrier()
+            run(opened, call(Kind.BARRIER, text="first"))
+        MPI.COMM_WORLD.barrier()
+
+
+@case
+def a_call_behind_one_that_waits_names_for_whom(backend: MpiBackend) -> None:
+    with channel(backend) as opened:
+        run(opened, call(Kind.BARRIER))
+        if RANK:
+            first = opened.submit(call(Kind.BARRIER, text="first"), Deadline(LONG_S))
+            with raises(OperationTimeout, RoundEnded) as words:
+                run(opened, call(Kind.BARRIER, text="second"), 0.1)
+            assert re.search("waiting for ranks? 0", words[0]), words
+            with raises(OperationTimeout, RoundEnded):
+                first.wait(Deadline(LONG_S))
+        MPI.COMM_WORLD.barrier()
 
 
 @case

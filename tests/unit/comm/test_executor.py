@@ -107,6 +107,16 @@ def test_a_wait_that_takes_too_long_leaves_the_call_under_way(executor: Executor
     assert ticket.wait(Deadline(SOON)).algorithm == "a"
 
 
+def test_a_wait_that_takes_too_long_says_what_for(work: Work) -> None:
+    made = Executor("test", work.execute, explain=lambda call: f", {call.text} waits for rank 7", grace_s=0.01)
+    work.may_go.clear()
+    made.submit(call("a"), Deadline(SOON))
+    with pytest.raises(OperationTimeout, match=r"b is still under way after a wait of 0.0 s, b waits for rank 7"):
+        made.run(call("b"), Deadline(0))
+    work.may_go.set()
+    assert made.close(Deadline(SOON))
+
+
 def test_closing_lets_calls_end_and_takes_no_more(executor: Executor, work: Work) -> None:
     ticket = executor.submit(call("a"), Deadline(SOON))
     assert executor.close(Deadline(SOON)) and executor.close(Deadline(SOON))

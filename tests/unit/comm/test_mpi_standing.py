@@ -103,9 +103,29 @@ def test_a_notice_survives_the_way() -> None:
     assert Notice.decode(notice.encode()) == notice
 
 
-def test_a_passed_deadline_ends_the_wait_and_names_the_operation(standing: Standing) -> None:
-    with pytest.raises(OperationTimeout, match="barrier took over 0 s"):
+def test_a_passed_deadline_ends_the_wait_and_names_the_operation_and_who_is_missing(
+    standing: Standing, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ronde.comm.mpi.standing.TELL_S", -1.0)
+    monkeypatch.setattr("ronde.comm.mpi.standing.NAMING_S", -1.0)
+    board.waiting = {0: 0}
+    with pytest.raises(OperationTimeout, match="barrier took over 0 s, waiting for rank 30"):
         Wait(standing, BARRIER, Deadline(0)).check()
+
+
+def test_a_wait_that_begins_after_its_deadline_tells_at_once_and_ends_when_it_can_name_who_is_missing(
+    standing: Standing, board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = Wait(standing, BARRIER, Deadline(0))
+    wait.check()
+    assert board.told == {0: [Notice(Saying.WAITING, 0)], 2: [Notice(Saying.WAITING, 0)]}
+    monkeypatch.setattr("ronde.comm.mpi.standing.TELL_S", -1.0)
+    monkeypatch.setattr("ronde.comm.mpi.standing.NAMING_S", -1.0)
+    with pytest.raises(OperationTimeout, match="waiting for ranks 10, 30"):
+        wait.check()
+    wait.ready()
+    with pytest.raises(OperationTimeout, match="barrier took over 0 s$"):
+        wait.check()
 
 
 def test_a_wait_for_a_message_names_its_other_side(standing: Standing) -> None:

@@ -19,7 +19,7 @@ from ronde.comm.mpi.executor import Executor
 from ronde.comm.mpi.header import HEADER_BYTES, Header, agreed, check_pair
 from ronde.comm.mpi.moves import Moves, check_call
 from ronde.comm.mpi.notices import NoticeBoard, Saying
-from ronde.comm.mpi.standing import Lane, Standing, Wait, lane_of
+from ronde.comm.mpi.standing import NAMING_S, Lane, Standing, Wait, lane_of
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.types import Deadline, Kind
 
@@ -113,7 +113,9 @@ class MpiChannel:
             if self._closed:
                 raise RoundEnded(f"{call.text}: channel {self.spec.id} is closed")
             if lane not in self._lanes:
-                self._lanes[lane] = Executor(f"mpi-{self.spec.id}", self._execute)
+                self._lanes[lane] = Executor(
+                    f"mpi-{self.spec.id}", self._execute, explain=self._explain, grace_s=2 * NAMING_S
+                )
             return self._lanes[lane]
 
     def _execute(self, call: Call, deadline: Deadline) -> Outcome:
@@ -137,6 +139,13 @@ class MpiChannel:
             del self._waits[lane_of(call)]
         end_ns = time.monotonic_ns()
         return Outcome(start_ns, wait.ready_ns or end_ns, end_ns, "mpi")
+
+    def _explain(self, call: Call) -> str:
+        """Behind which call this one is, if it has not begun, and for whom both wait."""
+        wait = self._waits.get(lane_of(call))
+        if wait is None:
+            return ""
+        return f"{'' if wait.call is call else f', behind {wait.call.text}'}{wait.for_whom()}"
 
     def _give_up(self, error: BaseException) -> None:
         """Something is left half done: nobody can use this channel any more."""

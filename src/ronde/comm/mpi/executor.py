@@ -18,14 +18,17 @@ from ronde.types import Deadline
 __all__ = ["Executor", "QueuedCall"]
 
 Execute = Callable[[Call, Deadline], Outcome]
+Explain = Callable[[Call], str]
+"""What a call waits for, as the end of a sentence that says that it takes too long."""
 
 
 class QueuedCall:
     """A call in the queue or under way: the Ticket of those who submitted it."""
 
-    def __init__(self, call: Call, deadline: Deadline) -> None:
+    def __init__(self, call: Call, deadline: Deadline, explain: Explain) -> None:
         self.call = call
         self.deadline = deadline
+        self._explain = explain
         self._over = threading.Event()
         self._outcome: Outcome | None = None
         self._error: BaseException | None = None
@@ -34,14 +37,24 @@ class QueuedCall:
         """Whether wait() would return at once."""
         return self._over.is_set()
 
-    def wait(self, deadline: Deadline) -> Outcome:
-        """Wait for the call; raises what it ended in. OperationTimeout here leaves the call under way."""
-        if not self._over.wait(deadline.left_s):
-            raise OperationTimeout(f"{self.call.text} is still under way after a wait of {deadline.seconds:.1f} s")
+    def wait(self, deadline: Deadline, grace_s: float = 0.0) -> Outcome:
+        """Wait for the call; raises what it ended in. OperationTimeout here leaves the call under way. `grace_s` is
+        added to the deadline, for a call that ends at the same deadline by itself, with more to tell; and once more
+        when nothing explains the wait: what is before the call may just be ending."""
+        for limit_s in (deadline.left_s + grace_s, grace_s):
+            if self._over.wait(limit_s):
+                break
+            if why := self._explain(self.call):
+                raise self._timeout(deadline, why)
+        else:
+            raise self._timeout(deadline, "")
         if self._error is not None:
             raise self._error
         assert self._outcome is not None
         return self._outcome
+
+    def _timeout(self, deadline: Deadline, why: str) -> OperationTimeout:
+        return OperationTimeout(f"{self.call.text} is still under way after a wait of {deadline.seconds:.1f} s{why}")
 
     def execute(self, execute: Execute) -> None:
         """Carry it out and keep the result or the error for wait()."""
@@ -54,11 +67,14 @@ class QueuedCall:
 
 class Executor:
     """Runs calls one after the other, in the order in which they came. `execute` carries one out and ends by itself
-    when its owner aborts; calls behind it are then executed, too, so that each ends in its own error."""
+    when its owner aborts; calls behind it are then executed, too, so that each ends in its own error. `execute` may
+    take up to `grace_s` longer than the deadline says. `explain` is called from any thread."""
 
-    def __init__(self, name: str, execute: Execute) -> None:
+    def __init__(self, name: str, execute: Execute, *, explain: Explain = lambda _: "", grace_s: float = 0.0) -> None:
         self.name = name
         self._execute = execute
+        self._explain = explain
+        self._grace_s = grace_s
         self._changed = threading.Condition()
         self._queue: deque[QueuedCall] = deque()
         self._current: tuple[Call, int] | None = None
@@ -84,7 +100,7 @@ class Executor:
                 queued = None
                 self._current = (call, time.monotonic_ns())
         if queued is not None:
-            return queued.wait(deadline)
+            return queued.wait(deadline, self._grace_s)
         try:
             return self._execute(call, deadline)
         finally:
@@ -117,7 +133,7 @@ class Executor:
             # Owned by this executor. Touches only the queue and what execute() touches; results leave by QueuedCall.
             self._thread = threading.Thread(target=self._loop, name=f"ronde-{self.name}", daemon=True)
             self._thread.start()
-        queued = QueuedCall(call, deadline)
+        queued = QueuedCall(call, deadline, self._explain)
         self._queue.append(queued)
         self._changed.notify_all()
         return queued

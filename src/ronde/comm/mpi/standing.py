@@ -25,7 +25,7 @@ from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.observe.events import name_ranks
 from ronde.types import Deadline, Kind
 
-__all__ = ["Lane", "Standing", "Wait", "lane_of"]
+__all__ = ["NAMING_S", "Lane", "Standing", "Wait", "lane_of"]
 
 Lane: TypeAlias = tuple[Kind, int]
 """Calls of one lane are in order. All collectives are one; so is each direction of each pair of members."""
@@ -34,6 +34,10 @@ COLLECTIVE: Lane = (Kind.BARRIER, -1)
 
 TELL_S = 0.1
 """After this long a wait is told to the others; after twice as long, who told nothing is missing."""
+
+NAMING_S = 5 * TELL_S
+"""A collective call is not given up before it has waited this long, whatever is left of its time limit: the others need
+that long to tell that they wait, on a busy machine too, and a timeout has to name those that do not."""
 
 WHY_LIMIT = 1024
 
@@ -152,15 +156,17 @@ class Wait:
     def check(self) -> None:
         """Raises when waiting has no sense any more; tells the others when it takes long."""
         self._standing.check(self.call)
-        if self._deadline.passed:
-            missing = self.missing()
-            waiting = f", waiting for {name_ranks(self._standing.spec.members[each] for each in missing)}"
-            raise OperationTimeout(
-                f"{self.call.text} took over {self._deadline.seconds:g} s{waiting if missing else ''}"
-            )
-        if not self._told and time.monotonic() - self._since > TELL_S and lane_of(self.call) == COLLECTIVE:
+        is_late = self._deadline.passed
+        if is_late and self._can_name():
+            raise OperationTimeout(f"{self.call.text} took over {self._deadline.seconds:g} s{self.for_whom()}")
+        if not self._told and (is_late or self._waited_s() > TELL_S) and lane_of(self.call) == COLLECTIVE:
             self._told = True
             self._standing.tell(Saying.WAITING)
+
+    def for_whom(self) -> str:
+        """The missing members as the end of a sentence: ", waiting for rank 1"; empty when none is known."""
+        missing = self.missing()
+        return f", waiting for {name_ranks(self._standing.spec.members[each] for each in missing)}" if missing else ""
 
     def missing(self) -> tuple[int, ...]:
         """Members that have not arrived; none as long as that is not known."""
@@ -169,4 +175,11 @@ class Wait:
             return ()
         if lane != COLLECTIVE:
             return (lane[1],)
-        return self._standing.missing() if time.monotonic() - self._since > 2 * TELL_S else ()
+        return self._standing.missing() if self._waited_s() > 2 * TELL_S else ()
+
+    def _can_name(self) -> bool:
+        """Whether a timeout now would name those that are missing."""
+        return bool(self.ready_ns) or lane_of(self.call) != COLLECTIVE or self._waited_s() > NAMING_S
+
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._since
