@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from ronde.launch.signals import REPEAT_S
 from ronde.types import Deadline
 from tests.jobs.running import PATIENCE_S, RONDE, SECONDS_S, Running, ask, run, script
 
@@ -112,13 +113,54 @@ def test_a_signal_ends_all_ranks_and_their_children(
     with Running("-np", "2", "--no-fold", *script("staying", manner)) as job:
         job.out(2)
         before = time.monotonic()
-        for number in numbers:
+        for index, number in enumerate(numbers):
+            if index:
+                time.sleep(REPEAT_S[number])  # what comes sooner is no second request
             job.signal(number)
             if manner == "deaf":
                 job.err_until("[ronde] ")
         done = job.result()
         assert time.monotonic() - before < SECONDS_S
     assert (done.code, done.summary) == (code, [why])
+
+
+SAVES = """
+import signal, sys, time
+
+def save(*_):
+    print("saving", flush=True)
+    time.sleep(1.0)
+    print("saved", flush=True)
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+print("ready", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_the_command_timeout_leaves_ranks_the_time_to_save(tmp_path: Path) -> None:
+    """It sends SIGTERM twice: to its command, and to the group of both."""
+    script = tmp_path / "train.py"
+    script.write_text(SAVES)
+    with subprocess.Popen(
+        ["timeout", "--verbose", "1000", RONDE, "run", "-np", "2", "--no-fold", sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as timeout:
+        try:
+            assert timeout.stdout is not None
+            for _ in range(2):
+                assert timeout.stdout.readline().endswith("ready\n")
+            timeout.send_signal(signal.SIGTERM)  # which it passes on as it does its own
+            out, err = timeout.communicate(timeout=PATIENCE_S)
+        finally:
+            timeout.kill()
+    assert sorted(out.splitlines()) == [f"[{rank}] {word}" for rank in range(2) for word in ("saved", "saving")], err
+    assert "killing" not in err
 
 
 def test_a_killed_driver_takes_all_with_it_and_the_next_job_may_have_its_name() -> None:

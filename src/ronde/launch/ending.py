@@ -3,6 +3,8 @@
 RUNNING ── a rank failed ──► GRACE ── time ──► TERMINATE ── time ──► KILL ── time ──► GIVEN_UP
    └────── Ctrl-C ─────────► INTERRUPT ── time ──┘                    ▲
                                  └── Ctrl-C again: at once ───────────┘
+
+Repeats of a signal within moments do not get here, see signals.REPEAT_S.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ import pytest
 
 from ronde.launch.driver import NOT_BEGUN_CODE, Driver, Outcome
 from ronde.launch.job import Host, Job
+from ronde.launch.signals import REPEAT_S
 from ronde.launch.verdict import Stop
 from tests.unit.launch.screens import Memory
 
@@ -66,10 +67,21 @@ def test_ctrl_c_ends_all_ranks() -> None:
 
 
 def test_a_second_ctrl_c_kills_at_once() -> None:
-    # The rank answers the first Ctrl-C with a second one.
-    outcome, screen = run(f"trap 'kill -INT $PPID' INT; kill -INT $PPID; {STAY}", 1)
+    # The rank answers the first Ctrl-C with a second one, no faster than a person would.
+    answer = f"sleep {2 * REPEAT_S[signal.SIGINT]}; kill -INT $PPID"
+    outcome, screen = run(f"trap '{answer}' INT; kill -INT $PPID; {STAY}", 1)
     assert (outcome.code, outcome.codes) == (130, {0: -9})
     assert screen.notes == ["Ctrl-C: rank 0 may end; press it again to kill", "killing rank 0"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_comes_twice_at_once_leaves_ranks_the_time_to_save(number: signal.Signals) -> None:
+    # As `timeout` does it: to the process, and at once to its group. The rank is done when it was not killed.
+    twice = f"kill -{number.value} $PPID; kill -{number.value} $PPID"
+    outcome, screen = run(f"trap 'echo saving; sleep 0.5; echo saved; exit 7' INT TERM; {twice}; {STAY}", 1)
+    assert (outcome.code, outcome.codes) == (128 + number, {0: 7})
+    said = screen.printed[0].splitlines()  # between them the shell may tell that its `sleep` was ended
+    assert (said[0], said[-1], len(screen.notes)) == (b"saving", b"saved", 1), (said, screen.notes)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
