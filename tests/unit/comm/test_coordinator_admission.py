@@ -49,6 +49,7 @@ def test_a_rank_that_joins_before_it_is_taken_in_is_waited_for_and_then_watched(
     first, slow = job.come(0), job.come(SLOW_RANK)
     first.join(2)
     slow.join(2)
+    assert not slow.has_heard(Welcome)  # its Join has come
     assert not slow.has_heard(Welcome), "the round began although nobody watches this rank"
     taken_in.set()
     assert first.hear(Welcome) == slow.hear(Welcome)

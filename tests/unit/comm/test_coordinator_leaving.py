@@ -56,6 +56,15 @@ def test_a_rank_that_left_in_good_order_is_told_to_the_others_after_a_while(job:
     assert time.monotonic() - began > 0.15  # shutdown_s is 0.2 here
 
 
+def test_a_rank_whose_script_just_ends_is_missed_but_not_shown_as_lost(job: Job) -> None:
+    ranks = job.gather(2, rounds=None)
+    ranks[1].say(Leave(orderly=True, why="exited without shutdown"))
+    assert ranks[0].hear(Lost) == Lost(1, "exited without shutdown")
+    shown = job.coordinator.vitals().ranks[1]
+    assert (shown.state, shown.why) == ("left", "has come to the end of its script")
+    assert job.coordinator.first_lost() == (1, "exited without shutdown")
+
+
 def test_what_is_asked_of_a_lost_rank_fails(job: Job) -> None:
     ranks = job.gather(2)
     ranks[1].die()

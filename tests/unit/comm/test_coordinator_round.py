@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from ronde.comm.coordination.membership import Departure, How
 from ronde.comm.coordination.negotiator import Send
 from ronde.comm.coordination.round import Round, RoundRules
 from ronde.net.messages import (
@@ -25,6 +26,7 @@ from tests.unit.comm.scripted_ranks import allreduce
 
 SECOND = 10**9
 START = 1000 * SECOND
+KILLED = Departure(How.PROCESS_ENDED, "killed by signal 9")
 
 
 def make_round(size: int, *, stall_s: float = 10.0) -> Round:
@@ -47,7 +49,7 @@ def test_what_ran_before_a_loss_is_told_before_it_and_what_fails_by_it_after() -
     made = make_round(2)
     for rank in (0, 1):
         made.hear(rank, allreduce("done"), START)
-    made.lose(1, "killed by signal 9")
+    made.lose(1, KILLED)
     made.hear(0, allreduce("late"), START)
     sends = made.advance(START)
     assert [type(send.message) for send in sends] == [Run, Lost, Failed]
@@ -58,18 +60,18 @@ def test_a_rank_that_left_is_told_nothing_more() -> None:
     made = make_round(3)
     for rank in range(3):
         made.hear(rank, allreduce("w"), START)
-    made.leave(2, "", START)
+    made.leave(2, Departure(How.SHUTDOWN), START)
     assert kinds(made.advance(START)) == [((0, 1), "Run")]
     assert made.present == {0, 1}
 
 
 @pytest.mark.parametrize(
-    ("why", "told"),
-    [("", "it has left the round by shutdown()"), ("exited without shutdown", "exited without shutdown")],
+    ("how", "told"),
+    [(How.SHUTDOWN, "it has left the round by shutdown()"), (How.SCRIPT_ENDED, "exited without shutdown")],
 )
-def test_the_others_may_finish_before_they_are_told_that_a_rank_left(why: str, told: str) -> None:
+def test_the_others_may_finish_before_they_are_told_that_a_rank_left(how: How, told: str) -> None:
     made = make_round(2)
-    made.leave(1, why, START)
+    made.leave(1, Departure(how), START)
     assert made.advance(START + SECOND - 1) == []
     assert made.due_ns(START) <= START + SECOND
     assert made.advance(START + SECOND) == [Send((0,), Lost(1, told))]
@@ -78,8 +80,8 @@ def test_the_others_may_finish_before_they_are_told_that_a_rank_left(why: str, t
 
 def test_a_rank_that_left_and_then_died_is_not_lost_twice() -> None:
     made = make_round(2)
-    made.leave(1, "", START)
-    made.lose(1, "killed by signal 9")
+    made.leave(1, Departure(How.SHUTDOWN), START)
+    made.lose(1, KILLED)
     assert kinds(made.advance(START + 5 * SECOND)) == [((0,), "Lost")]
 
 
@@ -94,8 +96,10 @@ def test_a_new_group_is_known_before_anything_runs_in_it() -> None:
 def test_a_change_of_groups_that_waits_for_a_lost_rank_ends() -> None:
     made = make_round(2)
     made.hear(0, GroupWanted((0,)), START)
-    made.lose(1, "gone")
-    assert GroupChanged((0,), 0, why="rank 1 is gone: gone") in [send.message for send in made.advance(START)]
+    made.lose(1, KILLED)
+    assert GroupChanged((0,), 0, why="rank 1 is gone: killed by signal 9") in [
+        send.message for send in made.advance(START)
+    ]
 
 
 def test_what_is_not_said_in_a_round_is_not_taken() -> None:

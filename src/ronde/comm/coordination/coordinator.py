@@ -17,7 +17,7 @@ from typing import NamedTuple
 from ronde.comm.coordination.errands import Errands
 from ronde.comm.coordination.greeting import LIFE, later, never, welcome
 from ronde.comm.coordination.lifelines import Lifelines, Line, Seat
-from ronde.comm.coordination.membership import Decision, Gathering
+from ronde.comm.coordination.membership import Decision, Departure, Gathering, How
 from ronde.comm.coordination.negotiator import Send
 from ronde.comm.coordination.round import NEVER_NS, Round, RoundRules
 from ronde.comm.coordination.sight import Sight
@@ -68,7 +68,7 @@ class _Death(NamedTuple):
     """A rank whose end was seen; it is told to the others a moment later."""
 
     due_ns: int
-    why: str
+    departure: Departure
 
 
 class Coordinator:
@@ -301,15 +301,15 @@ class Coordinator:
             self._gathering.join(rank, message, now_ns)
 
     def _hear_leave(self, rank: int, message: Leave, now_ns: int) -> None:
+        departure = Departure.of_leave(message)
         self._dying.pop(rank, None)
         self._lifelines.release(rank)
         if self._round is not None and rank in self._round.present:
-            why = shorten(message.why, 1000)
-            if message.orderly:
-                self._round.leave(rank, why, now_ns)
+            if departure.is_loss:
+                self._round.lose(rank, departure)
             else:
-                self._round.lose(rank, why or "it gave up")
-        self._gathering.withdraw(rank, shorten(message.why, 1000) or "it gave up")
+                self._round.leave(rank, departure, now_ns)
+        self._gathering.withdraw(rank, departure.detail or "it gave up")
         self._server.send(rank, Bye())
 
     def _hear_of_coming(self, rank: int, again: bool) -> None:
@@ -321,7 +321,7 @@ class Coordinator:
     def _hear_of_death(self, rank: int, why: str, now_ns: int) -> None:
         """From the launcher. It knows better than the kernel's "gone", but not as well as the rank itself."""
         if self._waits_with_others(rank):
-            self._dying[rank] = _Death(now_ns + LAST_WORDS_NS, why)
+            self._dying[rank] = _Death(now_ns + LAST_WORDS_NS, Departure(How.PROCESS_ENDED, why))
         else:
             self._gathering.end(rank, why)
 
@@ -336,12 +336,12 @@ class Coordinator:
     def _bury(self, now_ns: int) -> None:
         """Those whose time for last words is over are lost."""
         for rank in [rank for rank, death in self._dying.items() if death.due_ns <= now_ns]:
-            why = self._dying.pop(rank).why
+            departure = self._dying.pop(rank).departure
             if self._waits_with_others(rank):
-                logger.warning("rank %d is lost: %s", rank, why)
-                self._gathering.end(rank, why)
+                logger.warning("rank %d is lost: %s", rank, departure.words)
+                self._gathering.end(rank, departure.words)
                 if self._round is not None and rank in self._round.present:
-                    self._round.lose(rank, why)
+                    self._round.lose(rank, departure)
             self._lifelines.release(rank)
             self._server.forget(rank)
 

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
+from ronde.comm.coordination.membership import Departure, How
 from ronde.net.sockets import unreachable
 
 __all__ = ["Lifelines", "Line", "Seat", "Watcher", "has_ended"]
@@ -120,7 +121,7 @@ class Lifelines:
                 if holder is not None and holder.line is line:
                     holder.watched = not has_ended(line)  # one that has ended is found by the next poll
 
-    def find_ended(self, readable: Iterable[int]) -> dict[int, str]:
+    def find_ended(self, readable: Iterable[int]) -> dict[int, Departure]:
         """Close those of the readable lines that have ended; returns the ranks among them that hold their seat, and
         how each ended."""
         ended = {}
@@ -174,10 +175,12 @@ def has_ended(line: Line) -> bool:
     return bool(poll.poll(0))
 
 
-def _how_it_ended(line: Line) -> str:
+def _how_it_ended(line: Line) -> Departure:
     """A process that ends closes its line; who cannot be reached any more leaves it to the kernel to give up."""
     try:
         line.recv(1)
     except OSError as error:
-        return unreachable(error.errno or 0) or "its process is gone"
-    return "its process is gone"
+        cut = unreachable(error.errno or 0)
+        if cut:
+            return Departure(How.UNREACHABLE, cut)
+    return Departure(How.PROCESS_GONE)

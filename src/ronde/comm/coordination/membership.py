@@ -2,15 +2,69 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ronde.comm.wording import answers
-from ronde.net.messages import VERSION, Join
+from ronde.net.messages import VERSION, Join, Leave
 from ronde.observe.events import name_ranks, shorten
 from ronde.types import Member
 
-__all__ = ["Decision", "Gathering", "decide_round", "find_group_fault"]
+__all__ = ["Decision", "Departure", "Gathering", "How", "decide_round", "find_group_fault"]
+
+
+class How(enum.Enum):
+    """How a rank has gone."""
+
+    SHUTDOWN = enum.auto()
+    """It has left by shutdown()."""
+    SCRIPT_ENDED = enum.auto()
+    """Its script came to its end without shutdown(). Most scripts do."""
+    FAILED = enum.auto()
+    """It said itself what ended it: an exception, a start that failed."""
+    PROCESS_ENDED = enum.auto()
+    """Whoever started its process says how that ended."""
+    PROCESS_GONE = enum.auto()
+    """Its process is no more, and nobody said why."""
+    UNREACHABLE = enum.auto()
+    """The network to its host is cut."""
+
+
+@dataclass(frozen=True, slots=True)
+class Departure:
+    """That a rank has gone, and how; `detail` is for people."""
+
+    how: How
+    detail: str = ""
+
+    @classmethod
+    def of_leave(cls, leave: Leave) -> Departure:
+        """What the rank says itself."""
+        detail = shorten(leave.why, 1000)
+        if leave.orderly:
+            return cls(How.SCRIPT_ENDED if detail else How.SHUTDOWN, detail)
+        return cls(How.FAILED, detail)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it went before it had come to its end."""
+        return self.how not in (How.SHUTDOWN, How.SCRIPT_ENDED)
+
+    @property
+    def words(self) -> str:
+        """For errors and reports; the rank is their subject."""
+        return self.detail or _WORDS[self.how]
+
+
+_WORDS = {
+    How.SHUTDOWN: "it has left the round by shutdown()",
+    How.SCRIPT_ENDED: "exited without shutdown",
+    How.FAILED: "it gave up",
+    How.PROCESS_ENDED: "its process has ended",
+    How.PROCESS_GONE: "its process is gone",
+    How.UNREACHABLE: "its host cannot be reached",
+}
 
 
 @dataclass(frozen=True, slots=True)

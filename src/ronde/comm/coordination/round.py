@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ronde.comm.coordination.group_book import GroupBook
+from ronde.comm.coordination.membership import Departure, How
 from ronde.comm.coordination.negotiator import Negotiator, Send
 from ronde.net.messages import (
     Announce,
@@ -32,7 +33,6 @@ from ronde.types import Member
 
 __all__ = ["Round", "RoundRules"]
 
-LEFT = "it has left the round by shutdown()"
 ANSWER_S = 1.0
 """How long a missing rank may take to say where it is."""
 MOST_LATE = 1000
@@ -64,8 +64,8 @@ class Round:
         self.members = members
         self.present = set(range(len(members)))
         """Ranks that have neither left nor been lost."""
-        self.lost: dict[int, str] = {}
-        """Members that were lost and why, the first first; leaving in good order is no loss."""
+        self.departures: dict[int, Departure] = {}
+        """Members that are no longer there, in the order in which the others were told."""
         self._rules = rules
         self._negotiator = Negotiator(len(members), fusion_bytes=rules.fusion_bytes)
         self._book = GroupBook(len(members), groups)
@@ -73,7 +73,7 @@ class Round:
             self._negotiator.add_group(group, ranks)
         self._watch = StallWatch(rules.stall_s, patience_s=ANSWER_S)
         self._waits: list[Wait] = []
-        self._leaving: dict[int, tuple[int, str]] = {}  # due_ns and why
+        self._leaving: dict[int, tuple[int, Departure]] = {}  # with due_ns
         self._out: list[Send] = []
         self._began_ns = now_ns
         self._look_ns = min(1_000_000_000, max(20_000_000, int(rules.stall_s * 1e8))) if rules.stall_s else NEVER_NS
@@ -86,8 +86,14 @@ class Round:
 
     @property
     def first_lost(self) -> tuple[int, str] | None:
-        """The first member that was lost, and why."""
-        return next(iter(tuple(self.lost.items())), None)
+        """The first member that others may have missed, and why: who left by shutdown() has told them before."""
+        departures = tuple(self.departures.items())  # at once: other threads ask, too
+        missed = ((rank, gone.words) for rank, gone in departures if gone.how is not How.SHUTDOWN)
+        return next(missed, None)
+
+    def departure(self, rank: int) -> Departure | None:
+        """How a member has gone, even if the others are not told yet; None while it is there."""
+        return self.departures.get(rank) or (self._leaving[rank][1] if rank in self._leaving else None)
 
     def members_of(self, group: int) -> tuple[int, ...]:
         """The ranks of a group; none if there is no such group."""
@@ -114,16 +120,16 @@ class Round:
             return False
         return True
 
-    def leave(self, rank: int, why: str, now_ns: int) -> None:
+    def leave(self, rank: int, departure: Departure, now_ns: int) -> None:
         """A member leaves in good order. The others may still be reading the end of what it has finished: only those
         who need it a moment later are told."""
         self.present.discard(rank)
-        self._leaving[rank] = (now_ns + int(self._rules.leaving_s * 1e9), why or LEFT)
+        self._leaving[rank] = (now_ns + int(self._rules.leaving_s * 1e9), departure)
 
-    def lose(self, rank: int, why: str) -> None:
+    def lose(self, rank: int, departure: Departure) -> None:
         """A member is gone: everybody is told at once."""
-        if why != LEFT:
-            self.lost.setdefault(rank, why)
+        self.departures.setdefault(rank, departure)
+        why = departure.words
         self.present.discard(rank)
         self._leaving.pop(rank, None)
         self._negotiator.lose(rank, why)
@@ -134,8 +140,8 @@ class Round:
     def advance(self, now_ns: int) -> list[Send]:
         """What to send now. Called after everything that was there to hear."""
         if self._leaving:
-            for rank, why in [(rank, why) for rank, (due_ns, why) in self._leaving.items() if due_ns <= now_ns]:
-                self.lose(rank, why)
+            for rank, gone in [(rank, gone) for rank, (due_ns, gone) in self._leaving.items() if due_ns <= now_ns]:
+                self.lose(rank, gone)
         if now_ns >= self._next_look_ns:
             self._look_for_stalls(now_ns)
         if self._num_asked:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 
 import msgspec
 
-from ronde.comm.coordination.membership import Gathering
+from ronde.comm.coordination.membership import Gathering, How
 from ronde.comm.coordination.round import Round
 from ronde.net.messages import StackReply, Vitals
 from ronde.observe.events import name_ranks
@@ -139,10 +139,13 @@ class Watching:
             missing = [other for other in range(self._size) if other not in gathering.joins]
             waits = f", which waits for {name_ranks(missing)}" if missing else ""
             return "starting", f"is in init(){waits}"
-        if round is not None and rank in round.lost:
-            return "lost", round.lost[rank]
+        departure = round.departure(rank) if round is not None else None
+        if departure is not None and departure.is_loss:
+            return "lost", departure.words
         if rank in gathering.gone:
             return ("left" if round is not None else "lost"), f"its process has ended: {gathering.gone[rank]}"
+        if departure is not None and departure.how is How.SCRIPT_ENDED:
+            return "left", "has come to the end of its script"
         if round is not None:
             return "left", "has left the round by shutdown()"
         return "starting", "has not called ronde.init() yet"

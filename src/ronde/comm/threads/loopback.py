@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 
+from ronde.comm.coordination.membership import Departure, How
 from ronde.comm.coordination.negotiator import Send
 from ronde.comm.coordination.round import Round, RoundRules
 from ronde.comm.coordination.tracing import Tracing
@@ -51,7 +52,7 @@ class Loopback:
         """A rank is gone, without a word."""
         with self._changed:
             if rank in self._round.present:
-                self._round.lose(rank, why)
+                self._round.lose(rank, Departure(How.PROCESS_ENDED, why))
             self._advance()
 
     def hear(self, rank: int, message: FromWorker) -> None:
@@ -93,10 +94,11 @@ class Loopback:
 
     def _leave(self, rank: int, message: Leave, now_ns: int) -> None:
         if rank in self._round.present:
-            if message.orderly:
-                self._round.leave(rank, message.why, now_ns)
+            departure = Departure.of_leave(message)
+            if departure.is_loss:
+                self._round.lose(rank, departure)
             else:
-                self._round.lose(rank, message.why or "it gave up")
+                self._round.leave(rank, departure, now_ns)
         self._inboxes[rank].append(Bye())
         if not self._round.present:
             self._tracing.close()
