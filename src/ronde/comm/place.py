@@ -24,6 +24,7 @@ from ronde.net.control import ControlClient
 from ronde.net.door import Door
 from ronde.net.keys import JobKey
 from ronde.net.messages import VERSION, FromCoordinator, Join, Leave, Refused, Welcome
+from ronde.observe.stacks import pid_namespace
 from ronde.settings import Settings
 from ronde.types import Deadline, Member, Topology
 
@@ -96,7 +97,7 @@ def _among_others(settings: Settings, groups: Groups, round: int, opened: ExitSt
     opened.callback(door.close)
     tcp_doors = (format_address(here, door.tcp_port),)
     member = Member(settings.rank, settings.host or host_identity(), os.getpid(), door.unix_name, tcp_doors)
-    join = Join(VERSION, round, settings.size, member, groups)
+    join = Join(VERSION, round, settings.size, member, groups, pid_namespace())
     joined = _join(control, line.fileno(), join, deadline)
     topology = Topology(joined.members, settings.rank)
     backend = _make_backend(settings, topology, door, key)

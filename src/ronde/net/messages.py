@@ -94,6 +94,8 @@ class Join(Message, frozen=True):
     member: Member
     groups: tuple[tuple[int, ...], ...] = ()
     """Groups to make at the start, as sorted ranks; equal on all members."""
+    pid_namespace: str = ""
+    """Where the member's process id means something; "" if that is not known."""
 
 
 class Announce(Message, frozen=True):

@@ -22,7 +22,16 @@ import msgspec
 
 from ronde.observe.events import shorten, without_surrogates
 
-__all__ = ["ProcessState", "RankStack", "count_as_installed", "group_stacks", "process_state", "where_is_main_thread"]
+__all__ = [
+    "GONE",
+    "ProcessState",
+    "RankStack",
+    "count_as_installed",
+    "group_stacks",
+    "pid_namespace",
+    "process_state",
+    "where_is_main_thread",
+]
 
 SOURCE_LIMIT = 120
 FRAMES_LIMIT = 100
@@ -31,6 +40,7 @@ STACK_LIMIT = 64 * 1024
 """Characters of the whole text, for it travels in one message."""
 
 ProcessState: TypeAlias = Literal["running", "sleeping", "blocked", "stopped", "gone"]
+GONE: ProcessState = "gone"
 
 _STATES: dict[str, ProcessState] = {
     "R": "running",
@@ -116,6 +126,14 @@ def where_is_main_thread() -> tuple[str, str]:
     ]
     stack = without_surrogates("\n".join(texts))
     return line, stack if len(stack) <= STACK_LIMIT else stack[: STACK_LIMIT - 1] + "…"
+
+
+def pid_namespace() -> str:
+    """Where this process's id means something: equal for processes that can look at each other by id; "" if unknown."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:  # hidden in some containers
+        return ""
 
 
 def process_state(pid: int) -> ProcessState:

@@ -24,6 +24,7 @@ from ronde.net.messages import (
     Request,
     Welcome,
 )
+from ronde.observe.stacks import pid_namespace
 from ronde.settings import Settings
 from ronde.types import Deadline, DType, Kind, Member
 
@@ -48,9 +49,10 @@ class Rank:
     def say(self, message: FromWorker) -> None:
         self.control.send(message)
 
-    def join(self, size: int, groups: tuple[tuple[int, ...], ...] = ()) -> None:
-        member = Member(self.rank, host_identity(), os.getpid(), f"door{self.rank}")
-        self.say(Join(VERSION, 0, size, member, groups))
+    def join(self, size: int, groups: tuple[tuple[int, ...], ...] = (), *, pid: int = 0) -> None:
+        """Ask to be in the round, as this process or another."""
+        member = Member(self.rank, host_identity(), pid or os.getpid(), f"door{self.rank}")
+        self.say(Join(VERSION, 0, size, member, groups, pid_namespace()))
 
     def hear(self, kind: type[T]) -> T:
         """The next message of this kind; those of other kinds stay."""

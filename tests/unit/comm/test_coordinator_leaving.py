@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import subprocess
 import threading
 import time
 
@@ -32,6 +33,20 @@ def test_a_death_is_told_to_all_at_once(job: Job) -> None:
     began = time.monotonic()
     assert ranks[0].hear(Lost) == ranks[2].hear(Lost) == Lost(1, "its process is gone")
     assert time.monotonic() - began < 1.0
+
+
+def test_a_rank_whose_process_is_gone_is_lost_though_its_connection_stays_open(job: Job) -> None:
+    """As when a child of the process has inherited the connection."""
+    process = subprocess.Popen(["sleep", "1000"])
+    job.start(2, stall_s=0.1)
+    first, second = job.come(0), job.come(1)
+    first.join(2)
+    second.join(2, pid=process.pid)
+    first.hear(Welcome)
+    first.say(allreduce("w"))
+    process.kill()
+    process.wait()
+    assert first.hear(Lost) == Lost(1, "its process is gone")
 
 
 def test_the_last_words_of_a_rank_are_told(job: Job) -> None:

@@ -29,13 +29,13 @@ START = 1000 * SECOND
 KILLED = Departure(How.PROCESS_ENDED, "killed by signal 9")
 
 
-def make_round(size: int, *, stall_s: float = 10.0) -> Round:
+def make_round(size: int, *, stall_s: float = 10.0, state: str = "stopped") -> Round:
     members = tuple(Member(rank, "here", 100 + rank, "") for rank in range(size))
     rules = RoundRules(
         fusion_bytes=1 << 20,
         stall_s=stall_s,
         leaving_s=1.0,
-        state=lambda member: "stopped",
+        state=lambda member: state,
         host_name=lambda member: f"the big one of {member.host}",
     )
     return Round(members, (), rules, START)
@@ -129,6 +129,16 @@ def test_a_late_operation_is_asked_for_then_reported_even_if_nobody_answers() ->
         "  rank 1 on host the big one of here, pid 101, does not answer; its process is stopped"
     )
     assert made.advance(START + 30 * SECOND) == []
+
+
+@pytest.mark.parametrize("state", ["gone", "stopped", ""])
+def test_a_late_member_whose_process_is_gone_is_to_be_declared_lost(state: str) -> None:
+    made = make_round(2, stall_s=10.0, state=state)
+    made.hear(0, allreduce("w"), START)
+    made.advance(START + 9 * SECOND)
+    assert made.vanished == set(), "nobody has waited for it too long"
+    made.advance(START + 11 * SECOND)
+    assert made.vanished == ({1} if state == "gone" else set())
 
 
 def test_a_members_clock_is_believed_as_far_as_it_can_be_true() -> None:

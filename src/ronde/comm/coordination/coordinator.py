@@ -257,6 +257,8 @@ class Coordinator:
         self._gather(now_ns)
         if self._round is not None:
             self._send(self._round.advance(now_ns))
+            for rank in self._round.vanished & self._round.present:
+                self._dying.setdefault(rank, _Death(now_ns + self._patience_ns, Departure(How.PROCESS_GONE)))
             self._send(self._tracing.settle(self._round.present))
             if not self._round.present:
                 self._end_round()
@@ -369,6 +371,7 @@ class Coordinator:
         if self._round is not None:
             self._end_round()
         groups = self._gathering.joins[0].groups
+        self._sight.begin(self._gathering.joins.values())
         self._gathering.settle(decision)
         self._round = Round(members, groups, self._rules, now_ns)
         self._round.welcome(self._num_rounds)

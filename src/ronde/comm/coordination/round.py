@@ -28,6 +28,7 @@ from ronde.net.messages import (
     Waiting,
     Welcome,
 )
+from ronde.observe.stacks import GONE
 from ronde.observe.stall import Stall, StallWatch, Wait, report
 from ronde.types import Member
 
@@ -66,6 +67,9 @@ class Round:
         """Ranks that have neither left nor been lost."""
         self.departures: dict[int, Departure] = {}
         """Members that are no longer there, in the order in which the others were told."""
+        self.vanished: set[int] = set()
+        """Members that others wait for too long, and whose process is gone. To be declared lost by whoever serves the
+        round, unless that hears more about it."""
         self._rules = rules
         self._negotiator = Negotiator(len(members), fusion_bytes=rules.fusion_bytes)
         self._book = GroupBook(len(members), groups)
@@ -73,6 +77,8 @@ class Round:
             self._negotiator.add_group(group, ranks)
         self._watch = StallWatch(rules.stall_s, patience_s=ANSWER_S)
         self._waits: list[Wait] = []
+        self._late: set[int] = set()
+        """Members that somebody has waited for too long."""
         self._leaving: dict[int, tuple[int, Departure]] = {}  # with due_ns
         self._out: list[Send] = []
         self._began_ns = now_ns
@@ -213,9 +219,16 @@ class Round:
             for late in itertools.islice(self._negotiator.pending(late_ns), MOST_LATE)
         ]
         waits, self._waits = self._waits, []
+        self._late.update(rank for wait in (*named, *waits) for rank in wait.missing)
+        self._look_for_vanished()
         for stall in self._watch.due(now_ns, [*named, *waits]):
             self._num_asked += 1
             self._tell(stall.asked, StackQuery(stall.ticket))
+
+    def _look_for_vanished(self) -> None:
+        """The end of its connection should have told; but that stays open when a child of the process inherited it."""
+        self._late &= self.present
+        self.vanished = {rank for rank in self._late if self._rules.state(self.members[rank]) == GONE}
 
     def _report_stalls(self, now_ns: int) -> None:
         for stall in self._watch.finished(now_ns):
