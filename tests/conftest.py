@@ -16,11 +16,19 @@ from pathlib import Path
 import psutil
 import pytest
 
-CLOSING_S = 5.0
-"""What is just closing (a thread that was told to end, a child about to be reaped) gets this long."""
+from tests.limits import CLOSING_S
+
+UNIT_TESTS = Path(__file__).parent / "unit"
 
 NATIVE_THREADS = ("ronde", "ZMQbg")
 """Names of native threads that somebody has to close. The pools of BLAS and PyTorch stay by design."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that start processes have more time than pyproject.toml says, unless they say themselves how much."""
+    for item in items:
+        if UNIT_TESTS not in item.path.parents and item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TEST_S))
 
 
 def pytest_configure() -> None:

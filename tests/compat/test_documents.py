@@ -9,6 +9,7 @@ from pathlib import Path
 
 from horovod.common import variables
 from horovod.runner import launch
+from tests.limits import PATIENCE_S
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BEFORE = """
@@ -27,7 +28,7 @@ def test_the_quickstart_is_right(tmp_path: Path) -> None:
     assert len(re.findall(r"# \d ", found[1])) == 5
     (tmp_path / "train.py").write_text(BEFORE + found[1])
     command = [str(Path(sys.executable).with_name("ronde")), "run", "-np", "2", sys.executable, "train.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=50, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
     assert [line.split()[:2] for line in done.stdout.splitlines()] == [["[0]", str(epoch)] for epoch in range(1, 11)]
 

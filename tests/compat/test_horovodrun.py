@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import horovod
+from tests.limits import PATIENCE_S
 
 ROOT = Path(__file__).resolve().parents[2]
 HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
-PATIENCE_S = 50
 
 
 def horovodrun(*words: str) -> subprocess.CompletedProcess[str]:

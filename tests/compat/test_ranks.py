@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 
 from tests.compat.checks.every import CHECKS
+from tests.limits import LONG_S, LONG_TEST_S
 
 ROOT = Path(__file__).resolve().parents[2]
 HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
 NUM_RANKS = 2
 
-pytestmark = pytest.mark.timeout(200)
+pytestmark = pytest.mark.timeout(LONG_TEST_S)
 # the first test waits for the job
 
 
@@ -28,7 +29,7 @@ def traces() -> dict[str, list[str]]:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=LONG_S,
         check=False,
     )
     found: dict[str, list[str]] = {}

@@ -20,9 +20,9 @@ import pytest
 
 from ronde.types import Deadline
 from tests.jobs.running import end
+from tests.limits import PATIENCE_S, SECONDS_S
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 40.0
 SSHD = "/usr/sbin/sshd"
 NUM_HOSTS = 3
 
@@ -47,7 +47,7 @@ MaxStartups 100
 
 
 def ip(*words: str) -> None:
-    subprocess.run(("ip", *words), check=True, timeout=30, capture_output=True)
+    subprocess.run(("ip", *words), check=True, timeout=PATIENCE_S, capture_output=True)
 
 
 class Hosts:
@@ -80,7 +80,7 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         self._opened.close()
         for name in (*self.names, self._switch):  # the links go with them
-            subprocess.run(("ip", "netns", "del", name), check=False, timeout=30, capture_output=True)
+            subprocess.run(("ip", "netns", "del", name), check=False, timeout=PATIENCE_S, capture_output=True)
 
     def _connect(self) -> None:
         for name in (self._switch, *self.names):
@@ -98,7 +98,7 @@ class Hosts:
     def _make_keys(self) -> None:
         for name in ("host", "user", "stranger"):
             command = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
-            subprocess.run(command, check=True, timeout=30, capture_output=True)
+            subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True)
         for known, key in (("known", "host"), ("known-otherwise", "stranger")):
             public = (self.folder / f"{key}.pub").read_text()
             lines = [f"[{address}]:{self.port} {public}" for address in self.addresses]
@@ -148,7 +148,7 @@ class Hosts:
     def processes(self, index: int) -> list[psutil.Process]:
         """All that runs on a host, but for the sshd that listens."""
         found = subprocess.run(
-            ("ip", "netns", "pids", self.names[index]), check=True, timeout=30, capture_output=True, text=True
+            ("ip", "netns", "pids", self.names[index]), check=True, timeout=PATIENCE_S, capture_output=True, text=True
         )
         processes = []
         for pid in map(int, found.stdout.split()):
@@ -172,7 +172,7 @@ class Hosts:
 
     def nothing_left(self, *, but: str = "nothing") -> None:
         """On no host runs what a job has started."""
-        deadline = Deadline(PATIENCE_S / 2)
+        deadline = Deadline(SECONDS_S)
         left = ["?"]
         while left and not deadline.passed:
             time.sleep(0.02)

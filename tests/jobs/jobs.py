@@ -1,7 +1,8 @@
 """Real jobs for tests: ranks are processes that run a script of tests/jobs/scripts, and each has a line to the test.
 
 No test sleeps: a rank says where it is, the test tells it what to do, and every wait ends with a deadline and the
-output of all ranks.
+output of all ranks. What a rank has printed is complete only when it has ended; before that it is quoted in failures,
+and no test looks at it.
 """
 
 from __future__ import annotations
@@ -13,25 +14,30 @@ import shlex
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from ronde.launch.local import LocalJob, start_local
 from ronde.settings import Settings
 from ronde.types import Deadline
+from tests.limits import PATIENCE_S, SECONDS_S
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 50.0
 MOST_BYTES = 1 << 20
 
 
 class Ranks:
-    """The lines to the ranks of a job, and what they print. Whoever starts them gives them `env` and `outputs`."""
+    """The lines to the ranks of a job, and what they print. Whoever starts them gives them `env` and `outputs`.
+    `patience_s` is for each thing that the test waits for."""
 
-    def __init__(self, num_ranks: int, folder: Path, opened: ExitStack) -> None:
+    def __init__(self, num_ranks: int, folder: Path, opened: ExitStack, patience_s: float = PATIENCE_S) -> None:
         self._opened = opened
+        self._patience_s = patience_s
         self._listener = opened.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
         # A path, not an abstract name: it can be reached from other network namespaces, too.
         self._listener.bind(str(folder / "talk"))
@@ -44,7 +50,7 @@ class Ranks:
 
     def meet(self) -> None:
         """Wait until every rank has called."""
-        deadline = Deadline(PATIENCE_S)
+        deadline = Deadline(self._patience_s)
         while len(self._lines) < len(self._paths):
             self._await(self._listener, deadline, "every rank to call")
             line = self._opened.enter_context(self._listener.accept()[0])
@@ -60,12 +66,14 @@ class Ranks:
     def hear(self, rank: int, what: str) -> dict[str, Any]:
         """The next thing that a rank says, which has to be this."""
         line = self._lines[rank]
-        self._await(line, Deadline(PATIENCE_S), f"rank {rank} to say {what!r}")
+        self._await(line, Deadline(self._patience_s), f"rank {rank} to say {what!r}")
         try:
             data = line.recv(MOST_BYTES)
         except ConnectionResetError:
             data = b""
         heard: dict[str, Any] = json.loads(data) if data else {"what": "nothing more"}
+        if not data:
+            self._await_end(rank)
         assert heard["what"] == what, f"rank {rank} was to say {what!r}, but said {heard}\n{self.said()}"
         return heard
 
@@ -80,6 +88,17 @@ class Ranks:
     def output(self, rank: int) -> str:
         """What one rank has printed, its log included."""
         return self._paths[rank].read_text(errors="replace")
+
+    def _await_end(self, rank: int) -> None:
+        """Wait until a rank that has hung up has also ended, and so has printed why. Not for long: it may not end."""
+        deadline = Deadline(SECONDS_S)
+        while not deadline.passed:
+            try:
+                if psutil.Process(self.pids[rank]).status() == psutil.STATUS_ZOMBIE:
+                    return
+            except psutil.NoSuchProcess:
+                return
+            time.sleep(0.01)
 
     def _await(self, sock: socket.socket, deadline: Deadline, what: str) -> None:
         poll = select.poll()
@@ -96,7 +115,7 @@ class Job(Ranks):
     def wait(self) -> list[int]:
         """Exit codes, when all ranks have ended."""
         try:
-            return self.local.wait(Deadline(PATIENCE_S))
+            return self.local.wait(Deadline(self._patience_s))
         except TimeoutError as error:
             raise TimeoutError(f"{error}\n{self.said()}") from None
 
@@ -121,11 +140,12 @@ def started(
     settings: Settings | None = None,
     env: Mapping[str, str] | None = None,
     before: Mapping[int, Sequence[str]] | None = None,
+    patience_s: float = PATIENCE_S,
 ) -> Iterator[Job]:
     """A job of this host, running a script of tests/jobs/scripts; every rank has called. `before` are commands to run
-    a rank's command with."""
+    a rank's command with. `patience_s` is for each thing that the test waits for."""
     with folder_of_ranks() as (folder, opened):
-        job = Job(num_ranks, folder, opened)
+        job = Job(num_ranks, folder, opened, patience_s)
         job.local = opened.enter_context(
             start_local(
                 [*_prefixed(before or {}), *program(script)],

@@ -21,14 +21,14 @@ from ronde.comm.world import World
 from ronde.settings import Settings
 from ronde.types import Deadline
 from tests.conformance.cases import Case, all_cases
+from tests.limits import OPERATION_S
 
-LIMIT_S = 20.0
-SETTINGS = Settings(backend="mpi", operation_s=LIMIT_S, start_s=LIMIT_S, stall_s=0.0, shutdown_s=2.0)
+SETTINGS = Settings(backend="mpi", operation_s=OPERATION_S, start_s=OPERATION_S, stall_s=0.0, shutdown_s=2.0)
 
 
 def meet(fine: bool) -> bool:
     """Behaviours begin together, whatever the one before came to. Whether all ranks are fine."""
-    deadline = Deadline(2 * LIMIT_S)
+    deadline = Deadline(2 * OPERATION_S)
     state = np.array([fine])
 
     def check() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 
 import ronde
 from ronde.errors import RoundEnded
+from tests.limits import OPERATION_S
 
 
 def collectives() -> None:
@@ -71,7 +72,7 @@ def main() -> None:
     """Two rounds in one process: what the first leaves must not disturb the second."""
     what = {"collectives": collectives, "fails": fails}[sys.argv[1]]
     for _ in range(2 if what is collectives else 1):
-        ronde.init(start_s=30.0, operation_s=30.0)
+        ronde.init(start_s=OPERATION_S, operation_s=OPERATION_S)
         what()
         ronde.shutdown()
 

@@ -12,10 +12,12 @@ from ronde.comm.backend import Call, Channel, ChannelSpec, Outcome, Part
 from ronde.comm.buffers import Array, address
 from ronde.comm.mpi.backend import MpiBackend
 from ronde.types import Deadline, DType, Kind, Member, Topology
+from tests.limits import OPERATION_S
 
 RANK, SIZE = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
 EVERYBODY = tuple(range(SIZE))
-LONG_S = 20.0
+LONG_S = OPERATION_S
+"""For what has to end by itself."""
 CASES: dict[str, Callable[[MpiBackend], None]] = {}
 
 

@@ -22,12 +22,10 @@ import psutil
 
 from ronde.launch.terminal import resize
 from ronde.types import Deadline
+from tests.limits import PATIENCE_S, SECONDS_S
 
 ROOT = Path(__file__).resolve().parents[2]
 RONDE = str(Path(sys.executable).with_name("ronde"))
-PATIENCE_S = 50.0
-SECONDS_S = 20.0
-"""What "within seconds" may take on a machine that is busy with other things."""
 MARK = "TEST_MARK"
 
 
@@ -100,9 +98,9 @@ class Running:
         """To the driver alone."""
         self.driver.send_signal(number)
 
-    def result(self) -> Done:
+    def result(self, limit_s: float = PATIENCE_S) -> Done:
         """How it has ended, when it has."""
-        out, err = self.driver.communicate(timeout=PATIENCE_S)
+        out, err = self.driver.communicate(timeout=limit_s)
         text = out.decode(errors="surrogateescape"), err.decode(errors="surrogateescape")
         return Done(self.driver.returncode, *text)
 
@@ -166,10 +164,10 @@ class Terminal:
         return code
 
 
-def run(*words: str, env: Mapping[str, str] | None = None) -> Done:
+def run(*words: str, env: Mapping[str, str] | None = None, limit_s: float = PATIENCE_S) -> Done:
     """`ronde run` to its end; it leaves nothing behind."""
     with Running(*words, env=env) as job:
-        return job.result()
+        return job.result(limit_s)
 
 
 def ask(*words: str, env: Mapping[str, str] | None = None) -> Done:

@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.limits import PATIENCE_S, SECONDS_S
+
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--repeats", "2", "--seconds", "0.02")
 COMMAND = (sys.executable, "-m", "ronde.cli.main", "bench")
@@ -25,7 +27,12 @@ def bench(results: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
     """The records that a run wrote, and what it printed."""
     env = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run(
-        (*COMMAND, *arguments, "--json", str(results)), capture_output=True, text=True, timeout=55, env=env, check=False
+        (*COMMAND, *arguments, "--json", str(results)),
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        env=env,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [json.loads(line) for line in results.read_text().splitlines()], done.stdout
@@ -106,7 +113,7 @@ def running(directory: Path, *arguments: str) -> Iterator[psutil.Process]:
 
 def ranks_of(command: psutil.Process, num_ranks: int) -> list[psutil.Process]:
     """The rank programs below a command, as soon as there are so many."""
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + PATIENCE_S
     while time.monotonic() < deadline:
         ranks = [child for child in command.children(recursive=True) if _is_rank(child)]
         if len(ranks) == num_ranks:
@@ -128,7 +135,7 @@ def test_no_rank_outlives_the_command(how: signal.Signals, tmp_path: Path) -> No
     with running(tmp_path, "negotiation", "--flight", "1", *long) as command:
         ranks = ranks_of(command, 2)
         command.send_signal(how)
-        _, alive = psutil.wait_procs([command, *ranks], timeout=20)
+        _, alive = psutil.wait_procs([command, *ranks], timeout=SECONDS_S)
         assert alive == []
     if how != signal.SIGKILL:
         assert list(tmp_path.iterdir()) == []

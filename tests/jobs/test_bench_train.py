@@ -14,11 +14,11 @@ from ronde.cli.bench.measure import Field, Pace
 from ronde.cli.bench.models import MODELS
 from ronde.cli.bench.train import TrainRecord, train
 from ronde.cli.bench.train_kits import TrainKit, TrainSettings
+from tests.limits import LONG_S, LONG_TEST_S
 
 pytest.importorskip("torch")
 
-ENDS_S = 150.0
-pytestmark = pytest.mark.timeout(2 * ENDS_S)
+pytestmark = pytest.mark.timeout(LONG_TEST_S)
 """Each rank imports PyTorch: on a busy machine that takes its time."""
 
 
@@ -27,7 +27,7 @@ def test_the_command_trains_in_turn_and_writes_its_results_down(tmp_path: Path) 
     command = (sys.executable, "-m", "ronde.cli.main", "bench", "train", "-np", "2", "--peers", "none")
     short = ("--models", "mlp", "--batch", "4", "--rounds", "2", "--steps", "3", "--json", str(results))
     env = {**os.environ, "COLUMNS": "200"}
-    done = subprocess.run((*command, *short), capture_output=True, text=True, timeout=ENDS_S, env=env, check=False)
+    done = subprocess.run((*command, *short), capture_output=True, text=True, timeout=LONG_S, env=env, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     records = [json.loads(line) for line in results.read_text().splitlines()]
     ranks = {record["impl"]: record["ranks"] for record in records}

@@ -14,7 +14,8 @@ import psutil
 import pytest
 
 from ronde.cli.doctor.report import Report
-from tests.jobs.hosts import PATIENCE_S, Hosts, ip, needs_hosts
+from tests.jobs.hosts import Hosts, ip, needs_hosts
+from tests.limits import PATIENCE_S
 
 DOCTOR = (sys.executable, "-W", "error", "-m", "ronde.cli.main", "doctor")
 

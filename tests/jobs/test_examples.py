@@ -14,15 +14,12 @@ import pytest
 from PIL import Image
 
 from ronde.dash import Run, read_log
+from tests.limits import LONG_S, LONG_TEST_S
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
-pytestmark = pytest.mark.timeout(400)
-# some tests are two jobs, each of which has LIMIT_S
-
-LIMIT_S = 150.0
-"""Two processes that import PyTorch, and a machine that may be busy with more."""
+pytestmark = pytest.mark.timeout(LONG_TEST_S)
 # Short and small, everything else as in a real run.
 SHORT = ["--epochs", "3", "--batch-size", "8", "--width", "16", "--image-size", "64", "--checkpoint-s", "0", "--amp"]
 
@@ -35,7 +32,7 @@ def command(program: Sequence[str | Path], num_ranks: int = 2) -> list[str]:
 def run(program: Sequence[str | Path], num_ranks: int = 2) -> str:
     """What it prints; it has to end well."""
     done = subprocess.run(
-        command(program, num_ranks), capture_output=True, text=True, timeout=LIMIT_S, check=False, env=environment()
+        command(program, num_ranks), capture_output=True, text=True, timeout=LONG_S, check=False, env=environment()
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
@@ -79,7 +76,7 @@ def test_two_tasks_learn_with_a_common_trunk() -> None:
 def test_a_horovod_script_runs_with_no_change_of_a_character() -> None:
     start = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", sys.executable]
     done = subprocess.run(
-        [*start, str(EXAMPLES / "horovod_mnist.py")], capture_output=True, text=True, timeout=LIMIT_S, check=False
+        [*start, str(EXAMPLES / "horovod_mnist.py")], capture_output=True, text=True, timeout=LONG_S, check=False
     )
     accuracy = re.search(r"accuracy ([\d.]+)% with 2 processes", done.stdout)
     assert accuracy, done.stdout + done.stderr
@@ -172,7 +169,7 @@ def test_images_are_prepared_once_and_a_bad_one_is_named(folder: Path, tmp_path:
     program: list[str | Path] = [EXAMPLES / "imagenet/prepare.py", folder, cache, "--size", "32"]
     bad.write_text("not an image")
     try:
-        done = subprocess.run(command(program, 1), capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        done = subprocess.run(command(program, 1), capture_output=True, text=True, timeout=LONG_S, check=False)
     finally:
         bad.unlink()
     assert done.returncode == 1
@@ -194,7 +191,7 @@ def test_a_folder_of_another_layout_is_refused_with_words(tmp_path: Path) -> Non
         command([EXAMPLES / "imagenet/prepare.py", tmp_path, tmp_path / "cache"], 1),
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=LONG_S,
         check=False,
     )
     assert done.returncode == 1

@@ -22,6 +22,7 @@ from ronde.net.keys import JobKey, new_key
 from ronde.settings import Settings
 from tests.jobs.jobs import Job, hosted_by_rank_0, started
 from tests.jobs.scripts.faults import OPERATIONS
+from tests.limits import promised_s
 
 SETTINGS = Settings(stall_s=0.0)
 TOLD_S = 1.0
@@ -58,10 +59,12 @@ class Story:
     """What each survivor said."""
     anew: dict[int, dict[str, Any]]
     """By survivor: how leaving and the fresh job went."""
+    second: float
+    """How long a second was on this machine, at that time."""
 
     def check(self, operation: str, why: str) -> None:
         """Every survivor's operation has failed, in time and in the right words."""
-        in_time_s = TOLD_S + (LEAVING_S if why == WORDS["sys.exit"] else 0.0)
+        in_time_s = self.second * (TOLD_S + (LEAVING_S if why == WORDS["sys.exit"] else 0.0))
         for rank, heard in self.ended.items():
             ended = heard["operations"][operation]
             assert (ended["error"], ended["peer"], ended["why"]) == ("PeerLost", self.victim, why), (rank, ended)
@@ -70,7 +73,8 @@ class Story:
     def check_anew(self) -> None:
         """Every survivor has left in time, and its next job has gone well."""
         for rank, anew in self.anew.items():
-            assert anew["leaving_s"] < LEAVING_S and anew["joining_s"] < LEAVING_S, (rank, anew)
+            in_time_s = self.second * LEAVING_S
+            assert anew["leaving_s"] < in_time_s and anew["joining_s"] < in_time_s, (rank, anew)
             assert anew["total"] == 3 * len(self.anew)
 
 
@@ -84,10 +88,11 @@ def story(death: str, size: int, moment: str, victim: int, host: str = "launcher
         job.hear_all(range(size) if moment == "inside" else others, "under way")
         died_at = kill(job, victim, death)
         ended = job.hear_all(others, "ended")
+        second = promised_s(1.0)
         anew = begin_anew(job, others)
         codes = job.wait()
         assert [codes[rank] for rank in others] == [0] * len(others), job.said()
-    return Story(victim, died_at, ended, anew)
+    return Story(victim, died_at, ended, anew, second)
 
 
 def kill(job: Job, victim: int, death: str) -> float:
@@ -143,5 +148,5 @@ def test_ranks_that_wait_for_the_start_are_told_who_will_not_come(death: str) ->
     told = story(death, 3, "start", victim=1)
     for rank, ended in told.ended.items():
         assert f"rank 1 ended before the round began ({WORDS[death]})" in ended["error"]
-        assert ended["at"] - told.died_at < TOLD_S, rank
+        assert ended["at"] - told.died_at < told.second * TOLD_S, rank
     told.check_anew()

@@ -19,8 +19,7 @@ import pytest
 
 import ronde
 from tests.jobs.hosts import Hosts, needs_hosts
-
-PATIENCE_S = 40.0
+from tests.limits import PATIENCE_S
 
 
 def write(folder: Path, **files: str) -> Path:

@@ -88,7 +88,7 @@ def test_when_a_host_dies_its_ranks_are_named_and_the_job_ends(hosts: Hosts) -> 
 def test_a_cut_network_ends_the_job_on_both_sides(hosts: Hosts) -> None:
     a, b, _ = hosts.addresses
     words = ("-H", f"{a},{b}", "-np", "2", "--no-fold", "--grace", "0.1", *program("hosts"), "stay")
-    with hosts.start(*words, heartbeat_s=1.0) as job:
+    with hosts.start(*words, heartbeat_s=3.0) as job:
         job.await_lines(2)
         hosts.cut(1)
         try:

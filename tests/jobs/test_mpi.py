@@ -18,12 +18,13 @@ from pathlib import Path
 import pytest
 
 from tests.conformance.cases import all_cases
+from tests.limits import LONG_S, LONG_TEST_S
 
 ROOT = Path(__file__).resolve().parents[2]
 FIND = re.compile(r"^@case\ndef (\w+)", re.MULTILINE)
 FILES = sorted(Path(__file__).parent.glob("mpi_*_cases.py"))
 CASES = [name for file in FILES for name in FIND.findall(file.read_text())]
-LIMIT_S = 55.0
+pytestmark = pytest.mark.timeout(LONG_TEST_S)
 
 SMALL_MACHINE = {
     # Open MPI refuses to run as root (which containers are) or with more ranks than cores, and ties ranks to cores.
@@ -47,14 +48,14 @@ every_mpi = pytest.mark.parametrize("python", PYTHONS or [Path("none")], ids=lam
 
 
 def mpiexec(python: Path, size: int, *arguments: str, **environment: str) -> tuple[int, str]:
-    """The exit code of a program under mpiexec, and all that its ranks said. Ends within LIMIT_S."""
+    """The exit code of a program under mpiexec, and all that its ranks said. Ends within LONG_S."""
     command = [str(python.with_name("mpiexec")), "-n", str(size), str(python), "-W", "error", *arguments]
     path = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
     environ = {**os.environ, **SMALL_MACHINE, "PYTHONPATH": path, **environment}
     with tempfile.TemporaryFile("w+") as said:
         job = subprocess.Popen(command, stdout=said, stderr=subprocess.STDOUT, env=environ, start_new_session=True)
         try:
-            code = job.wait(LIMIT_S)
+            code = job.wait(LONG_S)
         except subprocess.TimeoutExpired:
             code = -1
         finally:

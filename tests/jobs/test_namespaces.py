@@ -15,7 +15,8 @@ from contextlib import contextmanager
 import pytest
 
 from ronde.net.keys import new_key
-from tests.jobs.jobs import PATIENCE_S, Ranks, folder_of_ranks, program
+from tests.jobs.jobs import Ranks, folder_of_ranks, program
+from tests.limits import PATIENCE_S, promised_s
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 """Exist only inside of the namespaces."""
@@ -34,7 +35,7 @@ two_sizes = pytest.mark.parametrize("per_host", [1, 2], ids=["1+1", "2+2"])
 
 
 def ip(*words: str) -> None:
-    subprocess.run(("ip", *words), check=True, timeout=30, capture_output=True)
+    subprocess.run(("ip", *words), check=True, timeout=PATIENCE_S, capture_output=True)
 
 
 class Hosts:
@@ -65,7 +66,7 @@ class Hosts:
     def __exit__(self, *_: object) -> None:
         # The link goes with the namespaces; before it has moved there it is still ours.
         for words in (("link", "del", self._links[0]), *(("netns", "del", name) for name in self.names)):
-            subprocess.run(("ip", *words), check=False, timeout=30, capture_output=True)
+            subprocess.run(("ip", *words), check=False, timeout=PATIENCE_S, capture_output=True)
 
     def cut(self) -> float:
         """Take the link down; when that was."""
@@ -114,7 +115,7 @@ def test_collectives_between_hosts_are_right(per_host: int) -> None:
     with Hosts() as hosts, ranks_on(hosts, per_host) as ranks:
         everybody = range(2 * per_host)
         ranks.tell(everybody, moment="none")
-        assert all(heard["leaving_s"] < LEAVING_S for heard in ranks.hear_all(everybody, "left").values())
+        assert all(heard["leaving_s"] < promised_s(LEAVING_S) for heard in ranks.hear_all(everybody, "left").values())
 
 
 @needs_namespaces
@@ -131,9 +132,9 @@ def test_both_sides_of_a_cut_link_are_told(per_host: int, moment: str) -> None:
             assert ended["error"] == "PeerLost" and ended["peer"] in other_side, (rank, ended)
             # Whichever connection the kernel gives up first: of data, or to the coordinator.
             assert "its host cannot be reached" in ended["text"], (rank, ended)
-            assert ended["ended"] - cut_at < HEARTBEAT_S + LATER_S, (rank, ended["ended"] - cut_at)
+            assert ended["ended"] - cut_at < HEARTBEAT_S + promised_s(LATER_S), (rank, ended["ended"] - cut_at)
         for rank, left in ranks.hear_all(everybody, "left").items():
-            assert left["leaving_s"] < LEAVING_S, (rank, left)
+            assert left["leaving_s"] < promised_s(LEAVING_S), (rank, left)
 
 
 @needs_namespaces
@@ -145,5 +146,5 @@ def test_a_death_on_another_host_is_told_at_once() -> None:
         os.kill(ranks.pids[3], signal.SIGKILL)
         for rank, ended in ranks.hear_all(range(3), "ended").items():
             assert (ended["error"], ended["peer"]) == ("PeerLost", 3), (rank, ended)
-            assert ended["ended"] - died_at < TOLD_S, (rank, ended["ended"] - died_at)
-        assert all(left["leaving_s"] < LEAVING_S for left in ranks.hear_all(range(3), "left").values())
+            assert ended["ended"] - died_at < promised_s(TOLD_S), (rank, ended["ended"] - died_at)
+        assert all(left["leaving_s"] < promised_s(LEAVING_S) for left in ranks.hear_all(range(3), "left").values())

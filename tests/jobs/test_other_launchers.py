@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from tests.jobs.test_mpi import SMALL_MACHINE, every_mpi, with_mpi
+from tests.limits import PATIENCE_S
 
 SCRIPT = Path(__file__).parent / "scripts/guest.py"
 SOURCES = Path(__file__).resolve().parents[2] / "src"
-LIMIT_S = 50.0
 
 STALE = {
     # Of a shell that once was set up for torch, inside of a batch job: none of it is about these ranks.
@@ -26,7 +26,7 @@ STALE = {
 
 
 class Started:
-    """Commands that run at the same time; each gets LIMIT_S, and nothing of them stays."""
+    """Commands that run at the same time; each gets PATIENCE_S, and nothing of them stays."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -53,7 +53,7 @@ class Started:
     def wait(self) -> str:
         """Wait until all have ended well; what they said."""
         for process, said in self._running:
-            code = process.wait(LIMIT_S)
+            code = process.wait(PATIENCE_S)
             assert code == 0, Path(said.name).read_text(errors="replace")
         return "".join(Path(said.name).read_text(errors="replace") for _process, said in self._running)
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import PATIENCE_S
+
 README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
 
 
@@ -32,7 +34,13 @@ def folder(tmp_path: Path) -> Path:
 def test_the_example_finds_the_weights(folder: Path, command: str, printed: str) -> None:
     environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, timeout=50, check=False
+        ["bash", "-c", command],
+        cwd=folder,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_S,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed, done.stderr

@@ -7,6 +7,7 @@ import statistics
 import pytest
 
 from tests.jobs.jobs import hosted_by_rank_0, started
+from tests.limits import promised_s
 
 ROUNDS = 200
 SETTLED = 20
@@ -32,4 +33,4 @@ def test_nothing_of_a_round_stays_behind(host: str, caplog: pytest.LogCaptureFix
         assert last["num_maps"] <= settled["num_maps"] + 2, rank
         growth = last["rss_bytes"] - settled["rss_bytes"]
         assert growth < GROWTH_BYTES, f"rank {rank} grew by {growth} bytes in {ROUNDS - SETTLED} rounds"
-    assert statistics.median(over[0]["took"]) < ROUND_S
+    assert statistics.median(over[0]["took"]) < promised_s(ROUND_S)

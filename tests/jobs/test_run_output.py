@@ -13,23 +13,26 @@ import pytest
 
 from tests.jobs.running import RONDE, Terminal, run, script
 from tests.jobs.scripts import printing
+from tests.limits import LONG_S, LONG_TEST_S
 
 # --- very much -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(LONG_TEST_S)
 def test_64_ranks_meet_and_equal_lines_are_one() -> None:
     program = (
         "import ronde; ronde.init(); ronde.barrier(); print('hello'); print('I am', ronde.rank()); ronde.shutdown()"
     )
-    done = run("-np", "64", sys.executable, "-c", program)
+    done = run("-np", "64", "--start-s", str(LONG_S), sys.executable, "-c", program, limit_s=LONG_S)
     assert (done.code, done.err) == (0, "")
     hello, *lines = sorted(done.out.splitlines(), key=lambda line: "hello" not in line)
     assert hello == "[0-63] hello"
     assert sorted(lines) == sorted(f"[{rank}] I am {rank}" for rank in range(64))
 
 
+@pytest.mark.timeout(LONG_TEST_S)
 def test_floods_garbage_and_a_line_of_50_megabytes_come_through_whole(tmp_path: Path) -> None:
-    done = run("-np", "4", "--output", str(tmp_path), *script("printing"))
+    done = run("-np", "4", "--output", str(tmp_path), *script("printing"), limit_s=LONG_S)
     assert (done.code, done.summary) == (0, [])
     for rank in range(4):
         out, err = printing.printed(rank)

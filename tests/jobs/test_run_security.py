@@ -21,8 +21,9 @@ import pytest
 from ronde.net.keys import JobKey
 from ronde.types import Deadline
 from tests.jobs.jobs import Ranks, folder_of_ranks
-from tests.jobs.running import PATIENCE_S, ROOT, SECONDS_S, Done, Running, run, script
+from tests.jobs.running import ROOT, Done, Running, run, script
 from tests.jobs.test_strangers import NOISE, listening_tcp, listening_unix
+from tests.limits import PATIENCE_S, SECONDS_S
 
 NOBODY = 65534
 LOCALHOST = "127.0.0.1"

@@ -23,6 +23,7 @@ from ronde.net.keys import JobKey, new_key
 from ronde.net.messages import Leave, encode
 from ronde.types import Deadline
 from tests.jobs.jobs import Job, started
+from tests.limits import SECONDS_S
 
 LISTENING = 0x10000
 """The flag of a listening socket in /proc/net/unix."""
@@ -74,7 +75,7 @@ def make_noise(place: Place, noise: bytes, opened: ExitStack) -> None:
     """Connect, say it, and stay on the line: what becomes of it is the other side's business."""
     family = socket.AF_UNIX if isinstance(place, str) else socket.AF_INET
     stranger = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
-    stranger.settimeout(10)
+    stranger.settimeout(SECONDS_S)
     stranger.connect(f"\0{place}" if isinstance(place, str) else place)
     try:
         stranger.sendall(noise)
@@ -97,7 +98,7 @@ def speak_zeromq(port: int, server_public: bytes | None, opened: ExitStack) -> N
     opened.callback(client.disable_monitor)
     client.connect(f"tcp://127.0.0.1:{port}")
     client.send(encode(Leave(orderly=True)), zmq.NOBLOCK)
-    assert monitor.poll(20_000), "nobody turned it away"
+    assert monitor.poll(int(1000 * SECONDS_S)), "nobody turned it away"
     assert recv_monitor_message(monitor)["event"] & (FAILED | zmq.EVENT_DISCONNECTED)
 
 
@@ -145,7 +146,7 @@ def test_strangers_are_turned_away_and_the_job_goes_on(
         for place in (door, *places):
             address = f"unix:{place}" if isinstance(place, str) else f"{place[0]}:{place[1]}"
             with pytest.raises(StartFailed, match="key"):
-                knock(address, JobKey(new_key()), Caller("life", 0), Deadline(20))
+                knock(address, JobKey(new_key()), Caller("life", 0), Deadline(SECONDS_S))
         finish(job)
     for text in (caplog.text, job.output(0), job.output(1)):
         assert "refused a caller" in text

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from ronde.settings import Settings
-from tests.jobs.jobs import PATIENCE_S, started
+from tests.jobs.jobs import started
+from tests.limits import PATIENCE_S, promised_s
 
 Trace = dict[str, Any]
 AHEAD_S = 5000
@@ -75,7 +76,7 @@ def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -
     assert mine.keys() == other.keys() and len(mine) > 2
     # No rank can leave an allreduce before the last one has come to it. The distance of two clocks is known to half of
     # the shortest round trip of a heartbeat, on a busy machine a millisecond or two; they are 5000 s apart.
-    error = 2_000.0 if clocks == "two clocks" else 0.0
+    error = promised_s(2_000.0) if clocks == "two clocks" else 0.0
     apart = [name for name in mine if max(mine[name][0], other[name][0]) > min(mine[name][1], other[name][1]) + error]
     assert not apart, {name: (mine[name], other[name]) for name in apart}
     times = [event["ts"] for event in trace["traceEvents"] if event["ph"] != "M"]

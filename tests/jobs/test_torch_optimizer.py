@@ -12,9 +12,10 @@ from ronde.settings import Settings
 from tests.jobs.jobs import started
 from tests.jobs.scripts.torch_optimizer import MODULES
 from tests.jobs.torch_checks.checks import CHECKS
+from tests.limits import LONG_S, LONG_TEST_S, OPERATION_S
 
 assert MODULES
-pytestmark = pytest.mark.timeout(300)  # the first test of a job starts it: PyTorch is slow to import on a busy machine
+pytestmark = pytest.mark.timeout(LONG_TEST_S)  # the first test of a job runs all of its checks
 
 JOBS: dict[str, tuple[int, Mapping[int, Sequence[str]]]] = {
     "1 rank": (1, {}),
@@ -32,8 +33,9 @@ def told(job: str) -> dict[str, dict[str, Any]]:
     """How the checks of a job ended, on the rank that has more to tell."""
     size, before = JOBS[job]
     wanted = [name for name, check in CHECKS.items() if job in check.jobs]
-    settings = Settings(operation_s=20.0, start_s=40.0)
-    with started("torch_optimizer", size, settings=settings, env={"OMP_NUM_THREADS": "1"}, before=before) as ranks:
+    settings = Settings(operation_s=OPERATION_S, start_s=OPERATION_S)
+    one_thread = {"OMP_NUM_THREADS": "1"}
+    with started("torch_optimizer", size, settings=settings, env=one_thread, before=before, patience_s=LONG_S) as ranks:
         ranks.tell(range(size), checks=wanted)
         over = ranks.hear_all(range(size), "over")
         ranks.wait()

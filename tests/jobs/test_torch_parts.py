@@ -7,8 +7,13 @@ from __future__ import annotations
 from itertools import chain
 from pathlib import Path
 
+import pytest
+
 from ronde.settings import Settings
 from tests.jobs.jobs import started
+from tests.limits import LONG_S, LONG_TEST_S
+
+pytestmark = pytest.mark.timeout(LONG_TEST_S)
 
 SETTINGS = Settings(stall_s=0.0)
 NUM_SAMPLES = 52
@@ -16,7 +21,7 @@ NUM_SAMPLES = 52
 
 
 def test_a_run_that_died_in_a_checkpoint_goes_on_exactly_with_more_ranks(tmp_path: Path) -> None:
-    with started("torch_parts", 2, settings=SETTINGS) as job:
+    with started("torch_parts", 2, settings=SETTINGS, patience_s=LONG_S) as job:
         job.tell((0, 1), path=str(tmp_path), num_samples=NUM_SAMPLES, die_at=4)
         first = job.hear_all((0, 1), "trained")
         assert job.hear(1, "lost")["peer"] == 0
@@ -27,7 +32,7 @@ def test_a_run_that_died_in_a_checkpoint_goes_on_exactly_with_more_ranks(tmp_pat
     assert "step-000000000005.json" not in left
 
     ranks = (0, 1, 2)
-    with started("torch_parts", 3, settings=SETTINGS) as job:
+    with started("torch_parts", 3, settings=SETTINGS, patience_s=LONG_S) as job:
         job.tell(ranks, path=str(tmp_path), num_samples=NUM_SAMPLES, die_at=None)
         second = job.hear_all(ranks, "trained")
         over = job.hear_all(ranks, "over")

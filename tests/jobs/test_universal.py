@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import LONG_S, LONG_TEST_S
+
 ROOT = Path(__file__).resolve().parents[2]
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
 RUN = (sys.executable, "-m", "ronde.cli.main", "run", "--no-fold", "-np", "2")
-LIMIT_S = 55.0
+pytestmark = pytest.mark.timeout(LONG_TEST_S)
 
 PLAIN_TORCH = """
 import torch
@@ -56,7 +58,7 @@ def run(flags: Sequence[str], python: str, script: str, folder: Path) -> list[st
         env={**clean, **quiet},
         capture_output=True,
         text=True,
-        timeout=LIMIT_S,
+        timeout=LONG_S,
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr

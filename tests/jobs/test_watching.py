@@ -14,8 +14,9 @@ from ronde.observe.stacks import group_stacks
 from ronde.observe.stragglers import blame
 from ronde.observe.vitals import JobVitals
 from ronde.types import Deadline
-from tests.jobs.jobs import PATIENCE_S, Job, started
+from tests.jobs.jobs import Job, started
 from tests.jobs.scripts import watching
+from tests.limits import PATIENCE_S, promised_s
 
 SIZE = 3
 SLOW = 2
@@ -67,7 +68,7 @@ def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) 
         after = job.local.coordinator.vitals()
         found = [rank.held_up_s - was.held_up_s for rank, was in zip(after.ranks, before.ranks, strict=True)]
     for rank in range(SIZE):
-        assert found[rank] == pytest.approx(expected[rank], rel=0.25, abs=CLOSE_S), (found, expected)
+        assert found[rank] == pytest.approx(expected[rank], rel=0.25, abs=promised_s(CLOSE_S)), (found, expected)
     assert vitals.slowest == SLOW
     slow, *others = sorted(vitals.ranks, key=lambda rank: rank.rank != SLOW)
     assert all(rank.waiting is not None and slow.waiting is not None for rank in others)

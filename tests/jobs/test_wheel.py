@@ -12,11 +12,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import BUILD_S, BUILD_TEST_S
+
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 CURRENT = f"{sys.version_info.major}.{sys.version_info.minor}"
 # A build from source, then an environment with all dependencies per Python.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(BUILD_TEST_S)
 
 FIRST_STEPS = """
 import numpy as np
@@ -32,7 +34,7 @@ ronde.shutdown()
 def run(*command: str | Path, cwd: Path, environ: Mapping[str, str] | None = None) -> str:
     """The standard output of a command that must succeed."""
     words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=BUILD_S, check=False)
     assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
     return done.stdout
 

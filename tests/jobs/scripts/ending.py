@@ -13,8 +13,7 @@ import sys
 import numpy as np
 
 import ronde
-
-PATIENCE_S = 50
+from tests.limits import RANK_S
 
 
 def outlive(pids: list[int]) -> None:
@@ -24,7 +23,7 @@ def outlive(pids: list[int]) -> None:
             fd = os.pidfd_open(pid)
         except ProcessLookupError:
             continue
-        select.select([fd], [], [], PATIENCE_S)
+        select.select([fd], [], [], RANK_S)
 
 
 def end(how: str) -> None:

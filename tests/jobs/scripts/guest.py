@@ -18,7 +18,7 @@ def main() -> None:
     """Two rounds: the second has to find its way while the first is still being put away."""
     sums = []
     for _ in range(2):
-        ronde.init(start_s=30.0, operation_s=30.0)
+        ronde.init(start_s=60.0, operation_s=60.0)
         rank, size = ronde.rank(), ronde.size()
         sums.append(float(ronde.allreduce(np.full(3, rank + 1.0))[0]))
         local = (ronde.local_rank(), ronde.local_size())

@@ -14,7 +14,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-PATIENCE_S = 50.0
+from tests.limits import RANK_S, TEST_S
+
 MOST_BYTES = 1 << 16
 
 
@@ -23,7 +24,7 @@ class Talk:
 
     def __init__(self) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(PATIENCE_S)
+        self._socket.settimeout(TEST_S)  # while the test waits for others; when it gives up, it hangs up
         self._socket.connect(os.environ["TEST_TALK"])
         self.rank = int(os.environ["RONDE_RANK"])
         self.say("here", rank=self.rank, pid=os.getpid())
@@ -62,8 +63,8 @@ class Talk:
 
 def until(condition: Callable[[], bool], what: str) -> None:
     """Return as soon as the condition holds."""
-    give_up = time.monotonic() + PATIENCE_S
+    give_up = time.monotonic() + RANK_S
     while not condition():
         if time.monotonic() > give_up:
-            raise TimeoutError(f"waited {PATIENCE_S:g} s for {what}")
+            raise TimeoutError(f"waited {RANK_S:g} s for {what}")
         time.sleep(0.001)
