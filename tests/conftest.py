@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.limits import CLOSING_S
+from tests.limits import CLOSING_S, TEST_S
 
 UNIT_TESTS = Path(__file__).parent / "unit"
 
