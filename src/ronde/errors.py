@@ -33,6 +33,9 @@ __all__ = [
 class RondeError(RuntimeError):
     """Something in the world went wrong: not the caller's mistake."""
 
+    missing: tuple[int, ...] = ()
+    """Ranks that did not come to the operation that ran out of time, as far as they are known."""
+
 
 class NotInitialized(RondeError):
     """An operation was called outside of init() … shutdown()."""

@@ -89,7 +89,8 @@ def _exit() -> None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     try:
-        world.close(orderly=error is None, why="exited without shutdown" if error is None else _name(error))
+        why = "exited without shutdown" if error is None else _name(error)
+        world.close(orderly=error is None, why=why, error=error)
     except Exception:  # the process's edge: its own end matters more than how it said goodbye
         logger.exception("leaving the round failed")
 

@@ -254,9 +254,13 @@ class NativeChannel:
             return ValueError(f"{text}: the arguments do not fit together")
         if ending.status == Status.TIMEOUT:
             late = f": rank {blamed} did not come in time" if blamed >= 0 else ""
-            if deadline.passed:
-                return OperationTimeout(f"{text} did not finish within {deadline.seconds:g} s on rank {me}{late}")
-            return RoundEnded(f"{text} on rank {me}: an operation timed out on another member{late}")
+            error: RondeError = (
+                OperationTimeout(f"{text} did not finish within {deadline.seconds:g} s on rank {me}{late}")
+                if deadline.passed
+                else RoundEnded(f"{text} on rank {me}: an operation timed out on another member{late}")
+            )
+            error.missing = (blamed,) if blamed >= 0 else ()
+            return error
         if ending.status == Status.SYSTEM:
             return RondeError(f"{text} failed on rank {me}: {os.strerror(ending.detail)}")
         lost, why = self._verdict(blamed, ending.detail)

@@ -224,7 +224,9 @@ class NamedWork(Work):
                     board.ask_missing(self)
                 if not changed.wait_for(self._is_settled, deadline.left_s):
                     waits = f"; it waits for {ranks_text(self.missing)}" if self.missing else ""
-                    raise OperationTimeout(f"{self.title} did not start within {deadline.seconds:g} s{waits}")
+                    error = OperationTimeout(f"{self.title} did not start within {deadline.seconds:g} s{waits}")
+                    error.missing = self.missing
+                    raise error
             finally:
                 board.end_wait(began_ns, self._departure)
 

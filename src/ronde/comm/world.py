@@ -21,11 +21,12 @@ from ronde.comm.named import Named
 from ronde.comm.place import Groups, Place
 from ronde.comm.presence import Presence
 from ronde.comm.threads.backend import Hub, ThreadsBackend
-from ronde.errors import Mismatch, RondeError
+from ronde.errors import Mismatch, OperationTimeout, RondeError
 from ronde.net.addresses import host_name
-from ronde.net.messages import GroupWanted, Leave, TraceWanted
+from ronde.net.messages import Failure, GroupWanted, Leave, TraceWanted
 from ronde.observe.events import ChannelClosed, ChannelOpened, GroupAdded, GroupRemoved, Started, Stopped
 from ronde.observe.recorder import Recorder
+from ronde.observe.stacks import where_was_raised
 from ronde.observe.timeline import Style
 from ronde.types import Deadline
 
@@ -111,15 +112,15 @@ class World:
         """End it; the file has everything then. Without one it does nothing."""
         self._change_trace(TraceWanted(""))
 
-    def close(self, orderly: bool = True, why: str = "") -> None:
-        """Leave the round and free everything. Idempotent."""
+    def close(self, orderly: bool = True, why: str = "", *, error: BaseException | None = None) -> None:
+        """Leave the round and free everything. Idempotent. `error` is what ended the script, if anything did."""
         with self._closing:
             if self._closed:
                 return
             self._closed = True
         self.recorder.emit(Stopped(at_ns=time.monotonic_ns(), rank=self.rank, orderly=orderly, why=why))
         try:
-            self.engine.leave(Leave(orderly, why), Deadline(self.settings.shutdown_s))
+            self.engine.leave(_make_leave(orderly, why, error), Deadline(self.settings.shutdown_s))
             for group in self._groups.values():
                 group.close()
         finally:
@@ -216,3 +217,15 @@ def as_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
     if twice:
         raise ValueError(f"a group has each rank once, got {', '.join(map(str, twice))} more than once")
     return tuple(sorted(given))
+
+
+def _make_leave(orderly: bool, why: str, error: BaseException | None) -> Leave:
+    if error is None:
+        return Leave(orderly, why)
+    missing = error.missing if isinstance(error, RondeError) else ()
+    failure = Failure.OTHER
+    if isinstance(error, Mismatch):
+        failure = Failure.MISMATCH
+    elif missing or isinstance(error, OperationTimeout):
+        failure = Failure.TIMEOUT
+    return Leave(orderly, why, failure, missing, where_was_raised(error))

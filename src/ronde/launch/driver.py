@@ -138,6 +138,7 @@ class Driver:
             num_ranks=self._job.num_ranks,
             tail=self._screen.tail,
             first_lost=coordinator.first_lost(),
+            whereabouts=coordinator.whereabouts(),
             stop=course.stop,
         )
         codes = {end.rank: end.code for end in course.ends}

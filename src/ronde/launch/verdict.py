@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from ronde.observe.events import name_ranks, shorten
+from ronde.observe.stacks import RankStack
+from ronde.observe.stall import Whereabouts
 
 __all__ = [
     "LOST_CODE",
@@ -104,6 +106,7 @@ def judge(
     num_ranks: int,
     tail: Tail = lambda rank, code: "",
     first_lost: tuple[int, str] | None = None,
+    whereabouts: Whereabouts | None = None,
     stop: Stop | None = None,
 ) -> Verdict:
     """What to make of these ends, which are in the order in which they came."""
@@ -122,21 +125,26 @@ def judge(
     why = first_lost[1] if first_lost is not None and lost is not None else ""
     said = tail(culprit.rank, culprit.code)
     left, error = _find_left(said, by_themselves)
+    absent: tuple[RankStack, ...] = ()
     if left is not None:
         lines = [f"{_name([left])} left too early: {_add(left.words, why if left is lost else '')}"]
         lines += _quote(tail(left.rank, left.code))
         lines += [f"rank {culprit.rank} then {culprit.words}: {shorten(error, LINE_LIMIT)}"]
     else:
-        lines = [_headline(culprit, together, why if lost is culprit else ""), *_quote(said)]
+        where = whereabouts if whereabouts is not None and whereabouts.first == culprit.rank else None
+        absent = where.missing if where is not None else ()
+        lines = [_headline(culprit, together, why if lost is culprit else "", absent), *_quote(said)]
+        lines += _disagreements(where.disagreeing if where is not None else ())
         if lost is not None and lost.code == 0:
             # Perhaps the reason, perhaps not: so it is said, no more.
             lines += [f"before that, {_name([lost])} had left the others: {_add(lost.words, why)}"]
-    others = [end for end in ends if end.code != 0 and end not in together]
+    late = {each.rank for each in absent}
+    others = [end for end in ends if end.code != 0 and end not in together and end.rank not in late]
     # Once the coordinator has lost one, or one has left too early, the others fail for that, with any code.
     same = [] if first_lost is not None or left is not None else [end for end in others if _is_same(end, culprit, tail)]
     lines += _count_others(len(same), f"failed, too: {describe_code(culprit.code)}")
     lines += _count_others(len(others) - len(same), "ended in consequence")
-    return Verdict(exit_code(culprit.code), culprit.rank, (*lines, *never_ended, *stopped))
+    return Verdict(exit_code(culprit.code), culprit.rank, (*lines, *never_ended, *stopped, *map(_absence, absent)))
 
 
 def _find_left(said: str, ends: Sequence[End]) -> tuple[End | None, str]:
@@ -149,9 +157,25 @@ def _find_left(said: str, ends: Sequence[End]) -> tuple[End | None, str]:
     return None, ""
 
 
-def _headline(culprit: End, together: Sequence[End], why: str) -> str:
+def _headline(culprit: End, together: Sequence[End], why: str, missing: Sequence[RankStack]) -> str:
     who = _name(together)
-    return f"{who} {culprit.words}" if culprit.how else f"{who} failed first: {_add(culprit.words, why)}"
+    if culprit.how:
+        return f"{who} {culprit.words}"
+    failed = f"waited in vain for {name_ranks(each.rank for each in missing)}" if missing else "failed first"
+    return f"{who} {failed}: {_add(culprit.words, why)}"
+
+
+def _absence(missing: RankStack) -> str:
+    where = f"it was at {missing.line}" if missing.line else f"it {missing.why}"
+    return f"rank {missing.rank} on host {missing.host}, pid {missing.pid}, did not come: {where}"
+
+
+def _disagreements(stacks: Sequence[RankStack]) -> list[str]:
+    """The lines that did not fit together, and whose they are."""
+    by_line: dict[str, list[int]] = {}
+    for each in stacks:
+        by_line.setdefault(each.line or "a line that is not known", []).append(each.rank)
+    return [f"{name_ranks(ranks)} {'was' if len(ranks) == 1 else 'were'} at {line}" for line, ranks in by_line.items()]
 
 
 def _name(ends: Sequence[End]) -> str:

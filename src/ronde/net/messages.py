@@ -6,6 +6,7 @@ truncated, too long, of another version or of the wrong shape raises ProtocolErr
 
 from __future__ import annotations
 
+import enum
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -23,6 +24,7 @@ __all__ = [
     "Bye",
     "Ended",
     "Failed",
+    "Failure",
     "FromCoordinator",
     "FromWorker",
     "GroupChanged",
@@ -179,11 +181,26 @@ class Vitals(Message, frozen=True):
     visits: tuple[Visits, ...] = ()
 
 
+class Failure(enum.IntEnum):
+    """What kind of error ended a rank, where that makes a difference."""
+
+    OTHER = 0
+    TIMEOUT = 1
+    """An operation ran out of time."""
+    MISMATCH = 2
+    """The members of an operation asked for different things."""
+
+
 class Leave(Message, frozen=True):
     """I am going. orderly: by shutdown(), or at the end of the script. Otherwise `why` says what ended me."""
 
     orderly: bool
     why: str = ""
+    failure: Failure = Failure.OTHER
+    missing: tuple[int, ...] = ()
+    """Whom the operation that ran out of time waited for."""
+    line: str = ""
+    """The line of the user's code where the error was raised."""
 
 
 FromWorker: TypeAlias = (

@@ -31,6 +31,7 @@ __all__ = [
     "pid_namespace",
     "process_state",
     "where_is_main_thread",
+    "where_was_raised",
 ]
 
 SOURCE_LIMIT = 120
@@ -126,6 +127,15 @@ def where_is_main_thread() -> tuple[str, str]:
     ]
     stack = without_surrogates("\n".join(texts))
     return line, stack if len(stack) <= STACK_LIMIT else stack[: STACK_LIMIT - 1] + "…"
+
+
+def where_was_raised(error: BaseException) -> str:
+    """The innermost line of the user's code in the error's traceback; empty when it was never raised."""
+    frames = [
+        _Frame(frame.f_code.co_filename, line, frame.f_code.co_name, frame.f_globals)
+        for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
+    return _describe(_user_frame(frames[::-1])) if frames else ""
 
 
 def pid_namespace() -> str:

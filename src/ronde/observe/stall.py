@@ -16,9 +16,10 @@ from dataclasses import dataclass
 import msgspec
 
 from ronde.observe.events import name_ranks, shorten
+from ronde.observe.stacks import RankStack
 from ronde.types import Member
 
-__all__ = ["Stall", "StallWatch", "Wait", "report"]
+__all__ = ["Stall", "StallWatch", "Wait", "Whereabouts", "describe_silence", "report"]
 
 SHOWN = 16
 """Ranks and operations named one by one in a report; the others are counted."""
@@ -70,6 +71,18 @@ class Stall:
         return (now_ns - self.wait.since_ns) / 1e9
 
 
+@dataclass(frozen=True, slots=True)
+class Whereabouts:
+    """Where ranks were when a round failed: for the summary of the job."""
+
+    first: int
+    """The rank that failed first."""
+    missing: tuple[RankStack, ...] = ()
+    """If an operation ran out of time there: the ranks that it waited for."""
+    disagreeing: tuple[RankStack, ...] = ()
+    """If the members of an operation had asked for different things: all that said so."""
+
+
 class StallWatch:
     """Reports each operation once: when it has waited for limit_s. The same operation of a later step counts anew."""
 
@@ -79,6 +92,11 @@ class StallWatch:
         self._reported: dict[tuple[int, str, str], int] = {}
         self._open: dict[int, Stall] = {}
         self._tickets = 0
+
+    def new_ticket(self) -> int:
+        """For a question that no stall asks."""
+        self._tickets += 1
+        return self._tickets
 
     def due(self, now_ns: int, waits: Iterable[Wait]) -> list[Stall]:
         """The operations that have become late since the last call. A limit of 0 turns the watch off."""
@@ -123,8 +141,7 @@ class StallWatch:
             del self._reported[next(iter(self._reported))]
 
     def _open_stall(self, waits: list[Wait], now_ns: int) -> Stall:
-        self._tickets += 1
-        stall = Stall(self._tickets, tuple(sorted(waits, key=lambda wait: wait.since_ns)), now_ns)
+        stall = Stall(self.new_ticket(), tuple(sorted(waits, key=lambda wait: wait.since_ns)), now_ns)
         self._open[stall.ticket] = stall
         return stall
 
@@ -200,5 +217,9 @@ def _whereabouts(member: Member, line: str | None, state: Callable[[Member], str
         return f"is at {shorten(line, 400)}"
     if line is not None:
         return "answers, but cannot say where it is"
-    known = state(member)
-    return "does not answer" + (f"; its process is {known}" if known else "")
+    return describe_silence(state(member))
+
+
+def describe_silence(state: str) -> str:
+    """Words that follow the name of a rank that does not say where it is. The state is "" if it is not known."""
+    return "does not answer" + (f"; its process is {state}" if state else "")

@@ -18,6 +18,7 @@ from ronde.net.messages import (
     MissingWanted,
     Run,
     StackQuery,
+    StackReply,
     Stalled,
     Waiting,
 )
@@ -139,6 +140,30 @@ def test_a_late_member_whose_process_is_gone_is_to_be_declared_lost(state: str) 
     assert made.vanished == set(), "nobody has waited for it too long"
     made.advance(START + 11 * SECOND)
     assert made.vanished == ({1} if state == "gone" else set())
+
+
+def test_when_an_operation_ran_out_of_time_the_missing_are_asked_where_they_are() -> None:
+    made = make_round(3)
+    made.lose(0, Departure(How.TIMED_OUT, "OperationTimeout: w", missing=(1, 2)))
+    [query, lost] = made.advance(START)
+    assert (query.ranks, lost.message) == ((1, 2), Lost(0, "OperationTimeout: w")), "asked before they hear of the loss"
+    assert isinstance(query.message, StackQuery)
+    made.hear(1, StackReply(query.message.ticket, "train.py:88 in load", ""), START)
+    made.lose(1, KILLED)  # by a launcher that ends the job; what it said is kept
+    where = made.whereabouts()
+    assert where is not None and where.first == 0
+    assert [(each.rank, each.host, each.pid, each.line, each.why) for each in where.missing] == [
+        (1, "the big one of here", 101, "train.py:88 in load", ""),
+        (2, "the big one of here", 102, "", "does not answer; its process is stopped"),
+    ]
+
+
+def test_a_later_timeout_does_not_change_who_is_to_blame() -> None:
+    made = make_round(3)
+    made.lose(2, KILLED)
+    made.lose(0, Departure(How.TIMED_OUT, missing=(1,)))
+    assert made.first_lost == (2, "killed by signal 9")
+    assert made.whereabouts() is None
 
 
 def test_a_members_clock_is_believed_as_far_as_it_can_be_true() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from ronde.launch.verdict import LOST_CODE, NOT_STARTED_CODE, End, Stop, describe_code, exit_code, judge
+from ronde.observe.stacks import RankStack
+from ronde.observe.stall import Whereabouts
 
 CTRL_C = Stop(130, "interrupted by Ctrl-C")
 
@@ -124,6 +126,41 @@ def test_others_that_failed_in_the_same_way_are_no_consequence(
         [end(0, 2), *others], num_ranks=0, tail=lambda rank, code: said.get(rank, ""), first_lost=first_lost
     )
     assert verdict.lines == ("rank 0 on host a failed first: exited with code 2", *lines)
+
+
+MISSING = RankStack(rank=1, host="b", pid=47, line="train.py:88 in load: batch = next(loader)")
+SILENT = RankStack(rank=2, host="c", pid=48, why="does not answer; its process is stopped")
+
+
+def test_a_hang_ends_with_who_did_not_come_and_where_it_was() -> None:
+    ends = [end(0, 1), end(3, 1), end(1, -15, host="b", ordered=True), end(2, -9, host="c", ordered=True)]
+    lost = (0, "OperationTimeout: barrier")
+    verdict = judge(ends, num_ranks=4, first_lost=lost, whereabouts=Whereabouts(0, missing=(MISSING, SILENT)))
+    assert (verdict.code, verdict.culprit) == (1, 0)
+    assert verdict.lines == (
+        "rank 0 on host a waited in vain for ranks 1, 2: exited with code 1 (OperationTimeout: barrier)",
+        "1 other rank ended in consequence",
+        "rank 1 on host b, pid 47, did not come: it was at train.py:88 in load: batch = next(loader)",
+        "rank 2 on host c, pid 48, did not come: it does not answer; its process is stopped",
+    )
+
+
+def test_a_disagreement_shows_every_line_with_its_ranks() -> None:
+    lines = ["a.py:1 in f", "a.py:2 in g", "a.py:1 in f"]
+    said = tuple(RankStack(rank=rank, line=line) for rank, line in enumerate(lines))
+    ends = [end(rank, 1) for rank in range(3)]
+    verdict = judge(ends, num_ranks=3, first_lost=(0, "Mismatch: no"), whereabouts=Whereabouts(0, disagreeing=said))
+    assert verdict.lines == (
+        "rank 0 on host a failed first: exited with code 1 (Mismatch: no)",
+        "ranks 0, 2 were at a.py:1 in f",
+        "rank 1 was at a.py:2 in g",
+        "2 other ranks ended in consequence",
+    )
+
+
+def test_where_ranks_were_is_not_told_of_another_failure() -> None:
+    lines = judge([end(2, 3)], num_ranks=1, whereabouts=Whereabouts(0, missing=(MISSING,))).lines
+    assert lines[0] == "rank 2 on host a failed first: exited with code 3" and "train.py" not in str(lines)
 
 
 def test_ranks_of_a_lost_host_are_one_story() -> None:

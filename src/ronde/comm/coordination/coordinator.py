@@ -47,6 +47,7 @@ from ronde.net.messages import (
 )
 from ronde.observe.events import name_ranks, shorten
 from ronde.observe.stacks import RankStack
+from ronde.observe.stall import Whereabouts
 from ronde.observe.vitals import JobVitals
 from ronde.settings import Settings
 from ronde.types import Deadline, Member
@@ -86,6 +87,8 @@ class Coordinator:
         self._num_rounds = 0
         self._first_lost: tuple[int, str] | None = None
         """Of the rounds that are over."""
+        self._last_whereabouts: Whereabouts | None = None
+        """Of the same round."""
         self._round: Round | None = None
         self._sight = Sight()
         self._watching = Watching(size, self._sight.state)
@@ -147,6 +150,16 @@ class Coordinator:
         """
         current = self._round
         return (current.first_lost if current is not None else None) or self._first_lost
+
+    def whereabouts(self) -> Whereabouts | None:
+        """Where ranks were when the rank of first_lost() failed, if that was for an operation. From every thread."""
+
+        def find(now_ns: int) -> Whereabouts | None:
+            current = self._round
+            lost_now = current is not None and current.first_lost is not None
+            return current.whereabouts() if current is not None and lost_now else self._last_whereabouts
+
+        return self._events.ask(find, self._runs)
 
     def vitals(self) -> JobVitals:
         """How all ranks are. From every thread."""
@@ -383,7 +396,8 @@ class Coordinator:
     def _end_round(self) -> None:
         assert self._round is not None
         logger.info("round %d is over", self._num_rounds - 1)
-        self._first_lost = self._round.first_lost or self._first_lost
+        if self._round.first_lost is not None:
+            self._first_lost, self._last_whereabouts = self._round.first_lost, self._round.whereabouts()
         self._tracing.end_round()
         self._round = None
         self._said = ""

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ronde.comm.wording import answers
-from ronde.net.messages import VERSION, Join, Leave
+from ronde.net.messages import VERSION, Failure, Join, Leave
 from ronde.observe.events import name_ranks, shorten
 from ronde.types import Member
 
@@ -23,6 +23,10 @@ class How(enum.Enum):
     """Its script came to its end without shutdown(). Most scripts do."""
     FAILED = enum.auto()
     """It said itself what ended it: an exception, a start that failed."""
+    TIMED_OUT = enum.auto()
+    """It said that an operation ran out of time."""
+    MISMATCHED = enum.auto()
+    """It said that the members of an operation asked for different things."""
     PROCESS_ENDED = enum.auto()
     """Whoever started its process says how that ended."""
     PROCESS_GONE = enum.auto()
@@ -37,6 +41,10 @@ class Departure:
 
     how: How
     detail: str = ""
+    missing: tuple[int, ...] = ()
+    """If it timed out: the ranks that it waited for."""
+    line: str = ""
+    """If it failed: the line of its program."""
 
     @classmethod
     def of_leave(cls, leave: Leave) -> Departure:
@@ -44,7 +52,7 @@ class Departure:
         detail = shorten(leave.why, 1000)
         if leave.orderly:
             return cls(How.SCRIPT_ENDED if detail else How.SHUTDOWN, detail)
-        return cls(How.FAILED, detail)
+        return cls(_FAILURES[leave.failure], detail, leave.missing, shorten(leave.line, 400))
 
     @property
     def is_loss(self) -> bool:
@@ -57,10 +65,13 @@ class Departure:
         return self.detail or _WORDS[self.how]
 
 
+_FAILURES = {Failure.OTHER: How.FAILED, Failure.TIMEOUT: How.TIMED_OUT, Failure.MISMATCH: How.MISMATCHED}
 _WORDS = {
     How.SHUTDOWN: "it has left the round by shutdown()",
     How.SCRIPT_ENDED: "exited without shutdown",
     How.FAILED: "it gave up",
+    How.TIMED_OUT: "an operation ran out of time",
+    How.MISMATCHED: "ranks disagreed on an operation",
     How.PROCESS_ENDED: "its process has ended",
     How.PROCESS_GONE: "its process is gone",
     How.UNREACHABLE: "its host cannot be reached",

@@ -28,8 +28,8 @@ from ronde.net.messages import (
     Waiting,
     Welcome,
 )
-from ronde.observe.stacks import GONE
-from ronde.observe.stall import Stall, StallWatch, Wait, report
+from ronde.observe.stacks import GONE, RankStack
+from ronde.observe.stall import Stall, StallWatch, Wait, Whereabouts, describe_silence, report
 from ronde.types import Member
 
 __all__ = ["Round", "RoundRules"]
@@ -85,6 +85,9 @@ class Round:
         self._look_ns = min(1_000_000_000, max(20_000_000, int(rules.stall_s * 1e8))) if rules.stall_s else NEVER_NS
         self._next_look_ns = now_ns + self._look_ns
         self._num_asked = 0
+        self._missing: dict[int, RankStack] = {}
+        """When the first that failed had waited for somebody: where those are, by rank."""
+        self._missing_ticket = 0
 
     def welcome(self, number: int) -> None:
         """Tell everybody that it begins."""
@@ -96,6 +99,17 @@ class Round:
         departures = tuple(self.departures.items())  # at once: other threads ask, too
         missed = ((rank, gone.words) for rank, gone in departures if gone.how is not How.SHUTDOWN)
         return next(missed, None)
+
+    def whereabouts(self) -> Whereabouts | None:
+        """Where ranks were when the first one failed; None when that was for no operation."""
+        first = self.first_lost
+        if first is None:
+            return None
+        rank = first[0]
+        if self.departures[rank].how is How.MISMATCHED:
+            said = {rank: gone.line for rank, gone in self.departures.items() if gone.how is How.MISMATCHED}
+            return Whereabouts(rank, disagreeing=tuple(self._stack(rank, line=said[rank]) for rank in sorted(said)))
+        return Whereabouts(rank, missing=tuple(self._missing.values())) if self._missing else None
 
     def departure(self, rank: int) -> Departure | None:
         """How a member has gone, even if the others are not told yet; None while it is there."""
@@ -122,6 +136,8 @@ class Round:
             self._hear_waiting(rank, message, now_ns)
         elif type(message) is StackReply and message.ticket > 0:
             self._watch.answer(message.ticket, rank, message.line)
+            if message.ticket == self._missing_ticket and rank in self._missing and message.line:
+                self._missing[rank] = self._stack(rank, line=message.line)
         else:
             return False
         return True
@@ -134,6 +150,8 @@ class Round:
 
     def lose(self, rank: int, departure: Departure) -> None:
         """A member is gone: everybody is told at once."""
+        if self.first_lost is None and departure.missing:
+            self._ask_missing(departure.missing)
         self.departures.setdefault(rank, departure)
         why = departure.words
         self.present.discard(rank)
@@ -190,6 +208,21 @@ class Round:
                     self._negotiator.remove_group(changed.id)
                 else:
                     self._negotiator.add_group(changed.id, changed.ranks)
+
+    def _ask_missing(self, ranks: Iterable[int]) -> None:
+        """Somebody has waited for them in vain: keep where they are. Asked before they hear of the loss, which ends
+        what they wait for themselves."""
+        asked = [rank for rank in sorted(set(ranks)) if 0 <= rank < len(self.members)]
+        for rank in asked:
+            gone = self.departure(rank)
+            state = self._rules.state(self.members[rank])
+            self._missing[rank] = self._stack(rank, why=gone.words if gone is not None else describe_silence(state))
+        self._missing_ticket = self._watch.new_ticket()
+        self._tell(asked, StackQuery(self._missing_ticket))
+
+    def _stack(self, rank: int, *, line: str = "", why: str = "") -> RankStack:
+        member = self.members[rank]
+        return RankStack(rank=rank, host=self._rules.host_name(member), pid=member.pid, line=line, why=why)
 
     # --- stalls ----------------------------------------------------------------------------------------------------
 

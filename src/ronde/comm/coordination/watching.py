@@ -14,6 +14,7 @@ from ronde.comm.coordination.round import Round
 from ronde.net.messages import StackReply, Vitals
 from ronde.observe.events import name_ranks
 from ronde.observe.stacks import RankStack
+from ronde.observe.stall import describe_silence
 from ronde.observe.vitals import JobVitals, RankState, RankVitals, Reading, VitalsBook, slowest_of
 from ronde.types import Member
 
@@ -122,8 +123,7 @@ class Watching:
             return RankStack(rank=rank, host=host, pid=pid, line=reply.line, stack=reply.stack)
         state, why = self._fate(rank, gathering)
         if state == "running" and member is not None:
-            known = self._state(member)
-            why = "does not answer" + (f"; its process is {known}" if known else "")
+            why = describe_silence(self._state(member))
         elif state == "lost":
             why = f"is lost: {why}"
         return RankStack(rank=rank, host=host, pid=pid, why=why)
