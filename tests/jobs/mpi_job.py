@@ -1,11 +1,13 @@
 """What each rank of tests/jobs/test_mpi.py does to see the public functions work under mpiexec.
 
 `python -m tests.jobs.mpi_job collectives` uses everything once, in two rounds; `… fails` lets the last rank fail while
-the others wait for it, and exits with 0 on those that are told so.
+the others wait for it, and exits with 0 on those that are told so; `… killed N` lets rank N be killed.
 """
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 import numpy as np
@@ -68,9 +70,20 @@ def fails() -> None:
         raise AssertionError("nobody told this rank")
 
 
+def killed() -> None:
+    """A rank, given by its number, is killed; the others say what they are told, if they live to hear of it."""
+    victim = int(sys.argv[2])
+    if ronde.rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    try:
+        ronde.allreduce(np.ones(3))
+    except RoundEnded as error:
+        os.write(2, f"told: {error}\n".encode())  # as one piece: all ranks write to one file
+
+
 def main() -> None:
     """Two rounds in one process: what the first leaves must not disturb the second."""
-    what = {"collectives": collectives, "fails": fails}[sys.argv[1]]
+    what = {"collectives": collectives, "fails": fails, "killed": killed}[sys.argv[1]]
     for _ in range(2 if what is collectives else 1):
         ronde.init(start_s=OPERATION_S, operation_s=OPERATION_S)
         what()

@@ -124,5 +124,18 @@ def test_ranks_that_wait_for_one_that_failed_are_told_why(python: Path) -> None:
     assert "told: rank 0 lost rank 1 during allreduce" in said and "the last rank gives up" in said, said
 
 
+@with_mpi
+@every_mpi
+@pytest.mark.parametrize("victim", [0, 2])
+@pytest.mark.parametrize("backend", ["mpi", "native"])
+def test_nobody_but_the_killed_rank_is_named(python: Path, backend: str, victim: int) -> None:
+    if "mpich" in str(python):
+        pytest.skip("MPICH's mpiexec kills the other ranks before they can say anything")
+    code, said = mpiexec(python, 4, "-m", "tests.jobs.mpi_job", "killed", str(victim), RONDE_BACKEND=backend)
+    assert code != 0
+    named = {*re.findall(r"lost rank (\d+)", said), *re.findall(r"^rank (\d+) is lost", said, re.MULTILINE)}
+    assert named == {str(victim)}, said
+
+
 def test_the_cases_are_found() -> None:
     assert len(CASES) > 20
