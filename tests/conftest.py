@@ -1,4 +1,5 @@
-"""What all tests share: after a test, no thread, process, file descriptor or shared memory of its making is left.
+"""What all tests share: after a test, no thread, process, file descriptor or shared memory of its making is left; time
+limits; and a table of what was tested on this machine (tests/services.py).
 
 A test that has to leave something says so: `@pytest.mark.leaves(reason="…")`.
 """
@@ -17,6 +18,7 @@ import psutil
 import pytest
 
 from tests.limits import CLOSING_S, TEST_S
+from tests.services import ServiceResult, table
 
 UNIT_TESTS = Path(__file__).parent / "unit"
 
@@ -25,10 +27,34 @@ NATIVE_THREADS = ("ronde", "ZMQbg")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that start processes have more time than pyproject.toml says, unless they say themselves how much."""
+    """Tests that start processes have more time than pyproject.toml says, unless they say themselves how much. Reports
+    tell which services a test needs."""
     for item in items:
         if UNIT_TESTS not in item.path.parents and item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TEST_S))
+        for marker in item.iter_markers("service"):
+            item.user_properties.append(("service", marker.args[0]))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what needs something that is not there."""
+    for marker in item.iter_markers("service"):
+        if marker.kwargs["missing"]:
+            pytest.skip(marker.kwargs["missing"])
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """What of this machine the tests have used, and what they could not use."""
+    outcomes = {"passed": "passed", "failed": "failed", "error": "failed", "skipped": "skipped"}
+    results = []
+    for key, outcome in outcomes.items():
+        for report in terminalreporter.stats.get(key, []):
+            why = report.longrepr[2].removeprefix("Skipped: ") if outcome == "skipped" else ""
+            results += [ServiceResult(name, outcome, why) for kind, name in report.user_properties if kind == "service"]
+    if rows := table(results):
+        terminalreporter.section("services")
+        for row in rows:
+            terminalreporter.write_line(row)
 
 
 def pytest_configure() -> None:

@@ -21,14 +21,16 @@ import pytest
 from ronde.types import Deadline
 from tests.jobs.running import end
 from tests.limits import PATIENCE_S, SECONDS_S
+from tests.services import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 SSHD = "/usr/sbin/sshd"
 NUM_HOSTS = 3
 
-needs_hosts = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None or shutil.which("ssh") is None or not Path(SSHD).exists(),
-    reason="hosts as network namespaces need root, the command ip, ssh and sshd",
+CAN_HAVE_HOSTS = os.geteuid() == 0 and shutil.which("ip") and shutil.which("ssh") and Path(SSHD).exists()
+needs_hosts = needs(
+    "ssh between network namespaces",
+    missing="" if CAN_HAVE_HOSTS else "hosts as network namespaces need root, the command ip, ssh and sshd",
 )
 
 SSHD_CONFIG = """

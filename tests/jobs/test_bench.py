@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from tests.limits import PATIENCE_S, SECONDS_S
+from tests.services import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--repeats", "2", "--seconds", "0.02")
@@ -84,7 +85,10 @@ def test_more_ranks_than_cores_work(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.parametrize("library", ["openmpi", "mpich"])
+@pytest.mark.parametrize(
+    "library",
+    [pytest.param("openmpi", marks=needs("Open MPI")), pytest.param("mpich", marks=needs("MPICH"))],
+)
 def test_an_mpi_library_in_an_environment_of_its_own_is_measured(library: str, tmp_path: Path) -> None:
     python = ROOT / f".venv-{library}/bin/python"
     if not python.exists():

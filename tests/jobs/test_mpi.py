@@ -14,11 +14,13 @@ import signal
 import subprocess
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.conformance.cases import all_cases
 from tests.limits import LONG_S, LONG_TEST_S
+from tests.services import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 FIND = re.compile(r"^@case\ndef (\w+)", re.MULTILINE)
@@ -39,12 +41,18 @@ def find_pythons() -> list[Path]:
     named = os.environ.get("RONDE_TEST_MPI_PYTHONS", "")
     if named:
         return [Path(path) for path in named.split(os.pathsep)]
-    return [path for library in ("openmpi", "mpich") if (path := ROOT / f".venv-{library}/bin/python").exists()]
+    return [ROOT / f".venv-{library}/bin/python" for library in ("openmpi", "mpich")]
 
 
-PYTHONS = find_pythons()
-with_mpi = pytest.mark.skipif(not PYTHONS, reason="no MPI environment; `make build` makes them")
-every_mpi = pytest.mark.parametrize("python", PYTHONS or [Path("none")], ids=lambda path: path.parents[1].name)
+def of_python(path: Path) -> Any:
+    """The parameter of a test that uses the MPI library in this environment."""
+    name = path.parents[1].name
+    service = {".venv-openmpi": "Open MPI", ".venv-mpich": "MPICH"}.get(name, f"MPI of {name}")
+    missing = "" if path.exists() else f"no {name}; `make build` makes it"
+    return pytest.param(path, id=name, marks=needs(service, missing=missing))
+
+
+every_mpi = pytest.mark.parametrize("python", [of_python(path) for path in find_pythons()])
 
 
 def mpiexec(python: Path, size: int, *arguments: str, **environment: str) -> tuple[int, str]:
@@ -83,7 +91,6 @@ def check(python: Path, size: int, program: str, case: str) -> None:
     assert not words, f"{words}\n--- mpiexec ended with {code}:\n{said}"
 
 
-@with_mpi
 @every_mpi
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES)
@@ -91,7 +98,6 @@ def test_a_channel(python: Path, size: int, case: str) -> None:
     check(python, size, "tests.jobs.mpi_ranks", case)
 
 
-@with_mpi
 @every_mpi
 @pytest.mark.parametrize(
     ("size", "case"), [(size, case.name) for size in (2, 3) for case in all_cases().values() if size in case.sizes]
@@ -100,7 +106,6 @@ def test_a_behaviour(python: Path, size: int, case: str) -> None:
     check(python, size, "tests.jobs.mpi_conformance", case)
 
 
-@with_mpi
 @every_mpi
 @pytest.mark.parametrize("program", ["tests.jobs.mpi_ranks", "tests.jobs.mpi_conformance"])
 def test_the_programs_end_well(python: Path, program: str) -> None:
@@ -108,7 +113,6 @@ def test_the_programs_end_well(python: Path, program: str) -> None:
     assert code == 0, said
 
 
-@with_mpi
 @every_mpi
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_public_functions_work_under_mpiexec(python: Path, size: int) -> None:
@@ -116,7 +120,6 @@ def test_the_public_functions_work_under_mpiexec(python: Path, size: int) -> Non
     assert code == 0, said
 
 
-@with_mpi
 @every_mpi
 def test_ranks_that_wait_for_one_that_failed_are_told_why(python: Path) -> None:
     code, said = mpiexec(python, 2, "-m", "tests.jobs.mpi_job", "fails", RONDE_BACKEND="mpi")
@@ -124,7 +127,6 @@ def test_ranks_that_wait_for_one_that_failed_are_told_why(python: Path) -> None:
     assert "told: rank 0 lost rank 1 during allreduce" in said and "the last rank gives up" in said, said
 
 
-@with_mpi
 @every_mpi
 @pytest.mark.parametrize("victim", [0, 2])
 @pytest.mark.parametrize("backend", ["mpi", "native"])

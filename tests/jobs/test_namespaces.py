@@ -17,6 +17,7 @@ import pytest
 from ronde.net.keys import new_key
 from tests.jobs.jobs import Ranks, folder_of_ranks, program
 from tests.limits import PATIENCE_S, promised_s
+from tests.services import needs
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 """Exist only inside of the namespaces."""
@@ -28,8 +29,9 @@ TOLD_S = 1.0
 """From the death of a process to the error, on every other rank."""
 LEAVING_S = 1.0
 
-needs_namespaces = pytest.mark.skipif(
-    os.geteuid() != 0 or shutil.which("ip") is None, reason="network namespaces need root and the command ip"
+CAN_HAVE_NAMESPACES = os.geteuid() == 0 and shutil.which("ip")
+needs_namespaces = needs(
+    "network namespaces", missing="" if CAN_HAVE_NAMESPACES else "network namespaces need root and the command ip"
 )
 two_sizes = pytest.mark.parametrize("per_host", [1, 2], ids=["1+1", "2+2"])
 

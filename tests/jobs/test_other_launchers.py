@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
 
-from tests.jobs.test_mpi import SMALL_MACHINE, every_mpi, with_mpi
+from tests.jobs.test_mpi import SMALL_MACHINE, every_mpi
 from tests.limits import PATIENCE_S
 
 SCRIPT = Path(__file__).parent / "scripts/guest.py"
@@ -92,7 +92,6 @@ def test_torchrun(tmp_path: Path) -> None:
     assert places(tmp_path) == together(2)
 
 
-@with_mpi
 @every_mpi
 def test_mpirun_whatever_else_was_inherited(tmp_path: Path, python: Path) -> None:
     command = [str(python.with_name("mpirun")), "-n", "3", str(python), str(SCRIPT), str(tmp_path)]
@@ -102,7 +101,6 @@ def test_mpirun_whatever_else_was_inherited(tmp_path: Path, python: Path) -> Non
     assert places(tmp_path) == together(3)
 
 
-@with_mpi
 @every_mpi
 def test_two_jobs_of_one_mpi_at_the_same_time_do_not_mix(tmp_path: Path, python: Path) -> None:
     folders = [tmp_path / "a", tmp_path / "b"]
@@ -116,7 +114,6 @@ def test_two_jobs_of_one_mpi_at_the_same_time_do_not_mix(tmp_path: Path, python:
     assert [places(folder) for folder in folders] == [together(2), together(2)]
 
 
-@with_mpi
 @every_mpi
 def test_on_several_hosts_mpi_itself_tells_where_rank_0_is(tmp_path: Path, python: Path) -> None:
     several = ["env", "OMPI_COMM_WORLD_LOCAL_SIZE=1", "MPI_LOCALNRANKS=1"]

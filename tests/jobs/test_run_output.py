@@ -14,6 +14,7 @@ import pytest
 from tests.jobs.running import RONDE, Terminal, run, script
 from tests.jobs.scripts import printing
 from tests.limits import LONG_S, LONG_TEST_S
+from tests.services import needs
 
 # --- very much -----------------------------------------------------------------------------------------------------
 
@@ -61,6 +62,7 @@ def tiny_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", str(tmp_path)], check=True)
 
 
+@needs("mounted file systems")
 def test_a_full_disk_is_told_and_the_job_goes_on(tiny_disk: Path) -> None:
     program = "for number in range(2000): print(f'line {number} ' + 'x' * 100)\nprint('over')"
     done = run("-np", "2", "--output", str(tiny_disk), sys.executable, "-c", program)

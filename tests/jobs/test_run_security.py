@@ -16,7 +16,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
-import pytest
 
 from ronde.net.keys import JobKey
 from ronde.types import Deadline
@@ -24,13 +23,14 @@ from tests.jobs.jobs import Ranks, folder_of_ranks
 from tests.jobs.running import ROOT, Done, Running, run, script
 from tests.jobs.test_strangers import NOISE, listening_tcp, listening_unix
 from tests.limits import PATIENCE_S, SECONDS_S
+from tests.services import needs
 
 NOBODY = 65534
 LOCALHOST = "127.0.0.1"
 CHALLENGE = re.compile(rb"RONDd\x01.{32}(\x01\0\0\0\0)?", re.DOTALL)
 ZEROMQ = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\x01" + bytes(31)
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+needs_root = needs("another user", missing="" if os.geteuid() == 0 else "only root can become somebody else")
 
 
 class Job(Ranks):

@@ -16,6 +16,7 @@ import pytest
 from ronde.settings import Settings
 from tests.jobs.jobs import started
 from tests.limits import PATIENCE_S, promised_s
+from tests.services import needs
 
 Trace = dict[str, Any]
 AHEAD_S = 5000
@@ -59,7 +60,7 @@ def check_events(trace: Trace) -> None:
     assert sorted(event["pid"] for event in named) == [0, 1]
 
 
-@pytest.mark.parametrize("clocks", ["one clock", "two clocks"])
+@pytest.mark.parametrize("clocks", ["one clock", pytest.param("two clocks", marks=needs("time namespaces"))])
 def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -> None:
     if clocks == "two clocks" and not can_change_clocks():
         pytest.skip("no time namespaces here (needs root and `unshare --time`)")

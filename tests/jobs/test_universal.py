@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.limits import LONG_S, LONG_TEST_S
+from tests.services import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
@@ -72,7 +73,7 @@ def test_a_plain_torch_distributed_script(tmp_path: Path) -> None:
     ]
 
 
-@pytest.mark.skipif(not TENSORFLOW.exists(), reason="no TensorFlow environment; `make build` makes it")
+@needs("TensorFlow", missing="" if TENSORFLOW.exists() else "no .venv-tensorflow; `make build` makes it")
 def test_a_plain_script_of_tensorflows_multi_worker_strategy(tmp_path: Path) -> None:
     assert run(["--tf-config"], str(TENSORFLOW), PLAIN_TENSORFLOW, tmp_path) == [
         f"[{rank}] worker {rank} of 2: [3.0, 6.0]" for rank in range(2)

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 
 from tests.limits import BUILD_S, BUILD_TEST_S
+from tests.services import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 CURRENT = f"{sys.version_info.major}.{sys.version_info.minor}"
 # A build from source, then an environment with all dependencies per Python.
-pytestmark = pytest.mark.timeout(BUILD_TEST_S)
+pytestmark = [pytest.mark.timeout(BUILD_TEST_S), needs("wheel build")]
 
 FIRST_STEPS = """
 import numpy as np

@@ -15,6 +15,7 @@ from ronde.net.control import ControlClient, ControlServer
 from ronde.net.keys import JobKey
 from ronde.net.messages import Beat, BeatBack, Bye, FromCoordinator, FromWorker, Leave, Lost, TraceBatch, encode
 from ronde.types import Deadline
+from tests.services import needs
 
 LOCAL = "127.0.0.1"
 
@@ -100,6 +101,7 @@ def test_the_largest_message_allowed_arrives(
     small.close()
 
 
+@needs("IPv6")
 def test_ipv6_works_too(key: JobKey) -> None:
     if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6 here")

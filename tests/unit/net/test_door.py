@@ -13,6 +13,7 @@ from ronde.net import sockets
 from ronde.net.door import Caller, Door, knock
 from ronde.net.keys import JobKey
 from ronde.types import Deadline
+from tests.services import needs
 from tests.unit.net.callers import LOCAL, address, ends, meet, raw
 
 
@@ -31,6 +32,7 @@ def test_both_ends_get_a_plain_socket_that_is_ready_for_use(door: Door, link: st
         assert (here.recv(9), there.recv(9)) == (b"b", b"a")
 
 
+@needs("IPv6")
 def test_ipv6_works_too(key: JobKey) -> None:
     if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6 here")

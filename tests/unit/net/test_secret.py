@@ -12,6 +12,7 @@ import pytest
 from ronde.errors import StartFailed
 from ronde.net.keys import JobKey
 from ronde.net.secret import derive_key, user_secret
+from tests.services import needs
 
 
 def test_a_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
@@ -71,9 +72,8 @@ def test_where_no_file_can_be_kept_the_way_out_is_named(folder: str) -> None:
         user_secret(Path(folder))
 
 
+@needs("a user who is not root", missing="root may read everything" if os.getuid() == 0 else "")
 def test_an_unreadable_folder_is_told(tmp_path: Path) -> None:
-    if os.getuid() == 0:
-        pytest.skip("root may read everything")
     tmp_path.chmod(0)
     with pytest.raises(StartFailed, match="Permission denied"):
         user_secret(tmp_path)
