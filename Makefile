@@ -19,7 +19,7 @@ CTEST := ctest --output-on-failure --no-tests=error
 
 heading = @printf '\n== %s\n' "$(1)"
 
-.PHONY: help train build test check fix bench docs size wheel sanitize clean test-native test-python host-tools
+.PHONY: help train build test check fix bench docs size wheel sanitize clean test-native test-python test-quick test-loaded host-tools
 .NOTPARALLEL:
 
 help:  ## say what the verbs do
@@ -30,7 +30,8 @@ train: .venv/.ready $(LIBRARY)  ## the main job: train AlexNet on handwritten di
 
 build: $(ENVIRONMENTS) $(LIBRARY)  ## make the environments (.venv, and one for each MPI and TensorFlow) and the library
 
-test: build check test-native test-python sanitize  ## everything CI runs
+# The Python tests are last: they end with a table of what could not be tested here.
+test: build check test-native sanitize test-python  ## everything CI runs
 
 test-native: build  ## the C++ tests
 	$(call heading,C++ tests)
@@ -50,6 +51,12 @@ host-tools:
 test-python: build host-tools  ## the Python tests; ARGS goes to pytest
 	$(call heading,Python tests)
 	$(BIN)/pytest $(ARGS)
+
+test-quick: .venv/.ready $(LIBRARY)  ## the inner loop: unit and conformance tests but the slow ones, within 3 minutes
+	$(BIN)/pytest -q -m "not slow" tests/unit tests/conformance $(ARGS)
+
+test-loaded: build host-tools  ## the Python tests beside two busy processes; adds a line to build/test-loaded.log
+	$(BIN)/python tools/busy.py -n 2 --log build/test-loaded.log $(BIN)/pytest $(ARGS)
 
 check: .venv/.ready  ## lint, formats, types, architecture
 	$(call heading,lint and formats)
