@@ -20,7 +20,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 PR_SET_PDEATHSIG = 1
-FAILED = re.compile(rb"^(?:FAILED|ERROR) (\S+)", re.MULTILINE)
+FAILED = re.compile(rb"^(?:FAILED|ERROR) (\S+\.py(?:::.*?)?)(?: - .*)?$", re.MULTILINE)
+"""In the summary of pytest. Names of tests may have spaces."""
 ENDINGS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 

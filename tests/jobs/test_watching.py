@@ -57,7 +57,7 @@ def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) 
         job.tell(range(SIZE))
         times = {rank: said["times"] for rank, said in job.hear_all(range(SIZE), "done").items()}
         expected = expected_s(times)
-        assert expected[SLOW] > 2 * STEPS * (watching.LATE_S - watching.OVERLAP_S) * 0.9
+        assert expected[SLOW] > 2 * STEPS * (watching.LATE_S - watching.OVERLAP_S) * 0.9 / promised_s(1.0)
 
         def is_known(vitals: JobVitals) -> bool:
             return all(rank.steps == STEPS for rank in vitals.ranks)

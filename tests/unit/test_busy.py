@@ -50,10 +50,10 @@ def test_whatever_ends_it_ends_the_busy_processes(number: signal.Signals) -> Non
 
 
 def test_the_log_names_what_failed() -> None:
-    said = b"....\nFAILED tests/a.py::test_x - assert 1\nERROR tests/b.py::test_y\nFAILED tests/a.py::test_x\n"
+    said = b"ERROR    ronde.comm:x.py:95 log\nFAILED tests/a.py::test_x[2 ranks] - assert 1\nERROR tests/b.py::test_y\n"
     at = datetime.datetime(2026, 11, 16, 14, 0, 0)
     assert entry(at, "abc1234+", 1, 90.0, said) == (
-        "2026-11-16 14:00:00  abc1234+  code 1  1.5 min  2 failed  tests/a.py::test_x  tests/b.py::test_y\n"
+        "2026-11-16 14:00:00  abc1234+  code 1  1.5 min  2 failed  tests/a.py::test_x[2 ranks]  tests/b.py::test_y\n"
     )
     assert (
         entry(at, "abc1234", 0, 60.0, b"all is well\n") == "2026-11-16 14:00:00  abc1234  passed  1.0 min  0 failed\n"

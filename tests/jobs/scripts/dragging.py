@@ -9,7 +9,8 @@ import numpy as np
 
 import ronde
 
-LATE_S = 0.05
+LATE_S = 0.2
+"""Much more than a busy machine delays the others."""
 
 
 def main() -> None:
