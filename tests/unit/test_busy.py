@@ -23,6 +23,7 @@ print(*[child.pid for child in parent.children() if child.pid != psutil.Process(
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ending", "code"), [("sys.exit(3)", 3), ("import os; os.kill(os.getpid(), 9)", 137)])
 def test_the_command_has_company_and_its_code_is_returned(ending: str, code: int) -> None:
     command = [*BUSY, "-n", "2", sys.executable, "-c", f"{LISTS}{ending}"]
@@ -32,6 +33,7 @@ def test_the_command_has_company_and_its_code_is_returned(ending: str, code: int
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
 def test_whatever_ends_it_ends_the_busy_processes(number: signal.Signals) -> None:
     command = [*BUSY, "-n", "2", sys.executable, "-c", f"{LISTS}import time; time.sleep(1000)"]

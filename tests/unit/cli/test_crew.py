@@ -91,6 +91,7 @@ def test_a_program_that_does_not_exist_leaves_nothing_behind() -> None:
         Crew("them", 1, lambda directory: Processes([["no-such-program-anywhere"]]), Deadline(30))
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_want_to_leave_are_ended_with_all_they_started() -> None:
     stubborn = """
 import signal, subprocess
@@ -107,6 +108,7 @@ time.sleep(600)
     assert not any(psutil.pid_exists(pid) for pid in answer["pids"])
 
 
+@pytest.mark.slow
 def test_ranks_end_by_themselves_when_the_other_end_of_their_pipes_is_gone() -> None:
     parent = f"""
 import os, sys

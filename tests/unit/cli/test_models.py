@@ -11,6 +11,7 @@ from ronde.cli.bench.models import MODELS, parse_models
 torch = pytest.importorskip("torch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_a_network_has_as_many_parameters_as_it_says_and_each_gets_a_gradient(name: str) -> None:
     model = MODELS[name]

@@ -44,6 +44,7 @@ def test_dynamo_leaves_alone_what_is_called_by_autograd_and_by_what_is_compiled(
     assert seen == ["called False", "hook False"] * 3
 
 
+@pytest.mark.slow
 def test_dynamo_is_not_imported_for_it() -> None:
     code = "import sys, ronde.torch; assert 'torch._dynamo' not in sys.modules"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
