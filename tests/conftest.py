@@ -49,6 +49,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     results = []
     for key, outcome in outcomes.items():
         for report in terminalreporter.stats.get(key, []):
+            if not isinstance(report, pytest.TestReport):  # of a module that could not be imported
+                continue
             why = report.longrepr[2].removeprefix("Skipped: ") if outcome == "skipped" else ""
             results += [ServiceResult(name, outcome, why) for kind, name in report.user_properties if kind == "service"]
     if rows := table(results):

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 
 from ronde.torch.tracing import leave_alone
