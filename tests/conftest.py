@@ -51,8 +51,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         for report in terminalreporter.stats.get(key, []):
             if not isinstance(report, pytest.TestReport):  # of a module that could not be imported
                 continue
-            why = report.longrepr[2].removeprefix("Skipped: ") if outcome == "skipped" else ""
-            results += [ServiceResult(name, outcome, why) for kind, name in report.user_properties if kind == "service"]
+            why = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
+            names = [str(name) for kind, name in report.user_properties if kind == "service"]
+            results += [ServiceResult(name, outcome, why) for name in names]
     if rows := table(results):
         terminalreporter.section("services")
         for row in rows:
