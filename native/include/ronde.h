@@ -173,15 +173,15 @@ void rd_abort(rd_channel* channel, int32_t member);
 void* rd_bucket(rd_channel* channel);
 void rd_release(void* bucket);
 
-/* Runs the call, in this thread when the channel is idle, and waits at most left_s seconds. */
-rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double left_s);
+/* Runs the call, in this thread when the channel is idle, and waits at most remaining_s seconds. */
+rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double remaining_s);
 
 /* Queues the call behind those before it. All that the call points to but parts, counts, splits and text
  * (which are copied) must stay until it is waited for. */
-rd_status rd_submit(rd_channel* channel, const rd_call* call, double left_s, uint64_t* ticket);
+rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, uint64_t* ticket);
 
 /* Waits for a submitted call and forgets it. RD_TIMEOUT here leaves the call under way. */
-rd_status rd_wait(rd_channel* channel, uint64_t ticket, rd_result* result, double left_s);
+rd_status rd_wait(rd_channel* channel, uint64_t ticket, rd_result* result, double remaining_s);
 
 /* 1 when the call has finished, 0 when not, -1 when there is no such ticket. */
 int rd_done(rd_channel* channel, uint64_t ticket);
@@ -193,19 +193,20 @@ rd_status rd_asked_by(rd_channel* channel, rd_asked* asked);
 /* `missing` has room for num_members and receives the members that have not arrived. */
 void rd_look(rd_channel* channel, rd_status_now* now, uint32_t* missing);
 
-/* The functions of the interpreter that calls: PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch, PyGILState_Release.
- * When a signal interrupts a wait of rd_run, its handlers run; when one raises, the call ends with RD_ABORTED and EINTR
- * as detail, the channel with it, and rd_take_raised (1 when there is something) gives what it raised to the thread
- * that called. */
+/* Python's PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release. When a signal interrupts a wait
+ * of rd_run in the main thread, the library lets Python run its signal handlers. When one of them raises an exception,
+ * the call ends with RD_ABORTED and EINTR as detail, and the channel is aborted. */
 typedef struct rd_interpreter {
-  int (*enter)(void);
+  int (*acquire_gil)(void);
   int (*run_signal_handlers)(void);
-  void (*fetch_raised)(void**, void**, void**);
-  void (*leave)(int);
+  void (*fetch_exception)(void**, void**, void**);
+  void (*release_gil)(int);
 } rd_interpreter;
 
 void rd_set_interpreter(const rd_interpreter* interpreter);
-int rd_take_raised(void* raised[3]);
+
+/* Hands over the exception that a signal handler raised in this thread, once. Returns 0 when there is none. */
+int rd_take_raised(void* exception[3]);
 
 /* The reduce kernels by themselves: outs[*] = postscale * op(prescale * ins[*]); RD_MEAN divides by num_ins.
  * Used by the in-process backend and by tests. */

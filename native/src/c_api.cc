@@ -5,7 +5,7 @@
 #include <new>
 #include <unordered_map>
 
-#include "base/interrupt.h"
+#include "base/python_signals.h"
 #include "channel.h"
 #include "reduce/reduce.h"
 
@@ -13,7 +13,7 @@
 
 struct rd_channel {
   rd_channel(const rd_layout& layout, std::shared_ptr<ronde::Segment> segment,
-             std::vector<std::vector<ronde::Descriptor>> sockets, std::vector<ronde::Descriptor> direct)
+             std::vector<std::vector<ronde::FileDescriptor>> sockets, std::vector<ronde::FileDescriptor> direct)
       : channel(layout, std::move(segment), std::move(sockets), std::move(direct)) {}
 
   std::mutex mutex;  // guards the tickets
@@ -24,8 +24,8 @@ struct rd_channel {
 
 namespace {
 
-using ronde::Descriptor;
-using ronde::Stop;
+using ronde::CallError;
+using ronde::FileDescriptor;
 
 thread_local std::vector<rd_asked> last_asked;
 
@@ -39,9 +39,9 @@ rd_status report(const std::shared_ptr<ronde::Request>& request, rd_result* resu
   return rd_status(request->result.status);
 }
 
-rd_status refuse(const Stop& stop, rd_result* result) {
-  if (result != nullptr) *result = rd_result{stop.status, stop.member, stop.detail, 0, 0, 0, 0};
-  return stop.status;
+rd_status refuse(const CallError& error, rd_result* result) {
+  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0};
+  return error.status;
 }
 
 std::shared_ptr<ronde::Request> find(rd_channel* channel, uint64_t ticket) {
@@ -61,7 +61,7 @@ RD_API const char* rd_cpu(void) { return ronde::cpu_name(); }
 RD_API uint64_t rd_segment_bytes(const rd_layout* layout) {
   try {
     return ronde::Segment::bytes(ronde::Layout(*layout));
-  } catch (const Stop&) {
+  } catch (const CallError&) {
     return 0;
   }
 }
@@ -70,12 +70,12 @@ RD_API rd_status rd_open(const rd_layout* layout, int segment, const int* socket
                          const int* direct, rd_channel** channel) {
   *channel = nullptr;
   // Owned first: whatever fails, they are closed.
-  std::vector<std::vector<Descriptor>> owned(layout->num_members);
-  std::vector<Descriptor> owned_direct(layout->num_members);
+  std::vector<std::vector<FileDescriptor>> owned(layout->num_members);
+  std::vector<FileDescriptor> owned_direct(layout->num_members);
   for (uint32_t member = 0; member < layout->num_members; ++member) {
     for (uint32_t i = 0; sockets != nullptr && i < num_sockets; ++i)
       owned[member].emplace_back(sockets[member * num_sockets + i]);
-    if (direct != nullptr) owned_direct[member] = Descriptor(direct[member]);
+    if (direct != nullptr) owned_direct[member] = FileDescriptor(direct[member]);
   }
   try {
     ronde::Layout checked(*layout);
@@ -83,8 +83,8 @@ RD_API rd_status rd_open(const rd_layout* layout, int segment, const int* socket
     if (segment >= 0) shared = std::make_shared<ronde::Segment>(checked, segment);
     *channel = new rd_channel(*layout, std::move(shared), std::move(owned), std::move(owned_direct));
     return RD_OK;
-  } catch (const Stop& stop) {
-    return stop.status;
+  } catch (const CallError& error) {
+    return error.status;
   } catch (const std::bad_alloc&) {
     return RD_SYSTEM;
   }
@@ -93,7 +93,7 @@ RD_API rd_status rd_open(const rd_layout* layout, int segment, const int* socket
 RD_API void rd_close(rd_channel* channel) { delete channel; }
 
 RD_API void rd_abort(rd_channel* channel, int32_t member) {
-  channel->channel.abort(Stop{member >= 0 ? RD_PEER_LOST : RD_ABORTED, member});
+  channel->channel.abort(CallError{member >= 0 ? RD_PEER_LOST : RD_ABORTED, member});
 }
 
 RD_API void* rd_bucket(rd_channel* channel) {
@@ -110,21 +110,21 @@ RD_API void rd_release(void* bucket) {
   if (found != lent.end()) lent.erase(found);
 }
 
-RD_API rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double left_s) {
+RD_API rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double remaining_s) {
   try {
-    auto request = std::make_shared<ronde::Request>(*call, channel->channel.layout(), left_s);
+    auto request = std::make_shared<ronde::Request>(*call, channel->channel.layout(), remaining_s);
     channel->channel.queue_of(*request).run(request);
     return report(request, result);
-  } catch (const Stop& stop) {
-    return refuse(stop, result);
+  } catch (const CallError& error) {
+    return refuse(error, result);
   } catch (const std::exception&) {
-    return refuse(Stop{RD_SYSTEM}, result);
+    return refuse(CallError{RD_SYSTEM}, result);
   }
 }
 
-RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double left_s, uint64_t* ticket) {
+RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, uint64_t* ticket) {
   try {
-    auto request = std::make_shared<ronde::Request>(*call, channel->channel.layout(), left_s);
+    auto request = std::make_shared<ronde::Request>(*call, channel->channel.layout(), remaining_s);
     {
       std::lock_guard<std::mutex> lock(channel->mutex);
       *ticket = ++channel->last_ticket;
@@ -132,18 +132,18 @@ RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double left
     }
     channel->channel.queue_of(*request).submit(request);
     return RD_OK;
-  } catch (const Stop& stop) {
-    return stop.status;
+  } catch (const CallError& error) {
+    return error.status;
   } catch (const std::exception&) {
     return RD_SYSTEM;
   }
 }
 
-RD_API rd_status rd_wait(rd_channel* channel, uint64_t ticket, rd_result* result, double left_s) {
+RD_API rd_status rd_wait(rd_channel* channel, uint64_t ticket, rd_result* result, double remaining_s) {
   std::shared_ptr<ronde::Request> request = find(channel, ticket);
-  if (request == nullptr) return refuse(Stop{RD_BAD_CALL}, result);
-  if (!channel->channel.queue_of(*request).wait(request, ronde::Deadline(left_s)))
-    return refuse(Stop{RD_TIMEOUT}, result);
+  if (request == nullptr) return refuse(CallError{RD_BAD_CALL}, result);
+  if (!channel->channel.queue_of(*request).wait(request, ronde::Deadline(remaining_s)))
+    return refuse(CallError{RD_TIMEOUT}, result);
   std::lock_guard<std::mutex> lock(channel->mutex);
   channel->tickets.erase(ticket);
   return report(request, result);
@@ -164,7 +164,7 @@ RD_API void rd_look(rd_channel* channel, rd_status_now* now, uint32_t* missing) 
 
 RD_API void rd_set_interpreter(const rd_interpreter* interpreter) { ronde::set_interpreter(interpreter); }
 
-RD_API int rd_take_raised(void* raised[3]) { return ronde::take_raised(raised) ? 1 : 0; }
+RD_API int rd_take_raised(void* exception[3]) { return ronde::fetch_exception(exception) ? 1 : 0; }
 
 RD_API rd_status rd_reduce(int32_t dtype, int32_t op, double prescale, double postscale, const void* const* ins,
                            uint64_t num_ins, void* const* outs, uint64_t num_outs, uint64_t count) {

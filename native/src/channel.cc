@@ -13,10 +13,10 @@ namespace ronde {
 
 namespace {
 
-std::vector<Descriptor> alarms(std::vector<std::vector<Descriptor>>& sockets) {
-  std::vector<Descriptor> first;
+std::vector<FileDescriptor> alarms(std::vector<std::vector<FileDescriptor>>& sockets) {
+  std::vector<FileDescriptor> first;
   for (auto& row : sockets) {
-    first.push_back(row.empty() ? Descriptor() : std::move(row.front()));
+    first.push_back(row.empty() ? FileDescriptor() : std::move(row.front()));
     if (!row.empty()) row.erase(row.begin());
   }
   return first;
@@ -38,7 +38,7 @@ void copy_text(char* to, const std::string& text) {
 }  // namespace
 
 Channel::Channel(const rd_layout& layout, std::shared_ptr<Segment> segment,
-                 std::vector<std::vector<Descriptor>> sockets, std::vector<Descriptor> direct)
+                 std::vector<std::vector<FileDescriptor>> sockets, std::vector<FileDescriptor> direct)
     : layout_(layout),
       segment_(std::move(segment)),
       own_bucket_(segment_ == nullptr ? private_bucket(layout.bucket_bytes) : nullptr),
@@ -50,16 +50,16 @@ Channel::Channel(const rd_layout& layout, std::shared_ptr<Segment> segment,
   for (uint32_t member = 0; member < layout_.size; ++member) {
     if (member == layout_.me) continue;
     if (layout_.places[member] == layout_.my_place) {
-      if (segment_ == nullptr) throw Stop{RD_BAD_CALL, int(member)};
+      if (segment_ == nullptr) throw CallError{RD_BAD_CALL, int(member)};
       links_[member] = std::make_unique<Pipe>(layout_, segment_.get(), Traffic::kCollective, member);
       direct_links_[member] = std::make_unique<Pipe>(layout_, segment_.get(), Traffic::kDirect, member);
       continue;
     }
     if (member >= sockets.size() || sockets[member].empty() || sockets[member][0].get() < 0)
-      throw Stop{RD_BAD_CALL, int(member)};
+      throw CallError{RD_BAD_CALL, int(member)};
     links_[member] = std::make_unique<Tcp>(member, std::move(sockets[member]), &alarm_);
     if (member < direct.size() && direct[member].get() >= 0) {
-      std::vector<Descriptor> one;
+      std::vector<FileDescriptor> one;
       one.push_back(std::move(direct[member]));
       direct_links_[member] = std::make_unique<Tcp>(member, std::move(one), &alarm_);
     }
@@ -74,7 +74,7 @@ Channel::~Channel() {
     if (segment_ != nullptr) segment_->depart(layout_.my_local);
     alarm_.depart();
   } else {
-    abort(Stop{RD_CLOSED, int(layout_.me)});
+    abort(CallError{RD_CLOSED, int(layout_.me)});
   }
   collectives_->queue.close();
   for (auto& [key, order] : direct_orders_) order->queue.close();
@@ -88,9 +88,9 @@ Queue& Channel::queue_of(const Request& request) {
   return order->queue;
 }
 
-void Channel::abort(const Stop& stop) {
+void Channel::abort(const CallError& error) {
   // Others must not mistake "I closed" for their own closing.
-  Stop told = stop.status == RD_CLOSED ? Stop{RD_PEER_LOST, int(layout_.me)} : stop;
+  CallError told = error.status == RD_CLOSED ? CallError{RD_PEER_LOST, int(layout_.me)} : error;
   if (segment_ != nullptr) segment_->abort(told);
   alarm_.raise(told);
 }
@@ -117,15 +117,15 @@ void Channel::execute(Request& request, Order& order, Work work) {
     waiter.check();
     (this->*work)(request, team);
     result.status = RD_OK;
-  } catch (const Stop& stop) {
-    result.status = stop.status;
-    result.member = stop.member;
-    result.detail = stop.detail;
-    if (stop.status != RD_MISMATCH && stop.status != RD_BAD_CALL) abort(stop);
+  } catch (const CallError& error) {
+    result.status = error.status;
+    result.member = error.member;
+    result.detail = error.detail;
+    if (error.status != RD_MISMATCH && error.status != RD_BAD_CALL) abort(error);
   } catch (const std::bad_alloc&) {
     result.status = RD_SYSTEM;
     result.detail = ENOMEM;
-    abort(Stop{RD_PEER_LOST, int(layout_.me)});
+    abort(CallError{RD_PEER_LOST, int(layout_.me)});
   }
   result.end_ns = now_ns();
 }
@@ -163,7 +163,7 @@ void Channel::require_agreement(Request& request, Verdict verdict) {
     copy_text(asked.text, header.text);
     request.asked.push_back(asked);
   }
-  throw Stop{RD_MISMATCH};
+  throw CallError{RD_MISMATCH};
 }
 
 void Channel::collective(Request& request, Team& team) {
@@ -240,7 +240,7 @@ void Channel::run_algorithm(rd_algorithm algorithm, const Job& job, Team& team) 
 // A message is its header, then its bytes. The receiver compares; the sender is done when its bytes are on their way.
 void Channel::direct_message(Request& request, Team& team) {
   Link* link = direct_links_[uint32_t(request.peer)].get();
-  if (link == nullptr) throw Stop{RD_BAD_CALL, request.peer};
+  if (link == nullptr) throw CallError{RD_BAD_CALL, request.peer};
   uint64_t bytes = request.parts.bytes();
   const rd_part& part = request.parts.pieces()[0];
   if (request.kind == RD_SEND) {
@@ -268,7 +268,7 @@ void Channel::direct_message(Request& request, Team& team) {
   copy_text(request.asked[uint32_t(request.peer)].text, header.text);
   request.asked[layout_.me].signature = request.signature;
   copy_text(request.asked[layout_.me].text, request.text);
-  throw Stop{RD_MISMATCH, request.peer};
+  throw CallError{RD_MISMATCH, request.peer};
 }
 
 void Channel::look(rd_status_now* now, uint32_t* missing) {

@@ -16,14 +16,14 @@ namespace ronde {
 class Channel {
  public:
   // `sockets[member]` are the connections to a member at another place: the first is the alarm, the rest carry data.
-  // `direct[member]` is the one for send and receive. Throws Stop.
-  Channel(const rd_layout& layout, std::shared_ptr<Segment> segment, std::vector<std::vector<Descriptor>> sockets,
-          std::vector<Descriptor> direct);
+  // `direct[member]` is the one for send and receive. Throws CallError.
+  Channel(const rd_layout& layout, std::shared_ptr<Segment> segment, std::vector<std::vector<FileDescriptor>> sockets,
+          std::vector<FileDescriptor> direct);
   ~Channel();
 
   const Layout& layout() const { return layout_; }
   Queue& queue_of(const Request& request);
-  void abort(const Stop& stop);
+  void abort(const CallError& error);
   char* bucket() const;                        // mine; null without one
   std::shared_ptr<void> bucket_owner() const;  // keeps it in memory
   void look(rd_status_now* now, uint32_t* missing);

@@ -1,6 +1,6 @@
 #include "choose.h"
 
-#include "base/stop.h"
+#include "base/error.h"
 
 namespace ronde {
 
@@ -62,7 +62,7 @@ bool possible(const Layout& layout, rd_kind kind, rd_algorithm algorithm) {
 rd_algorithm choose(const Layout& layout, rd_kind kind, rd_op op, uint64_t bytes, rd_algorithm wanted) {
   if (kind == RD_ALLREDUCE && op == RD_ADASUM) return RD_DOUBLING;  // it is defined by its pairs
   if (wanted != RD_CHOOSE) {
-    if (!possible(layout, kind, wanted)) throw Stop{RD_BAD_CALL};
+    if (!possible(layout, kind, wanted)) throw CallError{RD_BAD_CALL};
     return wanted;
   }
   Where here = where(layout);

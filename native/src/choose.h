@@ -5,7 +5,7 @@
 
 namespace ronde {
 
-// The same answer on every member for the same job. Throws Stop{RD_BAD_CALL} when `wanted` cannot run here.
+// The same answer on every member for the same job. Throws CallError{RD_BAD_CALL} when `wanted` cannot run here.
 rd_algorithm choose(const Layout& layout, rd_kind kind, rd_op op, uint64_t bytes, rd_algorithm wanted);
 
 }  // namespace ronde

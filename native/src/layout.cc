@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "base/stop.h"
+#include "base/error.h"
 
 namespace ronde {
 
@@ -15,10 +15,10 @@ Layout::Layout(const rd_layout& given)
       bucket_bytes(given.bucket_bytes) {
   bool sane = given.abi == RD_ABI && size >= 1 && size <= RD_MAX_MEMBERS && me < size && given.places != nullptr &&
               chunk_bytes >= 64 && slot_bytes >= chunk_bytes && chunk_bytes % 64 == 0 && slot_bytes % 64 == 0;
-  if (!sane) throw Stop{RD_BAD_CALL};
+  if (!sane) throw CallError{RD_BAD_CALL};
   places.assign(given.places, given.places + size);
   for (uint32_t member = 0; member < size; ++member) {
-    if (places[member] > by_place.size()) throw Stop{RD_BAD_CALL, int(member)};  // places count up from 0
+    if (places[member] > by_place.size()) throw CallError{RD_BAD_CALL, int(member)};  // places count up from 0
     if (places[member] == by_place.size()) by_place.emplace_back();
     if (member == me) my_local = uint32_t(by_place[places[member]].size());
     by_place[places[member]].push_back(member);

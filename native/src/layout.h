@@ -9,7 +9,7 @@
 namespace ronde {
 
 struct Layout {
-  explicit Layout(const rd_layout& given);  // throws Stop{RD_BAD_CALL}
+  explicit Layout(const rd_layout& given);  // throws CallError{RD_BAD_CALL}
 
   uint32_t size;
   uint32_t me;

@@ -55,7 +55,7 @@ void Queue::loop() {
 bool Queue::wait(const std::shared_ptr<Request>& request, const Deadline& deadline) {
   std::unique_lock<std::mutex> lock(mutex_);
   auto finished = [&] { return request->finished; };
-  int64_t left = deadline.left_ns();
+  int64_t left = deadline.remaining_ns();
   if (left > int64_t(1e17)) {
     changed_.wait(lock, finished);
     return true;

@@ -1,6 +1,6 @@
 #include "request.h"
 
-#include "base/stop.h"
+#include "base/error.h"
 #include "reduce/reduce.h"
 
 namespace ronde {
@@ -11,7 +11,7 @@ const rd_call& checked(const rd_call& call) {
   bool sane = call.kind >= 0 && call.kind < RD_NUM_KINDS && call.dtype >= 0 && call.dtype < RD_NUM_DTYPES &&
               call.op >= 0 && call.op < RD_NUM_OPS && call.algorithm >= RD_CHOOSE && call.algorithm <= RD_PAIRWISE &&
               (call.parts != nullptr || call.num_parts == 0);
-  if (!sane) throw Stop{RD_BAD_CALL};
+  if (!sane) throw CallError{RD_BAD_CALL};
   return call;
 }
 
@@ -26,12 +26,12 @@ uint64_t sum(const std::vector<uint64_t>& numbers) {
 }
 
 void require(bool fine) {
-  if (!fine) throw Stop{RD_BAD_CALL};
+  if (!fine) throw CallError{RD_BAD_CALL};
 }
 
 }  // namespace
 
-Request::Request(const rd_call& call, const Layout& layout, double left_s)
+Request::Request(const rd_call& call, const Layout& layout, double remaining_s)
     : kind(rd_kind(checked(call).kind)),
       dtype(rd_dtype(call.dtype)),
       op(rd_op(call.op)),
@@ -45,7 +45,7 @@ Request::Request(const rd_call& call, const Layout& layout, double left_s)
       parts(call.parts, call.num_parts, element_bytes(rd_dtype(call.dtype))),
       counts(copied(call.counts, layout.size)),
       splits(copied(call.splits, layout.size)),
-      deadline(left_s) {
+      deadline(remaining_s) {
   bool reduces = kind == RD_ALLREDUCE || kind == RD_REDUCE_SCATTER;
   bool whole = parts.pieces().size() == 1;
   if (reduces) require(supported({dtype, op, prescale, postscale, layout.size}));

@@ -18,7 +18,7 @@
 namespace ranks {
 
 using ronde::Channel;
-using ronde::Descriptor;
+using ronde::FileDescriptor;
 using ronde::Request;
 using ronde::Segment;
 
@@ -32,8 +32,8 @@ struct Setup {
 };
 
 // A connected pair of TCP sockets on the loopback interface.
-inline std::pair<Descriptor, Descriptor> tcp_pair() {
-  Descriptor door(socket(AF_INET, SOCK_STREAM, 0)), one(socket(AF_INET, SOCK_STREAM, 0));
+inline std::pair<FileDescriptor, FileDescriptor> tcp_pair() {
+  FileDescriptor door(socket(AF_INET, SOCK_STREAM, 0)), one(socket(AF_INET, SOCK_STREAM, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
@@ -41,7 +41,7 @@ inline std::pair<Descriptor, Descriptor> tcp_pair() {
   bool fine = bind(door.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(door.get(), 1) == 0 &&
               getsockname(door.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
               connect(one.get(), reinterpret_cast<sockaddr*>(&address), length) == 0;
-  Descriptor other(fine ? accept(door.get(), nullptr, nullptr) : -1);
+  FileDescriptor other(fine ? accept(door.get(), nullptr, nullptr) : -1);
   if (other.get() < 0) throw std::runtime_error("no loopback sockets");
   int on = 1;  // as the doors do: a small message must not wait for the answer to the one before
   for (int fd : {one.get(), other.get()}) setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
@@ -51,8 +51,8 @@ inline std::pair<Descriptor, Descriptor> tcp_pair() {
 class Ranks {
  public:
   explicit Ranks(const Setup& setup) : setup_(setup), size_(uint32_t(setup.places.size())) {
-    std::vector<std::vector<std::vector<Descriptor>>> sockets(size_);
-    std::vector<std::vector<Descriptor>> direct(size_);
+    std::vector<std::vector<std::vector<FileDescriptor>>> sockets(size_);
+    std::vector<std::vector<FileDescriptor>> direct(size_);
     for (uint32_t rank = 0; rank < size_; ++rank) {
       sockets[rank].resize(size_);
       for (uint32_t i = 0; i < size_; ++i) direct[rank].emplace_back();
@@ -139,20 +139,20 @@ inline rd_call call(rd_kind kind, rd_dtype dtype = RD_FLOAT32, rd_op op = RD_SUM
   return c;
 }
 
-inline std::shared_ptr<Request> run(Channel& channel, const rd_call& call, double left_s = 60) {
-  auto request = std::make_shared<Request>(call, channel.layout(), left_s);
+inline std::shared_ptr<Request> run(Channel& channel, const rd_call& call, double remaining_s = 60) {
+  auto request = std::make_shared<Request>(call, channel.layout(), remaining_s);
   channel.queue_of(*request).run(request);
   return request;
 }
 
-inline std::shared_ptr<Request> submit(Channel& channel, const rd_call& call, double left_s = 60) {
-  auto request = std::make_shared<Request>(call, channel.layout(), left_s);
+inline std::shared_ptr<Request> submit(Channel& channel, const rd_call& call, double remaining_s = 60) {
+  auto request = std::make_shared<Request>(call, channel.layout(), remaining_s);
   channel.queue_of(*request).submit(request);
   return request;
 }
 
-inline rd_status wait(Channel& channel, const std::shared_ptr<Request>& request, double left_s = 60) {
-  if (!channel.queue_of(*request).wait(request, ronde::Deadline(left_s))) return RD_TIMEOUT;
+inline rd_status wait(Channel& channel, const std::shared_ptr<Request>& request, double remaining_s = 60) {
+  if (!channel.queue_of(*request).wait(request, ronde::Deadline(remaining_s))) return RD_TIMEOUT;
   return rd_status(request->result.status);
 }
 

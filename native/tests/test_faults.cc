@@ -20,10 +20,10 @@ rd_call sum_of(std::vector<float>& array, rd_part* part) {
   return c;
 }
 
-int allreduce(Channel& channel, uint64_t count, double left_s = 60, rd_result* result = nullptr) {
+int allreduce(Channel& channel, uint64_t count, double remaining_s = 60, rd_result* result = nullptr) {
   std::vector<float> array(count, 1);
   rd_part part;
-  auto request = run(channel, sum_of(array, &part), left_s);
+  auto request = run(channel, sum_of(array, &part), remaining_s);
   if (result != nullptr) *result = request->result;
   return request->result.status;
 }
@@ -233,8 +233,8 @@ TEST(nonsense_is_refused_and_harms_nothing) {
       rd_status status = RD_OK;
       try {
         run(channel, c);
-      } catch (const ronde::Stop& stop) {
-        status = stop.status;
+      } catch (const ronde::CallError& error) {
+        status = error.status;
       }
       CHECK_EQ(status, RD_BAD_CALL);
     }

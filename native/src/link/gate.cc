@@ -28,16 +28,16 @@ void Gate::wait(uint32_t phase, Waiter& waiter) {
     for (uint32_t local = 0; local < layout_.num_locals(); ++local) {
       const MemberLine& line = segment_->line(local);
       if (line.departed.load() != 0 && int32_t(line.phase.load() - phase) < 0)
-        throw Stop{RD_PEER_LOST, int(layout_.locals()[local])};
+        throw CallError{RD_PEER_LOST, int(layout_.locals()[local])};
     }
   };
   try {
     waiter.until(&head.open, &head.sleepers, [&] { return passed(phase); }, hopeless);
-  } catch (Stop& stop) {
+  } catch (CallError& error) {
     // Those who did not come are to blame for running out of time.
-    if (stop.status == RD_TIMEOUT && stop.member < 0) {
+    if (error.status == RD_TIMEOUT && error.member < 0) {
       auto late = missing();
-      if (!late.empty()) stop.member = int(late[0]);
+      if (!late.empty()) error.member = int(late[0]);
     }
     throw;
   }

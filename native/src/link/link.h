@@ -11,7 +11,7 @@ class Link {
   explicit Link(uint32_t member) : member_(member) {}
   virtual ~Link() = default;
 
-  // Move what can be moved at once, without waiting; 0 when nothing can. Throw Stop when the member is gone.
+  // Move what can be moved at once, without waiting; 0 when nothing can. Throw CallError when the member is gone.
   virtual size_t try_send(const char* data, size_t bytes) = 0;
   virtual size_t try_receive(char* room, size_t bytes) = 0;
 

@@ -40,7 +40,7 @@ void Segment::place(const Layout& layout) {
 Segment::Segment(const Layout& layout, int descriptor) {
   place(layout);
   void* base = mmap(nullptr, end_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
-  if (base == MAP_FAILED) throw Stop{RD_SYSTEM, -1, errno};
+  if (base == MAP_FAILED) throw CallError{RD_SYSTEM, -1, errno};
   base_ = static_cast<char*>(base);
   mapped_ = end_;
 }
@@ -64,13 +64,13 @@ PipeRoom* Segment::pipe(Traffic traffic, uint32_t from, uint32_t to) const {
   return &rooms[(uint64_t(traffic) * locals_ + from) * locals_ + to];
 }
 
-void Segment::abort(const Stop& stop) {
+void Segment::abort(const CallError& error) {
   uint32_t well = 0;
   SegmentHead& h = head();
   if (h.abort_status.compare_exchange_strong(well, kBeingWritten)) {
-    h.abort_member.store(stop.member);
-    h.abort_detail.store(stop.detail);
-    h.abort_status.store(uint32_t(stop.status));
+    h.abort_member.store(error.member);
+    h.abort_detail.store(error.detail);
+    h.abort_status.store(uint32_t(error.status));
   }
   wake_everyone();
 }
@@ -91,7 +91,7 @@ void Segment::wake_everyone() {
 void Segment::check() const {
   uint32_t status = head().abort_status.load(std::memory_order_acquire);
   if (status == 0 || status == kBeingWritten) return;
-  throw Stop{rd_status(status), head().abort_member.load(), head().abort_detail.load()};
+  throw CallError{rd_status(status), head().abort_member.load(), head().abort_detail.load()};
 }
 
 }  // namespace ronde

@@ -9,7 +9,7 @@
 #include <atomic>
 #include <cstdint>
 
-#include "base/stop.h"
+#include "base/error.h"
 #include "layout.h"
 
 namespace ronde {
@@ -62,7 +62,7 @@ enum class Traffic { kCollective = 0, kDirect = 1 };
 
 class Segment {
  public:
-  // Maps the descriptor. Throws Stop{RD_SYSTEM}.
+  // Maps the descriptor. Throws CallError{RD_SYSTEM}.
   Segment(const Layout& layout, int descriptor);
   // For tests: ranks as threads share one mapping, so that a sanitizer sees them touch the same memory.
   Segment(const Layout& layout, void* base);
@@ -82,10 +82,10 @@ class Segment {
   char* bucket(uint32_t local) const { return base_ + buckets_ + local * bucket_bytes_; }
 
   // The first abort of anybody stays; everyone who waits wakes up.
-  void abort(const Stop& stop);
+  void abort(const CallError& error);
   // Says that a member has left in good order: only those who still need it are concerned.
   void depart(uint32_t local);
-  void check() const;  // throws Stop when aborted
+  void check() const;  // throws CallError when aborted
 
  private:
   void place(const Layout& layout);

@@ -7,7 +7,7 @@
 
 namespace ronde {
 
-Tcp::Tcp(uint32_t member, std::vector<Descriptor> sockets, Alarm* alarm)
+Tcp::Tcp(uint32_t member, std::vector<FileDescriptor> sockets, Alarm* alarm)
     : Link(member), sockets_(std::move(sockets)), alarm_(alarm) {}
 
 size_t Tcp::try_send(const char* data, size_t bytes) {

@@ -4,7 +4,7 @@
 
 #include <vector>
 
-#include "base/descriptor.h"
+#include "base/file_descriptor.h"
 #include "link/alarm.h"
 #include "link/link.h"
 
@@ -12,7 +12,7 @@ namespace ronde {
 
 class Tcp final : public Link {
  public:
-  Tcp(uint32_t member, std::vector<Descriptor> sockets, Alarm* alarm);
+  Tcp(uint32_t member, std::vector<FileDescriptor> sockets, Alarm* alarm);
   size_t try_send(const char* data, size_t bytes) override;
   size_t try_receive(char* room, size_t bytes) override;
   int sending_socket() const override { return socket_of(sent_); }
@@ -22,7 +22,7 @@ class Tcp final : public Link {
   static constexpr uint64_t kBlockBytes = 256 * 1024;
   int socket_of(uint64_t position) const { return sockets_[position / kBlockBytes % sockets_.size()].get(); }
 
-  std::vector<Descriptor> sockets_;
+  std::vector<FileDescriptor> sockets_;
   Alarm* alarm_;
   uint64_t sent_ = 0;
   uint64_t received_ = 0;

@@ -7,7 +7,7 @@
 #include <cerrno>
 
 #include "base/futex.h"
-#include "base/interrupt.h"
+#include "base/python_signals.h"
 #include "link/link.h"
 
 namespace ronde {
@@ -24,15 +24,15 @@ void Waiter::check() const {
   if (!layout_.one_place()) alarm_->listen();  // a wait for memory does not hear the sockets
   alarm_->check();
   if (segment_ != nullptr) segment_->check();
-  if (deadline_.passed()) throw Stop{RD_TIMEOUT, waiting_for_->load(std::memory_order_relaxed)};
+  if (deadline_.expired()) throw CallError{RD_TIMEOUT, waiting_for_->load(std::memory_order_relaxed)};
 }
 
 void Waiter::check_interrupt() const {
-  if (interrupted()) throw Stop{RD_ABORTED, int(layout_.me), EINTR};
+  if (run_signal_handlers()) throw CallError{RD_ABORTED, int(layout_.me), EINTR};
 }
 
 void Waiter::sleep_on(std::atomic<uint32_t>* word, uint32_t seen) const {
-  int64_t left = std::min<int64_t>(kSliceNs, deadline_.left_ns());
+  int64_t left = std::min<int64_t>(kSliceNs, deadline_.remaining_ns());
   if (left > 0 && !futex_wait(word, seen, left)) check_interrupt();
 }
 
@@ -48,7 +48,7 @@ void Waiter::note(const Turn& turn) {
 
 void Waiter::check_departed(const Turn& turn) {
   for (Link* link : {turn.receiving, turn.sending})
-    if (link != nullptr && link->departed()) throw Stop{RD_PEER_LOST, int(link->member())};
+    if (link != nullptr && link->departed()) throw CallError{RD_PEER_LOST, int(link->member())};
 }
 
 void Waiter::wait_sockets(const Turn& turn) {
@@ -56,7 +56,7 @@ void Waiter::wait_sockets(const Turn& turn) {
   bool pipes = false;
   if (turn.sending != nullptr) pipes |= (asked[1].fd = turn.sending->sending_socket()) < 0;
   if (turn.receiving != nullptr) pipes |= (asked[2].fd = turn.receiving->receiving_socket()) < 0;
-  int64_t left = std::max<int64_t>(0, std::min(pipes ? kMixedNs : kSliceNs, deadline_.left_ns()));
+  int64_t left = std::max<int64_t>(0, std::min(pipes ? kMixedNs : kSliceNs, deadline_.remaining_ns()));
   timespec limit{time_t(left / 1000000000), long(left % 1000000000)};
   int ready = ppoll(asked, 3, &limit, nullptr);
   if (ready < 0 || (ready == 0 && !pipes)) check_interrupt();

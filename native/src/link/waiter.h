@@ -6,7 +6,7 @@
 #include <functional>
 
 #include "base/clock.h"
-#include "base/stop.h"
+#include "base/error.h"
 #include "link/alarm.h"
 #include "link/segment.h"
 
@@ -44,11 +44,11 @@ class Waiter {
         policy_(spin_policy(layout.num_locals(), layout.num_cores)),
         waiting_for_(waiting_for) {}
 
-  // Throws Stop when the call must end: aborted, closed, a member gone, or out of time.
+  // Throws CallError when the call must end: aborted, closed, a member gone, or out of time.
   void check() const;
 
-  // Throws Stop when the call was aborted. Two loads: cheap enough for every step, so that a long call ends at once
-  // even while all its members go on and it never has to wait.
+  // Throws CallError when the call was aborted. Two loads: cheap enough for every step, so that a long call ends at
+  // once even while all its members go on and it never has to wait.
   void check_abort() const {
     alarm_->check();
     if (segment_ != nullptr) segment_->check();
