@@ -168,7 +168,7 @@ void rd_close(rd_channel* channel);
  * `member` is who is to blame, or -1. Callable from any thread, any number of times; the first wins. */
 void rd_abort(rd_channel* channel, int32_t member);
 
-/* My bucket memory (layout.bucket_bytes of it), seen by all members of my place. Null without one. It stays where it
+/* My bucket memory (topology.bucket_bytes of it), seen by all members of my place. Null without one. It stays where it
  * is, even after rd_close, until rd_release: arrays that look into it may outlive the channel. */
 void* rd_bucket(rd_channel* channel);
 void rd_release(void* bucket);

@@ -60,7 +60,7 @@ RD_API const char* rd_cpu(void) { return ronde::cpu_name(); }
 
 RD_API uint64_t rd_segment_bytes(const rd_layout* layout) {
   try {
-    return ronde::Segment::bytes(ronde::Layout(*layout));
+    return ronde::Segment::bytes(ronde::Topology(*layout));
   } catch (const CallError&) {
     return 0;
   }
@@ -78,9 +78,9 @@ RD_API rd_status rd_open(const rd_layout* layout, int segment, const int* socket
     if (direct != nullptr) owned_direct[member] = FileDescriptor(direct[member]);
   }
   try {
-    ronde::Layout checked(*layout);
+    ronde::Topology topology(*layout);
     std::shared_ptr<ronde::Segment> shared;
-    if (segment >= 0) shared = std::make_shared<ronde::Segment>(checked, segment);
+    if (segment >= 0) shared = std::make_shared<ronde::Segment>(topology, segment);
     *channel = new rd_channel(*layout, std::move(shared), std::move(owned), std::move(owned_direct));
     return RD_OK;
   } catch (const CallError& error) {
@@ -112,7 +112,7 @@ RD_API void rd_release(void* bucket) {
 
 RD_API rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double remaining_s) {
   try {
-    auto request = std::make_shared<ronde::Request>(*call, channel->channel.layout(), remaining_s);
+    auto request = std::make_shared<ronde::Request>(*call, channel->channel.topology(), remaining_s);
     channel->channel.queue_of(*request).run(request);
     return report(request, result);
   } catch (const CallError& error) {
@@ -124,7 +124,7 @@ RD_API rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* res
 
 RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, uint64_t* ticket) {
   try {
-    auto request = std::make_shared<ronde::Request>(*call, channel->channel.layout(), remaining_s);
+    auto request = std::make_shared<ronde::Request>(*call, channel->channel.topology(), remaining_s);
     {
       std::lock_guard<std::mutex> lock(channel->mutex);
       *ticket = ++channel->last_ticket;
@@ -155,7 +155,7 @@ RD_API int rd_done(rd_channel* channel, uint64_t ticket) {
 }
 
 RD_API rd_status rd_asked_by(rd_channel* channel, rd_asked* asked) {
-  if (last_asked.size() != channel->channel.layout().size) return RD_BAD_CALL;
+  if (last_asked.size() != channel->channel.topology().size) return RD_BAD_CALL;
   std::memcpy(asked, last_asked.data(), last_asked.size() * sizeof(rd_asked));
   return RD_OK;
 }

@@ -4,7 +4,7 @@
 #include <cstring>
 
 #include "algorithm/algorithm.h"
-#include "choose.h"
+#include "choose_algorithm.h"
 #include "link/pipe.h"
 #include "link/tcp.h"
 #include "link/transfer.h"
@@ -39,20 +39,20 @@ void copy_text(char* to, const std::string& text) {
 
 Channel::Channel(const rd_layout& layout, std::shared_ptr<Segment> segment,
                  std::vector<std::vector<FileDescriptor>> sockets, std::vector<FileDescriptor> direct)
-    : layout_(layout),
+    : topology_(layout),
       segment_(std::move(segment)),
       own_bucket_(segment_ == nullptr ? private_bucket(layout.bucket_bytes) : nullptr),
       alarm_(alarms(sockets)),
-      gate_(layout_, segment_.get()),
-      meeting_(layout_) {
-  links_.resize(layout_.size);
-  direct_links_.resize(layout_.size);
-  for (uint32_t member = 0; member < layout_.size; ++member) {
-    if (member == layout_.me) continue;
-    if (layout_.places[member] == layout_.my_place) {
+      gate_(topology_, segment_.get()),
+      meeting_(topology_) {
+  links_.resize(topology_.size);
+  direct_links_.resize(topology_.size);
+  for (uint32_t member = 0; member < topology_.size; ++member) {
+    if (member == topology_.member_index) continue;
+    if (topology_.hosts[member] == topology_.my_host) {
       if (segment_ == nullptr) throw CallError{RD_BAD_CALL, int(member)};
-      links_[member] = std::make_unique<Pipe>(layout_, segment_.get(), Traffic::kCollective, member);
-      direct_links_[member] = std::make_unique<Pipe>(layout_, segment_.get(), Traffic::kDirect, member);
+      links_[member] = std::make_unique<Pipe>(topology_, segment_.get(), Traffic::kCollective, member);
+      direct_links_[member] = std::make_unique<Pipe>(topology_, segment_.get(), Traffic::kDirect, member);
       continue;
     }
     if (member >= sockets.size() || sockets[member].empty() || sockets[member][0].get() < 0)
@@ -71,10 +71,10 @@ Channel::~Channel() {
   bool idle = collectives_->queue.idle();
   for (auto& [key, order] : direct_orders_) idle = idle && order->queue.idle();
   if (idle) {
-    if (segment_ != nullptr) segment_->depart(layout_.my_local);
+    if (segment_ != nullptr) segment_->depart(topology_.local_index);
     alarm_.depart();
   } else {
-    abort(CallError{RD_CLOSED, int(layout_.me)});
+    abort(CallError{RD_CLOSED, int(topology_.member_index)});
   }
   collectives_->queue.close();
   for (auto& [key, order] : direct_orders_) order->queue.close();
@@ -90,14 +90,14 @@ Queue& Channel::queue_of(const Request& request) {
 
 void Channel::abort(const CallError& error) {
   // Others must not mistake "I closed" for their own closing.
-  CallError told = error.status == RD_CLOSED ? CallError{RD_PEER_LOST, int(layout_.me)} : error;
+  CallError told = error.status == RD_CLOSED ? CallError{RD_PEER_LOST, int(topology_.member_index)} : error;
   if (segment_ != nullptr) segment_->abort(told);
   alarm_.raise(told);
 }
 
 char* Channel::bucket() const {
-  if (layout_.bucket_bytes == 0) return nullptr;
-  return segment_ != nullptr ? segment_->bucket(layout_.my_local) : own_bucket_.get();
+  if (topology_.bucket_bytes == 0) return nullptr;
+  return segment_ != nullptr ? segment_->bucket(topology_.local_index) : own_bucket_.get();
 }
 
 std::shared_ptr<void> Channel::bucket_owner() const {
@@ -112,8 +112,8 @@ void Channel::execute(Request& request, Order& order, Work work) {
   result.start_ns = result.ready_ns = now_ns();
   request.started_ns.store(result.start_ns);
   try {
-    Waiter waiter(layout_, segment_.get(), &alarm_, request.deadline, &order.waiting_for);
-    Team team{layout_, segment_.get(), gate_, links_, waiter, order.flat, order.passing, slot_};
+    Waiter waiter(topology_, segment_.get(), &alarm_, request.deadline, &order.waiting_for);
+    Team team{topology_, segment_.get(), gate_, links_, waiter, order.flat, order.passing, slot_};
     waiter.check();
     (this->*work)(request, team);
     result.status = RD_OK;
@@ -125,7 +125,7 @@ void Channel::execute(Request& request, Order& order, Work work) {
   } catch (const std::bad_alloc&) {
     result.status = RD_SYSTEM;
     result.detail = ENOMEM;
-    abort(CallError{RD_PEER_LOST, int(layout_.me)});
+    abort(CallError{RD_PEER_LOST, int(topology_.member_index)});
   }
   result.end_ns = now_ns();
 }
@@ -135,7 +135,8 @@ bool Channel::in_bucket(const Request& request, uint64_t* offset) const {
   if (start == nullptr || request.parts.pieces().size() != 1) return false;
   const rd_part& part = request.parts.pieces()[0];
   const char* data = static_cast<const char*>(part.in);
-  if (part.in != part.out || data < start || data + request.parts.bytes() > start + layout_.bucket_bytes) return false;
+  if (part.in != part.out || data < start || data + request.parts.bytes() > start + topology_.bucket_bytes)
+    return false;
   *offset = uint64_t(data - start);
   return true;
 }
@@ -168,10 +169,11 @@ void Channel::require_agreement(Request& request, Verdict verdict) {
 
 void Channel::collective(Request& request, Team& team) {
   if (request.kind == RD_JOIN) return join(request, team);
-  rd_algorithm algorithm = choose(layout_, request.kind, request.op, request.parts.bytes(), request.algorithm);
+  rd_algorithm algorithm =
+      choose_algorithm(topology_, request.kind, request.op, request.parts.bytes(), request.algorithm);
   Header header = header_of(request, algorithm);
   header.sequence = ++sequence_;
-  Arithmetic arithmetic{request.dtype, request.op, request.prescale, request.postscale, layout_.size};
+  Arithmetic arithmetic{request.dtype, request.op, request.prescale, request.postscale, topology_.size};
   Job job{request.kind,   arithmetic,     request.peer,  request.parts,
           request.counts, request.splits, header.offset, header.in_bucket != 0};
   bool direct = algorithm == RD_DIRECT && segment_ != nullptr;
@@ -187,9 +189,9 @@ void Channel::collective(Request& request, Team& team) {
 // The others may ask for any allreduce while I have joined: I learn at the meeting which, and give zeros. They read a
 // bucket or a slot as soon as I have arrived, so the zeros lie there before.
 void Channel::join(Request& request, Team& team) {
-  if (bucket() != nullptr) std::memset(bucket(), 0, layout_.bucket_bytes);
+  if (bucket() != nullptr) std::memset(bucket(), 0, topology_.bucket_bytes);
   while (true) {
-    if (layout_.one_place() && segment_ != nullptr) direct_prepare_zeros(team);
+    if (topology_.single_host() && segment_ != nullptr) direct_prepare_zeros(team);
     Header header = header_of(request, RD_CHOOSE);
     header.sequence = ++sequence_;
     meeting_.meet(team, header, false);
@@ -209,7 +211,7 @@ void Channel::take_part(const Header& asked, Team& team) {
   std::vector<char> own(in_bucket ? 0 : bytes);
   char* zeros = in_bucket ? bucket() + asked.offset : own.data();
   rd_part part{zeros, zeros, asked.count};
-  Arithmetic arithmetic{dtype, rd_op(asked.op), asked.prescale, asked.postscale, layout_.size};
+  Arithmetic arithmetic{dtype, rd_op(asked.op), asked.prescale, asked.postscale, topology_.size};
   Job job{RD_ALLREDUCE, arithmetic, asked.peer, Parts(&part, 1, element_bytes(dtype)), {}, {}, asked.offset, in_bucket};
   run_algorithm(rd_algorithm(asked.algorithm), job, team);
   if (in_bucket) std::memset(zeros, 0, bytes);
@@ -217,7 +219,7 @@ void Channel::take_part(const Header& asked, Team& team) {
 
 void Channel::run_algorithm(rd_algorithm algorithm, const Job& job, Team& team) {
   if (job.kind == RD_BARRIER) return;
-  if (layout_.size == 1) return alone(team, job);
+  if (topology_.size == 1) return alone(team, job);
   bool adasum = job.arithmetic.op == RD_ADASUM;
   switch (job.kind) {
     case RD_ALLREDUCE:
@@ -263,11 +265,11 @@ void Channel::direct_message(Request& request, Team& team) {
     exchange(team.waiter, nullptr, nullptr, 0, link, team.passing.room(1 << 20), piece);
     left -= piece;
   }
-  request.asked.resize(layout_.size);
+  request.asked.resize(topology_.size);
   request.asked[uint32_t(request.peer)].signature = header.signature;
   copy_text(request.asked[uint32_t(request.peer)].text, header.text);
-  request.asked[layout_.me].signature = request.signature;
-  copy_text(request.asked[layout_.me].text, request.text);
+  request.asked[topology_.member_index].signature = request.signature;
+  copy_text(request.asked[topology_.member_index].text, request.text);
   throw CallError{RD_MISMATCH, request.peer};
 }
 

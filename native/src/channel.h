@@ -21,7 +21,7 @@ class Channel {
           std::vector<FileDescriptor> direct);
   ~Channel();
 
-  const Layout& layout() const { return layout_; }
+  const Topology& topology() const { return topology_; }
   Queue& queue_of(const Request& request);
   void abort(const CallError& error);
   char* bucket() const;                        // mine; null without one
@@ -50,7 +50,7 @@ class Channel {
   bool in_bucket(const Request& request, uint64_t* offset) const;
   void require_agreement(Request& request, Verdict verdict);
 
-  const Layout layout_;
+  const Topology topology_;
   const std::shared_ptr<Segment> segment_;
   const std::shared_ptr<char[]> own_bucket_;  // of a member that shares memory with nobody
   Alarm alarm_;

@@ -13,25 +13,25 @@ void Meeting::meet(Team& team, const Header& mine, bool trusted) {
   if (team.segment == nullptr) {
     headers_.push_back(mine);
   } else {
-    team.segment->line(layout_.my_local).header[which] = mine;
+    team.segment->line(topology_.local_index).header[which] = mine;
     team.gate.meet(team.waiter);
-    for (uint32_t local = 0; local < layout_.num_locals(); ++local)
+    for (uint32_t local = 0; local < topology_.num_local(); ++local)
       headers_.push_back(team.segment->line(local).header[which]);
   }
-  if (layout_.one_place() || trusted) return;
-  if (layout_.leader()) trade_between_places(team);
+  if (topology_.single_host() || trusted) return;
+  if (topology_.is_leader()) trade_between_places(team);
   if (team.segment == nullptr) return;
   Header* shared = team.segment->everyones_headers();
-  if (layout_.leader()) std::copy(headers_.begin(), headers_.end(), shared);
+  if (topology_.is_leader()) std::copy(headers_.begin(), headers_.end(), shared);
   team.gate.meet(team.waiter);
-  headers_.assign(shared, shared + layout_.size);
+  headers_.assign(shared, shared + topology_.size);
 }
 
 void Meeting::trade_between_places(Team& team) {
-  uint32_t places = layout_.num_places(), mine = layout_.my_place;
+  uint32_t places = topology_.num_hosts(), mine = topology_.my_host;
   auto members_from = [&](uint32_t first, uint32_t num) {  // of num places, from `first` on, round and round
     size_t members = 0;
-    for (uint32_t i = 0; i < num; ++i) members += layout_.by_place[(first + i) % places].size();
+    for (uint32_t i = 0; i < num; ++i) members += topology_.members_by_host[(first + i) % places].size();
     return members;
   };
   // I hold the headers of places mine, mine + 1, …, mine + held - 1; each step about doubles that.
@@ -41,14 +41,14 @@ void Meeting::trade_between_places(Team& team) {
     uint32_t ahead = (mine + held) % places, behind = (mine + places - held) % places;
     size_t give = members_from(mine, num), take = members_from(ahead, num), have = gathered.size();
     gathered.resize(have + take);
-    exchange(team.waiter, team.link(layout_.leader_of(behind)), gathered.data(), give * sizeof(Header),
-             team.link(layout_.leader_of(ahead)), gathered.data() + have, take * sizeof(Header));
+    exchange(team.waiter, team.link(topology_.host_leader(behind)), gathered.data(), give * sizeof(Header),
+             team.link(topology_.host_leader(ahead)), gathered.data() + have, take * sizeof(Header));
     held += num;
   }
-  headers_.resize(layout_.size);
+  headers_.resize(topology_.size);
   size_t next = 0;
   for (uint32_t i = 0; i < places; ++i)
-    for (uint32_t member : layout_.by_place[(mine + i) % places]) headers_[member] = gathered[next++];
+    for (uint32_t member : topology_.members_by_host[(mine + i) % places]) headers_[member] = gathered[next++];
 }
 
 namespace {

@@ -13,7 +13,7 @@ namespace ronde {
 
 class Meeting {
  public:
-  explicit Meeting(const Layout& layout) : layout_(layout) {}
+  explicit Meeting(const Topology& topology) : topology_(topology) {}
 
   // Returns when every member (a trusted call: every member of my place) has arrived.
   void meet(Team& team, const Header& mine, bool trusted);
@@ -24,7 +24,7 @@ class Meeting {
  private:
   void trade_between_places(Team& team);
 
-  const Layout& layout_;
+  const Topology& topology_;
   uint64_t count_ = 0;
   std::vector<Header> headers_;
 };

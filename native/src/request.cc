@@ -31,7 +31,7 @@ void require(bool fine) {
 
 }  // namespace
 
-Request::Request(const rd_call& call, const Layout& layout, double remaining_s)
+Request::Request(const rd_call& call, const Topology& topology, double remaining_s)
     : kind(rd_kind(checked(call).kind)),
       dtype(rd_dtype(call.dtype)),
       op(rd_op(call.op)),
@@ -43,21 +43,22 @@ Request::Request(const rd_call& call, const Layout& layout, double remaining_s)
       signature(call.signature),
       text(call.text == nullptr ? "" : call.text),
       parts(call.parts, call.num_parts, element_bytes(rd_dtype(call.dtype))),
-      counts(copied(call.counts, layout.size)),
-      splits(copied(call.splits, layout.size)),
+      counts(copied(call.counts, topology.size)),
+      splits(copied(call.splits, topology.size)),
       deadline(remaining_s) {
   bool reduces = kind == RD_ALLREDUCE || kind == RD_REDUCE_SCATTER;
   bool whole = parts.pieces().size() == 1;
-  if (reduces) require(supported({dtype, op, prescale, postscale, layout.size}));
+  if (reduces) require(supported({dtype, op, prescale, postscale, topology.size}));
   if (kind == RD_REDUCE_SCATTER)
-    require(whole && op != RD_ADASUM && counts.size() == layout.size && sum(counts) == parts.count());
-  if (kind == RD_ALLGATHER) require(whole && counts.size() == layout.size && counts[layout.me] == parts.count());
+    require(whole && op != RD_ADASUM && counts.size() == topology.size && sum(counts) == parts.count());
+  if (kind == RD_ALLGATHER)
+    require(whole && counts.size() == topology.size && counts[topology.member_index] == parts.count());
   if (kind == RD_ALLTOALL)
-    require(whole && counts.size() == layout.size && splits.size() == layout.size &&
-            splits[layout.me] == counts[layout.me] && sum(splits) <= parts.count());
-  if (kind == RD_BROADCAST) require(peer >= 0 && uint32_t(peer) < layout.size);
+    require(whole && counts.size() == topology.size && splits.size() == topology.size &&
+            splits[topology.member_index] == counts[topology.member_index] && sum(splits) <= parts.count());
+  if (kind == RD_BROADCAST) require(peer >= 0 && uint32_t(peer) < topology.size);
   if (kind == RD_SEND || kind == RD_RECEIVE)
-    require(whole && peer >= 0 && uint32_t(peer) < layout.size && uint32_t(peer) != layout.me);
+    require(whole && peer >= 0 && uint32_t(peer) < topology.size && uint32_t(peer) != topology.member_index);
 }
 
 }  // namespace ronde

@@ -13,7 +13,7 @@
 namespace ronde {
 
 struct Request {
-  Request(const rd_call& call, const Layout& layout, double remaining_s);  // throws CallError{RD_BAD_CALL}
+  Request(const rd_call& call, const Topology& topology, double remaining_s);  // throws CallError{RD_BAD_CALL}
 
   rd_kind kind;
   rd_dtype dtype;

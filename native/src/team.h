@@ -5,13 +5,13 @@
 #include <numeric>
 #include <vector>
 
-#include "layout.h"
 #include "link/gate.h"
 #include "link/link.h"
 #include "link/segment.h"
 #include "link/waiter.h"
 #include "parts.h"
 #include "reduce/reduce.h"
+#include "topology.h"
 
 namespace ronde {
 
@@ -32,7 +32,7 @@ class Scratch {
 };
 
 struct Team {
-  const Layout& layout;
+  const Topology& topology;
   Segment* segment;  // null when I am alone at my place
   Gate& gate;
   const std::vector<std::unique_ptr<Link>>& links;  // per member; null for myself
@@ -45,7 +45,7 @@ struct Team {
 
   // All members, in order.
   std::vector<uint32_t> everyone() const {
-    std::vector<uint32_t> order(layout.size);
+    std::vector<uint32_t> order(topology.size);
     std::iota(order.begin(), order.end(), 0);
     return order;
   }

@@ -106,17 +106,17 @@ class Ranks {
   // One mapping per place for all its ranks, so that a sanitizer sees them touch the same memory.
   std::shared_ptr<Segment> segment(uint32_t rank) {
     rd_layout given = layout(rank);
-    ronde::Layout checked(given);
-    if (checked.num_locals() == 1) return nullptr;
-    if (bases_.size() <= checked.my_place) bases_.resize(checked.my_place + 1);
-    void*& base = bases_[checked.my_place];
+    ronde::Topology topology(given);
+    if (topology.num_local() == 1) return nullptr;
+    if (bases_.size() <= topology.my_host) bases_.resize(topology.my_host + 1);
+    void*& base = bases_[topology.my_host];
     if (base == nullptr) {
-      uint64_t bytes = Segment::bytes(checked);
+      uint64_t bytes = Segment::bytes(topology);
       base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (base == MAP_FAILED) throw std::runtime_error("no memory for a segment");
       memory_.emplace_back(base, bytes);
     }
-    return std::make_shared<Segment>(checked, base);
+    return std::make_shared<Segment>(topology, base);
   }
 
   Setup setup_;
@@ -140,13 +140,13 @@ inline rd_call call(rd_kind kind, rd_dtype dtype = RD_FLOAT32, rd_op op = RD_SUM
 }
 
 inline std::shared_ptr<Request> run(Channel& channel, const rd_call& call, double remaining_s = 60) {
-  auto request = std::make_shared<Request>(call, channel.layout(), remaining_s);
+  auto request = std::make_shared<Request>(call, channel.topology(), remaining_s);
   channel.queue_of(*request).run(request);
   return request;
 }
 
 inline std::shared_ptr<Request> submit(Channel& channel, const rd_call& call, double remaining_s = 60) {
-  auto request = std::make_shared<Request>(call, channel.layout(), remaining_s);
+  auto request = std::make_shared<Request>(call, channel.topology(), remaining_s);
   channel.queue_of(*request).submit(request);
   return request;
 }

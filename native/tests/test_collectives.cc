@@ -35,7 +35,7 @@ const uint64_t kSizes[] = {0, 1, 2, 37, 1000, 4099, 70001};
 
 void check_allreduce(Channel& channel, uint32_t rank, rd_algorithm algorithm, rd_dtype dtype, rd_op op, uint64_t count,
                      bool in_place) {
-  uint32_t size = channel.layout().size;
+  uint32_t size = channel.topology().size;
   auto in = numbers::array(dtype, count, [&](uint64_t i) { return numbers::given(op, size, rank, i); });
   auto want = numbers::array(dtype, count, [&](uint64_t i) { return numbers::expected(dtype, op, size, i); });
   std::vector<char> out(in.size() + 1);

@@ -14,7 +14,7 @@ void adasum_allreduce(Team& team, const Job& job) {
   char* data = array.data();
   char* theirs = team.passing.room(job.parts.bytes());
   rd_dtype dtype = job.arithmetic.dtype;
-  pair_up(team, team.everyone(), team.layout.me, data, theirs, job.parts.bytes(), [&](bool mine_is_left) {
+  pair_up(team, team.everyone(), team.topology.member_index, data, theirs, job.parts.bytes(), [&](bool mine_is_left) {
     uint64_t start = 0;
     for (const rd_part& part : job.parts.pieces()) {
       char* left = (mine_is_left ? data : theirs) + start;

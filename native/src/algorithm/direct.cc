@@ -24,14 +24,14 @@ namespace {
 
 constexpr uint64_t kFlatBytes = 64 * 1024;  // all members' arrays together, for the flat way
 
-bool is_flat(const Team& team, const Job& job) { return job.parts.bytes() * team.layout.num_locals() <= kFlatBytes; }
+bool is_flat(const Team& team, const Job& job) { return job.parts.bytes() * team.topology.num_local() <= kFlatBytes; }
 
-uint32_t me(const Team& team) { return team.layout.my_local; }
+uint32_t me(const Team& team) { return team.topology.local_index; }
 
 // Chunks of the staged way.
 struct Chunks {
   Chunks(const Team& team, const Job& job)
-      : bytes(job.parts.bytes()), step(team.layout.chunk_bytes / job.element_bytes() * job.element_bytes()) {}
+      : bytes(job.parts.bytes()), step(team.topology.chunk_bytes / job.element_bytes() * job.element_bytes()) {}
   uint64_t num() const { return (bytes + step - 1) / step; }
   uint64_t begin(uint64_t chunk) const { return chunk * step; }
   uint64_t size(uint64_t chunk) const { return std::min(step, bytes - chunk * step); }
@@ -41,7 +41,7 @@ struct Chunks {
 
 Range bytes_of_share(const Team& team, const Job& job, uint64_t chunk_bytes, uint32_t who) {
   uint64_t width = job.element_bytes();
-  Range share = share_of(chunk_bytes / width, who, team.layout.num_locals(), width);
+  Range share = share_of(chunk_bytes / width, who, team.topology.num_local(), width);
   return {share.begin * width, share.end * width};
 }
 
@@ -61,13 +61,13 @@ void reduce_share(Team& team, const Job& job, const Chunks& chunks, uint64_t chu
   if (mine.size() == 0) return;
   uint64_t begin = chunks.begin(chunk) + mine.begin;
   const void* ins[RD_MAX_MEMBERS];
-  for (uint32_t local = 0; local < team.layout.num_locals(); ++local)
+  for (uint32_t local = 0; local < team.topology.num_local(); ++local)
     ins[local] = team.segment->slot(local, which) + mine.begin;
   if (const char* plain = job.parts.plain_in(begin, mine.size())) ins[me(team)] = plain;
   char* result = team.segment->result(which) + mine.begin;
   char* target = job.parts.plain_out(begin, mine.size());
   void* outs[2] = {result, target};
-  reduce_many(job.arithmetic, ins, team.layout.num_locals(), outs, target != nullptr ? 2 : 1,
+  reduce_many(job.arithmetic, ins, team.topology.num_local(), outs, target != nullptr ? 2 : 1,
               mine.size() / job.element_bytes(), false);
   if (target == nullptr) job.parts.scatter(begin, mine.size(), result);
 }
@@ -98,17 +98,17 @@ void staged_allreduce(Team& team, const Job& job) {
 
 void flat_allreduce(Team& team, const Job& job) {
   const void* ins[RD_MAX_MEMBERS];
-  for (uint32_t local = 0; local < team.layout.num_locals(); ++local)
+  for (uint32_t local = 0; local < team.topology.num_local(); ++local)
     ins[local] = team.segment->slot(local, team.slot & 1);
   char* plain = job.parts.plain_out(0, job.parts.bytes());
   void* out = plain != nullptr ? plain : team.flat.room(job.parts.bytes());
-  reduce_many(job.arithmetic, ins, team.layout.num_locals(), &out, 1, job.parts.count(), false);
+  reduce_many(job.arithmetic, ins, team.topology.num_local(), &out, 1, job.parts.count(), false);
   if (plain == nullptr) job.parts.scatter(0, job.parts.bytes(), static_cast<char*>(out));
   ++team.slot;
 }
 
 void bucket_allreduce(Team& team, const Job& job) {
-  uint32_t locals = team.layout.num_locals();
+  uint32_t locals = team.topology.num_local();
   uint64_t width = job.element_bytes();
   Range mine = share_of(job.parts.count(), me(team), locals, width);
   void* buckets[RD_MAX_MEMBERS];
@@ -133,15 +133,15 @@ void pass_slots(Team& team, uint64_t num_chunks, Fill fill, Use use) {
 uint64_t num_chunks(uint64_t bytes, uint64_t step) { return (bytes + step - 1) / step; }
 
 void fill_broadcast(Team& team, const Job& job, uint64_t chunk, uint32_t which) {
-  if (uint32_t(job.root) != team.layout.me) return;
-  uint64_t step = team.layout.chunk_bytes, begin = chunk * step;
+  if (uint32_t(job.root) != team.topology.member_index) return;
+  uint64_t step = team.topology.chunk_bytes, begin = chunk * step;
   if (begin >= job.parts.bytes()) return;
   job.parts.gather(begin, std::min(step, job.parts.bytes() - begin), team.segment->slot(me(team), which));
 }
 
 void fill_allgather(Team& team, const Job& job, uint64_t chunk, uint32_t which) {
-  uint64_t step = team.layout.chunk_bytes, begin = chunk * step;
-  uint64_t bytes = job.counts[team.layout.me] * job.element_bytes();
+  uint64_t step = team.topology.chunk_bytes, begin = chunk * step;
+  uint64_t bytes = job.counts[team.topology.member_index] * job.element_bytes();
   if (begin >= bytes) return;
   copy_bytes(team.segment->slot(me(team), which), static_cast<const char*>(job.parts.pieces()[0].in) + begin,
              std::min(step, bytes - begin), false);
@@ -150,7 +150,7 @@ void fill_allgather(Team& team, const Job& job, uint64_t chunk, uint32_t which) 
 // A chunk of a reduce-scatter holds an equal piece of every member's share, so that all have work in every chunk.
 struct ScatterPlan {
   ScatterPlan(const Team& team, const Job& job) : width(job.element_bytes()) {
-    step = std::max<uint64_t>(1, team.layout.chunk_bytes / width / team.layout.num_locals());
+    step = std::max<uint64_t>(1, team.topology.chunk_bytes / width / team.topology.num_local());
     starts.push_back(0);
     for (uint64_t count : job.counts) {
       starts.push_back(starts.back() + count);
@@ -169,7 +169,7 @@ struct ScatterPlan {
 
 void fill_reduce_scatter(Team& team, const Job& job, const ScatterPlan& plan, uint64_t chunk, uint32_t which) {
   char* slot = team.segment->slot(me(team), which);
-  for (uint32_t member = 0; member < team.layout.size; ++member) {
+  for (uint32_t member = 0; member < team.topology.size; ++member) {
     Range piece = plan.piece(member, chunk);
     job.parts.gather((plan.starts[member] + piece.begin) * plan.width, piece.size() * plan.width,
                      slot + member * plan.step * plan.width);
@@ -206,7 +206,7 @@ void direct_prepare(Team& team, const Job& job) {
 }
 
 void direct_prepare_zeros(Team& team) {
-  std::memset(team.segment->slot(me(team), team.slot & 1), 0, std::max(team.layout.chunk_bytes, kFlatBytes));
+  std::memset(team.segment->slot(me(team), team.slot & 1), 0, std::max(team.topology.chunk_bytes, kFlatBytes));
 }
 
 void direct_allreduce(Team& team, const Job& job) {
@@ -217,9 +217,9 @@ void direct_allreduce(Team& team, const Job& job) {
 }
 
 void direct_broadcast(Team& team, const Job& job) {
-  uint64_t step = team.layout.chunk_bytes, bytes = job.parts.bytes();
+  uint64_t step = team.topology.chunk_bytes, bytes = job.parts.bytes();
   uint32_t root = uint32_t(job.root);
-  bool mine = root == team.layout.me;
+  bool mine = root == team.topology.member_index;
   pass_slots(
       team, num_chunks(bytes, step), [&](uint64_t chunk, uint32_t which) { fill_broadcast(team, job, chunk, which); },
       [&](uint64_t chunk, uint32_t which) {
@@ -232,14 +232,14 @@ void direct_broadcast(Team& team, const Job& job) {
 }
 
 void direct_allgather(Team& team, const Job& job) {
-  uint64_t step = team.layout.chunk_bytes, width = job.element_bytes(), longest = 0;
+  uint64_t step = team.topology.chunk_bytes, width = job.element_bytes(), longest = 0;
   for (uint64_t count : job.counts) longest = std::max(longest, count * width);
   char* out = static_cast<char*>(job.parts.pieces()[0].out);
   pass_slots(
       team, num_chunks(longest, step), [&](uint64_t chunk, uint32_t which) { fill_allgather(team, job, chunk, which); },
       [&](uint64_t chunk, uint32_t which) {
         uint64_t start = 0;
-        for (uint32_t member = 0; member < team.layout.size; ++member) {
+        for (uint32_t member = 0; member < team.topology.size; ++member) {
           uint64_t bytes = job.counts[member] * width, begin = std::min(bytes, chunk * step);
           copy_bytes(out + start + begin, team.segment->slot(member, which), std::min(step, bytes - begin), false);
           start += bytes;
@@ -249,17 +249,17 @@ void direct_allgather(Team& team, const Job& job) {
 
 void direct_reduce_scatter(Team& team, const Job& job) {
   ScatterPlan plan(team, job);
-  uint32_t mine = team.layout.me;
+  uint32_t mine = team.topology.member_index;
   char* out = static_cast<char*>(job.parts.pieces()[0].out);
   pass_slots(
       team, plan.num(), [&](uint64_t chunk, uint32_t which) { fill_reduce_scatter(team, job, plan, chunk, which); },
       [&](uint64_t chunk, uint32_t which) {
         Range piece = plan.piece(mine, chunk);
         const void* ins[RD_MAX_MEMBERS];
-        for (uint32_t local = 0; local < team.layout.num_locals(); ++local)
+        for (uint32_t local = 0; local < team.topology.num_local(); ++local)
           ins[local] = team.segment->slot(local, which) + mine * plan.step * plan.width;
         void* target = out + piece.begin * plan.width;
-        reduce_many(job.arithmetic, ins, team.layout.num_locals(), &target, 1, piece.size(), false);
+        reduce_many(job.arithmetic, ins, team.topology.num_local(), &target, 1, piece.size(), false);
       });
 }
 

@@ -24,7 +24,8 @@ void doubling_allreduce_flat(Team& team, const std::vector<uint32_t>& order, uin
 void doubling_allreduce(Team& team, const Job& job) {
   if (job.parts.bytes() == 0) return;
   FlatArray array(team, job);
-  doubling_allreduce_flat(team, team.everyone(), team.layout.me, job.arithmetic, array.data(), job.parts.count());
+  doubling_allreduce_flat(team, team.everyone(), team.topology.member_index, job.arithmetic, array.data(),
+                          job.parts.count());
   array.deliver();
 }
 

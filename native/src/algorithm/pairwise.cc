@@ -8,7 +8,7 @@
 namespace ronde {
 
 void pairwise_alltoall(Team& team, const Job& job) {
-  uint32_t size = team.layout.size, me = team.layout.me;
+  uint32_t size = team.topology.size, me = team.topology.member_index;
   std::vector<uint64_t> give = starts_of(job.splits, job.element_bytes());
   std::vector<uint64_t> take = starts_of(job.counts, job.element_bytes());
   const char* in = static_cast<const char*>(job.parts.pieces()[0].in);

@@ -143,8 +143,8 @@ std::vector<uint64_t> even_chunks(uint64_t count, uint32_t num, uint64_t width) 
 // Members in the order of their places, so that a host's members are neighbours and each host's wire carries one edge.
 std::vector<uint32_t> by_place(const Team& team, uint32_t* position) {
   std::vector<uint32_t> order;
-  for (const auto& members : team.layout.by_place) order.insert(order.end(), members.begin(), members.end());
-  *position = uint32_t(std::find(order.begin(), order.end(), team.layout.me) - order.begin());
+  for (const auto& members : team.topology.members_by_host) order.insert(order.end(), members.begin(), members.end());
+  *position = uint32_t(std::find(order.begin(), order.end(), team.topology.member_index) - order.begin());
   return order;
 }
 
@@ -171,15 +171,15 @@ void ring_allgather(Team& team, const Job& job) {
   uint64_t width = job.element_bytes();
   std::vector<uint64_t> starts = starts_of(job.counts, width);
   char* out = static_cast<char*>(job.parts.pieces()[0].out);
-  uint32_t me = team.layout.me;
+  uint32_t me = team.topology.member_index;
   if (job.counts[me] > 0) std::memmove(out + starts[me], job.parts.pieces()[0].in, job.counts[me] * width);
   RingRun run(team, team.everyone(), me, job.arithmetic, out, std::move(starts));
-  run.run(0, team.layout.size - 1);
+  run.run(0, team.topology.size - 1);
 }
 
 void ring_reduce_scatter(Team& team, const Job& job) {
   uint64_t width = job.element_bytes();
-  uint32_t size = team.layout.size, me = team.layout.me;
+  uint32_t size = team.topology.size, me = team.topology.member_index;
   char* data = team.flat.room(job.parts.bytes());
   job.parts.gather(0, job.parts.bytes(), data);
   scale_before(job.arithmetic, data, data, job.parts.count());

@@ -14,8 +14,8 @@ constexpr uint64_t kSegmentBytes = 256 * 1024;
 }  // namespace
 
 void tree_broadcast(Team& team, const Job& job) {
-  uint32_t size = team.layout.size, root = uint32_t(job.root);
-  uint32_t position = (team.layout.me + size - root) % size;
+  uint32_t size = team.topology.size, root = uint32_t(job.root);
+  uint32_t position = (team.topology.member_index + size - root) % size;
   auto link_of = [&](uint32_t other) { return team.link((other + root) % size); };
   uint32_t reach = 1;  // children are position + bit for every bit below the lowest one of position
   while (reach < size && (position & reach) == 0) reach *= 2;

@@ -28,20 +28,20 @@ Arithmetic inside(const Job& job) {
 }
 
 void across(Team& team, const Job& job, char* common, uint64_t count) {
-  uint32_t lanes = team.layout.num_lanes(), lane = team.layout.my_local;
+  uint32_t lanes = team.topology.num_cross_groups(), lane = team.topology.local_index;
   if (lane >= lanes) return;
   std::vector<uint32_t> order;
-  for (const auto& members : team.layout.by_place) order.push_back(members[lane]);
+  for (const auto& members : team.topology.members_by_host) order.push_back(members[lane]);
   Range mine = share_of(count, lane, lanes, job.element_bytes());
   if (mine.size() == 0) return;
   char* data = common + mine.begin * job.element_bytes();
   bool small = mine.size() * job.element_bytes() <= kDoublingBytes;
-  (small ? doubling_allreduce_flat : ring_allreduce_flat)(team, order, team.layout.my_place, job.arithmetic, data,
+  (small ? doubling_allreduce_flat : ring_allreduce_flat)(team, order, team.topology.my_host, job.arithmetic, data,
                                                           mine.size());
 }
 
 void in_buckets(Team& team, const Job& job) {
-  uint32_t locals = team.layout.num_locals(), me = team.layout.my_local;
+  uint32_t locals = team.topology.num_local(), me = team.topology.local_index;
   uint64_t width = job.element_bytes();
   Range mine = share_of(job.parts.count(), me, locals, width);
   const void* ins[RD_MAX_MEMBERS];
@@ -68,7 +68,7 @@ class StagedRun {
       : team_(team),
         job_(job),
         width_(job.element_bytes()),
-        step_(team.layout.slot_bytes / width_ * width_),
+        step_(team.topology.slot_bytes / width_ * width_),
         num_chunks_((job.parts.bytes() + step_ - 1) / step_) {}
 
   void run() {
@@ -140,7 +140,8 @@ class StagedRun {
       return false;
     }
     uint64_t piece = std::min(kPieceBytes, size(next_) - done_);
-    job_.parts.gather(next_ * step_ + done_, piece, team_.segment->slot(team_.layout.my_local, which(next_)) + done_);
+    job_.parts.gather(next_ * step_ + done_, piece,
+                      team_.segment->slot(team_.topology.local_index, which(next_)) + done_);
     done_ += piece;
     if (done_ < size(next_)) return true;
     gathered_ = team_.gate.arrive();
@@ -149,8 +150,8 @@ class StagedRun {
   }
 
   bool reduce() {
-    uint32_t locals = team_.layout.num_locals();
-    Range mine = share_of(size(next_) / width_, team_.layout.my_local, locals, width_);
+    uint32_t locals = team_.topology.num_local();
+    Range mine = share_of(size(next_) / width_, team_.topology.local_index, locals, width_);
     uint64_t begin_at = mine.begin * width_ + done_, piece = std::min(kPieceBytes, mine.size() * width_ - done_);
     const void* ins[RD_MAX_MEMBERS];
     for (uint32_t local = 0; local < locals; ++local) ins[local] = team_.segment->slot(local, which(next_)) + begin_at;
@@ -176,14 +177,14 @@ class StagedRun {
 void in_slots(Team& team, const Job& job) {
   StagedRun run(team, job);
   run.run();
-  uint64_t step = team.layout.slot_bytes / job.element_bytes() * job.element_bytes();
+  uint64_t step = team.topology.slot_bytes / job.element_bytes() * job.element_bytes();
   team.slot += uint32_t((job.parts.bytes() + step - 1) / step);
 }
 
 // Alone at my place, while others are not: my own array is the common one.
 void by_myself(Team& team, const Job& job) {
   uint64_t width = job.element_bytes(), bytes = job.parts.bytes();
-  uint64_t step = job.in_bucket ? bytes : team.layout.slot_bytes / width * width;  // the same cuts as the others make
+  uint64_t step = job.in_bucket ? bytes : team.topology.slot_bytes / width * width;  // the same cuts as the others make
   FlatArray array(team, job);
   for (uint64_t begin = 0; begin < bytes; begin += step)
     across(team, job, array.data() + begin, std::min(step, bytes - begin) / width);

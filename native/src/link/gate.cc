@@ -8,9 +8,9 @@ uint32_t Gate::arrive() {
   uint32_t phase = phase_.load(std::memory_order_relaxed) + 1;
   phase_.store(phase, std::memory_order_relaxed);
   if (segment_ == nullptr) return phase;
-  segment_->line(layout_.my_local).phase.store(phase, std::memory_order_relaxed);
+  segment_->line(topology_.local_index).phase.store(phase, std::memory_order_relaxed);
   SegmentHead& head = segment_->head();
-  if (head.arrived[phase & 1].fetch_add(1, std::memory_order_acq_rel) + 1 < layout_.num_locals()) return phase;
+  if (head.arrived[phase & 1].fetch_add(1, std::memory_order_acq_rel) + 1 < topology_.num_local()) return phase;
   head.arrived[phase & 1].store(0, std::memory_order_relaxed);
   head.open.store(phase);  // sequentially consistent: a sleeper either sees this or is seen by the next line
   if (head.sleepers.load() > 0) futex_wake_all(&head.open);
@@ -25,10 +25,10 @@ void Gate::wait(uint32_t phase, Waiter& waiter) {
   if (segment_ == nullptr) return;
   SegmentHead& head = segment_->head();
   auto hopeless = [&] {
-    for (uint32_t local = 0; local < layout_.num_locals(); ++local) {
+    for (uint32_t local = 0; local < topology_.num_local(); ++local) {
       const MemberLine& line = segment_->line(local);
       if (line.departed.load() != 0 && int32_t(line.phase.load() - phase) < 0)
-        throw CallError{RD_PEER_LOST, int(layout_.locals()[local])};
+        throw CallError{RD_PEER_LOST, int(topology_.local_members()[local])};
     }
   };
   try {
@@ -47,9 +47,9 @@ std::vector<uint32_t> Gate::missing() const {
   std::vector<uint32_t> late;
   if (segment_ == nullptr) return late;
   uint32_t phase = phase_.load(std::memory_order_relaxed);
-  for (uint32_t local = 0; local < layout_.num_locals(); ++local)
+  for (uint32_t local = 0; local < topology_.num_local(); ++local)
     if (int32_t(segment_->line(local).phase.load(std::memory_order_relaxed) - phase) < 0)
-      late.push_back(layout_.locals()[local]);
+      late.push_back(topology_.local_members()[local]);
   return late;
 }
 

@@ -18,7 +18,7 @@ namespace ronde {
 
 class Gate {
  public:
-  Gate(const Layout& layout, Segment* segment) : layout_(layout), segment_(segment) {}
+  Gate(const Topology& topology, Segment* segment) : topology_(topology), segment_(segment) {}
 
   // The number of the phase just arrived at.
   uint32_t arrive();
@@ -30,7 +30,7 @@ class Gate {
   std::vector<uint32_t> missing() const;
 
  private:
-  const Layout& layout_;
+  const Topology& topology_;
   Segment* segment_;
   std::atomic<uint32_t> phase_{0};  // only my own thread counts it up; the stall watch reads it
 };

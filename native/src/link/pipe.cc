@@ -9,17 +9,17 @@ namespace ronde {
 
 namespace {
 
-uint32_t local_index(const Layout& layout, uint32_t member) {
-  const auto& locals = layout.locals();
+uint32_t local_index(const Topology& topology, uint32_t member) {
+  const auto& locals = topology.local_members();
   return uint32_t(std::find(locals.begin(), locals.end(), member) - locals.begin());
 }
 
 }  // namespace
 
-Pipe::Pipe(const Layout& layout, Segment* segment, Traffic traffic, uint32_t member) : Link(member) {
-  uint32_t other = local_index(layout, member);
-  out_ = segment->pipe(traffic, layout.my_local, other);
-  in_ = segment->pipe(traffic, other, layout.my_local);
+Pipe::Pipe(const Topology& topology, Segment* segment, Traffic traffic, uint32_t member) : Link(member) {
+  uint32_t other = local_index(topology, member);
+  out_ = segment->pipe(traffic, topology.local_index, other);
+  in_ = segment->pipe(traffic, other, topology.local_index);
   other_ = &segment->line(other);
 }
 

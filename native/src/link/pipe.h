@@ -12,7 +12,7 @@ namespace ronde {
 
 class Pipe final : public Link {
  public:
-  Pipe(const Layout& layout, Segment* segment, Traffic traffic, uint32_t member);
+  Pipe(const Topology& topology, Segment* segment, Traffic traffic, uint32_t member);
   size_t try_send(const char* data, size_t bytes) override;
   size_t try_receive(char* room, size_t bytes) override;
   bool departed() const override { return other_->departed.load() != 0 && in_->written.load() == in_->read.load(); }

@@ -21,32 +21,32 @@ uint64_t take(uint64_t* end, uint64_t bytes) {
 
 }  // namespace
 
-void Segment::place(const Layout& layout) {
-  locals_ = layout.num_locals();
-  slot_bytes_ = layout.slot_bytes;
+void Segment::place(const Topology& topology) {
+  locals_ = topology.num_local();
+  slot_bytes_ = topology.slot_bytes;
   // An odd number of pages apart: at a distance of 256 MiB two streams share one way of the first-level cache (Zen),
   // and reading both side by side took ten times as long.
-  bucket_bytes_ = ((layout.bucket_bytes + kPage - 1) / kPage | 1) * kPage;
+  bucket_bytes_ = ((topology.bucket_bytes + kPage - 1) / kPage | 1) * kPage;
   end_ = 0;
   take(&end_, sizeof(SegmentHead));
   lines_ = take(&end_, locals_ * sizeof(MemberLine));
-  headers_ = take(&end_, layout.size * sizeof(Header));
+  headers_ = take(&end_, topology.size * sizeof(Header));
   slots_ = take(&end_, uint64_t(locals_) * 2 * slot_bytes_);
   results_ = take(&end_, 2 * slot_bytes_);
   pipes_ = take(&end_, uint64_t(2) * locals_ * locals_ * sizeof(PipeRoom));
-  buckets_ = take(&end_, layout.bucket_bytes > 0 ? locals_ * bucket_bytes_ : 0);
+  buckets_ = take(&end_, topology.bucket_bytes > 0 ? locals_ * bucket_bytes_ : 0);
 }
 
-Segment::Segment(const Layout& layout, int descriptor) {
-  place(layout);
+Segment::Segment(const Topology& topology, int descriptor) {
+  place(topology);
   void* base = mmap(nullptr, end_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (base == MAP_FAILED) throw CallError{RD_SYSTEM, -1, errno};
   base_ = static_cast<char*>(base);
   mapped_ = end_;
 }
 
-Segment::Segment(const Layout& layout, void* base) {
-  place(layout);
+Segment::Segment(const Topology& topology, void* base) {
+  place(topology);
   base_ = static_cast<char*>(base);
 }
 
@@ -54,8 +54,8 @@ Segment::~Segment() {
   if (mapped_ > 0) munmap(base_, mapped_);
 }
 
-uint64_t Segment::bytes(const Layout& layout) {
-  Segment measure(layout, nullptr);
+uint64_t Segment::bytes(const Topology& topology) {
+  Segment measure(topology, nullptr);
   return measure.end_;
 }
 

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "base/error.h"
-#include "layout.h"
+#include "topology.h"
 
 namespace ronde {
 
@@ -63,13 +63,13 @@ enum class Traffic { kCollective = 0, kDirect = 1 };
 class Segment {
  public:
   // Maps the descriptor. Throws CallError{RD_SYSTEM}.
-  Segment(const Layout& layout, int descriptor);
+  Segment(const Topology& topology, int descriptor);
   // For tests: ranks as threads share one mapping, so that a sanitizer sees them touch the same memory.
-  Segment(const Layout& layout, void* base);
+  Segment(const Topology& topology, void* base);
   ~Segment();
   Segment(const Segment&) = delete;
 
-  static uint64_t bytes(const Layout& layout);
+  static uint64_t bytes(const Topology& topology);
 
   SegmentHead& head() const { return *reinterpret_cast<SegmentHead*>(base_); }
   MemberLine& line(uint32_t local) const { return reinterpret_cast<MemberLine*>(base_ + lines_)[local]; }
@@ -88,7 +88,7 @@ class Segment {
   void check() const;  // throws CallError when aborted
 
  private:
-  void place(const Layout& layout);
+  void place(const Topology& topology);
   void wake_everyone();
 
   char* base_ = nullptr;

@@ -12,8 +12,8 @@
 
 namespace ronde {
 
-SpinPolicy spin_policy(uint32_t num_locals, uint32_t num_cores) {
-  return num_locals <= num_cores ? SpinPolicy{5000, 50} : SpinPolicy{600, 5};
+SpinPolicy spin_policy(uint32_t num_local, uint32_t num_cores) {
+  return num_local <= num_cores ? SpinPolicy{5000, 50} : SpinPolicy{600, 5};
 }
 
 void Waiter::pause(uint32_t looks) const {
@@ -21,14 +21,14 @@ void Waiter::pause(uint32_t looks) const {
 }
 
 void Waiter::check() const {
-  if (!layout_.one_place()) alarm_->listen();  // a wait for memory does not hear the sockets
+  if (!topology_.single_host()) alarm_->listen();  // a wait for memory does not hear the sockets
   alarm_->check();
   if (segment_ != nullptr) segment_->check();
   if (deadline_.expired()) throw CallError{RD_TIMEOUT, waiting_for_->load(std::memory_order_relaxed)};
 }
 
 void Waiter::check_interrupt() const {
-  if (run_signal_handlers()) throw CallError{RD_ABORTED, int(layout_.me), EINTR};
+  if (run_signal_handlers()) throw CallError{RD_ABORTED, int(topology_.member_index), EINTR};
 }
 
 void Waiter::sleep_on(std::atomic<uint32_t>* word, uint32_t seen) const {

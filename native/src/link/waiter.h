@@ -31,17 +31,17 @@ struct SpinPolicy {
   uint32_t stretch;
 };
 
-SpinPolicy spin_policy(uint32_t num_locals, uint32_t num_cores);
+SpinPolicy spin_policy(uint32_t num_local, uint32_t num_cores);
 
 class Waiter {
  public:
-  Waiter(const Layout& layout, Segment* segment, Alarm* alarm, const Deadline& deadline,
+  Waiter(const Topology& topology, Segment* segment, Alarm* alarm, const Deadline& deadline,
          std::atomic<int32_t>* waiting_for)
-      : layout_(layout),
+      : topology_(topology),
         segment_(segment),
         alarm_(alarm),
         deadline_(deadline),
-        policy_(spin_policy(layout.num_locals(), layout.num_cores)),
+        policy_(spin_policy(topology.num_local(), topology.num_cores)),
         waiting_for_(waiting_for) {}
 
   // Throws CallError when the call must end: aborted, closed, a member gone, or out of time.
@@ -115,7 +115,7 @@ class Waiter {
   // Takes one more step after saying "I sleep", so that no wake-up is missed. True when that finished the work.
   template <class Step>
   bool sleep_for_bell(Step& step) {
-    MemberLine& mine = segment_->line(layout_.my_local);
+    MemberLine& mine = segment_->line(topology_.local_index);
     uint32_t seen = mine.bell.load();
     mine.sleepers.fetch_add(1);
     Turn turn = step();
@@ -131,7 +131,7 @@ class Waiter {
   static constexpr int64_t kSliceNs = 50'000'000;  // an abort that raced with falling asleep is seen after this
   static constexpr int64_t kMixedNs = 200'000;     // sockets and memory cannot be slept on together
 
-  const Layout& layout_;
+  const Topology& topology_;
   Segment* segment_;
   Alarm* alarm_;
   const Deadline& deadline_;
