@@ -12,7 +12,7 @@
 #define RD_API extern "C" __attribute__((visibility("default")))
 
 struct rd_channel {
-  rd_channel(const rd_layout& layout, std::shared_ptr<ronde::Segment> segment,
+  rd_channel(const rd_layout& layout, std::shared_ptr<ronde::SharedSegment> segment,
              std::vector<std::vector<ronde::FileDescriptor>> sockets, std::vector<ronde::FileDescriptor> direct)
       : channel(layout, std::move(segment), std::move(sockets), std::move(direct)) {}
 
@@ -60,7 +60,7 @@ RD_API const char* rd_cpu(void) { return ronde::cpu_name(); }
 
 RD_API uint64_t rd_segment_bytes(const rd_layout* layout) {
   try {
-    return ronde::Segment::bytes(ronde::Topology(*layout));
+    return ronde::SharedSegment::bytes(ronde::Topology(*layout));
   } catch (const CallError&) {
     return 0;
   }
@@ -79,8 +79,8 @@ RD_API rd_status rd_open(const rd_layout* layout, int segment, const int* socket
   }
   try {
     ronde::Topology topology(*layout);
-    std::shared_ptr<ronde::Segment> shared;
-    if (segment >= 0) shared = std::make_shared<ronde::Segment>(topology, segment);
+    std::shared_ptr<ronde::SharedSegment> shared;
+    if (segment >= 0) shared = std::make_shared<ronde::SharedSegment>(topology, segment);
     *channel = new rd_channel(*layout, std::move(shared), std::move(owned), std::move(owned_direct));
     return RD_OK;
   } catch (const CallError& error) {

@@ -5,15 +5,15 @@
 
 #include "algorithm/algorithm.h"
 #include "choose_algorithm.h"
-#include "link/pipe.h"
-#include "link/tcp.h"
-#include "link/transfer.h"
+#include "link/link.h"
+#include "link/shared_memory_link.h"
+#include "link/tcp_link.h"
 
 namespace ronde {
 
 namespace {
 
-std::vector<FileDescriptor> alarms(std::vector<std::vector<FileDescriptor>>& sockets) {
+std::vector<FileDescriptor> take_abort_sockets(std::vector<std::vector<FileDescriptor>>& sockets) {
   std::vector<FileDescriptor> first;
   for (auto& row : sockets) {
     first.push_back(row.empty() ? FileDescriptor() : std::move(row.front()));
@@ -37,13 +37,13 @@ void copy_text(char* to, const std::string& text) {
 
 }  // namespace
 
-Channel::Channel(const rd_layout& layout, std::shared_ptr<Segment> segment,
+Channel::Channel(const rd_layout& layout, std::shared_ptr<SharedSegment> segment,
                  std::vector<std::vector<FileDescriptor>> sockets, std::vector<FileDescriptor> direct)
     : topology_(layout),
       segment_(std::move(segment)),
       own_bucket_(segment_ == nullptr ? private_bucket(layout.bucket_bytes) : nullptr),
-      alarm_(alarms(sockets)),
-      gate_(topology_, segment_.get()),
+      abort_signal_(take_abort_sockets(sockets)),
+      barrier_(topology_, segment_.get()),
       meeting_(topology_) {
   links_.resize(topology_.size);
   direct_links_.resize(topology_.size);
@@ -51,17 +51,18 @@ Channel::Channel(const rd_layout& layout, std::shared_ptr<Segment> segment,
     if (member == topology_.member_index) continue;
     if (topology_.hosts[member] == topology_.my_host) {
       if (segment_ == nullptr) throw CallError{RD_BAD_CALL, int(member)};
-      links_[member] = std::make_unique<Pipe>(topology_, segment_.get(), Traffic::kCollective, member);
-      direct_links_[member] = std::make_unique<Pipe>(topology_, segment_.get(), Traffic::kDirect, member);
+      links_[member] = std::make_unique<SharedMemoryLink>(topology_, segment_.get(), LinkUse::kCollective, member);
+      direct_links_[member] =
+          std::make_unique<SharedMemoryLink>(topology_, segment_.get(), LinkUse::kPointToPoint, member);
       continue;
     }
     if (member >= sockets.size() || sockets[member].empty() || sockets[member][0].get() < 0)
       throw CallError{RD_BAD_CALL, int(member)};
-    links_[member] = std::make_unique<Tcp>(member, std::move(sockets[member]), &alarm_);
+    links_[member] = std::make_unique<TcpLink>(member, std::move(sockets[member]), &abort_signal_);
     if (member < direct.size() && direct[member].get() >= 0) {
       std::vector<FileDescriptor> one;
       one.push_back(std::move(direct[member]));
-      direct_links_[member] = std::make_unique<Tcp>(member, std::move(one), &alarm_);
+      direct_links_[member] = std::make_unique<TcpLink>(member, std::move(one), &abort_signal_);
     }
   }
   collectives_ = std::make_unique<Order>(*this, &Channel::collective);
@@ -71,8 +72,8 @@ Channel::~Channel() {
   bool idle = collectives_->queue.idle();
   for (auto& [key, order] : direct_orders_) idle = idle && order->queue.idle();
   if (idle) {
-    if (segment_ != nullptr) segment_->depart(topology_.local_index);
-    alarm_.depart();
+    if (segment_ != nullptr) segment_->mark_left(topology_.local_index);
+    abort_signal_.announce_close();
   } else {
     abort(CallError{RD_CLOSED, int(topology_.member_index)});
   }
@@ -92,7 +93,7 @@ void Channel::abort(const CallError& error) {
   // Others must not mistake "I closed" for their own closing.
   CallError told = error.status == RD_CLOSED ? CallError{RD_PEER_LOST, int(topology_.member_index)} : error;
   if (segment_ != nullptr) segment_->abort(told);
-  alarm_.raise(told);
+  abort_signal_.trigger(told);
 }
 
 char* Channel::bucket() const {
@@ -112,9 +113,9 @@ void Channel::execute(Request& request, Order& order, Work work) {
   result.start_ns = result.ready_ns = now_ns();
   request.started_ns.store(result.start_ns);
   try {
-    Waiter waiter(topology_, segment_.get(), &alarm_, request.deadline, &order.waiting_for);
-    Team team{topology_, segment_.get(), gate_, links_, waiter, order.flat, order.passing, slot_};
-    waiter.check();
+    CallWait wait(topology_, segment_.get(), &abort_signal_, request.deadline, &order.waiting_for);
+    Team team{topology_, segment_.get(), barrier_, links_, wait, order.flat, order.passing, slot_};
+    wait.check();
     (this->*work)(request, team);
     result.status = RD_OK;
   } catch (const CallError& error) {
@@ -141,8 +142,8 @@ bool Channel::in_bucket(const Request& request, uint64_t* offset) const {
   return true;
 }
 
-Header Channel::header_of(const Request& request, rd_algorithm algorithm) const {
-  Header header{};
+CallHeader Channel::header_of(const Request& request, rd_algorithm algorithm) const {
+  CallHeader header{};
   header.signature = request.signature;
   header.count = request.parts.count();
   header.kind = request.kind;
@@ -152,16 +153,16 @@ Header Channel::header_of(const Request& request, rd_algorithm algorithm) const 
   header.peer = request.peer;
   header.prescale = request.prescale;
   header.postscale = request.postscale;
-  header.in_bucket = in_bucket(request, &header.offset);
-  copy_text(header.text, request.text);
+  header.in_bucket = in_bucket(request, &header.bucket_offset);
+  copy_text(header.description, request.text);
   return header;
 }
 
 void Channel::require_agreement(Request& request, Verdict verdict) {
   if (verdict != Verdict::kDiffer) return;
-  for (const Header& header : meeting_.headers()) {
+  for (const CallHeader& header : meeting_.headers()) {
     rd_asked asked{header.signature, {}};
-    copy_text(asked.text, header.text);
+    copy_text(asked.text, header.description);
     request.asked.push_back(asked);
   }
   throw CallError{RD_MISMATCH};
@@ -171,17 +172,17 @@ void Channel::collective(Request& request, Team& team) {
   if (request.kind == RD_JOIN) return join(request, team);
   rd_algorithm algorithm =
       choose_algorithm(topology_, request.kind, request.op, request.parts.bytes(), request.algorithm);
-  Header header = header_of(request, algorithm);
+  CallHeader header = header_of(request, algorithm);
   header.sequence = ++sequence_;
   Arithmetic arithmetic{request.dtype, request.op, request.prescale, request.postscale, topology_.size};
-  Job job{request.kind,   arithmetic,     request.peer,  request.parts,
-          request.counts, request.splits, header.offset, header.in_bucket != 0};
+  Job job{request.kind,   arithmetic,     request.peer,         request.parts,
+          request.counts, request.splits, header.bucket_offset, header.in_bucket != 0};
   bool direct = algorithm == RD_DIRECT && segment_ != nullptr;
   if (direct) direct_prepare(team, job);
   meeting_.meet(team, header, request.trusted);
   request.result.ready_ns = now_ns();
   request.result.algorithm = algorithm;
-  const Header* asked;
+  const CallHeader* asked;
   require_agreement(request, judge(meeting_.headers(), &asked));
   run_algorithm(algorithm, job, team);
 }
@@ -192,27 +193,28 @@ void Channel::join(Request& request, Team& team) {
   if (bucket() != nullptr) std::memset(bucket(), 0, topology_.bucket_bytes);
   while (true) {
     if (topology_.single_host() && segment_ != nullptr) direct_prepare_zeros(team);
-    Header header = header_of(request, RD_CHOOSE);
+    CallHeader header = header_of(request, RD_CHOOSE);
     header.sequence = ++sequence_;
     meeting_.meet(team, header, false);
-    const Header* asked;
+    const CallHeader* asked;
     Verdict verdict = judge(meeting_.headers(), &asked);
     if (verdict == Verdict::kEveryoneJoined) return;
-    if (verdict == Verdict::kAgreed) take_part(Header(*asked), team);
+    if (verdict == Verdict::kAgreed) take_part(CallHeader(*asked), team);
     // When the others disagree among themselves, or ask for what cannot be joined, that is their error: I go on.
   }
 }
 
-void Channel::take_part(const Header& asked, Team& team) {
+void Channel::take_part(const CallHeader& asked, Team& team) {
   if (asked.kind != RD_ALLREDUCE) return;
   rd_dtype dtype = rd_dtype(asked.dtype);
   uint64_t bytes = asked.count * element_bytes(dtype);
   bool in_bucket = asked.in_bucket != 0;
   std::vector<char> own(in_bucket ? 0 : bytes);
-  char* zeros = in_bucket ? bucket() + asked.offset : own.data();
+  char* zeros = in_bucket ? bucket() + asked.bucket_offset : own.data();
   rd_part part{zeros, zeros, asked.count};
   Arithmetic arithmetic{dtype, rd_op(asked.op), asked.prescale, asked.postscale, topology_.size};
-  Job job{RD_ALLREDUCE, arithmetic, asked.peer, Parts(&part, 1, element_bytes(dtype)), {}, {}, asked.offset, in_bucket};
+  Job job{RD_ALLREDUCE, arithmetic, asked.peer,          Parts(&part, 1, element_bytes(dtype)),
+          {},           {},         asked.bucket_offset, in_bucket};
   run_algorithm(rd_algorithm(asked.algorithm), job, team);
   if (in_bucket) std::memset(zeros, 0, bytes);
 }
@@ -246,28 +248,28 @@ void Channel::direct_message(Request& request, Team& team) {
   uint64_t bytes = request.parts.bytes();
   const rd_part& part = request.parts.pieces()[0];
   if (request.kind == RD_SEND) {
-    Header header = header_of(request, RD_CHOOSE);
-    exchange(team.waiter, link, &header, sizeof header, nullptr, nullptr, 0);
+    CallHeader header = header_of(request, RD_CHOOSE);
+    send_receive(team.wait, link, &header, sizeof header, nullptr, nullptr, 0);
     request.result.ready_ns = now_ns();
-    exchange(team.waiter, link, part.in, bytes, nullptr, nullptr, 0);
+    send_receive(team.wait, link, part.in, bytes, nullptr, nullptr, 0);
     return;
   }
-  Header header{};
-  exchange(team.waiter, nullptr, nullptr, 0, link, &header, sizeof header);
+  CallHeader header{};
+  send_receive(team.wait, nullptr, nullptr, 0, link, &header, sizeof header);
   request.result.ready_ns = now_ns();
   uint64_t coming = header.count * element_bytes(rd_dtype(header.dtype));
   if (header.signature == request.signature && coming == bytes) {
-    return exchange(team.waiter, nullptr, nullptr, 0, link, part.out, bytes);
+    return send_receive(team.wait, nullptr, nullptr, 0, link, part.out, bytes);
   }
   for (uint64_t left = coming;
        left > 0;) {  // what was sent must leave the stream, or the next message would start in it
     uint64_t piece = std::min<uint64_t>(left, 1 << 20);
-    exchange(team.waiter, nullptr, nullptr, 0, link, team.passing.room(1 << 20), piece);
+    send_receive(team.wait, nullptr, nullptr, 0, link, team.passing.room(1 << 20), piece);
     left -= piece;
   }
   request.asked.resize(topology_.size);
   request.asked[uint32_t(request.peer)].signature = header.signature;
-  copy_text(request.asked[uint32_t(request.peer)].text, header.text);
+  copy_text(request.asked[uint32_t(request.peer)].text, header.description);
   request.asked[topology_.member_index].signature = request.signature;
   copy_text(request.asked[topology_.member_index].text, request.text);
   throw CallError{RD_MISMATCH, request.peer};
@@ -289,7 +291,7 @@ void Channel::look(rd_status_now* now, uint32_t* missing) {
   now->kind = request->kind;
   copy_text(now->text, request->text);
   std::vector<uint32_t> late;
-  if (busy == collectives_.get()) late = gate_.missing();
+  if (busy == collectives_.get()) late = barrier_.missing();
   int32_t waiting_for = busy->waiting_for.load();
   if (late.empty() && waiting_for >= 0) late.push_back(uint32_t(waiting_for));
   std::copy(late.begin(), late.end(), missing);

@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "link/alarm.h"
+#include "link/abort.h"
 #include "meeting.h"
 #include "queue.h"
 #include "team.h"
@@ -17,8 +17,8 @@ class Channel {
  public:
   // `sockets[member]` are the connections to a member at another place: the first is the alarm, the rest carry data.
   // `direct[member]` is the one for send and receive. Throws CallError.
-  Channel(const rd_layout& layout, std::shared_ptr<Segment> segment, std::vector<std::vector<FileDescriptor>> sockets,
-          std::vector<FileDescriptor> direct);
+  Channel(const rd_layout& layout, std::shared_ptr<SharedSegment> segment,
+          std::vector<std::vector<FileDescriptor>> sockets, std::vector<FileDescriptor> direct);
   ~Channel();
 
   const Topology& topology() const { return topology_; }
@@ -43,18 +43,18 @@ class Channel {
   void execute(Request& request, Order& order, Work work);
   void collective(Request& request, Team& team);
   void join(Request& request, Team& team);
-  void take_part(const Header& asked, Team& team);
+  void take_part(const CallHeader& asked, Team& team);
   void direct_message(Request& request, Team& team);
   void run_algorithm(rd_algorithm algorithm, const Job& job, Team& team);
-  Header header_of(const Request& request, rd_algorithm algorithm) const;
+  CallHeader header_of(const Request& request, rd_algorithm algorithm) const;
   bool in_bucket(const Request& request, uint64_t* offset) const;
   void require_agreement(Request& request, Verdict verdict);
 
   const Topology topology_;
-  const std::shared_ptr<Segment> segment_;
+  const std::shared_ptr<SharedSegment> segment_;
   const std::shared_ptr<char[]> own_bucket_;  // of a member that shares memory with nobody
-  Alarm alarm_;
-  Gate gate_;
+  AbortSignal abort_signal_;
+  HostBarrier barrier_;
   Meeting meeting_;
   std::vector<std::unique_ptr<Link>> links_, direct_links_;
   uint32_t slot_ = 0;

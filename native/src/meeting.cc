@@ -3,27 +3,27 @@
 #include <algorithm>
 #include <cstring>
 
-#include "link/transfer.h"
+#include "link/link.h"
 
 namespace ronde {
 
-void Meeting::meet(Team& team, const Header& mine, bool trusted) {
+void Meeting::meet(Team& team, const CallHeader& mine, bool trusted) {
   uint32_t which = count_++ & 1;
   headers_.clear();
   if (team.segment == nullptr) {
     headers_.push_back(mine);
   } else {
-    team.segment->line(topology_.local_index).header[which] = mine;
-    team.gate.meet(team.waiter);
+    team.segment->member_state(topology_.local_index).header[which] = mine;
+    team.barrier.arrive_and_wait(team.wait);
     for (uint32_t local = 0; local < topology_.num_local(); ++local)
-      headers_.push_back(team.segment->line(local).header[which]);
+      headers_.push_back(team.segment->member_state(local).header[which]);
   }
   if (topology_.single_host() || trusted) return;
   if (topology_.is_leader()) trade_between_places(team);
   if (team.segment == nullptr) return;
-  Header* shared = team.segment->everyones_headers();
+  CallHeader* shared = team.segment->all_headers();
   if (topology_.is_leader()) std::copy(headers_.begin(), headers_.end(), shared);
-  team.gate.meet(team.waiter);
+  team.barrier.arrive_and_wait(team.wait);
   headers_.assign(shared, shared + topology_.size);
 }
 
@@ -35,14 +35,14 @@ void Meeting::trade_between_places(Team& team) {
     return members;
   };
   // I hold the headers of places mine, mine + 1, …, mine + held - 1; each step about doubles that.
-  std::vector<Header> gathered = headers_;
+  std::vector<CallHeader> gathered = headers_;
   for (uint32_t held = 1; held < places;) {
     uint32_t num = std::min(held, places - held);
     uint32_t ahead = (mine + held) % places, behind = (mine + places - held) % places;
     size_t give = members_from(mine, num), take = members_from(ahead, num), have = gathered.size();
     gathered.resize(have + take);
-    exchange(team.waiter, team.link(topology_.host_leader(behind)), gathered.data(), give * sizeof(Header),
-             team.link(topology_.host_leader(ahead)), gathered.data() + have, take * sizeof(Header));
+    send_receive(team.wait, team.link(topology_.host_leader(behind)), gathered.data(), give * sizeof(CallHeader),
+                 team.link(topology_.host_leader(ahead)), gathered.data() + have, take * sizeof(CallHeader));
     held += num;
   }
   headers_.resize(topology_.size);
@@ -53,20 +53,20 @@ void Meeting::trade_between_places(Team& team) {
 
 namespace {
 
-bool same(const Header& a, const Header& b) {
+bool same(const CallHeader& a, const CallHeader& b) {
   bool counts_may_differ = a.kind == RD_ALLGATHER || a.kind == RD_ALLTOALL;
   return a.sequence == b.sequence && a.signature == b.signature && a.kind == b.kind && a.dtype == b.dtype &&
          a.op == b.op && a.peer == b.peer && a.algorithm == b.algorithm && a.in_bucket == b.in_bucket &&
-         a.offset == b.offset && a.prescale == b.prescale && a.postscale == b.postscale &&
+         a.bucket_offset == b.bucket_offset && a.prescale == b.prescale && a.postscale == b.postscale &&
          (counts_may_differ || a.count == b.count);
 }
 
 }  // namespace
 
-Verdict judge(const std::vector<Header>& headers, const Header** asked) {
+Verdict judge(const std::vector<CallHeader>& headers, const CallHeader** asked) {
   *asked = nullptr;
   bool someone_joined = false;
-  for (const Header& header : headers) {
+  for (const CallHeader& header : headers) {
     if (header.kind == RD_JOIN) {
       someone_joined = true;
     } else if (*asked == nullptr) {

@@ -16,17 +16,17 @@ class Meeting {
   explicit Meeting(const Topology& topology) : topology_(topology) {}
 
   // Returns when every member (a trusted call: every member of my place) has arrived.
-  void meet(Team& team, const Header& mine, bool trusted);
+  void meet(Team& team, const CallHeader& mine, bool trusted);
 
   // What the last meeting showed: the headers of all members, or of my place's members after a trusted call.
-  const std::vector<Header>& headers() const { return headers_; }
+  const std::vector<CallHeader>& headers() const { return headers_; }
 
  private:
   void trade_between_places(Team& team);
 
   const Topology& topology_;
   uint64_t count_ = 0;
-  std::vector<Header> headers_;
+  std::vector<CallHeader> headers_;
 };
 
 enum class Verdict {
@@ -37,6 +37,6 @@ enum class Verdict {
 
 // A pure function of the headers, so every member comes to the same verdict. `asked` is the header of a member that
 // wants something, when there is one.
-Verdict judge(const std::vector<Header>& headers, const Header** asked);
+Verdict judge(const std::vector<CallHeader>& headers, const CallHeader** asked);
 
 }  // namespace ronde

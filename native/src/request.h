@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "base/clock.h"
-#include "link/segment.h"
+#include "link/shared_memory.h"
 #include "parts.h"
 #include "ronde.h"
 

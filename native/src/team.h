@@ -5,10 +5,10 @@
 #include <numeric>
 #include <vector>
 
-#include "link/gate.h"
+#include "link/host_barrier.h"
 #include "link/link.h"
-#include "link/segment.h"
-#include "link/waiter.h"
+#include "link/shared_memory.h"
+#include "link/wait.h"
 #include "parts.h"
 #include "reduce/reduce.h"
 #include "topology.h"
@@ -33,10 +33,10 @@ class Scratch {
 
 struct Team {
   const Topology& topology;
-  Segment* segment;  // null when I am alone at my place
-  Gate& gate;
+  SharedSegment* segment;  // null when I am alone at my place
+  HostBarrier& barrier;
   const std::vector<std::unique_ptr<Link>>& links;  // per member; null for myself
-  Waiter& waiter;
+  CallWait& wait;
   Scratch& flat;     // a call with several pieces, in one piece
   Scratch& passing;  // what came in and is being added
   uint32_t& slot;    // how many staging slots were used so far; the same on every member

@@ -20,7 +20,7 @@ namespace ranks {
 using ronde::Channel;
 using ronde::FileDescriptor;
 using ronde::Request;
-using ronde::Segment;
+using ronde::SharedSegment;
 
 struct Setup {
   std::vector<uint32_t> places;  // per member
@@ -104,19 +104,19 @@ class Ranks {
   }
 
   // One mapping per place for all its ranks, so that a sanitizer sees them touch the same memory.
-  std::shared_ptr<Segment> segment(uint32_t rank) {
+  std::shared_ptr<SharedSegment> segment(uint32_t rank) {
     rd_layout given = layout(rank);
     ronde::Topology topology(given);
     if (topology.num_local() == 1) return nullptr;
     if (bases_.size() <= topology.my_host) bases_.resize(topology.my_host + 1);
     void*& base = bases_[topology.my_host];
     if (base == nullptr) {
-      uint64_t bytes = Segment::bytes(topology);
+      uint64_t bytes = SharedSegment::bytes(topology);
       base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
       if (base == MAP_FAILED) throw std::runtime_error("no memory for a segment");
       memory_.emplace_back(base, bytes);
     }
-    return std::make_shared<Segment>(topology, base);
+    return std::make_shared<SharedSegment>(topology, base);
   }
 
   Setup setup_;

@@ -133,7 +133,7 @@ TEST(submitted_calls_keep_their_order) {
       c.signature = i;  // any other order is a mismatch
       requests.push_back(submit(channel, c));
     }
-    CHECK_EQ(allreduce(channel, 10), int(RD_OK));  // a blocking call waits for its turn
+    CHECK_EQ(allreduce(channel, 10), int(RD_OK));  // a blocking call waits for its result
     for (auto& request : requests) CHECK_EQ(wait(channel, request), RD_OK);
   });
 }

@@ -85,14 +85,14 @@ void staged_allreduce(Team& team, const Job& job) {
   for (uint64_t chunk = 0; chunk < chunks.num(); ++chunk, ++team.slot) {
     bool more = chunk + 1 < chunks.num();
     reduce_share(team, job, chunks, chunk, team.slot & 1);
-    uint32_t reduced = team.gate.arrive(), staged = 0;
+    uint32_t reduced = team.barrier.arrive(), staged = 0;
     if (more) {
       copy_in(team, job, chunks, chunk + 1, (team.slot + 1) & 1);
-      staged = team.gate.arrive();
+      staged = team.barrier.arrive();
     }
-    team.gate.wait(reduced, team.waiter);
+    team.barrier.wait(reduced, team.wait);
     copy_out(team, job, chunks, chunk, team.slot & 1);
-    if (more) team.gate.wait(staged, team.waiter);
+    if (more) team.barrier.wait(staged, team.wait);
   }
 }
 
@@ -115,7 +115,7 @@ void bucket_allreduce(Team& team, const Job& job) {
   for (uint32_t local = 0; local < locals; ++local)
     buckets[local] = team.segment->bucket(local) + job.bucket_offset + mine.begin * width;
   reduce_many(job.arithmetic, buckets, locals, buckets, locals, mine.size(), false);
-  team.gate.meet(team.waiter);
+  team.barrier.arrive_and_wait(team.wait);
 }
 
 // The collectives that only pass slots on: `fill` puts chunk c into my slot, `use` reads everybody's.
@@ -126,7 +126,7 @@ void pass_slots(Team& team, uint64_t num_chunks, Fill fill, Use use) {
     use(chunk, team.slot & 1);
     if (chunk + 1 == num_chunks) continue;
     fill(chunk + 1, (team.slot + 1) & 1);
-    team.gate.meet(team.waiter);
+    team.barrier.arrive_and_wait(team.wait);
   }
 }
 

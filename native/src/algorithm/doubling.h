@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "link/transfer.h"
+#include "link/link.h"
 #include "team.h"
 
 namespace ronde {
@@ -16,21 +16,21 @@ void pair_up(Team& team, const std::vector<uint32_t>& order, uint32_t position, 
   while (core * 2 <= num) core *= 2;
   if (position >= core) {
     Link* partner = team.link(order[position - core]);
-    exchange(team.waiter, partner, data, bytes, nullptr, nullptr, 0);
-    exchange(team.waiter, nullptr, nullptr, 0, partner, data, bytes);
+    send_receive(team.wait, partner, data, bytes, nullptr, nullptr, 0);
+    send_receive(team.wait, nullptr, nullptr, 0, partner, data, bytes);
     return;
   }
   Link* extra = position + core < num ? team.link(order[position + core]) : nullptr;
   if (extra != nullptr) {
-    exchange(team.waiter, nullptr, nullptr, 0, extra, theirs, bytes);
+    send_receive(team.wait, nullptr, nullptr, 0, extra, theirs, bytes);
     merge(true);
   }
   for (uint32_t bit = 1; bit < core; bit *= 2) {
     Link* partner = team.link(order[position ^ bit]);
-    exchange(team.waiter, partner, data, bytes, partner, theirs, bytes);
+    send_receive(team.wait, partner, data, bytes, partner, theirs, bytes);
     merge((position & bit) == 0);
   }
-  if (extra != nullptr) exchange(team.waiter, extra, data, bytes, nullptr, nullptr, 0);
+  if (extra != nullptr) send_receive(team.wait, extra, data, bytes, nullptr, nullptr, 0);
 }
 
 }  // namespace ronde

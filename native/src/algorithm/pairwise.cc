@@ -3,7 +3,7 @@
 #include <cstring>
 
 #include "algorithm/algorithm.h"
-#include "link/transfer.h"
+#include "link/link.h"
 
 namespace ronde {
 
@@ -16,8 +16,8 @@ void pairwise_alltoall(Team& team, const Job& job) {
   if (give[me + 1] > give[me]) std::memcpy(out + take[me], in + give[me], give[me + 1] - give[me]);
   for (uint32_t step = 1; step < size; ++step) {
     uint32_t to = (me + step) % size, from = (me + size - step) % size;
-    exchange(team.waiter, team.link(to), in + give[to], give[to + 1] - give[to], team.link(from), out + take[from],
-             take[from + 1] - take[from]);
+    send_receive(team.wait, team.link(to), in + give[to], give[to + 1] - give[to], team.link(from), out + take[from],
+                 take[from + 1] - take[from]);
   }
 }
 

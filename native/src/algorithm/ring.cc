@@ -41,14 +41,14 @@ class RingRun {
   void run(uint32_t adding, uint32_t num_steps) {
     adding_ = adding;
     num_steps_ = num_steps;
-    team_.waiter.drive([&] {
-      Turn turn;
-      turn.progress = receive_some();
-      turn.progress |= send_some();
-      turn.done = sending_step_ == num_steps_ && receiving_step_ == num_steps_;
-      if (sending_step_ < num_steps_ && sent_ < sendable()) turn.sending = next_;
-      if (receiving_step_ < num_steps_) turn.receiving = before_;
-      return turn;
+    team_.wait.run_steps([&] {
+      StepResult result;
+      result.progress = receive_some();
+      result.progress |= send_some();
+      result.done = sending_step_ == num_steps_ && receiving_step_ == num_steps_;
+      if (sending_step_ < num_steps_ && sent_ < sendable()) result.sending = next_;
+      if (receiving_step_ < num_steps_) result.receiving = before_;
+      return result;
     });
   }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "algorithm/algorithm.h"
-#include "link/transfer.h"
+#include "link/link.h"
 
 namespace ronde {
 
@@ -27,10 +27,10 @@ void tree_broadcast(Team& team, const Job& job) {
     if (position == 0) {
       if (segment != job.parts.plain_in(begin, length)) job.parts.gather(begin, length, segment);
     } else {
-      exchange(team.waiter, nullptr, nullptr, 0, link_of(position - reach), segment, length);
+      send_receive(team.wait, nullptr, nullptr, 0, link_of(position - reach), segment, length);
     }
     for (uint32_t bit = reach / 2; bit > 0; bit /= 2)
-      if (position + bit < size) exchange(team.waiter, link_of(position + bit), segment, length, nullptr, nullptr, 0);
+      if (position + bit < size) send_receive(team.wait, link_of(position + bit), segment, length, nullptr, nullptr, 0);
     if (plain == nullptr) job.parts.scatter(begin, length, segment);
   }
 }

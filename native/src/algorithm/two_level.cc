@@ -50,11 +50,11 @@ void in_buckets(Team& team, const Job& job) {
   char* common = team.segment->bucket(0) + job.bucket_offset;
   void* out = common + mine.begin * width;
   reduce_many(inside(job), ins, locals, &out, 1, mine.size(), false);
-  team.gate.meet(team.waiter);
+  team.barrier.arrive_and_wait(team.wait);
   across(team, job, common, job.parts.count());
-  team.gate.meet(team.waiter);
+  team.barrier.arrive_and_wait(team.wait);
   if (me != 0) copy_bytes(team.segment->bucket(me) + job.bucket_offset, common, job.parts.bytes(), false);
-  team.gate.meet(team.waiter);  // the first member's bucket is read until here
+  team.barrier.arrive_and_wait(team.wait);  // the first member's bucket is read until here
 }
 
 // The phases of the gate come in this order for every member:
@@ -75,13 +75,13 @@ class StagedRun {
     begin(State::kGather, 0);
     finish();
     for (uint64_t chunk = 0; chunk < num_chunks_; ++chunk) {
-      team_.gate.wait(reduced_, team_.waiter);
+      team_.barrier.wait(reduced_, team_.wait);
       begin(chunk > 0 ? State::kScatter : State::kGather, chunk + 1);
-      team_.waiter.set_meanwhile([this] { return work_a_little(); });
+      team_.wait.while_idle([this] { return work_a_little(); });
       across(team_, job_, common(chunk), size(chunk) / width_);
-      team_.waiter.set_meanwhile(nullptr);
+      team_.wait.while_idle(nullptr);
       finish();
-      back_ = team_.gate.arrive();
+      back_ = team_.barrier.arrive();
     }
     begin(State::kScatter, num_chunks_ + 1);
     finish();
@@ -104,7 +104,7 @@ class StagedRun {
   void finish() {
     while (state_ != State::kDone) {
       if (work_a_little()) continue;
-      team_.gate.wait(state_ == State::kScatter ? back_ : gathered_, team_.waiter);
+      team_.barrier.wait(state_ == State::kScatter ? back_ : gathered_, team_.wait);
     }
   }
 
@@ -112,11 +112,11 @@ class StagedRun {
   bool work_a_little() {
     switch (state_) {
       case State::kScatter:
-        return team_.gate.passed(back_) && scatter();
+        return team_.barrier.is_complete(back_) && scatter();
       case State::kGather:
         return gather();
       case State::kMeet:
-        if (!team_.gate.passed(gathered_)) return false;
+        if (!team_.barrier.is_complete(gathered_)) return false;
         state_ = State::kReduce;
         return true;
       case State::kReduce:
@@ -144,7 +144,7 @@ class StagedRun {
                       team_.segment->slot(team_.topology.local_index, which(next_)) + done_);
     done_ += piece;
     if (done_ < size(next_)) return true;
-    gathered_ = team_.gate.arrive();
+    gathered_ = team_.barrier.arrive();
     begin(State::kMeet, next_);
     return true;
   }
@@ -159,7 +159,7 @@ class StagedRun {
     reduce_many(inside(job_), ins, locals, &out, 1, piece / width_, false);
     done_ += piece;
     if (done_ < mine.size() * width_) return true;
-    reduced_ = team_.gate.arrive();
+    reduced_ = team_.barrier.arrive();
     state_ = State::kDone;
     return true;
   }
