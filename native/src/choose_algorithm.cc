@@ -71,14 +71,14 @@ bool can_run(const Topology& topology, rd_kind kind, rd_algorithm algorithm) {
 
 rd_algorithm choose_algorithm(const Topology& topology, rd_kind kind, rd_op op, uint64_t bytes, rd_algorithm demanded) {
   if (kind == RD_ALLREDUCE && op == RD_ADASUM) return RD_DOUBLING;  // Adasum is defined on pairs
-  if (demanded != RD_CHOOSE) {
+  if (demanded != RD_AUTO) {
     if (!can_run(topology, kind, demanded)) throw CallError{RD_BAD_CALL};
     return demanded;
   }
   HostSpread spread = host_spread(topology);
   for (const Row& row : kTable)
     if (row.kind == kind && row.spread == spread && bytes <= row.max_bytes) return row.algorithm;
-  return RD_CHOOSE;
+  return RD_AUTO;
 }
 
 }  // namespace ronde

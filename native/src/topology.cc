@@ -6,18 +6,18 @@
 
 namespace ronde {
 
-Topology::Topology(const rd_layout& params)
+Topology::Topology(const rd_channel_params& params)
     : size(params.num_members),
-      member_index(params.me),
+      member_index(params.member_index),
       num_cores(std::max(1u, params.num_cores)),
       slot_bytes(params.slot_bytes),
       chunk_bytes(params.chunk_bytes),
       bucket_bytes(params.bucket_bytes) {
   bool valid = params.abi == RD_ABI && size >= 1 && size <= RD_MAX_MEMBERS && member_index < size &&
-               params.places != nullptr && chunk_bytes >= 64 && slot_bytes >= chunk_bytes && chunk_bytes % 64 == 0 &&
+               params.hosts != nullptr && chunk_bytes >= 64 && slot_bytes >= chunk_bytes && chunk_bytes % 64 == 0 &&
                slot_bytes % 64 == 0;
   if (!valid) throw CallError{RD_BAD_CALL};
-  hosts.assign(params.places, params.places + size);
+  hosts.assign(params.hosts, params.hosts + size);
   for (uint32_t member = 0; member < size; ++member) {
     uint32_t host = hosts[member];
     if (host > members_by_host.size()) throw CallError{RD_BAD_CALL, int(member)};  // hosts count up from 0

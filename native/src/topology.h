@@ -9,7 +9,7 @@
 namespace ronde {
 
 struct Topology {
-  explicit Topology(const rd_layout& params);  // throws CallError{RD_BAD_CALL}
+  explicit Topology(const rd_channel_params& params);  // throws CallError{RD_BAD_CALL}
 
   uint32_t size;          // number of members
   uint32_t member_index;  // of this process

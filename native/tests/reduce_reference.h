@@ -18,8 +18,8 @@
 
 namespace reference {
 
-using ronde::Arithmetic;
 using ronde::element_bytes;
+using ronde::ReduceParams;
 using Bytes = std::vector<char>;
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -124,19 +124,20 @@ inline Value scaled(rd_dtype dtype, Value x, double factor) {
   return {0, std::min(std::max(static_cast<__int128>(product), range.low()), range.high())};
 }
 
-inline Value finished(const Arithmetic& a, Value x) {
-  if (a.op != RD_MEAN) return scaled(a.dtype, x, a.postscale);
-  if (is_float(a.dtype)) return scaled(a.dtype, x, a.postscale / static_cast<double>(a.divisor));
-  return scaled(a.dtype, {0, x.whole / static_cast<__int128>(a.divisor)}, a.postscale);
+inline Value finished(const ReduceParams& params, Value x) {
+  if (params.op != RD_MEAN) return scaled(params.dtype, x, params.postscale);
+  if (is_float(params.dtype)) return scaled(params.dtype, x, params.postscale / static_cast<double>(params.divisor));
+  return scaled(params.dtype, {0, x.whole / static_cast<__int128>(params.divisor)}, params.postscale);
 }
 
-inline Value expected(const Arithmetic& a, const std::vector<const char*>& ins, size_t i) {
-  Value result = scaled(a.dtype, read(a.dtype, ins[0], i), a.prescale);
+inline Value expected(const ReduceParams& params, const std::vector<const char*>& ins, size_t i) {
+  Value result = scaled(params.dtype, read(params.dtype, ins[0], i), params.prescale);
   for (size_t j = 1; j < ins.size(); ++j) {
-    result = fold(a.dtype, a.op, result, scaled(a.dtype, read(a.dtype, ins[j], i), a.prescale));
+    result =
+        fold(params.dtype, params.op, result, scaled(params.dtype, read(params.dtype, ins[j], i), params.prescale));
   }
-  result = finished(a, result);
-  return {round_to(a.dtype, result.real), result.whole};
+  result = finished(params, result);
+  return {round_to(params.dtype, result.real), result.whole};
 }
 
 // Equal to the bit, but all NaNs are one.

@@ -11,7 +11,7 @@
 #include <algorithm>
 
 #include "algorithm/algorithm.h"
-#include "algorithm/flat_array.h"
+#include "algorithm/contiguous_array.h"
 
 namespace ronde {
 
@@ -20,41 +20,41 @@ namespace {
 constexpr uint64_t kDoublingBytes = 64 * 1024;
 
 // Without the mean's division and the scaling after it, or with nothing but them.
-Arithmetic inside(const Job& job) {
-  Arithmetic plain = job.arithmetic;
+ReduceParams inside(const Call& call) {
+  ReduceParams plain = call.reduce_params;
   if (plain.op == RD_MEAN) plain.op = RD_SUM;
   plain.postscale = 1.0;
   return plain;
 }
 
-void across(Team& team, const Job& job, char* common, uint64_t count) {
-  uint32_t lanes = team.topology.num_cross_groups(), lane = team.topology.local_index;
+void across(Group& group, const Call& call, char* common, uint64_t count) {
+  uint32_t lanes = group.topology.num_cross_groups(), lane = group.topology.local_index;
   if (lane >= lanes) return;
   std::vector<uint32_t> order;
-  for (const auto& members : team.topology.members_by_host) order.push_back(members[lane]);
-  Range mine = share_of(count, lane, lanes, job.element_bytes());
+  for (const auto& members : group.topology.members_by_host) order.push_back(members[lane]);
+  Range mine = share_of(count, lane, lanes, call.element_bytes());
   if (mine.size() == 0) return;
-  char* data = common + mine.begin * job.element_bytes();
-  bool small = mine.size() * job.element_bytes() <= kDoublingBytes;
-  (small ? doubling_allreduce_flat : ring_allreduce_flat)(team, order, team.topology.my_host, job.arithmetic, data,
-                                                          mine.size());
+  char* data = common + mine.begin * call.element_bytes();
+  bool small = mine.size() * call.element_bytes() <= kDoublingBytes;
+  (small ? recursive_doubling_allreduce_among : ring_allreduce_among)(group, order, group.topology.my_host,
+                                                                      call.reduce_params, data, mine.size());
 }
 
-void in_buckets(Team& team, const Job& job) {
-  uint32_t locals = team.topology.num_local(), me = team.topology.local_index;
-  uint64_t width = job.element_bytes();
-  Range mine = share_of(job.parts.count(), me, locals, width);
+void in_buckets(Group& group, const Call& call) {
+  uint32_t locals = group.topology.num_local(), me = group.topology.local_index;
+  uint64_t width = call.element_bytes();
+  Range mine = share_of(call.spans.count(), me, locals, width);
   const void* ins[RD_MAX_MEMBERS];
   for (uint32_t local = 0; local < locals; ++local)
-    ins[local] = team.segment->bucket(local) + job.bucket_offset + mine.begin * width;
-  char* common = team.segment->bucket(0) + job.bucket_offset;
+    ins[local] = group.segment->bucket(local) + call.bucket_offset + mine.begin * width;
+  char* common = group.segment->bucket(0) + call.bucket_offset;
   void* out = common + mine.begin * width;
-  reduce_many(inside(job), ins, locals, &out, 1, mine.size(), false);
-  team.barrier.arrive_and_wait(team.wait);
-  across(team, job, common, job.parts.count());
-  team.barrier.arrive_and_wait(team.wait);
-  if (me != 0) copy_bytes(team.segment->bucket(me) + job.bucket_offset, common, job.parts.bytes(), false);
-  team.barrier.arrive_and_wait(team.wait);  // the first member's bucket is read until here
+  reduce_many(inside(call), ins, locals, &out, 1, mine.size(), false);
+  group.barrier.arrive_and_wait(group.wait);
+  across(group, call, common, call.spans.count());
+  group.barrier.arrive_and_wait(group.wait);
+  if (me != 0) copy_bytes(group.segment->bucket(me) + call.bucket_offset, common, call.spans.bytes(), false);
+  group.barrier.arrive_and_wait(group.wait);  // the first member's bucket is read until here
 }
 
 // The phases of the gate come in this order for every member:
@@ -64,24 +64,24 @@ void in_buckets(Team& team, const Job& job) {
 //   result[c & 1] for chunk c   everyone copied c - 2 out before G(c), which I wait for before reducing
 class StagedRun {
  public:
-  StagedRun(Team& team, const Job& job)
-      : team_(team),
-        job_(job),
-        width_(job.element_bytes()),
-        step_(team.topology.slot_bytes / width_ * width_),
-        num_chunks_((job.parts.bytes() + step_ - 1) / step_) {}
+  StagedRun(Group& group, const Call& call)
+      : group_(group),
+        call_(call),
+        width_(call.element_bytes()),
+        step_(group.topology.slot_bytes / width_ * width_),
+        num_chunks_((call.spans.bytes() + step_ - 1) / step_) {}
 
   void run() {
     begin(State::kGather, 0);
     finish();
     for (uint64_t chunk = 0; chunk < num_chunks_; ++chunk) {
-      team_.barrier.wait(reduced_, team_.wait);
+      group_.barrier.wait(reduced_, group_.wait);
       begin(chunk > 0 ? State::kScatter : State::kGather, chunk + 1);
-      team_.wait.while_idle([this] { return work_a_little(); });
-      across(team_, job_, common(chunk), size(chunk) / width_);
-      team_.wait.while_idle(nullptr);
+      group_.wait.while_idle([this] { return work_a_little(); });
+      across(group_, call_, common(chunk), size(chunk) / width_);
+      group_.wait.while_idle(nullptr);
       finish();
-      back_ = team_.barrier.arrive();
+      back_ = group_.barrier.arrive();
     }
     begin(State::kScatter, num_chunks_ + 1);
     finish();
@@ -90,9 +90,9 @@ class StagedRun {
  private:
   enum class State { kScatter, kGather, kMeet, kReduce, kDone };
 
-  uint64_t size(uint64_t chunk) const { return std::min(step_, job_.parts.bytes() - chunk * step_); }
-  uint32_t which(uint64_t chunk) const { return uint32_t(team_.slot + chunk) & 1; }
-  char* common(uint64_t chunk) const { return team_.segment->result(which(chunk)); }
+  uint64_t size(uint64_t chunk) const { return std::min(step_, call_.spans.bytes() - chunk * step_); }
+  uint32_t which(uint64_t chunk) const { return uint32_t(group_.slots_used + chunk) & 1; }
+  char* common(uint64_t chunk) const { return group_.segment->result(which(chunk)); }
 
   // `next` is the chunk to bring in; the one two before it is to be copied out.
   void begin(State state, uint64_t next) {
@@ -104,7 +104,7 @@ class StagedRun {
   void finish() {
     while (state_ != State::kDone) {
       if (work_a_little()) continue;
-      team_.barrier.wait(state_ == State::kScatter ? back_ : gathered_, team_.wait);
+      group_.barrier.wait(state_ == State::kScatter ? back_ : gathered_, group_.wait);
     }
   }
 
@@ -112,11 +112,11 @@ class StagedRun {
   bool work_a_little() {
     switch (state_) {
       case State::kScatter:
-        return team_.barrier.is_complete(back_) && scatter();
+        return group_.barrier.is_complete(back_) && scatter();
       case State::kGather:
         return gather();
       case State::kMeet:
-        if (!team_.barrier.is_complete(gathered_)) return false;
+        if (!group_.barrier.is_complete(gathered_)) return false;
         state_ = State::kReduce;
         return true;
       case State::kReduce:
@@ -128,7 +128,7 @@ class StagedRun {
 
   bool scatter() {
     uint64_t chunk = next_ - 2, piece = std::min(kPieceBytes, size(chunk) - done_);
-    job_.parts.scatter(chunk * step_ + done_, piece, common(chunk) + done_);
+    call_.spans.scatter(chunk * step_ + done_, piece, common(chunk) + done_);
     done_ += piece;
     if (done_ == size(chunk)) begin(State::kGather, next_);
     return true;
@@ -140,63 +140,64 @@ class StagedRun {
       return false;
     }
     uint64_t piece = std::min(kPieceBytes, size(next_) - done_);
-    job_.parts.gather(next_ * step_ + done_, piece,
-                      team_.segment->slot(team_.topology.local_index, which(next_)) + done_);
+    call_.spans.gather(next_ * step_ + done_, piece,
+                       group_.segment->slot(group_.topology.local_index, which(next_)) + done_);
     done_ += piece;
     if (done_ < size(next_)) return true;
-    gathered_ = team_.barrier.arrive();
+    gathered_ = group_.barrier.arrive();
     begin(State::kMeet, next_);
     return true;
   }
 
   bool reduce() {
-    uint32_t locals = team_.topology.num_local();
-    Range mine = share_of(size(next_) / width_, team_.topology.local_index, locals, width_);
+    uint32_t locals = group_.topology.num_local();
+    Range mine = share_of(size(next_) / width_, group_.topology.local_index, locals, width_);
     uint64_t begin_at = mine.begin * width_ + done_, piece = std::min(kPieceBytes, mine.size() * width_ - done_);
     const void* ins[RD_MAX_MEMBERS];
-    for (uint32_t local = 0; local < locals; ++local) ins[local] = team_.segment->slot(local, which(next_)) + begin_at;
+    for (uint32_t local = 0; local < locals; ++local) ins[local] = group_.segment->slot(local, which(next_)) + begin_at;
     void* out = common(next_) + begin_at;
-    reduce_many(inside(job_), ins, locals, &out, 1, piece / width_, false);
+    reduce_many(inside(call_), ins, locals, &out, 1, piece / width_, false);
     done_ += piece;
     if (done_ < mine.size() * width_) return true;
-    reduced_ = team_.barrier.arrive();
+    reduced_ = group_.barrier.arrive();
     state_ = State::kDone;
     return true;
   }
 
   static constexpr uint64_t kPieceBytes = 128 * 1024;
 
-  Team& team_;
-  const Job& job_;
+  Group& group_;
+  const Call& call_;
   const uint64_t width_, step_, num_chunks_;
   State state_ = State::kDone;
   uint64_t next_ = 0, done_ = 0;
   uint32_t gathered_ = 0, reduced_ = 0, back_ = 0;
 };
 
-void in_slots(Team& team, const Job& job) {
-  StagedRun run(team, job);
+void in_slots(Group& group, const Call& call) {
+  StagedRun run(group, call);
   run.run();
-  uint64_t step = team.topology.slot_bytes / job.element_bytes() * job.element_bytes();
-  team.slot += uint32_t((job.parts.bytes() + step - 1) / step);
+  uint64_t step = group.topology.slot_bytes / call.element_bytes() * call.element_bytes();
+  group.slots_used += uint32_t((call.spans.bytes() + step - 1) / step);
 }
 
 // Alone at my place, while others are not: my own array is the common one.
-void by_myself(Team& team, const Job& job) {
-  uint64_t width = job.element_bytes(), bytes = job.parts.bytes();
-  uint64_t step = job.in_bucket ? bytes : team.topology.slot_bytes / width * width;  // the same cuts as the others make
-  FlatArray array(team, job);
+void by_myself(Group& group, const Call& call) {
+  uint64_t width = call.element_bytes(), bytes = call.spans.bytes();
+  uint64_t step =
+      call.in_bucket ? bytes : group.topology.slot_bytes / width * width;  // the same cuts as the others make
+  ContiguousArray array(group, call);
   for (uint64_t begin = 0; begin < bytes; begin += step)
-    across(team, job, array.data() + begin, std::min(step, bytes - begin) / width);
-  array.deliver();
+    across(group, call, array.data() + begin, std::min(step, bytes - begin) / width);
+  array.copy_out();
 }
 
 }  // namespace
 
-void two_level_allreduce(Team& team, const Job& job) {
-  if (job.parts.bytes() == 0) return;
-  if (team.segment == nullptr) return by_myself(team, job);
-  job.in_bucket ? in_buckets(team, job) : in_slots(team, job);
+void two_level_allreduce(Group& group, const Call& call) {
+  if (call.spans.bytes() == 0) return;
+  if (group.segment == nullptr) return by_myself(group, call);
+  call.in_bucket ? in_buckets(group, call) : in_slots(group, call);
 }
 
 }  // namespace ronde

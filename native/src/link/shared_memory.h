@@ -11,26 +11,10 @@
 #include <cstdint>
 
 #include "base/error.h"
+#include "call.h"
 #include "topology.h"
 
 namespace ronde {
-
-// What one member asks for. It travels ahead of the data.
-struct CallHeader {
-  uint64_t sequence;
-  uint64_t signature;
-  uint64_t count;          // elements of all spans together
-  uint64_t bucket_offset;  // bytes, for a call that works in place in the bucket
-  int32_t kind;
-  int32_t dtype;
-  int32_t op;
-  int32_t algorithm;
-  int32_t peer;
-  uint32_t in_bucket;
-  double prescale;
-  double postscale;
-  char description[RD_TEXT];
-};
 
 struct alignas(64) SegmentControl {
   std::atomic<uint32_t> abort_status;  // rd_status of the first abort, 0 while there is none

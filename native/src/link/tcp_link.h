@@ -1,4 +1,4 @@
-// A link over several TCP sockets to one member. The stream is cut into blocks that use the sockets in result, so both
+// A link over several TCP sockets to one member. The stream is cut into blocks that use the sockets in turn, so both
 // sides know which socket carries the next byte and no block needs a label.
 #pragma once
 

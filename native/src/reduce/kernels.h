@@ -1,4 +1,5 @@
-// The table of inner loops that one CPU level provides. Filled by kernels_*.cc, chosen by cpu.cc, used by reduce.cc.
+// The table of inner loops that one CPU level provides. Filled by kernels_*.cc, chosen by cpu_dispatch.cc, used by
+// reduce.cc.
 //
 // T is the type in memory, W the type it is worked on in: float for the 16-bit floats, T itself otherwise.
 // Pointers need no alignment. An output may be exactly one of the inputs.

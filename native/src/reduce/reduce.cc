@@ -53,36 +53,37 @@ char* at(void* data, size_t bytes) { return static_cast<char*>(data) + bytes; }
 size_t least(size_t a, size_t b) { return a < b ? a : b; }
 
 // What is left to do with a folded result: divide (integers), then multiply.
-struct Finish {
+struct ResultScale {
   uint64_t divisor = 1;
   double factor = 1.0;
 
-  explicit Finish(const Arithmetic& a) : factor(a.postscale) {
-    if (a.op != RD_MEAN) return;
-    if (is_float(a.dtype)) {
-      factor = a.postscale / static_cast<double>(a.divisor);
+  explicit ResultScale(const ReduceParams& params) : factor(params.postscale) {
+    if (params.op != RD_MEAN) return;
+    if (is_float(params.dtype)) {
+      factor = params.postscale / static_cast<double>(params.divisor);
     } else {
-      divisor = a.divisor;
+      divisor = params.divisor;
     }
   }
 
-  bool nothing() const { return divisor <= 1 && factor == 1.0; }
+  bool is_identity() const { return divisor <= 1 && factor == 1.0; }
 };
 
 // One reduce_many: folds the inputs block by block.
 class Reduction {
  public:
-  Reduction(const Arithmetic& a, const void* const* ins, size_t num_ins)
-      : own_(kernels().of[a.dtype]),
-        wide_(kernels().of[wide(a.dtype)]),
-        fold_(fold_of(a.op)),
-        element_bytes_(element_bytes(a.dtype)),
-        prescale_(a.prescale),
-        finish_(a),
+  Reduction(const ReduceParams& params, const void* const* ins, size_t num_ins)
+      : own_(kernels().of[params.dtype]),
+        wide_(kernels().of[wide(params.dtype)]),
+        fold_(fold_of(params.op)),
+        element_bytes_(element_bytes(params.dtype)),
+        prescale_(params.prescale),
+        result_scale_(params),
         ins_(ins),
         num_ins_(num_ins),
         is_sum_(fold_ == kSum),
-        is_direct_(num_ins > 1 && prescale_ == 1.0 && (finish_.nothing() || (is_sum_ && is_float(a.dtype)))) {}
+        is_direct_(num_ins > 1 && prescale_ == 1.0 &&
+                   (result_scale_.is_identity() || (is_sum_ && is_float(params.dtype)))) {}
 
   // Elements first … first + n of the result go to out, and to twin unless it is null.
   void block(size_t first, size_t n, void* out, void* twin) {
@@ -106,7 +107,7 @@ class Reduction {
       for (size_t j = 2; j < last; ++j) own_.fold[fold_](folded_.bytes, in(j, first), folded_.bytes, n);
     }
     if (is_sum_) {
-      (num_ins_ > 2 ? own_.close_sum : own_.sum)(left, in(last, first), out, twin, n, finish_.factor);
+      (num_ins_ > 2 ? own_.close_sum : own_.sum)(left, in(last, first), out, twin, n, result_scale_.factor);
     } else {
       (num_ins_ > 2 ? own_.close : own_.join)[fold_](left, in(last, first), out, n);
       copy_twin(out, twin, n);
@@ -119,8 +120,8 @@ class Reduction {
       own_.load(in(j, first), next_.bytes, n, prescale_);
       wide_.join[fold_](folded_.bytes, next_.bytes, folded_.bytes, n);
     }
-    if (finish_.divisor > 1) own_.divide(folded_.bytes, n, finish_.divisor);
-    own_.store(folded_.bytes, out, n, finish_.factor);
+    if (result_scale_.divisor > 1) own_.divide(folded_.bytes, n, result_scale_.divisor);
+    own_.store(folded_.bytes, out, n, result_scale_.factor);
     copy_twin(out, twin, n);
   }
 
@@ -133,7 +134,7 @@ class Reduction {
   const Fold fold_;
   const size_t element_bytes_;
   const double prescale_;
-  const Finish finish_;
+  const ResultScale result_scale_;
   const void* const* ins_;
   const size_t num_ins_;
   const bool is_sum_;
@@ -206,19 +207,19 @@ size_t element_bytes(rd_dtype dtype) {
   return index < RD_NUM_DTYPES ? kElementBytes[index] : 0;
 }
 
-bool supported(const Arithmetic& a) {
-  if (element_bytes(a.dtype) == 0 || static_cast<size_t>(a.op) >= RD_NUM_OPS) return false;
-  if (a.op == RD_MEAN && a.divisor == 0) return false;
-  if (a.op == RD_ADASUM) return is_float(a.dtype);
-  return a.dtype != RD_BOOL || (a.op != RD_MEAN && a.prescale == 1.0 && a.postscale == 1.0);
+bool supported(const ReduceParams& params) {
+  if (element_bytes(params.dtype) == 0 || static_cast<size_t>(params.op) >= RD_NUM_OPS) return false;
+  if (params.op == RD_MEAN && params.divisor == 0) return false;
+  if (params.op == RD_ADASUM) return is_float(params.dtype);
+  return params.dtype != RD_BOOL || (params.op != RD_MEAN && params.prescale == 1.0 && params.postscale == 1.0);
 }
 
-void reduce_many(const Arithmetic& a, const void* const* ins, size_t num_ins, void* const* outs, size_t num_outs,
+void reduce_many(const ReduceParams& params, const void* const* ins, size_t num_ins, void* const* outs, size_t num_outs,
                  size_t count, bool streaming) {
-  assert(supported(a));
+  assert(supported(params));
   if (num_ins == 0 || num_outs == 0 || count == 0) return;
-  Reduction reduction(a, ins, num_ins);
-  const size_t step = block_count(a.dtype), bytes = element_bytes(a.dtype);
+  Reduction reduction(params, ins, num_ins);
+  const size_t step = block_count(params.dtype), bytes = element_bytes(params.dtype);
   // An output that is an input is in the cache already, because it was read: throwing it out first is a waste.
   if (streaming && !any_shared(ins, num_ins, outs, num_outs)) {
     reduce_streaming(reduction, outs, num_outs, count, step, bytes);
@@ -231,18 +232,18 @@ void combine(rd_dtype dtype, rd_op op, const void* a, const void* b, void* out, 
   kernels().of[dtype].join[fold_of(op)](a, b, out, count);
 }
 
-void scale_before(const Arithmetic& a, const void* in, void* out, size_t count) {
-  if (a.prescale == 1.0) {
-    copy_bytes(out, in, count * element_bytes(a.dtype), false);
+void apply_prescale(const ReduceParams& params, const void* in, void* out, size_t count) {
+  if (params.prescale == 1.0) {
+    copy_bytes(out, in, count * element_bytes(params.dtype), false);
   } else {
-    scale(a.dtype, in, out, count, a.prescale);
+    scale(params.dtype, in, out, count, params.prescale);
   }
 }
 
-void finish(const Arithmetic& a, void* data, size_t count) {
-  const Finish finish(a);
-  if (finish.divisor > 1) kernels().of[a.dtype].divide(data, count, finish.divisor);
-  if (finish.factor != 1.0) scale(a.dtype, data, data, count, finish.factor);
+void apply_postscale(const ReduceParams& params, void* data, size_t count) {
+  const ResultScale scaling(params);
+  if (scaling.divisor > 1) kernels().of[params.dtype].divide(data, count, scaling.divisor);
+  if (scaling.factor != 1.0) scale(params.dtype, data, data, count, scaling.factor);
 }
 
 void adasum_dots(rd_dtype dtype, const void* a, const void* b, size_t count, double dots[3]) {

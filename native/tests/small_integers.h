@@ -1,4 +1,4 @@
-// Small whole numbers in every dtype, exactly: so that one reference serves all of them.
+// Small integers, which every dtype represents exactly, so that one reference serves all dtypes.
 #pragma once
 
 #include <cmath>
@@ -8,7 +8,7 @@
 
 #include "reduce/reduce.h"
 
-namespace numbers {
+namespace small_integers {
 
 inline uint16_t half_of(int value) {
   if (value == 0) return 0;
@@ -50,17 +50,17 @@ std::vector<char> array(rd_dtype dtype, uint64_t count, Value value) {
   return bytes;
 }
 
-// What a rank gives at a place: results stay below 128 and means are whole for up to 5 ranks.
-inline int given(rd_op op, uint32_t size, uint32_t rank, uint64_t i) {
+// Element i of a rank's input. Results stay below 128 and means are integers for up to 5 ranks.
+inline int input(rd_op op, uint32_t size, uint32_t rank, uint64_t i) {
   if (op == RD_PRODUCT) return 1 + int((i + rank) % 2);
   return int(size) * int((i * 7 + rank) % 3);
 }
 
-// What comes out.
+// Element i of the result.
 inline int expected(rd_dtype dtype, rd_op op, uint32_t size, uint64_t i) {
   int sum = 0, product = 1, least = 1 << 20, most = 0;
   for (uint32_t rank = 0; rank < size; ++rank) {
-    int value = given(op, size, rank, i);
+    int value = input(op, size, rank, i);
     if (dtype == RD_BOOL) value = value != 0;
     sum += value;
     product *= value;
@@ -81,4 +81,4 @@ inline int expected(rd_dtype dtype, rd_op op, uint32_t size, uint64_t i) {
   }
 }
 
-}  // namespace numbers
+}  // namespace small_integers

@@ -1,4 +1,4 @@
-// Ranks as threads: channels among the members of made-up places, over shared memory and real loopback sockets.
+// Ranks as threads: channels among members on imaginary hosts, over shared memory and real loopback sockets.
 #pragma once
 
 #include <arpa/inet.h>
@@ -15,67 +15,69 @@
 
 #include "channel.h"
 
-namespace ranks {
+namespace thread_ranks {
 
+using ronde::Call;
 using ronde::Channel;
+using ronde::Deadline;
 using ronde::FileDescriptor;
-using ronde::Request;
 using ronde::SharedSegment;
 
-struct Setup {
-  std::vector<uint32_t> places;  // per member
+struct GroupSetup {
+  std::vector<uint32_t> hosts;  // per member: the index of its host
   uint64_t slot_bytes = 64 * 1024;
   uint64_t chunk_bytes = 4096;  // small, so that few elements make many chunks
   uint64_t bucket_bytes = 0;
-  uint32_t num_sockets = 3;  // the alarm and two for data
+  uint32_t num_sockets = 3;  // one for aborts and two for data
   uint32_t num_cores = 2;
 };
 
 // A connected pair of TCP sockets on the loopback interface.
 inline std::pair<FileDescriptor, FileDescriptor> tcp_pair() {
-  FileDescriptor door(socket(AF_INET, SOCK_STREAM, 0)), one(socket(AF_INET, SOCK_STREAM, 0));
+  FileDescriptor listener(socket(AF_INET, SOCK_STREAM, 0)), one(socket(AF_INET, SOCK_STREAM, 0));
   sockaddr_in address{};
   address.sin_family = AF_INET;
   address.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
   socklen_t length = sizeof address;
-  bool fine = bind(door.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 && listen(door.get(), 1) == 0 &&
-              getsockname(door.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
+  bool fine = bind(listener.get(), reinterpret_cast<sockaddr*>(&address), length) == 0 &&
+              listen(listener.get(), 1) == 0 &&
+              getsockname(listener.get(), reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
               connect(one.get(), reinterpret_cast<sockaddr*>(&address), length) == 0;
-  FileDescriptor other(fine ? accept(door.get(), nullptr, nullptr) : -1);
+  FileDescriptor other(fine ? accept(listener.get(), nullptr, nullptr) : -1);
   if (other.get() < 0) throw std::runtime_error("no loopback sockets");
-  int on = 1;  // as the doors do: a small message must not wait for the answer to the one before
+  int on = 1;  // as Python does for real channels: a small message must not wait for the previous one's acknowledgement
   for (int fd : {one.get(), other.get()}) setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
   return {std::move(one), std::move(other)};
 }
 
-class Ranks {
+class ThreadRanks {
  public:
-  explicit Ranks(const Setup& setup) : setup_(setup), size_(uint32_t(setup.places.size())) {
+  explicit ThreadRanks(const GroupSetup& setup) : setup_(setup), size_(uint32_t(setup.hosts.size())) {
     std::vector<std::vector<std::vector<FileDescriptor>>> sockets(size_);
-    std::vector<std::vector<FileDescriptor>> direct(size_);
+    std::vector<std::vector<FileDescriptor>> point_to_point(size_);
     for (uint32_t rank = 0; rank < size_; ++rank) {
       sockets[rank].resize(size_);
-      for (uint32_t i = 0; i < size_; ++i) direct[rank].emplace_back();
+      for (uint32_t i = 0; i < size_; ++i) point_to_point[rank].emplace_back();
     }
     for (uint32_t a = 0; a < size_; ++a) {
       for (uint32_t b = a + 1; b < size_; ++b) {
-        if (setup_.places[a] == setup_.places[b]) continue;
+        if (setup_.hosts[a] == setup_.hosts[b]) continue;
         for (uint32_t i = 0; i < setup_.num_sockets; ++i) {
           auto [one, other] = tcp_pair();
           sockets[a][b].push_back(std::move(one));
           sockets[b][a].push_back(std::move(other));
         }
         auto [one, other] = tcp_pair();
-        direct[a][b] = std::move(one);
-        direct[b][a] = std::move(other);
+        point_to_point[a][b] = std::move(one);
+        point_to_point[b][a] = std::move(other);
       }
     }
     for (uint32_t rank = 0; rank < size_; ++rank)
-      channels_.push_back(
-          std::make_unique<Channel>(layout(rank), segment(rank), std::move(sockets[rank]), std::move(direct[rank])));
+      channels_.push_back(std::make_unique<Channel>(params(rank), segment(rank), std::move(sockets[rank]),
+                                                    std::move(point_to_point[rank])));
   }
 
-  ~Ranks() {
+  ~ThreadRanks() {
     channels_.clear();
     for (auto& [base, bytes] : memory_) munmap(base, bytes);
   }
@@ -84,7 +86,7 @@ class Ranks {
   Channel& channel(uint32_t rank) { return *channels_[rank]; }
   void destroy(uint32_t rank) { channels_[rank].reset(); }
 
-  // Every rank in a thread of its own; returns when all are done.
+  // Runs `body` for every rank in a thread of its own and returns when all have finished.
   void run(const std::function<void(uint32_t, Channel&)>& body) {
     std::vector<std::thread> threads;
     for (uint32_t rank = 0; rank < size_; ++rank) threads.emplace_back([&, rank] { body(rank, *channels_[rank]); });
@@ -92,21 +94,20 @@ class Ranks {
   }
 
  private:
-  rd_layout layout(uint32_t rank) const {
+  rd_channel_params params(uint32_t rank) const {
     return {RD_ABI,
             size_,
             rank,
             setup_.num_cores,
-            setup_.places.data(),
+            setup_.hosts.data(),
             setup_.slot_bytes,
             setup_.chunk_bytes,
             setup_.bucket_bytes};
   }
 
-  // One mapping per place for all its ranks, so that a sanitizer sees them touch the same memory.
+  // All ranks of a host use one mapping, so that a sanitizer sees them touch the same memory.
   std::shared_ptr<SharedSegment> segment(uint32_t rank) {
-    rd_layout given = layout(rank);
-    ronde::Topology topology(given);
+    ronde::Topology topology(params(rank));
     if (topology.num_local() == 1) return nullptr;
     if (bases_.size() <= topology.my_host) bases_.resize(topology.my_host + 1);
     void*& base = bases_[topology.my_host];
@@ -119,15 +120,15 @@ class Ranks {
     return std::make_shared<SharedSegment>(topology, base);
   }
 
-  Setup setup_;
+  GroupSetup setup_;
   uint32_t size_;
   std::vector<std::unique_ptr<Channel>> channels_;
   std::vector<void*> bases_;
   std::vector<std::pair<void*, uint64_t>> memory_;
 };
 
-// A call with sane defaults, to be filled in.
-inline rd_call call(rd_kind kind, rd_dtype dtype = RD_FLOAT32, rd_op op = RD_SUM) {
+// Returns a call with defaults, to be filled in.
+inline rd_call make_call(rd_kind kind, rd_dtype dtype = RD_FLOAT32, rd_op op = RD_SUM) {
   rd_call c{};
   c.kind = kind;
   c.dtype = dtype;
@@ -135,25 +136,25 @@ inline rd_call call(rd_kind kind, rd_dtype dtype = RD_FLOAT32, rd_op op = RD_SUM
   c.peer = -1;
   c.prescale = c.postscale = 1.0;
   c.signature = 1;
-  c.text = "test";
+  c.description = "test";
   return c;
 }
 
-inline std::shared_ptr<Request> run(Channel& channel, const rd_call& call, double remaining_s = 60) {
-  auto request = std::make_shared<Request>(call, channel.topology(), remaining_s);
-  channel.queue_of(*request).run(request);
-  return request;
+inline std::shared_ptr<Call> run(Channel& channel, const rd_call& params, double remaining_s = 60) {
+  auto call = std::make_shared<Call>(params, channel.topology(), Deadline(remaining_s));
+  channel.queue_for(*call).run(call);
+  return call;
 }
 
-inline std::shared_ptr<Request> submit(Channel& channel, const rd_call& call, double remaining_s = 60) {
-  auto request = std::make_shared<Request>(call, channel.topology(), remaining_s);
-  channel.queue_of(*request).submit(request);
-  return request;
+inline std::shared_ptr<Call> submit(Channel& channel, const rd_call& params, double remaining_s = 60) {
+  auto call = std::make_shared<Call>(params, channel.topology(), Deadline(remaining_s));
+  channel.queue_for(*call).submit(call);
+  return call;
 }
 
-inline rd_status wait(Channel& channel, const std::shared_ptr<Request>& request, double remaining_s = 60) {
-  if (!channel.queue_of(*request).wait(request, ronde::Deadline(remaining_s))) return RD_TIMEOUT;
-  return rd_status(request->result.status);
+inline rd_status wait(Channel& channel, const std::shared_ptr<Call>& call, double remaining_s = 60) {
+  if (!channel.queue_for(*call).wait(call, Deadline(remaining_s))) return RD_TIMEOUT;
+  return rd_status(call->result.status);
 }
 
-}  // namespace ranks
+}  // namespace thread_ranks
