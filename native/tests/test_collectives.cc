@@ -183,6 +183,27 @@ TEST(buckets_are_reduced_in_place) {
   }
 }
 
+TEST(an_operation_other_than_allreduce_works_in_a_bucket_too) {
+  for (const HostCase& one : cases()) {
+    GroupSetup setup{one.hosts};
+    setup.bucket_bytes = 100000;
+    ThreadRanks all(setup);
+    all.run([&](uint32_t rank, Channel& channel) {
+      int32_t* bucket = reinterpret_cast<int32_t*>(channel.bucket());
+      for (uint64_t count : {1, 20000}) {
+        std::fill(bucket, bucket + count, int32_t(rank) + 1);
+        rd_span span{bucket, bucket, count};
+        rd_call c = make_call(RD_BROADCAST, RD_INT32);
+        c.peer = 0;
+        c.spans = &span;
+        c.num_spans = 1;
+        CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
+        for (uint64_t i = 0; i < count; ++i) CHECK_EQ(bucket[i], 1);
+      }
+    });
+  }
+}
+
 TEST(broadcast_from_every_root) {
   for (const HostCase& one : cases()) {
     ThreadRanks all({one.hosts});

@@ -183,9 +183,9 @@ void fill_reduce_scatter(Group& group, const Call& call, const ScatterPlan& plan
 
 void direct_prepare(Group& group, const Call& call) {
   uint32_t which = group.slots_used & 1;
-  if ((call.in_bucket || call.spans.bytes() == 0) && call.kind != RD_ALLGATHER) return;
   switch (call.kind) {
     case RD_ALLREDUCE:
+      if (call.in_bucket || call.spans.bytes() == 0) return;
       if (is_small(group, call)) {
         call.spans.gather(0, call.spans.bytes(), group.segment->slot(local_index(group), which));
       } else {
