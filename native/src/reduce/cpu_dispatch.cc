@@ -1,4 +1,4 @@
-// Which of the tables of inner loops this CPU can run. Asked once; tests may force another.
+// Chooses the table of kernels for this CPU when it is first needed. Tests may force another.
 #include <atomic>
 #include <cstring>
 
@@ -10,7 +10,7 @@ namespace {
 
 constexpr size_t kMaxLevels = 3;
 
-// The tables this CPU can run, the best first.
+// The tables that this CPU can run, the fastest first.
 struct Levels {
   const Kernels* tables[kMaxLevels];
   size_t count = 0;
