@@ -10,9 +10,9 @@
 #define RD_API extern "C" __attribute__((visibility("default")))
 
 struct rd_channel {
-  rd_channel(const rd_channel_params& params, std::shared_ptr<ronde::SharedSegment> segment,
+  rd_channel(ronde::Topology topology, std::shared_ptr<ronde::SharedSegment> segment,
              std::vector<std::vector<ronde::FileDescriptor>> sockets, std::vector<ronde::FileDescriptor> point_to_point)
-      : channel(params, std::move(segment), std::move(sockets), std::move(point_to_point)) {}
+      : channel(std::move(topology), std::move(segment), std::move(sockets), std::move(point_to_point)) {}
 
   std::mutex mutex;  // guards last_work and submitted
   uint64_t last_work = 0;
@@ -82,7 +82,8 @@ RD_API rd_status rd_open(const rd_channel_params* params, int segment, const int
     ronde::Topology topology(*params);
     std::shared_ptr<ronde::SharedSegment> shared;
     if (segment >= 0) shared = std::make_shared<ronde::SharedSegment>(topology, segment);
-    *channel = new rd_channel(*params, std::move(shared), std::move(owned), std::move(owned_point_to_point));
+    *channel =
+        new rd_channel(std::move(topology), std::move(shared), std::move(owned), std::move(owned_point_to_point));
     return RD_OK;
   } catch (const CallError& error) {
     return error.status;

@@ -31,11 +31,11 @@ std::shared_ptr<char[]> make_private_bucket(uint64_t bytes) {
 
 }  // namespace
 
-Channel::Channel(const rd_channel_params& params, std::shared_ptr<SharedSegment> segment,
+Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
                  std::vector<std::vector<FileDescriptor>> sockets, std::vector<FileDescriptor> point_to_point)
-    : topology_(params),
+    : topology_(std::move(topology)),
       segment_(std::move(segment)),
-      private_bucket_(segment_ == nullptr ? make_private_bucket(params.bucket_bytes) : nullptr),
+      private_bucket_(segment_ == nullptr ? make_private_bucket(topology_.bucket_bytes) : nullptr),
       abort_signal_(take_abort_sockets(sockets)),
       barrier_(topology_, segment_.get()),
       matcher_(topology_) {
@@ -59,7 +59,7 @@ Channel::Channel(const rd_channel_params& params, std::shared_ptr<SharedSegment>
       point_to_point_links_[member] = std::make_unique<TcpLink>(member, std::move(one), &abort_signal_);
     }
   }
-  collectives_ = std::make_unique<CallStream>(*this, &Channel::run_collective);
+  collectives_ = std::make_unique<CallStream>(*this);
 }
 
 Channel::~Channel() {
@@ -79,7 +79,7 @@ CallQueue& Channel::queue_for(const Call& call) {
   if (call.kind != RD_SEND && call.kind != RD_RECEIVE) return collectives_->queue;
   std::lock_guard<std::mutex> lock(point_to_point_mutex_);
   auto& stream = point_to_point_[{call.peer, call.kind == RD_SEND}];
-  if (stream == nullptr) stream = std::make_unique<CallStream>(*this, &Channel::send_or_receive);
+  if (stream == nullptr) stream = std::make_unique<CallStream>(*this);
   return stream->queue;
 }
 
@@ -102,7 +102,7 @@ std::shared_ptr<void> Channel::bucket_owner() const {
 
 // Runs one call and stores what became of it in its result. Every error but a mistake of the callers aborts the
 // channel.
-void Channel::execute(Call& call, CallStream& stream, RunCall run_call) {
+void Channel::execute(Call& call, CallStream& stream) {
   rd_result& result = call.result;
   result.member = -1;
   result.start_ns = result.ready_ns = now_ns();
@@ -112,7 +112,13 @@ void Channel::execute(Call& call, CallStream& stream, RunCall run_call) {
     Group group{topology_, segment_.get(), barrier_, links_, wait, stream.contiguous, stream.incoming, slots_used_};
     wait.check();
     locate_in_bucket(call);
-    (this->*run_call)(call, group);
+    if (call.kind == RD_SEND || call.kind == RD_RECEIVE) {
+      send_or_receive(call, group);
+    } else if (call.kind == RD_JOIN) {
+      run_join(call, group);
+    } else {
+      run_collective(call, group);
+    }
     result.status = RD_OK;
   } catch (const CallError& error) {
     result.status = error.status;
@@ -138,7 +144,6 @@ void Channel::locate_in_bucket(Call& call) const {
 }
 
 void Channel::run_collective(Call& call, Group& group) {
-  if (call.kind == RD_JOIN) return run_join(call, group);
   rd_algorithm algorithm =
       choose_algorithm(topology_, call.kind, call.reduce_params.op, call.spans.bytes(), call.algorithm);
   CallHeader header = call.header(algorithm, ++sequence_);

@@ -18,8 +18,8 @@ class Channel {
  public:
   // `sockets[member]` are the connections to a member on another host: the first one for aborts, the rest for data.
   // `point_to_point[member]` is the connection for send and receive. Throws CallError.
-  Channel(const rd_channel_params& params, std::shared_ptr<SharedSegment> segment,
-          std::vector<std::vector<FileDescriptor>> sockets, std::vector<FileDescriptor> point_to_point);
+  Channel(Topology topology, std::shared_ptr<SharedSegment> segment, std::vector<std::vector<FileDescriptor>> sockets,
+          std::vector<FileDescriptor> point_to_point);
   // Leaves in good order when no call is queued or running; otherwise aborts the channel.
   ~Channel();
 
@@ -31,18 +31,15 @@ class Channel {
   void get_current_call(rd_current_call* current, uint32_t* missing);
 
  private:
-  using RunCall = void (Channel::*)(Call&, Group&);
-
   // One order of calls with what its running call needs.
   struct CallStream {
-    CallStream(Channel& channel, RunCall run_call)
-        : queue([this, &channel, run_call](Call& call) { channel.execute(call, *this, run_call); }) {}
+    explicit CallStream(Channel& channel) : queue([this, &channel](Call& call) { channel.execute(call, *this); }) {}
     ScratchBuffer contiguous, incoming;
     std::atomic<int32_t> waiting_for{-1};  // the member that the running call waits for
     CallQueue queue;                       // the last member, because its thread uses the others
   };
 
-  void execute(Call& call, CallStream& stream, RunCall run_call);
+  void execute(Call& call, CallStream& stream);
   void run_collective(Call& call, Group& group);
   void run_join(Call& call, Group& group);
   void contribute_zeros(const CallHeader& requested, const Deadline& deadline, Group& group);

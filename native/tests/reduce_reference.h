@@ -1,7 +1,8 @@
-// What the reduce kernels must compute, one element at a time and with no thought for speed, and data to do it with.
-// Used by test_reduce.cc.
+// What the reduce kernels must compute, one element at a time and without regard to speed, and the data for
+// test_reduce.cc.
 //
-// A float of any format is a double here, an integer an __int128; formats are described, not converted bit by bit.
+// A float of any format is a double here, an integer an __int128. Formats are described by their bits, so nothing is
+// shared with the conversions of the kernels.
 #pragma once
 
 #include <algorithm>

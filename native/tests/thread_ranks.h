@@ -73,8 +73,8 @@ class ThreadRanks {
       }
     }
     for (uint32_t rank = 0; rank < size_; ++rank)
-      channels_.push_back(std::make_unique<Channel>(params(rank), segment(rank), std::move(sockets[rank]),
-                                                    std::move(point_to_point[rank])));
+      channels_.push_back(std::make_unique<Channel>(ronde::Topology(params(rank)), segment(rank),
+                                                    std::move(sockets[rank]), std::move(point_to_point[rank])));
   }
 
   ~ThreadRanks() {

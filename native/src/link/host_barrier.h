@@ -2,7 +2,7 @@
 //
 // A member may be one phase ahead of the slowest one, never two: it waits for phase p before it arrives at p + 2.
 //
-//   my last arrival | slowest member's | does wait(p) return?       counter in use
+//   own arrival     | slowest member's | does wait(p) return?       counter in use
 //   p               | p - 1            | no                         arrived[p & 1] < members
 //   p               | p                | yes, completed_phase == p  arrived[p & 1] was set back to 0
 //   p + 1           | p                | yes for p, no for p + 1    arrived[(p + 1) & 1], apart from the one of p
