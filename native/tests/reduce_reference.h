@@ -51,7 +51,7 @@ inline double decode(rd_dtype dtype, uint64_t bits) {
   return sign * std::ldexp(whole, exponent - 1 + f.least_exponent - f.fraction_bits);
 }
 
-// To the nearest value that the format has, ties to even.
+// Rounds to the nearest value of the format, ties to even.
 inline double round_to(rd_dtype dtype, double x) {
   if (!std::isfinite(x) || x == 0 || dtype == RD_FLOAT64) return x;
   const Format f = format_of(dtype);
@@ -78,7 +78,7 @@ inline IntegerRange range_of(rd_dtype dtype) {
   return {static_cast<int>(8 * element_bytes(dtype)), (dtype & 1) == 1 && dtype < RD_FLOAT16};
 }
 
-// An element: `real` for floats, `whole` for the rest.
+// An element: `real` holds a float, `whole` any other dtype.
 struct Value {
   double real = 0;
   __int128 whole = 0;
@@ -141,7 +141,7 @@ inline Value expected(const ReduceParams& params, const std::vector<const char*>
   return {round_to(params.dtype, result.real), result.whole};
 }
 
-// Equal to the bit, but all NaNs are one.
+// Returns whether two values are equal to the bit; all NaNs count as equal.
 inline bool same(Value x, Value y) {
   if (std::isnan(x.real) || std::isnan(y.real)) return std::isnan(x.real) && std::isnan(y.real);
   return x.real == y.real && std::signbit(x.real) == std::signbit(y.real) && x.whole == y.whole;
@@ -149,7 +149,7 @@ inline bool same(Value x, Value y) {
 
 // ---- The matrix --------------------------------------------------------------------------------------------------
 
-// The CPU levels this machine can run; leaves the last in use.
+// Returns the CPU levels that this machine can run; the last one stays in use.
 inline std::vector<std::string> levels() {
   std::vector<std::string> found;
   for (const char* name : {"portable", "avx2", "avx512"}) {
@@ -166,7 +166,8 @@ inline std::vector<rd_dtype> dtypes() {
 
 // ---- Data ------------------------------------------------------------------------------------------------------
 
-// Every third element is any bit pattern (for floats: NaN, infinity, subnormal, huge), the others are moderate.
+// Returns random elements. Every third one is any bit pattern (for floats: NaN, infinity, subnormal, huge); the others
+// are moderate.
 inline Bytes data(rd_dtype dtype, size_t count, unsigned seed) {
   std::mt19937_64 random(seed);
   const size_t bytes = element_bytes(dtype);
@@ -190,7 +191,7 @@ inline Bytes data(rd_dtype dtype, size_t count, unsigned seed) {
   return made;
 }
 
-// Numbers with which a sum of squares stays a number.
+// Returns random elements whose sum of squares is finite.
 inline Bytes moderate(rd_dtype dtype, size_t count, unsigned seed) {
   Bytes made = data(dtype, count, seed);
   const size_t bytes = element_bytes(dtype);

@@ -42,7 +42,7 @@ void run_case(const ReduceCase& c, const std::string& level, const std::vector<B
   }
   for (size_t k = 0; k < c.num_outs; ++k) outs.emplace_back(Bytes(c.count * bytes, 1), c.shift);
   for (Shifted& in : ins) in_pointers.push_back(in.begin());
-  // Backwards, so that the first output is not the first input.
+  // In reverse, so that the first output is not the first input.
   std::vector<Shifted>& targets = c.in_place ? ins : outs;
   for (size_t k = c.num_outs; k-- > 0;) out_pointers.push_back(targets[k].begin());
 
@@ -60,8 +60,8 @@ void run_case(const ReduceCase& c, const std::string& level, const std::vector<B
   }
 }
 
-// All ways to lay out one reduction.
-void run_layouts(const ReduceParams& params, size_t num_ins, const std::vector<size_t>& counts) {
+// Runs one reduction at every CPU level with every count, alignment, number of outputs, in place or not.
+void run_cases(const ReduceParams& params, size_t num_ins, const std::vector<size_t>& counts) {
   std::vector<Bytes> contents;
   std::vector<const char*> pointers;
   for (size_t j = 0; j < num_ins; ++j) contents.push_back(data(params.dtype, counts.back(), 100 * params.dtype + j));
@@ -93,7 +93,7 @@ TEST(every_dtype_and_op_agrees_with_the_reference_at_every_level) {
     for (rd_op op : folds()) {
       for (size_t num_ins : {1, 2, 3, 5}) {
         const ReduceParams params{dtype, op, 1.0, 1.0, num_ins};
-        if (supported(params)) run_layouts(params, num_ins, {0, 1, 3, 17, 4097});
+        if (supported(params)) run_cases(params, num_ins, {0, 1, 3, 17, 4097});
       }
     }
   }
@@ -104,8 +104,8 @@ TEST(scaling_before_and_after_agrees_with_the_reference) {
     for (rd_op op : folds()) {
       for (Scaling s : {Scaling{0.5, 1.0}, {1.0, 0.3}, {-1.7, 1e3}, {1e300, kNan}, {1.0, 1e-40}}) {
         const ReduceParams params{dtype, op, s.prescale, s.postscale, 3};
-        if (supported(params)) run_layouts(params, 2, {17, 1025});
-        if (supported(params) && s.postscale != 1.0) run_layouts(params, 3, {3, 1025});
+        if (supported(params)) run_cases(params, 2, {17, 1025});
+        if (supported(params) && s.postscale != 1.0) run_cases(params, 3, {3, 1025});
       }
     }
   }
@@ -115,7 +115,7 @@ TEST(a_large_buffer_agrees_with_the_reference) {
   for (rd_dtype dtype : dtypes()) {
     for (rd_op op : {RD_SUM, RD_MEAN, RD_MAX}) {
       const ReduceParams params{dtype, op, 1.0, 1.0, 2};
-      if (supported(params)) run_layouts(params, 2, {100003});
+      if (supported(params)) run_cases(params, 2, {100003});
     }
   }
 }
@@ -371,7 +371,7 @@ TEST(a_bool_that_is_not_one_counts_as_true) {
   }
 }
 
-TEST(what_makes_no_sense_is_not_supported) {
+TEST(undefined_operations_are_not_supported) {
   CHECK(supported({RD_FLOAT32, RD_MEAN, 0.5, 2.0, 4}));
   CHECK(supported({RD_BOOL, RD_SUM}));
   CHECK(supported({RD_BFLOAT16, RD_ADASUM}));
@@ -385,7 +385,7 @@ TEST(what_makes_no_sense_is_not_supported) {
   CHECK_EQ(element_bytes(RD_NUM_DTYPES), 0u);
 }
 
-TEST(a_level_that_is_not_there_cannot_be_forced) {
+TEST(a_cpu_level_that_does_not_exist_cannot_be_forced) {
   CHECK(force_cpu("portable"));
   CHECK_EQ(std::string(cpu_name()), "portable");
   CHECK(!force_cpu("abacus"));
