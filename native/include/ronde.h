@@ -1,9 +1,8 @@
-/* The whole surface of ronde's data plane: plain C, called from Python through ctypes.
+/* The C ABI of ronde's data plane, called from Python through ctypes.
  *
- * A *channel* is one total order of collectives among its *members*. The caller opens every socket and
- * shared-memory file, authenticates it, and hands over descriptors: nothing here resolves a name, reads
- * a setting or looks at the environment. No exception crosses this border; every function that can fail
- * returns an rd_status.
+ * A channel is one total order of collectives among its members. The caller opens every socket and shared-memory file,
+ * authenticates it and passes the descriptors: the library resolves no name and reads neither settings nor environment
+ * variables. No exception crosses this interface; every function that can fail returns an rd_status.
  */
 #ifndef RONDE_H
 #define RONDE_H
@@ -14,17 +13,17 @@
 extern "C" {
 #endif
 
-#define RD_ABI 1    /* changes when a struct or a function of this file does */
-#define RD_TEXT 128 /* bytes of a call's description, with its closing zero */
+#define RD_ABI 2                 /* changes when a struct or a function of this file changes */
+#define RD_DESCRIPTION_BYTES 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 1024
 
 typedef enum rd_status {
   RD_OK = 0,
-  RD_BAD_CALL = 1,  /* the caller's mistake: nothing was sent, the channel goes on */
-  RD_MISMATCH = 2,  /* members asked for different things: no data moved, the channel goes on */
-  RD_TIMEOUT = 3,   /* the deadline passed; the channel is aborted for every member */
+  RD_BAD_CALL = 1,  /* the caller's mistake: nothing was sent, the channel stays usable */
+  RD_MISMATCH = 2,  /* the members' calls differ: no data moved, the channel stays usable */
+  RD_TIMEOUT = 3,   /* the deadline expired; the channel is aborted for every member */
   RD_ABORTED = 4,   /* rd_abort was called here or by another member */
-  RD_PEER_LOST = 5, /* a member's socket closed; rd_result.member says whose, .detail is errno or 0 */
+  RD_PEER_LOST = 5, /* a member's socket closed; rd_result.member is that member, .detail is errno or 0 */
   RD_SYSTEM = 6,    /* the operating system refused; rd_result.detail is errno */
   RD_CLOSED = 7     /* the channel was closed while the call waited */
 } rd_status;
@@ -65,13 +64,13 @@ typedef enum rd_kind {
   RD_ALLTOALL = 5,
   RD_SEND = 6,
   RD_RECEIVE = 7,
-  RD_JOIN = 8, /* take part in others' allreduces with zeros until every member has joined */
+  RD_JOIN = 8, /* contribute zeros to the other members' allreduces until every member has joined */
   RD_NUM_KINDS = 9
 } rd_kind;
 
 typedef enum rd_algorithm {
-  RD_CHOOSE = 0, /* by the table in choose.cc */
-  RD_DIRECT = 1, /* shared memory, everybody on one host */
+  RD_AUTO = 0,   /* by the table in choose_algorithm.cc */
+  RD_DIRECT = 1, /* shared memory, when all members are on one host */
   RD_DOUBLING = 2,
   RD_RING = 3,
   RD_TWO_LEVEL = 4,
@@ -79,29 +78,30 @@ typedef enum rd_algorithm {
   RD_PAIRWISE = 6
 } rd_algorithm;
 
-/* The members agreed on this call already (negotiated, or planned): skip the exchange of headers between hosts. */
-#define RD_TRUSTED 1u
+/* A flag of rd_call: the members have agreed on this call in advance (it was negotiated or planned), so hosts do not
+ * exchange headers. */
+#define RD_PRE_AGREED 1u
 
 typedef struct rd_channel rd_channel;
 
-/* Who the members are and how they reach each other. Equal on every member but for `me`. */
-typedef struct rd_layout {
+/* The members of a channel and their hosts. Equal on every member but for member_index and num_cores. */
+typedef struct rd_channel_params {
   uint32_t abi; /* RD_ABI */
   uint32_t num_members;
-  uint32_t me;
-  uint32_t num_cores;     /* of this host: decides how long a wait may spin */
-  const uint32_t* places; /* per member: index of its host; members of one place share memory */
-  uint64_t slot_bytes;    /* staging room per member and slot */
-  uint64_t chunk_bytes;   /* how much of a slot one step of the shared-memory algorithm uses */
-  uint64_t bucket_bytes;  /* room for planned buckets per member; 0 for none */
-} rd_layout;
+  uint32_t member_index; /* of this process */
+  uint32_t num_cores;    /* of this host; decides how long a wait spins */
+  const uint32_t* hosts; /* per member: the index of its host, counted from 0 in order of appearance */
+  uint64_t slot_bytes;   /* size of a staging slot; each member has two */
+  uint64_t chunk_bytes;  /* bytes of a slot that one step of the direct algorithm uses */
+  uint64_t bucket_bytes; /* bucket memory per member, or 0 */
+} rd_channel_params;
 
-/* One member's piece of a call. A call with several parts works on their concatenation. */
-typedef struct rd_part {
-  const void* in;
-  void* out;
-  uint64_t count;
-} rd_part;
+/* One contiguous piece of a member's memory. A call with several spans works on their concatenation. */
+typedef struct rd_span {
+  const void* input;
+  void* output;
+  uint64_t count; /* elements */
+} rd_span;
 
 typedef struct rd_call {
   int32_t kind;
@@ -112,105 +112,106 @@ typedef struct rd_call {
   int32_t peer; /* root of a broadcast, other side of a send or receive */
   double prescale;
   double postscale;
-  uint64_t signature; /* must be equal on all members */
-  const char* text;   /* what this member asks for, in words, for the error that names a difference */
-  const rd_part* parts;
-  uint64_t num_parts;
-  /* Elements per member. allgather: what each gives. reduce_scatter: what each gets.
-   * alltoall: what I get from each. Otherwise null. */
+  uint64_t signature;      /* must be equal on all members */
+  const char* description; /* this member's call in words, for the error that names a mismatch */
+  const rd_span* spans;
+  uint64_t num_spans;
+  /* Elements per member. allgather: what each member contributes. reduce_scatter: what each member receives.
+   * alltoall: what this member receives from each. Otherwise null. */
   const uint64_t* counts;
-  const uint64_t* splits; /* alltoall: elements I give to each member */
+  const uint64_t* splits; /* alltoall: elements that this member sends to each */
 } rd_call;
 
 typedef struct rd_result {
   int32_t status;
-  int32_t member;    /* whom the error is about, or -1 */
+  int32_t member;    /* the member that caused the error, or -1 */
   int32_t detail;    /* errno, or 0 */
-  int32_t algorithm; /* which one ran */
-  int64_t start_ns;  /* CLOCK_MONOTONIC: taken up */
-  int64_t ready_ns;  /* every member had arrived */
-  int64_t end_ns;    /* finished here */
+  int32_t algorithm; /* the algorithm that ran */
+  int64_t start_ns;  /* CLOCK_MONOTONIC, when the call started to run */
+  int64_t ready_ns;  /* when every member had arrived */
+  int64_t end_ns;    /* when it finished here */
 } rd_result;
 
-/* What each member asked for in the call that ended in RD_MISMATCH. */
-typedef struct rd_asked {
+/* The call of one member, when a call ended in RD_MISMATCH. */
+typedef struct rd_member_call {
   uint64_t signature;
-  char text[RD_TEXT];
-} rd_asked;
+  char description[RD_DESCRIPTION_BYTES];
+} rd_member_call;
 
-/* What a channel is doing right now, for the stall watch. */
-typedef struct rd_status_now {
-  uint64_t calls;   /* collectives begun so far; all members count alike */
-  int64_t since_ns; /* start of the call under way, 0 when idle */
+/* The call that a channel is running. */
+typedef struct rd_current_call {
+  uint64_t sequence; /* number of the last collective; all members count alike */
+  int64_t start_ns;  /* CLOCK_MONOTONIC, or 0 when no call is running */
   int32_t kind;
   int32_t num_missing; /* members that have not arrived */
-  char text[RD_TEXT];
-} rd_status_now;
+  char description[RD_DESCRIPTION_BYTES];
+} rd_current_call;
 
 uint32_t rd_abi(void);
 const char* rd_version(void);
-const char* rd_cpu(void); /* the reduce kernels in use: "portable", "avx2", "avx512" */
+const char* rd_cpu(void); /* the reduce kernels in use: "portable", "avx2" or "avx512" */
 
-/* Bytes the shared memory of my place needs; the lowest member of the place makes it (zero-filled). */
-uint64_t rd_segment_bytes(const rd_layout* layout);
+/* Returns the bytes of shared memory that the members of this host need, or 0 when params is invalid. The host's lowest
+ * member creates the memory, filled with zeros. */
+uint64_t rd_segment_bytes(const rd_channel_params* params);
 
-/* `segment` is the descriptor of that memory (-1 when I am alone at my place). `sockets` holds
- * num_members * num_sockets descriptors, row by row, -1 towards members of my own place and myself;
- * `direct` holds one per member for send and receive, or is null. The channel owns the sockets from
- * here on, even when this fails; the segment's descriptor stays the caller's. */
-rd_status rd_open(const rd_layout* layout, int segment, const int* sockets, uint32_t num_sockets, const int* direct,
-                  rd_channel** channel);
+/* Opens a channel. `segment` is the descriptor of the shared memory, or -1 for the only member of a host; the caller
+ * keeps it. `sockets` has num_members rows of num_sockets descriptors: in the row of a member on another host, first
+ * the socket for aborts, then those for data; -1 in all other rows. `point_to_point` has one socket per member for send
+ * and receive, or is null. The channel owns all sockets from here on, even when this function fails. */
+rd_status rd_open(const rd_channel_params* params, int segment, const int* sockets, uint32_t num_sockets,
+                  const int* point_to_point, rd_channel** channel);
 
-/* Ends all waits (RD_CLOSED), joins the threads, unmaps, closes the sockets. Null is fine. */
+/* Ends all waits with RD_CLOSED, joins the threads, unmaps the memory and closes the sockets. Null is allowed. */
 void rd_close(rd_channel* channel);
 
-/* Ends all waits of all members of my place at once, and of the others through their closed sockets.
- * `member` is who is to blame, or -1. Callable from any thread, any number of times; the first wins. */
+/* Ends all waits of all members, on other hosts through the abort sockets. `member` is the lost one, or -1. It can be
+ * called from any thread and repeatedly; only the first call counts. */
 void rd_abort(rd_channel* channel, int32_t member);
 
-/* My bucket memory (layout.bucket_bytes of it), seen by all members of my place. Null without one. It stays where it
- * is, even after rd_close, until rd_release: arrays that look into it may outlive the channel. */
-void* rd_bucket(rd_channel* channel);
-void rd_release(void* bucket);
+/* Returns this member's bucket memory (bucket_bytes long), which all members of its host can access, or null when
+ * bucket_bytes is 0. It stays mapped until rd_release_bucket, even after rd_close, because arrays may still view it. */
+void* rd_get_bucket(rd_channel* channel);
+void rd_release_bucket(void* bucket);
 
-/* Runs the call, in this thread when the channel is idle, and waits at most left_s seconds. */
-rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double left_s);
+/* Runs the call and waits at most remaining_s seconds for it. It runs in this thread when the channel is idle. */
+rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double remaining_s);
 
-/* Queues the call behind those before it. All that the call points to but parts, counts, splits and text
- * (which are copied) must stay until it is waited for. */
-rd_status rd_submit(rd_channel* channel, const rd_call* call, double left_s, uint64_t* ticket);
+/* Queues the call. spans, counts, splits and description are copied; the memory of the spans must stay valid until the
+ * call has finished. `work` receives the handle for rd_wait and rd_done. */
+rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, uint64_t* work);
 
-/* Waits for a submitted call and forgets it. RD_TIMEOUT here leaves the call under way. */
-rd_status rd_wait(rd_channel* channel, uint64_t ticket, rd_result* result, double left_s);
+/* Waits for a submitted call and releases its handle. After RD_TIMEOUT with end_ns 0 the call is still running and the
+ * handle valid. */
+rd_status rd_wait(rd_channel* channel, uint64_t work, rd_result* result, double remaining_s);
 
-/* 1 when the call has finished, 0 when not, -1 when there is no such ticket. */
-int rd_done(rd_channel* channel, uint64_t ticket);
+/* Returns 1 when the call has finished, 0 when not, -1 when there is no such handle. */
+int rd_done(rd_channel* channel, uint64_t work);
 
-/* What all members asked for in this thread's last call that ended in RD_MISMATCH; `asked` has num_members rows.
- * For a submitted call: the last rd_wait of this thread that said RD_MISMATCH. */
-rd_status rd_asked_by(rd_channel* channel, rd_asked* asked);
+/* Fills num_members rows with the calls of all members, after rd_run or rd_wait returned RD_MISMATCH in this thread. */
+rd_status rd_get_mismatch(rd_channel* channel, rd_member_call* calls);
 
-/* `missing` has room for num_members and receives the members that have not arrived. */
-void rd_look(rd_channel* channel, rd_status_now* now, uint32_t* missing);
+/* Fills `current`, and `missing` (with space for num_members) with the members that have not arrived. */
+void rd_get_current_call(rd_channel* channel, rd_current_call* current, uint32_t* missing);
 
-/* The functions of the interpreter that calls: PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch, PyGILState_Release.
- * When a signal interrupts a wait of rd_run, its handlers run; when one raises, the call ends with RD_ABORTED and EINTR
- * as detail, the channel with it, and rd_take_raised (1 when there is something) gives what it raised to the thread
- * that called. */
+/* Python's PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release. When a signal interrupts a wait
+ * of rd_run in the main thread, the library lets Python run its signal handlers. When one of them raises an exception,
+ * the call ends with RD_ABORTED and EINTR as detail, and the channel is aborted. */
 typedef struct rd_interpreter {
-  int (*enter)(void);
+  int (*acquire_gil)(void);
   int (*run_signal_handlers)(void);
-  void (*fetch_raised)(void**, void**, void**);
-  void (*leave)(int);
+  void (*fetch_exception)(void**, void**, void**);
+  void (*release_gil)(int);
 } rd_interpreter;
 
 void rd_set_interpreter(const rd_interpreter* interpreter);
-int rd_take_raised(void* raised[3]);
 
-/* The reduce kernels by themselves: outs[*] = postscale * op(prescale * ins[*]); RD_MEAN divides by num_ins.
- * Used by the in-process backend and by tests. */
-rd_status rd_reduce(int32_t dtype, int32_t op, double prescale, double postscale, const void* const* ins,
-                    uint64_t num_ins, void* const* outs, uint64_t num_outs, uint64_t count);
+/* Hands over the exception that a signal handler raised in this thread, once. Returns 0 when there is none. */
+int rd_fetch_exception(void* exception[3]);
+
+/* Runs the reduce kernels alone: outputs[*] = postscale * op(prescale * inputs[*]). RD_MEAN divides by num_inputs. */
+rd_status rd_reduce(int32_t dtype, int32_t op, double prescale, double postscale, const void* const* inputs,
+                    uint64_t num_inputs, void* const* outputs, uint64_t num_outputs, uint64_t count);
 
 #ifdef __cplusplus
 }

@@ -1,53 +1,54 @@
-// The C border: plain types in, status codes out, no exception beyond this file.
-#include <sys/socket.h>
-
+// The functions of ronde.h: plain types in, status codes out. No exception leaves this file.
 #include <cstring>
 #include <new>
 #include <unordered_map>
 
-#include "base/interrupt.h"
+#include "base/python_signals.h"
 #include "channel.h"
 #include "reduce/reduce.h"
 
 #define RD_API extern "C" __attribute__((visibility("default")))
 
 struct rd_channel {
-  rd_channel(const rd_layout& layout, std::shared_ptr<ronde::Segment> segment,
-             std::vector<std::vector<ronde::Descriptor>> sockets, std::vector<ronde::Descriptor> direct)
-      : channel(layout, std::move(segment), std::move(sockets), std::move(direct)) {}
+  rd_channel(ronde::Topology topology, std::shared_ptr<ronde::SharedSegment> segment,
+             std::vector<std::vector<ronde::FileDescriptor>> sockets, std::vector<ronde::FileDescriptor> point_to_point)
+      : channel(std::move(topology), std::move(segment), std::move(sockets), std::move(point_to_point)) {}
 
-  std::mutex mutex;  // guards the tickets
-  uint64_t last_ticket = 0;
-  std::unordered_map<uint64_t, std::shared_ptr<ronde::Request>> tickets;
+  std::mutex mutex;  // guards last_work and submitted
+  uint64_t last_work = 0;
+  std::unordered_map<uint64_t, std::shared_ptr<ronde::Call>> submitted;  // by work
   ronde::Channel channel;
 };
 
 namespace {
 
-using ronde::Descriptor;
-using ronde::Stop;
+using ronde::Call;
+using ronde::CallError;
+using ronde::Deadline;
+using ronde::FileDescriptor;
 
-thread_local std::vector<rd_asked> last_asked;
+// The calls of all members in this thread's last mismatch.
+thread_local std::vector<rd_member_call> last_mismatch;
 
-// Bucket memory that callers look into, one entry per rd_bucket.
-std::mutex lent_mutex;
-std::unordered_multimap<void*, std::shared_ptr<void>> lent;
+// Owners of the buckets that rd_get_bucket gave out, one entry per call.
+std::mutex bucket_owners_mutex;
+std::unordered_multimap<void*, std::shared_ptr<void>> bucket_owners;
 
-rd_status report(const std::shared_ptr<ronde::Request>& request, rd_result* result) {
-  if (result != nullptr) *result = request->result;
-  if (request->result.status == RD_MISMATCH) last_asked = request->asked;
-  return rd_status(request->result.status);
+rd_status report(const Call& call, rd_result* result) {
+  if (result != nullptr) *result = call.result;
+  if (call.result.status == RD_MISMATCH) last_mismatch = call.member_calls;
+  return rd_status(call.result.status);
 }
 
-rd_status refuse(const Stop& stop, rd_result* result) {
-  if (result != nullptr) *result = rd_result{stop.status, stop.member, stop.detail, 0, 0, 0, 0};
-  return stop.status;
+rd_status report(const CallError& error, rd_result* result) {
+  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0};
+  return error.status;
 }
 
-std::shared_ptr<ronde::Request> find(rd_channel* channel, uint64_t ticket) {
+std::shared_ptr<Call> find_call(rd_channel* channel, uint64_t work) {
   std::lock_guard<std::mutex> lock(channel->mutex);
-  auto found = channel->tickets.find(ticket);
-  return found == channel->tickets.end() ? nullptr : found->second;
+  auto found = channel->submitted.find(work);
+  return found == channel->submitted.end() ? nullptr : found->second;
 }
 
 }  // namespace
@@ -58,33 +59,34 @@ RD_API const char* rd_version(void) { return RONDE_VERSION; }
 
 RD_API const char* rd_cpu(void) { return ronde::cpu_name(); }
 
-RD_API uint64_t rd_segment_bytes(const rd_layout* layout) {
+RD_API uint64_t rd_segment_bytes(const rd_channel_params* params) {
   try {
-    return ronde::Segment::bytes(ronde::Layout(*layout));
-  } catch (const Stop&) {
+    return ronde::SharedSegment::bytes(ronde::Topology(*params));
+  } catch (const CallError&) {
     return 0;
   }
 }
 
-RD_API rd_status rd_open(const rd_layout* layout, int segment, const int* sockets, uint32_t num_sockets,
-                         const int* direct, rd_channel** channel) {
+RD_API rd_status rd_open(const rd_channel_params* params, int segment, const int* sockets, uint32_t num_sockets,
+                         const int* point_to_point, rd_channel** channel) {
   *channel = nullptr;
-  // Owned first: whatever fails, they are closed.
-  std::vector<std::vector<Descriptor>> owned(layout->num_members);
-  std::vector<Descriptor> owned_direct(layout->num_members);
-  for (uint32_t member = 0; member < layout->num_members; ++member) {
+  // The sockets get their owners first, so that any failure below closes them.
+  std::vector<std::vector<FileDescriptor>> owned(params->num_members);
+  std::vector<FileDescriptor> owned_point_to_point(params->num_members);
+  for (uint32_t member = 0; member < params->num_members; ++member) {
     for (uint32_t i = 0; sockets != nullptr && i < num_sockets; ++i)
       owned[member].emplace_back(sockets[member * num_sockets + i]);
-    if (direct != nullptr) owned_direct[member] = Descriptor(direct[member]);
+    if (point_to_point != nullptr) owned_point_to_point[member] = FileDescriptor(point_to_point[member]);
   }
   try {
-    ronde::Layout checked(*layout);
-    std::shared_ptr<ronde::Segment> shared;
-    if (segment >= 0) shared = std::make_shared<ronde::Segment>(checked, segment);
-    *channel = new rd_channel(*layout, std::move(shared), std::move(owned), std::move(owned_direct));
+    ronde::Topology topology(*params);
+    std::shared_ptr<ronde::SharedSegment> shared;
+    if (segment >= 0) shared = std::make_shared<ronde::SharedSegment>(topology, segment);
+    *channel =
+        new rd_channel(std::move(topology), std::move(shared), std::move(owned), std::move(owned_point_to_point));
     return RD_OK;
-  } catch (const Stop& stop) {
-    return stop.status;
+  } catch (const CallError& error) {
+    return error.status;
   } catch (const std::bad_alloc&) {
     return RD_SYSTEM;
   }
@@ -93,84 +95,86 @@ RD_API rd_status rd_open(const rd_layout* layout, int segment, const int* socket
 RD_API void rd_close(rd_channel* channel) { delete channel; }
 
 RD_API void rd_abort(rd_channel* channel, int32_t member) {
-  channel->channel.abort(Stop{member >= 0 ? RD_PEER_LOST : RD_ABORTED, member});
+  channel->channel.abort(CallError{member >= 0 ? RD_PEER_LOST : RD_ABORTED, member});
 }
 
-RD_API void* rd_bucket(rd_channel* channel) {
+RD_API void* rd_get_bucket(rd_channel* channel) {
   void* bucket = channel->channel.bucket();
   if (bucket == nullptr) return nullptr;
-  std::lock_guard<std::mutex> lock(lent_mutex);
-  lent.emplace(bucket, channel->channel.bucket_owner());
+  std::lock_guard<std::mutex> lock(bucket_owners_mutex);
+  bucket_owners.emplace(bucket, channel->channel.bucket_owner());
   return bucket;
 }
 
-RD_API void rd_release(void* bucket) {
-  std::lock_guard<std::mutex> lock(lent_mutex);
-  auto found = lent.find(bucket);
-  if (found != lent.end()) lent.erase(found);
+RD_API void rd_release_bucket(void* bucket) {
+  std::lock_guard<std::mutex> lock(bucket_owners_mutex);
+  auto found = bucket_owners.find(bucket);
+  if (found != bucket_owners.end()) bucket_owners.erase(found);
 }
 
-RD_API rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double left_s) {
+RD_API rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double remaining_s) {
   try {
-    auto request = std::make_shared<ronde::Request>(*call, channel->channel.layout(), left_s);
-    channel->channel.queue_of(*request).run(request);
-    return report(request, result);
-  } catch (const Stop& stop) {
-    return refuse(stop, result);
+    auto running = std::make_shared<Call>(*call, channel->channel.topology(), Deadline(remaining_s));
+    channel->channel.queue_for(*running).run(running);
+    return report(*running, result);
+  } catch (const CallError& error) {
+    return report(error, result);
   } catch (const std::exception&) {
-    return refuse(Stop{RD_SYSTEM}, result);
+    return report(CallError{RD_SYSTEM}, result);
   }
 }
 
-RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double left_s, uint64_t* ticket) {
+RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, uint64_t* work) {
   try {
-    auto request = std::make_shared<ronde::Request>(*call, channel->channel.layout(), left_s);
+    auto submitted = std::make_shared<Call>(*call, channel->channel.topology(), Deadline(remaining_s));
     {
       std::lock_guard<std::mutex> lock(channel->mutex);
-      *ticket = ++channel->last_ticket;
-      channel->tickets.emplace(*ticket, request);
+      *work = ++channel->last_work;
+      channel->submitted.emplace(*work, submitted);
     }
-    channel->channel.queue_of(*request).submit(request);
+    channel->channel.queue_for(*submitted).submit(submitted);
     return RD_OK;
-  } catch (const Stop& stop) {
-    return stop.status;
+  } catch (const CallError& error) {
+    return error.status;
   } catch (const std::exception&) {
     return RD_SYSTEM;
   }
 }
 
-RD_API rd_status rd_wait(rd_channel* channel, uint64_t ticket, rd_result* result, double left_s) {
-  std::shared_ptr<ronde::Request> request = find(channel, ticket);
-  if (request == nullptr) return refuse(Stop{RD_BAD_CALL}, result);
-  if (!channel->channel.queue_of(*request).wait(request, ronde::Deadline(left_s)))
-    return refuse(Stop{RD_TIMEOUT}, result);
+RD_API rd_status rd_wait(rd_channel* channel, uint64_t work, rd_result* result, double remaining_s) {
+  std::shared_ptr<Call> call = find_call(channel, work);
+  if (call == nullptr) return report(CallError{RD_BAD_CALL}, result);
+  if (!channel->channel.queue_for(*call).wait(call, Deadline(remaining_s)))
+    return report(CallError{RD_TIMEOUT}, result);
   std::lock_guard<std::mutex> lock(channel->mutex);
-  channel->tickets.erase(ticket);
-  return report(request, result);
+  channel->submitted.erase(work);
+  return report(*call, result);
 }
 
-RD_API int rd_done(rd_channel* channel, uint64_t ticket) {
-  std::shared_ptr<ronde::Request> request = find(channel, ticket);
-  return request == nullptr ? -1 : int(channel->channel.queue_of(*request).done(request));
+RD_API int rd_done(rd_channel* channel, uint64_t work) {
+  std::shared_ptr<Call> call = find_call(channel, work);
+  return call == nullptr ? -1 : int(channel->channel.queue_for(*call).done(call));
 }
 
-RD_API rd_status rd_asked_by(rd_channel* channel, rd_asked* asked) {
-  if (last_asked.size() != channel->channel.layout().size) return RD_BAD_CALL;
-  std::memcpy(asked, last_asked.data(), last_asked.size() * sizeof(rd_asked));
+RD_API rd_status rd_get_mismatch(rd_channel* channel, rd_member_call* calls) {
+  if (last_mismatch.size() != channel->channel.topology().size) return RD_BAD_CALL;
+  std::memcpy(calls, last_mismatch.data(), last_mismatch.size() * sizeof(rd_member_call));
   return RD_OK;
 }
 
-RD_API void rd_look(rd_channel* channel, rd_status_now* now, uint32_t* missing) { channel->channel.look(now, missing); }
+RD_API void rd_get_current_call(rd_channel* channel, rd_current_call* current, uint32_t* missing) {
+  channel->channel.get_current_call(current, missing);
+}
 
 RD_API void rd_set_interpreter(const rd_interpreter* interpreter) { ronde::set_interpreter(interpreter); }
 
-RD_API int rd_take_raised(void* raised[3]) { return ronde::take_raised(raised) ? 1 : 0; }
+RD_API int rd_fetch_exception(void* exception[3]) { return ronde::fetch_exception(exception) ? 1 : 0; }
 
-RD_API rd_status rd_reduce(int32_t dtype, int32_t op, double prescale, double postscale, const void* const* ins,
-                           uint64_t num_ins, void* const* outs, uint64_t num_outs, uint64_t count) {
+RD_API rd_status rd_reduce(int32_t dtype, int32_t op, double prescale, double postscale, const void* const* inputs,
+                           uint64_t num_inputs, void* const* outputs, uint64_t num_outputs, uint64_t count) {
   if (dtype < 0 || dtype >= RD_NUM_DTYPES || op < 0 || op >= RD_NUM_OPS || op == RD_ADASUM) return RD_BAD_CALL;
-  ronde::Arithmetic arithmetic{rd_dtype(dtype), rd_op(op), prescale, postscale, num_ins};
-  if (!ronde::supported(arithmetic)) return RD_BAD_CALL;
-  ronde::reduce_many(arithmetic, ins, num_ins, outs, num_outs, count, false);
+  ronde::ReduceParams params{rd_dtype(dtype), rd_op(op), prescale, postscale, num_inputs};
+  if (!ronde::supported(params)) return RD_BAD_CALL;
+  ronde::reduce_many(params, inputs, num_inputs, outputs, num_outputs, count, false);
   return RD_OK;
 }

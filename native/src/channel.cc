@@ -4,294 +4,280 @@
 #include <cstring>
 
 #include "algorithm/algorithm.h"
-#include "choose.h"
-#include "link/pipe.h"
-#include "link/tcp.h"
-#include "link/transfer.h"
+#include "choose_algorithm.h"
+#include "link/shared_memory_link.h"
+#include "link/tcp_link.h"
 
 namespace ronde {
 
 namespace {
 
-std::vector<Descriptor> alarms(std::vector<std::vector<Descriptor>>& sockets) {
-  std::vector<Descriptor> first;
+// Removes the first socket of each member, the one for aborts, and returns them.
+std::vector<FileDescriptor> take_abort_sockets(std::vector<std::vector<FileDescriptor>>& sockets) {
+  std::vector<FileDescriptor> taken;
   for (auto& row : sockets) {
-    first.push_back(row.empty() ? Descriptor() : std::move(row.front()));
+    taken.push_back(row.empty() ? FileDescriptor() : std::move(row.front()));
     if (!row.empty()) row.erase(row.begin());
   }
-  return first;
+  return taken;
 }
 
-std::shared_ptr<char[]> private_bucket(uint64_t bytes) {
+std::shared_ptr<char[]> make_private_bucket(uint64_t bytes) {
   if (bytes == 0) return nullptr;
   constexpr std::align_val_t kPage{4096};
   auto* memory = new (kPage) char[bytes]();
   return {memory, [](char* owned) { operator delete[](owned, kPage); }};
 }
 
-void copy_text(char* to, const std::string& text) {
-  size_t length = std::min<size_t>(text.size(), RD_TEXT - 1);
-  std::memcpy(to, text.data(), length);
-  to[length] = 0;
-}
-
 }  // namespace
 
-Channel::Channel(const rd_layout& layout, std::shared_ptr<Segment> segment,
-                 std::vector<std::vector<Descriptor>> sockets, std::vector<Descriptor> direct)
-    : layout_(layout),
+Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
+                 std::vector<std::vector<FileDescriptor>> sockets, std::vector<FileDescriptor> point_to_point)
+    : topology_(std::move(topology)),
       segment_(std::move(segment)),
-      own_bucket_(segment_ == nullptr ? private_bucket(layout.bucket_bytes) : nullptr),
-      alarm_(alarms(sockets)),
-      gate_(layout_, segment_.get()),
-      meeting_(layout_) {
-  links_.resize(layout_.size);
-  direct_links_.resize(layout_.size);
-  for (uint32_t member = 0; member < layout_.size; ++member) {
-    if (member == layout_.me) continue;
-    if (layout_.places[member] == layout_.my_place) {
-      if (segment_ == nullptr) throw Stop{RD_BAD_CALL, int(member)};
-      links_[member] = std::make_unique<Pipe>(layout_, segment_.get(), Traffic::kCollective, member);
-      direct_links_[member] = std::make_unique<Pipe>(layout_, segment_.get(), Traffic::kDirect, member);
+      private_bucket_(segment_ == nullptr ? make_private_bucket(topology_.bucket_bytes) : nullptr),
+      abort_signal_(take_abort_sockets(sockets)),
+      barrier_(topology_, segment_.get()),
+      matcher_(topology_) {
+  links_.resize(topology_.size);
+  point_to_point_links_.resize(topology_.size);
+  for (uint32_t member = 0; member < topology_.size; ++member) {
+    if (member == topology_.member_index) continue;
+    if (topology_.hosts[member] == topology_.my_host) {
+      if (segment_ == nullptr) throw CallError{RD_BAD_CALL, int(member)};
+      links_[member] = std::make_unique<SharedMemoryLink>(topology_, segment_.get(), LinkUse::kCollective, member);
+      point_to_point_links_[member] =
+          std::make_unique<SharedMemoryLink>(topology_, segment_.get(), LinkUse::kPointToPoint, member);
       continue;
     }
     if (member >= sockets.size() || sockets[member].empty() || sockets[member][0].get() < 0)
-      throw Stop{RD_BAD_CALL, int(member)};
-    links_[member] = std::make_unique<Tcp>(member, std::move(sockets[member]), &alarm_);
-    if (member < direct.size() && direct[member].get() >= 0) {
-      std::vector<Descriptor> one;
-      one.push_back(std::move(direct[member]));
-      direct_links_[member] = std::make_unique<Tcp>(member, std::move(one), &alarm_);
+      throw CallError{RD_BAD_CALL, int(member)};
+    links_[member] = std::make_unique<TcpLink>(member, std::move(sockets[member]), &abort_signal_);
+    if (member < point_to_point.size() && point_to_point[member].get() >= 0) {
+      std::vector<FileDescriptor> one;
+      one.push_back(std::move(point_to_point[member]));
+      point_to_point_links_[member] = std::make_unique<TcpLink>(member, std::move(one), &abort_signal_);
     }
   }
-  collectives_ = std::make_unique<Order>(*this, &Channel::collective);
+  collectives_ = std::make_unique<CallStream>(*this);
 }
 
 Channel::~Channel() {
   bool idle = collectives_->queue.idle();
-  for (auto& [key, order] : direct_orders_) idle = idle && order->queue.idle();
+  for (auto& [key, stream] : point_to_point_) idle = idle && stream->queue.idle();
   if (idle) {
-    if (segment_ != nullptr) segment_->depart(layout_.my_local);
-    alarm_.depart();
+    if (segment_ != nullptr) segment_->mark_left(topology_.local_index);
+    abort_signal_.announce_close();
   } else {
-    abort(Stop{RD_CLOSED, int(layout_.me)});
+    abort(CallError{RD_CLOSED, int(topology_.member_index)});
   }
   collectives_->queue.close();
-  for (auto& [key, order] : direct_orders_) order->queue.close();
+  for (auto& [key, stream] : point_to_point_) stream->queue.close();
 }
 
-Queue& Channel::queue_of(const Request& request) {
-  if (request.kind != RD_SEND && request.kind != RD_RECEIVE) return collectives_->queue;
-  std::lock_guard<std::mutex> lock(orders_mutex_);
-  auto& order = direct_orders_[{request.peer, request.kind == RD_SEND}];
-  if (order == nullptr) order = std::make_unique<Order>(*this, &Channel::direct_message);
-  return order->queue;
+CallQueue& Channel::queue_for(const Call& call) {
+  if (call.kind != RD_SEND && call.kind != RD_RECEIVE) return collectives_->queue;
+  std::lock_guard<std::mutex> lock(point_to_point_mutex_);
+  auto& stream = point_to_point_[{call.peer, call.kind == RD_SEND}];
+  if (stream == nullptr) stream = std::make_unique<CallStream>(*this);
+  return stream->queue;
 }
 
-void Channel::abort(const Stop& stop) {
-  // Others must not mistake "I closed" for their own closing.
-  Stop told = stop.status == RD_CLOSED ? Stop{RD_PEER_LOST, int(layout_.me)} : stop;
-  if (segment_ != nullptr) segment_->abort(told);
-  alarm_.raise(told);
+void Channel::abort(const CallError& error) {
+  // The other members' channels are not closed: for them this member is lost.
+  CallError sent = error.status == RD_CLOSED ? CallError{RD_PEER_LOST, int(topology_.member_index)} : error;
+  if (segment_ != nullptr) segment_->abort(sent);
+  abort_signal_.trigger(sent);
 }
 
 char* Channel::bucket() const {
-  if (layout_.bucket_bytes == 0) return nullptr;
-  return segment_ != nullptr ? segment_->bucket(layout_.my_local) : own_bucket_.get();
+  if (topology_.bucket_bytes == 0) return nullptr;
+  return segment_ != nullptr ? segment_->bucket(topology_.local_index) : private_bucket_.get();
 }
 
 std::shared_ptr<void> Channel::bucket_owner() const {
   if (segment_ != nullptr) return segment_;
-  return own_bucket_;
+  return private_bucket_;
 }
 
-// Runs one call and turns whatever ends it into its result. A failure that is not a plain mistake ends the channel.
-void Channel::execute(Request& request, Order& order, Work work) {
-  rd_result& result = request.result;
+// Runs one call and stores what became of it in its result. Every error but a mistake of the callers aborts the
+// channel.
+void Channel::execute(Call& call, CallStream& stream) {
+  rd_result& result = call.result;
   result.member = -1;
   result.start_ns = result.ready_ns = now_ns();
-  request.started_ns.store(result.start_ns);
+  call.started_ns.store(result.start_ns);
   try {
-    Waiter waiter(layout_, segment_.get(), &alarm_, request.deadline, &order.waiting_for);
-    Team team{layout_, segment_.get(), gate_, links_, waiter, order.flat, order.passing, slot_};
-    waiter.check();
-    (this->*work)(request, team);
+    CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, &stream.waiting_for);
+    Group group{topology_, segment_.get(), barrier_, links_, wait, stream.contiguous, stream.incoming, slots_used_};
+    wait.check();
+    locate_in_bucket(call);
+    if (call.kind == RD_SEND || call.kind == RD_RECEIVE) {
+      send_or_receive(call, group);
+    } else if (call.kind == RD_JOIN) {
+      run_join(call, group);
+    } else {
+      run_collective(call, group);
+    }
     result.status = RD_OK;
-  } catch (const Stop& stop) {
-    result.status = stop.status;
-    result.member = stop.member;
-    result.detail = stop.detail;
-    if (stop.status != RD_MISMATCH && stop.status != RD_BAD_CALL) abort(stop);
+  } catch (const CallError& error) {
+    result.status = error.status;
+    result.member = error.member;
+    result.detail = error.detail;
+    if (error.status != RD_MISMATCH && error.status != RD_BAD_CALL) abort(error);
   } catch (const std::bad_alloc&) {
     result.status = RD_SYSTEM;
     result.detail = ENOMEM;
-    abort(Stop{RD_PEER_LOST, int(layout_.me)});
+    abort(CallError{RD_PEER_LOST, int(topology_.member_index)});
   }
   result.end_ns = now_ns();
 }
 
-bool Channel::in_bucket(const Request& request, uint64_t* offset) const {
+void Channel::locate_in_bucket(Call& call) const {
   const char* start = bucket();
-  if (start == nullptr || request.parts.pieces().size() != 1) return false;
-  const rd_part& part = request.parts.pieces()[0];
-  const char* data = static_cast<const char*>(part.in);
-  if (part.in != part.out || data < start || data + request.parts.bytes() > start + layout_.bucket_bytes) return false;
-  *offset = uint64_t(data - start);
-  return true;
+  if (start == nullptr || call.spans.size() != 1) return;
+  const char* data = static_cast<const char*>(call.spans[0].input);
+  if (call.spans[0].output != data || data < start || data + call.spans.bytes() > start + topology_.bucket_bytes)
+    return;
+  call.in_bucket = true;
+  call.bucket_offset = uint64_t(data - start);
 }
 
-Header Channel::header_of(const Request& request, rd_algorithm algorithm) const {
-  Header header{};
-  header.signature = request.signature;
-  header.count = request.parts.count();
-  header.kind = request.kind;
-  header.dtype = request.dtype;
-  header.op = request.op;
-  header.algorithm = algorithm;
-  header.peer = request.peer;
-  header.prescale = request.prescale;
-  header.postscale = request.postscale;
-  header.in_bucket = in_bucket(request, &header.offset);
-  copy_text(header.text, request.text);
-  return header;
-}
-
-void Channel::require_agreement(Request& request, Verdict verdict) {
-  if (verdict != Verdict::kDiffer) return;
-  for (const Header& header : meeting_.headers()) {
-    rd_asked asked{header.signature, {}};
-    copy_text(asked.text, header.text);
-    request.asked.push_back(asked);
+void Channel::run_collective(Call& call, Group& group) {
+  rd_algorithm algorithm =
+      choose_algorithm(topology_, call.kind, call.reduce_params.op, call.spans.bytes(), call.algorithm);
+  CallHeader header = call.header(algorithm, ++sequence_);
+  if (algorithm == RD_DIRECT && segment_ != nullptr) direct_prepare(group, call);
+  const auto& headers = matcher_.match(group, header, call.pre_agreed);
+  call.result.ready_ns = now_ns();
+  call.result.algorithm = algorithm;
+  const CallHeader* requested;
+  if (match_headers(headers, &requested) == MatchResult::kMismatch) {
+    for (const CallHeader& shown : headers) {
+      rd_member_call& member_call = call.member_calls.emplace_back();
+      member_call.signature = shown.signature;
+      copy_description(member_call.description, shown.description);
+    }
+    throw CallError{RD_MISMATCH};
   }
-  throw Stop{RD_MISMATCH};
+  run_algorithm(algorithm, call, group);
 }
 
-void Channel::collective(Request& request, Team& team) {
-  if (request.kind == RD_JOIN) return join(request, team);
-  rd_algorithm algorithm = choose(layout_, request.kind, request.op, request.parts.bytes(), request.algorithm);
-  Header header = header_of(request, algorithm);
-  header.sequence = ++sequence_;
-  Arithmetic arithmetic{request.dtype, request.op, request.prescale, request.postscale, layout_.size};
-  Job job{request.kind,   arithmetic,     request.peer,  request.parts,
-          request.counts, request.splits, header.offset, header.in_bucket != 0};
-  bool direct = algorithm == RD_DIRECT && segment_ != nullptr;
-  if (direct) direct_prepare(team, job);
-  meeting_.meet(team, header, request.trusted);
-  request.result.ready_ns = now_ns();
-  request.result.algorithm = algorithm;
-  const Header* asked;
-  require_agreement(request, judge(meeting_.headers(), &asked));
-  run_algorithm(algorithm, job, team);
-}
-
-// The others may ask for any allreduce while I have joined: I learn at the meeting which, and give zeros. They read a
-// bucket or a slot as soon as I have arrived, so the zeros lie there before.
-void Channel::join(Request& request, Team& team) {
-  if (bucket() != nullptr) std::memset(bucket(), 0, layout_.bucket_bytes);
+// Takes part in the others' allreduces until every member has joined. A joined member learns from the headers which
+// allreduce it is. The others read its bucket or slot as soon as the headers match, so the zeros are written before.
+void Channel::run_join(Call& call, Group& group) {
+  if (bucket() != nullptr) std::memset(bucket(), 0, topology_.bucket_bytes);
   while (true) {
-    if (layout_.one_place() && segment_ != nullptr) direct_prepare_zeros(team);
-    Header header = header_of(request, RD_CHOOSE);
-    header.sequence = ++sequence_;
-    meeting_.meet(team, header, false);
-    const Header* asked;
-    Verdict verdict = judge(meeting_.headers(), &asked);
-    if (verdict == Verdict::kEveryoneJoined) return;
-    if (verdict == Verdict::kAgreed) take_part(Header(*asked), team);
-    // When the others disagree among themselves, or ask for what cannot be joined, that is their error: I go on.
+    if (topology_.single_host() && segment_ != nullptr) direct_prepare_zeros(group);
+    const auto& headers = matcher_.match(group, call.header(RD_AUTO, ++sequence_), false);
+    const CallHeader* requested;
+    MatchResult result = match_headers(headers, &requested);
+    if (result == MatchResult::kAllJoined) return;
+    if (result == MatchResult::kMatch) contribute_zeros(*requested, call.deadline, group);
+    // A mismatch among the others, or an operation that cannot be joined, is an error for them but not for this member.
   }
 }
 
-void Channel::take_part(const Header& asked, Team& team) {
-  if (asked.kind != RD_ALLREDUCE) return;
-  rd_dtype dtype = rd_dtype(asked.dtype);
-  uint64_t bytes = asked.count * element_bytes(dtype);
-  bool in_bucket = asked.in_bucket != 0;
+void Channel::contribute_zeros(const CallHeader& requested, const Deadline& deadline, Group& group) {
+  if (requested.kind != RD_ALLREDUCE) return;
+  bool in_bucket = requested.in_bucket != 0;
+  uint64_t bytes = requested.count * element_bytes(rd_dtype(requested.dtype));
   std::vector<char> own(in_bucket ? 0 : bytes);
-  char* zeros = in_bucket ? bucket() + asked.offset : own.data();
-  rd_part part{zeros, zeros, asked.count};
-  Arithmetic arithmetic{dtype, rd_op(asked.op), asked.prescale, asked.postscale, layout_.size};
-  Job job{RD_ALLREDUCE, arithmetic, asked.peer, Parts(&part, 1, element_bytes(dtype)), {}, {}, asked.offset, in_bucket};
-  run_algorithm(rd_algorithm(asked.algorithm), job, team);
-  if (in_bucket) std::memset(zeros, 0, bytes);
+  char* zeros = in_bucket ? bucket() + requested.bucket_offset : own.data();
+  rd_span span{zeros, zeros, requested.count};
+  rd_call params{};
+  params.kind = requested.kind;
+  params.dtype = requested.dtype;
+  params.op = requested.op;
+  params.prescale = requested.prescale;
+  params.postscale = requested.postscale;
+  params.spans = &span;
+  params.num_spans = 1;
+  Call call(params, topology_, deadline);
+  call.in_bucket = in_bucket;
+  call.bucket_offset = requested.bucket_offset;
+  run_algorithm(rd_algorithm(requested.algorithm), call, group);
+  if (in_bucket) std::memset(zeros, 0, bytes);  // the result is in the bucket now
 }
 
-void Channel::run_algorithm(rd_algorithm algorithm, const Job& job, Team& team) {
-  if (job.kind == RD_BARRIER) return;
-  if (layout_.size == 1) return alone(team, job);
-  bool adasum = job.arithmetic.op == RD_ADASUM;
-  switch (job.kind) {
+void Channel::run_algorithm(rd_algorithm algorithm, const Call& call, Group& group) {
+  if (call.kind == RD_BARRIER) return;
+  if (topology_.size == 1) return single_member(group, call);
+  switch (call.kind) {
     case RD_ALLREDUCE:
-      if (adasum) return adasum_allreduce(team, job);
-      if (algorithm == RD_DIRECT) return direct_allreduce(team, job);
-      if (algorithm == RD_DOUBLING) return doubling_allreduce(team, job);
-      if (algorithm == RD_TWO_LEVEL) return two_level_allreduce(team, job);
-      return ring_allreduce(team, job);
+      if (call.reduce_params.op == RD_ADASUM) return adasum_allreduce(group, call);
+      if (algorithm == RD_DIRECT) return direct_allreduce(group, call);
+      if (algorithm == RD_DOUBLING) return recursive_doubling_allreduce(group, call);
+      if (algorithm == RD_TWO_LEVEL) return two_level_allreduce(group, call);
+      return ring_allreduce(group, call);
     case RD_BROADCAST:
-      return algorithm == RD_DIRECT ? direct_broadcast(team, job) : tree_broadcast(team, job);
+      return algorithm == RD_DIRECT ? direct_broadcast(group, call) : binomial_tree_broadcast(group, call);
     case RD_ALLGATHER:
-      return algorithm == RD_DIRECT ? direct_allgather(team, job) : ring_allgather(team, job);
+      return algorithm == RD_DIRECT ? direct_allgather(group, call) : ring_allgather(group, call);
     case RD_REDUCE_SCATTER:
-      return algorithm == RD_DIRECT ? direct_reduce_scatter(team, job) : ring_reduce_scatter(team, job);
+      return algorithm == RD_DIRECT ? direct_reduce_scatter(group, call) : ring_reduce_scatter(group, call);
     default:
-      return pairwise_alltoall(team, job);
+      return pairwise_exchange_alltoall(group, call);
   }
 }
 
-// A message is its header, then its bytes. The receiver compares; the sender is done when its bytes are on their way.
-void Channel::direct_message(Request& request, Team& team) {
-  Link* link = direct_links_[uint32_t(request.peer)].get();
-  if (link == nullptr) throw Stop{RD_BAD_CALL, request.peer};
-  uint64_t bytes = request.parts.bytes();
-  const rd_part& part = request.parts.pieces()[0];
-  if (request.kind == RD_SEND) {
-    Header header = header_of(request, RD_CHOOSE);
-    exchange(team.waiter, link, &header, sizeof header, nullptr, nullptr, 0);
-    request.result.ready_ns = now_ns();
-    exchange(team.waiter, link, part.in, bytes, nullptr, nullptr, 0);
+// A message is a header followed by the data. The receiver compares the header with its own call; the sender has
+// finished when the data is on its way.
+void Channel::send_or_receive(Call& call, Group& group) {
+  uint32_t peer = uint32_t(call.peer);
+  Link* link = point_to_point_links_[peer].get();
+  if (link == nullptr) throw CallError{RD_BAD_CALL, call.peer};
+  uint64_t bytes = call.spans.bytes();
+  if (call.kind == RD_SEND) {
+    CallHeader header = call.header(RD_AUTO, 0);
+    send_receive(group.wait, link, &header, sizeof header, nullptr, nullptr, 0);
+    call.result.ready_ns = now_ns();
+    send_receive(group.wait, link, call.spans[0].input, bytes, nullptr, nullptr, 0);
     return;
   }
-  Header header{};
-  exchange(team.waiter, nullptr, nullptr, 0, link, &header, sizeof header);
-  request.result.ready_ns = now_ns();
-  uint64_t coming = header.count * element_bytes(rd_dtype(header.dtype));
-  if (header.signature == request.signature && coming == bytes) {
-    return exchange(team.waiter, nullptr, nullptr, 0, link, part.out, bytes);
+  CallHeader header{};
+  send_receive(group.wait, nullptr, nullptr, 0, link, &header, sizeof header);
+  call.result.ready_ns = now_ns();
+  uint64_t sent_bytes = header.count * element_bytes(rd_dtype(header.dtype));
+  if (header.signature == call.signature && sent_bytes == bytes) {
+    return send_receive(group.wait, nullptr, nullptr, 0, link, call.spans[0].output, bytes);
   }
-  for (uint64_t left = coming;
-       left > 0;) {  // what was sent must leave the stream, or the next message would start in it
-    uint64_t piece = std::min<uint64_t>(left, 1 << 20);
-    exchange(team.waiter, nullptr, nullptr, 0, link, team.passing.room(1 << 20), piece);
-    left -= piece;
+  // The data must be read nevertheless, or the next message would begin in the middle of it.
+  constexpr uint64_t kDiscardBytes = 1 << 20;
+  for (uint64_t remaining = sent_bytes; remaining > 0;) {
+    uint64_t length = std::min(remaining, kDiscardBytes);
+    send_receive(group.wait, nullptr, nullptr, 0, link, group.incoming.get(kDiscardBytes), length);
+    remaining -= length;
   }
-  request.asked.resize(layout_.size);
-  request.asked[uint32_t(request.peer)].signature = header.signature;
-  copy_text(request.asked[uint32_t(request.peer)].text, header.text);
-  request.asked[layout_.me].signature = request.signature;
-  copy_text(request.asked[layout_.me].text, request.text);
-  throw Stop{RD_MISMATCH, request.peer};
+  call.member_calls.resize(topology_.size);
+  call.member_calls[peer].signature = header.signature;
+  copy_description(call.member_calls[peer].description, header.description);
+  call.member_calls[topology_.member_index].signature = call.signature;
+  copy_description(call.member_calls[topology_.member_index].description, call.description);
+  throw CallError{RD_MISMATCH, call.peer};
 }
 
-void Channel::look(rd_status_now* now, uint32_t* missing) {
-  *now = {};
-  now->calls = sequence_.load();
-  Order* busy = collectives_.get();
-  std::shared_ptr<Request> request = busy->queue.current();
-  std::lock_guard<std::mutex> lock(orders_mutex_);
-  for (auto& [key, order] : direct_orders_) {
-    if (request != nullptr) break;
-    request = order->queue.current();
-    busy = order.get();
+void Channel::get_current_call(rd_current_call* current, uint32_t* missing) {
+  *current = {};
+  current->sequence = sequence_.load();
+  CallStream* running = collectives_.get();
+  std::shared_ptr<Call> call = running->queue.current();
+  std::lock_guard<std::mutex> lock(point_to_point_mutex_);
+  for (auto& [key, stream] : point_to_point_) {
+    if (call != nullptr) break;
+    call = stream->queue.current();
+    running = stream.get();
   }
-  if (request == nullptr) return;
-  now->since_ns = request->started_ns.load();
-  now->kind = request->kind;
-  copy_text(now->text, request->text);
-  std::vector<uint32_t> late;
-  if (busy == collectives_.get()) late = gate_.missing();
-  int32_t waiting_for = busy->waiting_for.load();
-  if (late.empty() && waiting_for >= 0) late.push_back(uint32_t(waiting_for));
-  std::copy(late.begin(), late.end(), missing);
-  now->num_missing = int32_t(late.size());
+  if (call == nullptr) return;
+  current->start_ns = call->started_ns.load();
+  current->kind = call->kind;
+  copy_description(current->description, call->description);
+  std::vector<uint32_t> members;
+  if (running == collectives_.get()) members = barrier_.missing();
+  int32_t waiting_for = running->waiting_for.load();
+  if (members.empty() && waiting_for >= 0) members.push_back(uint32_t(waiting_for));
+  std::copy(members.begin(), members.end(), missing);
+  current->num_missing = int32_t(members.size());
 }
 
 }  // namespace ronde

@@ -1,4 +1,5 @@
-// A channel: one total order of collectives among its members, plus an order of its own for each pair's sends.
+// A channel: one total order of collectives among its members. Send and receive have an order of their own for each
+// peer and direction.
 #pragma once
 
 #include <atomic>
@@ -6,62 +7,58 @@
 #include <memory>
 #include <vector>
 
-#include "link/alarm.h"
-#include "meeting.h"
-#include "queue.h"
-#include "team.h"
+#include "call_matching.h"
+#include "call_queue.h"
+#include "group.h"
+#include "link/abort.h"
 
 namespace ronde {
 
 class Channel {
  public:
-  // `sockets[member]` are the connections to a member at another place: the first is the alarm, the rest carry data.
-  // `direct[member]` is the one for send and receive. Throws Stop.
-  Channel(const rd_layout& layout, std::shared_ptr<Segment> segment, std::vector<std::vector<Descriptor>> sockets,
-          std::vector<Descriptor> direct);
+  // `sockets[member]` are the connections to a member on another host: the first one for aborts, the rest for data.
+  // `point_to_point[member]` is the connection for send and receive. Throws CallError.
+  Channel(Topology topology, std::shared_ptr<SharedSegment> segment, std::vector<std::vector<FileDescriptor>> sockets,
+          std::vector<FileDescriptor> point_to_point);
+  // Leaves in good order when no call is queued or running; otherwise aborts the channel.
   ~Channel();
 
-  const Layout& layout() const { return layout_; }
-  Queue& queue_of(const Request& request);
-  void abort(const Stop& stop);
-  char* bucket() const;                        // mine; null without one
-  std::shared_ptr<void> bucket_owner() const;  // keeps it in memory
-  void look(rd_status_now* now, uint32_t* missing);
+  const Topology& topology() const { return topology_; }
+  CallQueue& queue_for(const Call& call);
+  void abort(const CallError& error);
+  char* bucket() const;                        // of this member; null when bucket_bytes is 0
+  std::shared_ptr<void> bucket_owner() const;  // keeps the bucket's memory mapped
+  void get_current_call(rd_current_call* current, uint32_t* missing);
 
  private:
-  using Work = void (Channel::*)(Request&, Team&);
-
-  // One order of calls: what it needs while one of them runs.
-  struct Order {
-    Order(Channel& channel, Work work)
-        : queue([this, &channel, work](Request& request) { channel.execute(request, *this, work); }) {}
-    Scratch flat, passing;
-    std::atomic<int32_t> waiting_for{-1};
-    Queue queue;  // last, because its thread uses the others
+  // One order of calls with what its running call needs.
+  struct CallStream {
+    explicit CallStream(Channel& channel) : queue([this, &channel](Call& call) { channel.execute(call, *this); }) {}
+    ScratchBuffer contiguous, incoming;
+    std::atomic<int32_t> waiting_for{-1};  // the member that the running call waits for
+    CallQueue queue;                       // the last member, because its thread uses the others
   };
 
-  void execute(Request& request, Order& order, Work work);
-  void collective(Request& request, Team& team);
-  void join(Request& request, Team& team);
-  void take_part(const Header& asked, Team& team);
-  void direct_message(Request& request, Team& team);
-  void run_algorithm(rd_algorithm algorithm, const Job& job, Team& team);
-  Header header_of(const Request& request, rd_algorithm algorithm) const;
-  bool in_bucket(const Request& request, uint64_t* offset) const;
-  void require_agreement(Request& request, Verdict verdict);
+  void execute(Call& call, CallStream& stream);
+  void run_collective(Call& call, Group& group);
+  void run_join(Call& call, Group& group);
+  void contribute_zeros(const CallHeader& requested, const Deadline& deadline, Group& group);
+  void send_or_receive(Call& call, Group& group);
+  void run_algorithm(rd_algorithm algorithm, const Call& call, Group& group);
+  void locate_in_bucket(Call& call) const;
 
-  const Layout layout_;
-  const std::shared_ptr<Segment> segment_;
-  const std::shared_ptr<char[]> own_bucket_;  // of a member that shares memory with nobody
-  Alarm alarm_;
-  Gate gate_;
-  Meeting meeting_;
-  std::vector<std::unique_ptr<Link>> links_, direct_links_;
-  uint32_t slot_ = 0;
-  std::atomic<uint64_t> sequence_{0};  // only the thread that runs a collective counts it up
-  std::unique_ptr<Order> collectives_;
-  std::mutex orders_mutex_;                                               // guards direct_orders_
-  std::map<std::pair<int, bool>, std::unique_ptr<Order>> direct_orders_;  // by (member, sending)
+  const Topology topology_;
+  const std::shared_ptr<SharedSegment> segment_;
+  const std::shared_ptr<char[]> private_bucket_;  // of a member that shares memory with no other
+  AbortSignal abort_signal_;
+  HostBarrier barrier_;
+  CallMatcher matcher_;
+  std::vector<std::unique_ptr<Link>> links_, point_to_point_links_;  // per member
+  uint32_t slots_used_ = 0;
+  std::atomic<uint64_t> sequence_{0};  // written only by the thread that runs a collective
+  std::unique_ptr<CallStream> collectives_;
+  std::mutex point_to_point_mutex_;                                             // guards point_to_point_
+  std::map<std::pair<int, bool>, std::unique_ptr<CallStream>> point_to_point_;  // by (peer, is it a send)
 };
 
 }  // namespace ronde

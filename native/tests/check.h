@@ -1,9 +1,9 @@
-// A small test harness: one test program includes this in its one file and gets main().
+// A small test harness. A test program is one file that includes this header, which defines main().
 //
 //   TEST(a_sum_wraps) { CHECK_EQ(sum(200, 100), 44); }
 //
-// The program runs all tests, or those whose name contains its argument. Checks may come from several threads;
-// a failed one prints where and what, and the test goes on.
+// The program runs all tests, or those whose name contains its argument. Checks may be made from several threads. A
+// failed check prints where it is and what failed, and the test goes on.
 #pragma once
 
 #include <atomic>
@@ -35,7 +35,7 @@ struct Register {
   Register(const char* name, void (*run)()) { tests().push_back({name, run}); }
 };
 
-// Counts a failure; prints it unless the same test has already filled the screen.
+// Counts a failure, and prints it unless the same test has printed many already.
 inline void fail(const char* file, int line, const std::string& what) {
   constexpr int kMostPrinted = 20;
   const int count = ++failures();
@@ -63,7 +63,7 @@ void equal(const char* file, int line, const char* text, const A& a, const B& b)
   if (!(a == b)) fail(file, line, std::string(text) + ": " + show(a) + " != " + show(b));
 }
 
-// Whether the test passed.
+// Runs one test and returns whether it passed.
 inline bool run(const Test& test) {
   failures() = 0;
   try {

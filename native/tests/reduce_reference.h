@@ -1,7 +1,8 @@
-// What the reduce kernels must compute, one element at a time and with no thought for speed, and data to do it with.
-// Used by test_reduce.cc.
+// What the reduce kernels must compute, one element at a time and without regard to speed, and the data for
+// test_reduce.cc.
 //
-// A float of any format is a double here, an integer an __int128; formats are described, not converted bit by bit.
+// A float of any format is a double here, an integer an __int128. Formats are described by their bits, so nothing is
+// shared with the conversions of the kernels.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +19,8 @@
 
 namespace reference {
 
-using ronde::Arithmetic;
 using ronde::element_bytes;
+using ronde::ReduceParams;
 using Bytes = std::vector<char>;
 
 constexpr double kNan = std::numeric_limits<double>::quiet_NaN();
@@ -50,7 +51,7 @@ inline double decode(rd_dtype dtype, uint64_t bits) {
   return sign * std::ldexp(whole, exponent - 1 + f.least_exponent - f.fraction_bits);
 }
 
-// To the nearest value that the format has, ties to even.
+// Rounds to the nearest value of the format, ties to even.
 inline double round_to(rd_dtype dtype, double x) {
   if (!std::isfinite(x) || x == 0 || dtype == RD_FLOAT64) return x;
   const Format f = format_of(dtype);
@@ -77,7 +78,7 @@ inline IntegerRange range_of(rd_dtype dtype) {
   return {static_cast<int>(8 * element_bytes(dtype)), (dtype & 1) == 1 && dtype < RD_FLOAT16};
 }
 
-// An element: `real` for floats, `whole` for the rest.
+// An element: `real` holds a float, `whole` any other dtype.
 struct Value {
   double real = 0;
   __int128 whole = 0;
@@ -124,22 +125,23 @@ inline Value scaled(rd_dtype dtype, Value x, double factor) {
   return {0, std::min(std::max(static_cast<__int128>(product), range.low()), range.high())};
 }
 
-inline Value finished(const Arithmetic& a, Value x) {
-  if (a.op != RD_MEAN) return scaled(a.dtype, x, a.postscale);
-  if (is_float(a.dtype)) return scaled(a.dtype, x, a.postscale / static_cast<double>(a.divisor));
-  return scaled(a.dtype, {0, x.whole / static_cast<__int128>(a.divisor)}, a.postscale);
+inline Value finished(const ReduceParams& params, Value x) {
+  if (params.op != RD_MEAN) return scaled(params.dtype, x, params.postscale);
+  if (is_float(params.dtype)) return scaled(params.dtype, x, params.postscale / static_cast<double>(params.divisor));
+  return scaled(params.dtype, {0, x.whole / static_cast<__int128>(params.divisor)}, params.postscale);
 }
 
-inline Value expected(const Arithmetic& a, const std::vector<const char*>& ins, size_t i) {
-  Value result = scaled(a.dtype, read(a.dtype, ins[0], i), a.prescale);
+inline Value expected(const ReduceParams& params, const std::vector<const char*>& ins, size_t i) {
+  Value result = scaled(params.dtype, read(params.dtype, ins[0], i), params.prescale);
   for (size_t j = 1; j < ins.size(); ++j) {
-    result = fold(a.dtype, a.op, result, scaled(a.dtype, read(a.dtype, ins[j], i), a.prescale));
+    result =
+        fold(params.dtype, params.op, result, scaled(params.dtype, read(params.dtype, ins[j], i), params.prescale));
   }
-  result = finished(a, result);
-  return {round_to(a.dtype, result.real), result.whole};
+  result = finished(params, result);
+  return {round_to(params.dtype, result.real), result.whole};
 }
 
-// Equal to the bit, but all NaNs are one.
+// Returns whether two values are equal to the bit; all NaNs count as equal.
 inline bool same(Value x, Value y) {
   if (std::isnan(x.real) || std::isnan(y.real)) return std::isnan(x.real) && std::isnan(y.real);
   return x.real == y.real && std::signbit(x.real) == std::signbit(y.real) && x.whole == y.whole;
@@ -147,7 +149,7 @@ inline bool same(Value x, Value y) {
 
 // ---- The matrix --------------------------------------------------------------------------------------------------
 
-// The CPU levels this machine can run; leaves the last in use.
+// Returns the CPU levels that this machine can run; the last one stays in use.
 inline std::vector<std::string> levels() {
   std::vector<std::string> found;
   for (const char* name : {"portable", "avx2", "avx512"}) {
@@ -164,7 +166,8 @@ inline std::vector<rd_dtype> dtypes() {
 
 // ---- Data ------------------------------------------------------------------------------------------------------
 
-// Every third element is any bit pattern (for floats: NaN, infinity, subnormal, huge), the others are moderate.
+// Returns random elements. Every third one is any bit pattern (for floats: NaN, infinity, subnormal, huge); the others
+// are moderate.
 inline Bytes data(rd_dtype dtype, size_t count, unsigned seed) {
   std::mt19937_64 random(seed);
   const size_t bytes = element_bytes(dtype);
@@ -188,7 +191,7 @@ inline Bytes data(rd_dtype dtype, size_t count, unsigned seed) {
   return made;
 }
 
-// Numbers with which a sum of squares stays a number.
+// Returns random elements whose sum of squares is finite.
 inline Bytes moderate(rd_dtype dtype, size_t count, unsigned seed) {
   Bytes made = data(dtype, count, seed);
   const size_t bytes = element_bytes(dtype);

@@ -3,29 +3,29 @@
 #include <random>
 
 #include "check.h"
-#include "numbers.h"
-#include "ranks.h"
+#include "small_integers.h"
+#include "thread_ranks.h"
 
-using namespace ranks;
+using namespace thread_ranks;
 
 namespace {
 
-struct Case {
+struct HostCase {
   const char* name;
-  std::vector<uint32_t> places;
-  std::vector<rd_algorithm> allreduce;  // which algorithms can run there
+  std::vector<uint32_t> hosts;
+  std::vector<rd_algorithm> allreduce;  // the algorithms that can run on these hosts
 };
 
-const std::vector<Case>& cases() {
-  static const std::vector<Case> all = {
-      {"alone", {0}, {RD_CHOOSE}},
+const std::vector<HostCase>& cases() {
+  static const std::vector<HostCase> all = {
+      {"one member", {0}, {RD_AUTO}},
       {"one host, 2", {0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING}},
       {"one host, 3", {0, 0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING}},
       {"one host, 5", {0, 0, 0, 0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING}},
-      {"two hosts, 1 + 1", {0, 1}, {RD_CHOOSE, RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
+      {"two hosts, 1 + 1", {0, 1}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
       {"three hosts, 1 each", {0, 1, 2}, {RD_RING, RD_DOUBLING}},
-      {"two hosts, 2 + 2", {0, 0, 1, 1}, {RD_CHOOSE, RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
-      {"two hosts, taking turns", {0, 1, 0, 1}, {RD_RING, RD_TWO_LEVEL}},
+      {"two hosts, 2 + 2", {0, 0, 1, 1}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
+      {"two hosts, alternating", {0, 1, 0, 1}, {RD_RING, RD_TWO_LEVEL}},
       {"three hosts, 2 + 1 + 2", {0, 0, 1, 2, 2}, {RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
   };
   return all;
@@ -35,23 +35,24 @@ const uint64_t kSizes[] = {0, 1, 2, 37, 1000, 4099, 70001};
 
 void check_allreduce(Channel& channel, uint32_t rank, rd_algorithm algorithm, rd_dtype dtype, rd_op op, uint64_t count,
                      bool in_place) {
-  uint32_t size = channel.layout().size;
-  auto in = numbers::array(dtype, count, [&](uint64_t i) { return numbers::given(op, size, rank, i); });
-  auto want = numbers::array(dtype, count, [&](uint64_t i) { return numbers::expected(dtype, op, size, i); });
+  uint32_t size = channel.topology().size;
+  auto in = small_integers::array(dtype, count, [&](uint64_t i) { return small_integers::input(op, size, rank, i); });
+  auto want =
+      small_integers::array(dtype, count, [&](uint64_t i) { return small_integers::expected(dtype, op, size, i); });
   std::vector<char> out(in.size() + 1);
   void* target = in_place ? in.data() : out.data();
-  rd_part part{in.data(), target, count};
-  rd_call c = call(RD_ALLREDUCE, dtype, op);
+  rd_span span{in.data(), target, count};
+  rd_call c = make_call(RD_ALLREDUCE, dtype, op);
   c.algorithm = algorithm;
-  c.parts = &part;
-  c.num_parts = 1;
+  c.spans = &span;
+  c.num_spans = 1;
   CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
   CHECK(count == 0 || std::memcmp(target, want.data(), want.size()) == 0);
 }
 
 bool defined(rd_dtype dtype, rd_op op) { return op != RD_ADASUM && !(dtype == RD_BOOL && op == RD_MEAN); }
 
-// The random numbers of a rank: the same every time.
+// Returns the random numbers of a rank, the same every time.
 std::vector<float> noise(uint32_t rank, uint64_t count) {
   std::mt19937 random(rank + 1);
   std::normal_distribution<float> normal(0, 1000);
@@ -63,8 +64,8 @@ std::vector<float> noise(uint32_t rank, uint64_t count) {
 }  // namespace
 
 TEST(allreduce_of_every_dtype_and_operation) {
-  for (const Case& one : cases()) {
-    Ranks all({one.places});
+  for (const HostCase& one : cases()) {
+    ThreadRanks all({one.hosts});
     all.run([&](uint32_t rank, Channel& channel) {
       for (rd_algorithm algorithm : one.allreduce)
         for (int dtype = 0; dtype < RD_NUM_DTYPES; ++dtype)
@@ -76,8 +77,8 @@ TEST(allreduce_of_every_dtype_and_operation) {
 }
 
 TEST(allreduce_of_every_size) {
-  for (const Case& one : cases()) {
-    Ranks all({one.places});
+  for (const HostCase& one : cases()) {
+    ThreadRanks all({one.hosts});
     all.run([&](uint32_t rank, Channel& channel) {
       for (rd_algorithm algorithm : one.allreduce)
         for (uint64_t count : kSizes)
@@ -88,22 +89,22 @@ TEST(allreduce_of_every_size) {
   }
 }
 
-TEST(allreduce_of_several_parts_is_that_of_each) {
+TEST(allreduce_of_several_spans_is_that_of_each) {
   const uint64_t counts[] = {3, 0, 5000, 1, 17, 20000};
-  for (const Case& one : cases()) {
-    Ranks all({one.places});
+  for (const HostCase& one : cases()) {
+    ThreadRanks all({one.hosts});
     all.run([&](uint32_t rank, Channel& channel) {
       for (rd_algorithm algorithm : one.allreduce) {
         std::vector<std::vector<float>> arrays;
-        std::vector<rd_part> parts;
+        std::vector<rd_span> spans;
         for (uint64_t count : counts) {
           arrays.emplace_back(count, float(rank + 1));
-          parts.push_back({arrays.back().data(), arrays.back().data(), count});
+          spans.push_back({arrays.back().data(), arrays.back().data(), count});
         }
-        rd_call c = call(RD_ALLREDUCE);
+        rd_call c = make_call(RD_ALLREDUCE);
         c.algorithm = algorithm;
-        c.parts = parts.data();
-        c.num_parts = parts.size();
+        c.spans = spans.data();
+        c.num_spans = spans.size();
         CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
         float want = float(all.size() * (all.size() + 1) / 2);
         for (const auto& array : arrays)
@@ -114,16 +115,16 @@ TEST(allreduce_of_several_parts_is_that_of_each) {
 }
 
 TEST(allreduce_scales_before_and_after) {
-  for (const Case& one : cases()) {
-    Ranks all({one.places});
+  for (const HostCase& one : cases()) {
+    ThreadRanks all({one.hosts});
     all.run([&](uint32_t rank, Channel& channel) {
       for (rd_algorithm algorithm : one.allreduce) {
         std::vector<double> array(5003, rank + 1.0);
-        rd_part part{array.data(), array.data(), array.size()};
-        rd_call c = call(RD_ALLREDUCE, RD_FLOAT64, RD_SUM);
+        rd_span span{array.data(), array.data(), array.size()};
+        rd_call c = make_call(RD_ALLREDUCE, RD_FLOAT64, RD_SUM);
         c.algorithm = algorithm;
-        c.parts = &part;
-        c.num_parts = 1;
+        c.spans = &span;
+        c.num_spans = 1;
         c.prescale = 0.5;
         c.postscale = 8;
         CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
@@ -135,23 +136,23 @@ TEST(allreduce_scales_before_and_after) {
 }
 
 TEST(results_are_the_same_bits_on_every_rank_and_in_every_run) {
-  for (const Case& one : cases()) {
+  for (const HostCase& one : cases()) {
     for (rd_algorithm algorithm : one.allreduce) {
       for (uint64_t count : {uint64_t(501), uint64_t(30011)}) {
         std::vector<std::vector<float>> first;
-        for (int round = 0; round < 2; ++round) {
-          Ranks all({one.places});
+        for (int repeat = 0; repeat < 2; ++repeat) {
+          ThreadRanks all({one.hosts});
           std::vector<std::vector<float>> results(all.size());
           all.run([&](uint32_t rank, Channel& channel) {
             std::vector<float>& array = results[rank] = noise(rank, count);
-            rd_part part{array.data(), array.data(), count};
-            rd_call c = call(RD_ALLREDUCE);
+            rd_span span{array.data(), array.data(), count};
+            rd_call c = make_call(RD_ALLREDUCE);
             c.algorithm = algorithm;
-            c.parts = &part;
-            c.num_parts = 1;
+            c.spans = &span;
+            c.num_spans = 1;
             CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
           });
-          if (round == 0) first = results;
+          if (repeat == 0) first = results;
           for (const auto& result : results) CHECK(std::memcmp(result.data(), first[0].data(), count * 4) == 0);
         }
       }
@@ -159,21 +160,21 @@ TEST(results_are_the_same_bits_on_every_rank_and_in_every_run) {
   }
 }
 
-TEST(buckets_are_reduced_where_they_lie) {
-  for (const Case& one : cases()) {
-    Setup setup{one.places};
+TEST(buckets_are_reduced_in_place) {
+  for (const HostCase& one : cases()) {
+    GroupSetup setup{one.hosts};
     setup.bucket_bytes = 400000;
-    Ranks all(setup);
+    ThreadRanks all(setup);
     all.run([&](uint32_t rank, Channel& channel) {
       float* bucket = reinterpret_cast<float*>(channel.bucket());
       for (uint64_t offset : {0, 16, 1000})
         for (uint64_t count : {1, 37, 90001}) {
           for (uint64_t i = 0; i < count; ++i) bucket[offset + i] = float((rank + 1) * (i % 5));
-          rd_part part{bucket + offset, bucket + offset, count};
-          rd_call c = call(RD_ALLREDUCE, RD_FLOAT32, RD_MEAN);
-          c.parts = &part;
-          c.num_parts = 1;
-          c.flags = RD_TRUSTED;
+          rd_span span{bucket + offset, bucket + offset, count};
+          rd_call c = make_call(RD_ALLREDUCE, RD_FLOAT32, RD_MEAN);
+          c.spans = &span;
+          c.num_spans = 1;
+          c.flags = RD_PRE_AGREED;
           CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
           float mean = float(all.size() + 1) / 2;
           for (uint64_t i = 0; i < count; ++i) CHECK_EQ(bucket[offset + i], mean * float(i % 5));
@@ -182,23 +183,44 @@ TEST(buckets_are_reduced_where_they_lie) {
   }
 }
 
-TEST(broadcast_from_every_root) {
-  for (const Case& one : cases()) {
-    Ranks all({one.places});
+TEST(an_operation_other_than_allreduce_works_in_a_bucket_too) {
+  for (const HostCase& one : cases()) {
+    GroupSetup setup{one.hosts};
+    setup.bucket_bytes = 100000;
+    ThreadRanks all(setup);
     all.run([&](uint32_t rank, Channel& channel) {
-      std::vector<rd_algorithm> algorithms = {RD_CHOOSE};
+      int32_t* bucket = reinterpret_cast<int32_t*>(channel.bucket());
+      for (uint64_t count : {1, 20000}) {
+        std::fill(bucket, bucket + count, int32_t(rank) + 1);
+        rd_span span{bucket, bucket, count};
+        rd_call c = make_call(RD_BROADCAST, RD_INT32);
+        c.peer = 0;
+        c.spans = &span;
+        c.num_spans = 1;
+        CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
+        for (uint64_t i = 0; i < count; ++i) CHECK_EQ(bucket[i], 1);
+      }
+    });
+  }
+}
+
+TEST(broadcast_from_every_root) {
+  for (const HostCase& one : cases()) {
+    ThreadRanks all({one.hosts});
+    all.run([&](uint32_t rank, Channel& channel) {
+      std::vector<rd_algorithm> algorithms = {RD_AUTO};
       if (all.size() > 1) algorithms.push_back(RD_TREE);
       for (rd_algorithm algorithm : algorithms)
         for (uint32_t root = 0; root < all.size(); ++root)
           for (uint64_t count : kSizes) {
             std::vector<int32_t> in(count, rank == root ? 7 + int(root) : -1), out(count, -2);
-            std::vector<rd_part> parts = {{in.data(), out.data(), count / 3},
+            std::vector<rd_span> spans = {{in.data(), out.data(), count / 3},
                                           {in.data() + count / 3, out.data() + count / 3, count - count / 3}};
-            rd_call c = call(RD_BROADCAST, RD_INT32);
+            rd_call c = make_call(RD_BROADCAST, RD_INT32);
             c.algorithm = algorithm;
             c.peer = int(root);
-            c.parts = parts.data();
-            c.num_parts = 2;
+            c.spans = spans.data();
+            c.num_spans = 2;
             CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
             for (int32_t value : out) CHECK_EQ(value, 7 + int(root));
           }
@@ -207,10 +229,10 @@ TEST(broadcast_from_every_root) {
 }
 
 TEST(allgather_of_different_lengths) {
-  for (const Case& one : cases()) {
-    Ranks all({one.places});
+  for (const HostCase& one : cases()) {
+    ThreadRanks all({one.hosts});
     all.run([&](uint32_t rank, Channel& channel) {
-      std::vector<rd_algorithm> algorithms = {RD_CHOOSE};
+      std::vector<rd_algorithm> algorithms = {RD_AUTO};
       if (all.size() > 1) algorithms.push_back(RD_RING);
       for (rd_algorithm algorithm : algorithms)
         for (uint64_t base : {0, 1, 700, 5000}) {
@@ -221,11 +243,11 @@ TEST(allgather_of_different_lengths) {
             want.insert(want.end(), counts.back(), int64_t(other) + 100);
           }
           std::vector<int64_t> in(counts[rank], int64_t(rank) + 100), out(want.size(), -1);
-          rd_part part{in.data(), out.data(), in.size()};
-          rd_call c = call(RD_ALLGATHER, RD_INT64);
+          rd_span span{in.data(), out.data(), in.size()};
+          rd_call c = make_call(RD_ALLGATHER, RD_INT64);
           c.algorithm = algorithm;
-          c.parts = &part;
-          c.num_parts = 1;
+          c.spans = &span;
+          c.num_spans = 1;
           c.counts = counts.data();
           CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
           CHECK(out == want);
@@ -235,10 +257,10 @@ TEST(allgather_of_different_lengths) {
 }
 
 TEST(reduce_scatter_with_remainders) {
-  for (const Case& one : cases()) {
-    Ranks all({one.places});
+  for (const HostCase& one : cases()) {
+    ThreadRanks all({one.hosts});
     all.run([&](uint32_t rank, Channel& channel) {
-      std::vector<rd_algorithm> algorithms = {RD_CHOOSE};
+      std::vector<rd_algorithm> algorithms = {RD_AUTO};
       if (all.size() > 1) algorithms.push_back(RD_RING);
       for (rd_algorithm algorithm : algorithms)
         for (uint64_t total : {0, 1, 7, 2003, 30001}) {
@@ -250,11 +272,11 @@ TEST(reduce_scatter_with_remainders) {
           }
           std::vector<float> in(total), out(counts[rank]);
           for (uint64_t i = 0; i < total; ++i) in[i] = float((rank + 1) * (i % 11));
-          rd_part part{in.data(), out.data(), total};
-          rd_call c = call(RD_REDUCE_SCATTER, RD_FLOAT32, RD_MEAN);
+          rd_span span{in.data(), out.data(), total};
+          rd_call c = make_call(RD_REDUCE_SCATTER, RD_FLOAT32, RD_MEAN);
           c.algorithm = algorithm;
-          c.parts = &part;
-          c.num_parts = 1;
+          c.spans = &span;
+          c.num_spans = 1;
           c.counts = counts.data();
           CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
           for (uint64_t i = 0; i < out.size(); ++i)
@@ -265,8 +287,8 @@ TEST(reduce_scatter_with_remainders) {
 }
 
 TEST(alltoall_with_uneven_splits) {
-  for (const Case& one : cases()) {
-    Ranks all({one.places});
+  for (const HostCase& one : cases()) {
+    ThreadRanks all({one.hosts});
     all.run([&](uint32_t rank, Channel& channel) {
       for (uint64_t base : {0, 1, 900, 40000}) {
         auto gives = [&](uint32_t from, uint32_t to) { return base * ((from + 2 * to) % 3); };
@@ -279,10 +301,10 @@ TEST(alltoall_with_uneven_splits) {
           want.insert(want.end(), counts.back(), int32_t(other * 100 + rank));
         }
         std::vector<int32_t> out(want.size(), -1);
-        rd_part part{in.data(), out.data(), in.size()};
-        rd_call c = call(RD_ALLTOALL, RD_INT32);
-        c.parts = &part;
-        c.num_parts = 1;
+        rd_span span{in.data(), out.data(), in.size()};
+        rd_call c = make_call(RD_ALLTOALL, RD_INT32);
+        c.spans = &span;
+        c.num_spans = 1;
         c.splits = splits.data();
         c.counts = counts.data();
         CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
@@ -293,16 +315,16 @@ TEST(alltoall_with_uneven_splits) {
 }
 
 TEST(adasum_of_equal_vectors_is_the_vector_and_of_orthogonal_ones_the_sum) {
-  for (const Case& one : cases()) {
-    Ranks all({one.places});
+  for (const HostCase& one : cases()) {
+    ThreadRanks all({one.hosts});
     all.run([&](uint32_t rank, Channel& channel) {
       uint32_t size = all.size();
       std::vector<float> equal(1001, 3), own(size * 10, 0);
       for (uint32_t i = 0; i < 10; ++i) own[rank * 10 + i] = float(rank + 1);
-      std::vector<rd_part> parts = {{equal.data(), equal.data(), equal.size()}, {own.data(), own.data(), own.size()}};
-      rd_call c = call(RD_ALLREDUCE, RD_FLOAT32, RD_ADASUM);
-      c.parts = parts.data();
-      c.num_parts = 2;
+      std::vector<rd_span> spans = {{equal.data(), equal.data(), equal.size()}, {own.data(), own.data(), own.size()}};
+      rd_call c = make_call(RD_ALLREDUCE, RD_FLOAT32, RD_ADASUM);
+      c.spans = spans.data();
+      c.num_spans = 2;
       CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
       for (float value : equal) CHECK_EQ(value, 3.0f);
       for (uint32_t i = 0; i < own.size(); ++i) CHECK_EQ(own[i], float(i / 10 + 1));
@@ -311,26 +333,26 @@ TEST(adasum_of_equal_vectors_is_the_vector_and_of_orthogonal_ones_the_sum) {
 }
 
 TEST(send_and_receive_do_not_wait_for_collectives) {
-  for (const Case& one : cases()) {
-    Ranks all({one.places});
+  for (const HostCase& one : cases()) {
+    ThreadRanks all({one.hosts});
     all.run([&](uint32_t rank, Channel& channel) {
       uint32_t size = all.size();
       if (size == 1) return;
       uint32_t next = (rank + 1) % size, before = (rank + size - 1) % size;
-      for (uint64_t count : {0, 1, 1000, 300000}) {  // the last does not fit into any buffer on the way
+      for (uint64_t count : {0, 1, 1000, 300000}) {  // the last is larger than any buffer on the way
         std::vector<int32_t> out(count, int32_t(rank)), in(count, -1);
-        rd_part give{out.data(), nullptr, count}, take{nullptr, in.data(), count};
-        rd_call send = call(RD_SEND, RD_INT32), receive = call(RD_RECEIVE, RD_INT32), meet = call(RD_BARRIER);
+        rd_span sent{out.data(), nullptr, count}, received{nullptr, in.data(), count};
+        rd_call send = make_call(RD_SEND, RD_INT32), receive = make_call(RD_RECEIVE, RD_INT32);
         send.peer = int(next);
-        send.parts = &give;
-        send.num_parts = 1;
+        send.spans = &sent;
+        send.num_spans = 1;
         receive.peer = int(before);
-        receive.parts = &take;
-        receive.num_parts = 1;
-        auto sent = submit(channel, send);
-        CHECK_EQ(run(channel, meet)->result.status, int(RD_OK));
+        receive.spans = &received;
+        receive.num_spans = 1;
+        auto sending = submit(channel, send);
+        CHECK_EQ(run(channel, make_call(RD_BARRIER))->result.status, int(RD_OK));
         CHECK_EQ(run(channel, receive)->result.status, int(RD_OK));
-        CHECK_EQ(wait(channel, sent), RD_OK);
+        CHECK_EQ(wait(channel, sending), RD_OK);
         CHECK(in == std::vector<int32_t>(count, int32_t(before)));
       }
     });
@@ -338,18 +360,18 @@ TEST(send_and_receive_do_not_wait_for_collectives) {
 }
 
 TEST(more_than_two_gibibytes) {
-  if (std::getenv("RONDE_TEST_SMALL") != nullptr) return;  // sanitizers multiply memory
-  for (std::vector<uint32_t> places : {std::vector<uint32_t>{0, 0}, {0, 1}}) {
-    Setup setup{places};
+  if (std::getenv("RONDE_TEST_SMALL") != nullptr) return;  // sanitizers need several times the memory
+  for (std::vector<uint32_t> hosts : {std::vector<uint32_t>{0, 0}, {0, 1}}) {
+    GroupSetup setup{hosts};
     setup.chunk_bytes = 256 * 1024;
     setup.slot_bytes = 4 << 20;
-    Ranks all(setup);
+    ThreadRanks all(setup);
     all.run([&](uint32_t rank, Channel& channel) {
       std::vector<uint8_t> array((uint64_t(1) << 31) + 4099, uint8_t(rank + 1));
-      rd_part part{array.data(), array.data(), array.size()};
-      rd_call c = call(RD_ALLREDUCE, RD_UINT8);
-      c.parts = &part;
-      c.num_parts = 1;
+      rd_span span{array.data(), array.data(), array.size()};
+      rd_call c = make_call(RD_ALLREDUCE, RD_UINT8);
+      c.spans = &span;
+      c.num_spans = 1;
       CHECK_EQ(run(channel, c, 300)->result.status, int(RD_OK));
       uint64_t wrong = 0;
       for (uint8_t value : array) wrong += value != 3;

@@ -1,58 +1,59 @@
-// What happens when members disagree, give up, die or come late: every wait ends, and says about whom.
+// What happens when members' calls differ, or members abort, die or are late: every wait ends, and its error names the
+// member that caused it.
 #include <atomic>
 #include <cerrno>
 #include <future>
 
 #include "check.h"
-#include "ranks.h"
+#include "thread_ranks.h"
 
-using namespace ranks;
+using namespace thread_ranks;
 
 namespace {
 
-const std::vector<std::vector<uint32_t>> kLayouts = {{0, 0}, {0, 0, 0, 0}, {0, 1}, {0, 1, 2, 3}, {0, 0, 1, 1}};
+const std::vector<std::vector<uint32_t>> kTopologies = {{0, 0}, {0, 0, 0, 0}, {0, 1}, {0, 1, 2, 3}, {0, 0, 1, 1}};
 
-rd_call sum_of(std::vector<float>& array, rd_part* part) {
-  *part = {array.data(), array.data(), array.size()};
-  rd_call c = call(RD_ALLREDUCE);
-  c.parts = part;
-  c.num_parts = 1;
+rd_call sum_of(std::vector<float>& array, rd_span* span) {
+  *span = {array.data(), array.data(), array.size()};
+  rd_call c = make_call(RD_ALLREDUCE);
+  c.spans = span;
+  c.num_spans = 1;
   return c;
 }
 
-int allreduce(Channel& channel, uint64_t count, double left_s = 60, rd_result* result = nullptr) {
+int allreduce(Channel& channel, uint64_t count, double remaining_s = 60, rd_result* result = nullptr) {
   std::vector<float> array(count, 1);
-  rd_part part;
-  auto request = run(channel, sum_of(array, &part), left_s);
-  if (result != nullptr) *result = request->result;
-  return request->result.status;
+  rd_span span;
+  auto call = run(channel, sum_of(array, &span), remaining_s);
+  if (result != nullptr) *result = call->result;
+  return call->result.status;
 }
 
 }  // namespace
 
 TEST(different_calls_are_a_mismatch_for_everyone_and_the_channel_goes_on) {
-  for (const auto& places : kLayouts) {
-    Ranks all({places});
+  for (const auto& hosts : kTopologies) {
+    ThreadRanks all({hosts});
     all.run([&](uint32_t rank, Channel& channel) {
       std::vector<float> array(10 + (rank == 1 ? 1 : 0), 1);
-      rd_part part;
-      rd_call c = sum_of(array, &part);
+      rd_span span;
+      rd_call c = sum_of(array, &span);
       std::string text = "I am " + std::to_string(rank);
-      c.text = text.c_str();
+      c.description = text.c_str();
       c.signature = rank == 1 ? 5 : 4;
-      auto request = run(channel, c);
-      CHECK_EQ(request->result.status, int(RD_MISMATCH));
-      CHECK_EQ(request->asked.size(), size_t(all.size()));
-      for (uint32_t other = 0; other < request->asked.size(); ++other)
-        CHECK_EQ(std::string(request->asked[other].text), "I am " + std::to_string(other));
+      auto call = run(channel, c);
+      CHECK_EQ(call->result.status, int(RD_MISMATCH));
+      CHECK_EQ(call->member_calls.size(), size_t(all.size()));
+      for (uint32_t other = 0; other < call->member_calls.size(); ++other)
+        CHECK_EQ(std::string(call->member_calls[other].description), "I am " + std::to_string(other));
       CHECK_EQ(allreduce(channel, 1000), int(RD_OK));
     });
   }
 }
 
-TEST(a_deadline_names_who_did_not_come) {
-  for (const auto& places : kLayouts) {
-    Ranks all({places});
+TEST(a_timeout_names_the_member_that_is_missing) {
+  for (const auto& hosts : kTopologies) {
+    ThreadRanks all({hosts});
     uint32_t late = all.size() - 1;
     std::atomic<uint32_t> ended{0};
     all.run([&](uint32_t rank, Channel& channel) {
@@ -66,13 +67,13 @@ TEST(a_deadline_names_who_did_not_come) {
   }
 }
 
-TEST(an_abort_from_another_thread_ends_every_wait_and_names_the_blamed) {
-  for (const auto& places : kLayouts) {
-    Ranks all({places});
+TEST(an_abort_from_another_thread_ends_every_wait_and_names_the_lost_member) {
+  for (const auto& hosts : kTopologies) {
+    ThreadRanks all({hosts});
     uint32_t dead = all.size() - 1;
     all.run([&](uint32_t rank, Channel& channel) {
       if (rank == dead) {
-        // Everyone waits for this one; the news reach them through the first member alone.
+        // All others wait for this member; the abort reaches them through the first member alone.
         all.channel(0).abort({RD_PEER_LOST, int(dead), ETIMEDOUT});
         return;
       }
@@ -86,14 +87,14 @@ TEST(an_abort_from_another_thread_ends_every_wait_and_names_the_blamed) {
 }
 
 TEST(a_member_that_closes_is_named_by_those_who_still_need_it) {
-  for (const auto& places : kLayouts) {
-    Ranks all({places});
+  for (const auto& hosts : kTopologies) {
+    ThreadRanks all({hosts});
     uint32_t gone = all.size() - 1;
     std::atomic<uint32_t> stayed{0};
     all.run([&](uint32_t rank, Channel& channel) {
-      CHECK_EQ(allreduce(channel, 5000), int(RD_OK));  // its last bytes arrive even though it leaves at once
+      CHECK_EQ(allreduce(channel, 5000), int(RD_OK));  // its last bytes arrive although it leaves at once
       if (rank == gone) return all.destroy(gone);
-      // The first to miss it ends the channel for all: not before everyone has its first result.
+      // The first call that needs it aborts the channel for all: that must wait until everyone has the first result.
       ++stayed;
       while (stayed < gone) std::this_thread::yield();
       rd_result result;
@@ -104,13 +105,13 @@ TEST(a_member_that_closes_is_named_by_those_who_still_need_it) {
 }
 
 TEST(channels_do_not_wait_for_each_other) {
-  for (const auto& places : kLayouts) {
-    Ranks left({places}), right({places});
+  for (const auto& hosts : kTopologies) {
+    ThreadRanks left({hosts}), right({hosts});
     left.run([&](uint32_t rank, Channel& channel) {
       // Half of the members start with one channel, half with the other.
       std::vector<float> a(3000, 1), b(3000, 1);
-      rd_part part_a, part_b;
-      rd_call call_a = sum_of(a, &part_a), call_b = sum_of(b, &part_b);
+      rd_span span_a, span_b;
+      rd_call call_a = sum_of(a, &span_a), call_b = sum_of(b, &span_b);
       bool odd = rank % 2 == 1;
       auto first = submit(odd ? right.channel(rank) : channel, odd ? call_b : call_a);
       auto second = submit(odd ? channel : right.channel(rank), odd ? call_a : call_b);
@@ -123,91 +124,91 @@ TEST(channels_do_not_wait_for_each_other) {
 }
 
 TEST(submitted_calls_keep_their_order) {
-  Ranks all({{0, 0, 0}});
+  ThreadRanks all({{0, 0, 0}});
   all.run([&](uint32_t, Channel& channel) {
     std::vector<std::vector<float>> arrays(50, std::vector<float>(100, 1));
-    std::vector<rd_part> parts(arrays.size());
-    std::vector<std::shared_ptr<Request>> requests;
+    std::vector<rd_span> spans(arrays.size());
+    std::vector<std::shared_ptr<Call>> calls;
     for (size_t i = 0; i < arrays.size(); ++i) {
-      rd_call c = sum_of(arrays[i], &parts[i]);
+      rd_call c = sum_of(arrays[i], &spans[i]);
       c.signature = i;  // any other order is a mismatch
-      requests.push_back(submit(channel, c));
+      calls.push_back(submit(channel, c));
     }
-    CHECK_EQ(allreduce(channel, 10), int(RD_OK));  // a blocking call waits for its turn
-    for (auto& request : requests) CHECK_EQ(wait(channel, request), RD_OK);
+    CHECK_EQ(allreduce(channel, 10), int(RD_OK));  // a blocking call runs after the queued ones
+    for (auto& call : calls) CHECK_EQ(wait(channel, call), RD_OK);
   });
 }
 
-TEST(a_member_that_has_joined_gives_zeros_until_all_have) {
-  for (const auto& places : kLayouts) {
-    Ranks all({places});
+TEST(a_joined_member_contributes_zeros_until_all_have_joined) {
+  for (const auto& hosts : kTopologies) {
+    ThreadRanks all({hosts});
     all.run([&](uint32_t rank, Channel& channel) {
       // Rank r has data for r + 1 steps.
       for (uint32_t step = 0; step <= rank; ++step) {
         for (uint64_t count : {10, 20000}) {
           std::vector<float> array(count, 1);
-          rd_part part;
-          CHECK_EQ(run(channel, sum_of(array, &part))->result.status, int(RD_OK));
+          rd_span span;
+          CHECK_EQ(run(channel, sum_of(array, &span))->result.status, int(RD_OK));
           CHECK_EQ(array[0], float(all.size() - step));
           CHECK_EQ(array[count - 1], float(all.size() - step));
         }
       }
-      CHECK_EQ(run(channel, call(RD_JOIN))->result.status, int(RD_OK));
+      CHECK_EQ(run(channel, make_call(RD_JOIN))->result.status, int(RD_OK));
       CHECK_EQ(allreduce(channel, 10), int(RD_OK));
     });
   }
 }
 
-TEST(a_member_that_has_joined_gives_zeros_to_buckets_too) {
-  for (const auto& places : kLayouts) {
-    Setup setup{places};
+TEST(a_joined_member_contributes_zeros_to_buckets_too) {
+  for (const auto& hosts : kTopologies) {
+    GroupSetup setup{hosts};
     setup.bucket_bytes = 100000;
-    Ranks all(setup);
+    ThreadRanks all(setup);
     all.run([&](uint32_t rank, Channel& channel) {
       float* bucket = reinterpret_cast<float*>(channel.bucket());
       for (uint32_t step = 0; step <= rank; ++step)
         for (uint64_t count : {10, 20000}) {
           std::fill(bucket + 100, bucket + 100 + count, 1.0f);
-          rd_part part{bucket + 100, bucket + 100, count};
-          rd_call c = call(RD_ALLREDUCE);
-          c.parts = &part;
-          c.num_parts = 1;
+          rd_span span{bucket + 100, bucket + 100, count};
+          rd_call c = make_call(RD_ALLREDUCE);
+          c.spans = &span;
+          c.num_spans = 1;
           CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
           CHECK_EQ(bucket[100], float(all.size() - step));
           CHECK_EQ(bucket[99 + count], float(all.size() - step));
         }
-      CHECK_EQ(run(channel, call(RD_JOIN))->result.status, int(RD_OK));
+      CHECK_EQ(run(channel, make_call(RD_JOIN))->result.status, int(RD_OK));
     });
   }
 }
 
-TEST(what_cannot_be_joined_is_an_error_for_those_who_ask) {
-  Ranks all({{0, 0, 0}});
+TEST(an_operation_that_cannot_be_joined_is_a_mismatch_for_those_who_ask_for_it) {
+  ThreadRanks all({{0, 0, 0}});
   all.run([&](uint32_t rank, Channel& channel) {
     if (rank != 0) {
       int32_t value = 0;
-      rd_part part{&value, &value, 1};
-      rd_call c = call(RD_BROADCAST, RD_INT32);
+      rd_span span{&value, &value, 1};
+      rd_call c = make_call(RD_BROADCAST, RD_INT32);
       c.peer = 1;
-      c.parts = &part;
-      c.num_parts = 1;
+      c.spans = &span;
+      c.num_spans = 1;
       CHECK_EQ(run(channel, c)->result.status, int(RD_MISMATCH));
     }
-    CHECK_EQ(run(channel, call(RD_JOIN))->result.status, int(RD_OK));
+    CHECK_EQ(run(channel, make_call(RD_JOIN))->result.status, int(RD_OK));
   });
 }
 
 TEST(a_message_of_the_wrong_size_is_refused_and_the_next_arrives) {
-  for (const auto& places : {std::vector<uint32_t>{0, 0}, {0, 1}}) {
-    Ranks all({places});
+  for (const auto& hosts : {std::vector<uint32_t>{0, 0}, {0, 1}}) {
+    ThreadRanks all({hosts});
     all.run([&](uint32_t rank, Channel& channel) {
       for (uint64_t count : {7, 8}) {
         std::vector<float> array(rank == 0 ? count : 8, float(count));
-        rd_part part{array.data(), array.data(), array.size()};
-        rd_call c = call(rank == 0 ? RD_SEND : RD_RECEIVE);
+        rd_span span{array.data(), array.data(), array.size()};
+        rd_call c = make_call(rank == 0 ? RD_SEND : RD_RECEIVE);
         c.peer = rank == 0 ? 1 : 0;
-        c.parts = &part;
-        c.num_parts = 1;
+        c.spans = &span;
+        c.num_spans = 1;
         c.signature = array.size();
         int want = rank == 1 && count == 7 ? RD_MISMATCH : RD_OK;
         CHECK_EQ(run(channel, c)->result.status, want);
@@ -216,12 +217,12 @@ TEST(a_message_of_the_wrong_size_is_refused_and_the_next_arrives) {
   }
 }
 
-TEST(nonsense_is_refused_and_harms_nothing) {
-  Ranks all({{0, 0}});
+TEST(an_invalid_call_is_refused_and_the_channel_stays_usable) {
+  ThreadRanks all({{0, 0}});
   all.run([&](uint32_t rank, Channel& channel) {
     std::vector<float> array(4, 1);
-    rd_part part;
-    std::vector<rd_call> wrong(7, sum_of(array, &part));
+    rd_span span;
+    std::vector<rd_call> wrong(7, sum_of(array, &span));
     wrong[0].kind = 99;
     wrong[1].dtype = -1;
     wrong[2].op = RD_NUM_OPS;
@@ -233,8 +234,8 @@ TEST(nonsense_is_refused_and_harms_nothing) {
       rd_status status = RD_OK;
       try {
         run(channel, c);
-      } catch (const ronde::Stop& stop) {
-        status = stop.status;
+      } catch (const ronde::CallError& error) {
+        status = error.status;
       }
       CHECK_EQ(status, RD_BAD_CALL);
     }
@@ -242,9 +243,9 @@ TEST(nonsense_is_refused_and_harms_nothing) {
   });
 }
 
-TEST(the_stall_watch_sees_who_is_missing) {
-  for (const auto& places : kLayouts) {
-    Ranks all({places});
+TEST(the_current_call_shows_who_is_missing) {
+  for (const auto& hosts : kTopologies) {
+    ThreadRanks all({hosts});
     uint32_t late = all.size() - 1;
     std::promise<void> seen;
     auto may_come = seen.get_future().share();
@@ -255,13 +256,13 @@ TEST(the_stall_watch_sees_who_is_missing) {
         return;
       }
       std::thread watch([&] {
-        rd_status_now now;
+        rd_current_call current;
         uint32_t missing[8];
-        do {  // ends when the others have arrived and only the late one has not
-          channel.look(&now, missing);
-        } while (now.since_ns == 0 || now.num_missing != 1);
-        CHECK_EQ(now.kind, int(RD_ALLREDUCE));
-        if (places.size() == 2 || places.back() == 0) CHECK_EQ(missing[0], late);
+        do {  // until only the late one is missing
+          channel.get_current_call(&current, missing);
+        } while (current.start_ns == 0 || current.num_missing != 1);
+        CHECK_EQ(current.kind, int(RD_ALLREDUCE));
+        if (hosts.size() == 2 || hosts.back() == 0) CHECK_EQ(missing[0], late);
         seen.set_value();
       });
       CHECK_EQ(allreduce(channel, 100), int(RD_OK));

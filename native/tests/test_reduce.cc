@@ -17,23 +17,23 @@ using namespace reference;
 
 namespace {
 
-struct Case {
-  Arithmetic arithmetic;
+struct ReduceCase {
+  ReduceParams params;
   size_t num_ins, num_outs, count, shift;
   bool in_place, streaming;
 };
 
-std::string name_of(const Case& c, const std::string& level) {
-  const Arithmetic& a = c.arithmetic;
-  return level + " dtype " + std::to_string(a.dtype) + " op " + std::to_string(a.op) + " scale " +
-         std::to_string(a.prescale) + "," + std::to_string(a.postscale) + " ins " + std::to_string(c.num_ins) +
-         " outs " + std::to_string(c.num_outs) + " count " + std::to_string(c.count) + " shift " +
-         std::to_string(c.shift) + (c.in_place ? " in place" : "") + (c.streaming ? " streaming" : "");
+std::string name_of(const ReduceCase& c, const std::string& level) {
+  const ReduceParams& params = c.params;
+  return level + " dtype " + std::to_string(params.dtype) + " op " + std::to_string(params.op) + " scale " +
+         std::to_string(params.prescale) + "," + std::to_string(params.postscale) + " ins " +
+         std::to_string(c.num_ins) + " outs " + std::to_string(c.num_outs) + " count " + std::to_string(c.count) +
+         " shift " + std::to_string(c.shift) + (c.in_place ? " in place" : "") + (c.streaming ? " streaming" : "");
 }
 
-void run_case(const Case& c, const std::string& level, const std::vector<Bytes>& contents,
+void run_case(const ReduceCase& c, const std::string& level, const std::vector<Bytes>& contents,
               const std::vector<Value>& wanted) {
-  const size_t bytes = element_bytes(c.arithmetic.dtype);
+  const size_t bytes = element_bytes(c.params.dtype);
   std::vector<Shifted> ins, outs;
   std::vector<const void*> in_pointers;
   std::vector<void*> out_pointers;
@@ -42,39 +42,39 @@ void run_case(const Case& c, const std::string& level, const std::vector<Bytes>&
   }
   for (size_t k = 0; k < c.num_outs; ++k) outs.emplace_back(Bytes(c.count * bytes, 1), c.shift);
   for (Shifted& in : ins) in_pointers.push_back(in.begin());
-  // Backwards, so that the first output is not the first input.
+  // In reverse, so that the first output is not the first input.
   std::vector<Shifted>& targets = c.in_place ? ins : outs;
   for (size_t k = c.num_outs; k-- > 0;) out_pointers.push_back(targets[k].begin());
 
   force_cpu(level.c_str());
-  reduce_many(c.arithmetic, in_pointers.data(), c.num_ins, out_pointers.data(), c.num_outs, c.count, c.streaming);
+  reduce_many(c.params, in_pointers.data(), c.num_ins, out_pointers.data(), c.num_outs, c.count, c.streaming);
 
   const std::string name = name_of(c, level);
   for (size_t k = 0; k < c.num_outs; ++k) {
     if (!targets[k].intact()) check::fail(__FILE__, __LINE__, name + ": wrote beyond the end");
     for (size_t i = 0; i < c.count; ++i) {
-      if (same(read(c.arithmetic.dtype, targets[k].begin(), i), wanted[i])) continue;
+      if (same(read(c.params.dtype, targets[k].begin(), i), wanted[i])) continue;
       check::fail(__FILE__, __LINE__, name + ": element " + std::to_string(i) + " is wrong");
       break;
     }
   }
 }
 
-// All ways to lay out one reduction.
-void run_layouts(const Arithmetic& a, size_t num_ins, const std::vector<size_t>& counts) {
+// Runs one reduction at every CPU level with every count, alignment, number of outputs, in place or not.
+void run_cases(const ReduceParams& params, size_t num_ins, const std::vector<size_t>& counts) {
   std::vector<Bytes> contents;
   std::vector<const char*> pointers;
-  for (size_t j = 0; j < num_ins; ++j) contents.push_back(data(a.dtype, counts.back(), 100 * a.dtype + j));
+  for (size_t j = 0; j < num_ins; ++j) contents.push_back(data(params.dtype, counts.back(), 100 * params.dtype + j));
   for (const Bytes& content : contents) pointers.push_back(content.data());
   std::vector<Value> wanted(counts.back());
-  for (size_t i = 0; i < counts.back(); ++i) wanted[i] = expected(a, pointers, i);
+  for (size_t i = 0; i < counts.back(); ++i) wanted[i] = expected(params, pointers, i);
   for (const std::string& level : levels()) {
     for (size_t count : counts) {
       for (size_t shift : {0, 1, 20}) {
-        run_case({a, num_ins, 1, count, shift, false, false}, level, contents, wanted);
-        run_case({a, num_ins, 3, count, shift, false, true}, level, contents, wanted);
-        run_case({a, num_ins, std::min<size_t>(num_ins, 2), count, shift, true, false}, level, contents, wanted);
-        run_case({a, num_ins, num_ins, count, shift, true, true}, level, contents, wanted);
+        run_case({params, num_ins, 1, count, shift, false, false}, level, contents, wanted);
+        run_case({params, num_ins, 3, count, shift, false, true}, level, contents, wanted);
+        run_case({params, num_ins, std::min<size_t>(num_ins, 2), count, shift, true, false}, level, contents, wanted);
+        run_case({params, num_ins, num_ins, count, shift, true, true}, level, contents, wanted);
       }
     }
   }
@@ -92,8 +92,8 @@ TEST(every_dtype_and_op_agrees_with_the_reference_at_every_level) {
   for (rd_dtype dtype : dtypes()) {
     for (rd_op op : folds()) {
       for (size_t num_ins : {1, 2, 3, 5}) {
-        const Arithmetic a{dtype, op, 1.0, 1.0, num_ins};
-        if (supported(a)) run_layouts(a, num_ins, {0, 1, 3, 17, 4097});
+        const ReduceParams params{dtype, op, 1.0, 1.0, num_ins};
+        if (supported(params)) run_cases(params, num_ins, {0, 1, 3, 17, 4097});
       }
     }
   }
@@ -103,9 +103,9 @@ TEST(scaling_before_and_after_agrees_with_the_reference) {
   for (rd_dtype dtype : dtypes()) {
     for (rd_op op : folds()) {
       for (Scaling s : {Scaling{0.5, 1.0}, {1.0, 0.3}, {-1.7, 1e3}, {1e300, kNan}, {1.0, 1e-40}}) {
-        const Arithmetic a{dtype, op, s.prescale, s.postscale, 3};
-        if (supported(a)) run_layouts(a, 2, {17, 1025});
-        if (supported(a) && s.postscale != 1.0) run_layouts(a, 3, {3, 1025});
+        const ReduceParams params{dtype, op, s.prescale, s.postscale, 3};
+        if (supported(params)) run_cases(params, 2, {17, 1025});
+        if (supported(params) && s.postscale != 1.0) run_cases(params, 3, {3, 1025});
       }
     }
   }
@@ -114,8 +114,8 @@ TEST(scaling_before_and_after_agrees_with_the_reference) {
 TEST(a_large_buffer_agrees_with_the_reference) {
   for (rd_dtype dtype : dtypes()) {
     for (rd_op op : {RD_SUM, RD_MEAN, RD_MAX}) {
-      const Arithmetic a{dtype, op, 1.0, 1.0, 2};
-      if (supported(a)) run_layouts(a, 2, {100003});
+      const ReduceParams params{dtype, op, 1.0, 1.0, 2};
+      if (supported(params)) run_cases(params, 2, {100003});
     }
   }
 }
@@ -129,7 +129,7 @@ TEST(one_hop_of_a_ring_agrees_with_the_reference) {
         Shifted a(left, 1), b(right, 3);
         combine(dtype, op, a.begin(), b.begin(), b.begin(), 4097);
         size_t wrong = 0;
-        const Arithmetic plain{dtype, op};
+        const ReduceParams plain{dtype, op};
         for (size_t i = 0; i < 4097; ++i) {
           wrong += !same(read(dtype, b.begin(), i), expected(plain, {left.data(), right.data()}, i));
         }
@@ -144,19 +144,19 @@ TEST(the_two_halves_of_scaling_agree_with_the_reference) {
   for (rd_dtype dtype : dtypes()) {
     const Bytes content = data(dtype, 5001, 3);
     for (Scaling s : {Scaling{1.0, 1.0}, {0.25, 1.0}, {3.3, -0.7}}) {
-      const Arithmetic a{dtype, RD_MEAN, s.prescale, s.postscale, 3};
-      if (!supported(a)) continue;
+      const ReduceParams params{dtype, RD_MEAN, s.prescale, s.postscale, 3};
+      if (!supported(params)) continue;
       for (const std::string& level : levels()) {
         force_cpu(level.c_str());
         Shifted before(content, 1), in_place(content, 2), after(content, 3);
-        scale_before(a, in_place.begin(), before.begin(), 5001);
-        scale_before(a, in_place.begin(), in_place.begin(), 5001);
-        finish(a, after.begin(), 5001);
+        apply_prescale(params, in_place.begin(), before.begin(), 5001);
+        apply_prescale(params, in_place.begin(), in_place.begin(), 5001);
+        apply_postscale(params, after.begin(), 5001);
         size_t wrong = 0;
         for (size_t i = 0; i < 5001; ++i) {
           const Value scaled_before = scaled(dtype, read(dtype, content.data(), i), s.prescale);
           const Value rounded = {round_to(dtype, scaled_before.real), scaled_before.whole};
-          const Value done = finished(a, read(dtype, content.data(), i));
+          const Value done = finished(params, read(dtype, content.data(), i));
           wrong += !same(read(dtype, before.begin(), i), rounded) + !same(read(dtype, in_place.begin(), i), rounded);
           wrong += !same(read(dtype, after.begin(), i), {round_to(dtype, done.real), done.whole});
         }
@@ -181,11 +181,11 @@ TEST(a_mean_of_integers_divides_exactly_by_any_divisor) {
       for (const std::string& level : levels()) {
         force_cpu(level.c_str());
         Shifted work(content, 1);
-        const Arithmetic a{dtype, RD_MEAN, 1.0, 1.0, divisor};
-        finish(a, work.begin(), 300);
+        const ReduceParams params{dtype, RD_MEAN, 1.0, 1.0, divisor};
+        apply_postscale(params, work.begin(), 300);
         size_t wrong = 0;
         for (size_t i = 0; i < 300; ++i) {
-          wrong += !same(read(dtype, work.begin(), i), finished(a, read(dtype, content.data(), i)));
+          wrong += !same(read(dtype, work.begin(), i), finished(params, read(dtype, content.data(), i)));
         }
         CHECK_EQ(wrong, 0u);
       }
@@ -203,11 +203,11 @@ TEST(scaled_integers_stop_at_the_ends_of_their_range) {
     Bytes content(5 * element_bytes(dtype));
     for (size_t i = 0; i < 5; ++i) std::memcpy(&content[i * element_bytes(dtype)], &values[i], element_bytes(dtype));
     for (double factor : {2.0, -2.0, 1.9999, 2.5, 1e30, -1e30, kInfinity, kNan, -0.6, 0.0}) {
-      const Arithmetic a{dtype, RD_SUM, factor};
+      const ReduceParams params{dtype, RD_SUM, factor};
       for (const std::string& level : levels()) {
         force_cpu(level.c_str());
         Shifted out(content, 1);
-        scale_before(a, content.data(), out.begin(), 5);
+        apply_prescale(params, content.data(), out.begin(), 5);
         for (size_t i = 0; i < 5; ++i) {
           CHECK(same(read(dtype, out.begin(), i), scaled(dtype, read(dtype, content.data(), i), factor)));
         }
@@ -352,7 +352,7 @@ TEST(nothing_is_touched_when_there_is_nothing_to_reduce) {
   float in = 1, out = 7;
   const void* ins[] = {&in};
   void* outs[] = {&out};
-  const Arithmetic sum{RD_FLOAT32, RD_SUM};
+  const ReduceParams sum{RD_FLOAT32, RD_SUM};
   reduce_many(sum, ins, 0, outs, 1, 1, false);
   reduce_many(sum, ins, 1, outs, 1, 0, true);
   reduce_many(sum, ins, 1, outs, 0, 1, false);
@@ -371,7 +371,7 @@ TEST(a_bool_that_is_not_one_counts_as_true) {
   }
 }
 
-TEST(what_makes_no_sense_is_not_supported) {
+TEST(undefined_operations_are_not_supported) {
   CHECK(supported({RD_FLOAT32, RD_MEAN, 0.5, 2.0, 4}));
   CHECK(supported({RD_BOOL, RD_SUM}));
   CHECK(supported({RD_BFLOAT16, RD_ADASUM}));
@@ -385,7 +385,7 @@ TEST(what_makes_no_sense_is_not_supported) {
   CHECK_EQ(element_bytes(RD_NUM_DTYPES), 0u);
 }
 
-TEST(a_level_that_is_not_there_cannot_be_forced) {
+TEST(a_cpu_level_that_does_not_exist_cannot_be_forced) {
   CHECK(force_cpu("portable"));
   CHECK_EQ(std::string(cpu_name()), "portable");
   CHECK(!force_cpu("abacus"));

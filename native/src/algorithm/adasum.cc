@@ -1,32 +1,33 @@
-// Adasum: adds two gradients so that what they share counts once. Each array of a call is its own vector.
+// Adasum: adds two gradients so that what they have in common counts once. Each span of a call is a vector of its own.
 //
-// The combination is pairwise, in the order of recursive doubling. Whole vectors are swapped, so both partners see both
-// and compute the same coefficients without a second exchange.
+// Vectors are combined in pairs, in the order of recursive doubling. Both members of a pair exchange whole vectors, so
+// both compute the same coefficients without a second exchange.
 #include "algorithm/algorithm.h"
-#include "algorithm/doubling.h"
-#include "algorithm/flat_array.h"
+#include "algorithm/contiguous_array.h"
+#include "algorithm/recursive_doubling.h"
 
 namespace ronde {
 
-void adasum_allreduce(Team& team, const Job& job) {
-  if (job.parts.bytes() == 0) return;
-  FlatArray array(team, job);
+void adasum_allreduce(Group& group, const Call& call) {
+  if (call.spans.bytes() == 0) return;
+  ContiguousArray array(group, call);
   char* data = array.data();
-  char* theirs = team.passing.room(job.parts.bytes());
-  rd_dtype dtype = job.arithmetic.dtype;
-  pair_up(team, team.everyone(), team.layout.me, data, theirs, job.parts.bytes(), [&](bool mine_is_left) {
+  char* theirs = group.incoming.get(call.spans.bytes());
+  rd_dtype dtype = call.reduce_params.dtype;
+  auto mix = [&](bool mine_is_left) {
     uint64_t start = 0;
-    for (const rd_part& part : job.parts.pieces()) {
+    for (const rd_span& span : call.spans) {
       char* left = (mine_is_left ? data : theirs) + start;
       char* right = (mine_is_left ? theirs : data) + start;
       double dots[3];
-      adasum_dots(dtype, left, right, part.count, dots);
-      adasum_mix(dtype, left, right, data + start, part.count, dots);
-      start += part.count * job.element_bytes();
+      adasum_dots(dtype, left, right, span.count, dots);
+      adasum_mix(dtype, left, right, data + start, span.count, dots);
+      start += span.count * call.element_bytes();
     }
-  });
-  finish(job.arithmetic, data, job.parts.count());
-  array.deliver();
+  };
+  recursive_doubling(group, group.all_members(), group.topology.member_index, data, theirs, call.spans.bytes(), mix);
+  apply_postscale(call.reduce_params, data, call.spans.count());
+  array.copy_out();
 }
 
 }  // namespace ronde

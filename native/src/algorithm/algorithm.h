@@ -1,45 +1,46 @@
-// All collective algorithms, one file each. Every member of the team calls the same function for the same job.
+// The collective algorithms, one file each. Every member of the group calls the same function for the same call.
 #pragma once
 
-#include "team.h"
+#include "group.h"
 
 namespace ronde {
 
-// alone.cc: a channel of one member
-void alone(Team& team, const Job& job);
+// single_member.cc
+void single_member(Group& group, const Call& call);
 
-// direct.cc: everybody on one host. direct_prepare puts the first chunk into my slot *before* the members meet, so that
-// meeting is also "my data is there".
-void direct_prepare(Team& team, const Job& job);
-void direct_prepare_zeros(Team& team);  // for a member that has joined and does not know yet what will be asked
-void direct_allreduce(Team& team, const Job& job);
-void direct_broadcast(Team& team, const Job& job);
-void direct_allgather(Team& team, const Job& job);
-void direct_reduce_scatter(Team& team, const Job& job);
+// shared_memory_direct.cc, when all members are on one host. direct_prepare copies the first chunk into this member's
+// slot *before* the headers are matched, so that a match also means that all members' data is there.
+void direct_prepare(Group& group, const Call& call);
+void direct_prepare_zeros(Group& group);  // for a joined member, which does not know yet what will be asked
+void direct_allreduce(Group& group, const Call& call);
+void direct_broadcast(Group& group, const Call& call);
+void direct_allgather(Group& group, const Call& call);
+void direct_reduce_scatter(Group& group, const Call& call);
 
 // ring.cc
-void ring_allreduce(Team& team, const Job& job);
-void ring_allgather(Team& team, const Job& job);
-void ring_reduce_scatter(Team& team, const Job& job);
-// In place on flat memory among some of the members, `order[position]` being myself.
-void ring_allreduce_flat(Team& team, const std::vector<uint32_t>& order, uint32_t position,
-                         const Arithmetic& arithmetic, char* data, uint64_t count);
+void ring_allreduce(Group& group, const Call& call);
+void ring_allgather(Group& group, const Call& call);
+void ring_reduce_scatter(Group& group, const Call& call);
+// In place on contiguous memory, among some of the members; members[position] is this one.
+void ring_allreduce_among(Group& group, const std::vector<uint32_t>& members, uint32_t position,
+                          const ReduceParams& params, char* data, uint64_t count);
 
-// doubling.cc
-void doubling_allreduce(Team& team, const Job& job);
-void doubling_allreduce_flat(Team& team, const std::vector<uint32_t>& order, uint32_t position,
-                             const Arithmetic& arithmetic, char* data, uint64_t count);
+// recursive_doubling.cc
+void recursive_doubling_allreduce(Group& group, const Call& call);
+// In place on contiguous memory, among some of the members; members[position] is this one.
+void recursive_doubling_allreduce_among(Group& group, const std::vector<uint32_t>& members, uint32_t position,
+                                        const ReduceParams& params, char* data, uint64_t count);
 
 // adasum.cc
-void adasum_allreduce(Team& team, const Job& job);
+void adasum_allreduce(Group& group, const Call& call);
 
 // two_level.cc
-void two_level_allreduce(Team& team, const Job& job);
+void two_level_allreduce(Group& group, const Call& call);
 
-// tree.cc
-void tree_broadcast(Team& team, const Job& job);
+// binomial_tree.cc
+void binomial_tree_broadcast(Group& group, const Call& call);
 
-// pairwise.cc
-void pairwise_alltoall(Team& team, const Job& job);
+// pairwise_exchange.cc
+void pairwise_exchange_alltoall(Group& group, const Call& call);
 
 }  // namespace ronde

@@ -1,17 +1,17 @@
-// Two levels: shared memory inside a host, a ring (or doubling, for little) between hosts.
+// Two levels: shared memory inside a host, a ring (or recursive doubling, for few bytes) between hosts.
 //
-//   1. inside  each local member reduces its share of the elements from everyone on its host into one common array
-//   2. across  the array is cut into *lanes*, as many as the smallest host has members; the i-th member of every host
-//              allreduces lane i with the i-th members of the others
-//   3. inside  everyone copies the result
+//   1. inside   each local member reduces its share of the elements from all members of its host into a common array
+//   2. between  the array is divided among the *cross groups*, as many as the smallest host has members; the i-th
+//               members of all hosts allreduce the share of cross group i
+//   3. inside   every member copies the result
 //
-// Each host puts every byte on the wire once, not once per member. For buckets the common array is the first local
-// member's bucket; for arrays it is the staging result, slot by slot. The wire should never wait for copying: while
-// chunk c travels, each member copies chunk c - 1 out and brings chunk c + 1 in, a piece at a time (StagedRun).
+// Each host sends every byte once, not once per member. For buckets the common array is the first local member's
+// bucket; for arrays it is the staging result, slot by slot. The network should never wait for copies: while chunk c
+// travels, each member copies chunk c - 1 out and chunk c + 1 in, a piece at a time (StagedRun).
 #include <algorithm>
 
 #include "algorithm/algorithm.h"
-#include "algorithm/flat_array.h"
+#include "algorithm/contiguous_array.h"
 
 namespace ronde {
 
@@ -19,104 +19,106 @@ namespace {
 
 constexpr uint64_t kDoublingBytes = 64 * 1024;
 
-// Without the mean's division and the scaling after it, or with nothing but them.
-Arithmetic inside(const Job& job) {
-  Arithmetic plain = job.arithmetic;
-  if (plain.op == RD_MEAN) plain.op = RD_SUM;
-  plain.postscale = 1.0;
-  return plain;
+// Inside a host: the reduction without the division of a mean and without postscale, which come between hosts.
+ReduceParams params_inside_host(const Call& call) {
+  ReduceParams params = call.reduce_params;
+  if (params.op == RD_MEAN) params.op = RD_SUM;
+  params.postscale = 1.0;
+  return params;
 }
 
-void across(Team& team, const Job& job, char* common, uint64_t count) {
-  uint32_t lanes = team.layout.num_lanes(), lane = team.layout.my_local;
-  if (lane >= lanes) return;
-  std::vector<uint32_t> order;
-  for (const auto& members : team.layout.by_place) order.push_back(members[lane]);
-  Range mine = share_of(count, lane, lanes, job.element_bytes());
+void allreduce_between_hosts(Group& group, const Call& call, char* common, uint64_t count) {
+  uint32_t num_cross_groups = group.topology.num_cross_groups(), cross_group = group.topology.local_index;
+  if (cross_group >= num_cross_groups) return;
+  std::vector<uint32_t> members;
+  for (const auto& local_members : group.topology.members_by_host) members.push_back(local_members[cross_group]);
+  Range mine = share_of(count, cross_group, num_cross_groups, call.element_bytes());
   if (mine.size() == 0) return;
-  char* data = common + mine.begin * job.element_bytes();
-  bool small = mine.size() * job.element_bytes() <= kDoublingBytes;
-  (small ? doubling_allreduce_flat : ring_allreduce_flat)(team, order, team.layout.my_place, job.arithmetic, data,
-                                                          mine.size());
+  char* data = common + mine.begin * call.element_bytes();
+  bool small = mine.size() * call.element_bytes() <= kDoublingBytes;
+  (small ? recursive_doubling_allreduce_among : ring_allreduce_among)(group, members, group.topology.my_host,
+                                                                      call.reduce_params, data, mine.size());
 }
 
-void in_buckets(Team& team, const Job& job) {
-  uint32_t locals = team.layout.num_locals(), me = team.layout.my_local;
-  uint64_t width = job.element_bytes();
-  Range mine = share_of(job.parts.count(), me, locals, width);
+void allreduce_buckets(Group& group, const Call& call) {
+  uint32_t num_local = group.topology.num_local(), local_index = group.topology.local_index;
+  uint64_t width = call.element_bytes();
+  Range mine = share_of(call.spans.count(), local_index, num_local, width);
   const void* ins[RD_MAX_MEMBERS];
-  for (uint32_t local = 0; local < locals; ++local)
-    ins[local] = team.segment->bucket(local) + job.bucket_offset + mine.begin * width;
-  char* common = team.segment->bucket(0) + job.bucket_offset;
+  for (uint32_t local = 0; local < num_local; ++local)
+    ins[local] = group.segment->bucket(local) + call.bucket_offset + mine.begin * width;
+  char* common = group.segment->bucket(0) + call.bucket_offset;
   void* out = common + mine.begin * width;
-  reduce_many(inside(job), ins, locals, &out, 1, mine.size(), false);
-  team.gate.meet(team.waiter);
-  across(team, job, common, job.parts.count());
-  team.gate.meet(team.waiter);
-  if (me != 0) copy_bytes(team.segment->bucket(me) + job.bucket_offset, common, job.parts.bytes(), false);
-  team.gate.meet(team.waiter);  // the first member's bucket is read until here
+  reduce_many(params_inside_host(call), ins, num_local, &out, 1, mine.size(), false);
+  group.barrier.arrive_and_wait(group.wait);
+  allreduce_between_hosts(group, call, common, call.spans.count());
+  group.barrier.arrive_and_wait(group.wait);
+  if (local_index != 0)
+    copy_bytes(group.segment->bucket(local_index) + call.bucket_offset, common, call.spans.bytes(), false);
+  group.barrier.arrive_and_wait(group.wait);  // the first member's bucket is read until then
 }
 
-// The phases of the gate come in this order for every member:
-//   G(0) R(0)  G(1) R(1) X(0)  G(2) R(2) X(1)  …      G: gathered into slots   R: reduced   X: back from across
-// When I write ... then nobody still needs it, because ...
-//   slot[c & 1] for chunk c     everyone reduced c - 2 before R(c - 2), which I waited for before going across with it
-//   result[c & 1] for chunk c   everyone copied c - 2 out before G(c), which I wait for before reducing
+// The phases of the barrier come in this order for every member:
+//   G(0) R(0)  G(1) R(1) X(0)  G(2) R(2) X(1)  …     G: gathered into slots   R: reduced   X: reduced between hosts
+// When a member writes ... then no other still needs it, because ...
+//   slot[c & 1] for chunk c     all reduced c - 2 before R(c - 2), which this one awaited before sending c - 2
+//   result[c & 1] for chunk c   all copied c - 2 out before G(c), which this one awaits before reducing
 class StagedRun {
  public:
-  StagedRun(Team& team, const Job& job)
-      : team_(team),
-        job_(job),
-        width_(job.element_bytes()),
-        step_(team.layout.slot_bytes / width_ * width_),
-        num_chunks_((job.parts.bytes() + step_ - 1) / step_) {}
+  StagedRun(Group& group, const Call& call)
+      : group_(group),
+        call_(call),
+        width_(call.element_bytes()),
+        step_(group.topology.slot_bytes / width_ * width_),
+        num_chunks_((call.spans.bytes() + step_ - 1) / step_) {}
 
   void run() {
     begin(State::kGather, 0);
-    finish();
+    finish_local_work();
     for (uint64_t chunk = 0; chunk < num_chunks_; ++chunk) {
-      team_.gate.wait(reduced_, team_.waiter);
+      group_.barrier.wait(reduced_, group_.wait);
       begin(chunk > 0 ? State::kScatter : State::kGather, chunk + 1);
-      team_.waiter.set_meanwhile([this] { return work_a_little(); });
-      across(team_, job_, common(chunk), size(chunk) / width_);
-      team_.waiter.set_meanwhile(nullptr);
-      finish();
-      back_ = team_.gate.arrive();
+      group_.wait.while_idle([this] { return do_piece(); });
+      allreduce_between_hosts(group_, call_, common(chunk), size(chunk) / width_);
+      group_.wait.while_idle(nullptr);
+      finish_local_work();
+      exchanged_ = group_.barrier.arrive();
     }
     begin(State::kScatter, num_chunks_ + 1);
-    finish();
+    finish_local_work();
   }
 
  private:
-  enum class State { kScatter, kGather, kMeet, kReduce, kDone };
+  enum class State { kScatter, kGather, kWaitGathered, kReduce, kDone };
 
-  uint64_t size(uint64_t chunk) const { return std::min(step_, job_.parts.bytes() - chunk * step_); }
-  uint32_t which(uint64_t chunk) const { return uint32_t(team_.slot + chunk) & 1; }
-  char* common(uint64_t chunk) const { return team_.segment->result(which(chunk)); }
+  uint64_t size(uint64_t chunk) const { return std::min(step_, call_.spans.bytes() - chunk * step_); }
+  uint32_t which(uint64_t chunk) const { return uint32_t(group_.slots_used + chunk) & 1; }
+  char* common(uint64_t chunk) const { return group_.segment->result(which(chunk)); }
 
-  // `next` is the chunk to bring in; the one two before it is to be copied out.
+  // Starts with `state` on the local work of chunk `next`, which is to be copied in, and of chunk next - 2, which is to
+  // be copied out.
   void begin(State state, uint64_t next) {
     state_ = state;
     next_ = next;
     done_ = 0;
   }
 
-  void finish() {
+  void finish_local_work() {
     while (state_ != State::kDone) {
-      if (work_a_little()) continue;
-      team_.gate.wait(state_ == State::kScatter ? back_ : gathered_, team_.waiter);
+      if (do_piece()) continue;
+      group_.barrier.wait(state_ == State::kScatter ? exchanged_ : gathered_, group_.wait);
     }
   }
 
-  // One piece of what is to be done; false when there is nothing, or others must come first.
-  bool work_a_little() {
+  // Does one piece of the local work. Returns false when there is none, or when other members must arrive first.
+  bool do_piece() {
     switch (state_) {
       case State::kScatter:
-        return team_.gate.passed(back_) && scatter();
+        return group_.barrier.is_complete(exchanged_) && scatter();
       case State::kGather:
         return gather();
-      case State::kMeet:
-        if (!team_.gate.passed(gathered_)) return false;
+      case State::kWaitGathered:
+        if (!group_.barrier.is_complete(gathered_)) return false;
         state_ = State::kReduce;
         return true;
       case State::kReduce:
@@ -128,7 +130,7 @@ class StagedRun {
 
   bool scatter() {
     uint64_t chunk = next_ - 2, piece = std::min(kPieceBytes, size(chunk) - done_);
-    job_.parts.scatter(chunk * step_ + done_, piece, common(chunk) + done_);
+    call_.spans.scatter(chunk * step_ + done_, piece, common(chunk) + done_);
     done_ += piece;
     if (done_ == size(chunk)) begin(State::kGather, next_);
     return true;
@@ -140,62 +142,65 @@ class StagedRun {
       return false;
     }
     uint64_t piece = std::min(kPieceBytes, size(next_) - done_);
-    job_.parts.gather(next_ * step_ + done_, piece, team_.segment->slot(team_.layout.my_local, which(next_)) + done_);
+    call_.spans.gather(next_ * step_ + done_, piece,
+                       group_.segment->slot(group_.topology.local_index, which(next_)) + done_);
     done_ += piece;
     if (done_ < size(next_)) return true;
-    gathered_ = team_.gate.arrive();
-    begin(State::kMeet, next_);
+    gathered_ = group_.barrier.arrive();
+    begin(State::kWaitGathered, next_);
     return true;
   }
 
   bool reduce() {
-    uint32_t locals = team_.layout.num_locals();
-    Range mine = share_of(size(next_) / width_, team_.layout.my_local, locals, width_);
+    uint32_t num_local = group_.topology.num_local();
+    Range mine = share_of(size(next_) / width_, group_.topology.local_index, num_local, width_);
     uint64_t begin_at = mine.begin * width_ + done_, piece = std::min(kPieceBytes, mine.size() * width_ - done_);
     const void* ins[RD_MAX_MEMBERS];
-    for (uint32_t local = 0; local < locals; ++local) ins[local] = team_.segment->slot(local, which(next_)) + begin_at;
+    for (uint32_t local = 0; local < num_local; ++local)
+      ins[local] = group_.segment->slot(local, which(next_)) + begin_at;
     void* out = common(next_) + begin_at;
-    reduce_many(inside(job_), ins, locals, &out, 1, piece / width_, false);
+    reduce_many(params_inside_host(call_), ins, num_local, &out, 1, piece / width_, false);
     done_ += piece;
     if (done_ < mine.size() * width_) return true;
-    reduced_ = team_.gate.arrive();
+    reduced_ = group_.barrier.arrive();
     state_ = State::kDone;
     return true;
   }
 
   static constexpr uint64_t kPieceBytes = 128 * 1024;
 
-  Team& team_;
-  const Job& job_;
+  Group& group_;
+  const Call& call_;
   const uint64_t width_, step_, num_chunks_;
   State state_ = State::kDone;
   uint64_t next_ = 0, done_ = 0;
-  uint32_t gathered_ = 0, reduced_ = 0, back_ = 0;
+  uint32_t gathered_ = 0, reduced_ = 0, exchanged_ = 0;
 };
 
-void in_slots(Team& team, const Job& job) {
-  StagedRun run(team, job);
+void allreduce_staged(Group& group, const Call& call) {
+  StagedRun run(group, call);
   run.run();
-  uint64_t step = team.layout.slot_bytes / job.element_bytes() * job.element_bytes();
-  team.slot += uint32_t((job.parts.bytes() + step - 1) / step);
+  uint64_t step = group.topology.slot_bytes / call.element_bytes() * call.element_bytes();
+  group.slots_used += uint32_t((call.spans.bytes() + step - 1) / step);
 }
 
-// Alone at my place, while others are not: my own array is the common one.
-void by_myself(Team& team, const Job& job) {
-  uint64_t width = job.element_bytes(), bytes = job.parts.bytes();
-  uint64_t step = job.in_bucket ? bytes : team.layout.slot_bytes / width * width;  // the same cuts as the others make
-  FlatArray array(team, job);
+// The only member of its host has nothing to do inside: its own array is the common one.
+void allreduce_only_local_member(Group& group, const Call& call) {
+  uint64_t width = call.element_bytes(), bytes = call.spans.bytes();
+  uint64_t step =
+      call.in_bucket ? bytes : group.topology.slot_bytes / width * width;  // the same chunks as on the other hosts
+  ContiguousArray array(group, call);
   for (uint64_t begin = 0; begin < bytes; begin += step)
-    across(team, job, array.data() + begin, std::min(step, bytes - begin) / width);
-  array.deliver();
+    allreduce_between_hosts(group, call, array.data() + begin, std::min(step, bytes - begin) / width);
+  array.copy_out();
 }
 
 }  // namespace
 
-void two_level_allreduce(Team& team, const Job& job) {
-  if (job.parts.bytes() == 0) return;
-  if (team.segment == nullptr) return by_myself(team, job);
-  job.in_bucket ? in_buckets(team, job) : in_slots(team, job);
+void two_level_allreduce(Group& group, const Call& call) {
+  if (call.spans.bytes() == 0) return;
+  if (group.segment == nullptr) return allreduce_only_local_member(group, call);
+  call.in_bucket ? allreduce_buckets(group, call) : allreduce_staged(group, call);
 }
 
 }  // namespace ronde

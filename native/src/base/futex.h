@@ -1,4 +1,4 @@
-// Sleeping on a word of (shared) memory. The only Linux-specific wait.
+// Sleeping on a word of (shared) memory with Linux's futex system call.
 #pragma once
 
 #include <linux/futex.h>
@@ -13,8 +13,8 @@
 
 namespace ronde {
 
-// Sleeps while *word == seen, at most limit_ns. Wakes for no reason are fine: callers look again. False when nobody
-// woke us: a signal came, or time is up.
+// Sleeps while *word == seen, at most limit_ns. It may return without a reason: callers must test their condition
+// again. Returns false when a signal or the limit ended the sleep.
 inline bool futex_wait(std::atomic<uint32_t>* word, uint32_t seen, int64_t limit_ns) {
   timespec limit{time_t(limit_ns / 1000000000), long(limit_ns % 1000000000)};
   long result = syscall(SYS_futex, reinterpret_cast<uint32_t*>(word), FUTEX_WAIT, seen, &limit, nullptr, 0);

@@ -17,9 +17,9 @@ from ronde.comm._native import (
     ABI,
     ALGORITHMS,
     CALL,
-    PART,
+    PRE_AGREED,
     RESULT,
-    TRUSTED,
+    SPAN,
     NativeAsked,
     NativeLayout,
     NativeNow,
@@ -67,7 +67,7 @@ class _Scratch(threading.local):
     """A thread's own structs, filled anew for every call."""
 
     def __init__(self) -> None:
-        self.part = ctypes.create_string_buffer(PART.size)
+        self.part = ctypes.create_string_buffer(SPAN.size)
         self.part_at = ctypes.addressof(self.part)
         self.call = ctypes.create_string_buffer(CALL.size)
         self.call_at = ctypes.addressof(self.call)
@@ -157,26 +157,28 @@ class Handle:
     def asked(self) -> list[str]:
         """What each member asked for in this thread's last call that was a mismatch."""
         rows = (NativeAsked * self._num_members)()
-        self._library.rd_asked_by(self._handle, rows)
-        return [row.text.decode(errors="replace") for row in rows]
+        self._library.rd_get_mismatch(self._handle, rows)
+        return [row.description.decode(errors="replace") for row in rows]
 
     def look(self) -> Looking | None:
         """The call under way, or None when idle."""
         now = NativeNow()
         missing = (c_uint32 * self._num_members)()
-        self._library.rd_look(self._handle, ctypes.byref(now), missing)
-        if now.since_ns == 0:
+        self._library.rd_get_current_call(self._handle, ctypes.byref(now), missing)
+        if now.start_ns == 0:
             return None
-        number = -1 if now.kind in (Kind.SEND, Kind.RECEIVE) else now.calls
-        return Looking(now.text.decode(errors="replace"), now.since_ns, tuple(missing[: now.num_missing]), number)
+        number = -1 if now.kind in (Kind.SEND, Kind.RECEIVE) else now.sequence
+        return Looking(
+            now.description.decode(errors="replace"), now.start_ns, tuple(missing[: now.num_missing]), number
+        )
 
     def bucket(self, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """My bucket memory. It stays for as long as an array looks into it, even after close()."""
         if num_bytes == 0:
             return np.empty(0, np.uint8)
-        start = self._library.rd_bucket(self._handle)
+        start = self._library.rd_get_bucket(self._handle)
         memory = (ctypes.c_uint8 * num_bytes).from_address(start)
-        weakref.finalize(memory, self._library.rd_release, start).atexit = False
+        weakref.finalize(memory, self._library.rd_release_bucket, start).atexit = False
         return np.ctypeslib.as_array(memory)
 
     def abort(self, member: int) -> None:
@@ -192,7 +194,7 @@ class Handle:
         parts = call.parts
         if len(parts) == 1:
             part = parts[0]
-            PART.pack_into(scratch.part, 0, part.source, part.target, part.count)
+            SPAN.pack_into(scratch.part, 0, part.source, part.target, part.count)
             last = scratch.last
             if last is not None and _alike(call, last) and scratch.last_algorithm == self._algorithm:
                 return None  # as so often: the same again, with other memory
@@ -204,7 +206,7 @@ class Handle:
         if len(parts) == 1:
             parts_at = scratch.part_at
         else:
-            parts_at = _keep(keep, b"".join([PART.pack(part.source, part.target, part.count) for part in parts]))
+            parts_at = _keep(keep, b"".join([SPAN.pack(part.source, part.target, part.count) for part in parts]))
         CALL.pack_into(
             scratch.call,
             0,
@@ -212,7 +214,7 @@ class Handle:
             call.dtype,
             call.op,
             self._algorithm if call.kind == Kind.ALLREDUCE else 0,
-            TRUSTED if call.trusted else 0,
+            PRE_AGREED if call.trusted else 0,
             call.peer,
             call.prescale,
             call.postscale,
@@ -263,7 +265,7 @@ def _outcome(status: int, scratch: _Scratch) -> Outcome:
 def _raise_again() -> None:
     """Raise what a signal handler raised while the library waited, such as KeyboardInterrupt."""
     raised = (c_void_p * 3)()
-    if library().rd_take_raised(raised):
+    if library().rd_fetch_exception(raised):
         restore = ctypes.pythonapi.PyErr_Restore
         restore.argtypes = (c_void_p, c_void_p, c_void_p)
         restore.restype = None

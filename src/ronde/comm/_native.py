@@ -20,9 +20,9 @@ from ronde.errors import RondeError
 
 __all__ = ["Library", "Status", "address", "library", "reduce", "view"]
 
-ABI = 1
-TEXT_BYTES = 128
-TRUSTED = 1
+ABI = 2
+DESCRIPTION_BYTES = 128
+PRE_AGREED = 1
 
 
 class Status:
@@ -35,14 +35,14 @@ ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise")
 
 
 class NativeLayout(ctypes.Structure):
-    """rd_layout."""
+    """rd_channel_params."""
 
     _fields_ = (
         ("abi", c_uint32),
         ("num_members", c_uint32),
-        ("me", c_uint32),
+        ("member_index", c_uint32),
         ("num_cores", c_uint32),
-        ("places", POINTER(c_uint32)),
+        ("hosts", POINTER(c_uint32)),
         ("slot_bytes", c_uint64),
         ("chunk_bytes", c_uint64),
         ("bucket_bytes", c_uint64),
@@ -50,30 +50,30 @@ class NativeLayout(ctypes.Structure):
 
 
 # Structs of the hot path are packed and unpacked whole: one call instead of one per field.
-PART = struct.Struct("@PPQ")
-"""rd_part: in, out, count."""
+SPAN = struct.Struct("@PPQ")
+"""rd_span: input, output, count."""
 CALL = struct.Struct("@iiiiIiddQPPQPP")
-"""rd_call: kind, dtype, op, algorithm, flags, peer, prescale, postscale, signature, text, parts, num_parts, counts,
-splits."""
+"""rd_call: kind, dtype, op, algorithm, flags, peer, prescale, postscale, signature, description, spans,
+num_spans, counts, splits."""
 RESULT = struct.Struct("@iiiiqqq")
 """rd_result: status, member, detail, algorithm, start_ns, ready_ns, end_ns."""
 
 
 class NativeAsked(ctypes.Structure):
-    """rd_asked."""
+    """rd_member_call."""
 
-    _fields_ = (("signature", c_uint64), ("text", c_char * TEXT_BYTES))
+    _fields_ = (("signature", c_uint64), ("description", c_char * DESCRIPTION_BYTES))
 
 
 class NativeNow(ctypes.Structure):
-    """rd_status_now."""
+    """rd_current_call."""
 
     _fields_ = (
-        ("calls", c_uint64),
-        ("since_ns", c_int64),
+        ("sequence", c_uint64),
+        ("start_ns", c_int64),
         ("kind", c_int32),
         ("num_missing", c_int32),
-        ("text", c_char * TEXT_BYTES),
+        ("description", c_char * DESCRIPTION_BYTES),
     )
 
 
@@ -88,17 +88,17 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     ),
     "rd_close": (None, (c_void_p,)),
     "rd_abort": (None, (c_void_p, c_int32)),
-    "rd_bucket": (c_void_p, (c_void_p,)),
-    "rd_release": (None, (c_void_p,)),
+    "rd_get_bucket": (c_void_p, (c_void_p,)),
+    "rd_release_bucket": (None, (c_void_p,)),
     # Hot: structs go as addresses, which ctypes passes on without making an object.
     "rd_run": (c_int, (c_void_p, c_void_p, c_void_p, c_double)),
     "rd_submit": (c_int, (c_void_p, c_void_p, c_double, POINTER(c_uint64))),
     "rd_wait": (c_int, (c_void_p, c_uint64, c_void_p, c_double)),
     "rd_done": (c_int, (c_void_p, c_uint64)),
-    "rd_asked_by": (c_int, (c_void_p, POINTER(NativeAsked))),
-    "rd_look": (None, (c_void_p, POINTER(NativeNow), POINTER(c_uint32))),
+    "rd_get_mismatch": (c_int, (c_void_p, POINTER(NativeAsked))),
+    "rd_get_current_call": (None, (c_void_p, POINTER(NativeNow), POINTER(c_uint32))),
     "rd_set_interpreter": (None, (POINTER(c_void_p),)),
-    "rd_take_raised": (c_int, (POINTER(c_void_p),)),
+    "rd_fetch_exception": (c_int, (POINTER(c_void_p),)),
     "rd_reduce": (
         c_int,
         (c_int32, c_int32, c_double, c_double, POINTER(c_void_p), c_uint64, POINTER(c_void_p), c_uint64, c_uint64),

@@ -1,0 +1,32 @@
+// Recursive doubling: few steps, for small arrays.
+//
+// In step k a member exchanges its whole array with the member whose position differs in bit k, and both reduce the two
+// arrays, so after log2(n) steps every member has the result. When n is not a power of two, the members beyond it first
+// send their arrays to a partner below it and receive the result at the end. The array of the lower position is always
+// the left operand, so both sides compute the same bits.
+#include "algorithm/recursive_doubling.h"
+
+#include "algorithm/algorithm.h"
+#include "algorithm/contiguous_array.h"
+
+namespace ronde {
+
+void recursive_doubling_allreduce_among(Group& group, const std::vector<uint32_t>& members, uint32_t position,
+                                        const ReduceParams& params, char* data, uint64_t count) {
+  uint64_t bytes = count * element_bytes(params.dtype);
+  char* theirs = group.incoming.get(bytes);
+  recursive_doubling(group, members, position, data, theirs, bytes, [&](bool mine_is_left) {
+    combine(params.dtype, params.op, mine_is_left ? data : theirs, mine_is_left ? theirs : data, data, count);
+  });
+  apply_postscale(params, data, count);
+}
+
+void recursive_doubling_allreduce(Group& group, const Call& call) {
+  if (call.spans.bytes() == 0) return;
+  ContiguousArray array(group, call);
+  recursive_doubling_allreduce_among(group, group.all_members(), group.topology.member_index, call.reduce_params,
+                                     array.data(), call.spans.count());
+  array.copy_out();
+}
+
+}  // namespace ronde

@@ -1,0 +1,270 @@
+// Direct: the members of one host reduce straight out of each other's shared memory.
+//
+// An allreduce has three variants, by where the data is and how much there is:
+//   bucket  The data is in shared memory. Every member reduces its share of the elements from all buckets and writes
+//           the result into all of them. Nothing is copied.
+//   small   Every member copies its array into its slot before the headers are matched. After the match every member
+//           reduces all slots by itself, in the same order, so all get the same bits.
+//   staged  A large array goes in chunks that stay in the cache. For each chunk the members copy it into their slots,
+//           wait at the barrier (A), reduce their shares into the common result, wait at the barrier (B), and copy the
+//           others' shares out. The next chunk is copied in before the wait at B.
+//
+// Two slots and two results suffice. When a member writes ... then no other still reads it, because ...
+//   slot[c & 1] for chunk c      its readers reduced chunk c - 2 before they arrived at B(c - 2), which this one
+//   awaited result[c & 1] for chunk c    its readers copied c - 2 out before they arrived at A(c), which this one
+//   awaited
+// slots_used goes on from call to call, and every call begins with a match, so this holds across calls too.
+#include <algorithm>
+#include <cstring>
+
+#include "algorithm/algorithm.h"
+
+namespace ronde {
+
+namespace {
+
+constexpr uint64_t kSmallBytes = 64 * 1024;  // the arrays of all members together, for the small variant
+
+bool is_small(const Group& group, const Call& call) {
+  return call.spans.bytes() * group.topology.num_local() <= kSmallBytes;
+}
+
+uint32_t local_index(const Group& group) { return group.topology.local_index; }
+
+// The chunks of the staged variant.
+struct Chunks {
+  Chunks(const Group& group, const Call& call)
+      : bytes(call.spans.bytes()), step(group.topology.chunk_bytes / call.element_bytes() * call.element_bytes()) {}
+  uint64_t num() const { return (bytes + step - 1) / step; }
+  uint64_t begin(uint64_t chunk) const { return chunk * step; }
+  uint64_t size(uint64_t chunk) const { return std::min(step, bytes - chunk * step); }
+
+  uint64_t bytes, step;
+};
+
+Range bytes_of_share(const Group& group, const Call& call, uint64_t chunk_bytes, uint32_t who) {
+  uint64_t width = call.element_bytes();
+  Range share = share_of(chunk_bytes / width, who, group.topology.num_local(), width);
+  return {share.begin * width, share.end * width};
+}
+
+// Copies a chunk into this member's slot. Its own share is read in place when it is contiguous, and not copied.
+void copy_in(Group& group, const Call& call, const Chunks& chunks, uint64_t chunk, uint32_t which) {
+  char* slot = group.segment->slot(local_index(group), which);
+  uint64_t begin = chunks.begin(chunk), size = chunks.size(chunk);
+  Range mine = bytes_of_share(group, call, size, local_index(group));
+  call.spans.gather(begin, mine.begin, slot);
+  if (call.spans.contiguous_in(begin + mine.begin, mine.size()) == nullptr)
+    call.spans.gather(begin + mine.begin, mine.size(), slot + mine.begin);
+  call.spans.gather(begin + mine.end, size - mine.end, slot + mine.end);
+}
+
+void reduce_share(Group& group, const Call& call, const Chunks& chunks, uint64_t chunk, uint32_t which) {
+  Range mine = bytes_of_share(group, call, chunks.size(chunk), local_index(group));
+  if (mine.size() == 0) return;
+  uint64_t begin = chunks.begin(chunk) + mine.begin;
+  const void* ins[RD_MAX_MEMBERS];
+  for (uint32_t local = 0; local < group.topology.num_local(); ++local)
+    ins[local] = group.segment->slot(local, which) + mine.begin;
+  if (const char* own = call.spans.contiguous_in(begin, mine.size())) ins[local_index(group)] = own;
+  char* result = group.segment->result(which) + mine.begin;
+  char* output = call.spans.contiguous_out(begin, mine.size());
+  void* outs[2] = {result, output};
+  reduce_many(call.reduce_params, ins, group.topology.num_local(), outs, output != nullptr ? 2 : 1,
+              mine.size() / call.element_bytes(), false);
+  if (output == nullptr) call.spans.scatter(begin, mine.size(), result);
+}
+
+void copy_out(Group& group, const Call& call, const Chunks& chunks, uint64_t chunk, uint32_t which) {
+  const char* result = group.segment->result(which);
+  uint64_t begin = chunks.begin(chunk), size = chunks.size(chunk);
+  Range mine = bytes_of_share(group, call, size, local_index(group));
+  call.spans.scatter(begin, mine.begin, result);
+  call.spans.scatter(begin + mine.end, size - mine.end, result + mine.end);
+}
+
+void staged_allreduce(Group& group, const Call& call) {
+  Chunks chunks(group, call);
+  for (uint64_t chunk = 0; chunk < chunks.num(); ++chunk, ++group.slots_used) {
+    bool more = chunk + 1 < chunks.num();
+    reduce_share(group, call, chunks, chunk, group.slots_used & 1);
+    uint32_t reduced = group.barrier.arrive(), staged = 0;
+    if (more) {
+      copy_in(group, call, chunks, chunk + 1, (group.slots_used + 1) & 1);
+      staged = group.barrier.arrive();
+    }
+    group.barrier.wait(reduced, group.wait);
+    copy_out(group, call, chunks, chunk, group.slots_used & 1);
+    if (more) group.barrier.wait(staged, group.wait);
+  }
+}
+
+void small_allreduce(Group& group, const Call& call) {
+  const void* ins[RD_MAX_MEMBERS];
+  for (uint32_t local = 0; local < group.topology.num_local(); ++local)
+    ins[local] = group.segment->slot(local, group.slots_used & 1);
+  char* output = call.spans.contiguous_out(0, call.spans.bytes());
+  void* out = output != nullptr ? output : group.contiguous.get(call.spans.bytes());
+  reduce_many(call.reduce_params, ins, group.topology.num_local(), &out, 1, call.spans.count(), false);
+  if (output == nullptr) call.spans.scatter(0, call.spans.bytes(), static_cast<char*>(out));
+  ++group.slots_used;
+}
+
+void bucket_allreduce(Group& group, const Call& call) {
+  uint32_t num_local = group.topology.num_local();
+  uint64_t width = call.element_bytes();
+  Range mine = share_of(call.spans.count(), local_index(group), num_local, width);
+  void* buckets[RD_MAX_MEMBERS];
+  for (uint32_t local = 0; local < num_local; ++local)
+    buckets[local] = group.segment->bucket(local) + call.bucket_offset + mine.begin * width;
+  reduce_many(call.reduce_params, buckets, num_local, buckets, num_local, mine.size(), false);
+  group.barrier.arrive_and_wait(group.wait);
+}
+
+// Runs a collective chunk by chunk: `fill` writes a chunk into this member's slot, `use` reads the slots of all. Chunk
+// 0 was filled before the headers were matched.
+template <class Fill, class Use>
+void exchange_slots(Group& group, uint64_t num_chunks, Fill fill, Use use) {
+  for (uint64_t chunk = 0; chunk < num_chunks; ++chunk, ++group.slots_used) {
+    use(chunk, group.slots_used & 1);
+    if (chunk + 1 == num_chunks) continue;
+    fill(chunk + 1, (group.slots_used + 1) & 1);
+    group.barrier.arrive_and_wait(group.wait);
+  }
+}
+
+uint64_t num_chunks(uint64_t bytes, uint64_t step) { return (bytes + step - 1) / step; }
+
+void fill_broadcast(Group& group, const Call& call, uint64_t chunk, uint32_t which) {
+  if (uint32_t(call.peer) != group.topology.member_index) return;
+  uint64_t step = group.topology.chunk_bytes, begin = chunk * step;
+  if (begin >= call.spans.bytes()) return;
+  call.spans.gather(begin, std::min(step, call.spans.bytes() - begin), group.segment->slot(local_index(group), which));
+}
+
+void fill_allgather(Group& group, const Call& call, uint64_t chunk, uint32_t which) {
+  uint64_t step = group.topology.chunk_bytes, begin = chunk * step;
+  uint64_t bytes = call.counts[group.topology.member_index] * call.element_bytes();
+  if (begin >= bytes) return;
+  copy_bytes(group.segment->slot(local_index(group), which), static_cast<const char*>(call.spans[0].input) + begin,
+             std::min(step, bytes - begin), false);
+}
+
+// A chunk of a reduce-scatter has an equal piece of every member's share, so that all members work in every chunk.
+struct ScatterPlan {
+  ScatterPlan(const Group& group, const Call& call) : width(call.element_bytes()) {
+    step = std::max<uint64_t>(1, group.topology.chunk_bytes / width / group.topology.num_local());
+    starts.push_back(0);
+    for (uint64_t count : call.counts) {
+      starts.push_back(starts.back() + count);
+      longest = std::max(longest, count);
+    }
+  }
+  Range piece(uint32_t member, uint64_t chunk) const {  // elements, counted from the start of the member's share
+    uint64_t count = starts[member + 1] - starts[member];
+    return {std::min(count, chunk * step), std::min(count, (chunk + 1) * step)};
+  }
+  uint64_t num() const { return num_chunks(longest, step); }
+
+  uint64_t width, step, longest = 0;
+  std::vector<uint64_t> starts;
+};
+
+void fill_reduce_scatter(Group& group, const Call& call, const ScatterPlan& plan, uint64_t chunk, uint32_t which) {
+  char* slot = group.segment->slot(local_index(group), which);
+  for (uint32_t member = 0; member < group.topology.size; ++member) {
+    Range piece = plan.piece(member, chunk);
+    call.spans.gather((plan.starts[member] + piece.begin) * plan.width, piece.size() * plan.width,
+                      slot + member * plan.step * plan.width);
+  }
+}
+
+}  // namespace
+
+void direct_prepare(Group& group, const Call& call) {
+  uint32_t which = group.slots_used & 1;
+  switch (call.kind) {
+    case RD_ALLREDUCE:
+      if (call.in_bucket || call.spans.bytes() == 0) return;
+      if (is_small(group, call)) {
+        call.spans.gather(0, call.spans.bytes(), group.segment->slot(local_index(group), which));
+      } else {
+        copy_in(group, call, Chunks(group, call), 0, which);
+      }
+      break;
+    case RD_BROADCAST:
+      fill_broadcast(group, call, 0, which);
+      break;
+    case RD_ALLGATHER:
+      fill_allgather(group, call, 0, which);
+      break;
+    case RD_REDUCE_SCATTER:
+      fill_reduce_scatter(group, call, ScatterPlan(group, call), 0, which);
+      break;
+    default:
+      break;
+  }
+}
+
+void direct_prepare_zeros(Group& group) {
+  std::memset(group.segment->slot(local_index(group), group.slots_used & 1), 0,
+              std::max(group.topology.chunk_bytes, kSmallBytes));
+}
+
+void direct_allreduce(Group& group, const Call& call) {
+  if (call.spans.bytes() == 0) return;
+  if (call.in_bucket) return bucket_allreduce(group, call);
+  if (is_small(group, call)) return small_allreduce(group, call);
+  staged_allreduce(group, call);
+}
+
+void direct_broadcast(Group& group, const Call& call) {
+  uint64_t step = group.topology.chunk_bytes, bytes = call.spans.bytes();
+  uint32_t root = uint32_t(call.peer);
+  bool mine = root == group.topology.member_index;
+  exchange_slots(
+      group, num_chunks(bytes, step),
+      [&](uint64_t chunk, uint32_t which) { fill_broadcast(group, call, chunk, which); },
+      [&](uint64_t chunk, uint32_t which) {
+        // On one host a member's index is also its local index.
+        if (!mine)
+          call.spans.scatter(chunk * step, std::min(step, bytes - chunk * step), group.segment->slot(root, which));
+      });
+  if (!mine) return;
+  for (const rd_span& span : call.spans) copy_bytes(span.output, span.input, span.count * call.element_bytes(), false);
+}
+
+void direct_allgather(Group& group, const Call& call) {
+  uint64_t step = group.topology.chunk_bytes, width = call.element_bytes(), longest = 0;
+  for (uint64_t count : call.counts) longest = std::max(longest, count * width);
+  char* out = static_cast<char*>(call.spans[0].output);
+  exchange_slots(
+      group, num_chunks(longest, step),
+      [&](uint64_t chunk, uint32_t which) { fill_allgather(group, call, chunk, which); },
+      [&](uint64_t chunk, uint32_t which) {
+        uint64_t start = 0;
+        for (uint32_t member = 0; member < group.topology.size; ++member) {
+          uint64_t bytes = call.counts[member] * width, begin = std::min(bytes, chunk * step);
+          copy_bytes(out + start + begin, group.segment->slot(member, which), std::min(step, bytes - begin), false);
+          start += bytes;
+        }
+      });
+}
+
+void direct_reduce_scatter(Group& group, const Call& call) {
+  ScatterPlan plan(group, call);
+  uint32_t mine = group.topology.member_index;
+  char* out = static_cast<char*>(call.spans[0].output);
+  exchange_slots(
+      group, plan.num(), [&](uint64_t chunk, uint32_t which) { fill_reduce_scatter(group, call, plan, chunk, which); },
+      [&](uint64_t chunk, uint32_t which) {
+        Range piece = plan.piece(mine, chunk);
+        const void* ins[RD_MAX_MEMBERS];
+        for (uint32_t local = 0; local < group.topology.num_local(); ++local)
+          ins[local] = group.segment->slot(local, which) + mine * plan.step * plan.width;
+        void* result = out + piece.begin * plan.width;
+        reduce_many(call.reduce_params, ins, group.topology.num_local(), &result, 1, piece.size(), false);
+      });
+}
+
+}  // namespace ronde

@@ -1,0 +1,100 @@
+#include "call.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "base/error.h"
+
+namespace ronde {
+
+namespace {
+
+void require(bool valid) {
+  if (!valid) throw CallError{RD_BAD_CALL};
+}
+
+// Throws unless all enumerations are in range, so that the constructor may convert them.
+const rd_call& checked(const rd_call& params) {
+  require(params.kind >= 0 && params.kind < RD_NUM_KINDS && params.dtype >= 0 && params.dtype < RD_NUM_DTYPES &&
+          params.op >= 0 && params.op < RD_NUM_OPS && params.algorithm >= RD_AUTO && params.algorithm <= RD_PAIRWISE &&
+          (params.spans != nullptr || params.num_spans == 0));
+  return params;
+}
+
+std::vector<uint64_t> copied(const uint64_t* numbers, uint32_t size) {
+  return numbers == nullptr ? std::vector<uint64_t>() : std::vector<uint64_t>(numbers, numbers + size);
+}
+
+uint64_t sum(const std::vector<uint64_t>& numbers) {
+  uint64_t total = 0;
+  for (uint64_t number : numbers) total += number;
+  return total;
+}
+
+bool is_valid(const Call& call, const Topology& topology) {
+  uint32_t size = topology.size, me = topology.member_index;
+  bool one_span = call.spans.size() == 1;
+  bool valid_peer = call.peer >= 0 && uint32_t(call.peer) < size;
+  switch (call.kind) {
+    case RD_ALLREDUCE:
+      return supported(call.reduce_params);
+    case RD_REDUCE_SCATTER:
+      return supported(call.reduce_params) && call.reduce_params.op != RD_ADASUM && one_span &&
+             call.counts.size() == size && sum(call.counts) == call.spans.count();
+    case RD_ALLGATHER:
+      return one_span && call.counts.size() == size && call.counts[me] == call.spans.count();
+    case RD_ALLTOALL:
+      return one_span && call.counts.size() == size && call.splits.size() == size &&
+             call.splits[me] == call.counts[me] && sum(call.splits) <= call.spans.count();
+    case RD_BROADCAST:
+      return valid_peer;
+    case RD_SEND:
+    case RD_RECEIVE:
+      return one_span && valid_peer && uint32_t(call.peer) != me;
+    default:
+      return true;
+  }
+}
+
+}  // namespace
+
+void copy_description(char* to, const std::string& description) {
+  size_t length = std::min<size_t>(description.size(), RD_DESCRIPTION_BYTES - 1);
+  std::memcpy(to, description.data(), length);
+  to[length] = 0;
+}
+
+Call::Call(const rd_call& params, const Topology& topology, const Deadline& deadline)
+    : kind(rd_kind(checked(params).kind)),
+      reduce_params{rd_dtype(params.dtype), rd_op(params.op), params.prescale, params.postscale, topology.size},
+      algorithm(rd_algorithm(params.algorithm)),
+      pre_agreed((params.flags & RD_PRE_AGREED) != 0),
+      peer(params.peer),
+      signature(params.signature),
+      description(params.description == nullptr ? "" : params.description),
+      spans(params.spans, params.num_spans, ronde::element_bytes(rd_dtype(params.dtype))),
+      counts(copied(params.counts, topology.size)),
+      splits(copied(params.splits, topology.size)),
+      deadline(deadline) {
+  require(is_valid(*this, topology));
+}
+
+CallHeader Call::header(rd_algorithm chosen, uint64_t sequence) const {
+  CallHeader header{};
+  header.sequence = sequence;
+  header.signature = signature;
+  header.count = spans.count();
+  header.bucket_offset = bucket_offset;
+  header.kind = kind;
+  header.dtype = reduce_params.dtype;
+  header.op = reduce_params.op;
+  header.algorithm = chosen;
+  header.peer = peer;
+  header.in_bucket = in_bucket;
+  header.prescale = reduce_params.prescale;
+  header.postscale = reduce_params.postscale;
+  copy_description(header.description, description);
+  return header;
+}
+
+}  // namespace ronde

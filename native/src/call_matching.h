@@ -1,0 +1,40 @@
+// How a collective begins: every member shows the header of its call, waits until all have arrived, and compares.
+//
+// On one host the headers are in shared memory and one phase of the host's barrier suffices. Between hosts the first
+// member of each (its leader) exchanges the headers of its host with the other leaders (Bruck's algorithm, log2(hosts)
+// steps). For a call that was agreed in advance only the members of one host match.
+#pragma once
+
+#include <vector>
+
+#include "group.h"
+
+namespace ronde {
+
+class CallMatcher {
+ public:
+  explicit CallMatcher(const Topology& topology) : topology_(topology) {}
+
+  // Returns the headers of all members when all have arrived; for a pre-agreed call, those of this host's members. They
+  // are valid until the next match.
+  const std::vector<CallHeader>& match(Group& group, const CallHeader& mine, bool pre_agreed);
+
+ private:
+  void exchange_between_hosts(Group& group);
+
+  const Topology& topology_;
+  uint64_t num_matches_ = 0;
+  std::vector<CallHeader> headers_;
+};
+
+enum class MatchResult {
+  kMatch,
+  kAllJoined,
+  kMismatch,
+};
+
+// Compares the headers. The result depends on nothing else, so every member gets the same. `requested` receives the
+// header of a member that has not joined, or null.
+MatchResult match_headers(const std::vector<CallHeader>& headers, const CallHeader** requested);
+
+}  // namespace ronde

@@ -1,0 +1,84 @@
+#include "choose_algorithm.h"
+
+#include "base/error.h"
+
+namespace ronde {
+
+namespace {
+
+enum class HostSpread {
+  kSingleHost,      // all members share memory
+  kOnePerHost,      // several hosts with one member each
+  kSeveralPerHost,  // several hosts, some with several members
+};
+
+HostSpread host_spread(const Topology& topology) {
+  if (topology.single_host()) return HostSpread::kSingleHost;
+  return topology.num_hosts() == topology.size ? HostSpread::kOnePerHost : HostSpread::kSeveralPerHost;
+}
+
+struct Row {
+  rd_kind kind;
+  HostSpread spread;
+  uint64_t max_bytes;
+  rd_algorithm algorithm;
+};
+
+constexpr uint64_t kAny = UINT64_MAX;
+
+// The first row that fits is taken.
+// clang-format off
+constexpr Row kTable[] = {
+    {RD_ALLREDUCE,      HostSpread::kSingleHost,     kAny,      RD_DIRECT},
+    {RD_ALLREDUCE,      HostSpread::kOnePerHost,     64 * 1024, RD_DOUBLING},
+    {RD_ALLREDUCE,      HostSpread::kOnePerHost,     kAny,      RD_RING},
+    {RD_ALLREDUCE,      HostSpread::kSeveralPerHost, kAny,      RD_TWO_LEVEL},
+    {RD_BROADCAST,      HostSpread::kSingleHost,     kAny,      RD_DIRECT},
+    {RD_BROADCAST,      HostSpread::kOnePerHost,     kAny,      RD_TREE},
+    {RD_BROADCAST,      HostSpread::kSeveralPerHost, kAny,      RD_TREE},
+    {RD_ALLGATHER,      HostSpread::kSingleHost,     kAny,      RD_DIRECT},
+    {RD_ALLGATHER,      HostSpread::kOnePerHost,     kAny,      RD_RING},
+    {RD_ALLGATHER,      HostSpread::kSeveralPerHost, kAny,      RD_RING},
+    {RD_REDUCE_SCATTER, HostSpread::kSingleHost,     kAny,      RD_DIRECT},
+    {RD_REDUCE_SCATTER, HostSpread::kOnePerHost,     kAny,      RD_RING},
+    {RD_REDUCE_SCATTER, HostSpread::kSeveralPerHost, kAny,      RD_RING},
+    {RD_ALLTOALL,       HostSpread::kSingleHost,     kAny,      RD_PAIRWISE},
+    {RD_ALLTOALL,       HostSpread::kOnePerHost,     kAny,      RD_PAIRWISE},
+    {RD_ALLTOALL,       HostSpread::kSeveralPerHost, kAny,      RD_PAIRWISE},
+};
+// clang-format on
+
+bool can_run(const Topology& topology, rd_kind kind, rd_algorithm algorithm) {
+  switch (algorithm) {
+    case RD_DIRECT:
+      return topology.single_host() && kind != RD_ALLTOALL;
+    case RD_TWO_LEVEL:
+      return !topology.single_host() && kind == RD_ALLREDUCE;
+    case RD_DOUBLING:
+      return kind == RD_ALLREDUCE;
+    case RD_RING:
+      return kind == RD_ALLREDUCE || kind == RD_ALLGATHER || kind == RD_REDUCE_SCATTER;
+    case RD_TREE:
+      return kind == RD_BROADCAST;
+    case RD_PAIRWISE:
+      return kind == RD_ALLTOALL;
+    default:
+      return false;
+  }
+}
+
+}  // namespace
+
+rd_algorithm choose_algorithm(const Topology& topology, rd_kind kind, rd_op op, uint64_t bytes, rd_algorithm demanded) {
+  if (kind == RD_ALLREDUCE && op == RD_ADASUM) return RD_DOUBLING;  // Adasum is defined on pairs
+  if (demanded != RD_AUTO) {
+    if (!can_run(topology, kind, demanded)) throw CallError{RD_BAD_CALL};
+    return demanded;
+  }
+  HostSpread spread = host_spread(topology);
+  for (const Row& row : kTable)
+    if (row.kind == kind && row.spread == spread && bytes <= row.max_bytes) return row.algorithm;
+  return RD_AUTO;
+}
+
+}  // namespace ronde

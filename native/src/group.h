@@ -1,0 +1,53 @@
+// What an algorithm works with while it runs a call: the members, their links and shared memory, and the call's wait.
+#pragma once
+
+#include <memory>
+#include <numeric>
+#include <vector>
+
+#include "call.h"
+#include "link/host_barrier.h"
+#include "link/link.h"
+#include "link/shared_memory.h"
+#include "link/wait.h"
+#include "topology.h"
+
+namespace ronde {
+
+// Memory that is kept from call to call and grows when needed.
+class ScratchBuffer {
+ public:
+  // Returns at least this many bytes; what was in them before is lost.
+  char* get(uint64_t bytes) {
+    if (bytes > size_) {
+      memory_.reset(new char[bytes]);
+      size_ = bytes;
+    }
+    return memory_.get();
+  }
+
+ private:
+  std::unique_ptr<char[]> memory_;
+  uint64_t size_ = 0;
+};
+
+struct Group {
+  const Topology& topology;
+  SharedSegment* segment;  // null for the only member of a host
+  HostBarrier& barrier;
+  const std::vector<std::unique_ptr<Link>>& links;  // per member; null for this one
+  CallWait& wait;
+  ScratchBuffer& contiguous;  // the spans of a call in one piece
+  ScratchBuffer& incoming;    // what was received and is not yet reduced
+  uint32_t& slots_used;       // staging slots used so far, equal on every member; its parity selects the slot
+
+  Link* link(uint32_t member) const { return links[member].get(); }
+
+  std::vector<uint32_t> all_members() const {
+    std::vector<uint32_t> members(topology.size);
+    std::iota(members.begin(), members.end(), 0);
+    return members;
+  }
+};
+
+}  // namespace ronde
