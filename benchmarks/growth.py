@@ -23,15 +23,17 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ronde.cli.bench.measure import Record
+from ronde.cli.bench.runner import BenchmarkResult
 
 
-def bench(*arguments: str) -> list[Record]:
+def bench(*arguments: str) -> list[BenchmarkResult]:
     with tempfile.TemporaryDirectory() as directory:
         results = Path(directory, "results.jsonl")
         command = (sys.executable, "-m", "ronde.cli.main", "bench", *arguments, "--json", str(results))
         subprocess.run(command, check=True)
-        return msgspec.json.decode(b"[" + b",".join(results.read_bytes().splitlines()) + b"]", type=list[Record])
+        return msgspec.json.decode(
+            b"[" + b",".join(results.read_bytes().splitlines()) + b"]", type=list[BenchmarkResult]
+        )
 
 
 def exponents(numbers: Sequence[int], costs: Sequence[float]) -> list[float]:

@@ -26,12 +26,11 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from ronde.cli.bench.crew import RANK_PROGRAM, Crew
-from ronde.cli.bench.measure import Lane, Pace
-from ronde.cli.bench.processes import Processes
-from ronde.cli.bench.shapes import format_bytes, parse_works
+from ronde.cli.bench.cases import parse_works
+from ronde.cli.bench.runner import RANK_PROGRAM, AllreduceCase, MeasurementBudget, PeerProcesses, RankPool
 from ronde.errors import RondeError
-from ronde.net.keys import new_key
+from ronde.net.keys import new_job_key
+from ronde.text import format_exact_bytes
 from ronde.types import Deadline
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -84,7 +83,7 @@ class Hosts:
 
 def ronde_ranks(
     hosts: Hosts, per_host: int, settings: Mapping[str, str], program: str = RANK_PROGRAM
-) -> Callable[[Path], Processes]:
+) -> Callable[[Path], PeerProcesses]:
     """Ranks of ronde on both hosts; rank 0 hosts the coordinator. The key travels in the environment only."""
     size = 2 * per_host
     env = {
@@ -92,29 +91,29 @@ def ronde_ranks(
         "OMP_NUM_THREADS": "1",
         "RONDE_SIZE": str(size),
         "RONDE_COORDINATOR": f"{ADDRESSES[0]}:{next(PORTS)}",
-        "RONDE_KEY": new_key(),
+        "RONDE_KEY": new_job_key(),
         **settings,
     }
 
-    def start(directory: Path) -> Processes:
+    def start(directory: Path) -> PeerProcesses:
         rank_program = (sys.executable, program, "ronde", str(directory))
-        return Processes(
+        return PeerProcesses(
             [(*hosts.inside(r // per_host), "env", f"RONDE_RANK={r}", *rank_program) for r in range(size)], env
         )
 
     return start
 
 
-def gloo_ranks(hosts: Hosts, program: str = RANK_PROGRAM, role: str = "gloo") -> Callable[[Path], Processes]:
+def gloo_ranks(hosts: Hosts, program: str = RANK_PROGRAM, role: str = "gloo") -> Callable[[Path], PeerProcesses]:
     """One rank of gloo on each host."""
 
-    def start(directory: Path) -> Processes:
+    def start(directory: Path) -> PeerProcesses:
         commands = []
         for rank, interface in enumerate(hosts.interfaces):
             env = ("env", "OMP_NUM_THREADS=1", f"GLOO_SOCKET_IFNAME={interface}")
             rank_program = (sys.executable, program, role, str(directory), str(rank), "2")
             commands.append((*hosts.inside(rank), *env, *rank_program))
-        return Processes(commands)
+        return PeerProcesses(commands)
 
     return start
 
@@ -140,7 +139,7 @@ class Entry:
     """One line of the table: who runs, and how many times the array each host has to send."""
 
     words: str
-    crew: Crew
+    crew: RankPool
     path: str
     factor: float
 
@@ -148,9 +147,9 @@ class Entry:
 def entries(hosts: Hosts, stack: ExitStack, console: Console) -> list[Entry]:
     """Start everybody."""
 
-    def crew(name: str, size: int, start: Callable[[Path], Processes]) -> Crew:
+    def crew(name: str, size: int, start: Callable[[Path], PeerProcesses]) -> RankPool:
         console.print(f"starting {name}", style="dim")
-        started = Crew(name, size, start, Deadline(120))
+        started = RankPool(name, size, start, Deadline(120))
         stack.callback(started.close)
         return started
 
@@ -164,9 +163,11 @@ def entries(hosts: Hosts, stack: ExitStack, console: Console) -> list[Entry]:
     return found
 
 
-def measure(hosts: Hosts, work_bytes: int, everybody: list[Entry], pace: Pace) -> tuple[float, list[Lane]]:
+def measure(
+    hosts: Hosts, work_bytes: int, everybody: list[Entry], pace: MeasurementBudget
+) -> tuple[float, list[AllreduceCase]]:
     """Goodput of the link and everybody's times, in turn."""
-    lanes = [Lane(entry.crew, entry.path, (work_bytes // 4,)) for entry in everybody]
+    lanes = [AllreduceCase(entry.crew, entry.path, (work_bytes // 4,)) for entry in everybody]
     for lane in lanes:
         lane.prepare()
         lane.settle(pace)
@@ -180,12 +181,18 @@ def measure(hosts: Hosts, work_bytes: int, everybody: list[Entry], pace: Pace) -
     return statistics.median(link), lanes
 
 
-def row(entry: Entry, lane: Lane, num_bytes: int, link: float) -> tuple[str, ...]:
+def row(entry: Entry, lane: AllreduceCase, num_bytes: int, link: float) -> tuple[str, ...]:
     """What one line of the table says."""
     record = lane.record("allreduce", num_bytes)
     bound_ms = entry.factor * 8 * num_bytes / link / 1e6
     times = (f"{bound_ms:.1f}", f"{record.median_us / 1e3:.1f}", f"{record.min_us / 1e3:.1f}")
-    return (format_bytes(num_bytes), entry.words, f"{link:.3f}", *times, f"{100e3 * bound_ms / record.median_us:.0f} %")
+    return (
+        format_exact_bytes(num_bytes),
+        entry.words,
+        f"{link:.3f}",
+        *times,
+        f"{100e3 * bound_ms / record.median_us:.0f} %",
+    )
 
 
 def main(
@@ -207,7 +214,9 @@ def main(
             everybody = entries(hosts, stack, console)
             for work in works:
                 console.print(f"measuring {work.name}", style="dim")
-                link, lanes = measure(hosts, work.num_bytes, everybody, Pace(repeats=repeats, seconds=seconds))
+                link, lanes = measure(
+                    hosts, work.num_bytes, everybody, MeasurementBudget(repeats=repeats, seconds=seconds)
+                )
                 for entry, lane in zip(everybody, lanes, strict=True):
                     table.add_row(*row(entry, lane, work.num_bytes, link))
                 table.add_section()

@@ -23,13 +23,11 @@ from netns import Hosts, gloo_ranks, goodput, ronde_ranks
 from rich.console import Console
 from rich.table import Table
 
-from ronde.cli.bench.crew import Crew
-from ronde.cli.bench.measure import OURS, Pace
-from ronde.cli.bench.models import Model, parse_models
-from ronde.cli.bench.processes import Started
+from ronde.cli.bench.cases import BenchmarkModel, parse_models
+from ronde.cli.bench.peers import APART, DDP, TRAIN_PROGRAM, TrainingImplementation, TrainingSetup
+from ronde.cli.bench.runner import OURS, BenchmarkProcesses, MeasurementBudget, RankPool
 from ronde.cli.bench.table import format_ratio
-from ronde.cli.bench.train import TrainLane, TrainRecord
-from ronde.cli.bench.train_kits import APART, DDP, TRAIN_PROGRAM, TrainKit, TrainSettings
+from ronde.cli.bench.train import TrainingCase, TrainingResult
 from ronde.errors import RondeError
 from ronde.types import Deadline
 
@@ -37,25 +35,25 @@ START_S = 120.0
 NUM_HOSTS = 2
 
 
-def kits() -> list[TrainKit]:
+def kits() -> list[TrainingImplementation]:
     """Everybody; on two hosts each rank has its own."""
     return [
-        TrainKit(APART, APART, NUM_HOSTS),
-        TrainKit("ronde", OURS, NUM_HOSTS),
-        TrainKit("ronde bfloat16", OURS, NUM_HOSTS, TrainSettings(codec="bfloat16")),
-        TrainKit("ddp-view", DDP, NUM_HOSTS, TrainSettings(view=True)),
-        TrainKit("ddp-view float16", DDP, NUM_HOSTS, TrainSettings(view=True, codec="float16")),
+        TrainingImplementation(APART, APART, NUM_HOSTS),
+        TrainingImplementation("ronde", OURS, NUM_HOSTS),
+        TrainingImplementation("ronde bfloat16", OURS, NUM_HOSTS, TrainingSetup(codec="bfloat16")),
+        TrainingImplementation("ddp-view", DDP, NUM_HOSTS, TrainingSetup(view=True)),
+        TrainingImplementation("ddp-view float16", DDP, NUM_HOSTS, TrainingSetup(view=True, codec="float16")),
     ]
 
 
-def starting(kit: TrainKit, hosts: Hosts) -> Callable[[Path], Started]:
+def starting(kit: TrainingImplementation, hosts: Hosts) -> Callable[[Path], BenchmarkProcesses]:
     """How its ranks are started, each on its host."""
     if kit.role == OURS:
         return ronde_ranks(hosts, 1, {}, TRAIN_PROGRAM)
     return gloo_ranks(hosts, TRAIN_PROGRAM, kit.role)
 
 
-def measure(hosts: Hosts, lanes: Sequence[TrainLane], pace: Pace) -> float:
+def measure(hosts: Hosts, lanes: Sequence[TrainingCase], pace: MeasurementBudget) -> float:
     """Let the lanes train in turn; gigabits per second of the link, measured in turn with them."""
     for lane in lanes:
         lane.prepare()
@@ -69,7 +67,7 @@ def measure(hosts: Hosts, lanes: Sequence[TrainLane], pace: Pace) -> float:
     return statistics.median(link)
 
 
-def rows(model: Model, records: Sequence[TrainRecord], link: float) -> list[tuple[str, ...]]:
+def rows(model: BenchmarkModel, records: Sequence[TrainingResult], link: float) -> list[tuple[str, ...]]:
     """What the table says of one network."""
     bound_ms = 8 * model.num_bytes / link / 1e6
     ddp = next(record for record in records if record.impl == "ddp-view")
@@ -91,15 +89,17 @@ def rows(model: Model, records: Sequence[TrainRecord], link: float) -> list[tupl
     return found
 
 
-def train(hosts: Hosts, model: Model, batch: int, pace: Pace, console: Console) -> list[tuple[str, ...]]:
+def train(
+    hosts: Hosts, model: BenchmarkModel, batch: int, pace: MeasurementBudget, console: Console
+) -> list[tuple[str, ...]]:
     """Start everybody, measure one network, end everybody."""
     with ExitStack() as stack:
         lanes = []
         for kit in kits():
             console.print(f"{model.name}: starting {kit.name}", style="dim")
-            crew = Crew(kit.name, NUM_HOSTS, starting(kit, hosts), Deadline(START_S))
+            crew = RankPool(kit.name, NUM_HOSTS, starting(kit, hosts), Deadline(START_S))
             stack.callback(crew.close)
-            lanes.append(TrainLane(crew, kit, model, batch))
+            lanes.append(TrainingCase(crew, kit, model, batch))
         console.print(f"{model.name}: training", style="dim")
         link = measure(hosts, lanes, pace)
         return rows(model, [lane.record() for lane in lanes], link)
@@ -120,7 +120,7 @@ def main(
     console = Console()
     table = Table("network", "", "samples/s", "step ms", "backward ms", "bound ms", "of the bound", "against DDP")
     chosen = parse_models(models)
-    pace = Pace(repeats=rounds, seconds=seconds, steps=steps)
+    pace = MeasurementBudget(repeats=rounds, seconds=seconds, steps=steps)
     try:
         with Hosts(rate) as hosts:
             for model in chosen:

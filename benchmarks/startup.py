@@ -34,7 +34,7 @@ RONDE = (str(HERE / "ronde"), "run", "-np", "2")
 TORCHRUN = (str(HERE / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python")
 LIMIT_S = 120.0
 
-DRIVER = "import ronde.cli.run.command, ronde.launch.driver, ronde.launch.output.printer"
+DRIVER = "import ronde.cli.run, ronde.launch.driver.driver, ronde.launch.output.printer"
 PROBES: dict[str, tuple[str, ...]] = {
     "python": (sys.executable, "-c", "pass"),
     "driver": (sys.executable, "-c", DRIVER),

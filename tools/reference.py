@@ -12,7 +12,7 @@ from types import FunctionType
 import ronde
 import ronde.errors
 import ronde.settings
-from ronde.launch.options import options
+from ronde.launch.config import launch_options
 from ronde.observe import events
 
 __all__ = ["main", "pages"]
@@ -63,7 +63,7 @@ def settings_page() -> Iterator[str]:
     yield "file of `ronde run --config`, and that than the default.\n"
     yield "| setting | environment | default | meaning |"
     yield "|---|---|---|---|"
-    for setting in ronde.settings.describe():
+    for setting in ronde.settings.describe_settings():
         default = "empty" if setting.default == "" else f"`{setting.default}`"
         meaning = setting.help.replace("|", "\\|")
         yield f"| `{setting.name}` | `{setting.env}` | {default} | {meaning} |"
@@ -76,7 +76,7 @@ def run_page() -> Iterator[str]:
     yield "\n`ronde run [FLAGS] [--] COMMAND …`: a file for `--config` has the same names, with underscores for dashes."
     yield "How to use them is in the [guide](../guides/launching.md)."
     group = ""
-    for option in options():
+    for option in launch_options():
         if option.group != group:
             group = option.group
             yield f"\n## {group}\n\n| flag | meaning |\n|---|---|"

@@ -9,7 +9,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from ronde.dash import RankShare
+from ronde.dash import RankTimeBreakdown
 
 __all__ = ["Display"]
 
@@ -33,7 +33,7 @@ class Display:
         """A line that stays."""
         self._console.print(text, soft_wrap=True)
 
-    def step(self, step: int, loss: float, images_per_second: float, shares: Sequence[RankShare]) -> None:
+    def step(self, step: int, loss: float, images_per_second: float, shares: Sequence[RankTimeBreakdown]) -> None:
         """How it goes now, with the mean step time of each rank."""
         times = " ".join(f"{1e3 * share.mean_step_s:.0f}" for share in shares)
         text = f"loss {loss:.3f}  {images_per_second:.0f} images/s  ms per step: {times}"

@@ -45,10 +45,10 @@ if TYPE_CHECKING:
         stop_timeline,
         world,
     )
-    from ronde.comm.current import init, is_initialized, shutdown
     from ronde.comm.group import Group
     from ronde.comm.plan import Bucket, Plan
     from ronde.comm.work import Work
+    from ronde.comm.world import init, is_initialized, shutdown
     from ronde.errors import (
         JobFailed,
         Mismatch,
@@ -121,10 +121,11 @@ def __getattr__(name: str) -> object:
         from ronde.launch.function import run
 
         return run
-    from ronde.comm import buffers, collectives, current, group, objects, plan, work
+    from ronde.comm import buffers, collectives, group, objects, plan, work
+    from ronde.comm import world as world_module
 
     found: dict[str, object] = {"objects": objects}
-    for home in (errors, buffers, collectives, current, group, plan, work):
+    for home in (errors, buffers, collectives, world_module, group, plan, work):
         found |= {each: getattr(home, each) for each in home.__all__ if each in __all__}
     globals().update(found)
     return found[name]

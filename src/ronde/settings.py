@@ -17,19 +17,28 @@ import os
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
-__all__ = ["OF_THE_JOB", "PREFIX", "Described", "Settings", "describe", "parse_setting"]
+__all__ = [
+    "ASSIGNED_BY_LAUNCHER",
+    "PREFIX",
+    "SettingInfo",
+    "Settings",
+    "config_dir",
+    "describe_settings",
+    "parse_setting",
+]
 
 PREFIX = "RONDE_"
-OF_THE_JOB = ("rank", "size", "coordinator", "coordinator_hosted", "key", "host", "address")
+ASSIGNED_BY_LAUNCHER = ("rank", "size", "coordinator", "coordinator_hosted", "key", "host", "address")
 """Settings that tell a rank its place: whoever starts a job gives them to its ranks, nobody chooses them."""
-NO_SETTINGS = ("CALL_FD", "GUARD", "RESULT_FD", "TEST")
+RESERVED_VARIABLES = ("CALL_FD", "GUARD", "RESULT_FD", "TEST")
 """Beginnings of names that the launcher and our own tests use for other things."""
 
-MOST_S = 1_000_000.0
+MAX_TIMEOUT_S = 1_000_000.0
 """Eleven days. From 25 on, the milliseconds of a socket's timeout overflow."""
-MOST_HEARTBEAT_S = 86_400.0
+MAX_HEARTBEAT_S = 86_400.0
 """A connection is probed four times in it, and the kernel waits nine hours for a probe at most."""
 
 logger = logging.getLogger("ronde.settings")
@@ -105,7 +114,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         """Check every field at once, so that a wrong value fails here and by name."""
-        _at_least("size", self.size, 1)
+        _check_at_least("size", self.size, 1)
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank must be from 0 to size - 1 = {self.size - 1}, got {self.rank}")
         if self.backend not in ("native", "mpi"):
@@ -113,17 +122,17 @@ class Settings:
         if self.algorithm not in ("", "direct", "doubling", "ring", "two_level"):
             raise ValueError(f"algorithm must be empty, direct, doubling, ring or two_level, got {self.algorithm!r}")
         for name in ("start_s", "operation_s", "shutdown_s"):
-            _check_seconds(name, getattr(self, name), MOST_S)
-        _check_seconds("heartbeat_s", self.heartbeat_s, MOST_HEARTBEAT_S)
-        if not 0 <= self.stall_s <= MOST_S:
-            raise ValueError(f"stall_s must be from 0 (off) to {MOST_S:.0f} seconds, got {self.stall_s}")
-        _at_least("fusion_bytes", self.fusion_bytes, 0)
-        _at_least("chunk_bytes", self.chunk_bytes, 4096)
-        _at_least("slot_bytes", self.slot_bytes, self.chunk_bytes)
-        _at_least("num_sockets", self.num_sockets, 1)
-        _at_least("timeline_events", self.timeline_events, 1)
+            _check_seconds(name, getattr(self, name), MAX_TIMEOUT_S)
+        _check_seconds("heartbeat_s", self.heartbeat_s, MAX_HEARTBEAT_S)
+        if not 0 <= self.stall_s <= MAX_TIMEOUT_S:
+            raise ValueError(f"stall_s must be from 0 (off) to {MAX_TIMEOUT_S:.0f} seconds, got {self.stall_s}")
+        _check_at_least("fusion_bytes", self.fusion_bytes, 0)
+        _check_at_least("chunk_bytes", self.chunk_bytes, 4096)
+        _check_at_least("slot_bytes", self.slot_bytes, self.chunk_bytes)
+        _check_at_least("num_sockets", self.num_sockets, 1)
+        _check_at_least("timeline_events", self.timeline_events, 1)
         if self.key and (len(self.key) != 64 or not set(self.key) <= set("0123456789abcdefABCDEF")):
-            raise ValueError("key must be 64 hexadecimal digits (make one with ronde.net.keys.new_key())")
+            raise ValueError("key must be 64 hexadecimal digits (make one with ronde.net.keys.new_job_key())")
 
     def __repr__(self) -> str:
         """All fields, the key hidden."""
@@ -135,14 +144,16 @@ class Settings:
         cls,
         given: Mapping[str, Any] | None = None,
         environ: Mapping[str, str] | None = None,
-        weaker: Mapping[str, Any] | None = None,
+        fallback: Mapping[str, Any] | None = None,
     ) -> Settings:
         """Settings from arguments over the environment over what is known otherwise (a file) over the defaults."""
         environ = os.environ if environ is None else environ
-        unknown = {*(given or ()), *(weaker or ())} - {field.name for field in dataclasses.fields(cls)}
+        unknown = {*(given or ()), *(fallback or ())} - {field.name for field in dataclasses.fields(cls)}
         if unknown:
-            raise TypeError(f"unknown setting {', '.join(sorted(unknown))}; ronde.settings.describe() lists all")
-        values = dict(weaker or {})
+            raise TypeError(
+                f"unknown setting {', '.join(sorted(unknown))}; ronde.settings.describe_settings() lists all"
+            )
+        values = dict(fallback or {})
         for field in dataclasses.fields(cls):
             variable = PREFIX + field.name.upper()
             if variable in environ:
@@ -155,7 +166,7 @@ class Settings:
         return settings
 
     @classmethod
-    def told(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> frozenset[str]:
+    def given_names(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> frozenset[str]:
         """The names of the settings that an argument or the environment gives."""
         environ = os.environ if environ is None else environ
         return frozenset(
@@ -163,14 +174,14 @@ class Settings:
         )
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise ValueError(f"{name} must be at least {least}, got {value}")
+def _check_at_least(name: str, value: int, minimum: int) -> None:
+    if value < minimum:
+        raise ValueError(f"{name} must be at least {minimum}, got {value}")
 
 
-def _check_seconds(name: str, value: float, most: float) -> None:
-    if not 0 < value <= most:
-        raise ValueError(f"{name} must be above 0 and at most {most:.0f} seconds, got {value}")
+def _check_seconds(name: str, value: float, maximum: float) -> None:
+    if not 0 < value <= maximum:
+        raise ValueError(f"{name} must be above 0 and at most {maximum:.0f} seconds, got {value}")
 
 
 @functools.cache
@@ -178,7 +189,7 @@ def _warn_if_unknown(variable: str) -> None:
     """A variable that is misspelt does nothing; that is told once in a process."""
     name = variable.removeprefix(PREFIX)
     known = [field.name.upper() for field in dataclasses.fields(Settings)]
-    if name in known or name.startswith(NO_SETTINGS):
+    if name in known or name.startswith(RESERVED_VARIABLES):
         return
     near = difflib.get_close_matches(name, known, n=1)
     meant = f"; did you mean {PREFIX}{near[0]}?" if near else ""
@@ -187,11 +198,11 @@ def _warn_if_unknown(variable: str) -> None:
 
 def parse_setting(name: str, text: str, source: str) -> Any:  # the type is the field's
     """The value of a setting from its text. `source` is what an error calls it: a variable, a flag."""
-    return _parse(source, text, _kinds()[name])
+    return _parse(source, text, _field_types()[name])
 
 
 @functools.cache
-def _kinds() -> dict[str, type]:
+def _field_types() -> dict[str, type]:
     return get_type_hints(Settings)
 
 
@@ -212,7 +223,7 @@ def _parse(name: str, text: str, kind: type) -> Any:  # the type is the field's
 
 
 @dataclass(frozen=True, slots=True)
-class Described:
+class SettingInfo:
     """One setting as the reference page shows it."""
 
     name: str
@@ -221,7 +232,7 @@ class Described:
     help: str
 
 
-def describe() -> list[Described]:
+def describe_settings() -> list[SettingInfo]:
     """All settings with the text written below each field."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(Settings)))
     body = tree.body[0].body  # type: ignore[attr-defined]  # a class has a body
@@ -230,4 +241,13 @@ def describe() -> list[Described]:
         if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
             assert isinstance(before.target, ast.Name)
             helps[before.target.id] = " ".join(str(after.value.value).split())
-    return [Described(f.name, PREFIX + f.name.upper(), f.default, helps[f.name]) for f in dataclasses.fields(Settings)]
+    return [
+        SettingInfo(f.name, PREFIX + f.name.upper(), f.default, helps[f.name]) for f in dataclasses.fields(Settings)
+    ]
+
+
+def config_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Where the user's configuration of ronde is."""
+    environ = os.environ if environ is None else environ
+    given = environ.get("XDG_CONFIG_HOME", "")
+    return (Path(given) if given.startswith("/") else Path.home() / ".config") / "ronde"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Deadline", "DType", "Kind", "Member", "Op", "Topology", "parse_op"]
+__all__ = ["Deadline", "DType", "OperationKind", "Member", "Op", "Topology", "parse_op"]
 
 
 class DType(enum.IntEnum):
@@ -89,7 +89,7 @@ def parse_op(op: str | Op) -> Op:
     return found
 
 
-class Kind(enum.IntEnum):
+class OperationKind(enum.IntEnum):
     """What a collective does; the numbers are those of the C header."""
 
     BARRIER = 0
@@ -111,9 +111,9 @@ class Member:
     host: str
     """Ranks with an equal host share memory."""
     pid: int
-    unix_door: str
+    unix_socket: str
     """Name of the abstract Unix socket where ranks of the same host connect."""
-    tcp_doors: tuple[str, ...] = ()
+    tcp_addresses: tuple[str, ...] = ()
     """`address:port` where ranks of other hosts connect; tried in turn."""
 
 
@@ -130,7 +130,7 @@ class Topology:
         return len(self.members)
 
     @property
-    def places(self) -> tuple[int, ...]:
+    def host_indices(self) -> tuple[int, ...]:
         """Per rank, the index of its host, hosts counted by their lowest rank."""
         seen: dict[str, int] = {}
         return tuple(seen.setdefault(member.host, len(seen)) for member in self.members)
@@ -177,23 +177,23 @@ class Topology:
 class Deadline:
     """A point in time made once at the top and handed down, so that waits add up to what was promised."""
 
-    __slots__ = ("_at", "seconds")
+    __slots__ = ("_expires_at_s", "timeout_s")
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self._at = time.monotonic() + seconds
+    def __init__(self, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._expires_at_s = time.monotonic() + timeout_s
 
     @property
-    def left_s(self) -> float:
+    def remaining_s(self) -> float:
         """Seconds left, never negative."""
-        left_s = self._at - time.monotonic()
+        left_s = self._expires_at_s - time.monotonic()
         return left_s if left_s > 0.0 else 0.0
 
     @property
-    def passed(self) -> bool:
+    def expired(self) -> bool:
         """Whether time is up."""
-        return time.monotonic() >= self._at
+        return time.monotonic() >= self._expires_at_s
 
     def __repr__(self) -> str:
         """For messages and debugging."""
-        return f"Deadline({self.seconds} s, {self.left_s:.3f} s left)"
+        return f"Deadline({self.timeout_s} s, {self.remaining_s:.3f} s left)"

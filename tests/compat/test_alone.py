@@ -21,8 +21,8 @@ from horovod.common.basics import HorovodBasics
 from horovod.common.process_sets import ProcessSet
 from horovod.runner.launch import check_build
 from horovod.runner.util.threads import in_thread
-from horovod.torch.handles import Handles
-from ronde.observe.stacks import where_is_main_thread
+from horovod.torch.operations import HandleManager
+from ronde.observe.stacks import dump_stacks
 
 MPI = "def Get_library_version(): return 'Some MPI 1.0'"
 
@@ -119,11 +119,11 @@ def test_an_optimizer_tells_what_it_was_made_with() -> None:
 
 @pytest.mark.usefixtures("alone")
 def test_where_a_script_waits_is_its_own_line() -> None:
-    handles = Handles()
-    work: Any = SimpleNamespace(wait=where_is_main_thread)
-    line, stack = handles.synchronize(handles.put(work, tuple))
+    handles = HandleManager()
+    work: Any = SimpleNamespace(wait=dump_stacks)
+    line, stack = handles.synchronize(handles.add(work, tuple))
     assert line.startswith("test_alone.py:"), line
-    assert "handles.py" in stack
+    assert "operations.py" in stack
 
 
 @pytest.mark.usefixtures("alone")

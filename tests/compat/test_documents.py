@@ -38,5 +38,5 @@ def test_the_guide_says_why_a_flag_has_no_effect() -> None:
     families = ("--hierarchical-", "--autotune", "HOROVOD_AUTOTUNE")
     for name in [flag for flag, _ in launch.WITHOUT_EFFECT.values()]:
         assert next((family for family in families if name.startswith(family)), f"`{name}`") in guide, name
-    for name in variables._MEANING:
+    for name in variables._SETTING_BY_VARIABLE:
         assert name in guide, name

@@ -12,12 +12,13 @@ from horovod.runner.launch import (
     WITHOUT_EFFECT,
     check_build,
     make_job,
-    notes,
+    no_effect_messages,
     parse_args,
     parse_arguments,
     run_commandline,
 )
-from ronde.launch.job import Host, Job, Ssh
+from ronde.launch.job import Job, SshOptions
+from ronde.launch.placement import Host
 
 NP = ("-np", "2")
 
@@ -108,7 +109,7 @@ def test_the_job_of_many_hosts() -> None:
     found = make_job(args, tuple(args.command), {})
     assert (found.num_ranks, found.command) == (16, ("python", "train.py"))
     assert found.hosts == tuple(Host(f"server{number}", 4) for number in range(1, 5))
-    assert found.ssh == Ssh(port=2222, identity="/key", options=("StrictHostKeyChecking=no",), start_s=40.0)
+    assert found.ssh == SshOptions(port=2222, identity="/key", options=("StrictHostKeyChecking=no",), start_s=40.0)
 
 
 def test_hosts_may_come_from_a_file(tmp_path: Path) -> None:
@@ -143,13 +144,13 @@ def test_every_flag_without_effect_says_why() -> None:
         "autotune_steps_per_sample": "1",
         "autotune_gaussian_process_noise": "1",
     }
-    assert notes(parse_arguments(NP)) == []
+    assert no_effect_messages(parse_arguments(NP)) == []
     for dest, (flag, why) in WITHOUT_EFFECT.items():
         words = [flag, *values.get(dest, "").split()]
-        assert notes(parse_arguments([*NP, *words])) == [f"{flag} has no effect: {why}"]
+        assert no_effect_messages(parse_arguments([*NP, *words])) == [f"{flag} has no effect: {why}"]
         if values.get(dest) == "1":  # 0 is a number as any other
-            assert notes(parse_arguments([*NP, flag, "0"])) == [f"{flag} has no effect: {why}"]
-    assert notes(parse_arguments([*NP, "--no-autotune"])) == []
+            assert no_effect_messages(parse_arguments([*NP, flag, "0"])) == [f"{flag} has no effect: {why}"]
+    assert no_effect_messages(parse_arguments([*NP, "--no-autotune"])) == []
 
 
 def test_a_file_gives_options_that_the_command_line_may_overrule(tmp_path: Path) -> None:
@@ -195,7 +196,7 @@ def test_a_file_may_say_yes_and_no_in_numbers_or_nothing(tmp_path: Path) -> None
     path.write_text("stall_check: {enabled: 1}\nparams: {torus_allreduce: 0, cycle_time_ms: }\ntimeline:\n")
     args = parse_arguments([*NP, "--config-file", str(path)])
     assert (args.no_stall_check, args.torus_allreduce, args.cycle_time_ms) == (False, False, None)
-    assert notes(args) == []
+    assert no_effect_messages(args) == []
 
 
 @pytest.mark.parametrize(

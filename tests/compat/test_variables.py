@@ -9,7 +9,7 @@ import pytest
 
 from horovod.common import logs
 from horovod.common.variables import (
-    PATIENCE_S,
+    OPERATION_TIMEOUT_S,
     is_true,
     settings_from,
     timeline_from,
@@ -36,7 +36,7 @@ from ronde.settings import Settings
 )
 def test_variables_become_settings(variables: dict[str, str], expected: dict[str, object]) -> None:
     found = settings_from(variables)
-    assert found == {"operation_s": PATIENCE_S, "stall_s": 60.0, **expected}
+    assert found == {"operation_s": OPERATION_TIMEOUT_S, "stall_s": 60.0, **expected}
     Settings(**found)
 
 

@@ -8,10 +8,10 @@ import traceback
 from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
-from ronde.comm.place import Groups, Place
-from ronde.comm.threads.backend import Hub, ThreadsBackend
-from ronde.comm.threads.loopback import Loopback
+from ronde.comm.joining import Groups, JoinedRound
+from ronde.comm.threads.backend import ThreadsBackend, ThreadsHub
 from ronde.comm.world import World
+from ronde.coordinator.inprocess import InProcessCoordinator
 from ronde.settings import Settings
 from ronde.types import Member, Topology
 from tests.conformance.cases import Case
@@ -83,11 +83,12 @@ def run_threads(size: int, body: Body, *, groups: Groups = (), settings: Setting
     return results
 
 
-def make_places(size: int, groups: Groups, settings: Settings) -> list[Place]:
+def make_places(size: int, groups: Groups, settings: Settings) -> list[JoinedRound]:
     """Places for ranks that are threads: one coordinator and one hub for all of them."""
     given = [dataclasses.replace(settings, rank=rank, size=size) for rank in range(size)]
     members = tuple(Member(rank, "here", 1, "") for rank in range(size))
-    loopback, hub = Loopback(members, groups, given[0]), Hub()
+    loopback, hub = InProcessCoordinator(members, groups, given[0]), ThreadsHub()
     return [
-        Place(given[rank], Topology(members, rank), loopback.client(rank), ThreadsBackend(hub)) for rank in range(size)
+        JoinedRound(given[rank], Topology(members, rank), loopback.client(rank), ThreadsBackend(hub))
+        for rank in range(size)
     ]

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 import ronde
-from ronde.comm.current import current
+from ronde.comm.world import current_world
 from ronde.launch.local import start_local
 from ronde.settings import Settings
 from ronde.types import Deadline
@@ -86,14 +86,14 @@ class ProcessRanks:
             for rank, sock in self._sockets.items():
                 selector.register(sock, selectors.EVENT_READ, rank)
             while selector.get_map():
-                for key, _ in selector.select(deadline.left_s):
+                for key, _ in selector.select(deadline.remaining_s):
                     selector.unregister(key.fileobj)
                     answer = self._ranks[key.data].readline()
                     error = json.loads(answer)["error"] if answer else "its process has ended"
                     if error:
                         failures[key.data] = error
-                        deadline = Deadline(min(GRACE_S, deadline.left_s))
-                if deadline.passed:
+                        deadline = Deadline(min(GRACE_S, deadline.remaining_s))
+                if deadline.expired:
                     return {**{key.data: "it hangs" for key in selector.get_map().values()}, **failures}
         return failures
 
@@ -113,7 +113,7 @@ def answer(case: Case) -> str:
     """What went wrong, or nothing."""
     try:
         ronde.init(host=host_name(Settings.load().rank))
-        case.body(current())
+        case.body(current_world())
         if case.spoils:
             ronde.shutdown()
     except Exception:  # the edge of the process: the test shows it

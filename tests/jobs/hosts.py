@@ -176,7 +176,7 @@ class Hosts:
         """On no host runs what a job has started."""
         deadline = Deadline(SECONDS_S)
         left = ["?"]
-        while left and not deadline.passed:
+        while left and not deadline.expired:
             time.sleep(0.02)
             found = [f"{index}: {words(process)}" for index in range(NUM_HOSTS) for process in self.processes(index)]
             left = [line for line in found if but not in line]

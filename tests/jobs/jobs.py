@@ -92,7 +92,7 @@ class Ranks:
     def _await_end(self, rank: int) -> None:
         """Wait until a rank that has hung up has also ended, and so has printed why. Not for long: it may not end."""
         deadline = Deadline(SECONDS_S)
-        while not deadline.passed:
+        while not deadline.expired:
             try:
                 if psutil.Process(self.pids[rank]).status() == psutil.STATUS_ZOMBIE:
                     return
@@ -103,8 +103,8 @@ class Ranks:
     def _await(self, sock: socket.socket, deadline: Deadline, what: str) -> None:
         poll = select.poll()
         poll.register(sock, select.POLLIN)
-        if not poll.poll(1000 * deadline.left_s):
-            raise TimeoutError(f"waited {deadline.seconds:g} s for {what}\n{self.said()}")
+        if not poll.poll(1000 * deadline.remaining_s):
+            raise TimeoutError(f"waited {deadline.timeout_s:g} s for {what}\n{self.said()}")
 
 
 class Job(Ranks):

@@ -14,9 +14,9 @@ from pathlib import Path
 import numpy as np
 from mpi4py import MPI
 
-from ronde.comm.mpi.backend import mpi_settings
-from ronde.comm.mpi.requests import complete as wait_for
-from ronde.comm.place import find_place
+from ronde.comm.backends.mpi.backend import settings_from_mpi
+from ronde.comm.backends.mpi.requests import wait_all as wait_for
+from ronde.comm.joining import join_round
 from ronde.comm.world import World
 from ronde.settings import Settings
 from ronde.types import Deadline
@@ -32,7 +32,7 @@ def meet(fine: bool) -> bool:
     state = np.array([fine])
 
     def check() -> None:
-        assert not deadline.passed, "some rank is stuck in the behaviour before"
+        assert not deadline.expired, "some rank is stuck in the behaviour before"
 
     wait_for([MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, state, MPI.LAND)], check)
     return bool(state[0])
@@ -52,7 +52,7 @@ class Worlds:
                 self.close()
             if self._world is None:
                 self._num_rounds += 1
-                self._world = World(find_place(mpi_settings(SETTINGS), (), self._num_rounds - 1))
+                self._world = World(join_round(settings_from_mpi(SETTINGS), (), self._num_rounds - 1))
             case.body(self._world)
             if case.spoils:
                 self.close()

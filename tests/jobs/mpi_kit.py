@@ -8,10 +8,11 @@ from contextlib import contextmanager
 import numpy as np
 from mpi4py import MPI
 
-from ronde.comm.backend import Call, Channel, ChannelSpec, Outcome, Part
-from ronde.comm.buffers import Array, address
-from ronde.comm.mpi.backend import MpiBackend
-from ronde.types import Deadline, DType, Kind, Member, Topology
+from ronde.comm.backends.base import BackendChannel, CallTiming, ChannelSpec
+from ronde.comm.backends.mpi.backend import MpiBackend
+from ronde.comm.buffers import Array, address_of
+from ronde.comm.call import Call, Span
+from ronde.types import Deadline, DType, Member, OperationKind, Topology
 from tests.limits import OPERATION_S
 
 RANK, SIZE = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
@@ -30,10 +31,10 @@ def case(function: Callable[[MpiBackend], None]) -> Callable[[MpiBackend], None]
 @contextmanager
 def channel(
     backend: MpiBackend, id: str = "0.ordered", members: Sequence[int] = EVERYBODY, bucket_bytes: int = 0
-) -> Iterator[Channel]:
+) -> Iterator[BackendChannel]:
     """A channel that is closed at the end, when all members are done with it."""
     me = list(members).index(RANK)
-    spec = ChannelSpec(id=id, members=tuple(members), me=me, bucket_bytes=bucket_bytes, direct=True)
+    spec = ChannelSpec(id=id, members=tuple(members), member_index=me, bucket_bytes=bucket_bytes, point_to_point=True)
     opened = backend.open_channel(spec, Deadline(LONG_S))
     try:
         yield opened
@@ -42,19 +43,19 @@ def channel(
 
 
 def call(
-    kind: Kind, x: Array | None = None, out: Array | None = None, dtype: DType | None = None, **more: object
+    kind: OperationKind, x: Array | None = None, out: Array | None = None, dtype: DType | None = None, **more: object
 ) -> Call:
     """A call on one array."""
     if x is None:
-        return Call(kind, text=str(more.pop("text", kind.name.lower())), **more)  # type: ignore[arg-type]
+        return Call(kind, description=str(more.pop("text", kind.name.lower())), **more)  # type: ignore[arg-type]
     out = x if out is None else out
     dtype = DType[x.dtype.name.upper()] if dtype is None else dtype
-    parts = (Part(address(x), address(out), x.size),)
+    parts = (Span(address_of(x), address_of(out), x.size),)
     text = str(more.pop("text", f"{kind.name.lower()} {dtype.name.lower()}[{x.size}]"))
-    return Call(kind, dtype, parts=parts, keep=(x, out), text=text, **more)  # type: ignore[arg-type]
+    return Call(kind, dtype, spans=parts, owners=(x, out), description=text, **more)  # type: ignore[arg-type]
 
 
-def run(opened: Channel, asked: Call, seconds: float = LONG_S) -> Outcome:
+def run(opened: BackendChannel, asked: Call, seconds: float = LONG_S) -> CallTiming:
     return opened.run(asked, Deadline(seconds))
 
 
@@ -76,10 +77,10 @@ def expect_equal(got: Array, expected: Array, what: object) -> None:
         raise AssertionError(f"{what}: got {got[:10]} …, expected {expected[:10]} …")
 
 
-def expect_same_bits_everywhere(opened: Channel, x: Array) -> None:
+def expect_same_bits_everywhere(opened: BackendChannel, x: Array) -> None:
     bits = np.ascontiguousarray(x).view(np.uint8)
     everybody = np.empty(bits.size * SIZE, np.uint8)
-    run(opened, call(Kind.ALLGATHER, bits, everybody, counts=(bits.size,) * SIZE))
+    run(opened, call(OperationKind.ALLGATHER, bits, everybody, counts=(bits.size,) * SIZE))
     assert all(np.array_equal(row, bits) for row in everybody.reshape(SIZE, -1)), "ranks got different bits"
 
 

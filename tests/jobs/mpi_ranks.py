@@ -15,8 +15,8 @@ from pathlib import Path
 
 from mpi4py import MPI
 
-from ronde.comm.mpi.backend import MpiBackend
-from ronde.comm.mpi.requests import complete
+from ronde.comm.backends.mpi.backend import MpiBackend
+from ronde.comm.backends.mpi.requests import wait_all
 from ronde.settings import Settings
 from ronde.types import Deadline
 from tests.jobs import mpi_order_cases, mpi_result_cases  # noqa: F401  # they fill CASES
@@ -34,9 +34,9 @@ def meet() -> None:
     deadline = Deadline(LONG_S)
 
     def check() -> None:
-        assert not deadline.passed, "some rank is stuck in the case before"
+        assert not deadline.expired, "some rank is stuck in the case before"
 
-    complete([MPI.COMM_WORLD.Ibarrier()], check)
+    wait_all([MPI.COMM_WORLD.Ibarrier()], check)
 
 
 def outcome(function: Callable[[MpiBackend], None]) -> str:

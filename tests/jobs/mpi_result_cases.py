@@ -6,12 +6,13 @@ import itertools
 
 import numpy as np
 
-from ronde.comm.backend import Call, Channel, Part
-from ronde.comm.buffers import Array, address
-from ronde.comm.mpi import moves
-from ronde.comm.mpi.backend import MpiBackend
+from ronde.comm.backends.base import BackendChannel
+from ronde.comm.backends.mpi import collectives as moves
+from ronde.comm.backends.mpi.backend import MpiBackend
+from ronde.comm.buffers import Array, address_of
+from ronde.comm.call import Call, Span
 from ronde.comm.threads.arithmetic import reduce
-from ronde.types import DType, Kind, Op
+from ronde.types import DType, Op, OperationKind
 from tests.jobs.mpi_kit import (
     EVERYBODY,
     RANK,
@@ -41,10 +42,10 @@ def allreduce_is_right_for_every_dtype_and_op(backend: MpiBackend) -> None:
                 everybody = [data(rank, count, dtype) for rank in EVERYBODY]
                 expected = reduce(everybody, dtype, op, 1.0, 1.0)
                 x, out = everybody[RANK].copy(), np.zeros_like(everybody[RANK])
-                run(opened, call(Kind.ALLREDUCE, x, out, dtype, op=op, trusted=trusted))
+                run(opened, call(OperationKind.ALLREDUCE, x, out, dtype, op=op, trusted=trusted))
                 close_enough(out, expected, dtype, exact=op is not Op.ADASUM)
                 expect_equal(x, everybody[RANK], "the input stays")
-                run(opened, call(Kind.ALLREDUCE, x, x, dtype, op=op, trusted=trusted))
+                run(opened, call(OperationKind.ALLREDUCE, x, x, dtype, op=op, trusted=trusted))
                 expect_equal(x, out, "in place")
         expect_same_bits_everywhere(opened, x)
 
@@ -65,7 +66,7 @@ def scales_are_applied_before_and_after(backend: MpiBackend) -> None:
                 everybody = [data(rank, 50, dtype) for rank in EVERYBODY]
                 expected = reduce(everybody, dtype, op, 0.5, 4.0)
                 x, out = everybody[RANK], np.empty_like(everybody[0])
-                run(opened, call(Kind.ALLREDUCE, x, out, dtype, op=op, prescale=0.5, postscale=4.0))
+                run(opened, call(OperationKind.ALLREDUCE, x, out, dtype, op=op, prescale=0.5, postscale=4.0))
                 expect_equal(out, expected, (dtype, op))
 
 
@@ -75,7 +76,7 @@ def large_floats_have_the_same_bits_on_all_ranks(backend: MpiBackend) -> None:
         for dtype, op in itertools.product((DType.FLOAT32, DType.FLOAT64, DType.FLOAT16), (Op.MEAN, Op.ADASUM)):
             everybody = [data(rank, 30_011, dtype, exact=False) for rank in EVERYBODY]
             x = everybody[RANK].copy()
-            run(opened, call(Kind.ALLREDUCE, x, op=op, trusted=dtype is DType.FLOAT64))
+            run(opened, call(OperationKind.ALLREDUCE, x, op=op, trusted=dtype is DType.FLOAT64))
             close_enough(x, reduce(everybody, dtype, op, 1.0, 1.0), dtype)
             expect_same_bits_everywhere(opened, x)
 
@@ -86,13 +87,13 @@ def nan_wins_and_integers_wrap(backend: MpiBackend) -> None:
         for dtype, op in itertools.product((DType.FLOAT32, DType.FLOAT64, DType.FLOAT16), (Op.MIN, Op.MAX)):
             x = np.array([RANK, -RANK, np.inf, -np.inf, -0.5], dtype.numpy)
             x[0 if RANK == SIZE - 1 else 1 :][:1] = np.nan
-            run(opened, call(Kind.ALLREDUCE, x, op=op))
+            run(opened, call(OperationKind.ALLREDUCE, x, op=op))
             assert np.isnan(x[:2]).all() and not np.isnan(x[2:]).any(), f"{op}: {x}"
         x = np.full(3, 100, np.int8)
-        run(opened, call(Kind.ALLREDUCE, x))
+        run(opened, call(OperationKind.ALLREDUCE, x))
         expect_equal(x, np.full(3, SIZE * 100 % 256, np.uint8).view(np.int8), "int8")
         x = np.full(3, np.iinfo(np.int64).max, np.int64)
-        run(opened, call(Kind.ALLREDUCE, x, op=Op.PRODUCT))
+        run(opened, call(OperationKind.ALLREDUCE, x, op=Op.PRODUCT))
         expect_equal(x, np.full(3, 1 if SIZE % 2 == 0 else np.iinfo(np.int64).max, np.int64), "int64")
 
 
@@ -100,38 +101,38 @@ def nan_wins_and_integers_wrap(backend: MpiBackend) -> None:
 def several_parts_are_one_array(backend: MpiBackend) -> None:
     arrays = [np.full(n, RANK + n, np.float32) for n in (3, 0, 5)]
     outs = [np.zeros_like(array) for array in arrays]
-    parts = tuple(Part(address(x), address(out), x.size) for x, out in zip(arrays, outs, strict=True))
+    parts = tuple(Span(address_of(x), address_of(out), x.size) for x, out in zip(arrays, outs, strict=True))
     with channel(backend) as opened:
-        run(opened, Call(Kind.ALLREDUCE, DType.FLOAT32, parts=parts))
+        run(opened, Call(OperationKind.ALLREDUCE, DType.FLOAT32, spans=parts))
         for array, out in zip(arrays, outs, strict=True):
             expect_equal(out, np.full(array.size, sum(EVERYBODY) + SIZE * array.size, np.float32), "allreduce")
-        run(opened, Call(Kind.BROADCAST, DType.FLOAT32, parts=parts, peer=1))
+        run(opened, Call(OperationKind.BROADCAST, DType.FLOAT32, spans=parts, peer=1))
         for array, out in zip(arrays, outs, strict=True):
             expect_equal(out, np.full(array.size, 1 + array.size, np.float32), "broadcast")
 
 
-def all_moves(opened: Channel, dtype: DType, *, trusted: bool) -> None:
+def all_moves(opened: BackendChannel, dtype: DType, *, trusted: bool) -> None:
     """Each kind that moves data, with sizes that differ between members."""
     counts = (*((rank * 7 + 3) % 11 for rank in EVERYBODY[:-1]), 0)
     pieces = [data(rank, count, dtype) for rank, count in enumerate(counts)]
     total = sum(counts)
     out = np.zeros(total, dtype.numpy)
-    run(opened, call(Kind.ALLGATHER, pieces[RANK], out, dtype, counts=counts, trusted=trusted))
+    run(opened, call(OperationKind.ALLGATHER, pieces[RANK], out, dtype, counts=counts, trusted=trusted))
     expect_equal(out, np.concatenate(pieces), "allgather")
     for root in EVERYBODY:
         x = data(RANK, total, dtype)
-        run(opened, call(Kind.BROADCAST, x, dtype=dtype, peer=root, trusted=trusted))
+        run(opened, call(OperationKind.BROADCAST, x, dtype=dtype, peer=root, trusted=trusted))
         expect_equal(x, data(root, total, dtype), "broadcast")
     everybody = [data(rank, total, dtype) for rank in EVERYBODY]
     out = np.zeros(counts[RANK], dtype.numpy)
-    run(opened, call(Kind.REDUCE_SCATTER, everybody[RANK].copy(), out, dtype, counts=counts, trusted=trusted))
+    run(opened, call(OperationKind.REDUCE_SCATTER, everybody[RANK].copy(), out, dtype, counts=counts, trusted=trusted))
     start = sum(counts[:RANK])
     expect_equal(out, reduce(everybody, dtype, Op.SUM, 1.0, 1.0)[start : start + counts[RANK]], "reduce_scatter")
     alltoall(opened, dtype, trusted=trusted)
-    run(opened, call(Kind.BARRIER, trusted=trusted))
+    run(opened, call(OperationKind.BARRIER, trusted=trusted))
 
 
-def alltoall(opened: Channel, dtype: DType, *, trusted: bool) -> None:
+def alltoall(opened: BackendChannel, dtype: DType, *, trusted: bool) -> None:
     def given(source: int, target: int) -> Array:
         return data(source * SIZE + target, (source * 5 + target * 3) % 13, dtype)
 
@@ -140,7 +141,7 @@ def alltoall(opened: Channel, dtype: DType, *, trusted: bool) -> None:
     splits = tuple(given(RANK, rank).size for rank in EVERYBODY)
     counts = tuple(given(rank, RANK).size for rank in EVERYBODY)
     out = np.zeros_like(expected)
-    run(opened, call(Kind.ALLTOALL, x, out, dtype, counts=counts, splits=splits, trusted=trusted))
+    run(opened, call(OperationKind.ALLTOALL, x, out, dtype, counts=counts, splits=splits, trusted=trusted))
     expect_equal(out, expected, "alltoall")
 
 
@@ -153,7 +154,7 @@ def data_moves_right_for_every_kind_and_dtype(backend: MpiBackend) -> None:
 
 @case
 def arrays_beyond_the_limit_of_one_mpi_call_travel_in_pieces(backend: MpiBackend) -> None:
-    limit, moves.PIECE = moves.PIECE, 4
+    limit, moves.MAX_ELEMENTS_PER_CALL = moves.MAX_ELEMENTS_PER_CALL, 4
     try:
         with channel(backend) as opened:
             for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.UINT8):
@@ -161,10 +162,10 @@ def arrays_beyond_the_limit_of_one_mpi_call_travel_in_pieces(backend: MpiBackend
                 for op in ops_of(dtype):
                     everybody = [data(rank, 15, dtype) for rank in EVERYBODY]
                     x = everybody[RANK].copy()
-                    run(opened, call(Kind.ALLREDUCE, x, dtype=dtype, op=op))
+                    run(opened, call(OperationKind.ALLREDUCE, x, dtype=dtype, op=op))
                     close_enough(x, reduce(everybody, dtype, op, 1.0, 1.0), dtype, exact=op is not Op.ADASUM)
     finally:
-        moves.PIECE = limit
+        moves.MAX_ELEMENTS_PER_CALL = limit
 
 
 @case
@@ -173,5 +174,5 @@ def buckets_are_memory_of_my_own(backend: MpiBackend) -> None:
         bucket = opened.bucket().view(np.float32)
         assert bucket.nbytes == 4096
         bucket[:] = RANK
-        run(opened, call(Kind.ALLREDUCE, bucket, op=Op.MEAN, trusted=True))
+        run(opened, call(OperationKind.ALLREDUCE, bucket, op=Op.MEAN, trusted=True))
         expect_equal(bucket, np.full(1024, sum(EVERYBODY) / SIZE, np.float32), "bucket")

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import psutil
 
-from ronde.launch.terminal import resize
+from ronde.launch.tty import set_window_size
 from ronde.types import Deadline
 from tests.limits import PATIENCE_S, SECONDS_S
 
@@ -108,7 +108,7 @@ class Running:
         """Wait until nothing of the job runs any more."""
         _, left = psutil.wait_procs(self._seen, timeout=SECONDS_S)
         deadline = Deadline(SECONDS_S)
-        while (found := [*map(words, left), *marked(self._mark)]) and not deadline.passed:
+        while (found := [*map(words, left), *marked(self._mark)]) and not deadline.expired:
             left = [process for process in left if process.is_running()]
             time.sleep(0.01)
         assert not found, "\n".join(found)
@@ -119,7 +119,7 @@ class Terminal:
 
     def __init__(self, command: list[str], rows: int = 24, columns: int = 80) -> None:
         self._fd, self._theirs = os.openpty()
-        resize(self._theirs, rows, columns)
+        set_window_size(self._theirs, rows, columns)
         self.before = termios.tcgetattr(self._theirs)
         theirs = self._theirs
         self.process = subprocess.Popen(
@@ -140,7 +140,7 @@ class Terminal:
         """Wait until this is shown; what was shown since somebody last typed."""
         deadline = Deadline(PATIENCE_S)
         while text not in self.shown[self._typed :]:
-            ready, _, _ = select.select([self._fd], [], [], deadline.left_s)
+            ready, _, _ = select.select([self._fd], [], [], deadline.remaining_s)
             assert ready, f"waited for {text!r}, saw {self.shown!r}"
             self.shown += os.read(self._fd, 1 << 16).decode()
         return self.shown[self._typed :]
@@ -158,7 +158,7 @@ class Terminal:
         """The exit code; all that was shown is in `shown`."""
         deadline = Deadline(PATIENCE_S)
         while (code := self.process.poll()) is None or select.select([self._fd], [], [], 0)[0]:
-            assert not deadline.passed, f"it does not end; saw {self.shown!r}"
+            assert not deadline.expired, f"it does not end; saw {self.shown!r}"
             if select.select([self._fd], [], [], 0.01)[0]:
                 self.shown += os.read(self._fd, 1 << 16).decode()
         return code

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ronde.cli.bench.measure import Field, Pace
-from ronde.cli.bench.models import MODELS
-from ronde.cli.bench.train import TrainRecord, train
-from ronde.cli.bench.train_kits import TrainKit, TrainSettings
+from ronde.cli.bench.cases import MODELS
+from ronde.cli.bench.peers import TrainingImplementation, TrainingSetup
+from ronde.cli.bench.runner import BenchmarkRunner, MeasurementBudget
+from ronde.cli.bench.train import TrainingResult, train
 from tests.limits import LONG_S, LONG_TEST_S
 
 pytest.importorskip("torch")
@@ -33,7 +33,7 @@ def test_the_command_trains_in_turn_and_writes_its_results_down(tmp_path: Path) 
     ranks = {record["impl"]: record["ranks"] for record in records}
     assert ranks == {"alone": 1, "apart": 2, "lockstep": 2, "ronde": 2}
     for record in records:
-        assert set(record) == set(TrainRecord.__struct_fields__)
+        assert set(record) == set(TrainingResult.__struct_fields__)
         assert (record["op"], record["model"], record["batch"], record["num_steps"]) == ("train", "mlp", 4, 6)
         assert 0 < record["backward_us"] < record["step_us"]
         assert 0 < record["memory_mb"] < record["rss_mb"]
@@ -45,18 +45,18 @@ def test_the_command_trains_in_turn_and_writes_its_results_down(tmp_path: Path) 
 @pytest.mark.parametrize(
     "kit",
     [
-        TrainKit("hvd", "hvd", 2),
-        TrainKit("ddp", "ddp", 2, TrainSettings(codec="float16")),
-        TrainKit("ddp-view-1MB", "ddp", 2, TrainSettings(view=True, bucket_mb=1)),
-        TrainKit("ronde", "ronde", 2, TrainSettings(codec="bfloat16")),
+        TrainingImplementation("hvd", "hvd", 2),
+        TrainingImplementation("ddp", "ddp", 2, TrainingSetup(codec="float16")),
+        TrainingImplementation("ddp-view-1MB", "ddp", 2, TrainingSetup(view=True, bucket_mb=1)),
+        TrainingImplementation("ronde", "ronde", 2, TrainingSetup(codec="bfloat16")),
     ],
     ids=lambda kit: kit.name,
 )
-def test_every_way_to_train_has_the_same_gradients_on_all_ranks(kit: TrainKit) -> None:
+def test_every_way_to_train_has_the_same_gradients_on_all_ranks(kit: TrainingImplementation) -> None:
     if kit.role == "hvd":
         pytest.importorskip("horovod.torch")
     notes: list[str] = []
-    with Field(Pace(repeats=1, steps=2), notes.append, lambda doing: None) as field:
+    with BenchmarkRunner(MeasurementBudget(repeats=1, steps=2), notes.append, lambda doing: None) as field:
         records = train(field, MODELS["tiny"], 1, [kit])
     assert notes == []
     (record,) = records

@@ -13,7 +13,7 @@ import msgspec
 import psutil
 import pytest
 
-from ronde.cli.doctor.report import Report
+from ronde.cli.doctor.report import DoctorReport
 from tests.jobs.hosts import Hosts, ip, needs_hosts
 from tests.limits import PATIENCE_S
 
@@ -46,8 +46,8 @@ def is_running(pid: int) -> bool:
         return False
 
 
-def parse(text: str) -> Report:
-    return msgspec.json.decode(text, type=Report)
+def parse(text: str) -> DoctorReport:
+    return msgspec.json.decode(text, type=DoctorReport)
 
 
 def test_this_machine_is_examined_and_measured(env: dict[str, str]) -> None:

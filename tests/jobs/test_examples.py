@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from ronde.dash import Run, read_log
+from ronde.dash import RunHistory, read_log
 from tests.limits import LONG_S, LONG_TEST_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -116,7 +116,7 @@ def train(folder: Path, place: Path, *more: str) -> list[str | Path]:
     ]
 
 
-def outcome(run: Run) -> dict[str, object]:
+def outcome(run: RunHistory) -> dict[str, object]:
     return {name: run.series(name) for name in ("val/loss", "val/accuracy", "test/loss", "test/accuracy")}
 
 
@@ -135,7 +135,7 @@ def test_the_main_job_leaves_a_report_and_scalars(whole: tuple[Path, str]) -> No
     assert list((place / "run/tensorboard").glob("events.out.tfevents.*"))
     log = read_log(place / "run/log.jsonl")
     assert log.ranks() == [0, 1]
-    assert sum(share.num_steps for _, share in log.shares(1)) == 6
+    assert sum(share.num_steps for _, share in log.breakdowns(1)) == 6
     assert [step for step, _ in log.series("val/accuracy")] == [2, 4, 6]
     assert log.series("test/accuracy") == [(6, 1.0)]  # black and white are not hard to tell
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from ronde.comm.coordination.coordinator import Coordinator
-from ronde.net.keys import JobKey, new_key
+from ronde.coordinator.server import CoordinatorServer
+from ronde.net.keys import JobKey, new_job_key
 from ronde.settings import Settings
 from tests.jobs.jobs import Job, hosted_by_rank_0, started
 from tests.jobs.scripts.faults import OPERATIONS
@@ -111,8 +111,8 @@ def kill(job: Job, victim: int, death: str) -> float:
 
 def begin_anew(job: Job, others: list[int]) -> dict[int, dict[str, Any]]:
     """Let the survivors leave, and be a job of their own."""
-    key = new_key()
-    with Coordinator("127.0.0.1", 0, len(others), JobKey(key), settings=SETTINGS) as coordinator:
+    key = new_job_key()
+    with CoordinatorServer("127.0.0.1", 0, len(others), JobKey(key), settings=SETTINGS) as coordinator:
         for index, rank in enumerate(others):
             place = {"rank": index, "size": len(others), "coordinator": coordinator.address, "key": key}
             job.tell([rank], settings={**place, "coordinator_hosted": True})

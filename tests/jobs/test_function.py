@@ -229,7 +229,7 @@ def test_what_ends_the_caller_ends_the_job_first(tmp_path: Path, number: signal.
 OVER_SSH = """
     import sys
     import ronde
-    from ronde.launch.job import Ssh
+    from ronde.launch.job import SshOptions
 
     def add(large):
         ronde.init()
@@ -238,7 +238,7 @@ OVER_SSH = """
     if __name__ == "__main__":
         hosts, port, identity, *options = sys.argv[1:]
         large = bytes(10_000_000)
-        ssh = Ssh(port=int(port), identity=identity, options=tuple(options))
+        ssh = SshOptions(port=int(port), identity=identity, options=tuple(options))
         results = ronde.run(add, (large,), hosts=hosts, ssh=ssh)
         print([(place, total, back == large) for place, total, back in results])
 """

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from ronde.net.keys import new_key
+from ronde.net.keys import new_job_key
 from tests.jobs.jobs import Ranks, folder_of_ranks, program
 from tests.limits import PATIENCE_S, promised_s
 from tests.services import needs
@@ -83,7 +83,7 @@ def ranks_on(hosts: Hosts, per_host: int) -> Iterator[Ranks]:
     shared = {
         "RONDE_SIZE": str(size),
         "RONDE_COORDINATOR": f"{ADDRESSES[0]}:{PORT}",
-        "RONDE_KEY": new_key(),
+        "RONDE_KEY": new_job_key(),
         "RONDE_HEARTBEAT_S": str(HEARTBEAT_S),
     }
     with folder_of_ranks() as (folder, opened):

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from ronde.launch.signals import REPEAT_S
+from ronde.launch.driver.driver import SIGNAL_REPEAT_S
 from ronde.types import Deadline
 from tests.jobs.running import RONDE, Running, ask, run, script
 from tests.limits import PATIENCE_S, SECONDS_S
@@ -118,7 +118,7 @@ def test_a_signal_ends_all_ranks_and_their_children(
         before = time.monotonic()
         for index, number in enumerate(numbers):
             if index:
-                time.sleep(REPEAT_S[number])  # what comes sooner is no second request
+                time.sleep(SIGNAL_REPEAT_S[number])  # what comes sooner is no second request
             job.signal(number)
             if manner == "deaf":
                 job.err_until("[ronde] ")
@@ -219,7 +219,7 @@ def await_silence(job: Running) -> None:
     deadline = Deadline(PATIENCE_S)
     before, num_equal = -1.0, 0
     while num_equal < 3:  # on a busy machine, once may only mean that none of them had its turn
-        assert not deadline.passed
+        assert not deadline.expired
         now = sum(sum(each.cpu_times()[:2]) for each in job.processes())
         num_equal = num_equal + 1 if now == before else 0
         before = now
@@ -314,7 +314,7 @@ def test_a_running_job_tells_who_is_slow_and_where_everybody_is() -> None:
         assert taken.code == 2 and f"a job named {name!r} is running already" in taken.err
         deadline = Deadline(PATIENCE_S)
         while not is_known(told := json.loads(ask("top", name, "--json").out)):
-            assert not deadline.passed, told
+            assert not deadline.expired, told
         assert told["slowest"] == SLOW, told
         ranks = told["ranks"]
         assert [rank["state"] for rank in ranks] == ["running"] * 3

@@ -148,7 +148,7 @@ def until_cut_off(stranger: socket.socket, deadline: Deadline) -> bytes:
     poll = select.poll()
     poll.register(stranger, select.POLLIN)
     while True:
-        assert poll.poll(1000 * deadline.left_s), "it was not cut off"
+        assert poll.poll(1000 * deadline.remaining_s), "it was not cut off"
         try:
             data = stranger.recv(4096)
         except ConnectionResetError:

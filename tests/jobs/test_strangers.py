@@ -18,9 +18,10 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from ronde.errors import StartFailed
-from ronde.net.door import Caller, knock
-from ronde.net.keys import JobKey, new_key
-from ronde.net.messages import Leave, encode
+from ronde.net.connect import connect_authenticated
+from ronde.net.keys import JobKey, new_job_key
+from ronde.net.listener import ConnectionRequest
+from ronde.net.messages import LeaveRound, encode
 from ronde.types import Deadline
 from tests.jobs.jobs import Job, started
 from tests.limits import SECONDS_S
@@ -38,7 +39,7 @@ NOISE = {
     "a hello that announces too much": struct.pack("!5sBH32s", b"RONDc", 1, 0xFFFF, bytes(32)) + bytes(1 << 20),
     "a hello of another version": struct.pack("!5sBH32s", b"RONDc", 99, 64, bytes(32)),
     "a hello, then garbage as proof": struct.pack("!5sBH32s", b"RONDc", 1, 64, bytes(32)) + bytes(96),
-    "a control message in the clear": encode(Leave(orderly=True)),
+    "a control message in the clear": encode(LeaveRound(orderly=True)),
     "a greeting of ZeroMQ without a key": ZMTP_GREETING % b"NULL".ljust(20, b"\0"),
     "a greeting of ZeroMQ, then a frame of 2^62 bytes": ZMTP_GREETING % b"CURVE".ljust(20, b"\0")
     + b"\x02"
@@ -97,7 +98,7 @@ def speak_zeromq(port: int, server_public: bytes | None, opened: ExitStack) -> N
     opened.callback(monitor.close)
     opened.callback(client.disable_monitor)
     client.connect(f"tcp://127.0.0.1:{port}")
-    client.send(encode(Leave(orderly=True)), zmq.NOBLOCK)
+    client.send(encode(LeaveRound(orderly=True)), zmq.NOBLOCK)
     assert monitor.poll(int(1000 * SECONDS_S)), "nobody turned it away"
     assert recv_monitor_message(monitor)["event"] & (FAILED | zmq.EVENT_DISCONNECTED)
 
@@ -141,12 +142,12 @@ def test_strangers_are_turned_away_and_the_job_goes_on(
         for place in (*coordinator, *places):
             for noise in NOISE.values():
                 make_noise(place, noise, opened)
-        for server_public in (None, JobKey(new_key()).server_public, JobKey(key).server_public):
+        for server_public in (None, JobKey(new_job_key()).server_public, JobKey(key).server_public):
             speak_zeromq(control_port, server_public, opened)
         for place in (door, *places):
             address = f"unix:{place}" if isinstance(place, str) else f"{place[0]}:{place[1]}"
             with pytest.raises(StartFailed, match="key"):
-                knock(address, JobKey(new_key()), Caller("life", 0), Deadline(SECONDS_S))
+                connect_authenticated(address, JobKey(new_job_key()), ConnectionRequest("life", 0), Deadline(SECONDS_S))
         finish(job)
     for text in (caplog.text, job.output(0), job.output(1)):
         assert "refused a caller" in text

@@ -8,11 +8,18 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.endpoint import Endpoint, ask_stacks, ask_status, find_job
-from ronde.launch.status import JobStatus, RankFacts, describe_job
+from ronde.launch.driver.monitor import (
+    JobStatus,
+    MonitorServer,
+    RankProcessInfo,
+    find_job,
+    make_job_status,
+    query_stacks,
+    query_status,
+)
+from ronde.observe.activity import JobActivity
 from ronde.observe.stacks import group_stacks
-from ronde.observe.stragglers import blame
-from ronde.observe.vitals import JobVitals
+from ronde.observe.stragglers import attribute_waits
 from ronde.types import Deadline
 from tests.jobs.jobs import Job, started
 from tests.jobs.scripts import watching
@@ -34,16 +41,16 @@ def expected_s(times: dict[int, Times]) -> list[float]:
     for each in zip(*times.values(), strict=True):
         ready = max(came for came, _ in each)
         blocked = [(began, ready) for _, began in each]
-        for rank, waited_ns in blame({rank: came for rank, (came, _) in enumerate(each)}, blocked).items():
+        for rank, waited_ns in attribute_waits({rank: came for rank, (came, _) in enumerate(each)}, blocked).items():
             total[rank] += waited_ns / 1e9
     return total
 
 
-def until(job: Job, condition: Callable[[JobVitals], bool]) -> JobVitals:
+def until(job: Job, condition: Callable[[JobActivity], bool]) -> JobActivity:
     """The vitals as soon as they fulfil the condition: ranks tell once per second."""
     deadline = Deadline(PATIENCE_S)
-    while not condition(vitals := job.local.coordinator.vitals()):
-        assert not deadline.passed, vitals
+    while not condition(vitals := job.local.coordinator.activity()):
+        assert not deadline.expired, vitals
         time.sleep(0.02)
     return vitals
 
@@ -59,13 +66,13 @@ def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) 
         expected = expected_s(times)
         assert expected[SLOW] > 2 * STEPS * (watching.LATE_S - watching.OVERLAP_S) * 0.9 / promised_s(1.0)
 
-        def is_known(vitals: JobVitals) -> bool:
+        def is_known(vitals: JobActivity) -> bool:
             return all(rank.steps == STEPS for rank in vitals.ranks)
 
         vitals = until(job, is_known)
         job.tell(range(SIZE))
         assert job.wait() == [0] * SIZE, job.said()
-        after = job.local.coordinator.vitals()
+        after = job.local.coordinator.activity()
         found = [rank.held_up_s - was.held_up_s for rank, was in zip(after.ranks, before.ranks, strict=True)]
     for rank in range(SIZE):
         assert found[rank] == pytest.approx(expected[rank], rel=0.25, abs=promised_s(CLOSE_S)), (found, expected)
@@ -97,24 +104,24 @@ def test_a_job_tells_others_of_itself() -> None:
         began = time.monotonic()
 
         def status() -> JobStatus:
-            facts = [RankFacts(host="here", local_rank=rank, pid=job.pids[rank]) for rank in range(SIZE)]
-            vitals = job.local.coordinator.vitals()
-            return describe_job("watched", ["python"], vitals, facts, time.monotonic() - began)
+            facts = [RankProcessInfo(host="here", local_rank=rank, pid=job.pids[rank]) for rank in range(SIZE)]
+            vitals = job.local.coordinator.activity()
+            return make_job_status("watched", ["python"], vitals, facts, time.monotonic() - began)
 
         folder = Path(job.env["TEST_TALK"]).parent
         coordinator = job.local.coordinator
-        with Endpoint("watched", status, lambda s: coordinator.ask_stacks(Deadline(s)), folder=folder):
+        with MonitorServer("watched", status, lambda s: coordinator.collect_stacks(Deadline(s)), jobs_dir=folder):
             found = find_job("watched", folder)
-            before = ask_stacks(found)
+            before = query_stacks(found)
             assert {stack.why for stack in before} == {"has not called ronde.init() yet"}
             job.tell(range(SIZE), steps=5, slow=SLOW, how="ordered")
             job.hear_all(range(SIZE), "ready")
             job.tell(range(SIZE))
             job.hear_all(range(SIZE), "done")
             until(job, lambda vitals: all(rank.steps == 5 for rank in vitals.ranks))
-            told = ask_status(found)
+            told = query_status(found)
             assert [(rank.state, rank.host, rank.steps) for rank in told.ranks] == [("running", "here", 5)] * SIZE
-            ((ranks, stack),) = group_stacks(ask_stacks(found))
+            ((ranks, stack),) = group_stacks(query_stacks(found))
             assert ranks == tuple(range(SIZE))
             assert stack.line.startswith("talk.py:") and WAITING in stack.stack
         job.tell(range(SIZE))
@@ -129,6 +136,6 @@ def test_a_job_of_one_rank_is_watched_too() -> None:
         job.hear(0, "done")
         vitals = until(job, lambda vitals: vitals.ranks[0].steps == 5)
         assert vitals.ranks[0].state == "running"
-        assert WAITING in job.local.coordinator.ask_stacks(Deadline(PATIENCE_S))[0].stack
+        assert WAITING in job.local.coordinator.collect_stacks(Deadline(PATIENCE_S))[0].stack
         job.tell([0])
         assert job.wait() == [0], job.said()

@@ -8,8 +8,8 @@ import re
 
 import pytest
 
-from ronde.launch.guard import MARK
-from ronde.launch.rank import CALL_FD, RESULT_FD
+from ronde.launch.agent.orphans import COOKIE_VARIABLE
+from ronde.launch.agent.rank import CALL_FD_VARIABLE, RESULT_FD_VARIABLE
 from ronde.settings import PREFIX, Settings
 
 SECONDS = [field.name for field in dataclasses.fields(Settings) if field.name.endswith("_s")]
@@ -45,7 +45,7 @@ def test_an_unknown_variable_is_told_once_with_what_it_may_mean(caplog: pytest.L
 @pytest.mark.parametrize(
     "environ",
     [
-        dict.fromkeys((CALL_FD, RESULT_FD, MARK, "RONDE_TEST_SMALL"), "7"),
+        dict.fromkeys((CALL_FD_VARIABLE, RESULT_FD_VARIABLE, COOKIE_VARIABLE, "RONDE_TEST_SMALL"), "7"),
         {"RONDE_COORDINATOR_HOSTED": "1", "RONDE_OPERATIONS_S": "its launcher has told"},
     ],
     ids=["not settings", "in a rank"],

@@ -8,7 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ronde.surroundings import Surroundings, config_folder, find_launcher, first_host, look_around, meeting_place
+from ronde.comm.launchers import (
+    LauncherEnvironment,
+    coordinator_port_range,
+    detect_launcher,
+    find_launcher_process,
+    first_slurm_host,
+)
+from ronde.settings import config_dir
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 TORCHRUN = {**TORCH, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
@@ -31,9 +38,9 @@ HOROVOD = {
 }
 
 
-def look(*variables: dict[str, str], **changes: str) -> Surroundings | None:
+def look(*variables: dict[str, str], **changes: str) -> LauncherEnvironment | None:
     merged = {name: value for given in variables for name, value in given.items()}
-    return look_around({**merged, **changes})
+    return detect_launcher({**merged, **changes})
 
 
 def place(*variables: dict[str, str], **changes: str) -> tuple[str, int, int] | None:
@@ -158,25 +165,25 @@ def test_nonsense_is_named(variables: dict[str, str], words: str) -> None:
     ],
 )
 def test_the_first_host_of_slurms_short_form(nodes: str, first: str) -> None:
-    assert first_host(nodes) == first
+    assert first_slurm_host(nodes) == first
 
 
 def test_the_ports_of_a_meeting_are_behind_the_launchers_or_follow_from_the_job() -> None:
-    assert meeting_place("a", 29500, "j") == "a:29501-29516"
-    assert meeting_place("::1", 65535, "j") == "[::1]:65519-65534"
-    mine, other = meeting_place("a", 0, "job 1"), meeting_place("a", 0, "job 2")
-    assert mine == meeting_place("a", 0, "job 1") != other
+    assert coordinator_port_range("a", 29500, "j") == "a:29501-29516"
+    assert coordinator_port_range("::1", 65535, "j") == "[::1]:65519-65534"
+    mine, other = coordinator_port_range("a", 0, "job 1"), coordinator_port_range("a", 0, "job 2")
+    assert mine == coordinator_port_range("a", 0, "job 1") != other
     first, last = map(int, mine.rpartition(":")[2].split("-"))
     assert 20000 <= first < last <= 29999 and last - first == 15
 
 
 def test_the_users_folder_follows_the_convention() -> None:
-    assert config_folder({"XDG_CONFIG_HOME": "/c"}) == Path("/c/ronde")
-    assert config_folder({"XDG_CONFIG_HOME": "relative"}) == Path.home() / ".config/ronde"
+    assert config_dir({"XDG_CONFIG_HOME": "/c"}) == Path("/c/ronde")
+    assert config_dir({"XDG_CONFIG_HOME": "relative"}) == Path.home() / ".config/ronde"
 
 
 def test_the_launcher_is_the_nearest_process_above_that_has_no_mark() -> None:
-    script = "from ronde.surroundings import find_launcher; print(find_launcher('SURROUNDINGS_TEST'))"
+    script = "from ronde.comm.launchers import find_launcher_process; print(find_launcher_process('SURROUNDINGS_TEST'))"
     shell = f'"{sys.executable}" -c "{script}"; true'  # one more process between
     found = {
         subprocess.run(
@@ -185,8 +192,8 @@ def test_the_launcher_is_the_nearest_process_above_that_has_no_mark() -> None:
         for _ in range(2)
     }
     assert len(found) == 1, "the same for all that we start"
-    assert found == {find_launcher("SURROUNDINGS_TEST")}, "which is us"
+    assert found == {find_launcher_process("SURROUNDINGS_TEST")}, "which is us"
 
 
 def test_a_launcher_that_cannot_be_seen_has_no_name(tmp_path: Path) -> None:
-    assert find_launcher("X", tmp_path / "none") == ""
+    assert find_launcher_process("X", tmp_path / "none") == ""

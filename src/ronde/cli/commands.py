@@ -15,7 +15,7 @@ from ronde.version import __version__
 __all__ = ["COMMANDS", "app"]
 
 COMMANDS = {
-    "run": "ronde.cli.run.entry",
+    "run": "ronde.cli.run_entry",
     "top": "ronde.cli.top",
     "stack": "ronde.cli.stack",
     "bench": "ronde.cli.bench.command",

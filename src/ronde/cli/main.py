@@ -14,7 +14,7 @@ def main() -> None:
     """The console script."""
     _secure_streams()
     if sys.argv[1:2] == ["run"]:
-        from ronde.cli.run.command import run
+        from ronde.cli.run import run
 
         sys.exit(run(sys.argv[2:]))
     from ronde.cli.commands import app

@@ -9,13 +9,13 @@ import msgspec
 import typer
 
 from ronde.errors import RondeError
-from ronde.launch.endpoint import NoSuchJob, ask_stacks, find_job
-from ronde.observe.events import name_ranks
+from ronde.launch.driver.monitor import NoSuchJob, find_job, query_stacks
 from ronde.observe.stacks import RankStack, group_stacks
+from ronde.text import format_ranks
 
-__all__ = ["app", "stacks_text"]
+__all__ = ["app", "format_stacks"]
 
-WRONG_CODE = 2
+USAGE_ERROR_CODE = 2
 
 app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
 
@@ -24,7 +24,7 @@ app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, ric
 def stack(
     job: Annotated[str, typer.Argument(metavar="JOB", help="Its name; not needed while only one is running.")] = "",
     json: Annotated[bool, typer.Option("--json", help="As JSON, a stack per rank.")] = False,
-    limit_s: Annotated[
+    timeout_s: Annotated[
         float, typer.Option("--limit", metavar="SECONDS", min=0.1, max=60.0, help="How long a rank may take to answer.")
     ] = 5.0,
 ) -> None:
@@ -35,34 +35,34 @@ def stack(
     known of it is said.
     """
     try:
-        found = ask_stacks(find_job(job), limit_s)
+        found = query_stacks(find_job(job), timeout_s)
     except (NoSuchJob, RondeError, OSError) as error:
         typer.echo(f"ronde stack: {error}", err=True)
-        raise typer.Exit(WRONG_CODE) from None
+        raise typer.Exit(USAGE_ERROR_CODE) from None
     if json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode({"ranks": found})) + b"\n")
     else:
-        typer.echo(stacks_text(found))
+        typer.echo(format_stacks(found))
 
 
-def stacks_text(stacks: tuple[RankStack, ...]) -> str:
+def format_stacks(stacks: tuple[RankStack, ...]) -> str:
     """All stacks, most ranks first: `ranks 0-6: train.py:42 in step: …`, then the stack."""
     blocks = []
     for ranks, at in group_stacks(stacks):
         who = f" on {at.host}, pid {at.pid}" if len(ranks) == 1 and at.pid else ""
         why = at.why.removeprefix("its process ")  # it follows the rank's name
-        why = why if len(ranks) == 1 else _of_several(why)
-        where = f": {at.line}\n{_indented(at.stack)}" if at.line else f" {why}"
-        blocks.append(f"{name_ranks(ranks)}{who}{where}".rstrip())
+        why = why if len(ranks) == 1 else _pluralize(why)
+        where = f": {at.line}\n{_indent(at.stack)}" if at.line else f" {why}"
+        blocks.append(f"{format_ranks(ranks)}{who}{where}".rstrip())
     return "\n\n".join(blocks)
 
 
-def _of_several(why: str) -> str:
+def _pluralize(reason: str) -> str:
     """What is said of one rank, for more of them."""
-    verb, space, rest = why.partition(" ")
+    verb, space, rest = reason.partition(" ")
     verbs = {"has": "have", "does": "do", "is": "are"}
     return verbs.get(verb, verb) + space + rest.replace("; its process is", "; their processes are")
 
 
-def _indented(text: str) -> str:
+def _indent(text: str) -> str:
     return "\n".join(f"  {line}" if line else line for line in text.splitlines())

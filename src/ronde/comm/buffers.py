@@ -11,14 +11,24 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ronde.comm._native import address
+from ronde.comm.backends.native_library import address_of
 from ronde.types import DType
 
-__all__ = ["Array", "Bfloat16View", "Source", "Target", "address", "as_source", "as_target", "at_address", "new_target"]
+__all__ = [
+    "Array",
+    "Bfloat16View",
+    "SendBuffer",
+    "ReceiveBuffer",
+    "address_of",
+    "as_send_buffer",
+    "as_receive_buffer",
+    "array_at",
+    "new_receive_buffer",
+]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-NUMBERS: dict[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in DType if dtype is not DType.BFLOAT16}
+NUMPY_DTYPES: dict[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in DType if dtype is not DType.BFLOAT16}
 CPU_DEVICES = (1, 3)
 """DLPack: plain memory, and memory pinned for a GPU, which the CPU reads as well."""
 
@@ -44,7 +54,7 @@ class Bfloat16View:
         return f"Bfloat16View(shape={self.bits.shape})"
 
 
-class Source:
+class SendBuffer:
     """What a member gives: contiguous memory, and what kind of thing the caller handed in."""
 
     __slots__ = ("array", "dtype", "is_view")
@@ -59,74 +69,74 @@ class Source:
         return Bfloat16View(array) if self.is_view else array
 
 
-class Target:
+class ReceiveBuffer:
     """Where a result goes: contiguous memory, and the caller's own array when that is another."""
 
-    __slots__ = ("_given", "_seen", "array")
+    __slots__ = ("_copy_to", "_result", "array")
 
-    def __init__(self, array: Array, given: object, seen: Array | None) -> None:
+    def __init__(self, array: Array, result: object, copy_to: Array | None) -> None:
         self.array = array
-        self._given = given
-        self._seen = seen
+        self._result = result
+        self._copy_to = copy_to
 
     def finish(self) -> object:
         """Copy to where the caller wants it, and hand that back."""
-        if self._seen is not None:
-            self._seen[...] = self.array
-            self._seen = None
-        return self._given
+        if self._copy_to is not None:
+            self._copy_to[...] = self.array
+            self._copy_to = None
+        return self._result
 
 
-def as_source(x: object, what: str) -> Source:
+def as_send_buffer(x: object, what: str) -> SendBuffer:
     """Memory to read from. `what` is the operation's name, for errors."""
     is_view = type(x) is Bfloat16View
     array = x.bits if isinstance(x, Bfloat16View) else _as_array(x, what)
-    dtype = DType.BFLOAT16 if is_view else _number(array, what)
-    return Source(array if array.flags.c_contiguous else np.ascontiguousarray(array), dtype, is_view)
+    dtype = DType.BFLOAT16 if is_view else _dtype_of(array, what)
+    return SendBuffer(array if array.flags.c_contiguous else np.ascontiguousarray(array), dtype, is_view)
 
 
-def as_target(out: object, source: Source, what: str) -> Target:
+def as_receive_buffer(out: object, send_buffer: SendBuffer, what: str) -> ReceiveBuffer:
     """Memory to write a result like `source` into; None allocates it."""
     if out is None:
-        return new_target(source, source.array.shape)
+        return new_receive_buffer(send_buffer, send_buffer.array.shape)
     if isinstance(out, np.generic | int | float):
         raise TypeError(f"{what}: out must be an array that can be written to, got the number {out!r}")
     array = out.bits if isinstance(out, Bfloat16View) else _as_array(out, what)
-    dtype = DType.BFLOAT16 if isinstance(out, Bfloat16View) else _number(array, what)
+    dtype = DType.BFLOAT16 if isinstance(out, Bfloat16View) else _dtype_of(array, what)
     if not array.flags.writeable:
         raise ValueError(f"{what}: out is read-only; pass a writable array, or leave out= away to get a new one")
-    if array.shape != source.array.shape or dtype is not source.dtype:
+    if array.shape != send_buffer.array.shape or dtype is not send_buffer.dtype:
         raise ValueError(
             f"{what}: out is {dtype.name.lower()}{list(array.shape)}, "
-            f"but the result is {source.dtype.name.lower()}{list(source.array.shape)}"
+            f"but the result is {send_buffer.dtype.name.lower()}{list(send_buffer.array.shape)}"
         )
     if array.flags.c_contiguous:
-        return Target(array, out, None)
-    return Target(np.empty_like(array, order="C"), out, array)
+        return ReceiveBuffer(array, out, None)
+    return ReceiveBuffer(np.empty_like(array, order="C"), out, array)
 
 
-def new_target(source: Source, shape: Sequence[int]) -> Target:
+def new_receive_buffer(send_buffer: SendBuffer, shape: Sequence[int]) -> ReceiveBuffer:
     """New memory for a result of this shape and of the source's dtype."""
-    array = np.empty(shape, source.array.dtype)
-    return Target(array, source.wrap(array), None)
+    array = np.empty(shape, send_buffer.array.dtype)
+    return ReceiveBuffer(array, send_buffer.wrap(array), None)
 
 
-class _Memory:
+class _ArrayInterface:
     """Memory by its address, as NumPy understands it."""
 
     def __init__(self, start: int, count: int, dtype: np.dtype[Any]) -> None:
         self.__array_interface__ = {"data": (start, False), "shape": (count,), "typestr": dtype.str, "version": 3}
 
 
-def at_address(start: int, count: int, dtype: np.dtype[Any]) -> Array:
+def array_at(start: int, count: int, dtype: np.dtype[Any]) -> Array:
     """The reverse of address(): a flat array over memory that somebody else keeps alive."""
     if count == 0:
         return np.empty(0, dtype)
-    return np.asarray(_Memory(start, count, dtype))
+    return np.asarray(_ArrayInterface(start, count, dtype))
 
 
-def _number(array: Array, what: str) -> DType:
-    found = NUMBERS.get(array.dtype)
+def _dtype_of(array: Array, what: str) -> DType:
+    found = NUMPY_DTYPES.get(array.dtype)
     if found is not None:
         return found
     if array.dtype.name == "bfloat16":  # of ml_dtypes, which JAX and TensorFlow use
@@ -135,10 +145,10 @@ def _number(array: Array, what: str) -> DType:
         raise TypeError(f"{what}: an array of Python objects cannot be sent as numbers; use ronde.objects")
     if not array.dtype.isnative:
         raise TypeError(f"{what}: dtype {array.dtype.str} has foreign byte order; convert it with astype()")
-    raise TypeError(f"{what}: dtype {array.dtype} is not supported; supported are {', '.join(_supported())}")
+    raise TypeError(f"{what}: dtype {array.dtype} is not supported; supported are {', '.join(_supported_names())}")
 
 
-def _supported() -> list[str]:
+def _supported_names() -> list[str]:
     return [dtype.name.lower() for dtype in DType]
 
 

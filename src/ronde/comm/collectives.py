@@ -6,9 +6,9 @@ from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any
 
-from ronde.comm.current import current, group_or_world
 from ronde.comm.group import Group
 from ronde.comm.plan import Bucket, Plan
+from ronde.comm.world import current_world, resolve_group
 from ronde.observe.events import Event
 from ronde.observe.metrics import Metrics
 from ronde.types import Op
@@ -44,52 +44,52 @@ __all__ = [
 
 def rank() -> int:
     """This process's number in the job, from 0."""
-    return current("rank()").rank
+    return current_world("rank()").rank
 
 
 def size() -> int:
     """Number of ranks in the job."""
-    return current("size()").size
+    return current_world("size()").size
 
 
 def local_rank() -> int:
     """This rank's number among those of its host."""
-    return current("local_rank()").topology.local_rank
+    return current_world("local_rank()").topology.local_rank
 
 
 def local_size() -> int:
     """Number of ranks on this host."""
-    return current("local_size()").topology.local_size
+    return current_world("local_size()").topology.local_size
 
 
 def cross_rank() -> int:
     """This host's number among those with a rank of my local number."""
-    return current("cross_rank()").topology.cross_rank
+    return current_world("cross_rank()").topology.cross_rank
 
 
 def cross_size() -> int:
     """Number of hosts with a rank of my local number."""
-    return current("cross_size()").topology.cross_size
+    return current_world("cross_size()").topology.cross_size
 
 
 def world() -> Group:
     """The group of all ranks."""
-    return current("world()").group
+    return current_world("world()").group
 
 
 def groups() -> list[Group]:
     """The groups there are: the world first, then those of init(groups=…) and add_group() in order."""
-    return current("groups()").groups
+    return current_world("groups()").groups
 
 
 def add_group(ranks: Iterable[int]) -> Group:
     """A new group of these ranks. Every rank of the job calls it, with the same ranks and in the same order."""
-    return current("add_group()").add_group(ranks)
+    return current_world("add_group()").add_group(ranks)
 
 
 def remove_group(group: Group) -> None:
     """Remove a group. Every rank of the job calls it, when nothing is under way in the group."""
-    current("remove_group()").remove_group(group)
+    current_world("remove_group()").remove_group(group)
 
 
 def allreduce(
@@ -109,13 +109,13 @@ def allreduce(
     With wait=False it returns a Work at once. Without a name, members are matched by the order of their calls; with a
     name the order does not matter.
     """
-    members = group_or_world(group)
+    members = resolve_group(group)
     return members.allreduce(x, op=op, out=out, name=name, prescale=prescale, postscale=postscale, wait=wait)
 
 
 def allgather(x: Any, *, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
     """The members' arrays, one after the other along the first dimension, in which they may differ."""
-    return group_or_world(group).allgather(x, name=name, wait=wait)
+    return resolve_group(group).allgather(x, name=name, wait=wait)
 
 
 def broadcast(
@@ -128,7 +128,7 @@ def broadcast(
     wait: bool = True,
 ) -> Any:
     """The root's array for everybody, in a new array or in `out`. root is a rank of the job."""
-    return group_or_world(group).broadcast(x, root=root, out=out, name=name, wait=wait)
+    return resolve_group(group).broadcast(x, root=root, out=out, name=name, wait=wait)
 
 
 def reduce_scatter(
@@ -142,7 +142,7 @@ def reduce_scatter(
     wait: bool = True,
 ) -> Any:
     """My rows of the sum: the first dimension is shared out, the first members get one row more if need be."""
-    members = group_or_world(group)
+    members = resolve_group(group)
     return members.reduce_scatter(x, op=op, name=name, prescale=prescale, postscale=postscale, wait=wait)
 
 
@@ -155,47 +155,47 @@ def alltoall(
     wait: bool = True,
 ) -> Any:
     """splits[i] of my rows go to member i (default: equal shares). The rows that came, and how many from each."""
-    return group_or_world(group).alltoall(x, splits=splits, name=name, wait=wait)
+    return resolve_group(group).alltoall(x, splits=splits, name=name, wait=wait)
 
 
 def barrier(*, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
     """Return when every member has come here."""
-    return group_or_world(group).barrier(name=name, wait=wait)
+    return resolve_group(group).barrier(name=name, wait=wait)
 
 
 def join(*, group: Group | None = None) -> int:
     """Out of data: give zeros to the others' allreduces until every member has joined. The rank that did last."""
-    return group_or_world(group).join()
+    return resolve_group(group).join()
 
 
 def send(x: Any, to: int, *, group: Group | None = None, wait: bool = True) -> Any:
     """Give an array to one member (a rank of the job), which calls receive()."""
-    return group_or_world(group).send(x, to, wait=wait)
+    return resolve_group(group).send(x, to, wait=wait)
 
 
 def receive(out: Any, source: int, *, group: Group | None = None, wait: bool = True) -> Any:
     """Fill the array `out` with what one member (a rank of the job) sends, and return it."""
-    return group_or_world(group).receive(out, source, wait=wait)
+    return resolve_group(group).receive(out, source, wait=wait)
 
 
 def plan(buckets: Sequence[Bucket], *, group: Group | None = None) -> Plan:
     """Agree with the other members on buckets that are reduced over and over."""
-    return Plan(buckets, group_or_world(group))
+    return Plan(buckets, resolve_group(group))
 
 
 def mark_step() -> None:
     """One step of the training is done. Optimizers of ronde call it; it gives `ronde top` its step rate."""
-    current("mark_step()").recorder.mark_step()
+    current_world("mark_step()").recorder.mark_step()
 
 
 def metrics() -> Metrics:
     """What this rank's operations add up to so far."""
-    return current("metrics()").recorder.metrics()
+    return current_world("metrics()").recorder.metrics()
 
 
 def events() -> list[Event]:
     """What happened lately on this rank."""
-    return current("events()").recorder.events()
+    return current_world("events()").recorder.events()
 
 
 def start_timeline(path: str | PathLike[str]) -> None:
@@ -204,9 +204,9 @@ def start_timeline(path: str | PathLike[str]) -> None:
     The file is a Chrome trace on the host of the coordinator: where `ronde run` was called, or that of rank 0. Another
     timeline that is being written ends.
     """
-    current("start_timeline()").start_timeline(path)
+    current_world("start_timeline()").start_timeline(path)
 
 
 def stop_timeline() -> None:
     """End the timeline; its file has everything then. One rank calls it, any one."""
-    current("stop_timeline()").stop_timeline()
+    current_world("stop_timeline()").stop_timeline()

@@ -1,4 +1,7 @@
-"""A group of ranks and what they can do together. The module-level functions of ronde are one line over this.
+"""Where the operations of one group start on this rank: its channels, and the two ways onto them. Used by the group,
+which prepares operations, and by plans, which have channels of their own.
+
+A group of ranks and what they can do together. The module-level functions of ronde are one line over this.
 
 Without a name an operation is matched by program order and goes straight to the group's ordered channel. With a name
 it may come in any order: the members announce it, and it runs on the negotiated channel when all have.
@@ -9,28 +12,185 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ronde.comm.backend import Call, Part
-from ronde.comm.buffers import Array, Source, address, as_source, as_target
-from ronde.comm.dispatch import Dispatch
-from ronde.comm.lane import Lane
-from ronde.comm.operations import Barrier, Broadcast, Exchange, Gather, Reduce, ReduceOne, Scatter
-from ronde.comm.signature import Form, Forms, Options, digest
+from ronde.comm.buffers import Array, SendBuffer, address_of, as_receive_buffer, as_send_buffer
+from ronde.comm.call import Call, CallOptions, Signature, SignatureCache, Span, hash_signature
+from ronde.comm.channel import CallRecord, Channel
+from ronde.comm.control_thread import ControlThread
+from ronde.comm.named_operations import NamedOperations, NamedWork
+from ronde.comm.operations import (
+    AllgatherOperation,
+    AllreduceOperation,
+    AlltoallOperation,
+    BarrierOperation,
+    BroadcastOperation,
+    JoinOperation,
+    Operation,
+    ReduceScatterOperation,
+    RowCountsCall,
+    SingleArrayAllreduceOperation,
+)
 from ronde.comm.wording import ranks_text
-from ronde.types import DType, Kind, Op
+from ronde.comm.work import Work
+from ronde.errors import RoundEnded
+from ronde.types import DType, Op, OperationKind
 
-__all__ = ["Group", "cut"]
+__all__ = ["ChannelOpener", "Group", "GroupChannels", "split_by_counts"]
 
-MOST_QUICK = 1024
+JOIN_TIMEOUT_S = 10 * 365 * 86400.0
+"""join() waits for as long as others have data. Losses end it, not the clock."""
+
+
+class ChannelOpener(Protocol):
+    """What a group needs of its world."""
+
+    control_thread: ControlThread
+    operation_timeout_s: float
+    """How long one operation may take."""
+
+    def open_channel(
+        self, group: int, suffix: str, members: tuple[int, ...], *, bucket_bytes: int = 0, point_to_point: bool = False
+    ) -> Channel:
+        """Open a channel, together with the other members."""
+
+    def close_channel(self, channel: Channel) -> None:
+        """Close it. Idempotent."""
+
+    def add_named_operations(self, named_operations: NamedOperations) -> None:
+        """Let the engine listen for these named operations."""
+
+    def remove_named_operations(self, group: int) -> None:
+        """No more of this group."""
+
+
+class GroupChannels:
+    """The channels of one group of which this rank is a member."""
+
+    def __init__(self, opener: ChannelOpener, group: int, members: tuple[int, ...], member_index: int) -> None:
+        self.member_index = member_index
+        """My index among the members."""
+        self._opener = opener
+        self._group = group
+        self._members = members
+        self.operation_timeout_s = opener.operation_timeout_s
+        """How long one operation may take."""
+        self._control_thread = opener.control_thread
+        self._plan_channels: list[Channel] = []
+        self._num_plans = 0
+        self._closed_error: Exception | None = None
+        self._ordered_channel = opener.open_channel(group, "ordered", members, point_to_point=True)
+        try:
+            negotiated = opener.open_channel(group, "negotiated", members)
+        except BaseException:
+            opener.close_channel(self._ordered_channel)
+            raise
+        self._named_operations = NamedOperations(group, negotiated, SignatureCache(), self._control_thread.waits)
+        opener.add_named_operations(self._named_operations)
+
+    @property
+    def ordered_channel(self) -> Channel:
+        """The channel of operations in program order."""
+        if self._closed_error is not None:
+            raise self._closed_error
+        return self._ordered_channel
+
+    def start(self, operation: Operation, name: str | None, wait: bool) -> Any:  # result or Work
+        """Start an operation: announced when it has a name, else in program order."""
+        if name is None:
+            return self._start_ordered(operation, wait)
+        work = self._announce(operation, name)
+        return work.wait() if wait else work
+
+    def join(self, signature: Signature) -> int:
+        """Stand by with zeros, among named operations, those in program order, and plans. The rank that came last."""
+        lane = self.ordered_channel
+        operation = JoinOperation(signature, self._control_thread.now_ns())
+        work = self._announce(operation, "join")
+        call = signature.make_call((), None)
+        flights = tuple(each.submit(call, (), timeout_s=JOIN_TIMEOUT_S) for each in (lane, *self._plan_channels))
+        Work(flights, _no_value, JOIN_TIMEOUT_S).wait()
+        work.wait(JOIN_TIMEOUT_S)
+        ahead = RowCountsCall(operation, len(self._members))
+        lane.run(ahead.call, signature.label, 8)
+        return max(zip(ahead.row_counts(), self._members, strict=True))[1]
+
+    def send_or_receive(self, call: Call, num_bytes: int, finish: Callable[[], Any], wait: bool) -> Any:
+        """A message between two members, which stands outside of the order of the others."""
+        label = call.kind.name.lower()
+        if wait:
+            self.ordered_channel.send_or_receive(call, label, num_bytes)
+            return finish()
+        return Work(
+            (self.ordered_channel.submit(call, (CallRecord(label, "", num_bytes),)),), finish, self.operation_timeout_s
+        )
+
+    def open_plan_channel(self, bucket_bytes: int) -> Channel:
+        """A channel of its own for a plan; all members open theirs in the same order."""
+        self._num_plans += 1
+        suffix = f"plan.{self._num_plans}"
+        lane = self._opener.open_channel(self._group, suffix, self._members, bucket_bytes=bucket_bytes)
+        self._plan_channels.append(lane)
+        return lane
+
+    def close_plan_channel(self, channel: Channel) -> None:
+        """Close a plan's channel. Idempotent."""
+        if channel in self._plan_channels:
+            self._plan_channels.remove(channel)
+        self._opener.close_channel(channel)
+
+    def close(self, removed: bool) -> None:
+        """Nothing starts here any more: the group was removed, or the round is over. Idempotent."""
+        if self._closed_error is not None:
+            return
+        if removed:
+            self._closed_error = ValueError(f"group {self._group} was removed; nothing can be done in it any more")
+        else:
+            self._closed_error = RoundEnded("the round is over: shutdown() was called")
+        self._named_operations.abort(RoundEnded(str(self._closed_error)))
+        self._opener.remove_named_operations(self._group)
+        for lane in (*self._plan_channels, self._named_operations.channel, self._ordered_channel):
+            self._opener.close_channel(lane)
+
+    def _announce(self, operation: Operation, name: str) -> NamedWork:
+        if self._closed_error is not None:
+            raise self._closed_error
+        if not isinstance(name, str) or not name:
+            raise TypeError(f"name must be a text that is not empty, got {name!r}")
+        work = NamedWork(operation, self._group, name, self._control_thread.waits, self.operation_timeout_s)
+        self._control_thread.announce(self._named_operations, work)
+        return work
+
+    def _start_ordered(self, operation: Operation, wait: bool) -> Any:
+        lane, form = self.ordered_channel, operation.signature
+        rows = None
+        if operation.own_rows is not None:
+            ahead = RowCountsCall(operation, len(self._members))
+            lane.run(ahead.call, f"{form.label} rows", 8 * len(operation.own_rows))
+            rows = ahead.row_counts()
+        calls = operation.calls(rows, "", False)
+        if wait and len(calls) == 1:
+            lane.run(calls[0], form.label, form.num_bytes)
+            return operation.result()
+        entry = CallRecord(form.label, "", form.num_bytes)
+        flights = tuple([lane.submit(call, (entry,) if call is calls[-1] else ()) for call in calls])
+        work = Work(flights, operation.result, self.operation_timeout_s)
+        return work.wait() if wait else work
+
+
+def _no_value() -> None:
+    """The result of a call that only has to end."""
+
+
+MAX_CACHED_ALLREDUCES = 1024
 
 
 class Group:
     """Some ranks of the world, in order. Made by ronde.init() and ronde.add_group(), which all ranks call alike."""
 
-    def __init__(self, id: int, ranks: tuple[int, ...], rank: int, dispatch: Dispatch | None) -> None:
+    def __init__(self, id: int, ranks: tuple[int, ...], rank: int, channels: GroupChannels | None) -> None:
         self.id = id
         """Its number; 0 is the world."""
         self.ranks = ranks
@@ -40,9 +200,9 @@ class Group:
         self.rank = ranks.index(rank) if rank in ranks else None
         """My index among the members; None when I am not one."""
         self._world_rank = rank
-        self._dispatch = dispatch
-        self._forms = Forms()
-        self._quick: dict[tuple[object, ...], _Quick] = {}
+        self._channels = channels
+        self._signatures = SignatureCache()
+        self._cached_allreduces: dict[tuple[object, ...], _CachedAllreduce] = {}
 
     @property
     def included(self) -> bool:
@@ -70,26 +230,28 @@ class Group:
         """
         dispatch = self.dispatch
         if type(x) is np.ndarray and (out is None or out is x):
-            quick = self._quick.get((x.shape, x.dtype, op, prescale, postscale))
+            quick = self._cached_allreduces.get((x.shape, x.dtype, op, prescale, postscale))
             flags = x.flags
             if quick is not None and flags.c_contiguous and (out is None or flags.writeable):
                 if name is None and wait:
                     return quick.run(x, out)
-                return dispatch.start(ReduceOne(quick.form, x, out), name, wait)
-        sources, many = self._read(x, "allreduce")
+                return dispatch.start(SingleArrayAllreduceOperation(quick.signature, x, out), name, wait)
+        sources, many = self._as_send_buffers(x, "allreduce")
         if out is None:
             outs = [None] * len(sources)
         elif many and (not isinstance(out, list | tuple) or len(out) != len(sources)):
             raise ValueError(f"allreduce: out must be a list of {len(sources)} arrays, as x is")
         else:
             outs = list(out) if many else [out]
-        targets = [as_target(given, source, "allreduce") for given, source in zip(outs, sources, strict=True)]
-        form = self._form(Kind.ALLREDUCE, sources, Options(op, prescale, postscale))
+        targets = [as_receive_buffer(given, source, "allreduce") for given, source in zip(outs, sources, strict=True)]
+        form = self._signature_of(OperationKind.ALLREDUCE, sources, CallOptions(op, prescale, postscale))
         if type(x) is np.ndarray:
-            if len(self._quick) >= MOST_QUICK:
-                self._quick.clear()
-            self._quick[x.shape, x.dtype, op, prescale, postscale] = _Quick(form, _quick_run(form, dispatch.lane))
-        return dispatch.start(Reduce(form, sources, targets, many), name, wait)
+            if len(self._cached_allreduces) >= MAX_CACHED_ALLREDUCES:
+                self._cached_allreduces.clear()
+            self._cached_allreduces[x.shape, x.dtype, op, prescale, postscale] = _CachedAllreduce(
+                form, _make_cached_run(form, dispatch.ordered_channel)
+            )
+        return dispatch.start(AllreduceOperation(form, sources, targets, many), name, wait)
 
     def allgather(self, x: Any, *, name: str | None = None, wait: bool = True) -> Any:
         """The members' arrays, one after the other along the first dimension, in which they may differ.
@@ -98,9 +260,9 @@ class Group:
         member has called, for only then is it known how much will come.
         """
         dispatch = self.dispatch
-        sources, many = self._read(x, "allgather", scalars_as_rows=True)
-        form = self._form(Kind.ALLGATHER, sources, Options())
-        return dispatch.start(Gather(form, sources, many), name, wait)
+        sources, many = self._as_send_buffers(x, "allgather", scalars_as_rows=True)
+        form = self._signature_of(OperationKind.ALLGATHER, sources, CallOptions())
+        return dispatch.start(AllgatherOperation(form, sources, many), name, wait)
 
     def broadcast(
         self,
@@ -113,11 +275,11 @@ class Group:
     ) -> Any:
         """The root's array for everybody, in a new array or in `out`. root is a rank of the world."""
         dispatch = self.dispatch
-        peer = self._index(root, "broadcast: root")
-        source = self._read_one(x, "broadcast")
-        target = as_target(out, source, "broadcast")
-        form = self._form(Kind.BROADCAST, [source], Options(root=root))
-        return dispatch.start(Broadcast(form, source, target, peer), name, wait)
+        peer = self._member_index_of(root, "broadcast: root")
+        source = self._as_send_buffer(x, "broadcast")
+        target = as_receive_buffer(out, source, "broadcast")
+        form = self._signature_of(OperationKind.BROADCAST, [source], CallOptions(root=root))
+        return dispatch.start(BroadcastOperation(form, source, target, peer), name, wait)
 
     def reduce_scatter(
         self,
@@ -131,11 +293,11 @@ class Group:
     ) -> Any:
         """My rows of the sum: the first dimension is shared out, the first members get one row more if need be."""
         dispatch = self.dispatch
-        source = self._read_one(x, "reduce_scatter")
+        source = self._as_send_buffer(x, "reduce_scatter")
         if not source.array.shape:
             raise ValueError("reduce_scatter shares out rows: it needs an array of at least 1 dimension, got a scalar")
-        form = self._form(Kind.REDUCE_SCATTER, [source], Options(op, prescale, postscale))
-        return dispatch.start(Scatter(form, source, dispatch.me, self.size), name, wait)
+        form = self._signature_of(OperationKind.REDUCE_SCATTER, [source], CallOptions(op, prescale, postscale))
+        return dispatch.start(ReduceScatterOperation(form, source, dispatch.member_index, self.size), name, wait)
 
     def alltoall(
         self,
@@ -151,67 +313,69 @@ class Group:
         name it waits until every member has called.
         """
         dispatch = self.dispatch
-        source = self._read_one(x, "alltoall")
+        source = self._as_send_buffer(x, "alltoall")
         if not source.array.shape:
             raise ValueError("alltoall shares out rows: it needs an array of at least 1 dimension, got a scalar")
-        mine = self._splits(splits, source.array.shape[0])
-        form = self._form(Kind.ALLTOALL, [source], Options())
-        return dispatch.start(Exchange(form, source, mine, dispatch.me), name, wait)
+        mine = self._check_splits(splits, source.array.shape[0])
+        form = self._signature_of(OperationKind.ALLTOALL, [source], CallOptions())
+        return dispatch.start(AlltoallOperation(form, source, mine, dispatch.member_index), name, wait)
 
     def barrier(self, *, name: str | None = None, wait: bool = True) -> Any:
         """Return when every member has come here."""
-        form = self._forms.find(Kind.BARRIER, DType.UINT8, (), Options())
-        return self.dispatch.start(Barrier(form), name, wait)
+        form = self._signatures.find(OperationKind.BARRIER, DType.UINT8, (), CallOptions())
+        return self.dispatch.start(BarrierOperation(form), name, wait)
 
     def join(self) -> int:
         """Out of data: give zeros to the others' allreduces until every member has joined. The rank that did last."""
-        return self.dispatch.join(self._forms.find(Kind.JOIN, DType.UINT8, (), Options()))
+        return self.dispatch.join(self._signatures.find(OperationKind.JOIN, DType.UINT8, (), CallOptions()))
 
     def send(self, x: Any, to: int, *, wait: bool = True) -> Any:
         """Give an array to one member (a rank of the world), which calls receive()."""
         dispatch = self.dispatch
-        source = self._read_one(x, "send")
-        part = Part(address(source.array), 0, source.array.size)
-        call = self._message(Kind.SEND, source, part, to, source)
-        return dispatch.move(call, source.array.nbytes, _nothing, wait)
+        source = self._as_send_buffer(x, "send")
+        part = Span(address_of(source.array), 0, source.array.size)
+        call = self._point_to_point_call(OperationKind.SEND, source, part, to, source)
+        return dispatch.send_or_receive(call, source.array.nbytes, _no_result, wait)
 
     def receive(self, out: Any, source: int, *, wait: bool = True) -> Any:
         """Fill the array `out` with what one member (a rank of the world) sends, and return it."""
         dispatch = self.dispatch
-        given = self._read_one(out, "receive")
-        target = as_target(out, given, "receive")
-        part = Part(0, address(target.array), target.array.size)
-        call = self._message(Kind.RECEIVE, given, part, source, target)
-        return dispatch.move(call, target.array.nbytes, target.finish, wait)
+        given = self._as_send_buffer(out, "receive")
+        target = as_receive_buffer(out, given, "receive")
+        part = Span(0, address_of(target.array), target.array.size)
+        call = self._point_to_point_call(OperationKind.RECEIVE, given, part, source, target)
+        return dispatch.send_or_receive(call, target.array.nbytes, target.finish, wait)
 
     # --- for the world, plans and objects --------------------------------------------------------------------------
 
     def allgather_each(self, x: Array) -> list[Array]:
         """As allgather of a flat array, but one array per member."""
-        sources, _ = self._read(x, "allgather")
-        operation = Gather(self._form(Kind.ALLGATHER, sources, Options()), sources, False)
+        sources, _ = self._as_send_buffers(x, "allgather")
+        operation = AllgatherOperation(
+            self._signature_of(OperationKind.ALLGATHER, sources, CallOptions()), sources, False
+        )
         everything: Array = self.dispatch.start(operation, None, True)
-        return cut(everything, operation.counts)
+        return split_by_counts(everything, operation.counts)
 
     @property
-    def dispatch(self) -> Dispatch:
+    def dispatch(self) -> GroupChannels:
         """Where operations start. Raises when there is nothing to start here."""
-        if self._dispatch is None:
+        if self._channels is None:
             raise ValueError(f"rank {self._world_rank} is not a member of group {self.id} ({ranks_text(self.ranks)})")
-        return self._dispatch
+        return self._channels
 
     def close(self, removed: bool = False) -> None:
         """Nothing starts here any more. Idempotent."""
-        if self._dispatch is not None:
-            self._dispatch.close(removed)
-        self._quick.clear()
+        if self._channels is not None:
+            self._channels.close(removed)
+        self._cached_allreduces.clear()
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _read(self, x: object, what: str, scalars_as_rows: bool = False) -> tuple[list[Source], bool]:
+    def _as_send_buffers(self, x: object, what: str, scalars_as_rows: bool = False) -> tuple[list[SendBuffer], bool]:
         """The arrays of an operation, and whether there may be several."""
         many = isinstance(x, list | tuple)
-        sources = [as_source(each, what) for each in (x if isinstance(x, list | tuple) else (x,))]
+        sources = [as_send_buffer(each, what) for each in (x if isinstance(x, list | tuple) else (x,))]
         if not sources:
             raise ValueError(f"{what}: the list of arrays is empty")
         dtypes = {source.dtype.name.lower() for source in sources}
@@ -222,21 +386,21 @@ class Group:
                 source.array = np.atleast_1d(source.array)
         return sources, many
 
-    def _read_one(self, x: object, what: str) -> Source:
+    def _as_send_buffer(self, x: object, what: str) -> SendBuffer:
         if isinstance(x, list | tuple):
             raise TypeError(f"{what} takes one array, got a {type(x).__name__}; call it once per array")
-        return as_source(x, what)
+        return as_send_buffer(x, what)
 
-    def _form(self, kind: Kind, sources: Sequence[Source], options: Options) -> Form:
-        shapes = tuple([source.array.shape for source in sources])
-        return self._forms.find(kind, sources[0].dtype, shapes, options)
+    def _signature_of(self, kind: OperationKind, send_buffers: Sequence[SendBuffer], options: CallOptions) -> Signature:
+        shapes = tuple([source.array.shape for source in send_buffers])
+        return self._signatures.find(kind, send_buffers[0].dtype, shapes, options)
 
-    def _index(self, rank: int, what: str) -> int:
+    def _member_index_of(self, rank: int, what: str) -> int:
         if rank not in self.ranks:
             raise ValueError(f"{what} must be a member of group {self.id} ({ranks_text(self.ranks)}), got {rank!r}")
         return self.ranks.index(rank)
 
-    def _splits(self, splits: object, num_rows: int) -> tuple[int, ...]:
+    def _check_splits(self, splits: object, num_rows: int) -> tuple[int, ...]:
         if splits is None:
             if num_rows % self.size:
                 raise ValueError(f"alltoall: {num_rows} rows are no equal shares for {self.size} members; give splits")
@@ -250,54 +414,62 @@ class Group:
             raise ValueError(f"alltoall: splits ask for {int(given.sum())} rows of an array with {num_rows}")
         return tuple(given.tolist())
 
-    def _message(self, kind: Kind, data: Source, part: Part, other: int, keep: object) -> Call:
-        what, word = ("send: to", "to") if kind is Kind.SEND else ("receive: source", "from")
-        peer = self._index(other, what)
+    def _point_to_point_call(
+        self, kind: OperationKind, data: SendBuffer, span: Span, peer_rank: int, owners: object
+    ) -> Call:
+        what, word = ("send: to", "to") if kind is OperationKind.SEND else ("receive: source", "from")
+        peer = self._member_index_of(peer_rank, what)
         if peer == self.rank:
-            raise ValueError(f"{what} is this very rank, {other}; a message needs two")
+            raise ValueError(f"{what} is this very rank, {peer_rank}; a message needs two")
         amount = f"{data.dtype.name.lower()}{list(data.array.shape)}"
-        text = f"{kind.name.lower()} {amount} {word} rank {other}"
+        text = f"{kind.name.lower()} {amount} {word} rank {peer_rank}"
         return Call(
             kind=kind,
             dtype=data.dtype,
-            parts=(part,),
+            spans=(span,),
             peer=peer,
-            text=text,
-            signature=digest(f"message of {amount}"),
-            keep=keep,
+            description=text,
+            signature_hash=hash_signature(f"message of {amount}"),
+            owners=owners,
         )
 
 
-class _Quick(NamedTuple):
+class _CachedAllreduce(NamedTuple):
     """All that is known about an allreduce from the last time it was asked for."""
 
-    form: Form
+    signature: Signature
     run: Callable[[Array, Array | None], Array]
     """Do it now, in program order."""
 
 
-def _quick_run(form: Form, lane: Lane) -> Callable[[Array, Array | None], Array]:
+def _make_cached_run(call_signature: Signature, channel: Channel) -> Callable[[Array, Array | None], Array]:
     """The shortest way for the most frequent call: all that is equal each time is looked up and checked here, once."""
-    run, label, num_bytes = lane.run, form.label, form.num_bytes
-    kind, dtype, op, text, signature = form.kind, form.dtype, form.op, form.text, form.signature
-    prescale, postscale, count = form.prescale, form.postscale, math.prod(form.shapes[0])
+    run, label, num_bytes = channel.run, call_signature.label, call_signature.num_bytes
+    kind, dtype, op, text, signature = (
+        call_signature.kind,
+        call_signature.dtype,
+        call_signature.op,
+        call_signature.description,
+        call_signature.hash,
+    )
+    prescale, postscale, count = call_signature.prescale, call_signature.postscale, math.prod(call_signature.shapes[0])
 
     def allreduce(x: Array, out: Array | None) -> Array:
-        source = target = address(x)
+        source = target = address_of(x)
         if out is None:
             out = np.empty_like(x)
-            target = address(out)
-        parts = (Part(source, target, count),)
+            target = address_of(out)
+        parts = (Span(source, target, count),)
         run(Call(kind, dtype, op, parts, -1, prescale, postscale, None, None, text, signature), label, num_bytes)
         return out
 
     return allreduce
 
 
-def _nothing() -> None:
+def _no_result() -> None:
     """The result of a send."""
 
 
-def cut(data: Array, counts: Sequence[int]) -> list[Array]:
+def split_by_counts(data: Array, counts: Sequence[int]) -> list[Array]:
     """A flat array in pieces of these lengths."""
     return [data[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]

@@ -13,15 +13,15 @@ import cloudpickle
 import numpy as np
 
 from ronde.comm.buffers import Array
-from ronde.comm.current import group_or_world
-from ronde.comm.group import Group, cut
+from ronde.comm.group import Group, split_by_counts
+from ronde.comm.world import resolve_group
 
 __all__ = ["allgather", "alltoall", "broadcast", "gather", "receive", "send"]
 
 
 def broadcast(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # any object
     """The root's object for everybody; what the others pass is ignored. root is a rank of the world."""
-    members = group_or_world(group)
+    members = resolve_group(group)
     is_root = _is(members, root)
     mine = _pickle(obj) if is_root else np.empty(0, np.uint8)
     size = members.broadcast(np.array([mine.size], np.int64), root=root)
@@ -31,32 +31,32 @@ def broadcast(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  #
 
 def allgather(obj: Any, *, group: Group | None = None) -> list[Any]:
     """Everybody's objects, in the order of the members."""
-    return [_unpickle(data) for data in group_or_world(group).allgather_each(_pickle(obj))]
+    return [_unpickle(data) for data in resolve_group(group).allgather_each(_pickle(obj))]
 
 
 def gather(obj: Any, root: int = 0, *, group: Group | None = None) -> list[Any] | None:
     """Everybody's objects on the root, in the order of the members; None on the others."""
-    members = group_or_world(group)
+    members = resolve_group(group)
     if root not in members.ranks:
         raise ValueError(f"gather: root must be a member of {members!r}, got {root!r}")
     mine = _pickle(obj)
     data, sizes = members.alltoall(mine, splits=[mine.size if rank == root else 0 for rank in members.ranks])
-    return [_unpickle(piece) for piece in cut(data, sizes.tolist())] if _is(members, root) else None
+    return [_unpickle(piece) for piece in split_by_counts(data, sizes.tolist())] if _is(members, root) else None
 
 
 def alltoall(objects: Sequence[Any], *, group: Group | None = None) -> list[Any]:
     """objects[i] goes to member i; what the members had for me comes back, in their order."""
-    members = group_or_world(group)
+    members = resolve_group(group)
     if len(objects) != members.size:
         raise ValueError(f"alltoall: needs {members.size} objects, one per member of {members!r}, got {len(objects)}")
     mine = [_pickle(obj) for obj in objects]
     data, sizes = members.alltoall(np.concatenate(mine), splits=[piece.size for piece in mine])
-    return [_unpickle(piece) for piece in cut(data, sizes.tolist())]
+    return [_unpickle(piece) for piece in split_by_counts(data, sizes.tolist())]
 
 
 def send(obj: Any, to: int, *, group: Group | None = None) -> None:
     """Give an object to one member (a rank of the world), which calls receive()."""
-    members = group_or_world(group)
+    members = resolve_group(group)
     data = _pickle(obj)
     members.send(np.array([data.size], np.int64), to)
     members.send(data, to)
@@ -64,7 +64,7 @@ def send(obj: Any, to: int, *, group: Group | None = None) -> None:
 
 def receive(source: int, *, group: Group | None = None) -> Any:
     """The object that one member (a rank of the world) sends."""
-    members = group_or_world(group)
+    members = resolve_group(group)
     size = members.receive(np.empty(1, np.int64), source)
     return _unpickle(members.receive(np.empty(int(size[0]), np.uint8), source))
 

@@ -14,16 +14,14 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
-from ronde.comm.backend import Call, Part
-from ronde.comm.buffers import Array, address
-from ronde.comm.dispatch import Dispatch
-from ronde.comm.group import Group
-from ronde.comm.lane import Entry, Lane
-from ronde.comm.signature import Form, Forms, Options
-from ronde.comm.wording import answers
+from ronde.comm.buffers import Array, address_of
+from ronde.comm.call import Call, CallOptions, Signature, SignatureCache, Span
+from ronde.comm.channel import CallRecord, Channel
+from ronde.comm.group import Group, GroupChannels
 from ronde.comm.work import Work
 from ronde.errors import Mismatch
-from ronde.types import DType, Kind, Op
+from ronde.text import format_rank_answers
+from ronde.types import DType, Op, OperationKind
 
 __all__ = ["Bucket", "Plan"]
 
@@ -82,44 +80,45 @@ class Plan:
         """What was agreed on."""
         if not self.buckets:
             raise ValueError("a plan needs at least one bucket")
-        self._dispatch: Dispatch = group.dispatch
-        self._limit_s = self._dispatch.limit_s
-        forms = [_form(bucket) for bucket in self.buckets]
+        self._channels: GroupChannels = group.dispatch
+        self._operation_timeout_s = self._channels.operation_timeout_s
+        forms = [_signature_of(bucket) for bucket in self.buckets]
         texts = [
-            _text(index, bucket, form) for index, (bucket, form) in enumerate(zip(self.buckets, forms, strict=True))
+            _describe(index, bucket, form) for index, (bucket, form) in enumerate(zip(self.buckets, forms, strict=True))
         ]
-        _compare(group, texts)
+        _check_plans_match(group, texts)
         starts = _starts(self.buckets)
-        self._lane: Lane = self._dispatch.open_plan(starts[-1])
-        memory = self._lane.channel.bucket()
+        self._channel: Channel = self._channels.open_plan_channel(starts[-1])
+        memory = self._channel.backend_channel.bucket()
         self.arrays: tuple[Array, ...] = tuple(
             memory[start : start + bucket.num_bytes].view(bucket.number.numpy)
             for start, bucket in zip(starts, self.buckets, strict=False)
         )
         """My buckets, in memory shared with the other ranks of this host; zeros at first."""
         self._calls: tuple[Call, ...] = tuple(
-            form.call(_parts(bucket, address(array)), None, text=text)
+            form.make_call(_spans(bucket, address_of(array)), None, description=text)
             for bucket, form, array, text in zip(self.buckets, forms, self.arrays, texts, strict=True)
         )
-        self._entries = tuple(
-            (Entry("bucket", bucket.name or str(index), bucket.num_bytes),) for index, bucket in enumerate(self.buckets)
+        self._records = tuple(
+            (CallRecord("bucket", bucket.name or str(index), bucket.num_bytes),)
+            for index, bucket in enumerate(self.buckets)
         )
 
     def start(self, index: int) -> Work:
         """Reduce bucket `index` in the background; the work's result is its array."""
         array = self.arrays[index]
-        flight = self._lane.submit(self._calls[index], self._entries[index])
-        return Work((flight,), lambda: array, self._limit_s)
+        flight = self._channel.submit(self._calls[index], self._records[index])
+        return Work((flight,), lambda: array, self._operation_timeout_s)
 
     def run(self, index: int) -> Array:
         """Reduce bucket `index` and wait for it."""
-        entry = self._entries[index][0]
-        self._lane.run(self._calls[index], entry.label, entry.num_bytes)
+        entry = self._records[index][0]
+        self._channel.run(self._calls[index], entry.label, entry.num_bytes)
         return self.arrays[index]
 
     def close(self) -> None:
         """Close the channel. The arrays stay usable as memory of one's own. Idempotent; all members close theirs."""
-        self._dispatch.close_plan(self._lane)
+        self._channels.close_plan_channel(self._channel)
 
     def __enter__(self) -> Plan:
         """Itself."""
@@ -132,27 +131,29 @@ class Plan:
         self.close()
 
 
-def _form(bucket: Bucket) -> Form:
-    options = Options(bucket.op, bucket.prescale, bucket.postscale)
-    return Forms().find(Kind.ALLREDUCE, bucket.number, tuple((count,) for count in _counts(bucket)), options)
+def _signature_of(bucket: Bucket) -> Signature:
+    options = CallOptions(bucket.op, bucket.prescale, bucket.postscale)
+    return SignatureCache().find(
+        OperationKind.ALLREDUCE, bucket.number, tuple((count,) for count in _counts(bucket)), options
+    )
 
 
 def _counts(bucket: Bucket) -> tuple[int, ...]:
     return bucket.parts or (bucket.count,)
 
 
-def _parts(bucket: Bucket, start: int) -> tuple[Part, ...]:
+def _spans(bucket: Bucket, start: int) -> tuple[Span, ...]:
     """The bucket in place, which begins at this address."""
     parts = []
     for count in _counts(bucket):
-        parts.append(Part(start, start, count))
+        parts.append(Span(start, start, count))
         start += count * bucket.number.num_bytes
     return tuple(parts)
 
 
-def _text(index: int, bucket: Bucket, form: Form) -> str:
+def _describe(index: int, bucket: Bucket, signature: Signature) -> str:
     named = f" {bucket.name!r}" if bucket.name else ""
-    return f"bucket {index}{named}: {form.text}"
+    return f"bucket {index}{named}: {signature.description}"
 
 
 def _starts(buckets: Sequence[Bucket]) -> list[int]:
@@ -163,11 +164,11 @@ def _starts(buckets: Sequence[Bucket]) -> list[int]:
     return starts
 
 
-def _compare(group: Group, texts: list[str]) -> None:
+def _check_plans_match(group: Group, descriptions: list[str]) -> None:
     """Raise Mismatch, the same on every member, naming the first bucket in which the members' plans differ."""
-    mine = np.frombuffer(msgspec.json.encode(texts), np.uint8)
+    mine = np.frombuffer(msgspec.json.encode(descriptions), np.uint8)
     plans = [msgspec.json.decode(data.tobytes(), type=list[str]) for data in group.allgather_each(mine)]
     for index, row in enumerate(zip_longest(*plans, fillvalue="no such bucket")):
         if len(set(row)) > 1:
-            sides = answers(dict(zip(group.ranks, row, strict=True)), verb=": ")
+            sides = format_rank_answers(dict(zip(group.ranks, row, strict=True)), verb=": ")
             raise Mismatch(f"the members' plans differ in bucket {index}: {sides}")

@@ -1,79 +1,84 @@
 """Everything between init() and shutdown(), as one object: the groups, the engine, the recorder, and what they need.
 
 A process usually has one, the current one (comm/current). Nothing here is global, so tests run many side by side.
+
+The world of this process: init() makes it, shutdown() ends it. The only place that knows which one is current.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import operator
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
-from ronde.comm.backend import ChannelSpec
-from ronde.comm.dispatch import Dispatch
-from ronde.comm.engine import Engine
-from ronde.comm.group import Group
-from ronde.comm.lane import Lane
-from ronde.comm.named import Named
-from ronde.comm.place import Groups, Place
-from ronde.comm.presence import Presence
-from ronde.comm.threads.backend import Hub, ThreadsBackend
-from ronde.errors import Mismatch, OperationTimeout, RondeError
+from ronde.comm.backends.base import ChannelSpec
+from ronde.comm.channel import Channel
+from ronde.comm.control_thread import ControlThread
+from ronde.comm.group import Group, GroupChannels
+from ronde.comm.joining import Groups, JoinedRound, complete_settings, join_round
+from ronde.comm.named_operations import NamedOperations, OpenChannels
+from ronde.comm.threads.backend import ThreadsBackend, ThreadsHub
+from ronde.errors import Mismatch, NotInitialized, OperationTimeout, RondeError
 from ronde.net.addresses import host_name
-from ronde.net.messages import Failure, GroupWanted, Leave, TraceWanted
+from ronde.net.messages import ChangeGroups, Failure, LeaveRound, TimelineRequest
 from ronde.observe.events import ChannelClosed, ChannelOpened, GroupAdded, GroupRemoved, Started, Stopped
 from ronde.observe.recorder import Recorder
 from ronde.observe.stacks import where_was_raised
-from ronde.observe.timeline import Style
+from ronde.observe.timeline import TraceStyle
+from ronde.text import shorten
 from ronde.types import Deadline
 
-__all__ = ["World", "as_ranks"]
+__all__ = ["World", "check_group_ranks", "current_world", "init", "is_initialized", "resolve_group", "shutdown"]
 
 
 class World:
     """One rank's part in one round."""
 
-    def __init__(self, place: Place, groups: Groups = ()) -> None:
-        settings, self.topology = place.settings, place.topology
+    def __init__(self, joined_round: JoinedRound, groups: Groups = ()) -> None:
+        settings, self.topology = joined_round.settings, joined_round.topology
         self.settings = settings
         self.rank = self.topology.rank
         """This rank."""
         self.size = self.topology.size
         """Number of ranks."""
-        self.limit_s = settings.operation_s
+        self.operation_timeout_s = settings.operation_s
         self._host_name = host_name(self.topology.members[self.rank].host)
         self.recorder = Recorder(self.rank)
         self.recorder.set_tracing(bool(settings.timeline), label=self._host_name)
-        self._place = place
-        self._opening_s = settings.start_s
-        self._alone = ThreadsBackend(Hub())
-        self._presence = Presence(self.rank, self.size, place.backend)
-        self._closing = threading.Lock()
-        self._changing_trace = threading.Lock()
+        self._joined_round = joined_round
+        self._open_timeout_s = settings.start_s
+        self._single_rank_backend = ThreadsBackend(ThreadsHub())
+        self._open_channels = OpenChannels(self.rank, self.size, joined_round.backend)
+        self._close_lock = threading.Lock()
+        self._timeline_lock = threading.Lock()
         self._closed = False
-        self.engine = Engine(
-            place.control,
-            self._presence,
+        self.control_thread = ControlThread(
+            joined_round.control,
+            self._open_channels,
             self.recorder,
-            lifeline=place.lifeline,
-            coordinator_rank=place.coordinator_rank,
+            liveness_fd=joined_round.liveness_fd,
+            coordinator_rank=joined_round.coordinator_rank,
             stall_s=settings.stall_s,
-            watched=settings.coordinator_hosted,
-            early=place.early,
+            report_activity=settings.coordinator_hosted,
+            early_messages=joined_round.early_messages,
         )
         self._groups: dict[int, Group] = {}
         try:
-            self.engine.start()
+            self.control_thread.start()
             for id, ranks in enumerate((tuple(range(self.size)), *groups)):
                 self._groups[id] = self._make_group(id, ranks)
         except BaseException as error:
             self.close(orderly=False, why=f"it could not start: {error}")
             raise
-        self._opening_s = settings.operation_s
-        self._note_start()
+        self._open_timeout_s = settings.operation_s
+        self._record_start()
 
     @property
     def group(self) -> Group:
@@ -87,8 +92,8 @@ class World:
 
     def add_group(self, ranks: Iterable[int]) -> Group:
         """A new group of these ranks. Every rank of the world calls it, with the same ranks and in the same order."""
-        wanted = GroupWanted(as_ranks(ranks, self.size))
-        id = self._ask(wanted)
+        wanted = ChangeGroups(check_group_ranks(ranks, self.size))
+        id = self._request_groups(wanted)
         group = self._groups[id] = self._make_group(id, wanted.ranks)
         return group
 
@@ -98,114 +103,118 @@ class World:
             raise ValueError("the world cannot be removed; shutdown() ends it")
         if self._groups.get(group.id) is not group:
             raise ValueError(f"group {group.id} was removed before, or belongs to another round")
-        self._ask(GroupWanted(group.ranks, group.id))
+        self._request_groups(ChangeGroups(group.ranks, group.id))
         del self._groups[group.id]
         group.close(removed=True)
-        self.recorder.emit(GroupRemoved(at_ns=time.monotonic_ns(), rank=self.rank, group=group.id))
+        self.recorder.record_event(GroupRemoved(at_ns=time.monotonic_ns(), rank=self.rank, group=group.id))
 
-    def start_timeline(self, path: str | os.PathLike[str], style: Style | None = None) -> None:
+    def start_timeline(self, path: str | os.PathLike[str], style: TraceStyle | None = None) -> None:
         """Write a timeline of all ranks to this file, on the coordinator's host. ValueError when it cannot be done."""
-        style = style or Style()
-        self._change_trace(TraceWanted(str(Path(path).absolute()), style.horovod, style.departures))
+        style = style or TraceStyle()
+        self._request_timeline(TimelineRequest(str(Path(path).absolute()), style.horovod, style.batch_markers))
 
     def stop_timeline(self) -> None:
         """End it; the file has everything then. Without one it does nothing."""
-        self._change_trace(TraceWanted(""))
+        self._request_timeline(TimelineRequest(""))
 
     def close(self, orderly: bool = True, why: str = "", *, error: BaseException | None = None) -> None:
         """Leave the round and free everything. Idempotent. `error` is what ended the script, if anything did."""
-        with self._closing:
+        with self._close_lock:
             if self._closed:
                 return
             self._closed = True
-        self.recorder.emit(Stopped(at_ns=time.monotonic_ns(), rank=self.rank, orderly=orderly, why=why))
+        self.recorder.record_event(Stopped(at_ns=time.monotonic_ns(), rank=self.rank, orderly=orderly, why=why))
         try:
-            self.engine.leave(_make_leave(orderly, why, error), Deadline(self.settings.shutdown_s))
+            self.control_thread.leave(_make_leave(orderly, why, error), Deadline(self.settings.shutdown_s))
             for group in self._groups.values():
                 group.close()
         finally:
-            self.engine.stop()
-            self._place.opened.close()
+            self.control_thread.stop()
+            self._joined_round.resources.close()
 
-    def abandon(self) -> None:
+    def close_in_child(self) -> None:
         """In a forked child: hold the lifeline no longer. Everything else stays as the parent left it."""
-        if self._place.lifeline >= 0:
-            os.close(self._place.lifeline)
+        if self._joined_round.liveness_fd >= 0:
+            os.close(self._joined_round.liveness_fd)
 
     # --- what groups need ------------------------------------------------------------------------------------------
 
-    def open_lane(
-        self, group: int, suffix: str, members: tuple[int, ...], *, bucket_bytes: int = 0, direct: bool = False
-    ) -> Lane:
+    def open_channel(
+        self, group: int, suffix: str, members: tuple[int, ...], *, bucket_bytes: int = 0, point_to_point: bool = False
+    ) -> Channel:
         """Open a channel together with the other members, and watch over it."""
-        backend = self._alone if len(members) == 1 else self._place.backend
+        backend = self._single_rank_backend if len(members) == 1 else self._joined_round.backend
         spec = ChannelSpec(
             id=f"{group}.{suffix}",
             members=members,
-            me=members.index(self.rank),
+            member_index=members.index(self.rank),
             bucket_bytes=bucket_bytes,
-            direct=direct,
+            point_to_point=point_to_point,
         )
         try:
-            channel = backend.open_channel(spec, Deadline(self._opening_s))
+            channel = backend.open_channel(spec, Deadline(self._open_timeout_s))
         except RondeError as error:
-            raise (self._presence.over or error) from None
-        lane = Lane(channel, group, self.recorder, self.limit_s, watched=self.settings.coordinator_hosted)
-        self._presence.adopt(lane)
+            raise (self._open_channels.closed_error or error) from None
+        lane = Channel(
+            channel, group, self.recorder, self.operation_timeout_s, sample_arrivals=self.settings.coordinator_hosted
+        )
+        self._open_channels.add(lane)
         at_ns = time.monotonic_ns()
-        self.recorder.emit(ChannelOpened(at_ns=at_ns, rank=self.rank, channel=spec.id, members=members))
+        self.recorder.record_event(ChannelOpened(at_ns=at_ns, rank=self.rank, channel=spec.id, members=members))
         return lane
 
-    def close_lane(self, lane: Lane) -> None:
+    def close_channel(self, channel: Channel) -> None:
         """Close a channel. Idempotent."""
-        if lane in self._presence.lanes:
-            self._presence.drop(lane)
-            lane.close()
+        if channel in self._open_channels.channels:
+            self._open_channels.remove(channel)
+            channel.close()
             at_ns = time.monotonic_ns()
-            self.recorder.emit(ChannelClosed(at_ns=at_ns, rank=self.rank, channel=lane.channel.spec.id))
+            self.recorder.record_event(
+                ChannelClosed(at_ns=at_ns, rank=self.rank, channel=channel.backend_channel.spec.id)
+            )
 
-    def add_named(self, named: Named) -> None:
+    def add_named_operations(self, named_operations: NamedOperations) -> None:
         """Let the engine listen for a group's named operations."""
-        self._presence.add_named(named)
+        self._open_channels.add_named_operations(named_operations)
 
-    def drop_named(self, group: int) -> None:
+    def remove_named_operations(self, group: int) -> None:
         """No more of this group."""
-        self._presence.drop_named(group)
+        self._open_channels.remove_named_operations(group)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _make_group(self, id: int, ranks: tuple[int, ...]) -> Group:
-        dispatch = Dispatch(self, id, ranks, ranks.index(self.rank)) if self.rank in ranks else None
+        dispatch = GroupChannels(self, id, ranks, ranks.index(self.rank)) if self.rank in ranks else None
         if id:
-            self.recorder.emit(GroupAdded(at_ns=time.monotonic_ns(), rank=self.rank, group=id, ranks=ranks))
+            self.recorder.record_event(GroupAdded(at_ns=time.monotonic_ns(), rank=self.rank, group=id, ranks=ranks))
         return Group(id, ranks, self.rank, dispatch)
 
-    def _ask(self, wanted: GroupWanted) -> int:
-        answer = self.engine.ask(wanted, Deadline(self.limit_s))
-        if answer.why:
-            raise self._presence.fault(range(self.size)) or Mismatch(answer.why)
+    def _request_groups(self, change: ChangeGroups) -> int:
+        answer = self.control_thread.request_groups(change, Deadline(self.operation_timeout_s))
+        if answer.reason:
+            raise self._open_channels.error_for(range(self.size)) or Mismatch(answer.reason)
         return answer.id
 
-    def _change_trace(self, wanted: TraceWanted) -> None:
-        with self._changing_trace:
-            why = self.engine.ask_trace(wanted, Deadline(self.limit_s))
+    def _request_timeline(self, request: TimelineRequest) -> None:
+        with self._timeline_lock:
+            why = self.control_thread.request_timeline(request, Deadline(self.operation_timeout_s))
         if why:
             raise ValueError(why)
 
-    def _note_start(self) -> None:
-        self.recorder.emit(
+    def _record_start(self) -> None:
+        self.recorder.record_event(
             Started(
                 at_ns=time.monotonic_ns(),
                 rank=self.rank,
                 size=self.size,
                 host=self._host_name,
                 pid=os.getpid(),
-                backend=self._place.backend.name,
+                backend=self._joined_round.backend.name,
             )
         )
 
 
-def as_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
+def check_group_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
     """The members of a group, sorted. ValueError names those that cannot be."""
     given = [operator.index(rank) for rank in ranks]
     if not given:
@@ -219,13 +228,104 @@ def as_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
     return tuple(sorted(given))
 
 
-def _make_leave(orderly: bool, why: str, error: BaseException | None) -> Leave:
+def _make_leave(orderly: bool, why: str, error: BaseException | None) -> LeaveRound:
     if error is None:
-        return Leave(orderly, why)
+        return LeaveRound(orderly, why)
     missing = error.missing if isinstance(error, RondeError) else ()
     failure = Failure.OTHER
     if isinstance(error, Mismatch):
         failure = Failure.MISMATCH
     elif missing or isinstance(error, OperationTimeout):
         failure = Failure.TIMEOUT
-    return Leave(orderly, why, failure, missing, where_was_raised(error))
+    return LeaveRound(orderly, why, failure, missing, where_was_raised(error))
+
+
+logger = logging.getLogger("ronde.comm")
+
+
+class _ProcessState:
+    """What this process remembers between calls."""
+
+    world: World | None = None
+    num_rounds = 0
+    hooks_registered = False
+    parent_world: World | None = None
+    """In a forked child: the parent's world, kept so that nothing of it is ever finalized here."""
+
+
+_state = _ProcessState()
+
+
+def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # see Settings
+    """Join the round. Settings come from arguments, then the environment (RONDE_*), then the variables of whatever
+    launcher started this process, then defaults.
+
+    `groups` are sets of ranks to begin with, the same on all ranks; ronde.groups() has them afterwards. A second call
+    while the round is running does nothing.
+    """
+    if _state.world is not None:
+        return
+    loaded = complete_settings(settings)
+    sorted_groups = tuple(check_group_ranks(ranks, loaded.size) for ranks in groups)
+    place = join_round(loaded, sorted_groups, _state.num_rounds)
+    _state.num_rounds += 1
+    _state.world = World(place, sorted_groups)
+    if not _state.hooks_registered:
+        _state.hooks_registered = True
+        atexit.register(_leave_at_exit)
+        os.register_at_fork(after_in_child=_forget_world_in_child)
+
+
+def shutdown() -> None:
+    """Leave the round. Without a running one it does nothing; afterwards init() may begin another."""
+    world, _state.world = _state.world, None
+    if world is not None:
+        world.close()
+
+
+def is_initialized() -> bool:
+    """Whether a round is running here."""
+    return _state.world is not None
+
+
+def current_world(what: str = "this call") -> World:
+    """The running world."""
+    world = _state.world
+    if world is None:
+        raise NotInitialized(what)
+    return world
+
+
+def resolve_group(group: Group | None) -> Group:
+    """The group, or all ranks."""
+    return current_world().group if group is None else group
+
+
+def _leave_at_exit() -> None:
+    """The process ends without shutdown(): tell the others why, so that they need not guess.
+
+    Most scripts just end. That is leaving in good order, unless an exception ended them.
+    """
+    world, _state.world = _state.world, None
+    if world is None:
+        return
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    try:
+        why = "exited without shutdown" if error is None else _describe_error(error)
+        world.close(orderly=error is None, why=why, error=error)
+    except Exception:  # the process's edge: its own end matters more than how it said goodbye
+        logger.exception("leaving the round failed")
+
+
+def _describe_error(error: BaseException) -> str:
+    """In one line, as Python ends a traceback; its message may be a page long."""
+    kind, text = type(error).__name__, str(error).strip()
+    return shorten(f"{kind}: {text.splitlines()[0]}" if text else kind)
+
+
+def _forget_world_in_child() -> None:
+    """A forked child is no member. The lifeline must not live on in it, or nobody would see its parent die."""
+    world, _state.world = _state.world, None
+    _state.parent_world = world or _state.parent_world
+    if world is not None:
+        world.close_in_child()

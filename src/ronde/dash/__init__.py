@@ -16,9 +16,15 @@ No machine-learning library is needed: it serves every framework, and NumPy alon
 
 from __future__ import annotations
 
-from ronde.dash.meter import Load, RankShare
-from ronde.dash.records import Run, read_log
-from ronde.dash.report import render, write_report
-from ronde.dash.runlog import RunLog
+from ronde.dash.report import render_report_page, write_report
+from ronde.dash.run_log import RankTimeBreakdown, ResourceSample, RunHistory, RunLog, read_log
 
-__all__ = ["Load", "RankShare", "Run", "RunLog", "read_log", "render", "write_report"]
+__all__ = [
+    "ResourceSample",
+    "RankTimeBreakdown",
+    "RunHistory",
+    "RunLog",
+    "read_log",
+    "render_report_page",
+    "write_report",
+]

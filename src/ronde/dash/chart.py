@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
-from ronde.dash.scale import Axis, fit_axis, in_words
+from ronde.dash.scale import Axis, fit_axis
+from ronde.text import format_compact_number
 
 __all__ = ["NUM_COLOURS", "Bar", "Chart", "Series", "bar_chart", "line_chart", "thin_points"]
 
@@ -100,7 +101,7 @@ def _mean(points: Sequence[Point]) -> Point:
 
 def _last(line: Series) -> str:
     known = [y for _, y in line.points if y is not None]
-    return in_words(known[-1]) if known else "–"
+    return format_compact_number(known[-1]) if known else "–"
 
 
 def _axes(chart: Chart, known: Sequence[tuple[float, float]]) -> tuple[Axis, Axis]:
@@ -144,7 +145,7 @@ def _line(line: Series, colour: str, x_axis: Axis, y_axis: Axis) -> Iterator[str
     every = max(1, -(-len(known) // MOST_HINTS))
     kind = "dot" if len(known) <= MOST_DOTS else "hint"
     for x, y in known[::-1][::every]:
-        text = f"{line.name}: {in_words(y)} at {in_words(x)}"
+        text = f"{line.name}: {format_compact_number(y)} at {format_compact_number(x)}"
         yield (
             f'<circle class="{kind} {colour}" cx="{x_axis.at(x):.1f}" cy="{y_axis.at(y):.1f}" r="2.5">'
             f"<title>{escape(text)}</title></circle>"

@@ -13,17 +13,15 @@ from pathlib import Path
 from statistics import fmean, median
 
 from ronde.dash.chart import NUM_COLOURS, Bar, Chart, Point, Series, bar_chart, line_chart
-from ronde.dash.meter import Load, RankShare
-from ronde.dash.records import Run, read_log
-from ronde.dash.runlog import RunLog
-from ronde.dash.scale import in_words
+from ronde.dash.run_log import RankTimeBreakdown, ResourceSample, RunHistory, RunLog, read_log
 from ronde.dash.style import STYLE
+from ronde.text import format_compact_number, format_count, format_duration
 
-__all__ = ["render", "write_report"]
+__all__ = ["render_report_page", "write_report"]
 
-PARTS = {"computing": 0, "moving data": 1, "waiting for other ranks": 7, "between steps (loading data)": 2}
+TIME_PARTS = {"computing": 0, "moving data": 1, "waiting for other ranks": 7, "between steps (loading data)": 2}
 """How a rank spends its time, and the colours of that."""
-TILES = 6
+MAX_TILES = 6
 """Headline numbers at the top."""
 
 
@@ -34,24 +32,24 @@ def write_report(log: RunLog | Path | str, path: Path | str, *, title: str = "Tr
     target.parent.mkdir(parents=True, exist_ok=True)
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
-        unfinished.write_text(render(run, title=title), encoding="utf-8")
+        unfinished.write_text(render_report_page(run, title=title), encoding="utf-8")
         unfinished.replace(target)
     finally:
         unfinished.unlink(missing_ok=True)
     return target
 
 
-def render(run: Run, *, title: str = "Training run") -> str:
+def render_report_page(run: RunHistory, *, title: str = "Training run") -> str:
     """The page as text."""
     ranks = run.ranks()
-    shares = {rank: [share for _, share in run.shares(rank)] for rank in ranks}
+    shares = {rank: [share for _, share in run.breakdowns(rank)] for rank in ranks}
     sections = [
         f"<h1>{escape(title)}</h1>",
-        f'<p class="lead">{escape(_lead(run))}</p>',
+        f'<p class="lead">{escape(_summary_line(run))}</p>',
         _tiles(run),
         _section("Values", [line_chart(chart) for chart in _value_charts(run)]),
-        _section("Time", [line_chart(_step_time_chart(run)), _share_chart(run, shares)]),
-        _section("Load", [line_chart(chart) for chart in _load_charts(run)]),
+        _section("Time", [line_chart(_step_time_chart(run)), _breakdown_chart(run, shares)]),
+        _section("Load", [line_chart(chart) for chart in _usage_charts(run)]),
         "<h2>Ranks</h2>" + _rank_table(run, shares),
         "<h2>Facts</h2>" + _table((), [(name, value) for name, value in run.facts.items()]),
     ]
@@ -64,38 +62,26 @@ def render(run: Run, *, title: str = "Training run") -> str:
     )
 
 
-def _lead(run: Run) -> str:
+def _summary_line(run: RunHistory) -> str:
     hosts = list(dict.fromkeys(run.hosts))
     words = [
-        _plural(len(run.ranks()), "rank"),
-        _plural(len(hosts), "host") + (f" ({hosts[0]})" if len(hosts) == 1 else ""),
+        format_count(len(run.ranks()), "rank"),
+        format_count(len(hosts), "host") + (f" ({hosts[0]})" if len(hosts) == 1 else ""),
     ]
-    words.append(f"{_duration(run.at_s)} of training")
+    words.append(f"{format_duration(run.elapsed_s)} of training")
     if run.num_resumes:
-        words.append(f"went on {_plural(run.num_resumes, 'time')} from a checkpoint")
+        words.append(f"went on {format_count(run.num_resumes, 'time')} from a checkpoint")
     if not run.ended:
         words.append("has not come to its end")
     return ", ".join(words)
 
 
-def _plural(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
-
-
-def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-
-
-def _tiles(run: Run) -> str:
+def _tiles(run: RunHistory) -> str:
     """The last of each value; those that came last first, since they sum up the run."""
     last = {name: value for record in run.values for name, value in record.values.items()}
     when = {name: index for index, record in enumerate(run.values) for name in record.values}
-    order = sorted(last, key=lambda name: -when[name])[:TILES]
-    tiles = [f"<li><b>{in_words(last[name])}</b><span>{escape(name)}</span></li>" for name in order]
+    order = sorted(last, key=lambda name: -when[name])[:MAX_TILES]
+    tiles = [f"<li><b>{format_compact_number(last[name])}</b><span>{escape(name)}</span></li>" for name in order]
     return f'<ul class="tiles">{"".join(tiles)}</ul>' if tiles else ""
 
 
@@ -103,10 +89,10 @@ def _section(title: str, figures: Sequence[str]) -> str:
     return f'<h2>{title}</h2><div class="charts">{"".join(figures)}</div>' if figures else ""
 
 
-def _value_charts(run: Run) -> list[Chart]:
+def _value_charts(run: RunHistory) -> list[Chart]:
     """One chart per ending: train/loss and val/loss are lines of the chart "loss"."""
     charts: dict[str, list[Series]] = {}
-    for name in run.names():
+    for name in run.value_names():
         line, _, plot = name.rpartition("/")
         charts.setdefault(plot, []).append(Series(line or plot, run.series(name)))
     return [Chart(plot, "step", plot, tuple(lines), y_low=_lowest(plot)) for plot, lines in charts.items()]
@@ -117,22 +103,22 @@ def _lowest(plot: str) -> float | None:
     return 0.0 if plot.endswith("per second") else None
 
 
-def _step_time_chart(run: Run) -> Chart:
+def _step_time_chart(run: RunHistory) -> Chart:
     lines = _per_rank(run, _step_times)
     return Chart("Step time per rank", "step", "milliseconds", lines, y_low=0.0)
 
 
-def _step_times(run: Run, rank: int) -> list[Point]:
+def _step_times(run: RunHistory, rank: int) -> list[Point]:
     """A share tells the times of its steps, or of a few together; they end at its step."""
     points: list[Point] = []
-    for step, share in run.shares(rank):
+    for step, share in run.breakdowns(rank):
         width = share.num_steps / len(share.step_s) if share.step_s else 0.0
         first = step - share.num_steps
         points += [(first + (index + 1) * width, 1e3 * value) for index, value in enumerate(share.step_s)]
     return points
 
 
-def _per_rank(run: Run, points: Callable[[Run, int], list[Point]]) -> tuple[Series, ...]:
+def _per_rank(run: RunHistory, points: Callable[[RunHistory, int], list[Point]]) -> tuple[Series, ...]:
     """A line per rank; of many ranks the smallest, middle and largest value at each place."""
     lines = {rank: points(run, rank) for rank in run.ranks()}
     if len(lines) <= NUM_COLOURS:
@@ -149,65 +135,67 @@ def _per_rank(run: Run, points: Callable[[Run, int], list[Point]]) -> tuple[Seri
     )
 
 
-def _share_chart(run: Run, shares: dict[int, list[RankShare]]) -> str:
-    bars = [Bar(_rank_name(run, rank), _parts(mine)) for rank, mine in shares.items()]
-    return bar_chart("Where the time of each rank went", PARTS, bars)
+def _breakdown_chart(run: RunHistory, breakdowns: dict[int, list[RankTimeBreakdown]]) -> str:
+    bars = [Bar(_rank_name(run, rank), _seconds_by_part(mine)) for rank, mine in breakdowns.items()]
+    return bar_chart("Where the time of each rank went", TIME_PARTS, bars)
 
 
-def _parts(shares: Sequence[RankShare]) -> tuple[float, float, float, float]:
+def _seconds_by_part(breakdowns: Sequence[RankTimeBreakdown]) -> tuple[float, float, float, float]:
     """Seconds, in the order of PARTS."""
     return (
-        sum(share.compute_s for share in shares),
-        sum(share.move_s for share in shares),
-        sum(share.wait_s for share in shares),
-        sum(share.between_s for share in shares),
+        sum(share.compute_s for share in breakdowns),
+        sum(share.move_s for share in breakdowns),
+        sum(share.wait_s for share in breakdowns),
+        sum(share.between_s for share in breakdowns),
     )
 
 
-def _rank_name(run: Run, rank: int) -> str:
+def _rank_name(run: RunHistory, rank: int) -> str:
     several = len(set(run.hosts)) > 1 and rank < len(run.hosts)
     return f"rank {rank} · {run.hosts[rank]}" if several else f"rank {rank}"
 
 
-def _load_charts(run: Run) -> list[Chart]:
+def _usage_charts(run: RunHistory) -> list[Chart]:
     """Over time, since load has to do with the clock and not with steps."""
     loads = [load for sample in run.samples for share in sample.ranks for load in share.loads]
     if not loads:
         return []
     charts = [
-        _load_chart(run, "CPU load per rank", "% of one core", lambda load: load.cpu, 100.0),
-        _load_chart(run, "Memory per rank", "MB", lambda load: load.memory_bytes / 1e6, None),
+        _usage_chart(run, "CPU load per rank", "% of one core", lambda load: load.cpu, 100.0),
+        _usage_chart(run, "Memory per rank", "MB", lambda load: load.memory_bytes / 1e6, None),
     ]
     if any(load.gpu is not None for load in loads):
-        charts.insert(0, _load_chart(run, "GPU load per rank", "%", lambda load: load.gpu, 100.0))
+        charts.insert(0, _usage_chart(run, "GPU load per rank", "%", lambda load: load.gpu, 100.0))
     hosts = {host: index for index, host in reversed(list(enumerate(run.hosts)))}  # its first rank speaks for a host
-    lines = tuple(Series(host, _loads(run, rank, lambda load: load.host_cpu)) for host, rank in sorted(hosts.items()))
+    lines = tuple(
+        Series(host, _usage_points(run, rank, lambda load: load.host_cpu)) for host, rank in sorted(hosts.items())
+    )
     charts.append(Chart("CPU load per host", "seconds", "% of all cores", lines, y_low=0.0, y_high=100.0))
     return charts
 
 
-def _load_chart(
-    run: Run, title: str, y_label: str, value: Callable[[Load], float | None], y_high: float | None
+def _usage_chart(
+    run: RunHistory, title: str, y_label: str, value: Callable[[ResourceSample], float | None], y_high: float | None
 ) -> Chart:
     # Ranks look at slightly different moments: whole seconds bring those of many ranks together.
-    lines = _per_rank(run, lambda run, rank: [(float(round(x)), y) for x, y in _loads(run, rank, value)])
+    lines = _per_rank(run, lambda run, rank: [(float(round(x)), y) for x, y in _usage_points(run, rank, value)])
     return Chart(title, "seconds", y_label, lines, y_low=0.0, y_high=y_high)
 
 
-def _loads(run: Run, rank: int, value: Callable[[Load], float | None]) -> list[Point]:
-    return [(load.at_s, value(load)) for _, share in run.shares(rank) for load in share.loads]
+def _usage_points(run: RunHistory, rank: int, value: Callable[[ResourceSample], float | None]) -> list[Point]:
+    return [(load.at_s, value(load)) for _, share in run.breakdowns(rank) for load in share.loads]
 
 
-def _rank_table(run: Run, shares: dict[int, list[RankShare]]) -> str:
+def _rank_table(run: RunHistory, breakdowns: dict[int, list[RankTimeBreakdown]]) -> str:
     names = ("rank", "host", "steps", "mean step", "longest", "computing", "moving", "waiting", "CPU", "most memory")
-    return _table(names, [_rank_row(run, rank, mine) for rank, mine in shares.items()])
+    return _table(names, [_rank_row(run, rank, mine) for rank, mine in breakdowns.items()])
 
 
-def _rank_row(run: Run, rank: int, shares: Sequence[RankShare]) -> tuple[str, ...]:
-    num_steps = sum(share.num_steps for share in shares)
-    compute_s, move_s, wait_s, _ = _parts(shares)
+def _rank_row(run: RunHistory, rank: int, breakdowns: Sequence[RankTimeBreakdown]) -> tuple[str, ...]:
+    num_steps = sum(share.num_steps for share in breakdowns)
+    compute_s, move_s, wait_s, _ = _seconds_by_part(breakdowns)
     in_steps_s = compute_s + move_s + wait_s
-    loads = [load for share in shares for load in share.loads]
+    loads = [load for share in breakdowns for load in share.loads]
 
     def percent(part_s: float) -> str:
         return f"{100 * part_s / in_steps_s:.1f} %" if in_steps_s else "–"
@@ -217,7 +205,7 @@ def _rank_row(run: Run, rank: int, shares: Sequence[RankShare]) -> tuple[str, ..
         run.hosts[rank] if rank < len(run.hosts) else "–",
         str(num_steps),
         f"{1e3 * in_steps_s / num_steps:.1f} ms" if num_steps else "–",
-        f"{1e3 * max(share.longest_s for share in shares):.1f} ms" if num_steps else "–",
+        f"{1e3 * max(share.longest_s for share in breakdowns):.1f} ms" if num_steps else "–",
         percent(compute_s),
         percent(move_s),
         percent(wait_s),

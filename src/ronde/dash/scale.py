@@ -5,7 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-__all__ = ["Axis", "fit_axis", "in_words"]
+from ronde.text import format_compact_number
+
+__all__ = [
+    "Axis",
+    "fit_axis",
+]
 
 
 @dataclass(frozen=True)
@@ -26,7 +31,7 @@ class Axis:
         """A tick as text, with as many decimals as tell ticks apart."""
         gap = self.ticks[1] - self.ticks[0] if len(self.ticks) > 1 else abs(tick)
         if abs(tick) >= 10_000:
-            return in_words(tick)
+            return format_compact_number(tick)
         decimals = max(0, -math.floor(math.log10(gap) + 1e-9)) if gap else 0
         return f"{tick:.{decimals}f}"
 
@@ -48,16 +53,3 @@ def _round_gap(least: float) -> float:
     """1, 2 or 5 times a power of ten, not below `least`."""
     power = 10.0 ** math.floor(math.log10(least))
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least * (1 - 1e-9))
-
-
-def in_words(value: float | None) -> str:
-    """A number for people: three or four digits that count, thousands as k, M, G; a dash for none."""
-    if value is None or not math.isfinite(value):
-        return "–"
-    size = abs(value)
-    for limit, letter in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if size >= limit:
-            return f"{value / (1e3 if letter == 'k' else limit):.3g}{letter}"
-    if size >= 100 or value == int(value):
-        return f"{value:.0f}"
-    return f"{value:.3g}" if size >= 1e-3 else f"{value:.1e}"

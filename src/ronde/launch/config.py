@@ -1,4 +1,9 @@
-"""From what a user asked for to a Job: flags over the environment over a YAML file over defaults. Used by `ronde run`.
+"""What `ronde run` can be asked for: each option once, with its flag, its key in a file, its kind and its meaning. Used
+by the command line for its flags and by launch/config for the keys of a file.
+
+Every setting that a user may choose is an option too; see ronde.settings.
+
+From what a user asked for to a Job: flags over the environment over a YAML file over defaults. Used by `ronde run`.
 
 A file's keys are the flags with underscores, and `command`:
 
@@ -12,30 +17,157 @@ A file's keys are the flags with underscores, and `command`:
 from __future__ import annotations
 
 import difflib
+import functools
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, TypeAlias, cast
 
-from ronde.launch.hosts import format_host, parse_hosts, read_hostfile
-from ronde.launch.job import Host, Job, Ssh, working_directory
-from ronde.launch.options import Option, options
-from ronde.launch.placement import place
-from ronde.settings import OF_THE_JOB, PREFIX, Settings, parse_setting
+from ronde.launch.job import Job, SshOptions, working_directory
+from ronde.launch.placement import Host, format_host, parse_hosts, place_ranks, read_hostfile
+from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings, describe_settings, parse_setting
 
-__all__ = ["Request", "make_request", "read_config"]
+__all__ = ["LaunchConfig", "LaunchOption", "OptionKind", "launch_options", "make_launch_config", "read_config"]
+
+OptionKind: TypeAlias = Literal["whole", "seconds", "text", "hosts", "choice", "switch", "many", "setting"]
+
+RANKS, REMOTE, ENVIRONMENT = "Ranks and hosts", "Other hosts", "What ranks get"
+OUTPUT, WATCHING, SETTINGS = "Output", "Watching and ending", "Settings of ronde itself"
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchOption:
+    """One thing that can be asked for."""
+
+    name: str
+    """Its key in a file; the flag is the same with dashes."""
+    kind: OptionKind
+    group: str
+    help: str
+    flags: tuple[str, ...] = ()
+    """Further, shorter flags."""
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    minimum: float = 0
+
+    @property
+    def flag(self) -> str:
+        """As on the command line."""
+        return "--" + self.name.replace("_", "-")
+
+    @property
+    def all_flags(self) -> tuple[str, ...]:
+        """Short ones first."""
+        return (*self.flags, self.flag)
+
+
+def _default(kind: type[Job] | type[SshOptions], name: str) -> str:
+    return f"Default: {next(field.default for field in fields(kind) if field.name == name):g}."
+
+
+_RUN_OPTIONS = (
+    LaunchOption(
+        "num_ranks", "whole", RANKS, "Number of ranks. Default: all slots of the hosts, or 1.", ("-np", "-n"), minimum=1
+    ),
+    LaunchOption("hosts", "hosts", RANKS, "Hosts and their slots, as in host1:2,host2:4.", ("-H",), "HOST:SLOTS,…"),
+    LaunchOption(
+        "hostfile", "text", RANKS, "File of hosts, one per line: `host`, `host:4` or `host slots=4`.", (), "FILE"
+    ),
+    LaunchOption("config", "text", RANKS, "YAML file; its keys are these flags, with underscores.", (), "FILE"),
+    LaunchOption("ssh_port", "whole", REMOTE, "Port of the hosts' ssh servers.", (), "PORT", minimum=1),
+    LaunchOption("ssh_identity", "text", REMOTE, "File of the private key for ssh.", (), "FILE"),
+    LaunchOption(
+        "ssh_option", "many", REMOTE, "Option for ssh, as in StrictHostKeyChecking=no. Repeatable.", (), "NAME=VALUE"
+    ),
+    LaunchOption(
+        "ssh_start_s",
+        "seconds",
+        REMOTE,
+        f"How long a host may take to answer. {_default(SshOptions, 'start_s')}",
+        (),
+        "SECONDS",
+        minimum=0.1,
+    ),
+    LaunchOption(
+        "python",
+        "text",
+        REMOTE,
+        "Python that has ronde, on the other hosts. Default: the path of this one.",
+        (),
+        "PATH",
+    ),
+    LaunchOption(
+        "env",
+        "many",
+        ENVIRONMENT,
+        "Variable for every rank. Repeatable; without a value: as it is here.",
+        ("-x",),
+        "NAME[=VALUE]",
+    ),
+    LaunchOption("cwd", "text", ENVIRONMENT, "Working directory of every rank. Default: this one.", (), "DIR"),
+    LaunchOption(
+        "bind",
+        "choice",
+        ENVIRONMENT,
+        "With `core`, bind each rank to cores of its own. Default: none.",
+        (),
+        "none|core",
+        ("none", "core"),
+    ),
+    LaunchOption("tf_config", "switch", ENVIRONMENT, "Give every rank a TF_CONFIG, for TensorFlow's own strategies."),
+    LaunchOption("output", "text", OUTPUT, "Also write what each rank prints to files in this directory.", (), "DIR"),
+    LaunchOption("no_fold", "switch", OUTPUT, "Show equal lines of several ranks one by one."),
+    LaunchOption("timestamps", "switch", OUTPUT, "Begin each line with the time."),
+    LaunchOption("no_color", "switch", OUTPUT, "No colours."),
+    LaunchOption(
+        "top", "switch", WATCHING, "Show a live table of the ranks, as `ronde top`, instead of what they print."
+    ),
+    LaunchOption("name", "text", WATCHING, "Name of the job, for `ronde top` and `ronde stack`.", (), "NAME"),
+    LaunchOption("debug", "whole", WATCHING, "Give this rank the terminal; nobody times out.", (), "RANK"),
+    LaunchOption(
+        "grace",
+        "seconds",
+        WATCHING,
+        f"After a failure, the others get so long to end by themselves. {_default(Job, 'grace_s')}",
+        (),
+        "SECONDS",
+    ),
+    LaunchOption(
+        "terminate", "seconds", WATCHING, f"Between SIGTERM and SIGKILL. {_default(Job, 'terminate_s')}", (), "SECONDS"
+    ),
+)
+
+
+@functools.cache
+def launch_options() -> tuple[LaunchOption, ...]:
+    """All options, in the order of their groups."""
+    return (*_RUN_OPTIONS, *_setting_options())
+
+
+def _setting_options() -> Iterable[LaunchOption]:
+    for setting in describe_settings():
+        if setting.name not in ASSIGNED_BY_LAUNCHER:
+            shown = "" if setting.default in ("", None) else f" Default: {setting.default}."
+            yield LaunchOption(setting.name, "setting", SETTINGS, setting.help + shown, (), _metavar(setting.default))
+
+
+def _metavar(default: object) -> str:
+    if isinstance(default, bool):
+        return "1|0"
+    return {int: "N", float: "SECONDS"}.get(type(default), "TEXT")
+
 
 EXAMPLE = "ronde run -np 2 python train.py"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
+class LaunchConfig:
     """What `ronde run` was asked for: a job, and how to show it."""
 
     job: Job
-    output: str = ""
+    output_dir: str = ""
     """Directory for what ranks print; empty for none."""
     fold: bool = True
     timestamps: bool = False
@@ -44,13 +176,15 @@ class Request:
     top: bool = False
 
 
-def make_request(flags: Mapping[str, Any], command: Sequence[str], environ: Mapping[str, str] | None = None) -> Request:
+def make_launch_config(
+    flags: Mapping[str, Any], command: Sequence[str], environ: Mapping[str, str] | None = None
+) -> LaunchConfig:
     """The request of these flags (only those that were given, as texts) and the file that they may name. ValueError
     says in one line what is wrong."""
     environ = os.environ if environ is None else environ
-    known = {option.name: option for option in options()}
+    known = {option.name: option for option in launch_options()}
     given = {
-        name: _check(known[name], _from_text(known[name], value), "/".join(known[name].all_flags))
+        name: _check(known[name], _parse_number(known[name], value), "/".join(known[name].all_flags))
         for name, value in flags.items()
     }
     file = read_config(given["config"]) if "config" in given else {}
@@ -60,9 +194,9 @@ def make_request(flags: Mapping[str, Any], command: Sequence[str], environ: Mapp
     command = tuple(command) or file.get("command", ())
     if not command:
         raise ValueError(f"there is no command to run; give one, as in: {EXAMPLE}")
-    return Request(
+    return LaunchConfig(
         job=_make_job(told, command, _load_settings(file, given, environ), environ),
-        output=told.get("output", ""),
+        output_dir=told.get("output", ""),
         fold=not told.get("no_fold", False),
         timestamps=told.get("timestamps", False),
         color=not (told.get("no_color", False) or environ.get("NO_COLOR") or environ.get("TERM") == "dumb"),
@@ -87,7 +221,7 @@ def read_config(path: str) -> dict[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold keys and values, as in `num_ranks: 4`, got a {type(found).__name__}")
-    known = {option.name: option for option in options() if option.name != "config"}
+    known = {option.name: option for option in launch_options() if option.name != "config"}
     return {name: _read_key(path, name, value, known) for name, value in found.items() if value is not None}
 
 
@@ -98,7 +232,7 @@ def _load_yaml(path: str) -> object:
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
         root = loader.get_single_node()
-        twice = _find_twice(root)
+        twice = _find_duplicate_key(root)
         found = None if root is None or twice else loader.construct_document(root)
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
@@ -109,30 +243,30 @@ def _load_yaml(path: str) -> object:
     return found
 
 
-def _find_twice(root: Any) -> str:  # a node of YAML, or None
+def _find_duplicate_key(root: Any) -> str:  # a node of YAML, or None
     """The line and the key, among those of the file and of what they hold: nobody reads deeper."""
-    for node in (root, *(value for _, value in _pairs(root))):
+    for node in (root, *(value for _, value in _mapping_items(root))):
         seen = set()
-        for key, _ in _pairs(node):
+        for key, _ in _mapping_items(node):
             if str(key.value) in seen:
                 return f"line {key.start_mark.line + 1}: the key {key.value!r} is there twice"
             seen.add(str(key.value))
     return ""
 
 
-def _pairs(node: Any) -> list[tuple[Any, Any]]:  # a node of YAML, or None
+def _mapping_items(node: Any) -> list[tuple[Any, Any]]:  # a node of YAML, or None
     """Of a mapping; others have none."""
     return node.value if node is not None and node.id == "mapping" else []
 
 
-def _read_key(path: str, name: object, value: object, known: Mapping[str, Option]) -> Any:  # its kind's
+def _read_key(path: str, name: object, value: object, known: Mapping[str, LaunchOption]) -> Any:  # its kind's
     source = f"{path}: {name}"
     if name == "command":
         return _read_command(value, source)
     if name not in known:
-        raise ValueError(f"{path}: {_unknown(str(name), [*known, 'command'])}")
+        raise ValueError(f"{path}: {_describe_unknown_key(str(name), [*known, 'command'])}")
     if name == "env" and isinstance(value, dict):
-        value = [_variable(key, text, f"{source}: {key}") for key, text in value.items()]
+        value = [_format_variable(key, text, f"{source}: {key}") for key, text in value.items()]
     return _check(known[str(name)], value, source)
 
 
@@ -143,27 +277,27 @@ def _read_command(value: object, source: str) -> tuple[str, ...]:
         raise ValueError(f"{source}: {error} in {value!r}") from None
     if not isinstance(words, list):
         raise ValueError(f"{source} must be a text or a list of words, got {value!r}")
-    return tuple(str(_one(word, f"{source}: a word")) for word in words)
+    return tuple(str(_single_value(word, f"{source}: a word")) for word in words)
 
 
-def _variable(name: object, value: object, source: str) -> str:
+def _format_variable(name: object, value: object, source: str) -> str:
     """As for -x."""
-    return str(name) if value is None else f"{name}={_plain(_one(value, source))}"
+    return str(name) if value is None else f"{name}={_format_plain(_single_value(value, source))}"
 
 
-def _unknown(name: str, known: Sequence[str]) -> str:
-    if name in OF_THE_JOB:
+def _describe_unknown_key(name: str, known: Sequence[str]) -> str:
+    if name in ASSIGNED_BY_LAUNCHER:
         return f"{name} is not to be chosen: `ronde run` gives it to every rank"
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     return f"unknown key {name!r}; " + (f"did you mean {near[0]!r}?" if near else "`ronde run --help` shows all flags")
 
 
-def _check(option: Option, value: object, source: str) -> Any:  # as its kind says
+def _check(option: LaunchOption, value: object, source: str) -> Any:  # as its kind says
     """The value of an option as its kind wants it. ValueError begins with the source."""
     return _CHECKS[option.kind](option, value, source)
 
 
-def _from_text(option: Option, value: object) -> object:
+def _parse_number(option: LaunchOption, value: object) -> object:
     """A number of the command line; what is none is left for the check to refuse."""
     kind = {"whole": int, "seconds": float}.get(option.kind)
     try:
@@ -172,61 +306,61 @@ def _from_text(option: Option, value: object) -> object:
         return value
 
 
-def _check_whole(option: Option, value: object, source: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < option.least:
-        raise ValueError(f"{source} must be a whole number of at least {option.least:g}, got {value!r}")
+def _check_whole(option: LaunchOption, value: object, source: str) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < option.minimum:
+        raise ValueError(f"{source} must be a whole number of at least {option.minimum:g}, got {value!r}")
     return value
 
 
-def _check_seconds(option: Option, value: object, source: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not option.least <= value < float("inf"):
-        raise ValueError(f"{source} must be a number of seconds of at least {option.least:g}, got {value!r}")
+def _check_seconds(option: LaunchOption, value: object, source: str) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool) or not option.minimum <= value < float("inf"):
+        raise ValueError(f"{source} must be a number of seconds of at least {option.minimum:g}, got {value!r}")
     return float(value)
 
 
-def _check_text(option: Option, value: object, source: str) -> str:
-    if isinstance(value, dict | list) or not _plain(value):
+def _check_text(option: LaunchOption, value: object, source: str) -> str:
+    if isinstance(value, dict | list) or not _format_plain(value):
         raise ValueError(f"{source} must be a text, got {value!r}")
-    return _plain(value)
+    return _format_plain(value)
 
 
-def _check_hosts(option: Option, value: object, source: str) -> tuple[Host, ...]:
+def _check_hosts(option: LaunchOption, value: object, source: str) -> tuple[Host, ...]:
     """As for -H, or a list of such texts, or hosts with their slots."""
     listed = value if isinstance(value, list) else [value]
     try:
-        return parse_hosts(",".join(text for each in listed for text in _hosts_texts(each)))
+        return parse_hosts(",".join(text for each in listed for text in _host_texts(each)))
     except ValueError as error:
         raise ValueError(f"{source}: {error}") from None
 
 
-def _hosts_texts(value: object) -> list[str]:
+def _host_texts(value: object) -> list[str]:
     if not isinstance(value, dict):
-        return [str(_one(value, "a host"))]
-    return [format_host(str(name), str(_one(slots, f"host {name}: slots"))) for name, slots in value.items()]
+        return [str(_single_value(value, "a host"))]
+    return [format_host(str(name), str(_single_value(slots, f"host {name}: slots"))) for name, slots in value.items()]
 
 
-def _check_choice(option: Option, value: object, source: str) -> str:
+def _check_choice(option: LaunchOption, value: object, source: str) -> str:
     if value not in option.choices:
         raise ValueError(f"{source} must be {' or '.join(option.choices)}, got {value!r}")
     return str(value)
 
 
-def _check_switch(option: Option, value: object, source: str) -> bool:
+def _check_switch(option: LaunchOption, value: object, source: str) -> bool:
     if not isinstance(value, bool):
         raise ValueError(f"{source} must be true or false, got {value!r}")
     return value
 
 
-def _check_many(option: Option, value: object, source: str) -> tuple[str, ...]:
+def _check_many(option: LaunchOption, value: object, source: str) -> tuple[str, ...]:
     values = value if isinstance(value, list | tuple) else [value]
     return tuple(_check_text(option, each, source) for each in values)
 
 
-def _check_setting(option: Option, value: object, source: str) -> Any:  # the setting's
-    return parse_setting(option.name, str(_one(value, source)), source)
+def _check_setting(option: LaunchOption, value: object, source: str) -> Any:  # the setting's
+    return parse_setting(option.name, str(_single_value(value, source)), source)
 
 
-_CHECKS: dict[str, Callable[[Option, object, str], Any]] = {
+_CHECKS: dict[str, Callable[[LaunchOption, object, str], Any]] = {
     "whole": _check_whole,
     "seconds": _check_seconds,
     "text": _check_text,
@@ -238,21 +372,21 @@ _CHECKS: dict[str, Callable[[Option, object, str], Any]] = {
 }
 
 
-def _one(value: object, source: str) -> object:
+def _single_value(value: object, source: str) -> object:
     """The value, which is neither missing nor several."""
     if value is None or isinstance(value, dict | list):
         raise ValueError(f"{source} must be one value, got {'nothing' if value is None else repr(value)}")
     return value
 
 
-def _plain(value: object) -> str:
+def _format_plain(value: object) -> str:
     """As a shell would have it: YAML's yes and no are 1 and 0 to a program."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _load_settings(file: Mapping[str, Any], given: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
-    names = [option.name for option in options() if option.kind == "setting"]
-    of_the_job = {PREFIX + name.upper() for name in OF_THE_JOB}  # an outer job's, should we be a rank of one
+    names = [option.name for option in launch_options() if option.kind == "setting"]
+    of_the_job = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}  # an outer job's, should we be a rank of one
     return Settings.load(
         {name: given[name] for name in names if name in given},
         {name: text for name, text in environ.items() if name not in of_the_job},
@@ -260,52 +394,54 @@ def _load_settings(file: Mapping[str, Any], given: Mapping[str, Any], environ: M
     )
 
 
-def _make_job(told: Mapping[str, Any], command: tuple[str, ...], settings: Settings, environ: Mapping[str, str]) -> Job:
-    hosts = _hosts(told)
-    num_ranks = told.get("num_ranks") or sum(host.slots for host in hosts) or 1
-    place(hosts, num_ranks)
-    debug_rank = told.get("debug")
+def _make_job(
+    values: Mapping[str, Any], command: tuple[str, ...], settings: Settings, environ: Mapping[str, str]
+) -> Job:
+    hosts = _choose_hosts(values)
+    num_ranks = values.get("num_ranks") or sum(host.slots for host in hosts) or 1
+    place_ranks(hosts, num_ranks)
+    debug_rank = values.get("debug")
     if debug_rank is not None and debug_rank >= num_ranks:
         raise ValueError(f"--debug {debug_rank}: there are only ranks 0 to {num_ranks - 1}")
-    if debug_rank is not None and told.get("top"):
+    if debug_rank is not None and values.get("top"):
         raise ValueError("--debug and --top both want the terminal: give one of them")
-    default = Job(command=command, num_ranks=num_ranks, cwd=_absolute(told.get("cwd", "")))
+    default = Job(command=command, num_ranks=num_ranks, cwd=_absolute_path(values.get("cwd", "")))
     return Job(
         command=command,
         num_ranks=num_ranks,
         hosts=hosts,
-        ssh=Ssh(
-            port=told.get("ssh_port", 0),
-            identity=told.get("ssh_identity", ""),
-            options=told["ssh_option"],
-            start_s=told.get("ssh_start_s", default.ssh.start_s),
+        ssh=SshOptions(
+            port=values.get("ssh_port", 0),
+            identity=values.get("ssh_identity", ""),
+            options=values["ssh_option"],
+            start_s=values.get("ssh_start_s", default.ssh.start_s),
         ),
-        python=told.get("python", ""),
-        env=_variables(told["env"], environ),
+        python=values.get("python", ""),
+        env=_parse_variables(values["env"], environ),
         cwd=default.cwd,
         settings=settings,
-        tf_config=told.get("tf_config", False),
-        bind=told.get("bind", "none"),
+        tf_config=values.get("tf_config", False),
+        bind=values.get("bind", "none"),
         debug_rank=debug_rank,
-        name=told.get("name", ""),
-        grace_s=told.get("grace", default.grace_s),
-        terminate_s=told.get("terminate", default.terminate_s),
+        name=values.get("name", ""),
+        grace_s=values.get("grace", default.grace_s),
+        terminate_s=values.get("terminate", default.terminate_s),
     )
 
 
-def _hosts(told: Mapping[str, Any]) -> tuple[Host, ...]:
-    if "hosts" in told and "hostfile" in told:
+def _choose_hosts(values: Mapping[str, Any]) -> tuple[Host, ...]:
+    if "hosts" in values and "hostfile" in values:
         raise ValueError("hosts and hostfile exclude each other: give one of them")
-    if "hosts" in told:
-        return cast("tuple[Host, ...]", told["hosts"])
-    return read_hostfile(told["hostfile"]) if "hostfile" in told else ()
+    if "hosts" in values:
+        return cast("tuple[Host, ...]", values["hosts"])
+    return read_hostfile(values["hostfile"]) if "hostfile" in values else ()
 
 
-def _absolute(path: str) -> str:
+def _absolute_path(path: str) -> str:
     return str(Path(path) if Path(path).is_absolute() else Path(working_directory(), path))
 
 
-def _variables(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+def _parse_variables(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
     variables = {}
     for text in texts:
         name, equals, value = text.partition("=")

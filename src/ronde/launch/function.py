@@ -20,24 +20,23 @@ from typing import Any, TypeVar, cast
 import cloudpickle
 
 from ronde.errors import JobFailed
-from ronde.launch.driver import HUNG_UP, INTERRUPTED, TERMINATED, Driver, Outcome
-from ronde.launch.hosts import parse_hosts
-from ronde.launch.job import Host, Job, Ssh
-from ronde.launch.output.printer import Printer
-from ronde.launch.output.standard import standard_options, standard_target
-from ronde.launch.placement import place
-from ronde.launch.verdict import Stop
-from ronde.settings import OF_THE_JOB, PREFIX, Settings
+from ronde.launch.driver.driver import HUNG_UP, INTERRUPTED, TERMINATED, Driver, JobResult
+from ronde.launch.driver.failure_report import StopRequest
+from ronde.launch.job import Job, SshOptions
+from ronde.launch.output.printer import Printer, standard_output_options
+from ronde.launch.output.terminal import open_standard_streams
+from ronde.launch.placement import Host, parse_hosts, place_ranks
+from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings
 
-__all__ = ["CALLEE", "RankTraceback", "judge_outcome", "pack_call", "run", "run_job"]
+__all__ = ["FUNCTION_RANK_COMMAND", "RankTraceback", "unpickle_results", "pickle_call", "run", "run_function_job"]
 
 T = TypeVar("T")
 
-CALLEE = (
+FUNCTION_RANK_COMMAND = (
     "",  # the agent's own Python
     "-c",
     # Not -m: that looks into the working directory first, where the user may have files of any name.
-    "import sys; sys.path[:1] == [''] and sys.path.pop(0); from ronde.launch.callee import main; sys.exit(main())",
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0); from ronde.launch.function_rank import main; sys.exit(main())",
 )
 """Job.command of ranks that make a call."""
 
@@ -56,7 +55,7 @@ def run(
     np: int | None = None,
     hosts: str | Sequence[Host | str] = "",
     env: Mapping[str, str] | None = None,
-    ssh: Ssh | None = None,
+    ssh: SshOptions | None = None,
     python: str = "",
     **settings: Any,  # see Settings
 ) -> list[T]:
@@ -76,21 +75,21 @@ def run(
     When a rank fails, its own exception is raised here, with its traceback as the cause; JobFailed, when it has none to
     raise (it was killed, it exited, its host was lost). Ctrl-C ends the job, and is a KeyboardInterrupt.
     """
-    where = _hosts(hosts)
+    where = _parse_hosts_argument(hosts)
     job = Job(
-        command=CALLEE,
-        num_ranks=_num_ranks(np, where),
+        command=FUNCTION_RANK_COMMAND,
+        num_ranks=_choose_num_ranks(np, where),
         hosts=where,
-        ssh=ssh or Ssh(),
+        ssh=ssh or SshOptions(),
         python=python,
-        env=_variables(env or {}),
-        settings=_settings(settings),
-        call=pack_call(fn, args, kwargs or {}),
+        env=_check_variables(env or {}),
+        settings=_load_settings(settings),
+        pickled_call=pickle_call(fn, args, kwargs or {}),
     )
-    return cast("list[T]", run_job(job))
+    return cast("list[T]", run_function_job(job))
 
 
-def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
+def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     """A call for Job.call. What cannot be pickled is the caller's mistake, and named."""
     if not callable(fn):
         raise TypeError(f"run() takes a function, got {type(fn).__name__}")
@@ -108,41 +107,41 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     return packed.getvalue()
 
 
-def run_job(job: Job) -> list[Any]:
+def run_function_job(job: Job) -> list[Any]:
     """Run a job whose ranks call a function: its results by rank, or the error of the rank that failed first."""
-    target = standard_target()
-    options = standard_options(target, os.environ)
+    target = open_standard_streams()
+    options = standard_output_options(target, os.environ)
     with contextlib.closing(Printer(target, num_ranks=job.num_ranks, options=options)) as screen:
         outcome = Driver(job, screen).run()
-    if outcome.stop is not None:
-        _hand_on(outcome.stop)
-    return judge_outcome(outcome, job.num_ranks)
+    if outcome.stop_request is not None:
+        _raise_signal(outcome.stop_request)
+    return unpickle_results(outcome, job.num_ranks)
 
 
-def judge_outcome(outcome: Outcome, num_ranks: int) -> list[Any]:
+def unpickle_results(result: JobResult, num_ranks: int) -> list[Any]:
     """What the ranks of such a job returned; or raise what it has come to."""
-    if outcome.code != 0:
-        _fail(outcome)
-    silent = [rank for rank in range(num_ranks) if rank not in outcome.results]
+    if result.exit_code != 0:
+        _raise_failure(result)
+    silent = [rank for rank in range(num_ranks) if rank not in result.return_values]
     if silent:
         raise JobFailed(f"rank {silent[0]} exited before its function had returned", code=1)
-    return [_read_value(rank, outcome.results.pop(rank)) for rank in range(num_ranks)]
+    return [_unpickle_value(rank, result.return_values.pop(rank)) for rank in range(num_ranks)]
 
 
-def _fail(outcome: Outcome) -> None:
-    culprit = outcome.culprit
-    trace, error = _read_error(outcome.results[culprit]) if culprit in outcome.results else ("", None)
+def _raise_failure(result: JobResult) -> None:
+    culprit = result.first_failed_rank
+    trace, error = _unpickle_error(result.return_values[culprit]) if culprit in result.return_values else ("", None)
     if not trace:
-        raise JobFailed(outcome.summary, code=outcome.code)
+        raise JobFailed(result.summary, code=result.exit_code)
     cause = RankTraceback(f"\n\nin rank {culprit}:\n{trace}")
     if isinstance(error, Exception):
         raise error from cause
     # One that cannot be brought here; or one that would end this process, which has done nothing to deserve it.
     last = trace.rstrip().rpartition("\n")[2]
-    raise JobFailed(f"{outcome.summary}\nrank {culprit} raised {last}", code=outcome.code) from cause
+    raise JobFailed(f"{result.summary}\nrank {culprit} raised {last}", code=result.exit_code) from cause
 
 
-def _read_error(data: bytes) -> tuple[str, BaseException | None]:
+def _unpickle_error(data: bytes) -> tuple[str, BaseException | None]:
     """The traceback, empty if the function has returned; and the error, unless it cannot be made here."""
     source = BytesIO(data)
     trace: str = pickle.load(source)
@@ -152,7 +151,7 @@ def _read_error(data: bytes) -> tuple[str, BaseException | None]:
         return trace, None
 
 
-def _read_value(rank: int, data: bytes) -> Any:  # whatever the function returned
+def _unpickle_value(rank: int, data: bytes) -> Any:  # whatever the function returned
     source = BytesIO(data)
     pickle.load(source)
     try:
@@ -161,40 +160,40 @@ def _read_value(rank: int, data: bytes) -> Any:  # whatever the function returne
         raise TypeError(f"what rank {rank} returned cannot be unpickled here: {error!r}") from error
 
 
-def _hand_on(stop: Stop) -> None:
+def _raise_signal(stop_request: StopRequest) -> None:
     """The driver has taken a signal that was for this process: now that the job is over, it gets it."""
-    if stop in _SIGNALS:
-        signal.raise_signal(_SIGNALS[stop])
-    if stop == INTERRUPTED:  # also where Ctrl-C is handled otherwise: nobody waits for the results any more
+    if stop_request in _SIGNALS:
+        signal.raise_signal(_SIGNALS[stop_request])
+    if stop_request == INTERRUPTED:  # also where Ctrl-C is handled otherwise: nobody waits for the results any more
         raise KeyboardInterrupt
 
 
-def _hosts(given: str | Sequence[Host | str]) -> tuple[Host, ...]:
+def _parse_hosts_argument(given: str | Sequence[Host | str]) -> tuple[Host, ...]:
     if isinstance(given, str):
         return parse_hosts(given) if given else ()
     return tuple(host for each in given for host in ([each] if isinstance(each, Host) else parse_hosts(each)))
 
 
-def _num_ranks(np: Any, hosts: Sequence[Host]) -> int:
+def _choose_num_ranks(np: Any, hosts: Sequence[Host]) -> int:
     """As many as asked for, or as there are slots. Says what is wrong before anything is pickled."""
     try:
         num_ranks = sum(host.slots for host in hosts) or 1 if np is None else operator.index(np)
     except TypeError:
         raise TypeError(f"np must be a whole number, got {np!r}") from None
-    place(hosts, num_ranks)
+    place_ranks(hosts, num_ranks)
     return num_ranks
 
 
-def _variables(env: Mapping[str, str]) -> dict[str, str]:
+def _check_variables(env: Mapping[str, str]) -> dict[str, str]:
     for name, text in env.items():
         if not isinstance(name, str) or not isinstance(text, str):
             raise TypeError(f"env must have texts, as in env={{'A': '1'}}; got {name!r}: {text!r}")
     return dict(env)
 
 
-def _settings(given: Mapping[str, Any]) -> Settings:
+def _load_settings(given: Mapping[str, Any]) -> Settings:
     """These, over the environment without what an outer job says about its own rank."""
     if "num_ranks" in given:  # as it is called everywhere else
         raise TypeError("unknown setting num_ranks; the number of ranks is np, as in ronde.run(fn, np=4)")
-    of_the_job = {PREFIX + name.upper() for name in OF_THE_JOB}
+    of_the_job = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
     return Settings.load(given, {name: text for name, text in os.environ.items() if name not in of_the_job})

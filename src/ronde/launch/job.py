@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ronde.errors import StartFailed
+from ronde.launch.placement import Host
 from ronde.settings import Settings
 
-__all__ = ["Binding", "Host", "Job", "Ssh", "working_directory"]
+__all__ = ["CpuBinding", "Job", "Ssh", "SshOptions", "working_directory"]
 
-Binding: TypeAlias = Literal["none", "core"]
+CpuBinding: TypeAlias = Literal["none", "core"]
 
 
 def working_directory() -> str:
@@ -24,24 +25,8 @@ def working_directory() -> str:
         raise StartFailed("the working directory does not exist any more; change to one that does") from None
 
 
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A machine and how many ranks it may take."""
-
-    name: str
-    """As ssh knows it, `user@` allowed; `localhost` and this machine's own names need no ssh."""
-    slots: int = 1
-
-    def __post_init__(self) -> None:
-        """Check it at once."""
-        if not self.name or self.name.startswith("-") or any(c.isspace() for c in self.name):
-            raise ValueError(f"a host needs a name without spaces that does not begin with '-', got {self.name!r}")
-        if self.slots < 1:
-            raise ValueError(f"host {self.name}: slots must be at least 1, got {self.slots}")
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ssh:
+class SshOptions:
     """How other hosts are reached."""
 
     port: int = 0
@@ -54,6 +39,10 @@ class Ssh:
     """How long a host may take to answer."""
 
 
+Ssh = SshOptions
+"""The former name of SshOptions, kept for scripts that import it."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """Everything about a run that its user decides."""
@@ -62,7 +51,7 @@ class Job:
     num_ranks: int
     hosts: tuple[Host, ...] = ()
     """Empty: this machine, with as many slots as ranks."""
-    ssh: Ssh = field(default_factory=Ssh)
+    ssh: SshOptions = field(default_factory=SshOptions)
     python: str = ""
     """Python that has ronde on the other hosts; empty: the path of this one."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -73,11 +62,11 @@ class Job:
     """What differs from the defaults reaches the ranks."""
     tf_config: bool = False
     """Also give every rank a TF_CONFIG."""
-    bind: Binding = "none"
+    bind: CpuBinding = "none"
     """Whether a rank is bound to cores of its own."""
     debug_rank: int | None = None
     """This rank gets the terminal; nobody times out."""
-    call: bytes = b""
+    pickled_call: bytes = b""
     """The pickled function of ronde.run; the command is launch/function's then."""
     name: str = ""
     """For `ronde top NAME`; empty: the driver's process id."""

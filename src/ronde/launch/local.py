@@ -11,14 +11,14 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import partial
 
-from ronde.comm.coordination.coordinator import Coordinator
-from ronde.launch.guard import Guard
-from ronde.launch.loop import Loop
-from ronde.launch.process import Command, Process, start
-from ronde.launch.process import File as Output
-from ronde.net.keys import JobKey, new_key
-from ronde.observe.events import name_ranks
+from ronde.coordinator.server import CoordinatorServer
+from ronde.launch.agent.orphans import OrphanKiller
+from ronde.launch.agent.process import ChildProcess, ProcessSpec, spawn
+from ronde.launch.agent.process import StdioTarget as Output
+from ronde.net.event_loop import EventLoop
+from ronde.net.keys import JobKey, new_job_key
 from ronde.settings import PREFIX, Settings
+from ronde.text import format_ranks
 from ronde.types import Deadline
 
 __all__ = ["LocalJob", "Output", "start_local"]
@@ -51,8 +51,8 @@ def start_local(
     if len(outputs) != num_ranks:
         raise ValueError(f"stdout must be one, or one per rank: got {len(outputs)} for {num_ranks} ranks")
     settings = settings or Settings()
-    key = new_key()
-    coordinator = Coordinator("127.0.0.1", 0, num_ranks, JobKey(key), settings=settings, rounds=None)
+    key = new_job_key()
+    coordinator = CoordinatorServer("127.0.0.1", 0, num_ranks, JobKey(key), settings=settings, rounds=None)
     shared = {**os.environ, **(env or {}), **_exported(settings), **_place(coordinator.address, num_ranks, key)}
     job = LocalJob(coordinator)
     try:
@@ -69,10 +69,10 @@ class LocalJob:
     """The processes of a job. Its end, as a context, is the end of all of them and of what they started; so is the end
     of this process, however it comes."""
 
-    def __init__(self, coordinator: Coordinator) -> None:
+    def __init__(self, coordinator: CoordinatorServer) -> None:
         self.coordinator = coordinator
-        self._guard = Guard()
-        self._processes: list[Process] = []
+        self._guard = OrphanKiller()
+        self._processes: list[ChildProcess] = []
         self._codes: dict[int, int] = {}
         self._changed = threading.Condition()
         """Held by whoever touches a process: after it is reaped, its number may be a stranger's."""
@@ -88,8 +88,8 @@ class LocalJob:
     def add(self, argv: Sequence[str], env: Mapping[str, str], output: Output) -> None:
         """Start the next rank."""
         stderr = None if output is None else subprocess.STDOUT
-        command = Command(argv=argv, env=env)
-        self._processes.append(start(command, self._guard, stdin=subprocess.DEVNULL, stdout=output, stderr=stderr))
+        command = ProcessSpec(argv=argv, env=env)
+        self._processes.append(spawn(command, self._guard, stdin=subprocess.DEVNULL, stdout=output, stderr=stderr))
 
     def begin(self) -> None:
         """All ranks are started: bring them together, and watch them."""
@@ -99,10 +99,10 @@ class LocalJob:
     def wait(self, deadline: Deadline) -> list[int]:
         """Exit codes by rank, when all have ended; a signal counts below 0. TimeoutError names those still running."""
         with self._changed:
-            self._changed.wait_for(lambda: len(self._codes) == len(self._processes), deadline.left_s)
+            self._changed.wait_for(lambda: len(self._codes) == len(self._processes), deadline.remaining_s)
             running = [rank for rank in range(len(self._processes)) if rank not in self._codes]
             if running:
-                raise TimeoutError(f"{name_ranks(running)} of the job still running after {deadline.seconds:g} s")
+                raise TimeoutError(f"{format_ranks(running)} of the job still running after {deadline.timeout_s:g} s")
             return [self._codes[rank] for rank in range(len(self._processes))]
 
     def terminate(self) -> None:
@@ -148,21 +148,21 @@ class LocalJob:
                 process.signal(number)
 
     def _watch(self) -> None:
-        loop = Loop()
+        loop = EventLoop()
         try:
             for rank, process in enumerate(self._processes):
-                loop.watch(process.fd, partial(self._reap, loop, rank))
-            loop.run(until=lambda: len(self._codes) == len(self._processes))
+                loop.add_reader(process.pidfd, partial(self._reap, loop, rank))
+            loop.run_until(condition=lambda: len(self._codes) == len(self._processes))
         finally:
             loop.close()
 
-    def _reap(self, loop: Loop, rank: int) -> None:
+    def _reap(self, loop: EventLoop, rank: int) -> None:
         process = self._processes[rank]
-        loop.unwatch(process.fd)
+        loop.remove_reader(process.pidfd)
         with self._changed:
             code = self._codes[rank] = process.reap()
             self._changed.notify_all()
-        self.coordinator.lost(rank, f"killed by signal {-code}" if code < 0 else f"exited with code {code}")
+        self.coordinator.rank_exited(rank, f"killed by signal {-code}" if code < 0 else f"exited with code {code}")
 
 
 def _place(address: str, num_ranks: int, key: str) -> dict[str, str]:

@@ -1,18 +1,129 @@
-"""Which rank sits where. Pure; used by the driver before it starts anything, and by launch/config to check a job."""
+"""Lists of hosts, as people write them: `-H a:2,b:4` and hostfiles. Used by launch/config and whoever else
+takes hosts from people.
+
+    host            one slot
+    host:4          four slots
+    user@host:4     as another user
+    [fe80::7]:4     an IPv6 address stands in brackets
+    host slots=4    hostfiles only; there a `#` begins a comment
+
+Which rank sits where. Pure; used by the driver before it starts anything, and by launch/config to check a job.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from ronde.launch.hosts import format_hosts
-from ronde.launch.job import Host
+__all__ = [
+    "Host",
+    "Placement",
+    "bind_cpus",
+    "format_host",
+    "format_hosts",
+    "hosts_or_localhost",
+    "parse_hostfile",
+    "parse_hosts",
+    "place_ranks",
+    "read_hostfile",
+]
 
-__all__ = ["Seat", "hosts_or_here", "place"]
+_WORD = r"[^\s@:\[\],]+"
+_HOST = re.compile(rf"(?P<user>{_WORD}@)?(?:\[(?P<v6>[^\s\[\],]+)\]|(?P<name>{_WORD}))(?::(?P<slots>[^:]*))?")
+_HOST_SYNTAX = "a host is name, name:slots or [address]:slots"
+
+
+def parse_hosts(text: str) -> tuple[Host, ...]:
+    """Hosts of a comma-separated list. A host that is named again adds its slots to the first mention."""
+    items = [item.strip() for item in text.split(",")]
+    if not any(items):
+        raise ValueError(f"the list of hosts is empty: {text!r}")
+    if not all(items):
+        raise ValueError(f"there is an empty place between two commas in {text!r}")
+    return _merge_hosts(_parse_host(item) for item in items)
+
+
+def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
+    """Hosts of a hostfile, one per line. Errors name the source and the line."""
+    hosts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if words:
+            try:
+                hosts.append(_parse_line(words))
+            except ValueError as error:
+                raise ValueError(f"{source}, line {number}: {error}") from None
+    if not hosts:
+        raise ValueError(f"{source} names no host")
+    return _merge_hosts(hosts)
+
+
+def read_hostfile(path: str | Path) -> tuple[Host, ...]:
+    """Hosts of a file."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text"
+        raise ValueError(f"cannot read the hostfile {path}: {reason}") from None
+    return parse_hostfile(text, str(path))
+
+
+def format_hosts(hosts: Iterable[Host]) -> str:
+    """The text that parse_hosts reads."""
+    return ",".join(format_host(host.name, str(host.slots)) for host in hosts)
+
+
+def format_host(name: str, slots: str) -> str:
+    """One of them. The brackets of an IPv6 address are added where they are missing."""
+    return f"{_bracketed(name)}:{slots}"
+
+
+def _parse_line(words: list[str]) -> Host:
+    host, explicit = _parse_host(words[0]), words[1:]
+    if not explicit:
+        return host
+    key, equals, value = explicit[0].partition("=")
+    if key != "slots" or not equals or len(explicit) > 1:
+        raise ValueError(f"cannot read {' '.join(explicit)!r} after the host; write `{words[0]} slots=4`")
+    if words[0] != _bracketed(host.name):
+        raise ValueError(f"slots are given twice: {' '.join(words)!r}")
+    return Host(host.name, _parse_slots(host.name, value))
+
+
+def _parse_host(item: str) -> Host:
+    found = _HOST.fullmatch(item)
+    if found is None:
+        if item.count(":") > 1 and "[" not in item:
+            raise ValueError(f"{item!r}: an IPv6 address needs brackets, as in [fe80::7]:4")
+        raise ValueError(f"cannot read {item!r}; {_HOST_SYNTAX}")
+    if found["v6"] is not None and found["v6"].count(":") < 2:
+        raise ValueError(f"{item!r}: brackets are for IPv6 addresses")
+    name = (found["user"] or "") + (found["v6"] or found["name"])
+    return Host(name, 1 if found["slots"] is None else _parse_slots(name, found["slots"]))
+
+
+def _parse_slots(name: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"host {name}: slots must be a whole number, got {text!r}")
+    return int(text)  # Host says what is wrong with 0
+
+
+def _merge_hosts(hosts: Iterable[Host]) -> tuple[Host, ...]:
+    slots: dict[str, int] = {}
+    for host in hosts:
+        slots[host.name] = slots.get(host.name, 0) + host.slots
+    return tuple(Host(name, num) for name, num in slots.items())
+
+
+def _bracketed(name: str) -> str:
+    user, at, host = name.rpartition("@")
+    return f"{user}{at}[{host}]" if host.count(":") > 1 and not host.startswith("[") else name
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class Placement:
     """The place of one rank."""
 
     rank: int
@@ -28,17 +139,17 @@ class Seat:
     """How many hosts are used."""
 
 
-def hosts_or_here(hosts: Sequence[Host], num_ranks: int) -> tuple[Host, ...]:
+def hosts_or_localhost(hosts: Sequence[Host], num_ranks: int) -> tuple[Host, ...]:
     """The hosts of a job that may name none: then it is this machine, with as many slots as needed."""
     return tuple(hosts) or (Host("localhost", num_ranks),)
 
 
-def place(hosts: Sequence[Host], num_ranks: int) -> tuple[Seat, ...]:
+def place_ranks(hosts: Sequence[Host], num_ranks: int) -> tuple[Placement, ...]:
     """A seat for every rank: hosts are filled in their order. No hosts: this machine. ValueError says by how much the
     slots are short."""
     if num_ranks < 1:
         raise ValueError(f"a job needs at least 1 rank, got {num_ranks}")
-    hosts = hosts_or_here(hosts, num_ranks)
+    hosts = hosts_or_localhost(hosts, num_ranks)
     num_slots = sum(host.slots for host in hosts)
     if num_ranks > num_slots:
         short = num_ranks - num_slots
@@ -46,13 +157,13 @@ def place(hosts: Sequence[Host], num_ranks: int) -> tuple[Seat, ...]:
             f"{num_ranks} ranks, but only {num_slots} slot{'s' * (num_slots != 1)} ({format_hosts(hosts)}): "
             f"{short} slot{'s' * (short != 1)} short; add hosts or slots, or start fewer ranks"
         )
-    local_sizes = _fill(hosts, num_ranks)
-    seats: list[Seat] = []
+    local_sizes = _fill_slots(hosts, num_ranks)
+    seats: list[Placement] = []
     for host_index, local_size in enumerate(local_sizes):
         for local_rank in range(local_size):
             mates = [index for index, size in enumerate(local_sizes) if size > local_rank]
             seats.append(
-                Seat(
+                Placement(
                     rank=len(seats),
                     host_index=host_index,
                     local_rank=local_rank,
@@ -65,7 +176,7 @@ def place(hosts: Sequence[Host], num_ranks: int) -> tuple[Seat, ...]:
     return tuple(seats)
 
 
-def _fill(hosts: Sequence[Host], num_ranks: int) -> list[int]:
+def _fill_slots(hosts: Sequence[Host], num_ranks: int) -> list[int]:
     """How many ranks each host gets; only hosts that get some."""
     sizes = []
     left = num_ranks
@@ -74,3 +185,32 @@ def _fill(hosts: Sequence[Host], num_ranks: int) -> list[int]:
             sizes.append(min(host.slots, left))
             left -= sizes[-1]
     return sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine and how many ranks it may take."""
+
+    name: str
+    """As ssh knows it, `user@` allowed; `localhost` and this machine's own names need no ssh."""
+    slots: int = 1
+
+    def __post_init__(self) -> None:
+        """Check it at once."""
+        if not self.name or self.name.startswith("-") or any(c.isspace() for c in self.name):
+            raise ValueError(f"a host needs a name without spaces that does not begin with '-', got {self.name!r}")
+        if self.slots < 1:
+            raise ValueError(f"host {self.name}: slots must be at least 1, got {self.slots}")
+
+
+def bind_cpus(cpus: Sequence[int], local_rank: int, local_size: int) -> tuple[int, ...]:
+    """The cores of one rank, for `--bind core`: neighbours in `cpus` stay together, and nobody shares as long as there
+    is one for each. With fewer cores than ranks, ranks take turns on single cores."""
+    if not cpus:
+        return ()
+    if len(cpus) < local_size:
+        return (cpus[local_rank % len(cpus)],)
+    each, more = divmod(len(cpus), local_size)
+    # The first `more` ranks get one core more.
+    first = local_rank * each + min(local_rank, more)
+    return tuple(cpus[first : first + each + (local_rank < more)])

@@ -13,21 +13,21 @@ from pathlib import Path
 from ronde.errors import StartFailed
 
 __all__ = [
-    "candidates",
-    "facing",
+    "candidate_addresses",
+    "local_address_for",
     "format_address",
-    "free_port",
+    "find_free_port",
     "host_identity",
     "host_name",
     "parse_address",
     "peer_host",
-    "resolve",
+    "resolve_host",
 ]
 
-SAME_EVERYWHERE = ("docker", "br-", "veth", "virbr", "cni", "podman")
+HOST_LOCAL_INTERFACES = ("docker", "br-", "veth", "virbr", "cni", "podman")
 """Interfaces inside one machine. Their addresses repeat on every host, so another host would reach itself."""
 
-_MARK = re.compile(r"-[0-9a-f]{12}\Z")
+_IDENTITY_SUFFIX = re.compile(r"-[0-9a-f]{12}\Z")
 """What an identity has behind the host's name."""
 
 
@@ -50,7 +50,7 @@ def format_address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def resolve(host: str, port: int) -> list[tuple[str, int]]:
+def resolve_host(host: str, port: int) -> list[tuple[str, int]]:
     """All numeric addresses of a host, in the system's order of preference. Takes as long as the system's resolver."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -62,7 +62,7 @@ def resolve(host: str, port: int) -> list[tuple[str, int]]:
     return list(dict.fromkeys((str(sockaddr[0]), port) for *_, sockaddr in found))
 
 
-def family(host: str) -> socket.AddressFamily:
+def address_family(host: str) -> socket.AddressFamily:
     """The address family of a numeric host."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
@@ -72,10 +72,10 @@ def peer_host(sock: socket.socket) -> str:
     return str(sock.getpeername()[0])
 
 
-def facing(host: str) -> str:
+def local_address_for(host: str) -> str:
     """The address of this machine from which it talks to `host`, and which that host can therefore reach."""
-    found, port = resolve(host, 9)[0]
-    with socket.socket(family(found), socket.SOCK_DGRAM) as probe:
+    found, port = resolve_host(host, 9)[0]
+    with socket.socket(address_family(found), socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((found, port))  # UDP: picks the route, sends nothing
         except OSError as error:
@@ -85,25 +85,25 @@ def facing(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def free_port(host: str) -> int:
+def find_free_port(host: str) -> int:
     """A TCP port of an address of this machine that nobody uses now, for an address that must be told before there is
     a listener. The system does not hand it out again soon, but it does not keep it for us either."""
-    place = resolve(host, 0)[0]
-    with socket.socket(family(place[0]), socket.SOCK_STREAM) as probe:
+    place = resolve_host(host, 0)[0]
+    with socket.socket(address_family(place[0]), socket.SOCK_STREAM) as probe:
         probe.bind(place)
         return int(probe.getsockname()[1])
 
 
-def candidates(host: str = "") -> tuple[str, ...]:
+def candidate_addresses(host: str = "") -> tuple[str, ...]:
     """Addresses where others may reach this machine, best first: the one facing `host`, then those of the network
     interfaces that are up. Loopback only when there is nothing else."""
     import psutil  # not at the top: it takes long to load, and ranks of one host do not need it
 
-    first = [facing(host)] if host else []
+    first = [local_address_for(host)] if host else []
     up = {name for name, state in psutil.net_if_stats().items() if state.isup}
     others: list[str] = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):
-        if name in up and not name.startswith(SAME_EVERYWHERE):
+        if name in up and not name.startswith(HOST_LOCAL_INTERFACES):
             others += [found.address for found in addresses if found.family in (socket.AF_INET, socket.AF_INET6)]
     others = [text for text in others if _is_reachable(text)]
     others.sort(key=lambda text: ":" in text)  # stable: IPv4 first
@@ -128,7 +128,7 @@ def host_identity() -> str:
 
 def host_name(identity: str) -> str:
     """What people call the host of this identity. A name that somebody gave it stands as it is."""
-    return _MARK.sub("", identity)
+    return _IDENTITY_SUFFIX.sub("", identity)
 
 
 def _read(path: str) -> str:

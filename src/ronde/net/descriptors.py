@@ -12,7 +12,7 @@ import threading
 from ronde.errors import ProtocolError, StartFailed
 from ronde.types import Deadline
 
-__all__ = ["Bell", "make_memory", "receive_descriptor", "send_descriptor"]
+__all__ = ["WakeupFd", "create_shared_memory", "receive_descriptor", "send_descriptor"]
 
 # Not all in Python's fcntl before 3.13; the numbers are Linux's.
 _F_ADD_SEALS = 1033
@@ -25,7 +25,7 @@ _TOKEN = b"f"
 """A descriptor rides on a byte of data: Linux sends none without."""
 
 
-def make_memory(name: str, num_bytes: int) -> int:
+def create_shared_memory(name: str, num_bytes: int) -> int:
     """A descriptor of fresh, zeroed memory to share. Its size is sealed: nobody can cut it under another's feet.
 
     The name is for people (/proc/PID/maps); the memory is gone with its last descriptor and mapping.
@@ -52,11 +52,11 @@ def receive_descriptor(sock: socket.socket, deadline: Deadline) -> int:
     before = sock.gettimeout()
     try:
         # A timeout of 0 would mean "do not wait at all" in another way; a passed deadline fails the same.
-        sock.settimeout(max(deadline.left_s, 1e-6))
+        sock.settimeout(max(deadline.remaining_s, 1e-6))
         # Not socket.recv_fds: it drops the flags.
         data, extras, _, _ = sock.recvmsg(len(_TOKEN), socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
     except (TimeoutError, BlockingIOError):
-        raise StartFailed(f"no descriptor came over the Unix socket within {deadline.seconds:g} s") from None
+        raise StartFailed(f"no descriptor came over the Unix socket within {deadline.timeout_s:g} s") from None
     except ConnectionError as error:
         raise StartFailed(f"the other side of the Unix socket is gone ({error.strerror})") from None
     finally:
@@ -78,7 +78,7 @@ def _rights(level: int, kind: int, payload: bytes) -> list[int]:
     return [fd for (fd,) in _INT.iter_unpack(payload[:whole])]
 
 
-class Bell:
+class WakeupFd:
     """Wakes whoever polls its descriptor. ring() is safe from every thread, also during and after close()."""
 
     def __init__(self) -> None:
@@ -91,7 +91,7 @@ class Bell:
         """For pollers: readable while rung."""
         return self._fd
 
-    def ring(self) -> None:
+    def notify(self) -> None:
         """Make it readable."""
         with self._lock:
             if self._fd >= 0:

@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import msgspec
+
+from ronde.text import escape_surrogates, format_ranks, shorten
 
 __all__ = [
     "COORDINATOR",
@@ -24,15 +24,10 @@ __all__ = [
     "Stopped",
     "decode",
     "encode",
-    "name_ranks",
-    "shorten",
-    "without_surrogates",
 ]
 
 COORDINATOR = -1
 """The rank in events of the coordinator, which is no rank of the job."""
-
-TEXT_LIMIT = 200
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -68,7 +63,7 @@ class Stopped(Event, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """What happened."""
-        return ("left in order" if self.orderly else "left out of order") + _because(self.why)
+        return ("left in order" if self.orderly else "left out of order") + _reason_suffix(self.why)
 
 
 class OperationFailed(Event, frozen=True, kw_only=True):
@@ -80,7 +75,7 @@ class OperationFailed(Event, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """What happened."""
-        return f"{shorten(self.op)} (group {self.group}) failed{_because(self.why)}"
+        return f"{shorten(self.op)} (group {self.group}) failed{_reason_suffix(self.why)}"
 
 
 class PeerGone(Event, frozen=True, kw_only=True):
@@ -91,7 +86,7 @@ class PeerGone(Event, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """What happened."""
-        return f"lost rank {self.peer}{_because(self.why)}"
+        return f"lost rank {self.peer}{_reason_suffix(self.why)}"
 
 
 class StallReported(Event, frozen=True, kw_only=True):
@@ -105,7 +100,7 @@ class StallReported(Event, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """The report as it stands, on several lines."""
-        return without_surrogates(self.report)
+        return escape_surrogates(self.report)
 
 
 class GroupAdded(Event, frozen=True, kw_only=True):
@@ -116,7 +111,7 @@ class GroupAdded(Event, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """What happened."""
-        return f"group {self.group} added: {name_ranks(self.ranks)}"
+        return f"group {self.group} added: {format_ranks(self.ranks)}"
 
 
 class GroupRemoved(Event, frozen=True, kw_only=True):
@@ -137,7 +132,7 @@ class ChannelOpened(Event, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """What happened."""
-        return f"channel {shorten(self.channel)} opened: {name_ranks(self.members)}"
+        return f"channel {shorten(self.channel)} opened: {format_ranks(self.members)}"
 
 
 class ChannelClosed(Event, frozen=True, kw_only=True):
@@ -148,7 +143,7 @@ class ChannelClosed(Event, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """What happened."""
-        return f"channel {shorten(self.channel)} closed{_because(self.why)}"
+        return f"channel {shorten(self.channel)} closed{_reason_suffix(self.why)}"
 
 
 class MessageRefused(Event, frozen=True, kw_only=True):
@@ -159,7 +154,7 @@ class MessageRefused(Event, frozen=True, kw_only=True):
 
     def words(self) -> str:
         """What happened."""
-        return f"refused a message of {shorten(self.source)}{_because(self.why)}"
+        return f"refused a message of {shorten(self.source)}{_reason_suffix(self.why)}"
 
 
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
@@ -183,7 +178,7 @@ def encode(event: Event) -> bytes:
         return _encoder.encode(event)
     except UnicodeEncodeError:
         texts = {field: getattr(event, field) for field in event.__struct_fields__}
-        clean = {field: without_surrogates(value) for field, value in texts.items() if isinstance(value, str)}
+        clean = {field: escape_surrogates(value) for field, value in texts.items() if isinstance(value, str)}
         return _encoder.encode(msgspec.structs.replace(event, **clean))
 
 
@@ -192,35 +187,5 @@ def decode(data: bytes) -> Event:
     return _decoder.decode(data)
 
 
-def shorten(text: str, limit: int = TEXT_LIMIT) -> str:
-    """One line of at most `limit` printable characters: a user's name must not break a log or a file."""
-    # Cut first: a name may be a megabyte long.
-    shown = text if len(text) <= limit else text[: limit - 1] + "…"
-    if shown.isprintable():
-        return shown
-    shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in shown)
-    return shown if len(shown) <= limit else shown[: limit - 1] + "…"
-
-
-def without_surrogates(text: str) -> str:
-    """The text with what UTF-8 cannot hold (bytes of a file name, half a pair) as escapes; lines stay."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """`rank 2`, or `ranks 0, 1, 4-7`: three or more in a row as a range, so that a thousand stay readable."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    if not runs:
-        return "no ranks"
-    one = len(runs) == 1 and len(runs[0]) == 1
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"{'rank' if one else 'ranks'} {', '.join(words)}"
-
-
-def _because(why: str) -> str:
+def _reason_suffix(why: str) -> str:
     return f": {shorten(why, 1000)}" if why else ""

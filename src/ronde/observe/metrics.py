@@ -14,17 +14,17 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = ["Metrics", "Sums", "Tally"]
+__all__ = ["Metrics", "MetricsRow", "OperationCounters"]
 
-Entry: TypeAlias = tuple[int, int, int, int]
+Counts: TypeAlias = tuple[int, int, int, int]
 """Operations, bytes, nanoseconds of waiting, nanoseconds of moving."""
 
-Entries: TypeAlias = dict[tuple[int, str], Entry]
+CountsByKind: TypeAlias = dict[tuple[int, str], Counts]
 
-NOTHING: Entry = (0, 0, 0, 0)
+ZERO_COUNTS: Counts = (0, 0, 0, 0)
 
 
-class Sums(msgspec.Struct, frozen=True, kw_only=True):
+class MetricsRow(msgspec.Struct, frozen=True, kw_only=True):
     """What the operations of one kind in one group add up to; in a total, group and kind are None."""
 
     group: int | None = None
@@ -41,87 +41,87 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     """The sums of one rank at one moment."""
 
     rank: int
-    rows: tuple[Sums, ...] = ()
+    rows: tuple[MetricsRow, ...] = ()
     """Sorted by group and kind."""
-    total: Sums = Sums()
+    total: MetricsRow = MetricsRow()
 
-    def of(self, group: int, kind: str) -> Sums:
+    def of(self, group: int, kind: str) -> MetricsRow:
         """The sums of this kind in this group; zeros if none ran."""
         for row in self.rows:
             if row.group == group and row.kind == kind:
                 return row
-        return Sums(group=group, kind=kind)
+        return MetricsRow(group=group, kind=kind)
 
 
-class Tally:
+class OperationCounters:
     """Sums that many threads add to at once, none of them lost."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ended: Entries = {}
+        self._ended_threads: CountsByKind = {}
         """Sums of the threads that are no more."""
-        self._threads: list[tuple[weakref.ref[_Anchor], Entries]] = []
-        self._mine = _Mine(self._register)
+        self._threads: list[tuple[weakref.ref[_ThreadMarker], CountsByKind]] = []
+        self._this_thread = _ThreadCounts(self._register)
 
     def add(self, group: int, kind: str, num_bytes: int, wait_ns: int, move_ns: int) -> None:
         """Count one operation."""
         key = (group, kind)
-        entries = self._mine.entries
-        operations, total_bytes, total_wait, total_move = entries.get(key, NOTHING)
+        entries = self._this_thread.entries
+        operations, total_bytes, total_wait, total_move = entries.get(key, ZERO_COUNTS)
         entries[key] = (operations + 1, total_bytes + num_bytes, total_wait + wait_ns, total_move + move_ns)
 
     def snapshot(self, rank: int) -> Metrics:
         """All sums now."""
         with self._lock:
-            self._fold_ended()
-            merged = self._ended.copy()
+            self._merge_ended_threads()
+            merged = self._ended_threads.copy()
             for _, entries in self._threads:
                 _merge(merged, entries.copy())  # a copy: its thread goes on adding keys
-        rows = tuple(_sums(entry, group, kind) for (group, kind), entry in sorted(merged.items()))
-        return Metrics(rank=rank, rows=rows, total=_sums(_total(merged), None, None))
+        rows = tuple(_make_row(entry, group, kind) for (group, kind), entry in sorted(merged.items()))
+        return Metrics(rank=rank, rows=rows, total=_make_row(_total(merged), None, None))
 
-    def _register(self, anchor: _Anchor) -> Entries:
-        entries: Entries = {}
+    def _register(self, anchor: _ThreadMarker) -> CountsByKind:
+        entries: CountsByKind = {}
         with self._lock:
-            self._fold_ended()  # so that a program with a thread per operation does not keep them all
+            self._merge_ended_threads()  # so that a program with a thread per operation does not keep them all
             self._threads.append((weakref.ref(anchor), entries))
         return entries
 
-    def _fold_ended(self) -> None:
+    def _merge_ended_threads(self) -> None:
         running = []
         for anchor, entries in self._threads:
             if anchor() is None:
-                _merge(self._ended, entries)
+                _merge(self._ended_threads, entries)
             else:
                 running.append((anchor, entries))
         self._threads = running
 
 
-class _Anchor:
+class _ThreadMarker:
     """Held by a thread's local storage only: when it is gone, so is the thread."""
 
 
-class _Mine(threading.local):
+class _ThreadCounts(threading.local):
     """The calling thread's sums; Python runs __init__ again in each thread that comes here first."""
 
-    def __init__(self, register: Callable[[_Anchor], Entries]) -> None:
-        self.anchor = _Anchor()
+    def __init__(self, register: Callable[[_ThreadMarker], CountsByKind]) -> None:
+        self.anchor = _ThreadMarker()
         self.entries = register(self.anchor)
 
 
-def _merge(into: Entries, entries: Entries) -> None:
+def _merge(into: CountsByKind, entries: CountsByKind) -> None:
     for key, (operations, num_bytes, wait_ns, move_ns) in entries.items():
-        before = into.get(key, NOTHING)
+        before = into.get(key, ZERO_COUNTS)
         into[key] = (before[0] + operations, before[1] + num_bytes, before[2] + wait_ns, before[3] + move_ns)
 
 
-def _total(entries: Entries) -> Entry:
+def _total(entries: CountsByKind) -> Counts:
     columns = tuple(zip(*entries.values(), strict=True))
-    return (sum(columns[0]), sum(columns[1]), sum(columns[2]), sum(columns[3])) if columns else NOTHING
+    return (sum(columns[0]), sum(columns[1]), sum(columns[2]), sum(columns[3])) if columns else ZERO_COUNTS
 
 
-def _sums(entry: Entry, group: int | None, kind: str | None) -> Sums:
+def _make_row(entry: Counts, group: int | None, kind: str | None) -> MetricsRow:
     operations, num_bytes, wait_ns, move_ns = entry
-    return Sums(
+    return MetricsRow(
         group=group, kind=kind, operations=operations, bytes=num_bytes, wait_s=wait_ns / 1e9, move_s=move_ns / 1e9
     )

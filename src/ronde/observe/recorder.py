@@ -11,14 +11,14 @@ from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
+from ronde.observe.activity import ActivitySample, CurrentOperation
 from ronde.observe.events import Event
-from ronde.observe.metrics import Metrics, Tally
-from ronde.observe.timeline import Departure, Negotiation, Operation, Style, Tracks
-from ronde.observe.vitals import Doing, Reading
+from ronde.observe.metrics import Metrics, OperationCounters
+from ronde.observe.timeline import BatchMarker, NegotiationSlice, OperationSlice, TraceEncoder, TraceStyle
 
 __all__ = ["Recorder"]
 
-Record: TypeAlias = tuple[str, str, int, int, int, int, int]
+OperationTuple: TypeAlias = tuple[str, str, int, int, int, int, int]
 """An Operation's fields. It becomes one when it is drained: making a plain tuple is quicker."""
 
 TRACE_CAPACITY = 65_536
@@ -33,69 +33,69 @@ class Recorder:
             raise ValueError(f"capacities must be at least 1, got {capacity} and {trace_capacity}")
         self.rank = rank
         self._events: deque[Event] = deque(maxlen=capacity)
-        self._tally = Tally()
-        self._add = self._tally.add
-        self._unblocked = Tally()
+        self._counters = OperationCounters()
+        self._count_operation = self._counters.add
+        self._overlap_counters = OperationCounters()
         """What the sums contain, but in which no caller was blocked."""
-        self._blame: dict[int, float] = {}
+        self._waits_ns: dict[int, float] = {}
         self.steps = 0
         """Steps of the training, as marked."""
         self._tracing = False
-        self._trace: deque[Record | Negotiation | Departure | Event] = deque()
+        self._trace: deque[OperationTuple | NegotiationSlice | BatchMarker | Event] = deque()
         self._trace_capacity = trace_capacity
         self._lock = threading.Lock()
         """Guards _dropped and _blame, which are rarely touched."""
         self._dropped = 0
         self._offset_ns = 0
         self._label = ""
-        self._tracks = Tracks(rank)
-        self._shaped: deque[bytes] = deque()
+        self._trace_encoder = TraceEncoder(rank)
+        self._encoded_trace: deque[bytes] = deque()
 
-    def emit(self, event: Event) -> None:
+    def record_event(self, event: Event) -> None:
         """Take down an event; the oldest makes room."""
         self._events.append(event)
         if self._tracing:
-            self._keep(event)
+            self._add_to_trace(event)
 
-    def operation(
+    def record_operation(
         self, kind: str, name: str, group: int, num_bytes: int, start_ns: int, ready_ns: int, end_ns: int
     ) -> None:
         """Take down an operation that ran. On the path of every operation: well below a microsecond."""
-        self._add(group, kind, num_bytes, ready_ns - start_ns, end_ns - ready_ns)
+        self._count_operation(group, kind, num_bytes, ready_ns - start_ns, end_ns - ready_ns)
         if self._tracing:
-            self._keep((kind, name, group, num_bytes, start_ns, ready_ns, end_ns))
+            self._add_to_trace((kind, name, group, num_bytes, start_ns, ready_ns, end_ns))
 
-    def departed(self, at_ns: int, negotiated: Iterable[Negotiation]) -> None:
+    def record_batch_start(self, at_ns: int, negotiated: Iterable[NegotiationSlice]) -> None:
         """Take down that named operations have taken off together. Only for the trace: ask `tracing` before."""
         for each in negotiated:
-            self._keep(each)
-        self._keep(Departure(at_ns))
+            self._add_to_trace(each)
+        self._add_to_trace(BatchMarker(at_ns))
 
     def mark_step(self) -> None:
         """One step of the training is done."""
         self.steps += 1
 
-    def unblocked(self, wait_ns: int, move_ns: int) -> None:
+    def record_overlap(self, wait_ns: int, move_ns: int) -> None:
         """So much of what operation() was told passed while no caller was blocked; below 0 if more was blocked."""
-        self._unblocked.add(0, "", 0, wait_ns, move_ns)
+        self._overlap_counters.add(0, "", 0, wait_ns, move_ns)
 
-    def waited_for(self, blamed: Mapping[int, float]) -> None:
+    def record_waits(self, waits_ns: Mapping[int, float]) -> None:
         """A caller has waited for these ranks so long, in nanoseconds."""
         with self._lock:
-            for rank, waited_ns in blamed.items():
-                self._blame[rank] = self._blame.get(rank, 0.0) + waited_ns
+            for rank, waited_ns in waits_ns.items():
+                self._waits_ns[rank] = self._waits_ns.get(rank, 0.0) + waited_ns
 
-    def reading(self, at_ns: int, doing: Doing | None) -> Reading:
+    def sample_activity(self, at_ns: int, current_operation: CurrentOperation | None) -> ActivitySample:
         """The sums so far, for the coordinator. What is under way counts as far as it has come."""
-        total, unblocked = self._tally.snapshot(self.rank).total, self._unblocked.snapshot(self.rank).total
+        total, unblocked = self._counters.snapshot(self.rank).total, self._overlap_counters.snapshot(self.rank).total
         waiting_s, moving_s = total.wait_s - unblocked.wait_s, total.move_s - unblocked.move_s
-        if doing is not None and doing.waits:
-            waiting_s += (at_ns - doing.since_ns) / 1e9
-        elif doing is not None:
-            moving_s += (at_ns - doing.since_ns) / 1e9
+        if current_operation is not None and current_operation.is_waiting:
+            waiting_s += (at_ns - current_operation.since_ns) / 1e9
+        elif current_operation is not None:
+            moving_s += (at_ns - current_operation.since_ns) / 1e9
         with self._lock:
-            waited_for = tuple([(rank, int(waited_ns)) for rank, waited_ns in self._blame.items()])
-        return Reading(
+            waited_for = tuple([(rank, int(waited_ns)) for rank, waited_ns in self._waits_ns.items()])
+        return ActivitySample(
             at_ns=at_ns,
             steps=self.steps,
             operations=total.operations,
@@ -103,7 +103,7 @@ class Recorder:
             waiting_ns=round(waiting_s * 1e9),
             moving_ns=round(moving_s * 1e9),
             waited_for=waited_for,
-            doing=doing,
+            current_operation=current_operation,
         )
 
     def events(self) -> list[Event]:
@@ -112,7 +112,7 @@ class Recorder:
 
     def metrics(self) -> Metrics:
         """The sums of all operations so far."""
-        return self._tally.snapshot(self.rank)
+        return self._counters.snapshot(self.rank)
 
     def set_clock_offset(self, offset_ns: int) -> None:
         """What to add to our clock in the trace. Counts for all that has not been drained yet."""
@@ -123,37 +123,37 @@ class Recorder:
         """Whether operations and events are kept for the trace."""
         return self._tracing
 
-    def set_tracing(self, on: bool, label: str = "", style: Style | None = None) -> None:
+    def set_tracing(self, enabled: bool, label: str = "", style: TraceStyle | None = None) -> None:
         """Keep operations and events for a trace from now on, or stop. The label names this process in it, also in
         later ones. By the thread that drains."""
         self._label = label or self._label
-        if on:  # a new one, also when another is being written
+        if enabled:  # a new one, also when another is being written
             self._trace.clear()
-            self._shaped.clear()
-            self._tracks = Tracks(self.rank, self._label, style)
-            self._shaped.extend(self._tracks.names())
-        self._tracing = on
+            self._encoded_trace.clear()
+            self._trace_encoder = TraceEncoder(self.rank, self._label, style)
+            self._encoded_trace.extend(self._trace_encoder.encode_names())
+        self._tracing = enabled
 
     def drain_trace(self, limit: int) -> tuple[list[bytes], int]:
         """At most `limit` trace events (JSON objects) in the order they were kept, and how many records were dropped
         since the last call. For one thread at a time."""
-        while self._trace and len(self._shaped) < limit:
-            self._shaped.extend(self._shape(self._trace.popleft()))
-        events = [self._shaped.popleft() for _ in range(min(limit, len(self._shaped)))]
+        while self._trace and len(self._encoded_trace) < limit:
+            self._encoded_trace.extend(self._encode_record(self._trace.popleft()))
+        events = [self._encoded_trace.popleft() for _ in range(min(limit, len(self._encoded_trace)))]
         with self._lock:
             dropped, self._dropped = self._dropped, 0
         return events, dropped
 
-    def _shape(self, record: Record | Negotiation | Departure | Event) -> list[bytes]:
+    def _encode_record(self, record: OperationTuple | NegotiationSlice | BatchMarker | Event) -> list[bytes]:
         if isinstance(record, Event):
-            return [self._tracks.event(record, self._offset_ns)]
-        if isinstance(record, Negotiation):
-            return self._tracks.negotiation(record, self._offset_ns)
-        if isinstance(record, Departure):
-            return self._tracks.departure(record, self._offset_ns)
-        return self._tracks.operation(Operation(*record), self._offset_ns)
+            return [self._trace_encoder.encode_event(record, self._offset_ns)]
+        if isinstance(record, NegotiationSlice):
+            return self._trace_encoder.encode_negotiation(record, self._offset_ns)
+        if isinstance(record, BatchMarker):
+            return self._trace_encoder.encode_batch_marker(record, self._offset_ns)
+        return self._trace_encoder.encode_operation(OperationSlice(*record), self._offset_ns)
 
-    def _keep(self, record: Record | Negotiation | Departure | Event) -> None:
+    def _add_to_trace(self, record: OperationTuple | NegotiationSlice | BatchMarker | Event) -> None:
         if len(self._trace) < self._trace_capacity:
             self._trace.append(record)
         else:

@@ -20,24 +20,24 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from ronde.observe.events import shorten, without_surrogates
+from ronde.text import escape_surrogates, shorten
 
 __all__ = [
     "GONE",
     "ProcessState",
     "RankStack",
-    "count_as_installed",
+    "treat_as_library",
     "group_stacks",
     "pid_namespace",
     "process_state",
-    "where_is_main_thread",
+    "dump_stacks",
     "where_was_raised",
 ]
 
-SOURCE_LIMIT = 120
-FRAMES_LIMIT = 100
+MAX_SOURCE_CHARS = 120
+MAX_FRAMES = 100
 """Innermost frames shown of one thread: endless recursion is deeper than anyone reads."""
-STACK_LIMIT = 64 * 1024
+MAX_STACK_CHARS = 64 * 1024
 """Characters of the whole text, for it travels in one message."""
 
 ProcessState: TypeAlias = Literal["running", "sleeping", "blocked", "stopped", "gone"]
@@ -54,14 +54,14 @@ _STATES: dict[str, ProcessState] = {
     "X": "gone",
 }
 
-_OWN_THREADS = "ronde-"
+_OWN_THREAD_PREFIX = "ronde-"
 """They only wait for messages, on every rank alike."""
-_RONDE = str(Path(__file__).parents[1]) + os.sep
+_RONDE_PATH = str(Path(__file__).parents[1]) + os.sep
 # os.__file__ is the standard library by the name it was imported under; sysconfig knows what symbolic links hide.
-_LIBRARY = tuple(
+_STDLIB_PATHS = tuple(
     {path + os.sep for path in (str(Path(os.__file__).parent), *map(sysconfig.get_path, ("stdlib", "platstdlib")))}
 )
-_INSTALLED = [f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"]
+_LIBRARY_PATH_PARTS = [f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"]
 """Parts of the paths of packages, which are not the user's code."""
 
 
@@ -100,33 +100,33 @@ class _Frame(NamedTuple):
         return linecache.getline(self.file, self.line, self.names).strip()
 
 
-def count_as_installed(folder: str | os.PathLike[str]) -> None:
+def treat_as_library(directory: str | os.PathLike[str]) -> None:
     """What is in this folder is a package like those of site-packages, wherever it lies: a line in it is not where the
     user's code is. For packages on top of ronde, which may be run from a checkout."""
-    path = os.fspath(folder) + os.sep
-    if path not in _INSTALLED:
-        _INSTALLED.append(path)
+    path = os.fspath(directory) + os.sep
+    if path not in _LIBRARY_PATH_PARTS:
+        _LIBRARY_PATH_PARTS.append(path)
 
 
-def where_is_main_thread() -> tuple[str, str]:
+def dump_stacks() -> tuple[str, str]:
     """The innermost line of the user's code in the main thread, such as `train.py:42 in step: loss.backward()`, and the
     stacks of all threads but ronde's own, main thread first, as text."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     # Look at all threads before reading any source: reading lets the other threads go on.
-    seen = {ident: _look(frame) for ident, frame in sys._current_frames().items()}
+    seen = {ident: _read_frames(frame) for ident, frame in sys._current_frames().items()}
     frames = seen.pop(main, []) if main is not None else []
-    line = _describe(_user_frame(frames)) if frames else "the end of its main thread"
+    line = _describe_frame(_user_frame(frames)) if frames else "the end of its main thread"
     if main != threading.get_ident():
         seen.pop(threading.get_ident(), None)
-    texts = [_stack_text("main thread", frames)] if frames else []
+    texts = [_format_stack("main thread", frames)] if frames else []
     texts += [
-        _stack_text(f"thread {shorten(names.get(ident, str(ident)))}", seen[ident])
+        _format_stack(f"thread {shorten(names.get(ident, str(ident)))}", seen[ident])
         for ident in sorted(seen)
-        if not names.get(ident, "").startswith(_OWN_THREADS)
+        if not names.get(ident, "").startswith(_OWN_THREAD_PREFIX)
     ]
-    stack = without_surrogates("\n".join(texts))
-    return line, stack if len(stack) <= STACK_LIMIT else stack[: STACK_LIMIT - 1] + "…"
+    stack = escape_surrogates("\n".join(texts))
+    return line, stack if len(stack) <= MAX_STACK_CHARS else stack[: MAX_STACK_CHARS - 1] + "…"
 
 
 def where_was_raised(error: BaseException) -> str:
@@ -135,7 +135,7 @@ def where_was_raised(error: BaseException) -> str:
         _Frame(frame.f_code.co_filename, line, frame.f_code.co_name, frame.f_globals)
         for frame, line in traceback.walk_tb(error.__traceback__)
     ]
-    return _describe(_user_frame(frames[::-1])) if frames else ""
+    return _describe_frame(_user_frame(frames[::-1])) if frames else ""
 
 
 def pid_namespace() -> str:
@@ -157,10 +157,10 @@ def process_state(pid: int) -> ProcessState:
     return _STATES.get(fields[0], "sleeping") if fields else "gone"
 
 
-def _look(frame: FrameType | None) -> list[_Frame]:
+def _read_frames(frame: FrameType | None) -> list[_Frame]:
     """The frames of a thread, innermost first."""
     frames: list[_Frame] = []
-    while frame is not None and len(frames) < FRAMES_LIMIT:
+    while frame is not None and len(frames) < MAX_FRAMES:
         code = frame.f_code
         frames.append(_Frame(code.co_filename, frame.f_lineno or 0, code.co_name, frame.f_globals))
         frame = frame.f_back
@@ -169,19 +169,19 @@ def _look(frame: FrameType | None) -> list[_Frame]:
 
 def _user_frame(frames: list[_Frame]) -> _Frame:
     """The innermost frame that is the user's; else one of an installed package; else the innermost of all."""
-    outside = [frame for frame in frames if not frame.file.startswith((_RONDE, "<frozen "))]
-    installed = [frame for frame in outside if any(part in frame.file for part in _INSTALLED)]
-    own = [frame for frame in outside if frame not in installed and not frame.file.startswith(_LIBRARY)]
+    outside = [frame for frame in frames if not frame.file.startswith((_RONDE_PATH, "<frozen "))]
+    installed = [frame for frame in outside if any(part in frame.file for part in _LIBRARY_PATH_PARTS)]
+    own = [frame for frame in outside if frame not in installed and not frame.file.startswith(_STDLIB_PATHS)]
     return next(iter(own or installed or frames))
 
 
-def _describe(frame: _Frame) -> str:
+def _describe_frame(frame: _Frame) -> str:
     source = frame.source
     place = f"{shorten(Path(frame.file).name)}:{frame.line} in {shorten(frame.function)}"
-    return f"{place}: {shorten(source, SOURCE_LIMIT)}" if source else place
+    return f"{place}: {shorten(source, MAX_SOURCE_CHARS)}" if source else place
 
 
-def _stack_text(title: str, frames: list[_Frame]) -> str:
+def _format_stack(title: str, frames: list[_Frame]) -> str:
     """As in a traceback: outermost first."""
     lines = [(frame.file, frame.line, frame.function, frame.source) for frame in reversed(frames)]
     return f"{title}:\n{''.join(traceback.format_list(lines))}"

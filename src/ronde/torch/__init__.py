@@ -11,23 +11,23 @@ The guide is docs/guides/pytorch.md.
 
 from __future__ import annotations
 
-from ronde.binding.gradients import GradientSettings
 from ronde.errors import CheckpointError, OutOfSync
 from ronde.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
-from ronde.torch.check import SyncCheck, check_in_sync
-from ronde.torch.checkpoint import Checkpoints, Restored
-from ronde.torch.collectives import allgather, allreduce, alltoall, barrier, broadcast, reduce_scatter
-from ronde.torch.metrics import average_metrics
-from ronde.torch.optimizer import Distributed, DistributedOptimizer
-from ronde.torch.replication import (
+from ronde.torch.broadcast_state import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from ronde.torch.checkpoints import Checkpoints, Restored
+from ronde.torch.collectives import allgather, allreduce, alltoall, barrier, broadcast, reduce_scatter
+from ronde.torch.learning_rate import cosine, milestones, scale_lr, warmup
+from ronde.torch.metrics import average_metrics
+from ronde.torch.optimizer import Distributed, DistributedOptimizer
 from ronde.torch.sampler import ShardedSampler
-from ronde.torch.schedule import cosine, milestones, scale_lr, warmup
+from ronde.torch.sync_check import SyncCheck, check_in_sync
 from ronde.torch.tensors import TensorWork
+from ronde.training.exchange import GradientSettings
 
 __all__ = [
     "CheckpointError",

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
-from ronde.comm.current import group_or_world
 from ronde.comm.group import Group
-from ronde.torch import transport
-from ronde.torch.transport import Reduction
+from ronde.comm.world import resolve_group
+from ronde.torch import tensors as transport
+from ronde.torch.tensors import ReduceOptions
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -42,20 +42,20 @@ class SyncBatchNorm(_BatchNorm):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__(num_features, eps, momentum, affine, track_running_stats, device=device, dtype=dtype)
-        self._members = _Members(group)
+        self._layer_group = _LayerGroup(group)
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise a tensor of (batch, channels, …)."""
         self._check_input_dim(x)
         if not self.training:
-            return self._by_running_statistics(x)
-        group = group_or_world(self._members.group)
+            return self._eval_forward(x)
+        group = resolve_group(self._layer_group.group)
         momentum = self._count_batch()
         if group.size == 1:
             tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
             return nn.functional.batch_norm(x, *tracked, self.weight, self.bias, True, momentum, self.eps)
-        y, mean, variance, count = _Normalise.apply(x, self.weight, self.bias, self.eps, group)
-        self._remember(mean, variance, count, momentum)
+        y, mean, variance, count = _NormalizeFunction.apply(x, self.weight, self.bias, self.eps, group)
+        self._update_running_stats(mean, variance, count, momentum)
         normalised: Tensor = y
         return normalised
 
@@ -65,7 +65,7 @@ class SyncBatchNorm(_BatchNorm):
         if x.shape[1] != self.num_features:
             raise ValueError(f"SyncBatchNorm has {self.num_features} channels, got a tensor of shape {list(x.shape)}")
 
-    def _by_running_statistics(self, x: Tensor) -> Tensor:
+    def _eval_forward(self, x: Tensor) -> Tensor:
         use_batch = self.running_mean is None
         return nn.functional.batch_norm(
             x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, 0.0, self.eps
@@ -79,7 +79,7 @@ class SyncBatchNorm(_BatchNorm):
         return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
 
     @torch.no_grad()
-    def _remember(self, mean: Tensor, variance: Tensor, count: Tensor, momentum: float) -> None:
+    def _update_running_stats(self, mean: Tensor, variance: Tensor, count: Tensor, momentum: float) -> None:
         if not self.track_running_stats or self.running_mean is None or self.running_var is None:
             return
         unbiased = variance * (count / (count - 1.0))
@@ -87,7 +87,7 @@ class SyncBatchNorm(_BatchNorm):
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
-class _Members:
+class _LayerGroup:
     """The group of a layer. Copies of the layer share it, and it is not pickled: a group lives in one process."""
 
     __slots__ = ("group",)
@@ -95,14 +95,14 @@ class _Members:
     def __init__(self, group: Group | None) -> None:
         self.group = group
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _Members:
+    def __deepcopy__(self, memo: dict[int, Any]) -> _LayerGroup:
         return self
 
-    def __reduce__(self) -> tuple[type[_Members], tuple[None]]:
-        return _Members, (None,)
+    def __reduce__(self) -> tuple[type[_LayerGroup], tuple[None]]:
+        return _LayerGroup, (None,)
 
 
-class _Normalise(torch.autograd.Function):
+class _NormalizeFunction(torch.autograd.Function):
     """y = (x - mean) * invstd * weight + bias, with mean and invstd over the values of all members.
 
     With xmu = x - mean and n values per channel in all, the gradient is
@@ -125,7 +125,7 @@ class _Normalise(torch.autograd.Function):
         invstd = torch.rsqrt(variance + eps)
         scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
         shift = -mean * scale if bias is None else bias.to(invstd.dtype) - mean * scale
-        y = torch.addcmul(_wide(shift, x), x.to(scale.dtype), _wide(scale, x)).to(x.dtype)
+        y = torch.addcmul(_broadcast_channels(shift, x), x.to(scale.dtype), _broadcast_channels(scale, x)).to(x.dtype)
         ctx.save_for_backward(x, weight, mean, invstd, count)
         ctx.group = group
         ctx.mark_non_differentiable(mean, variance, count)
@@ -136,16 +136,18 @@ class _Normalise(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         x, weight, mean, invstd, count = ctx.saved_tensors
         dims = [dim for dim in range(x.dim()) if dim != 1]
-        dy, xmu = dy.to(mean.dtype), x.to(mean.dtype) - _wide(mean, x)
+        dy, xmu = dy.to(mean.dtype), x.to(mean.dtype) - _broadcast_channels(mean, x)
         sums = torch.stack([dy.sum(dims), (dy * xmu).sum(dims)])
         mine_dy, mine_dy_xmu = sums.unbind()
-        total_dy, total_dy_xmu = transport.allreduce(ctx.group, [sums], [None], Reduction(), name=None, wait=True)[0]
+        total_dy, total_dy_xmu = transport.allreduce_tensors(
+            ctx.group, [sums], [None], ReduceOptions(), name=None, wait=True
+        )[0]
         dx = None
         if ctx.needs_input_grad[0]:
             scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
-            slope = _wide(-scale * invstd.square() * total_dy_xmu / count, x)
-            offset = _wide(-scale * total_dy / count, x)
-            dx = torch.addcmul(torch.addcmul(offset, xmu, slope), dy, _wide(scale, x)).to(x.dtype)
+            slope = _broadcast_channels(-scale * invstd.square() * total_dy_xmu / count, x)
+            offset = _broadcast_channels(-scale * total_dy / count, x)
+            dx = torch.addcmul(torch.addcmul(offset, xmu, slope), dy, _broadcast_channels(scale, x)).to(x.dtype)
         dweight = (mine_dy_xmu * invstd).to(weight.dtype) if weight is not None and ctx.needs_input_grad[1] else None
         dbias = mine_dy.to(weight.dtype) if weight is not None and ctx.needs_input_grad[2] else None
         return dx, dweight, dbias, None, None
@@ -161,7 +163,7 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     if count:
         variance, mean = torch.var_mean(x.to(exact), dims, correction=0)
         mine[0, :channels], mine[0, channels:-1], mine[0, -1] = mean, variance, count
-    everybody = transport.allgather(group, [mine], name=None, wait=True)[0]
+    everybody = transport.allgather_tensors(group, [mine], name=None, wait=True)[0]
     means, variances, counts = everybody[:, :channels], everybody[:, channels:-1], everybody[:, -1:]
     total = counts.sum()
     if total <= 1:
@@ -171,7 +173,7 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     return mean.to(exact), variance.to(exact), total.to(exact)
 
 
-def _wide(per_channel: Tensor, x: Tensor) -> Tensor:
+def _broadcast_channels(per_channel: Tensor, x: Tensor) -> Tensor:
     """One number per channel, in a shape that spreads over x."""
     return per_channel.view(1, -1, *([1] * (x.dim() - 2)))
 
@@ -181,25 +183,25 @@ def convert_sync_batchnorm(module: nn.Module, *, group: Group | None = None) -> 
 
     Works in place, unless the module itself is a BatchNorm: use what is returned. Optimizers made before stay valid.
     """
-    return _converted(module, group, {})
+    return _convert_layers(module, group, {})
 
 
-def _converted(module: nn.Module, group: Group | None, done: dict[nn.Module, nn.Module]) -> nn.Module:
+def _convert_layers(module: nn.Module, group: Group | None, done: dict[nn.Module, nn.Module]) -> nn.Module:
     if module in done:
         return done[module]
     if isinstance(module, _LazyNormBase):
         raise ValueError("a lazy BatchNorm has no parameters yet; run the model once, then convert it")
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        done[module] = _replacement(module, group)
+        done[module] = _make_sync_layer(module, group)
     else:
         done[module] = module
         for name, child in list(module._modules.items()):  # named_children() shows a layer used twice only once
             if child is not None:
-                module._modules[name] = _converted(child, group, done)
+                module._modules[name] = _convert_layers(child, group, done)
     return done[module]
 
 
-def _replacement(old: _BatchNorm, group: Group | None) -> SyncBatchNorm:
+def _make_sync_layer(old: _BatchNorm, group: Group | None) -> SyncBatchNorm:
     new = SyncBatchNorm(
         old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, group=group, device="meta"
     )

@@ -1,7 +1,11 @@
-"""The collectives on tensors. As ronde's own of the same names, and differentiable.
+"""Sums of sparse tensors: every member's indices and values are gathered, and equal indices added up.
+
+Used by allreduce for sparse COO tensors, such as the gradients of an embedding with sparse=True.
+
+The collectives on tensors. As ronde's own of the same names, and differentiable.
 
 A tensor on the CPU travels from where it is, without a copy. A result is differentiable when the tensor that was given
-requires a gradient (on all ranks or on none), the call waits and has no `out`; the rules are in ronde.torch.backward.
+requires a gradient (on all ranks or on none), the call waits and has no `out`; the rules are in ronde.torch.differentiable.
 With `out`, or wait=False,
 numbers are moved and autograd knows nothing of it, as under torch.no_grad().
 
@@ -17,15 +21,52 @@ import torch
 from torch import Tensor
 
 from ronde.comm.collectives import barrier
-from ronde.comm.current import group_or_world
 from ronde.comm.group import Group
-from ronde.torch import backward, transport
-from ronde.torch.sparse import allreduce_sparse
-from ronde.torch.tensors import TensorWork
-from ronde.torch.transport import Reduction
-from ronde.types import Op
+from ronde.comm.world import resolve_group
+from ronde.errors import Mismatch
+from ronde.torch import differentiable as backward
+from ronde.torch import tensors as transport
+from ronde.torch.tensors import ReduceOptions, TensorWork
+from ronde.types import Op, parse_op
 
-__all__ = ["allgather", "allreduce", "alltoall", "barrier", "broadcast", "reduce_scatter"]
+__all__ = ["allgather", "allreduce", "allreduce_sparse", "alltoall", "barrier", "broadcast", "reduce_scatter"]
+
+
+def allreduce_sparse(group: Group, x: Tensor, options: ReduceOptions, *, name: str | None, wait: bool) -> Any:
+    """The sum or mean of sparse tensors of one shape, coalesced; with wait=False its TensorWork."""
+    op = parse_op(options.op)
+    if op not in (Op.SUM, Op.MEAN):
+        raise ValueError(f"allreduce of sparse tensors knows sum and mean, got {op.name.lower()}; use x.to_dense()")
+    x = x.detach().coalesce()
+    factor = options.postscale / (group.size if op is Op.MEAN else 1)
+    if x.sparse_dim() == 0:
+        raise ValueError("allreduce of sparse tensors needs at least one sparse dimension; use x.to_dense()")
+    # Before they travel: a member's factor may be its own.
+    values = x.values() if options.prescale == 1.0 else x.values() * options.prescale
+    parts = [_indices_with_shape(x), values]
+    gathered = transport.allgather_tensors(group, parts, name=name, wait=wait)
+    if not wait:
+        assert isinstance(gathered, TensorWork)
+        return gathered.then(lambda parts: _sum_equal_indices(parts, x, factor))
+    return _sum_equal_indices(gathered, x, factor)
+
+
+def _indices_with_shape(x: Tensor) -> Tensor:
+    """One row per index, and ahead of them one with the shape, told apart by being negative: members compare it."""
+    shape = torch.tensor([x.shape[: x.sparse_dim()]], dtype=torch.int64, device=x.device)
+    return torch.cat([-1 - shape, x.indices().t()])
+
+
+def _sum_equal_indices(parts: list[Tensor], x: Tensor, factor: float) -> Tensor:
+    rows, values = parts
+    is_shape = rows[:, 0] < 0
+    shapes = (-1 - rows[is_shape]).tolist()
+    if any(shape != shapes[0] for shape in shapes):
+        told = "; ".join(f"member {index}: {shape}" for index, shape in enumerate(shapes))
+        raise Mismatch(f"allreduce: the sparse tensors differ in shape: {told}")
+    if factor != 1.0:
+        values = values * factor
+    return torch.sparse_coo_tensor(rows[~is_shape].t(), values, x.shape, check_invariants=False).coalesce()
 
 
 def allreduce(
@@ -45,17 +86,17 @@ def allreduce(
     gathering their indices and values. With wait=False it returns a TensorWork at once. Without a name, members are
     matched by the order of their calls; with a name the order does not matter.
     """
-    members, how = group_or_world(group), Reduction(op, prescale, postscale)
+    members, how = resolve_group(group), ReduceOptions(op, prescale, postscale)
     if isinstance(x, Tensor) and x.is_sparse:
         if out is not None:
             raise ValueError("allreduce: the sum of sparse tensors is a new tensor; leave out= away")
         return allreduce_sparse(members, x, how, name=name, wait=wait)
-    xs, many = _listed(x, "allreduce")
-    if out is None and wait and _wants_gradient(xs):
-        return _one_or_all(backward.allreduce(members, xs, how, name), many)
+    xs, many = _as_list(x, "allreduce")
+    if out is None and wait and _needs_gradient(xs):
+        return _unwrap_single(backward.allreduce(members, xs, how, name), many)
     if not many:
-        return transport.allreduce_one(members, xs[0], out, how, name=name, wait=wait)
-    return transport.allreduce(members, xs, _outs(out, xs, many, "allreduce"), how, name=name, wait=wait)
+        return transport.allreduce_tensor(members, xs[0], out, how, name=name, wait=wait)
+    return transport.allreduce_tensors(members, xs, _output_list(out, xs, many, "allreduce"), how, name=name, wait=wait)
 
 
 def allgather(
@@ -65,12 +106,12 @@ def allgather(
 
     A scalar counts as one row.
     """
-    members = group_or_world(group)
-    xs, many = _listed(x, "allgather")
-    if wait and _wants_gradient(xs):
-        names = _names(name, xs)
-        return _one_or_all([backward.allgather(members, x, name) for x, name in zip(xs, names, strict=True)], many)
-    return _one_or_all(transport.allgather(members, xs, name=name, wait=wait), many)
+    members = resolve_group(group)
+    xs, many = _as_list(x, "allgather")
+    if wait and _needs_gradient(xs):
+        names = _operation_names(name, xs)
+        return _unwrap_single([backward.allgather(members, x, name) for x, name in zip(xs, names, strict=True)], many)
+    return _unwrap_single(transport.allgather_tensors(members, xs, name=name, wait=wait), many)
 
 
 def broadcast(
@@ -86,14 +127,14 @@ def broadcast(
 
     For a gradient the others' tensors, which only say shape and dtype, have to require one as the root's does.
     """
-    members = group_or_world(group)
-    xs, many = _listed(x, "broadcast")
-    outs = _outs(out, xs, many, "broadcast")
-    if out is None and wait and _wants_gradient(xs):
-        names = _names(name, xs)
+    members = resolve_group(group)
+    xs, many = _as_list(x, "broadcast")
+    outs = _output_list(out, xs, many, "broadcast")
+    if out is None and wait and _needs_gradient(xs):
+        names = _operation_names(name, xs)
         given = [backward.broadcast(members, x, root, name) for x, name in zip(xs, names, strict=True)]
-        return _one_or_all(given, many)
-    return _one_or_all(transport.broadcast(members, xs, outs, root, name=name, wait=wait), many)
+        return _unwrap_single(given, many)
+    return _unwrap_single(transport.broadcast_tensors(members, xs, outs, root, name=name, wait=wait), many)
 
 
 def reduce_scatter(
@@ -107,13 +148,13 @@ def reduce_scatter(
     wait: bool = True,
 ) -> Any:
     """My rows of the sum: the first dimension is shared out, the first members get one row more if need be."""
-    members, how = group_or_world(group), Reduction(op, prescale, postscale)
-    xs, many = _listed(x, "reduce_scatter")
-    if wait and _wants_gradient(xs):
-        names = _names(name, xs)
+    members, how = resolve_group(group), ReduceOptions(op, prescale, postscale)
+    xs, many = _as_list(x, "reduce_scatter")
+    if wait and _needs_gradient(xs):
+        names = _operation_names(name, xs)
         rows = [backward.reduce_scatter(members, x, how, name) for x, name in zip(xs, names, strict=True)]
-        return _one_or_all(rows, many)
-    return _one_or_all(transport.reduce_scatter(members, xs, how, name=name, wait=wait), many)
+        return _unwrap_single(rows, many)
+    return _unwrap_single(transport.reduce_scatter_tensors(members, xs, how, name=name, wait=wait), many)
 
 
 def alltoall(
@@ -125,13 +166,13 @@ def alltoall(
     wait: bool = True,
 ) -> Any:
     """splits[i] of my rows go to member i (default: equal shares). The rows that came, and how many from each."""
-    members = group_or_world(group)
-    if wait and isinstance(x, Tensor) and _wants_gradient([x]):
+    members = resolve_group(group)
+    if wait and isinstance(x, Tensor) and _needs_gradient([x]):
         return backward.alltoall(members, x, splits, name)
-    return transport.alltoall(members, x, splits, name=name, wait=wait)
+    return transport.alltoall_tensor(members, x, splits, name=name, wait=wait)
 
 
-def _listed(x: Tensor | Sequence[Tensor], what: str) -> tuple[list[Tensor], bool]:
+def _as_list(x: Tensor | Sequence[Tensor], what: str) -> tuple[list[Tensor], bool]:
     """The tensors, and whether the caller gave a list."""
     if isinstance(x, list | tuple):
         if not x:
@@ -140,7 +181,7 @@ def _listed(x: Tensor | Sequence[Tensor], what: str) -> tuple[list[Tensor], bool
     return [x], False  # type: ignore[list-item]  # what is no tensor is refused where it is read
 
 
-def _outs(out: Any, xs: list[Tensor], many: bool, what: str) -> list[Tensor | None]:
+def _output_list(out: Any, xs: list[Tensor], many: bool, what: str) -> list[Tensor | None]:
     if out is None:
         return [None] * len(xs)
     if many and (not isinstance(out, list | tuple) or len(out) != len(xs)):
@@ -148,16 +189,16 @@ def _outs(out: Any, xs: list[Tensor], many: bool, what: str) -> list[Tensor | No
     return list(out) if many else [out]
 
 
-def _names(name: str | None, xs: list[Tensor]) -> list[str | None]:
+def _operation_names(name: str | None, xs: list[Tensor]) -> list[str | None]:
     """As the transport names the tensors of a list."""
     return [f"{name}.{index}" if name and len(xs) > 1 else name for index in range(len(xs))]
 
 
-def _wants_gradient(xs: list[Tensor]) -> bool:
+def _needs_gradient(xs: list[Tensor]) -> bool:
     return torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in xs])
 
 
-def _one_or_all(outcome: Any, many: bool) -> Any:
+def _unwrap_single(outcome: Any, many: bool) -> Any:
     """A list for a list, one tensor for one; the same for what is under way."""
     if many:
         return outcome

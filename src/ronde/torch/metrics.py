@@ -6,9 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from ronde.binding.averages import combine, weigh
 from ronde.comm import objects
 from ronde.comm.group import Group
+from ronde.training.metrics import weighted_means, weighted_values
 
 __all__ = ["average_metrics"]
 
@@ -29,5 +29,5 @@ def average_metrics(
             f"average_metrics takes values by name, such as {{'loss': loss}}, got a {type(values).__name__}"
         )
     numbers = {name: value.detach() if isinstance(value, Tensor) else value for name, value in values.items()}
-    mine = weigh(numbers, count)
-    return combine(objects.allgather(mine, group=group))
+    mine = weighted_values(numbers, count)
+    return weighted_means(objects.allgather(mine, group=group))

@@ -1,27 +1,302 @@
-"""Any optimizer of PyTorch, with gradients combined among ranks. Public as ronde.torch.DistributedOptimizer."""
+"""What the parameters of an optimizer are called, in errors and to compare ranks. For the distributed optimizer.
+
+All that combines the gradients of one optimizer: one reducer per group of ranks. Used by DistributedOptimizer.
+
+Any optimizer of PyTorch, with gradients combined among ranks. Public as ronde.torch.DistributedOptimizer.
+"""
 
 from __future__ import annotations
 
+import gc
+import os
 import weakref
-from collections.abc import Callable, Iterable
-from functools import cache
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache, partial
+from itertools import zip_longest
 from typing import Any
+from weakref import WeakSet
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.cuda.amp import GradScaler  # where it is in every version, for the CPU, too
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from ronde.binding.codec import Codec, find_codec
-from ronde.binding.gradients import GradientSettings
 from ronde.comm.collectives import mark_step
-from ronde.comm.current import current, is_initialized
 from ronde.comm.group import Group
-from ronde.torch.codecs import CODECS
-from ronde.torch.gradients import Gradients
-from ronde.torch.names import Names
-from ronde.torch.tracing import leave_alone
-from ronde.types import Op
+from ronde.comm.world import current_world, is_initialized
+from ronde.torch.adapter import TorchAdapter, TorchBackwardPass, disable_dynamo, find_frame
+from ronde.torch.compression import CODECS
+from ronde.training.buckets import should_overlap
+from ronde.training.compression import Codec, find_codec
+from ronde.training.exchange import GradientSettings
+from ronde.training.reducer import Reducer
+from ronde.training.steps import TrainingStep
+from ronde.types import Op, parse_op
 
-__all__ = ["Distributed", "DistributedOptimizer"]
+__all__ = ["Distributed", "DistributedOptimizer", "OptimizerReducers", "ParameterNames"]
+
+
+class ParameterNames:
+    """As the caller says, as the optimizer knows them, or by their places in it."""
+
+    def __init__(self, named: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
+        self._rank = rank
+        self._given = None if named is None else _read_names(named, rank)
+        self.reserved: set[str] = set()
+        """All that parameters have."""
+
+    def named_parameters(
+        self, group_index: int, group: Mapping[str, Any], *, added_later: bool = False
+    ) -> list[tuple[str, Tensor]]:
+        """The parameters of an optimizer's group with their names. `later`: it was added after the names were given."""
+        known: Sequence[str] = group.get("param_names", ())
+        found: dict[str, Tensor] = {}
+        for index, parameter in enumerate(group["params"]):
+            name = known[index] if known else f"group{group_index}.param{index}"
+            if self._given is not None:
+                name = self._given.get(id(parameter), (name if added_later else "", parameter))[0]
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"rank {self._rank}: parameter {name or index!r} of a lazy module has no shape yet; let the model "
+                    "compute something before DistributedOptimizer is called"
+                )
+            if not name:
+                raise ValueError(
+                    f"rank {self._rank}: named_parameters lacks parameter {index} of the optimizer's group {group_index} "
+                    f"({parameter.dtype}{list(parameter.shape)}); pass model.named_parameters() of the model that the "
+                    "optimizer was built for, and build it after the model was moved or copied"
+                )
+            if name in self.reserved or name in found:
+                raise ValueError(f"rank {self._rank}: two parameters of the optimizer are named {name!r}")
+            found[name] = parameter
+        return list(found.items())
+
+    def reserve(self, names: Iterable[str]) -> None:
+        """No other parameter may get one of these."""
+        self.reserved.update(names)
+
+
+def _read_names(named: Iterable[tuple[str, Tensor]], rank: int) -> dict[int, tuple[str, Tensor]]:
+    """Names by identity; the parameters are kept, so that no other gets theirs."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    names: set[str] = set()
+    for pair in named if isinstance(named, Iterable) else (named,):
+        if not isinstance(pair, tuple) or [isinstance(each, str | Tensor) for each in pair] != [True, True]:
+            raise TypeError(
+                f"rank {rank}: named_parameters must be pairs of a name and a parameter, such as "
+                f"model.named_parameters() gives, got {pair if isinstance(pair, str) else type(pair).__name__}"
+            )
+        name, parameter = pair
+        if name in names:
+            raise ValueError(f"rank {rank}: named_parameters has two parameters named {name!r}; names must differ")
+        if id(parameter) in found:
+            raise ValueError(f"rank {rank}: named_parameters has {found[id(parameter)][0]!r} again, as {name!r}")
+        names.add(name)
+        found[id(parameter)] = (name, parameter)
+    return found
+
+
+_open_reducers: WeakSet[OptimizerReducers] = WeakSet()
+"""Those of this process that are not closed: no parameter may be in two of them."""
+
+NamedParameters = Sequence[tuple[str, Tensor]]
+
+# The hooks of parameters, and what is called at the end of a pass and around a step.
+disable_dynamo(Reducer.mark_ready, Reducer.mark_new_parameter, TorchAdapter._on_large_gradient)
+disable_dynamo(
+    TrainingStep.pass_started,
+    TrainingStep._on_pass_end,
+    TrainingStep._finalize,
+    TrainingStep.synchronize,
+    TrainingStep.step_done,
+    TrainingStep.gradients_cleared,
+)
+
+
+class OptimizerReducers:
+    """The parameters of one optimizer; those of each group of ranks have a reducer of their own."""
+
+    def __init__(
+        self,
+        names: ParameterNames,
+        group: Group | None,
+        settings: GradientSettings,
+        codec: Codec | None,
+        num_passes: int,
+    ) -> None:
+        self._names = names
+        self._group = _check_group(group)
+        self._settings = settings
+        self._codec = codec
+        self._params: list[list[Tensor]] = []  # of each of the optimizer's groups
+        self._groups: list[Group] = []  # the ranks of each
+        self._reducers: dict[Group, tuple[TorchAdapter, Reducer]] = {}
+        self._single_rank_params: list[
+            tuple[Group, NamedParameters]
+        ] = []  # a rank that is alone has nothing to do for these
+        self._named_by_id: dict[int, tuple[str, Tensor]] = {}  # what the reducers have, by identity
+        self.training_step = TrainingStep(
+            TorchBackwardPass(), num_passes, gradient_version=partial(_gradient_version, self._named_by_id)
+        )
+        """Counts the backward passes, and sees to it that gradients are combined."""
+        _open_reducers.add(self)
+
+    def add_param_group(self, param_group: Mapping[str, Any], *, added_later: bool = False) -> None:
+        """One of the optimizer's groups. Its `group` says over which ranks it averages."""
+        group = _check_group(param_group.get("group")) or self._group or current_world("DistributedOptimizer").group
+        named = self._names.named_parameters(len(self._params), param_group, added_later=added_later)
+        if group.included:
+            self._add_to_reducer(group, named)
+        self._names.reserve(name for name, _ in named)
+        self._params.append([parameter for _, parameter in named])
+        self._groups.append(group)
+
+    def check_param_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Whether the optimizer still has the parameters it had. In every step, so it has to be quick."""
+        try:
+            # Lists of the same objects are equal without a look at the numbers. Others may be taken for equal while
+            # they have one number each and it is the same: until the step after.
+            if not self._reducers or [group["params"] for group in param_groups] == self._params:
+                return
+        except RuntimeError:  # a tensor is not true or false
+            pass
+        raise self._replaced_error(param_groups)
+
+    def set_num_passes(self, num_passes: int) -> None:
+        """How many passes make a step from now on. With several, one rank has to do something, too."""
+        self.training_step.num_passes = num_passes
+        idle, self._single_rank_params = self._single_rank_params, []
+        for group, named in idle:
+            self._add_to_reducer(group, named)
+
+    def average_loss(self, loss: Any) -> Any:  # a tensor, a number, or None
+        """What a closure returned, combined among ranks: an optimizer that looks at it must not decide differently."""
+        group: Group = self._group or current_world().group
+        if loss is None or not group.included or group.size == 1:
+            return loss
+        op = "sum" if parse_op(self._settings.op) is Op.SUM else "mean"
+        if not isinstance(loss, torch.Tensor):
+            return float(group.allreduce(np.array(float(loss)), op=op))
+        return torch.full_like(loss.detach(), float(group.allreduce(np.array(loss.item()), op=op)))
+
+    def reset(self) -> None:
+        """Begin anew: parameters may have been converted, and it may be a new round, with all ranks of it."""
+        world = current_world("reset()")
+        groups = self._groups if self._group is None else [*self._groups, self._group]
+        now = {group: group if group.id else world.group for group in groups}
+        for group in now.values():
+            if group not in world.groups:
+                raise ValueError(
+                    f"{group} is no more; close() this optimizer, and build one for the groups there are now"
+                )
+        self._groups = [now[group] for group in self._groups]
+        self._group = None if self._group is None else now[self._group]
+        self._reducers = {now[group]: part for group, part in self._reducers.items()}
+        for group, (_, reducer) in self._reducers.items():
+            reducer.reset(group)
+        self.training_step.gradients_cleared()  # what broke off before is no more
+        idle, self._single_rank_params = self._single_rank_params, []
+        for group, named in idle:
+            self._add_to_reducer(now[group], named)
+
+    def close(self) -> None:
+        """Combine gradients no more. Idempotent."""
+        _open_reducers.discard(self)
+        self.training_step.close()
+        self._reducers.clear()
+        self._named_by_id.clear()
+        self._single_rank_params.clear()
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _add_to_reducer(self, group: Group, named: NamedParameters) -> None:
+        """Give these to the reducer of the group, if there is something to do."""
+        if group.size == 1 and not self._needed_on_one_rank:
+            self._single_rank_params.append((group, named))
+            return
+        self._check_not_shared(named)
+        if group in self._reducers:
+            adapter, reducer = self._reducers[group]
+            adapter.add_parameters(named)
+            reducer.parameters_added()
+        else:
+            adapter = TorchAdapter(current_world().rank, sparse_as_dense=self._settings.sparse_as_dense)
+            adapter.add_parameters(named)
+            reducer = Reducer(
+                adapter,
+                group,
+                self._settings,
+                on_pass_started=self.training_step.pass_started,
+                codec=self._codec,
+                overlap=_should_overlap(group) if self._settings.overlap is None else self._settings.overlap,
+            )
+            self._reducers[group] = (adapter, reducer)
+            self.training_step.add_reducer(reducer)
+        self._named_by_id.update((id(parameter), (name, parameter)) for name, parameter in named)
+
+    @property
+    def _needed_on_one_rank(self) -> bool:
+        """Whether a single rank has something to do."""
+        return self.training_step.num_passes > 1 or self._codec is not None or self._settings.check_finite
+
+    def _check_not_shared(self, named: NamedParameters) -> None:
+        """No other optimizer may combine these, too."""
+        if not _names_in_others(named, self):
+            return
+        gc.collect()  # one that nobody uses may still be there
+        for name in _names_in_others(named, self):
+            raise ValueError(
+                f"rank {current_world().rank}: parameter {name!r} is in another distributed optimizer already, and both "
+                "would combine its gradients; call close() of that one before you build this one"
+            )
+
+    def _replaced_error(self, param_groups: Sequence[Mapping[str, Any]]) -> ValueError:
+        rank, words = current_world().rank, "the optimizer has other groups of parameters than it was given"
+        for number, (group, known) in enumerate(zip(param_groups, self._params, strict=False)):
+            odd = [index for index, (one, two) in enumerate(zip_longest(group["params"], known)) if one is not two]
+            if odd:
+                was = self._named_by_id.get(id(known[odd[0]])) if odd[0] < len(known) else None
+                name = f", which was {was[0]!r}," if was else ""
+                words = f"parameter {odd[0]} of the optimizer's group {number}{name} is not the one it was given"
+                break
+        return ValueError(
+            f"rank {rank}: {words}: gradients of others are not combined. Replace parameters before "
+            "DistributedOptimizer is called (or close() it and build another), and add some by add_param_group()"
+        )
+
+
+def _check_group(group: object) -> Group | None:
+    if group is not None and not isinstance(group, Group):
+        raise TypeError(
+            f"group must be a ronde.Group, got {type(group).__name__}; ronde.add_group(ranks) makes one, on all ranks"
+        )
+    return group
+
+
+def _names_in_others(named: NamedParameters, mine: OptimizerReducers) -> list[str]:
+    """Names of those that another optimizer combines."""
+    others = {key for each in _open_reducers if each is not mine for key in each._named_by_id}
+    return [name for name, parameter in named if id(parameter) in others]
+
+
+def _gradient_version(named_by_id: dict[int, tuple[str, Tensor]]) -> tuple[object, ...]:
+    """A gradient and how often it was written to, as who clips gradients writes to all of them; and whether a scaler is
+    making the step: it has looked for infinities before, and unscaled gradients, which nobody counts."""
+    grads = (parameter.grad for _, parameter in reversed(named_by_id.values()))  # what is frozen comes first, mostly
+    grad = next((grad for grad in grads if grad is not None), None)
+    num_writes = 0 if grad is None else grad._version
+    return id(grad), num_writes, find_frame(GradScaler.step) is None
+
+
+def _should_overlap(group: Group) -> bool:
+    topology = current_world().topology
+    return should_overlap(
+        num_hosts=len({topology.host_indices[rank] for rank in group.ranks}),
+        num_busy_threads=topology.local_size * torch.get_num_threads(),
+        num_cores=len(os.sched_getaffinity(0)),
+    )
 
 
 def DistributedOptimizer(
@@ -48,32 +323,32 @@ def DistributedOptimizer(
         raise TypeError(f"DistributedOptimizer takes an optimizer of PyTorch, got {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):
         raise ValueError("the optimizer is distributed already; wrap it once")
-    world = current("DistributedOptimizer")
+    world = current_world("DistributedOptimizer")
     wanted = GradientSettings(op=op, bucket_mb=bucket_mb, **settings)
-    names = Names(named_parameters, world.rank)
-    gradients = Gradients(names, group, wanted, find_codec(codec, CODECS), passes)
+    names = ParameterNames(named_parameters, world.rank)
+    gradients = OptimizerReducers(names, group, wanted, find_codec(codec, CODECS), passes)
     try:
         for param_group in optimizer.param_groups:
-            gradients.add(param_group)
-        wanted.check_names(names.taken)
+            gradients.add_param_group(param_group)
+        wanted.check_names(names.reserved)
     except BaseException:
         gradients.close()
         raise
     return _convert(optimizer, gradients)
 
 
-def _convert(optimizer: Optimizer, gradients: Gradients) -> Distributed:
+def _convert(optimizer: Optimizer, reducers: OptimizerReducers) -> Distributed:
     """The same optimizer, of a class that combines these gradients."""
     plain: Any = type(optimizer)
     distributed: Any = optimizer
-    distributed.__class__ = _distributed(plain)
-    distributed._gradients = gradients
-    optimizer.register_step_pre_hook(_Before(gradients))
-    optimizer.register_step_post_hook(_After(gradients))
+    distributed.__class__ = _distributed_class(plain)
+    distributed._reducers = reducers
+    optimizer.register_step_pre_hook(_StepPreHook(reducers))
+    optimizer.register_step_post_hook(_StepPostHook(reducers))
     for param_group in optimizer.param_groups:
         param_group.pop("group", None)  # the optimizer need not know, nor its state
     # The hooks of parameters live as long as the model: without the optimizer they have nothing to do.
-    weakref.finalize(optimizer, gradients.close).atexit = False
+    weakref.finalize(optimizer, reducers.close).atexit = False
     result: Distributed = distributed
     return result
 
@@ -81,38 +356,38 @@ def _convert(optimizer: Optimizer, gradients: Gradients) -> Distributed:
 class Distributed(Optimizer):
     """What DistributedOptimizer adds to an optimizer's class."""
 
-    _gradients: Gradients | None = None
+    _reducers: OptimizerReducers | None = None
     """None in a copy, which is an optimizer like any other."""
 
     def synchronize(self) -> None:
         """Combine gradients now. backward() and step() do it by themselves; it is needed only on a rank that had no
         backward pass, or fewer than `passes`, and looks at gradients, clips or unscales them before step()."""
-        if self._gradients is not None:
-            self._gradients.passes.synchronize()
+        if self._reducers is not None:
+            self._reducers.training_step.synchronize()
 
     @property
     def passes(self) -> int:
         """How many backward passes make a step. It can be set between steps."""
-        return 1 if self._gradients is None else self._gradients.passes.num_passes
+        return 1 if self._reducers is None else self._reducers.training_step.num_passes
 
     @passes.setter
     def passes(self, passes: int) -> None:
-        if self._gradients is not None:
-            self._gradients.set_passes(passes)
+        if self._reducers is not None:
+            self._reducers.set_num_passes(passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As ever. With several passes per step it begins a new one: those before are forgotten."""
-        if self._gradients is not None:
-            self._gradients.passes.cleared()
+        if self._reducers is not None:
+            self._reducers.training_step.gradients_cleared()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As ever; `group` in it may be a ronde.Group. Every rank adds it before the same step."""
         super().add_param_group(param_group)
-        if self._gradients is None:
+        if self._reducers is None:
             return
         try:
-            self._gradients.add(self.param_groups[-1], later=True)
+            self._reducers.add_param_group(self.param_groups[-1], added_later=True)
         except BaseException:
             del self.param_groups[-1]  # or it would train, uncombined
             raise
@@ -121,68 +396,68 @@ class Distributed(Optimizer):
     def reset(self) -> None:
         """After shutdown() and init(): go on in the new round. After the model was converted: agree on it anew. Every
         rank calls it."""
-        if self._gradients is not None:
-            self._gradients.reset()
+        if self._reducers is not None:
+            self._reducers.reset()
 
     def close(self) -> None:
         """Combine gradients no more, and give back what that takes. Idempotent."""
-        if self._gradients is not None:
-            self._gradients.close()
+        if self._reducers is not None:
+            self._reducers.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # as object's
         """Copies are optimizers of the class it had before."""
-        return _empty, (type(self).__mro__[2],), self.__getstate__()
+        return _new_instance, (type(self).__mro__[2],), self.__getstate__()
 
 
-def _empty(plain: type[Optimizer]) -> Optimizer:
+def _new_instance(plain: type[Optimizer]) -> Optimizer:
     """An optimizer that is about to get its state."""
     return plain.__new__(plain)
 
 
 @cache
-def _distributed(plain: Any) -> type[Optimizer]:  # a class
+def _distributed_class(plain: Any) -> type[Optimizer]:  # a class
     """A subclass of the same name."""
     return type(plain.__name__, (Distributed, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__})
 
 
-class _Before:
+class _StepPreHook:
     """Before step(): gradients are to be combined, also those that a closure makes."""
 
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
+    def __init__(self, reducers: OptimizerReducers) -> None:
+        self._reducers = reducers
 
     def __call__(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         """What step() is to be called with instead, when it was given a closure."""
-        self._gradients.check(optimizer.param_groups)
+        self._reducers.check_param_groups(optimizer.param_groups)
         if len(args) > 1 and args[1] is not None:
-            return (args[0], self._wrap(args[1]), *args[2:]), kwargs
+            return (args[0], self._wrap_closure(args[1]), *args[2:]), kwargs
         if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._wrap(kwargs["closure"])}
-        self._gradients.passes.synchronize()
+            return args, {**kwargs, "closure": self._wrap_closure(kwargs["closure"])}
+        self._reducers.training_step.synchronize()
         return None
 
-    def _wrap(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+    def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def combined() -> Any:  # whatever the closure returns
             loss = closure()
-            self._gradients.passes.synchronize()
-            return self._gradients.average_loss(loss)
+            self._reducers.training_step.synchronize()
+            return self._reducers.average_loss(loss)
 
         return combined
 
 
-class _After:
+class _StepPostHook:
     """After step(): gradients are used up."""
 
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
+    def __init__(self, reducers: OptimizerReducers) -> None:
+        self._reducers = reducers
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Tell those who count."""
-        self._gradients.passes.stepped()
+        self._reducers.training_step.step_done()
         if is_initialized():
             mark_step()
 
 
-leave_alone(_Before.__call__, _After.__call__)
+disable_dynamo(_StepPreHook.__call__, _StepPostHook.__call__)

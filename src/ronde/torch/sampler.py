@@ -19,9 +19,9 @@ from typing import Any, TypeVar
 
 import torch.utils.data
 
-from ronde.binding.shares import ENDS, Position, epoch_order, num_mine, share
-from ronde.comm.current import group_or_world
 from ronde.comm.group import Group
+from ronde.comm.world import resolve_group
+from ronde.training.sample_sharding import TAIL_POLICIES, SamplePosition, epoch_order, shard_indices, shard_size
 
 __all__ = ["ShardedSampler"]
 
@@ -50,14 +50,14 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         """Number of samples, of all ranks together."""
         if self.length < 0 or seed < 0:
             raise ValueError(f"the number of samples and seed must be 0 or more, got {self.length} and {seed}")
-        if ends not in ENDS:
-            raise ValueError(f"ends must be one of {', '.join(ENDS)}, got {ends!r}")
+        if ends not in TAIL_POLICIES:
+            raise ValueError(f"ends must be one of {', '.join(TAIL_POLICIES)}, got {ends!r}")
         self.shuffle = shuffle
         self.seed = seed
         self.ends = ends
         self._group = group
-        self._position = Position()
-        self._passed: Position | None = None  # from where the last pass went to its end
+        self._position = SamplePosition()
+        self._finished_from: SamplePosition | None = None  # from where the last pass went to its end
 
     @property
     def epoch(self) -> int:
@@ -73,23 +73,23 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. Nothing happens if it is under way, so that a resumed one goes on."""
         self._position = self._position.at_epoch(epoch)
-        self._passed = None
+        self._finished_from = None
 
     def __iter__(self) -> Iterator[int]:
         """My samples from the present position on. After a whole pass that nobody counted: those of the next epoch."""
-        if self._passed == self._position:
-            self._position = Position(self.epoch + 1)
+        if self._finished_from == self._position:
+            self._position = SamplePosition(self.epoch + 1)
         order = epoch_order(self.length, epoch=self.epoch, seed=self.seed, shuffle=self.shuffle)
-        rank, size = self._place()
-        return self._pass(share(order, self.consumed, rank, size, self.ends).tolist(), self._position)
+        rank, size = self._rank_and_size()
+        return self._one_epoch(shard_indices(order, self.consumed, rank, size, self.ends).tolist(), self._position)
 
-    def _pass(self, samples: list[int], start: Position) -> Iterator[int]:
+    def _one_epoch(self, samples: list[int], start: SamplePosition) -> Iterator[int]:
         yield from samples
-        self._passed = start
+        self._finished_from = start
 
     def __len__(self) -> int:
         """How many samples of this epoch are still mine."""
-        return num_mine(self.length - self.consumed, *self._place(), self.ends)
+        return shard_size(self.length - self.consumed, *self._rank_and_size(), self.ends)
 
     def track(self, loader: Iterable[Batch], *, batch_size: int | None = None) -> Iterator[Batch]:
         """The loader's batches; each counts as used when it is handed over. At the end the next epoch begins.
@@ -97,57 +97,59 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         batch_size is the loader's own unless given. Leave the loop early and a new track() goes on where it stopped.
         """
         self._check_source(loader)
-        size = self._place()[1]
+        size = self._rank_and_size()[1]
         start = self._position
-        self._passed = None  # what some ranks alone have looked through is no epoch
+        self._finished_from = None  # what some ranks alone have looked through is no epoch
         each = _batch_size(loader) if batch_size is None else batch_size
         for count, batch in enumerate(loader, start=1):
             self._position = start.after(count * each, size, self.length)
             yield batch
-        self._position = Position(start.epoch + 1)
+        self._position = SamplePosition(start.epoch + 1)
 
     def advance(self, num_each: int) -> None:
         """For loops that do not use track(): every rank has used so many samples more (or all that it had)."""
-        self._position = self._position.after(num_each, self._place()[1], self.length)
+        self._position = self._position.after(num_each, self._rank_and_size()[1], self.length)
 
     def state_dict(self) -> dict[str, Any]:
         """Where all ranks stand, and in which order; the same on every rank."""
-        return {**self._position.to_dict(), **self._order()}
+        return {**self._position.to_dict(), **self._order_settings()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there, with any number of ranks."""
-        position = Position(int(state["epoch"]), int(state["consumed"]))
-        wrong = [f"{key}={state[key]!r}, here {mine!r}" for key, mine in self._order().items() if state[key] != mine]
+        position = SamplePosition(int(state["epoch"]), int(state["consumed"]))
+        wrong = [
+            f"{key}={state[key]!r}, here {mine!r}" for key, mine in self._order_settings().items() if state[key] != mine
+        ]
         if wrong and position.consumed:
             raise ValueError(
                 f"cannot go on in the middle of epoch {position.epoch}: the saved order had {'; '.join(wrong)}; "
                 "make the sampler as it was, or set state['consumed'] to 0 to begin the epoch again"
             )
         self._position = position
-        self._passed = None
+        self._finished_from = None
 
     def _check_source(self, loader: object) -> None:
         """A forgotten `sampler=` would show every rank all of the data. What we do not know may well draw from us."""
         batches = getattr(loader, "batch_sampler", None)
         source = getattr(loader if batches is None else batches, "sampler", None)
-        if source is not self and isinstance(source, SOURCES):
+        if source is not self and isinstance(source, INDEPENDENT_SAMPLERS):
             raise ValueError(
                 f"track(): this loader draws from a {type(source).__name__}, not from this sampler; "
                 "make it with DataLoader(…, sampler=sampler)"
             )
 
-    def _order(self) -> dict[str, Any]:
+    def _order_settings(self) -> dict[str, Any]:
         return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         """My index and the number of members, as they are now: after a restart they may be others."""
-        group = group_or_world(self._group)
+        group = resolve_group(self._group)
         if group.rank is None:
             raise ValueError(f"this rank is not a member of {group!r}, among which the samples are shared out")
         return group.rank, group.size
 
 
-SOURCES = (
+INDEPENDENT_SAMPLERS = (
     ShardedSampler,
     torch.utils.data.SequentialSampler,
     torch.utils.data.RandomSampler,

@@ -1,26 +1,47 @@
 """Tensors as memory that the collectives read and write, and back. Used by everything here that sends a tensor.
 
 Tensors on the CPU are used where they are, without a copy; those on another device travel through a copy on the host.
+
+The collectives on tensors, without autograd: each is ronde's own, with tensors going in and coming out.
+
+Used by the public collectives, by their backward rules, and wherever numbers travel that have no gradient.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ronde.comm.buffers import Array, Bfloat16View
+from ronde.comm.group import Group
 from ronde.comm.work import Work
-from ronde.types import Deadline
+from ronde.types import Deadline, Op
 
-__all__ = ["CPU", "Given", "Landing", "TensorWork", "as_array", "as_tensor", "check_tensor", "over"]
+__all__ = [
+    "CPU",
+    "HostArray",
+    "OutputTensor",
+    "ReduceOptions",
+    "TensorWork",
+    "allgather_tensors",
+    "allreduce_tensor",
+    "allreduce_tensors",
+    "alltoall_tensor",
+    "as_host_array",
+    "as_tensor",
+    "broadcast_tensors",
+    "check_tensor",
+    "reduce_scatter_tensors",
+    "tensor_view",
+]
 
 CPU = torch.device("cpu")
-Given: TypeAlias = "Array | Bfloat16View"
+HostArray: TypeAlias = "Array | Bfloat16View"
 """What a collective of ronde takes and gives."""
 
 
@@ -39,7 +60,7 @@ def check_tensor(x: object, what: str) -> Tensor:
     return x
 
 
-def as_array(x: Tensor, what: str) -> Given:
+def as_host_array(x: Tensor, what: str) -> HostArray:
     """The tensor's memory when it is on the CPU, else a copy on the host."""
     host = check_tensor(x, what)
     # PyTorch's own operations let go of the interpreter's lock, and another thread may take it for long: none unasked.
@@ -48,7 +69,7 @@ def as_array(x: Tensor, what: str) -> Given:
     if not host.is_cpu:
         host = host.cpu()
     try:
-        return _memory(host)
+        return _host_memory(host)
     except (TypeError, RuntimeError) as error:
         if host.is_neg():
             copy: Array = host.resolve_neg().numpy()
@@ -57,14 +78,14 @@ def as_array(x: Tensor, what: str) -> Given:
         raise TypeError(f"{what}: numbers of type {x.dtype} cannot travel: {error}") from None
 
 
-def _memory(host: Tensor) -> Given:
+def _host_memory(host: Tensor) -> HostArray:
     if host.dtype is torch.bfloat16:
         return Bfloat16View(host.view(torch.int16).numpy())
     array: Array = host.numpy()
     return array
 
 
-def as_tensor(result: Given, device: torch.device) -> Tensor:
+def as_tensor(result: HostArray, device: torch.device) -> Tensor:
     """What a collective gave, as a tensor over the same memory (or moved to its device)."""
     if isinstance(result, Bfloat16View):
         tensor = torch.from_numpy(result.bits.view(np.int16)).view(torch.bfloat16)
@@ -73,25 +94,25 @@ def as_tensor(result: Given, device: torch.device) -> Tensor:
     return tensor if device.type == "cpu" else tensor.to(device)
 
 
-def over(memory: Array, dtype: str) -> Tensor:
+def tensor_view(memory: Array, dtype: str) -> Tensor:
     """The memory of a bucket or of a wire, which shows bfloat16 as bits, as a flat tensor of its dtype."""
     return as_tensor(Bfloat16View(memory) if dtype == "bfloat16" else memory, CPU)
 
 
-class Landing:
+class OutputTensor:
     """Where a result goes: the caller's `out`, or a new tensor on the device of what was given."""
 
     __slots__ = ("_device", "_out", "array")
 
-    def __init__(self, out: Tensor | None, x: Tensor, given: Given, what: str) -> None:
+    def __init__(self, out: Tensor | None, x: Tensor, given: HostArray, what: str) -> None:
         self._out = out
         self._device = x.device
-        self.array: Given | None = None
+        self.array: HostArray | None = None
         """To be passed as `out` of ronde's collective."""
         if out is not None:
-            self.array = given if out is x else as_array(out, f"{what}: out")
+            self.array = given if out is x else as_host_array(out, f"{what}: out")
 
-    def finish(self, result: Given) -> Tensor:
+    def finish(self, result: HostArray) -> Tensor:
         """The tensor for the caller, after the operation."""
         out = self._out
         if out is None:
@@ -123,7 +144,7 @@ class TensorWork:
     def wait(self, timeout_s: float | None = None) -> Any:  # a tensor, a list of them, or a pair
         """The result, or the error it ended in; any number of times, from any thread."""
         deadline = None if timeout_s is None else Deadline(timeout_s)
-        results = [work.wait(None if deadline is None else deadline.left_s) for work in self._works]
+        results = [work.wait(None if deadline is None else deadline.remaining_s) for work in self._works]
         with self._lock:
             if self._finish is not None:
                 self._result = self._finish(results)
@@ -149,3 +170,143 @@ class TensorWork:
     def __repr__(self) -> str:
         """For debugging."""
         return f"<TensorWork {self.name or 'unnamed'}: {'over' if self.done() else 'under way'}>"
+
+
+class ReduceOptions(NamedTuple):
+    """How numbers are combined: postscale * op(prescale * x)."""
+
+    op: str | Op = "sum"
+    prescale: float = 1.0
+    postscale: float = 1.0
+
+
+def allreduce_tensor(
+    group: Group, x: Tensor, out: Tensor | None, options: ReduceOptions, *, name: str | None, wait: bool
+) -> Any:  # a tensor, or its TensorWork
+    """The sum of one tensor: the most frequent case, the short way."""
+    given = as_host_array(x, "allreduce")
+    landing = OutputTensor(out, x, given, "allreduce")
+    op, prescale, postscale = options
+    outcome = group.allreduce(
+        given, op=op, out=landing.array, name=name, prescale=prescale, postscale=postscale, wait=wait
+    )
+    if wait:
+        return landing.finish(outcome)
+    return TensorWork([outcome], lambda results: landing.finish(results[0]), name)
+
+
+def allreduce_tensors(
+    group: Group,
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor | None],
+    options: ReduceOptions,
+    *,
+    name: str | None,
+    wait: bool,
+) -> Any:  # a list of tensors, or its TensorWork
+    """The sums of some tensors as a list. Those of one dtype travel as a unit; each dtype is a unit of its own."""
+    given = [as_host_array(x, "allreduce") for x in xs]
+    landings = [OutputTensor(out, x, array, "allreduce") for out, x, array in zip(outs, xs, given, strict=True)]
+    units = _indices_by_dtype(xs)
+    outcomes = []
+    for dtype, unit in units.items():
+        unit_outs = [landings[index].array for index in unit]
+        outcomes.append(
+            group.allreduce(
+                [given[index] for index in unit],
+                out=None if outs[unit[0]] is None else unit_outs,
+                name=f"{name}.{dtype}" if name and len(units) > 1 else name,
+                wait=wait,
+                **options._asdict(),
+            )
+        )
+
+    def finish(results: list[list[HostArray]]) -> list[Tensor]:
+        landed: dict[int, Tensor] = {}
+        for unit, result in zip(units.values(), results, strict=True):
+            landed.update((index, landings[index].finish(array)) for index, array in zip(unit, result, strict=True))
+        return [landed[index] for index in range(len(xs))]
+
+    return _result_or_work(outcomes, finish, name, wait)
+
+
+def _indices_by_dtype(xs: Sequence[Tensor]) -> dict[str, list[int]]:
+    """Which tensors have which dtype, in the order in which dtypes first appear."""
+    units: dict[str, list[int]] = {}
+    for index, x in enumerate(xs):
+        units.setdefault(str(x.dtype).removeprefix("torch."), []).append(index)
+    return units
+
+
+def allgather_tensors(group: Group, xs: Sequence[Tensor], *, name: str | None, wait: bool) -> Any:
+    """Everybody's rows of some tensors, as a list."""
+
+    def start(index: int, name: str | None) -> tuple[Any, Callable[[HostArray], Tensor]]:
+        device = xs[index].device
+        outcome = group.allgather(as_host_array(xs[index], "allgather"), name=name, wait=wait)
+        return outcome, lambda result: as_tensor(result, device)
+
+    return _start_each(len(xs), start, name, wait)
+
+
+def broadcast_tensors(
+    group: Group, xs: Sequence[Tensor], outs: Sequence[Tensor | None], root: int, *, name: str | None, wait: bool
+) -> Any:
+    """The root's tensors for everybody, as a list."""
+
+    def start(index: int, name: str | None) -> tuple[Any, Callable[[HostArray], Tensor]]:
+        given = as_host_array(xs[index], "broadcast")
+        landing = OutputTensor(outs[index], xs[index], given, "broadcast")
+        return group.broadcast(given, root=root, out=landing.array, name=name, wait=wait), landing.finish
+
+    return _start_each(len(xs), start, name, wait)
+
+
+def reduce_scatter_tensors(
+    group: Group, xs: Sequence[Tensor], options: ReduceOptions, *, name: str | None, wait: bool
+) -> Any:
+    """My rows of the sums of some tensors, as a list."""
+
+    def start(index: int, name: str | None) -> tuple[Any, Callable[[HostArray], Tensor]]:
+        device = xs[index].device
+        outcome = group.reduce_scatter(
+            as_host_array(xs[index], "reduce_scatter"), name=name, wait=wait, **options._asdict()
+        )
+        return outcome, lambda result: as_tensor(result, device)
+
+    return _start_each(len(xs), start, name, wait)
+
+
+def alltoall_tensor(group: Group, x: Tensor, splits: Any, *, name: str | None, wait: bool) -> Any:
+    """The rows that came, and how many from each member (int64)."""
+    if isinstance(splits, Tensor):
+        splits = splits.tolist()
+    outcome = group.alltoall(as_host_array(x, "alltoall"), splits=splits, name=name, wait=wait)
+    device = x.device
+
+    def finish(results: list[tuple[HostArray, Any]]) -> tuple[Tensor, Tensor]:
+        rows, received = results[0]
+        return as_tensor(rows, device), torch.from_numpy(received)
+
+    return _result_or_work([outcome], finish, name, wait)
+
+
+def _start_each(
+    count: int,
+    start: Callable[[int, str | None], tuple[Any, Callable[[HostArray], Tensor]]],
+    name: str | None,
+    wait: bool,
+) -> Any:
+    """One operation per tensor. start() gives what ronde returned, and what makes a tensor of its result."""
+    started = [start(index, f"{name}.{index}" if name and count > 1 else name) for index in range(count)]
+    finishes = [finish for _, finish in started]
+
+    def finish_all(results: list[HostArray]) -> list[Tensor]:
+        return [finish(result) for finish, result in zip(finishes, results, strict=True)]
+
+    return _result_or_work([outcome for outcome, _ in started], finish_all, name, wait)
+
+
+def _result_or_work(outcomes: list[Any], finish: Callable[[list[Any]], Any], name: str | None, wait: bool) -> Any:
+    """Results right away, or the handle of what is under way."""
+    return finish(outcomes) if wait else TensorWork(outcomes, finish, name)

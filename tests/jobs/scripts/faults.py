@@ -16,7 +16,7 @@ import numpy as np
 
 import ronde
 from ronde.comm.buffers import Array
-from ronde.comm.lane import Lane
+from ronde.comm.channel import Channel
 from tests.jobs.scripts.talk import Talk, until
 
 FEW, SOME, MANY = 3 << 10, 3 << 18, 1 << 26
@@ -93,7 +93,7 @@ class Rank:
             die(self._talk)
         callers = {name: Caller(operate, again=self._inside) for name, operate in self._operations()}
         if self._inside:
-            lane = self._group("allreduce").dispatch.lane
+            lane = self._group("allreduce").dispatch.ordered_channel
             rest = [caller for name, caller in callers.items() if name != "allreduce"]
             self._until(
                 lambda: missing(lane) == () and all(each.num_done for each in rest), "everybody inside", callers
@@ -102,7 +102,7 @@ class Rank:
             # The coordinator hears things in order: when this is over, it has heard of what was announced before.
             ronde.groups()[1].barrier(name="heard")
             for name in IN_ORDER:
-                lane = self._group(name).dispatch.lane
+                lane = self._group(name).dispatch.ordered_channel
                 self._until(functools.partial(self._misses_victim, lane), f"all but the victim in {name}", callers)
         self._talk.say("under way")
         if self._is_victim:
@@ -140,7 +140,7 @@ class Rank:
 
         until(check, what)
 
-    def _misses_victim(self, lane: Lane) -> bool:
+    def _misses_victim(self, lane: Channel) -> bool:
         return missing(lane) == (self._victim,)
 
 
@@ -155,9 +155,9 @@ def die(talk: Talk) -> NoReturn:
     raise ArithmeticError("the victim's own mistake")
 
 
-def missing(lane: Lane) -> tuple[int, ...] | None:
+def missing(lane: Channel) -> tuple[int, ...] | None:
     """Whom the operation under way waits for; None when there is none."""
-    looking = lane.look()
+    looking = lane.current_call()
     return None if looking is None else tuple(lane.members[index] for index in looking.missing)
 
 

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 import ronde
-from ronde.comm.current import current
+from ronde.comm.world import current_world
 from tests.jobs.scripts.talk import Talk
 
 
@@ -26,8 +26,8 @@ def main() -> None:
     with Talk() as talk:
         ronde.init()
         stop = talk.listen()
-        me = current().topology.members[talk.rank]
-        talk.say("doors", unix=[me.unix_door], tcp=list(me.tcp_doors))
+        me = current_world().topology.members[talk.rank]
+        talk.say("doors", unix=[me.unix_socket], tcp=list(me.tcp_addresses))
         num_steps = 1
         while not step(stop):
             num_steps += 1

@@ -69,9 +69,9 @@ def sparse_gradients_are_means_of_the_passes_of_each_rank() -> None:
 
 @on("2 ranks")
 def a_gradient_may_be_sparse_on_one_rank_and_dense_on_another() -> None:
-    real = adapter.is_elsewhere
+    real = adapter.is_on_device
     for elsewhere in (False, True):
-        adapter.is_elsewhere = lambda parameter: elsewhere  # noqa: B023  # the host plays the other device
+        adapter.is_on_device = lambda parameter: elsewhere  # noqa: B023  # the host plays the other device
         try:
             weight = nn.Parameter(torch.zeros(4, 2))
             optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
@@ -86,7 +86,7 @@ def a_gradient_may_be_sparse_on_one_rank_and_dense_on_another() -> None:
                 assert weight.grad.to_dense()[:, 0].tolist() == [1.0, 0.5, 0.5, 0.5]
             optimizer.close()
         finally:
-            adapter.is_elsewhere = real
+            adapter.is_on_device = real
 
 
 @on("2 ranks")
@@ -136,9 +136,9 @@ def gradients_may_be_set_by_hand() -> None:
 
 @on("2 ranks")
 def a_gradient_on_top_of_one_that_was_combined_is_told_for_any_parameter() -> None:
-    real = adapter.is_elsewhere
+    real = adapter.is_on_device
     for elsewhere, size, sparse in [(False, 2, False), (False, 200, False), (True, 200, False), (False, 200, True)]:
-        adapter.is_elsewhere = lambda parameter: elsewhere  # noqa: B023  # the host plays the other device
+        adapter.is_on_device = lambda parameter: elsewhere  # noqa: B023  # the host plays the other device
         try:
             table = nn.Embedding(200, size, sparse=sparse)  # small, and large enough for a hook of its own
             optimizer = DistributedOptimizer(sgd(table), op="sum")
@@ -153,7 +153,7 @@ def a_gradient_on_top_of_one_that_was_combined_is_told_for_any_parameter() -> No
                 optimizer.zero_grad()
             optimizer.close()
         finally:
-            adapter.is_elsewhere = real
+            adapter.is_on_device = real
 
 
 @on("2 ranks")

@@ -314,8 +314,8 @@ def a_backward_pass_may_run_in_another_thread() -> None:
 
 @on("2 ranks")
 def gradients_on_another_device_travel_through_the_host() -> None:
-    real = adapter.is_elsewhere
-    adapter.is_elsewhere = lambda parameter: True  # the host plays the other device
+    real = adapter.is_on_device
+    adapter.is_on_device = lambda parameter: True  # the host plays the other device
     try:
         model = perceptron()
         alone = twin(model)
@@ -329,7 +329,7 @@ def gradients_on_another_device_travel_through_the_host() -> None:
             assert_close(grads(model), grads(alone))
         optimizer.close()
     finally:
-        adapter.is_elsewhere = real
+        adapter.is_on_device = real
 
 
 @on("2 ranks")

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import ronde
-from ronde.comm.current import current
+from ronde.comm.world import current_world
 from ronde.torch import Distributed, DistributedOptimizer
 from tests.jobs.torch_checks.checks import (
     assert_close,
@@ -296,10 +296,10 @@ def without_its_optimizer_a_model_is_like_any_other() -> None:
 def steps_are_counted() -> None:
     model = perceptron()
     optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    before = current().recorder.steps
+    before = current_world().recorder.steps
     for step in range(3):
         x, y = batch(step)
         loss_of(model, mine(x), mine(y)).backward()
         optimizer.step()
-    assert current().recorder.steps == before + 3
+    assert current_world().recorder.steps == before + 3
     optimizer.close()

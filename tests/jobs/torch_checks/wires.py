@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import ronde
-from ronde.binding.adapter import Parameter
-from ronde.binding.buckets import GradientBucket
-from ronde.binding.codec import Wire
 from ronde.comm.buffers import Array
 from ronde.torch import DistributedOptimizer
+from ronde.training.adapter import ParameterInfo
+from ronde.training.buckets import GradientBucket
+from ronde.training.compression import WireArray
 from tests.jobs.torch_checks.checks import (
     assert_close,
     assert_same_on_all_ranks,
@@ -55,13 +55,13 @@ class Strongest:
 
     name = "strongest"
 
-    def open(self, bucket: GradientBucket, parameters: Sequence[Parameter]) -> Kept:
+    def open(self, bucket: GradientBucket, parameters: Sequence[ParameterInfo]) -> Kept:
         return Kept(bucket.count)
 
 
 class Kept:
     def __init__(self, count: int) -> None:
-        self.wires = (Wire(count, "float32"),)
+        self.wires = (WireArray(count, "float32"),)
         self._rest = np.zeros(count, np.float32)
 
     def encode(self, number: int, gradients: Array, wires: Sequence[Array]) -> None:

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ronde.binding.adapter import Parameter, State
-from ronde.binding.codec import Codec
-from ronde.binding.gradients import GradientSettings
-from ronde.binding.passes import Passes
-from ronde.binding.reducer import Reducer
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
+from ronde.training.adapter import GradientKind, ParameterInfo
+from ronde.training.compression import Codec
+from ronde.training.exchange import GradientSettings
+from ronde.training.reducer import Reducer
+from ronde.training.steps import TrainingStep
 
 ONE_EACH = GradientSettings(bucket_mb=1e-5)
 """Every gradient has a bucket of its own."""
@@ -34,84 +34,84 @@ def weights(*names: str) -> list[Weight]:
     return [Weight(name) for name in names]
 
 
-class Arrays:
+class ArrayAdapter:
     """The adapter. Gradients end as views of the buckets, as a library's would."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self.weights = list(weights)
-        self.collected: list[tuple[str, ...]] = []
-        self._living: list[Weight] = []
-        self._places: dict[int, Array] = {}
-        self._sums: dict[str, object] = {}
-        self.ready: Callable[[int], object] = lambda index: None
-        self.stray: Callable[[], object] = lambda: None
-        self.num_sparse_sums = 0
+        self.copied: list[tuple[str, ...]] = []
+        self._trained: list[Weight] = []
+        self._bucket_views: dict[int, Array] = {}
+        self._sparse_results: dict[str, object] = {}
+        self.on_ready: Callable[[int], object] = lambda index: None
+        self.on_new_parameter: Callable[[], object] = lambda: None
+        self.num_sparse_allreduces = 0
 
-    def describe(self) -> list[Parameter]:
-        self._living = [weight for weight in self.weights if weight.trains]
+    def describe_parameters(self) -> list[ParameterInfo]:
+        self._trained = [weight for weight in self.weights if weight.trains]
         return [
-            Parameter(each.name, (each.count,), each.dtype, each.count, sparse=isinstance(each.grad, dict))
-            for each in self._living
+            ParameterInfo(each.name, (each.count,), each.dtype, each.count, sparse=isinstance(each.grad, dict))
+            for each in self._trained
         ]
 
-    def changed(self) -> bool:
-        return [weight for weight in self.weights if weight.trains] != self._living
+    def parameters_changed(self) -> bool:
+        return [weight for weight in self.weights if weight.trains] != self._trained
 
-    def bind(self, memory: Mapping[int, Array], ready: Callable[[int], object]) -> None:
-        self._places = dict(memory)
-        self.ready = ready
-        self.stray = lambda: None
+    def bind_buckets(self, bucket_views: Mapping[int, Array], on_ready: Callable[[int], object]) -> None:
+        self._bucket_views = dict(bucket_views)
+        self.on_ready = on_ready
+        self.on_new_parameter = lambda: None
 
-    def watch(self, stray: Callable[[], object]) -> None:
-        self.stray = stray
+    def watch_new_parameters(self, on_gradient: Callable[[], object]) -> None:
+        self.on_new_parameter = on_gradient
 
-    def collect(self, indices: Sequence[int]) -> dict[int, State]:
+    def copy_to_buckets(self, indices: Sequence[int]) -> dict[int, GradientKind]:
         odd = {}
-        self.collected.append(tuple(self._living[index].name for index in indices))
+        self.copied.append(tuple(self._trained[index].name for index in indices))
         for index in indices:
-            grad, place = self._living[index].grad, self._places.get(index)
+            grad, place = self._trained[index].grad, self._bucket_views.get(index)
             if grad is None:
-                odd[index] = State.NONE
+                odd[index] = GradientKind.NONE
             if place is None or grad is place:
                 continue
             place[:] = 0
             if isinstance(grad, dict):
-                odd[index] = State.SPARSE
+                odd[index] = GradientKind.SPARSE
             elif grad is not None:
                 place[:] = grad
-                self._living[index].grad = place
+                self._trained[index].grad = place
         return odd
 
-    def deliver(self, indices: Sequence[int], absent: Sequence[int]) -> None:
+    def assign_results(self, indices: Sequence[int], absent: Sequence[int]) -> None:
         for index in absent:
-            self._living[index].grad = self._places[index]
+            self._trained[index].grad = self._bucket_views[index]
 
-    def kept(self, came: int | None) -> bool:
+    def still_has_result(self, ready_index: int | None) -> bool:
         return any(map(self._is_result, self.weights))
 
-    def given(self) -> bool:
+    def has_unreduced_gradient(self) -> bool:
         training = [weight for weight in self.weights if weight.trains]
         return any(weight.grad is not None and not self._is_result(weight) for weight in training)
 
     def _is_result(self, weight: Weight) -> bool:
-        places = {self._living[index].name: place for index, place in self._places.items()}
-        return weight.grad is not None and weight.grad is places.get(weight.name, self._sums.get(weight.name))
+        places = {self._trained[index].name: place for index, place in self._bucket_views.items()}
+        return weight.grad is not None and weight.grad is places.get(weight.name, self._sparse_results.get(weight.name))
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
         for index in indices:
-            self._places[index] *= factor
+            self._bucket_views[index] *= factor
 
-    def not_finite(self, indices: Sequence[int]) -> list[int]:
-        grads = {index: self._living[index].grad for index in indices}
+    def find_non_finite(self, indices: Sequence[int]) -> list[int]:
+        grads = {index: self._trained[index].grad for index in indices}
         numbers = {
-            index: list(grad.values()) if isinstance(grad, dict) else self._places.get(index, grad)
+            index: list(grad.values()) if isinstance(grad, dict) else self._bucket_views.get(index, grad)
             for index, grad in grads.items()
         }
         return [index for index, each in numbers.items() if each is not None and not np.isfinite(each).all()]
 
-    def sum_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
-        self.num_sparse_sums += 1
-        weight, place = self._living[index], self._places.get(index)
+    def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
+        self.num_sparse_allreduces += 1
+        weight, place = self._trained[index], self._bucket_views.get(index)
         rows = np.zeros(weight.count)
         if isinstance(weight.grad, dict):
             rows[list(weight.grad)] = list(weight.grad.values())
@@ -119,34 +119,34 @@ class Arrays:
             rows[:] = weight.grad
         rows = group.allreduce(rows * scales[0]) * scales[1]
         rows += 0.0 if place is None else place
-        weight.grad = self._sums[weight.name] = {int(row): float(rows[row]) for row in np.flatnonzero(rows)}
+        weight.grad = self._sparse_results[weight.name] = {int(row): float(rows[row]) for row in np.flatnonzero(rows)}
 
     def close(self) -> None:
-        self.ready = lambda index: None
-        self.stray = lambda: None
+        self.on_ready = lambda index: None
+        self.on_new_parameter = lambda: None
 
 
 @dataclass
-class Tape:
+class ArrayBackwardPass:
     """The backward pass: gradients come in the order given, then the callbacks."""
 
-    ends: list[Callable[[], None]] = field(default_factory=list)
-    going_on: list[Callable[[], None]] = field(default_factory=list)
-    inside: bool = False
+    end_callbacks: list[Callable[[], None]] = field(default_factory=list)
+    resume_callbacks: list[Callable[[], None]] = field(default_factory=list)
+    nested: bool = False
 
-    def at_end(self, callback: Callable[[], None]) -> None:
-        self.ends.append(callback)
+    def on_end(self, callback: Callable[[], None]) -> None:
+        self.end_callbacks.append(callback)
 
-    def nested(self, goes_on: Callable[[], None]) -> bool:
-        if self.inside:
-            self.going_on.append(goes_on)
-        return self.inside
+    def is_nested(self, on_resume: Callable[[], None]) -> bool:
+        if self.nested:
+            self.resume_callbacks.append(on_resume)
+        return self.nested
 
-    def run(self, arrays: Arrays, grads: Mapping[str, Array | dict[int, float]], *, inside: bool = False) -> None:
+    def run(self, arrays: ArrayAdapter, grads: Mapping[str, Array | dict[int, float]], *, nested: bool = False) -> None:
         """One pass: gradients are added to those that are there."""
-        self.inside = inside
-        while self.going_on and not inside:
-            self.going_on.pop()()
+        self.nested = nested
+        while self.resume_callbacks and not nested:
+            self.resume_callbacks.pop()()
         for name, grad in grads.items():
             weight = next(weight for weight in arrays.weights if weight.name == name)
             if isinstance(weight.grad, np.ndarray) and not isinstance(grad, dict):
@@ -155,18 +155,18 @@ class Tape:
                 weight.grad.update({row: weight.grad.get(row, 0.0) + value for row, value in grad.items()})
             else:
                 weight.grad = dict(grad) if isinstance(grad, dict) else np.array(grad, weight.dtype)
-            if weight in arrays._living:
-                arrays.ready(arrays._living.index(weight))
+            if weight in arrays._trained:
+                arrays.on_ready(arrays._trained.index(weight))
             else:
-                arrays.stray()
-        self.end()
+                arrays.on_new_parameter()
+        self.run_end_callbacks()
 
-    def end(self) -> None:
-        while self.ends:
-            self.ends.pop(0)()
+    def run_end_callbacks(self) -> None:
+        while self.end_callbacks:
+            self.end_callbacks.pop(0)()
 
 
-class Training:
+class ArrayTraining:
     """One reducer with all around it, on one rank."""
 
     def __init__(
@@ -179,43 +179,45 @@ class Training:
         codec: Codec | None = None,
         overlap: bool = True,
     ) -> None:
-        self.arrays = Arrays(weights)
-        self.tape = Tape()
+        self.adapter = ArrayAdapter(weights)
+        self.backward_pass = ArrayBackwardPass()
         self.num_changes = 0  # that somebody made to gradients outside of a pass
-        self.passes = Passes(self.tape, passes, mark=lambda: self.num_changes)
+        self.training_step = TrainingStep(self.backward_pass, passes, gradient_version=lambda: self.num_changes)
         settings = settings or GradientSettings()
-        self.reducer = Reducer(self.arrays, group, settings, begin=self.passes.begin, codec=codec, overlap=overlap)
-        self.passes.add(self.reducer)
+        self.reducer = Reducer(
+            self.adapter, group, settings, on_pass_started=self.training_step.pass_started, codec=codec, overlap=overlap
+        )
+        self.training_step.add_reducer(self.reducer)
 
     def backward(self, **grads: float | list[float] | dict[int, float]) -> None:
         """A pass in which these gradients come, in this order; a number fills all elements."""
-        self._run(grads, inside=False)
+        self._run(grads, nested=False)
 
-    def backward_inside(self, **grads: float) -> None:
+    def backward_nested(self, **grads: float) -> None:
         """The same as part of another pass, which goes on."""
-        self._run(grads, inside=True)
+        self._run(grads, nested=True)
 
-    def _run(self, grads: Mapping[str, float | list[float] | dict[int, float]], *, inside: bool) -> None:
-        by_name = {weight.name: weight for weight in self.arrays.weights}
-        self.tape.run(
-            self.arrays,
+    def _run(self, grads: Mapping[str, float | list[float] | dict[int, float]], *, nested: bool) -> None:
+        by_name = {weight.name: weight for weight in self.adapter.weights}
+        self.backward_pass.run(
+            self.adapter,
             {
                 name: grad
                 if isinstance(grad, dict)
                 else np.broadcast_to(np.array(grad, by_name[name].dtype), by_name[name].count)
                 for name, grad in grads.items()
             },
-            inside=inside,
+            nested=nested,
         )
 
     def clear(self) -> None:
-        for weight in self.arrays.weights:
+        for weight in self.adapter.weights:
             weight.grad = None
-        self.passes.cleared()
+        self.training_step.gradients_cleared()
 
     def grad(self, name: str) -> object:
         """What a gradient is now: the value of all elements, a list, a dictionary or None."""
-        grad = next(weight.grad for weight in self.arrays.weights if weight.name == name)
+        grad = next(weight.grad for weight in self.adapter.weights if weight.name == name)
         if isinstance(grad, np.ndarray):
             values = grad.tolist()
             return values[0] if len(set(values)) == 1 else values

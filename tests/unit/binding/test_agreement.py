@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.binding.agreement import agree, first_difference
 from ronde.comm.world import World
 from ronde.errors import Mismatch
+from ronde.training.agreement import check_equal, first_difference
 from tests.conformance.ranks import run_threads
 
 
@@ -18,9 +18,9 @@ def test_the_first_difference_says_who_has_what() -> None:
 
 def test_members_that_agree_go_on_and_others_all_get_the_error() -> None:
     def body(world: World) -> None:
-        agree(world.group, "test", ["a", "b"])
-        agree(world.group, "test", [])
+        check_equal(world.group, "test", ["a", "b"])
+        check_equal(world.group, "test", [])
         with pytest.raises(Mismatch, match=r"test: the ranks differ\. At place 0, rank 0: nothing; rank 1: x"):
-            agree(world.group, "test", ["x"] * world.rank)
+            check_equal(world.group, "test", ["x"] * world.rank)
 
     run_threads(2, body)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ronde.binding.check import ROW_BYTES, compare, find_difference, sum_of
 from ronde.comm.world import World
 from ronde.errors import OutOfSync
+from ronde.training.sync_check import ROW_BYTES, checksum, compare_checksums, find_difference
 from tests.conformance.ranks import run_threads
 
 SIZES = [0, 1, 7, 4096, ROW_BYTES, 2 * ROW_BYTES, 5 * ROW_BYTES + 13]
@@ -20,31 +20,31 @@ def some_bytes(size: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
 @pytest.mark.parametrize("size", SIZES)
 def test_equal_bytes_have_equal_sums_and_every_bit_counts(size: int) -> None:
     data = some_bytes(size)
-    expected = sum_of(data)
-    assert sum_of(data.copy()) == expected
+    expected = checksum(data)
+    assert checksum(data.copy()) == expected
     for place in np.linspace(0, size - 1, 40).astype(int) if size else []:
         changed = data.copy()
         changed[place] ^= 1
-        assert sum_of(changed) != expected, place
+        assert checksum(changed) != expected, place
 
 
 def test_the_order_counts_also_between_rows() -> None:
     data = some_bytes(4 * ROW_BYTES)
     swapped = np.concatenate([data[ROW_BYTES : 2 * ROW_BYTES], data[:ROW_BYTES], data[2 * ROW_BYTES :]])
-    assert sum_of(swapped) != sum_of(data)
-    assert sum_of(data[::-1].copy()) != sum_of(data)
+    assert checksum(swapped) != checksum(data)
+    assert checksum(data[::-1].copy()) != checksum(data)
 
 
 def test_the_majority_decides_who_is_odd() -> None:
     tables = {rank: [("a", 1), ("b", 9 if rank == 2 else 2), ("c", rank)] for rank in range(4)}
     found = find_difference(tables)
-    assert found is not None and (found.tensor, found.odd, found.num_different) == ("b", (2,), 2)
+    assert found is not None and (found.tensor, found.minority_ranks, found.num_different) == ("b", (2,), 2)
     assert str(found) == "'b': rank 2 differs from ranks 0, 1, 3, which agree (2 of 3 tensors differ)"
 
 
 def test_without_a_majority_nobody_is_odd() -> None:
     found = find_difference({0: [("a", 1)], 1: [("a", 2)]})
-    assert found is not None and found.odd == ()
+    assert found is not None and found.minority_ranks == ()
     assert str(found) == "'a': ranks 0, 1 differ, with no majority (1 of 1 tensors differ)"
     assert find_difference({0: [("a", 1)], 1: [("a", 1)]}) is None
 
@@ -52,12 +52,12 @@ def test_without_a_majority_nobody_is_odd() -> None:
 def test_every_member_gets_the_same_error() -> None:
     def body(world: World) -> str:
         sums = [("w", 5), ("b", 7 + (world.rank == 1))]
-        compare(world.group, sums[:1])
+        compare_checksums(world.group, sums[:1])
         with pytest.raises(OutOfSync) as caught:
-            compare(world.group, sums)
+            compare_checksums(world.group, sums)
         assert (caught.value.tensor, caught.value.ranks) == ("b", (1,))
         with pytest.raises(OutOfSync, match="At place 0, ranks 0, 2: w; rank 1: v"):
-            compare(world.group, [("v" if world.rank == 1 else "w", 5)])
+            compare_checksums(world.group, [("v" if world.rank == 1 else "w", 5)])
         return str(caught.value)
 
     said = run_threads(3, body)

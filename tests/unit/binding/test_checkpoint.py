@@ -9,25 +9,36 @@ from pathlib import Path
 
 import pytest
 
-from ronde.binding import checkpoint
-from ronde.binding.checkpoint import Label, clear, latest, save, saved, superfluous
-from ronde.binding.store import UNFINISHED, FolderStore, RemoteStore, Store, open_store
 from ronde.errors import CheckpointError
+from ronde.training import checkpoints as checkpoint
+from ronde.training.checkpoints import (
+    UNFINISHED_PREFIX,
+    CheckpointId,
+    CheckpointStorage,
+    FsspecStorage,
+    LocalStorage,
+    clear,
+    files_to_delete,
+    list_checkpoints,
+    open_latest,
+    open_storage,
+    save,
+)
 
 
 @pytest.fixture(params=["folder", "memory"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[CheckpointStorage]:
     if request.param == "folder":
-        yield open_store(tmp_path / "runs" / "7")
+        yield open_storage(tmp_path / "runs" / "7")
         return
     from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 
-    yield open_store(f"memory://{uuid.uuid4().hex}/runs/")
+    yield open_storage(f"memory://{uuid.uuid4().hex}/runs/")
     MemoryFileSystem.store.clear()
     MemoryFileSystem.pseudo_dirs[:] = [""]
 
 
-def put(store: Store, step: int, text: str = "", keep: int = 3) -> str:
+def put(store: CheckpointStorage, step: int, text: str = "", keep: int = 3) -> str:
     return save(store, step, lambda path: _write(path, text or f"contents of {step}"), keep=keep)
 
 
@@ -35,30 +46,30 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def found(store: Store, step: int | None = None) -> tuple[int, str] | None:
-    with latest(store, step) as newest:
-        return None if newest is None else (newest.step, newest.path.read_text())
+def found(store: CheckpointStorage, step: int | None = None) -> tuple[int, str] | None:
+    with open_latest(store, step) as newest:
+        return None if newest is None else (newest.step, newest.local_path.read_text())
 
 
-def steps(store: Store) -> list[int]:
-    return [label.step for label in saved(store.names())]
+def steps(store: CheckpointStorage) -> list[int]:
+    return [label.step for label in list_checkpoints(store.names())]
 
 
-def spoil(store: Store, name: str, text: str) -> None:
+def spoil(store: CheckpointStorage, name: str, text: str) -> None:
     store.write(name, lambda path: _write(path, text))
 
 
-def test_the_latest_is_found_and_the_last_few_are_kept(store: Store) -> None:
+def test_the_latest_is_found_and_the_last_few_are_kept(store: CheckpointStorage) -> None:
     assert found(store) is None
     for step in (5, 10, 15, 20):
-        assert put(store, step) == store.place(Label(step).data)
+        assert put(store, step) == store.path_of(CheckpointId(step).data_file)
     assert steps(store) == [10, 15, 20]
     assert len(store.names()) == 6
     assert found(store) == (20, "contents of 20")
     assert found(store, 10) == (10, "contents of 10")
 
 
-def test_saving_a_step_again_replaces_it(store: Store) -> None:
+def test_saving_a_step_again_replaces_it(store: CheckpointStorage) -> None:
     for text in ("first", "second", "third"):
         put(store, 5, text)
         assert found(store) == (5, text)
@@ -69,22 +80,22 @@ class Killed(BaseException):
     """What nothing survives."""
 
 
-class MortalStore:
+class MortalStorage:
     """A store whose process dies in the middle of its so-many-th change."""
 
-    def __init__(self, store: Store, num_changes: int) -> None:
-        self._store = store
+    def __init__(self, storage: CheckpointStorage, num_changes: int) -> None:
+        self._storage = storage
         self._left = num_changes
-        self.place, self.reading, self.names = store.place, store.reading, store.names
+        self.path_of, self.local_copy, self.names = storage.path_of, storage.local_copy, storage.names
 
     def write(self, name: str, fill: Callable[[Path], None]) -> None:
         """As far as half of the file, under its name: not every file system hides what it does not have whole."""
-        self._store.write(name, lambda path: self._live(path, fill))
+        self._storage.write(name, lambda path: self._live(path, fill))
         self._die_if_due()
 
     def remove(self, name: str) -> None:
         self._die_if_due()
-        self._store.remove(name)
+        self._storage.remove(name)
 
     def _live(self, path: Path, fill: Callable[[Path], None]) -> None:
         fill(path)
@@ -98,10 +109,12 @@ class MortalStore:
 
 
 @pytest.mark.parametrize("num_changes", [1, 2, 3, 4])
-def test_a_death_at_any_moment_of_saving_a_step_again_leaves_the_old_or_the_new(store: Store, num_changes: int) -> None:
+def test_a_death_at_any_moment_of_saving_a_step_again_leaves_the_old_or_the_new(
+    store: CheckpointStorage, num_changes: int
+) -> None:
     put(store, 5, "old", keep=1)
     with pytest.raises(Killed):
-        put(MortalStore(store, num_changes), 5, "new", keep=1)
+        put(MortalStorage(store, num_changes), 5, "new", keep=1)
     assert found(store) == (5, "old" if num_changes <= 2 else "new")
     put(store, 5, "newer", keep=1)
     assert found(store) == (5, "newer")
@@ -111,36 +124,36 @@ def test_a_death_at_any_moment_of_saving_a_step_again_leaves_the_old_or_the_new(
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        (Label(10).data, "contents", "is damaged: 8 bytes"),
-        (Label(10).data, "contents of 99", "is damaged: 14 bytes"),
-        (Label(10).manifest, '{"step": 10', "cannot read"),
-        (Label(10).manifest, '{"step":10,"num_bytes":1,"crc32":2,"format":99}', "has format 99"),
+        (CheckpointId(10).data_file, "contents", "is damaged: 8 bytes"),
+        (CheckpointId(10).data_file, "contents of 99", "is damaged: 14 bytes"),
+        (CheckpointId(10).manifest_file, '{"step": 10', "cannot read"),
+        (CheckpointId(10).manifest_file, '{"step":10,"num_bytes":1,"crc32":2,"format":99}', "has format 99"),
     ],
     ids=["short", "changed", "torn manifest", "of another version"],
 )
 def test_a_damaged_one_is_passed_over_with_a_warning_that_names_it(
-    store: Store, caplog: pytest.LogCaptureFixture, name: str, text: str, message: str
+    store: CheckpointStorage, caplog: pytest.LogCaptureFixture, name: str, text: str, message: str
 ) -> None:
     put(store, 5)
     put(store, 10)
     spoil(store, name, text)
     with caplog.at_level(logging.WARNING):
         assert found(store) == (5, "contents of 5")
-    assert message in caplog.text and store.place(Label(10).data) in caplog.text
+    assert message in caplog.text and store.path_of(CheckpointId(10).data_file) in caplog.text
     with pytest.raises(CheckpointError, match="step-000000000010"):
         found(store, 10)
     with pytest.raises(CheckpointError, match=r"no checkpoint of step 7 in .*; those there: 5, 10"):
         found(store, 7)
 
 
-def test_data_that_are_gone_count_as_damage(store: Store) -> None:
+def test_data_that_are_gone_count_as_damage(store: CheckpointStorage) -> None:
     put(store, 5)
-    store.remove(Label(5).data)
+    store.remove(CheckpointId(5).data_file)
     with pytest.raises(CheckpointError, match=r"no checkpoint can be used: cannot read .*step-000000000005"):
         found(store)
 
 
-def test_a_crash_while_writing_leaves_the_one_before(store: Store) -> None:
+def test_a_crash_while_writing_leaves_the_one_before(store: CheckpointStorage) -> None:
     put(store, 5)
 
     def crash(path: Path) -> None:
@@ -153,8 +166,12 @@ def test_a_crash_while_writing_leaves_the_one_before(store: Store) -> None:
     assert len(store.names()) == 2
 
 
-@pytest.mark.parametrize("left", [f"{UNFINISHED}{Label(10).data}", Label(10).data, Label(30).data])
-def test_what_a_killed_writer_left_does_not_count_and_is_removed_by_the_next(store: Store, left: str) -> None:
+@pytest.mark.parametrize(
+    "left", [f"{UNFINISHED_PREFIX}{CheckpointId(10).data_file}", CheckpointId(10).data_file, CheckpointId(30).data_file]
+)
+def test_what_a_killed_writer_left_does_not_count_and_is_removed_by_the_next(
+    store: CheckpointStorage, left: str
+) -> None:
     put(store, 5)
     spoil(store, left, "half of the con")
     assert found(store) == (5, "contents of 5")
@@ -164,7 +181,7 @@ def test_what_a_killed_writer_left_does_not_count_and_is_removed_by_the_next(sto
 
 
 def test_a_new_run_in_an_old_folder_removes_nothing_later_and_says_so(
-    store: Store, caplog: pytest.LogCaptureFixture
+    store: CheckpointStorage, caplog: pytest.LogCaptureFixture
 ) -> None:
     put(store, 900)
     for step in (1, 2, 3):
@@ -174,18 +191,24 @@ def test_a_new_run_in_an_old_folder_removes_nothing_later_and_says_so(
 
 
 def test_manifests_are_removed_before_their_data() -> None:
-    names = [name for step in (1, 2) for name in (Label(step).data, Label(step).manifest)]
-    assert superfluous([*names, "notes.txt"], keep=1, newest=2) == [Label(1).manifest, Label(1).data]
-    again = [Label(2, 1).data, Label(2, 1).manifest]
-    assert superfluous([*names, *again], keep=2, newest=2) == [Label(2).manifest, Label(2).data]
+    names = [name for step in (1, 2) for name in (CheckpointId(step).data_file, CheckpointId(step).manifest_file)]
+    assert files_to_delete([*names, "notes.txt"], keep=1, newest=2) == [
+        CheckpointId(1).manifest_file,
+        CheckpointId(1).data_file,
+    ]
+    again = [CheckpointId(2, 1).data_file, CheckpointId(2, 1).manifest_file]
+    assert files_to_delete([*names, *again], keep=2, newest=2) == [
+        CheckpointId(2).manifest_file,
+        CheckpointId(2).data_file,
+    ]
 
 
-def test_files_of_others_are_left_alone(store: Store) -> None:
+def test_files_of_others_are_left_alone(store: CheckpointStorage) -> None:
     spoil(store, "notes.txt", "mine")
     put(store, 5, keep=1)
     put(store, 6, keep=1)
-    assert store.names() == ["notes.txt", Label(6).data, Label(6).manifest]
-    spoil(store, f"{UNFINISHED}{Label(7, 2).data}", "half of the con")
+    assert store.names() == ["notes.txt", CheckpointId(6).data_file, CheckpointId(6).manifest_file]
+    spoil(store, f"{UNFINISHED_PREFIX}{CheckpointId(7, 2).data_file}", "half of the con")
     clear(store)
     assert store.names() == ["notes.txt"] and found(store) is None
 
@@ -193,11 +216,11 @@ def test_files_of_others_are_left_alone(store: Store) -> None:
 def test_a_path_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(CheckpointError, match=r"cannot write the checkpoint .*/file/run/step-000000000001.data"):
-        put(open_store(tmp_path / "file" / "run"), 1)
+        put(open_storage(tmp_path / "file" / "run"), 1)
 
 
 def test_a_file_system_may_raise_what_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
-    store = open_store("memory://denied")
+    store = open_storage("memory://denied")
 
     class Denied:
         def __getattr__(self, name: str) -> object:
@@ -212,23 +235,25 @@ def test_a_file_system_may_raise_what_it_likes(monkeypatch: pytest.MonkeyPatch) 
         clear(store)
 
 
-def test_an_old_one_that_cannot_be_removed_stops_nobody(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_one_that_cannot_be_removed_stops_nobody(
+    store: CheckpointStorage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     put(store, 1, keep=1)
 
     def refuse(names: list[str], keep: int, newest: int) -> list[str]:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(checkpoint, "superfluous", refuse)
+    monkeypatch.setattr(checkpoint, "files_to_delete", refuse)
     put(store, 2, keep=1)
     assert found(store) == (2, "contents of 2")
 
 
-def test_a_wrong_step_is_refused(store: Store) -> None:
+def test_a_wrong_step_is_refused(store: CheckpointStorage) -> None:
     with pytest.raises(ValueError, match="step must be"):
         put(store, -1)
 
 
 def test_paths_of_this_machine_need_no_fsspec() -> None:
-    assert isinstance(open_store("runs"), FolderStore)
-    assert isinstance(open_store("file:///runs"), FolderStore)
-    assert isinstance(open_store("memory://runs"), RemoteStore)
+    assert isinstance(open_storage("runs"), LocalStorage)
+    assert isinstance(open_storage("file:///runs"), LocalStorage)
+    assert isinstance(open_storage("memory://runs"), FsspecStorage)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from ronde.binding.gradients import GradientSettings
+from ronde.training.exchange import GradientSettings
 from ronde.types import Op
 
 
@@ -68,5 +68,5 @@ def test_names_of_no_parameter_are_refused() -> None:
 
 
 def test_equal_settings_are_equal_in_words() -> None:
-    assert GradientSettings(op="mean").in_words() == GradientSettings(op=Op.MEAN).in_words()
-    assert GradientSettings(bucket_mb=2).in_words()["bucket_mb"] == "2"
+    assert GradientSettings(op="mean").describe() == GradientSettings(op=Op.MEAN).describe()
+    assert GradientSettings(bucket_mb=2).describe()["bucket_mb"] == "2"

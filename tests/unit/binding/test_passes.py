@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.binding.gradients import GradientSettings
-from ronde.binding.passes import Passes
 from ronde.comm.world import World
+from ronde.training.exchange import GradientSettings
+from ronde.training.steps import TrainingStep
 from tests.conformance.ranks import run_threads
-from tests.unit.binding.arrays import ONE_EACH, Tape, Training, weights
+from tests.unit.binding.arrays import ONE_EACH, ArrayBackwardPass, ArrayTraining, weights
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
 @pytest.mark.parametrize("num_passes", [2, 3])
 def test_clearing_in_the_middle_of_a_step_begins_it_anew(names: str, num_passes: int) -> None:
     def body(world: World) -> list[object]:
-        training = Training(world.group, weights(*names), passes=num_passes)
+        training = ArrayTraining(world.group, weights(*names), passes=num_passes)
         seen = []
         for _ in range(3):
             training.backward(**dict.fromkeys(names, 100.0))  # as at the end of an epoch, and left out
@@ -23,9 +23,9 @@ def test_clearing_in_the_middle_of_a_step_begins_it_anew(names: str, num_passes:
             for _ in range(num_passes):
                 training.backward(**dict.fromkeys(names, 2.0 * world.rank))
             seen.append(training.grad("a"))
-            training.passes.stepped()
+            training.training_step.step_done()
             training.clear()
-        training.passes.close()
+        training.training_step.close()
         return seen
 
     assert run_threads(2, body) == [[1.0] * 3] * 2
@@ -37,16 +37,16 @@ def test_a_pass_of_which_all_gradients_came_inside_of_others_ends_with_the_outer
     settings: GradientSettings, num_passes: int
 ) -> None:
     def body(world: World) -> list[object]:
-        training = Training(world.group, weights("a", "b"), settings, passes=num_passes)
+        training = ArrayTraining(world.group, weights("a", "b"), settings, passes=num_passes)
         seen = []
         for _ in range(3):
             training.clear()
             for _ in range(num_passes):
-                training.backward_inside(b=4.0 * world.rank)
-                training.backward_inside(a=world.rank)
+                training.backward_nested(b=4.0 * world.rank)
+                training.backward_nested(a=world.rank)
                 training.backward()  # goes on, without a gradient of its own
             seen += [training.grad("a"), training.grad("b")]
-        training.passes.close()
+        training.training_step.close()
         return seen
 
     assert run_threads(2, body) == [[0.5, 2.0] * 3] * 2
@@ -54,7 +54,7 @@ def test_a_pass_of_which_all_gradients_came_inside_of_others_ends_with_the_outer
 
 def test_gradients_that_were_changed_before_a_step_that_ends_early_are_told() -> None:
     def body(world: World) -> None:
-        training = Training(world.group, weights("a"), passes=3)
+        training = ArrayTraining(world.group, weights("a"), passes=3)
         for early in (False, True):
             training.num_changes += 1  # before the passes it does not matter
             training.backward(a=1.0)
@@ -62,15 +62,15 @@ def test_gradients_that_were_changed_before_a_step_that_ends_early_are_told() ->
             if early:
                 training.num_changes += 1
                 with pytest.raises(ValueError, match=r"changed after 2 of the 3 .*optimizer\.synchronize\(\) before"):
-                    training.passes.synchronize()
+                    training.training_step.synchronize()
             else:
-                training.passes.synchronize()
+                training.training_step.synchronize()
                 training.num_changes += 1
-                training.passes.synchronize()  # as step() does
+                training.training_step.synchronize()  # as step() does
                 assert training.grad("a") == 1.75
-            training.passes.stepped()
+            training.training_step.step_done()
             training.clear()
-        training.passes.close()
+        training.training_step.close()
 
     run_threads(2, body)
 
@@ -78,17 +78,17 @@ def test_gradients_that_were_changed_before_a_step_that_ends_early_are_told() ->
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "2"])
 def test_the_number_of_passes_is_a_whole_number_from_1(given: int) -> None:
     with pytest.raises(ValueError, match=f"passes must be a whole number from 1, got {given!r}"):
-        Passes(Tape(), given)
+        TrainingStep(ArrayBackwardPass(), given)
 
 
 def test_the_number_of_passes_cannot_change_in_the_middle_of_a_step() -> None:
     def body(world: World) -> None:
-        training = Training(world.group, weights("a"), passes=2)
+        training = ArrayTraining(world.group, weights("a"), passes=2)
         training.backward(a=1.0)
         with pytest.raises(ValueError, match="cannot change in the middle of a step, after 1"):
-            training.passes.num_passes = 3
+            training.training_step.num_passes = 3
         training.clear()
-        training.passes.num_passes = 3
-        training.passes.close()
+        training.training_step.num_passes = 3
+        training.training_step.close()
 
     run_threads(1, body)

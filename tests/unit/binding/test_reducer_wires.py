@@ -7,14 +7,14 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from ronde.binding.adapter import Parameter
-from ronde.binding.buckets import GradientBucket
-from ronde.binding.codec import BFLOAT16, FLOAT16, Codec, Wire
-from ronde.binding.gradients import GradientSettings
 from ronde.comm.buffers import Array
 from ronde.comm.world import World
+from ronde.training.adapter import ParameterInfo
+from ronde.training.buckets import GradientBucket
+from ronde.training.compression import BFLOAT16, FLOAT16, Codec, WireArray
+from ronde.training.exchange import GradientSettings
 from tests.conformance.ranks import run_threads
-from tests.unit.binding.arrays import ONE_EACH, Training, Weight, weights
+from tests.unit.binding.arrays import ONE_EACH, ArrayTraining, Weight, weights
 
 
 @pytest.mark.parametrize("codec", [FLOAT16, BFLOAT16])
@@ -22,11 +22,11 @@ from tests.unit.binding.arrays import ONE_EACH, Training, Weight, weights
 def test_a_codec_stands_between_gradients_and_the_wire(codec: Codec, overlap: bool) -> None:
     def body(world: World) -> list[object]:
         given = [Weight("a"), Weight("b", dtype="float64")]
-        training = Training(world.group, given, ONE_EACH, codec=codec, overlap=overlap)
+        training = ArrayTraining(world.group, given, ONE_EACH, codec=codec, overlap=overlap)
         for _ in range(3):
             training.clear()
             training.backward(b=1.5, a=[1.0, 2.0, 3.0, world.rank])
-        training.passes.close()
+        training.training_step.close()
         return [training.grad("a"), training.grad("b")]
 
     assert run_threads(2, body) == [[[1.0, 2.0, 3.0, 0.5], 1.5]] * 2
@@ -37,13 +37,13 @@ class Halving:
 
     name = "halving"
 
-    def open(self, bucket: GradientBucket, parameters: Sequence[Parameter]) -> _Halving:
+    def open(self, bucket: GradientBucket, parameters: Sequence[ParameterInfo]) -> _Halving:
         return _Halving(bucket.count)
 
 
 class _Halving:
     def __init__(self, count: int) -> None:
-        self.wires = (Wire(1, "float32"), Wire(count, "float32"))
+        self.wires = (WireArray(1, "float32"), WireArray(count, "float32"))
         self._lost = np.zeros(count, np.float32)
 
     def encode(self, number: int, gradients: Array, wires: Sequence[Array]) -> None:
@@ -60,13 +60,13 @@ class _Halving:
 
 def test_a_codec_may_use_several_wires_and_remember_what_it_lost() -> None:
     def body(world: World) -> list[object]:
-        training = Training(world.group, weights("a", "b"), ONE_EACH, codec=Halving())
+        training = ArrayTraining(world.group, weights("a", "b"), ONE_EACH, codec=Halving())
         seen = []
         for _ in range(2):
             training.clear()
             training.backward(b=2.0 + world.rank, a=[4.0, 2.8, 0.0, 1.2])
             seen += [training.grad("a"), training.grad("b")]
-        training.passes.close()
+        training.training_step.close()
         return seen
 
     first, second = run_threads(2, body)
@@ -77,10 +77,10 @@ def test_a_codec_may_use_several_wires_and_remember_what_it_lost() -> None:
 
 def test_adasum_weighs_every_parameter_by_itself() -> None:
     def body(world: World) -> list[object]:
-        training = Training(world.group, weights("a", "b"), GradientSettings(op="adasum"))
+        training = ArrayTraining(world.group, weights("a", "b"), GradientSettings(op="adasum"))
         mine = [1.0, 0.0, 0.0, 0.0] if world.rank == 0 else [0.0, 2.0, 0.0, 0.0]
         training.backward(b=3.0, a=mine)
-        training.passes.close()
+        training.training_step.close()
         return [training.grad("a"), training.grad("b")]
 
     assert run_threads(2, body) == [[[1.0, 2.0, 0.0, 0.0], 3.0]] * 2

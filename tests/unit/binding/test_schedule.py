@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.binding.schedule import cosine, milestones, scaled_lr, warmup
+from ronde.training.learning_rate import cosine, milestones, scaled_lr, warmup
 
 
 def test_the_rate_grows_with_the_batch_by_the_rule_that_is_asked_for() -> None:

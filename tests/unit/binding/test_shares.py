@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ronde.binding.shares import ENDS, Position, epoch_order, num_mine, share
+from ronde.training.sample_sharding import TAIL_POLICIES, SamplePosition, epoch_order, shard_indices, shard_size
 
 NUMBERS = st.integers(0, 60)
 SIZES = st.integers(1, 7)
@@ -16,7 +16,7 @@ SIZES = st.integers(1, 7)
 
 def shares(length: int, consumed: int, size: int, ends: str) -> list[list[int]]:
     order = epoch_order(length, epoch=3, seed=1, shuffle=True)
-    return [share(order, consumed, rank, size, ends).tolist() for rank in range(size)]
+    return [shard_indices(order, consumed, rank, size, ends).tolist() for rank in range(size)]
 
 
 def test_an_order_depends_on_seed_and_epoch_alone_and_stays_what_it_was() -> None:
@@ -49,18 +49,18 @@ def test_pad_repeats_and_drop_leaves_out_fewer_than_there_are_ranks(length: int,
     assert set(chain(*dropped)) <= set(left) and 0 <= len(left) - sum(map(len, dropped)) < size
 
 
-@given(length=NUMBERS, size=SIZES, consumed=NUMBERS, ends=st.sampled_from(ENDS))
+@given(length=NUMBERS, size=SIZES, consumed=NUMBERS, ends=st.sampled_from(TAIL_POLICIES))
 def test_how_many_are_mine_is_known_without_looking(length: int, size: int, consumed: int, ends: str) -> None:
     consumed = min(consumed, length)
     found = [len(mine) for mine in shares(length, consumed, size, ends)]
-    assert found == [num_mine(length - consumed, rank, size, ends) for rank in range(size)]
+    assert found == [shard_size(length - consumed, rank, size, ends) for rank in range(size)]
 
 
 @given(length=NUMBERS, batch=st.integers(1, 5), plan=st.lists(st.tuples(SIZES, st.integers(0, 4)), max_size=4))
 def test_restarts_with_any_number_of_ranks_neither_lose_nor_repeat_a_sample(
     length: int, batch: int, plan: list[tuple[int, int]]
 ) -> None:
-    position, used = Position(epoch=3), list[int]()
+    position, used = SamplePosition(epoch=3), list[int]()
     for size, num_batches in [*plan, (2, 60)]:
         for mine in shares(length, position.consumed, size, "uneven"):
             used += mine[: num_batches * batch]
@@ -75,12 +75,12 @@ def test_a_global_batch_has_the_same_samples_for_any_number_of_ranks() -> None:
 
 
 def test_an_epoch_that_is_under_way_is_not_begun_again() -> None:
-    position = Position(2, 100)
+    position = SamplePosition(2, 100)
     assert position.at_epoch(2) is position
-    assert position.at_epoch(3) == Position(3, 0)
+    assert position.at_epoch(3) == SamplePosition(3, 0)
     assert position.to_dict() == {"epoch": 2, "consumed": 100}
 
 
-@pytest.mark.parametrize("ends", ENDS)
+@pytest.mark.parametrize("ends", TAIL_POLICIES)
 def test_no_data_is_no_problem(ends: str) -> None:
     assert shares(0, 0, 3, ends) == [[], [], []]

@@ -11,23 +11,28 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ronde.cli.commands import app
-from ronde.cli.doctor.diagnosis import diagnose
-from ronde.cli.doctor.report import HostReport, PairReport, Report
-from ronde.cli.doctor.survey import reason
-from ronde.cli.doctor.table import MOST_PAIRS, draw_report
+from ronde.cli.doctor.command import format_job_error
+from ronde.cli.doctor.link_speed import LinkSpeed
+from ronde.cli.doctor.problems import make_doctor_report
+from ronde.cli.doctor.report import MAX_PAIRS_SHOWN, DoctorReport, HostPairReport, HostReport, render_report
+from ronde.cli.doctor.system_info import (
+    ComponentStatus,
+    CpuInfo,
+    MemoryInfo,
+    ResourceLimits,
+    SharedMemoryInfo,
+    SystemInfo,
+)
 from ronde.errors import StartFailed
-from ronde.launch.checkup import Cores, Facts, Limits, Memory, SharedMemory
-from ronde.launch.components import Component
-from ronde.launch.speed import Speed
 
 MB, GB = 10**6, 10**9
 NATIVE, MPI, NCCL = (
-    Component("native", "usable", "1", "avx2 kernels"),
-    Component("mpi", "missing"),
-    Component("nccl", "missing"),
+    ComponentStatus("native", "usable", "1", "avx2 kernels"),
+    ComponentStatus("mpi", "missing"),
+    ComponentStatus("nccl", "missing"),
 )
-TORCH = Component("torch", "usable", "2.13.0")
-GOOD = Facts(
+TORCH = ComponentStatus("torch", "usable", "2.13.0")
+GOOD = SystemInfo(
     node="node7",
     ronde="0.1.0",
     python="3.12.1",
@@ -35,33 +40,33 @@ GOOD = Facts(
     system="Linux 6.1.0 x86_64",
     cpu="A CPU of some make with a long name and a number",
     libraries={"numpy": "2.1.0"},
-    cores=Cores(64, 8, 3.5),
-    memory=Memory(64 * GB, 32 * GB, 48 * GB),
-    shared_memory=SharedMemory(True, dev_shm_bytes=32 * GB),
-    limits=Limits(65536, None, 8 << 20),
+    cores=CpuInfo(64, 8, 3.5),
+    memory=MemoryInfo(64 * GB, 32 * GB, 48 * GB),
+    shared_memory=SharedMemoryInfo(True, dev_shm_bytes=32 * GB),
+    limits=ResourceLimits(65536, None, 8 << 20),
     backends=(NATIVE, MPI, NCCL),
-    frameworks=(TORCH, Component("jax", "missing", note="not installed")),
+    frameworks=(TORCH, ComponentStatus("jax", "missing", note="not installed")),
 )
-FAST = Speed(0.00005, 1.1 * GB, 1.2 * GB, 0.0001)
+FAST = LinkSpeed(0.00005, 1.1 * GB, 1.2 * GB, 0.0001)
 
 
 def host(name: str = "a", **changes: Any) -> HostReport:
     return HostReport(name, msgspec.structs.replace(GOOD, **changes))
 
 
-def pair(first: str = "a", second: str = "b", **changes: float) -> PairReport:
-    return PairReport(first, second, msgspec.structs.replace(FAST, **changes))
+def pair(first: str = "a", second: str = "b", **changes: float) -> HostPairReport:
+    return HostPairReport(first, second, msgspec.structs.replace(FAST, **changes))
 
 
-def shown(report: Report) -> str:
+def shown(report: DoctorReport) -> str:
     console = Console(file=io.StringIO(), width=80)
-    console.print(draw_report(report))
+    console.print(render_report(report))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
 
 def test_where_nothing_is_wrong_all_is_well() -> None:
-    report = diagnose([host("a"), host("b")], [pair(), pair("a", "a"), pair("b", "b")])
+    report = make_doctor_report([host("a"), host("b")], [pair(), pair("a", "a"), pair("b", "b")])
     assert report.healthy and report.problems == ()
     assert shown(report).rstrip().endswith("all is well")
 
@@ -72,21 +77,31 @@ LIMITS, SHARED = GOOD.limits, GOOD.shared_memory
 @pytest.mark.parametrize(
     ("changes", "severity", "check", "what"),
     [
-        ({"backends": (Component("native", "broken", note="no such file"), MPI)}, "broken", "native", "no such file"),
-        ({"shared_memory": SharedMemory(False, "not permitted")}, "broken", "shared", "not permitted"),
-        ({"backends": (Component("native", "usable", "1", "portable kernels"), MPI)}, "warning", "native", "AVX2"),
-        ({"backends": (NATIVE, Component("mpi", "broken", note="x"))}, "warning", "mpi", "x"),
-        ({"frameworks": (TORCH, Component("jax", "broken", note="libtpu"))}, "warning", "jax", "libtpu"),
-        ({"shared_memory": SharedMemory(True, dev_shm_bytes=64 * MB)}, "warning", "shared", "only 64 MB"),
-        ({"memory": Memory(GB, 100 * MB)}, "warning", "memory", "only 100 MB"),
-        ({"limits": Limits(256, None, None)}, "warning", "limits", "only 256 open files"),
-        ({"limits": Limits(None, 100, None)}, "warning", "limits", "only 100 processes"),
+        (
+            {"backends": (ComponentStatus("native", "broken", note="no such file"), MPI)},
+            "broken",
+            "native",
+            "no such file",
+        ),
+        ({"shared_memory": SharedMemoryInfo(False, "not permitted")}, "broken", "shared", "not permitted"),
+        (
+            {"backends": (ComponentStatus("native", "usable", "1", "portable kernels"), MPI)},
+            "warning",
+            "native",
+            "AVX2",
+        ),
+        ({"backends": (NATIVE, ComponentStatus("mpi", "broken", note="x"))}, "warning", "mpi", "x"),
+        ({"frameworks": (TORCH, ComponentStatus("jax", "broken", note="libtpu"))}, "warning", "jax", "libtpu"),
+        ({"shared_memory": SharedMemoryInfo(True, dev_shm_bytes=64 * MB)}, "warning", "shared", "only 64 MB"),
+        ({"memory": MemoryInfo(GB, 100 * MB)}, "warning", "memory", "only 100 MB"),
+        ({"limits": ResourceLimits(256, None, None)}, "warning", "limits", "only 256 open files"),
+        ({"limits": ResourceLimits(None, 100, None)}, "warning", "limits", "only 100 processes"),
     ],
 )
 def test_what_is_wrong_with_a_host_is_named_with_what_to_do(
     changes: dict[str, Any], severity: str, check: str, what: str
 ) -> None:
-    report = diagnose([host("a", **changes)], [])
+    report = make_doctor_report([host("a", **changes)], [])
     (problem,) = report.problems
     assert (problem.severity, problem.where, problem.check) == (severity, "a", check)
     assert what in problem.what and problem.advice
@@ -97,13 +112,13 @@ def test_what_is_wrong_with_a_host_is_named_with_what_to_do(
 
 
 def test_a_small_dev_shm_bothers_only_those_with_pytorch() -> None:
-    small = SharedMemory(True, dev_shm_bytes=64 * MB)
-    missing = (Component("torch", "missing"),)
-    assert diagnose([host(shared_memory=small, frameworks=missing)], []).problems == ()
+    small = SharedMemoryInfo(True, dev_shm_bytes=64 * MB)
+    missing = (ComponentStatus("torch", "missing"),)
+    assert make_doctor_report([host(shared_memory=small, frameworks=missing)], []).problems == ()
 
 
 def test_a_host_that_cannot_be_used_is_broken_and_the_others_are_still_shown() -> None:
-    report = diagnose([HostReport("a", trouble="its name is not known"), host("b")], [pair("b", "b")])
+    report = make_doctor_report([HostReport("a", trouble="its name is not known"), host("b")], [pair("b", "b")])
     assert not report.healthy
     assert report.problems[0].what == "its name is not known"
     text = shown(report)
@@ -112,47 +127,49 @@ def test_a_host_that_cannot_be_used_is_broken_and_the_others_are_still_shown() -
 
 
 def test_versions_that_differ_between_hosts_are_named() -> None:
-    other = (Component("torch", "usable", "2.1.0"),)
-    (problem,) = diagnose([host("a"), host("b", frameworks=other), host("c")], []).problems
+    other = (ComponentStatus("torch", "usable", "2.1.0"),)
+    (problem,) = make_doctor_report([host("a"), host("b", frameworks=other), host("c")], []).problems
     assert problem.what == "different versions: 2.13.0 on a, c; 2.1.0 on b"
 
 
 @pytest.mark.parametrize(
     ("found", "severity", "what"),
     [
-        (PairReport("a", "b", trouble="a cannot reach b"), "broken", "a cannot reach b"),
+        (HostPairReport("a", "b", trouble="a cannot reach b"), "broken", "a cannot reach b"),
         (pair(back_bytes_per_s=11e6), "warning", "only 11 MB/s"),
         (pair(round_trip_s=0.03), "warning", "30 ms"),
         (pair(clock_ahead_s=-7.5), "warning", "clocks differ by 7.5 s"),
     ],
 )
-def test_what_is_wrong_between_two_hosts_is_named(found: PairReport, severity: str, what: str) -> None:
-    report = diagnose([host("a"), host("b")], [found])
+def test_what_is_wrong_between_two_hosts_is_named(found: HostPairReport, severity: str, what: str) -> None:
+    report = make_doctor_report([host("a"), host("b")], [found])
     (problem,) = report.problems
     assert (problem.severity, problem.where) == (severity, "a, b") and what in problem.what
     assert what in shown(report)
 
 
 def test_ranks_of_one_host_are_not_judged_by_the_measure_of_a_network() -> None:
-    assert diagnose([host("a")], [pair("a", "a", bytes_per_s=1e6, round_trip_s=1.0)]).problems == ()
+    assert make_doctor_report([host("a")], [pair("a", "a", bytes_per_s=1e6, round_trip_s=1.0)]).problems == ()
 
 
 def test_a_pair_that_is_slower_than_most_is_told_from_them() -> None:
     pairs = [pair("a", "b"), pair("a", "c"), pair("b", "c", bytes_per_s=0.3 * GB)]
-    (problem,) = diagnose([], pairs).problems
+    (problem,) = make_doctor_report([], pairs).problems
     assert problem.where == "b, c" and "300 MB/s, where most have 1.1e+03" in problem.what
 
 
 def test_of_very_many_pairs_the_slowest_are_shown() -> None:
     pairs = [pair(f"h{index}", f"g{index}", bytes_per_s=(index + 1) * GB) for index in range(100)]
-    text = shown(diagnose([], pairs))
-    assert f"the slowest {MOST_PAIRS} of 100" in text
+    text = shown(make_doctor_report([], pairs))
+    assert f"the slowest {MAX_PAIRS_SHOWN} of 100" in text
     assert "h0 " in text and "h99" not in text
 
 
 def test_the_report_survives_as_json() -> None:
-    report = diagnose([host(), HostReport("b", trouble="no")], [pair(), PairReport("a", "b", trouble="no")])
-    assert msgspec.json.decode(msgspec.json.encode(report), type=Report) == report
+    report = make_doctor_report(
+        [host(), HostReport("b", trouble="no")], [pair(), HostPairReport("a", "b", trouble="no")]
+    )
+    assert msgspec.json.decode(msgspec.json.encode(report), type=DoctorReport) == report
 
 
 @pytest.mark.parametrize(
@@ -166,7 +183,7 @@ def test_the_report_survives_as_json() -> None:
     ],
 )  # fmt: skip
 def test_the_reason_of_a_failed_job_is_put_in_one_line(text: str, words: str) -> None:
-    assert reason(StartFailed(text), "b") == words
+    assert format_job_error(StartFailed(text), "b") == words
 
 
 @pytest.mark.parametrize(

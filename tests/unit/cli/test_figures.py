@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.cli.figures import format_number, format_size
+from ronde.text import format_bytes, format_number
 
 
 @pytest.mark.parametrize(
@@ -37,4 +37,4 @@ def test_a_number_has_three_digits_or_all_before_its_point(value: float, text: s
     ],
 )
 def test_a_size_has_the_unit_that_its_rounded_number_asks_for(num_bytes: int, text: str) -> None:
-    assert format_size(num_bytes) == text
+    assert format_bytes(num_bytes) == text

@@ -8,11 +8,21 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from ronde.cli.bench.crew import Crew, CrewFailed
-from ronde.cli.bench.measure import TRIAL_STEPS, Field, Kit, Lane, Pace, Record, gigabits, lanes_of
-from ronde.cli.bench.peers import GlooPeer, MpiPeer
-from ronde.cli.bench.processes import Started
-from ronde.cli.bench.shapes import parse_works
+from ronde.cli.bench.cases import parse_works
+from ronde.cli.bench.peers import GlooImplementation, MpiImplementation
+from ronde.cli.bench.runner import (
+    TRIAL_STEPS,
+    AllreduceCase,
+    AllreduceImplementation,
+    BenchmarkFailed,
+    BenchmarkProcesses,
+    BenchmarkResult,
+    BenchmarkRunner,
+    MeasurementBudget,
+    RankPool,
+    gigabits,
+    lanes_of,
+)
 from ronde.types import Deadline
 
 
@@ -27,10 +37,10 @@ class FakeCrew:
         self.fails_at = fails_at
         self.closed = False
 
-    def ask(self, doing: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # as Crew
+    def ask(self, doing: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # as RankPool
         story.append((self.name, command))
         if command["do"] == self.fails_at:
-            raise CrewFailed(f"{self.name}: rank 1 ended while {doing}")
+            raise BenchmarkFailed(f"{self.name}: rank 1 ended while {doing}")
         return [{"took_ns": [self.took_ns] * command["num"]} if command["do"] == "burst" else {}, {}]
 
     def close(self) -> None:
@@ -41,7 +51,7 @@ class Rondes:
     name = "ronde"
     many_paths = ("many", "many-25MB")
 
-    def start(self, directory: Path, size: int) -> Started:
+    def start(self, directory: Path, size: int) -> BenchmarkProcesses:
         raise NotImplementedError
 
 
@@ -53,15 +63,17 @@ def new_story() -> None:
     story.clear()
 
 
-def field_of(*crews: FakeCrew, repeats: int = 3) -> tuple[Field, list[str]]:
+def field_of(*crews: FakeCrew, repeats: int = 3) -> tuple[BenchmarkRunner, list[str]]:
     notes: list[str] = []
-    field = Field(Pace(repeats=repeats, seconds=repeats * 5e-6), notes.append, lambda doing: None)
-    field.crews.extend(cast("list[Crew]", crews))
+    field = BenchmarkRunner(
+        MeasurementBudget(repeats=repeats, seconds=repeats * 5e-6), notes.append, lambda doing: None
+    )
+    field.crews.extend(cast("list[RankPool]", crews))
     return field, notes
 
 
-def lanes(field: Field) -> list[Lane]:
-    return [Lane(crew, "array", (1024,)) for crew in field.crews]
+def lanes(field: BenchmarkRunner) -> list[AllreduceCase]:
+    return [AllreduceCase(crew, "array", (1024,)) for crew in field.crews]
 
 
 def test_all_take_turns_and_each_round_begins_with_another() -> None:
@@ -79,12 +91,12 @@ def test_a_burst_has_as_many_steps_as_fit_its_time() -> None:
 
 
 def test_a_burst_has_exactly_the_steps_that_were_asked_for() -> None:
-    assert [Pace(steps=2).num_steps(step_s) for step_s in (1e-9, 100.0)] == [2, 2]
+    assert [MeasurementBudget(steps=2).num_steps(step_s) for step_s in (1e-9, 100.0)] == [2, 2]
 
 
 def test_memory_is_released_once_per_crew_after_the_last_burst() -> None:
     field, _ = field_of(FakeCrew("ronde"))
-    field.race("allreduce", 4096, [Lane(field.crews[0], path, (1024,)) for path in ("array", "bucket")])
+    field.race("allreduce", 4096, [AllreduceCase(field.crews[0], path, (1024,)) for path in ("array", "bucket")])
     assert [command["do"] for _, command in story].count("release") == 1
     assert story[-1] == ("ronde", {"do": "release"})
 
@@ -100,14 +112,14 @@ def test_a_peer_that_fails_is_left_out_with_a_note_and_the_others_go_on() -> Non
 
 def test_when_ronde_fails_there_is_nothing_left_to_measure() -> None:
     field, _ = field_of(FakeCrew("ronde", fails_at="prepare"), FakeCrew("gloo"))
-    with pytest.raises(CrewFailed):
+    with pytest.raises(BenchmarkFailed):
         field.race("allreduce", 4096, lanes(field))
 
 
 def test_a_record_says_median_fastest_and_gigabits_per_second() -> None:
-    lane = Lane(cast("Crew", FakeCrew("ronde")), "array", (1024,), took_ns=[4000, 1000, 2000, 9000, 2000])
+    lane = AllreduceCase(cast("RankPool", FakeCrew("ronde")), "array", (1024,), took_ns=[4000, 1000, 2000, 9000, 2000])
     record = lane.record("allreduce", 4096)
-    assert record == Record("ronde", "allreduce", "array", 2, 4096, median_us=2.0, min_us=1.0, gbps=16.384)
+    assert record == BenchmarkResult("ronde", "allreduce", "array", 2, 4096, median_us=2.0, min_us=1.0, gbps=16.384)
     assert msgspec.json.decode(msgspec.json.encode(record)) == {
         "impl": "ronde",
         "op": "allreduce",
@@ -121,8 +133,8 @@ def test_a_record_says_median_fastest_and_gigabits_per_second() -> None:
 
 
 def test_times_of_repeated_operations_are_per_operation() -> None:
-    crew = cast("Crew", FakeCrew("ronde"))
-    lane = Lane(crew, "many", (1,), repeat=100, label="flight-100", took_ns=[500_000])
+    crew = cast("RankPool", FakeCrew("ronde"))
+    lane = AllreduceCase(crew, "many", (1,), repeat=100, label="flight-100", took_ns=[500_000])
     record = lane.record("negotiation", 4)
     assert (record.path, record.median_us) == ("flight-100", 5.0)
 
@@ -132,8 +144,12 @@ def test_a_gigabit_is_a_thousand_million_bits() -> None:
 
 
 def test_peers_have_one_way_for_one_array_and_ronde_those_asked_for() -> None:
-    kits: list[Kit] = [Rondes(), GlooPeer(), MpiPeer("mpich", "python", "mpiexec")]
-    crews = cast("list[Crew]", [FakeCrew(kit.name) for kit in kits])
+    kits: list[AllreduceImplementation] = [
+        Rondes(),
+        GlooImplementation(),
+        MpiImplementation("mpich", "python", "mpiexec"),
+    ]
+    crews = cast("list[RankPool]", [FakeCrew(kit.name) for kit in kits])
     one, many = parse_works("1M,many")
 
     def paths(work_index: int, *asked: str) -> list[str]:
@@ -148,7 +164,7 @@ def test_peers_have_one_way_for_one_array_and_ronde_those_asked_for() -> None:
 
 def test_the_bucket_path_of_many_arrays_has_few_large_ones() -> None:
     (many,) = parse_works("many")
-    (_, packed) = lanes_of([cast("Crew", FakeCrew("ronde"))], [Rondes()], many, ("many",))
+    (_, packed) = lanes_of([cast("RankPool", FakeCrew("ronde"))], [Rondes()], many, ("many",))
     assert len(packed.counts) == 5
     assert sum(packed.counts) == sum(many.counts)
 
@@ -158,4 +174,4 @@ def test_the_bucket_path_of_many_arrays_has_few_large_ones() -> None:
 )
 def test_a_pace_that_makes_no_sense_is_refused(wrong: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Pace(**wrong)
+        MeasurementBudget(**wrong)

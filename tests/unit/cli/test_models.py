@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ronde.cli.bench.models import MODELS, parse_models
+from ronde.cli.bench.cases import MODELS, parse_models
 
 torch = pytest.importorskip("torch")
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from ronde.cli.bench.peers import MpiPeer, find_peers
-from ronde.launch.components import MISSING_CODE
+from ronde.cli.bench.peers import MpiImplementation, find_peers
+from ronde.cli.doctor.system_info import MISSING_EXIT_CODE
 
 
 def fake_python(directory: Path, says: str, code: int = 0, *, mpiexec: bool = True) -> str:
@@ -29,7 +29,7 @@ def fake_python(directory: Path, says: str, code: int = 0, *, mpiexec: bool = Tr
 def bare(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """An own environment with neither PyTorch nor MPI."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(sys, "executable", fake_python(tmp_path / "own", "mpi4py finds nothing", MISSING_CODE))
+    monkeypatch.setattr(sys, "executable", fake_python(tmp_path / "own", "mpi4py finds nothing", MISSING_EXIT_CODE))
     monkeypatch.setattr(shutil, "which", lambda name: None)
 
 
@@ -73,7 +73,7 @@ def test_every_named_environment_is_a_peer_called_by_its_library(tmp_path: Path)
     again = fake_python(tmp_path / "c", "MPICH Version: 4.0")
     found = find_peers("mpi", [ompi, mpich, again])
     assert [peer.name for peer in found.peers] == ["openmpi", "mpich", "mpich-2"]
-    assert found.peers[0] == MpiPeer("openmpi", ompi, str(tmp_path / "a/mpiexec"))
+    assert found.peers[0] == MpiImplementation("openmpi", ompi, str(tmp_path / "a/mpiexec"))
     assert found.notes == []
 
 
@@ -87,7 +87,7 @@ def test_one_library_can_be_picked(tmp_path: Path) -> None:
 def test_a_path_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_python(tmp_path / "a", "Open MPI v5.0.11")
     monkeypatch.chdir(tmp_path)
-    assert find_peers("mpi", ["a/python"]).peers == [MpiPeer("openmpi", "a/python", "a/mpiexec")]
+    assert find_peers("mpi", ["a/python"]).peers == [MpiImplementation("openmpi", "a/python", "a/mpiexec")]
 
 
 @pytest.mark.usefixtures("bare")

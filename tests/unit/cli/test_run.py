@@ -14,10 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ronde.cli.commands import app
-from ronde.cli.run.command import run
-from ronde.cli.run.flags import parse_flags
-from ronde.launch.config import make_request
-from ronde.launch.options import options
+from ronde.cli.run import parse_arguments, run
+from ronde.launch.config import launch_options, make_launch_config
 
 
 @pytest.mark.parametrize(
@@ -38,7 +36,7 @@ from ronde.launch.options import options
 def test_flags_come_before_the_command_and_all_after_it_is_its_own(
     arguments: str, flags: dict[str, Any], command: list[str]
 ) -> None:
-    assert parse_flags(arguments.split()) == (flags, command)
+    assert parse_arguments(arguments.split()) == (flags, command)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +75,7 @@ def test_the_help_shows_every_flag_with_its_meaning(capsys: pytest.CaptureFixtur
         run(["--help"])
     assert caught.value.code == 0
     shown = " ".join(capsys.readouterr().out.split())
-    for option in options():
+    for option in launch_options():
         assert option.flag in shown
         assert option.help.split(".")[0] in shown or "-" in option.help  # a dash may be at the end of a line
 
@@ -113,7 +111,7 @@ HEAVY = ("numpy", "typer", "rich", "pydantic", "yaml", "cloudpickle", "ronde.cli
 
 @pytest.mark.parametrize("words", ["-np x", "-np 2 true"], ids=["refused", "run"])
 def test_starting_a_job_needs_nothing_heavy(words: str) -> None:
-    script = f"import sys; from ronde.cli.run.command import run; run({words.split()}); print(*sys.modules)"
+    script = f"import sys; from ronde.cli.run import run; run({words.split()}); print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=30, check=True)
     assert not set(HEAVY) & set(done.stdout.split())
 
@@ -125,18 +123,18 @@ def test_the_guide_shows_commands_that_are_understood() -> None:
     shown = [line.partition("#")[0] for line in GUIDE.splitlines() if line.startswith("ronde run ")]
     assert len(shown) >= 8
     for line in shown:
-        flags, command = parse_flags(shlex.split(line)[2:])
+        flags, command = parse_arguments(shlex.split(line)[2:])
         assert command or "config" in flags, line
 
 
 def test_the_file_in_the_guide_is_understood(tmp_path: Path) -> None:
     path = tmp_path / "job.yaml"
     path.write_text(GUIDE.partition("```yaml\n")[2].partition("```")[0])
-    job = make_request({"config": str(path)}, (), {"HTTPS_PROXY": "p"}).job
+    job = make_launch_config({"config": str(path)}, (), {"HTTPS_PROXY": "p"}).job
     assert (job.num_ranks, job.env, job.settings.stall_s) == (6, {"LEARNING_RATE": "0.1", "HTTPS_PROXY": "p"}, 60)
 
 
 def test_flags_that_the_guide_names_exist() -> None:
-    known = {option.flag for option in options()}
+    known = {option.flag for option in launch_options()}
     theirs = {"--epochs", "--help", "--nproc-per-node"}
     assert set(re.findall(r"(?<![\w-])--[a-z][a-z-]*", GUIDE)) - theirs <= known

@@ -6,7 +6,8 @@ from math import prod
 
 import pytest
 
-from ronde.cli.bench.shapes import BUCKET_BYTES, Work, buckets, format_bytes, parse_numbers, parse_works, resnet50
+from ronde.cli.bench.cases import BUCKET_BYTES, Workload, buckets, parse_numbers, parse_works, resnet50
+from ronde.text import format_exact_bytes
 
 
 def test_resnet50_has_as_many_parameters_as_the_real_one() -> None:
@@ -21,7 +22,7 @@ def test_resnet50_has_as_many_parameters_as_the_real_one() -> None:
 )
 def test_a_size_may_be_written_in_many_ways(text: str, num_bytes: int) -> None:
     (work,) = parse_works(text)
-    assert work == Work(format_bytes(num_bytes), (num_bytes // 4,))
+    assert work == Workload(format_exact_bytes(num_bytes), (num_bytes // 4,))
     assert work.num_bytes == num_bytes
     assert not work.is_many
 
@@ -61,4 +62,4 @@ def test_no_bucket_of_resnet50_is_over_the_limit_and_nothing_is_lost() -> None:
     ("num_bytes", "text"), [(4096, "4K"), (4100, "4100"), (1 << 20, "1M"), (3 << 30, "3G"), (0, "0")]
 )
 def test_a_size_is_shown_as_one_would_type_it(num_bytes: int, text: str) -> None:
-    assert format_bytes(num_bytes) == text
+    assert format_exact_bytes(num_bytes) == text

@@ -7,12 +7,15 @@ from io import StringIO
 import pytest
 from rich.console import Console, RenderableType
 
-from ronde.cli.bench.measure import Record
-from ronde.cli.bench.table import allreduce_table, best_peer, format_time, negotiation_table, ranks_table
+from ronde.cli.bench.runner import BenchmarkResult
+from ronde.cli.bench.table import allreduce_table, best_peer, negotiation_table, ranks_table
+from ronde.text import format_microseconds
 
 
-def record(impl: str, median_us: float, *, num_bytes: int = 1 << 20, ranks: int = 2, op: str = "allreduce") -> Record:
-    return Record(impl, op, "array", ranks, num_bytes, median_us, median_us / 2, 8.0)
+def record(
+    impl: str, median_us: float, *, num_bytes: int = 1 << 20, ranks: int = 2, op: str = "allreduce"
+) -> BenchmarkResult:
+    return BenchmarkResult(impl, op, "array", ranks, num_bytes, median_us, median_us / 2, 8.0)
 
 
 def text_of(table: RenderableType, width: int = 120) -> list[str]:
@@ -71,4 +74,4 @@ def test_ranks_shows_start_and_sizes_on_one_line() -> None:
 
 @pytest.mark.parametrize(("us", "text"), [(0.5, "0.5 µs"), (999.0, "999.0 µs"), (1500.0, "1.50 ms"), (2.5e6, "2.50 s")])
 def test_a_time_has_the_unit_one_would_say(us: float, text: str) -> None:
-    assert format_time(us) == text
+    assert format_microseconds(us) == text

@@ -7,11 +7,10 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from ronde.cli.bench.crew import Crew, CrewFailed
-from ronde.cli.bench.measure import Pace
-from ronde.cli.bench.models import MODELS
-from ronde.cli.bench.train import Burst, TrainLane, TrainRecord, best_ddp, compare, needed_bytes, no_room
-from ronde.cli.bench.train_kits import APART, TrainKit, TrainSettings
+from ronde.cli.bench.cases import MODELS
+from ronde.cli.bench.peers import APART, TrainingImplementation, TrainingSetup
+from ronde.cli.bench.runner import BenchmarkFailed, MeasurementBudget, RankPool
+from ronde.cli.bench.train import TimedRound, TrainingCase, TrainingResult, best_ddp, compare, needed_bytes, no_room
 from ronde.types import Deadline
 
 
@@ -22,7 +21,7 @@ class FakeCrew:
         self.digests = digests or (7, 7)
         self.story: list[dict[str, Any]] = []
 
-    def ask(self, doing: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # as Crew
+    def ask(self, doing: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # as RankPool
         self.story.append(command)
         match command["do"]:
             case "prepare":
@@ -37,13 +36,15 @@ def _times(num: int, ms: int) -> dict[str, list[int]]:
     return {"took_ns": [ms * 1_000_000] * num, "backward_ns": [ms * 500_000] * num}
 
 
-def lane_of(crew: FakeCrew, kit: TrainKit | None = None) -> TrainLane:
-    settings = TrainSettings(codec="float16")
-    return TrainLane(cast("Crew", crew), kit or TrainKit("ronde", "ronde", 2, settings), MODELS["mlp"], 64)
+def lane_of(crew: FakeCrew, kit: TrainingImplementation | None = None) -> TrainingCase:
+    settings = TrainingSetup(codec="float16")
+    return TrainingCase(
+        cast("RankPool", crew), kit or TrainingImplementation("ronde", "ronde", 2, settings), MODELS["mlp"], 64
+    )
 
 
-def record(impl: str, samples_per_s: float, step_us: float = 100.0, ranks: int = 2) -> TrainRecord:
-    return TrainRecord(
+def record(impl: str, samples_per_s: float, step_us: float = 100.0, ranks: int = 2) -> TrainingResult:
+    return TrainingResult(
         impl=impl,
         model="mlp",
         ranks=ranks,
@@ -67,7 +68,7 @@ FIELD = [
 
 
 def test_what_a_burst_yields_is_the_sum_of_what_each_rank_did_in_its_own_time() -> None:
-    burst = Burst(((500_000_000, 500_000_000), (250_000_000, 250_000_000)), ((), ()))
+    burst = TimedRound(((500_000_000, 500_000_000), (250_000_000, 250_000_000)), ((), ()))
     assert burst.samples_per_s(batch=10) == pytest.approx(10 * (2 + 4))
 
 
@@ -75,9 +76,9 @@ def test_a_lane_says_samples_per_second_times_and_memory() -> None:
     crew = FakeCrew()
     lane = lane_of(crew)
     lane.prepare()
-    lane.settle(Pace(steps=4))
-    lane.run(Pace())
-    lane.run(Pace())
+    lane.settle(MeasurementBudget(steps=4))
+    lane.run(MeasurementBudget())
+    lane.run(MeasurementBudget())
     lane.weigh()
     found = lane.record()
     assert [command["do"] for command in crew.story] == ["prepare", "burst", "burst", "burst", "weigh"]
@@ -88,9 +89,9 @@ def test_a_lane_says_samples_per_second_times_and_memory() -> None:
 
 
 def test_ranks_with_different_gradients_are_an_error_unless_they_do_not_communicate() -> None:
-    with pytest.raises(CrewFailed, match="ranks have different gradients of mlp"):
+    with pytest.raises(BenchmarkFailed, match="ranks have different gradients of mlp"):
         lane_of(FakeCrew(1, 2)).prepare()
-    lane_of(FakeCrew(1, 2), TrainKit(APART, APART, 2)).prepare()
+    lane_of(FakeCrew(1, 2), TrainingImplementation(APART, APART, 2)).prepare()
 
 
 def test_everybody_is_held_against_one_process_the_best_ddp_and_ronde() -> None:
@@ -116,15 +117,15 @@ def test_without_the_others_nothing_is_compared() -> None:
 def test_a_record_is_one_flat_json_object() -> None:
     found = msgspec.json.decode(msgspec.json.encode(record("ronde", 180)))
     assert found["op"] == "train"
-    assert set(found) == set(TrainRecord.__struct_fields__)
+    assert set(found) == set(TrainingResult.__struct_fields__)
 
 
 def test_more_ranks_and_larger_networks_need_more_memory() -> None:
-    two, four = TrainKit("ronde", "ronde", 2), TrainKit("ddp", "ddp", 4)
+    two, four = TrainingImplementation("ronde", "ronde", 2), TrainingImplementation("ddp", "ddp", 4)
     assert needed_bytes(MODELS["mlp"], [two, four]) == 3 * needed_bytes(MODELS["mlp"], [two])
     assert needed_bytes(MODELS["alexnet"], [two]) > 2 * 4 * 244_000_000
 
 
 def test_a_network_for_which_there_is_no_room_is_not_started() -> None:
-    assert "GiB of memory" in no_room(MODELS["alexnet"], [TrainKit("ronde", "ronde", 10_000)])
+    assert "GiB of memory" in no_room(MODELS["alexnet"], [TrainingImplementation("ronde", "ronde", 10_000)])
     assert no_room(MODELS["mlp"], []) == ""

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from ronde.cli.bench.train_kits import TrainSettings, find_kits, parse_codec
+from ronde.cli.bench.peers import TrainingSetup, find_kits, parse_codec
 from ronde.errors import RondeError
 
 
@@ -39,7 +39,7 @@ def test_ddp_takes_part_as_it_comes_and_at_its_best() -> None:
         "ddp-view-100MB",
     ]
     assert [kit.size for kit in found.kits] == [1, *[4] * 8]
-    assert found.kits[-2].settings == TrainSettings(view=True, bucket_mb=10)
+    assert found.kits[-2].settings == TrainingSetup(view=True, bucket_mb=10)
     assert found.notes == ()
 
 

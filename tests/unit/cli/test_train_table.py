@@ -5,8 +5,8 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from ronde.cli.bench.table import train_tables
 from ronde.cli.bench.train import compare
-from ronde.cli.bench.train_table import train_tables
 from tests.unit.cli.test_table import line_with, text_of
 from tests.unit.cli.test_train import FIELD
 

@@ -14,11 +14,9 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from ronde.cli import stack, top
-from ronde.cli.overview import draw_overview
-from ronde.cli.stack import stacks_text
-from ronde.cli.top import watch
-from ronde.launch.endpoint import Endpoint, find_job
-from ronde.launch.status import JobStatus, RankStatus
+from ronde.cli.stack import format_stacks
+from ronde.cli.top import render_status_table, watch_job
+from ronde.launch.driver.monitor import JobStatus, MonitorServer, RankStatus, find_job
 from ronde.observe.stacks import RankStack
 
 
@@ -33,7 +31,7 @@ def status_of(*ranks: RankStatus, slowest: int | None = None) -> JobStatus:
 
 def drawn(status: JobStatus, *, max_rows: int = 1000, width: int = 150) -> str:
     console = Console(file=io.StringIO(), width=width)
-    console.print(draw_overview(status, max_rows=max_rows, width=width))
+    console.print(render_status_table(status, max_rows=max_rows, width=width))
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -122,21 +120,21 @@ def test_names_cannot_break_the_table() -> None:
 )
 def test_what_is_known_of_several_ranks_is_said_of_several(why: str, of_two: str) -> None:
     one, two = (RankStack(rank=rank, why=why) for rank in range(2))
-    assert stacks_text((one,)) == f"rank 0 {why}"
-    assert stacks_text((one, two)) == f"ranks 0, 1 {of_two}"
+    assert format_stacks((one,)) == f"rank 0 {why}"
+    assert format_stacks((one, two)) == f"ranks 0, 1 {of_two}"
 
 
 def test_a_rank_whose_process_has_ended_has_ended() -> None:
     one, two = (RankStack(rank=rank, why="its process has ended: exited with code 0") for rank in range(2))
-    assert stacks_text((one,)) == "rank 0 has ended: exited with code 0"
-    assert stacks_text((one, two)) == "ranks 0, 1 have ended: exited with code 0"
+    assert format_stacks((one,)) == "rank 0 has ended: exited with code 0"
+    assert format_stacks((one, two)) == "ranks 0, 1 have ended: exited with code 0"
 
 
 def test_equal_stacks_are_printed_once() -> None:
     same = [RankStack(rank=rank, line="train.py:5 in step: x()", stack="main thread:\n  here\n") for rank in range(7)]
     other = RankStack(rank=7, host="b", pid=9, line="train.py:9 in load: y()", stack="main thread:\n  there\n")
     silent = RankStack(rank=8, host="b", pid=10, why="does not answer; its process is stopped")
-    assert stacks_text((*same, other, silent)) == (
+    assert format_stacks((*same, other, silent)) == (
         "ranks 0-6: train.py:5 in step: x()\n  main thread:\n    here\n\n"
         "rank 7 on b, pid 9: train.py:9 in load: y()\n  main thread:\n    there\n\n"
         "rank 8 on b, pid 10 does not answer; its process is stopped"
@@ -147,38 +145,38 @@ def test_equal_stacks_are_printed_once() -> None:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Endpoint]:
+def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[MonitorServer]:
     with tempfile.TemporaryDirectory(prefix="ronde") as folder:
         monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
         stacks = (RankStack(rank=0, line="train.py:5"),)
-        with Endpoint("demo", lambda: status_of(running(0)), lambda limit_s: stacks) as endpoint:
+        with MonitorServer("demo", lambda: status_of(running(0)), lambda limit_s: stacks) as endpoint:
             yield endpoint
 
 
-def test_top_prints_a_table_once_where_there_is_no_terminal(job: Endpoint) -> None:
+def test_top_prints_a_table_once_where_there_is_no_terminal(job: MonitorServer) -> None:
     for arguments in ([], ["demo"], ["demo", "--once"]):
         result = CliRunner().invoke(top.app, arguments)
         assert result.exit_code == 0 and result.output.startswith("job demo: 1 ranks")
 
 
-def test_top_prints_json_for_programs(job: Endpoint) -> None:
+def test_top_prints_json_for_programs(job: MonitorServer) -> None:
     result = CliRunner().invoke(top.app, ["--json"])
     assert json.loads(result.output)["ranks"][0]["computing"] == 0.5
 
 
-def test_stack_prints_stacks(job: Endpoint) -> None:
+def test_stack_prints_stacks(job: MonitorServer) -> None:
     assert CliRunner().invoke(stack.app, ["demo"]).output == "rank 0: train.py:5\n"
     assert json.loads(CliRunner().invoke(stack.app, ["--json"]).output)["ranks"][0]["line"] == "train.py:5"
 
 
 @pytest.mark.parametrize("command", [top.app, stack.app])
-def test_a_job_that_is_not_running_is_told_with_those_that_are(job: Endpoint, command: object) -> None:
+def test_a_job_that_is_not_running_is_told_with_those_that_are(job: MonitorServer, command: object) -> None:
     result = CliRunner().invoke(command, ["nope"])  # type: ignore[arg-type]
     assert result.exit_code == 2
     assert "no job named 'nope' is running" in result.stderr and "running: demo" in result.stderr
 
 
-def test_top_ends_when_the_job_ends(job: Endpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_top_ends_when_the_job_ends(job: MonitorServer, monkeypatch: pytest.MonkeyPatch) -> None:
     naps: list[float] = []
 
     def nap(seconds: float) -> None:
@@ -189,7 +187,7 @@ def test_top_ends_when_the_job_ends(job: Endpoint, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(top.time, "sleep", nap)  # type: ignore[attr-defined]
     console = Console(file=io.StringIO(), force_terminal=True, width=100, height=24)
     found = find_job("demo", Path(os.environ["XDG_RUNTIME_DIR"]) / "ronde")
-    watch(found, status_of(running(0)), console)
+    watch_job(found, status_of(running(0)), console)
     assert isinstance(console.file, io.StringIO)
     assert "job demo has ended" in console.file.getvalue()
     assert len(naps) == 3

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 import pytest
 
-from ronde.comm.place import find_place
+from ronde.comm.joining import join_round
 from ronde.comm.world import World
 from ronde.settings import Settings
 from tests.unit.comm.scripted_control import Stage
@@ -30,6 +30,6 @@ def job() -> Iterator[Job]:
 @pytest.fixture
 def alone() -> Iterator[World]:
     """A world of one rank."""
-    world = World(find_place(Settings(), (), 0))
+    world = World(join_round(Settings(), (), 0))
     yield world
     world.close()

@@ -9,20 +9,18 @@ from typing import TypeVar
 
 import numpy as np
 
-from ronde.comm.engine import Engine
-from ronde.comm.lane import Lane
-from ronde.comm.named import Named
-from ronde.comm.operations import ReduceOne
-from ronde.comm.presence import Presence
-from ronde.comm.signature import Forms, Options
-from ronde.comm.threads.backend import Hub, ThreadsBackend
-from ronde.comm.work import NamedWork
+from ronde.comm.call import CallOptions, SignatureCache
+from ronde.comm.channel import Channel
+from ronde.comm.control_thread import ControlThread
+from ronde.comm.named_operations import NamedOperations, NamedWork, OpenChannels
+from ronde.comm.operations import SingleArrayAllreduceOperation
+from ronde.comm.threads.backend import ThreadsBackend, ThreadsHub
 from ronde.net.messages import (
-    FromCoordinator,
-    FromWorker,
+    CoordinatorMessage,
+    WorkerMessage,
 )
 from ronde.observe.recorder import Recorder
-from ronde.types import DType, Kind
+from ronde.types import DType, OperationKind
 from tests.unit.comm.scripted_channel import ScriptedChannel
 
 M = TypeVar("M")
@@ -32,14 +30,14 @@ class ScriptedControl:
     """The coordinator is the test: it says things and waits for what the engine says."""
 
     def __init__(self) -> None:
-        self.said: list[FromWorker] = []
+        self.said: list[WorkerMessage] = []
         self.num_wakes = 0
         self.hung_up = False
-        self._inbox: deque[FromCoordinator] = deque()
+        self._inbox: deque[CoordinatorMessage] = deque()
         self._changed = threading.Condition()
         self._woken = False
 
-    def tell(self, *messages: FromCoordinator) -> None:
+    def tell(self, *messages: CoordinatorMessage) -> None:
         with self._changed:
             self._inbox.extend(messages)
             self._changed.notify_all()
@@ -64,12 +62,12 @@ class ScriptedControl:
 
     # --- the engine's side -----------------------------------------------------------------------------------------
 
-    def send(self, message: FromWorker) -> None:
+    def send(self, message: WorkerMessage) -> None:
         with self._changed:
             self.said.append(message)
             self._changed.notify_all()
 
-    def poll(self, timeout_s: float) -> list[FromCoordinator]:
+    def poll(self, timeout_s: float) -> list[CoordinatorMessage]:
         with self._changed:
             self._changed.wait_for(lambda: self._inbox or self._woken or self.hung_up, timeout_s)
             self._woken = False
@@ -83,7 +81,7 @@ class ScriptedControl:
     def readable(self) -> set[int]:
         return {7} if self.hung_up else set()
 
-    def wake(self) -> None:
+    def notify(self) -> None:
         with self._changed:
             self.num_wakes += 1
             self._woken = True
@@ -99,32 +97,32 @@ class Stage:
     def __init__(self, coordinator_rank: int = -1, *, watched: bool = False) -> None:
         self.control = ScriptedControl()
         self.recorder = Recorder(0)
-        self.presence = Presence(0, 3, ThreadsBackend(Hub()))
-        self.engine = Engine(
+        self.presence = OpenChannels(0, 3, ThreadsBackend(ThreadsHub()))
+        self.engine = ControlThread(
             self.control,
             self.presence,
             self.recorder,
-            lifeline=7,
+            liveness_fd=7,
             coordinator_rank=coordinator_rank,
-            watched=watched,
+            report_activity=watched,
         )
         self.channel = ScriptedChannel(members=(0, 1, 2))
-        lane = Lane(self.channel, 0, self.recorder, 10.0)
-        self.presence.adopt(lane)
-        self.named = Named(0, lane, Forms(), self.engine.board)
-        self.presence.add_named(self.named)
-        self.forms = Forms()
+        lane = Channel(self.channel, 0, self.recorder, 10.0)
+        self.presence.add(lane)
+        self.named = NamedOperations(0, lane, SignatureCache(), self.engine.waits)
+        self.presence.add_named_operations(self.named)
+        self.forms = SignatureCache()
         self.engine.start()
 
     def announce(self, name: str, count: int = 3) -> NamedWork:
-        form = self.forms.find(Kind.ALLREDUCE, DType.FLOAT32, ((count,),), Options())
+        form = self.forms.find(OperationKind.ALLREDUCE, DType.FLOAT32, ((count,),), CallOptions())
         x = np.ones(count, np.float32)
-        work = NamedWork(ReduceOne(form, x, x), 0, name, self.engine.board, 10.0)
+        work = NamedWork(SingleArrayAllreduceOperation(form, x, x), 0, name, self.engine.waits, 10.0)
         self.engine.announce(self.named, work)
         return work
 
     def finish(self, *works: NamedWork) -> None:
-        for ticket in self.channel.tickets:
+        for ticket in self.channel.running_calls:
             ticket.end()
         for work in works:
             work.wait()

@@ -6,69 +6,69 @@ import os
 from contextlib import ExitStack
 from typing import TypeVar
 
-from ronde.comm.coordination.coordinator import Coordinator
-from ronde.comm.coordination.greeting import call_coordinator
+from ronde.comm.joining import connect_to_coordinator
+from ronde.coordinator.server import CoordinatorServer
 from ronde.net.addresses import host_identity
 from ronde.net.control import ControlClient
-from ronde.net.keys import JobKey, new_key
+from ronde.net.keys import JobKey, new_job_key
 from ronde.net.messages import (
     VERSION,
-    Announce,
-    Beat,
-    BeatBack,
-    Bye,
-    FromCoordinator,
-    FromWorker,
-    Join,
-    Leave,
-    Request,
-    Welcome,
+    AnnounceOperations,
+    CoordinatorMessage,
+    JoinRound,
+    LeaveConfirmed,
+    LeaveRound,
+    OperationRequest,
+    RankHeartbeat,
+    RankHeartbeatReply,
+    RoundStarted,
+    WorkerMessage,
 )
 from ronde.observe.stacks import pid_namespace
 from ronde.settings import Settings
-from ronde.types import Deadline, DType, Kind, Member
+from ronde.types import Deadline, DType, Member, OperationKind
 
-KEY = JobKey(new_key())
+KEY = JobKey(new_job_key())
 PATIENCE_S = 20.0
 
-T = TypeVar("T", bound=FromCoordinator)
+T = TypeVar("T", bound=CoordinatorMessage)
 
 
 class Rank:
     """One rank, worked by hand: what it hears is kept until the test asks for it."""
 
-    def __init__(self, coordinator: Coordinator, rank: int, *, round: int = 0) -> None:
+    def __init__(self, coordinator: CoordinatorServer, rank: int, *, round: int = 0) -> None:
         self.rank = rank
         deadline = Deadline(PATIENCE_S)
-        self.line, control = call_coordinator(
+        self.line, control = connect_to_coordinator(
             coordinator.address, KEY, rank, round=round, deadline=deadline, heartbeat_s=10.0
         )
         self.control = ControlClient(control, KEY, rank)
-        self._heard: list[FromCoordinator] = []
+        self._heard: list[CoordinatorMessage] = []
 
-    def say(self, message: FromWorker) -> None:
+    def say(self, message: WorkerMessage) -> None:
         self.control.send(message)
 
     def join(self, size: int, groups: tuple[tuple[int, ...], ...] = (), *, pid: int = 0) -> None:
         """Ask to be in the round, as this process or another."""
         member = Member(self.rank, host_identity(), pid or os.getpid(), f"door{self.rank}")
-        self.say(Join(VERSION, 0, size, member, groups, pid_namespace()))
+        self.say(JoinRound(VERSION, 0, size, member, groups, pid_namespace()))
 
     def hear(self, kind: type[T]) -> T:
         """The next message of this kind; those of other kinds stay."""
         deadline = Deadline(PATIENCE_S)
-        while not deadline.passed:
+        while not deadline.expired:
             for message in self._heard:
                 if isinstance(message, kind):
                     self._heard.remove(message)
                     return message
-            self._heard += self.control.poll(deadline.left_s)
+            self._heard += self.control.poll(deadline.remaining_s)
         raise AssertionError(f"rank {self.rank} did not hear {kind.__name__}, but {self._heard}")
 
-    def has_heard(self, kind: type[FromCoordinator]) -> bool:
+    def has_heard(self, kind: type[CoordinatorMessage]) -> bool:
         """After a question and its answer, everything said before has come."""
-        self.say(Beat(0))
-        self.hear(BeatBack)
+        self.say(RankHeartbeat(0))
+        self.hear(RankHeartbeatReply)
         return any(isinstance(message, kind) for message in self._heard)
 
     def die(self) -> None:
@@ -77,8 +77,8 @@ class Rank:
         self.line.close()
 
     def leave(self) -> None:
-        self.say(Leave(orderly=True))
-        self.hear(Bye)
+        self.say(LeaveRound(orderly=True))
+        self.hear(LeaveConfirmed)
         self.die()
 
 
@@ -87,13 +87,13 @@ class Job:
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
-        self.coordinator: Coordinator
+        self.coordinator: CoordinatorServer
 
     def start(
         self, size: int, *, rounds: int | None = 1, host_names: tuple[str, ...] = (), **settings: float | str
-    ) -> Coordinator:
+    ) -> CoordinatorServer:
         made = Settings.load({"shutdown_s": 0.2, **settings}, environ={})
-        self.coordinator = Coordinator("127.0.0.1", 0, size, KEY, settings=made, rounds=rounds)
+        self.coordinator = CoordinatorServer("127.0.0.1", 0, size, KEY, settings=made, rounds=rounds)
         self._stack.callback(self.coordinator.close)
         self.coordinator.start(host_names)
         return self.coordinator
@@ -121,9 +121,9 @@ class Job:
         for rank in ranks:
             rank.join(size, groups)
         for rank in ranks:
-            rank.hear(Welcome)
+            rank.hear(RoundStarted)
         return ranks
 
 
-def allreduce(name: str, shape: tuple[int, ...] = (4,), group: int = 0) -> Announce:
-    return Announce((Request(group, name, Kind.ALLREDUCE, DType.FLOAT32, (shape,)),))
+def allreduce(name: str, shape: tuple[int, ...] = (4,), group: int = 0) -> AnnounceOperations:
+    return AnnounceOperations((OperationRequest(group, name, OperationKind.ALLREDUCE, DType.FLOAT32, (shape,)),))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ronde.comm.buffers import Bfloat16View, address, as_source, as_target, at_address, new_target
+from ronde.comm.buffers import Bfloat16View, address_of, array_at, as_receive_buffer, as_send_buffer, new_receive_buffer
 from ronde.types import DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -37,20 +37,20 @@ class UnreadableTensor(Tensor):
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BFLOAT16])
 def test_every_dtype_is_known(dtype: DType) -> None:
-    source = as_source(np.zeros(3, dtype.numpy), "allreduce")
+    source = as_send_buffer(np.zeros(3, dtype.numpy), "allreduce")
     assert source.dtype is dtype
 
 
 def test_a_contiguous_array_is_not_copied() -> None:
     x = np.arange(6.0).reshape(2, 3)
-    assert as_source(x, "allreduce").array is x
-    assert as_target(x, as_source(x, "allreduce"), "allreduce").array is x
+    assert as_send_buffer(x, "allreduce").array is x
+    assert as_receive_buffer(x, as_send_buffer(x, "allreduce"), "allreduce").array is x
 
 
 def test_a_tensor_with_dlpack_shares_its_memory() -> None:
     x = np.arange(4.0)
     tensor = Tensor(x)
-    target = as_target(tensor, as_source(tensor, "allreduce"), "allreduce")
+    target = as_receive_buffer(tensor, as_send_buffer(tensor, "allreduce"), "allreduce")
     target.array[:] = 7.0
     assert target.finish() is tensor
     assert x.tolist() == [7.0] * 4
@@ -69,12 +69,12 @@ def test_a_tensor_with_dlpack_shares_its_memory() -> None:
     ],
 )
 def test_buffers_and_numbers_are_arrays_too(buffer: object, dtype: DType) -> None:
-    assert as_source(buffer, "allreduce").dtype is dtype
+    assert as_send_buffer(buffer, "allreduce").dtype is dtype
 
 
 def test_a_buffer_can_take_a_result() -> None:
     buffer = bytearray(3)
-    target = as_target(buffer, as_source(b"abc", "broadcast"), "broadcast")
+    target = as_receive_buffer(buffer, as_send_buffer(b"abc", "broadcast"), "broadcast")
     target.array[:] = np.frombuffer(b"xyz", np.uint8)
     assert target.finish() is buffer
     assert buffer == b"xyz"
@@ -83,7 +83,7 @@ def test_a_buffer_can_take_a_result() -> None:
 def test_gaps_in_memory_are_closed_on_the_way_in_and_kept_on_the_way_out() -> None:
     wide = np.zeros((3, 4))
     column = wide[:, 1]
-    target = as_target(column, as_source(column, "allreduce"), "allreduce")
+    target = as_receive_buffer(column, as_send_buffer(column, "allreduce"), "allreduce")
     target.array[:] = 5.0
     assert not wide.any()
     assert target.finish() is column
@@ -92,9 +92,9 @@ def test_gaps_in_memory_are_closed_on_the_way_in_and_kept_on_the_way_out() -> No
 
 def test_bits_of_bfloat16_come_back_as_such() -> None:
     view = Bfloat16View(np.zeros(3, np.int16))
-    source = as_source(view, "allreduce")
+    source = as_send_buffer(view, "allreduce")
     assert source.dtype is DType.BFLOAT16 and source.array.dtype == np.uint16
-    result = new_target(source, (5,)).finish()
+    result = new_receive_buffer(source, (5,)).finish()
     assert isinstance(result, Bfloat16View) and result.bits.shape == (5,)
     assert repr(view) == "Bfloat16View(shape=(3,))"
     with pytest.raises(TypeError, match="bits as uint16, got float32"):
@@ -116,30 +116,30 @@ def test_bits_of_bfloat16_come_back_as_such() -> None:
 )
 def test_what_cannot_be_sent_is_refused_with_a_way_out(x: object, words: str) -> None:
     with pytest.raises(TypeError, match=rf"allreduce: .*{words}"):
-        as_source(x, "allreduce")
+        as_send_buffer(x, "allreduce")
 
 
 def test_an_out_that_cannot_take_the_result_is_refused() -> None:
     x = np.zeros((2, 3), np.float32)
-    source = as_source(x, "allreduce")
+    source = as_send_buffer(x, "allreduce")
     frozen = np.zeros_like(x)
     frozen.flags.writeable = False
     with pytest.raises(ValueError, match="out is read-only"):
-        as_target(frozen, source, "allreduce")
+        as_receive_buffer(frozen, source, "allreduce")
     with pytest.raises(ValueError, match="read-only"):
-        as_target(b"abcdef", as_source(b"abcdef", "allreduce"), "allreduce")
+        as_receive_buffer(b"abcdef", as_send_buffer(b"abcdef", "allreduce"), "allreduce")
     with pytest.raises(ValueError, match=r"out is float64\[2, 3\], but the result is float32\[2, 3\]"):
-        as_target(np.zeros((2, 3)), source, "allreduce")
+        as_receive_buffer(np.zeros((2, 3)), source, "allreduce")
     with pytest.raises(ValueError, match=r"out is float32\[3, 2\]"):
-        as_target(np.zeros((3, 2), np.float32), source, "allreduce")
+        as_receive_buffer(np.zeros((3, 2), np.float32), source, "allreduce")
     with pytest.raises(TypeError, match="got the number 3"):
-        as_target(3.0, source, "allreduce")
+        as_receive_buffer(3.0, source, "allreduce")
 
 
 def test_memory_is_found_again_by_its_address() -> None:
     x = np.arange(5, dtype=np.int16)
-    at_address(address(x), 5, x.dtype)[2] = 77
+    array_at(address_of(x), 5, x.dtype)[2] = 77
     assert x.tolist() == [0, 1, 77, 3, 4]
-    assert at_address(0, 0, x.dtype).size == 0
+    assert array_at(0, 0, x.dtype).size == 0
     x.flags.writeable = False
-    assert address(x) == x.ctypes.data
+    assert address_of(x) == x.ctypes.data

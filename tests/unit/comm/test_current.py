@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 import ronde
-from ronde.comm import current
+from ronde.comm import world as current
 from ronde.launch.local import start_local
-from ronde.net.keys import new_key
+from ronde.net.keys import new_job_key
 from ronde.types import Deadline
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -149,7 +149,7 @@ def test_an_uncaught_error_is_told_to_the_others() -> None:
     ],
 )
 def test_an_error_is_told_in_one_line_as_python_prints_it(error: Exception, told: str) -> None:
-    assert current._name(error) == told
+    assert current._describe_error(error) == told
 
 
 def test_leaving_without_shutdown_is_told_to_the_others() -> None:
@@ -179,9 +179,9 @@ def test_a_script_that_just_ends_leaves_in_good_order_unlike_one_that_breaks(
 ) -> None:
     goodbyes: list[tuple[bool, str]] = []
     world = SimpleNamespace(close=lambda *, orderly, why, error: goodbyes.append((orderly, why)))
-    monkeypatch.setattr(current._process, "world", world)
+    monkeypatch.setattr(current._state, "world", world)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    current._exit()
+    current._leave_at_exit()
     assert goodbyes == [goodbye]
 
 
@@ -205,7 +205,7 @@ def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{sock.getsockname()[1]}"
-    env = {"RONDE_SIZE": "2", "RONDE_KEY": new_key(), "RONDE_COORDINATOR": address, "PYTHONPATH": str(ROOT / "src")}
+    env = {"RONDE_SIZE": "2", "RONDE_KEY": new_job_key(), "RONDE_COORDINATOR": address, "PYTHONPATH": str(ROOT / "src")}
     with tempfile.TemporaryFile("w+") as output:
         ranks = [
             subprocess.Popen(

@@ -127,9 +127,9 @@ def test_a_member_that_waits_too_long_is_reported_with_who_is_missing() -> None:
             named = world.group.allreduce(np.ones(3), name="n", wait=False)
             for missing in (work, named):
                 while not any("for rank 1" in report for report in reports(world)) and not missing.done():
-                    world.engine.board.changed.acquire()
-                    world.engine.board.changed.wait(0.01)
-                    world.engine.board.changed.release()
+                    world.control_thread.waits.condition.acquire()
+                    world.control_thread.waits.condition.wait(0.01)
+                    world.control_thread.waits.condition.release()
             world.group.send(np.ones(1), 1)
             work.wait()
             named.wait()

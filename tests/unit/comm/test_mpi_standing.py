@@ -6,154 +6,169 @@ from typing import cast
 
 import pytest
 
-from ronde.comm.backend import Call, ChannelSpec
-from ronde.comm.mpi.notices import Notice, NoticeBoard, Saying
-from ronde.comm.mpi.standing import COLLECTIVE, Standing, Wait
+from ronde.comm.backends.base import ChannelSpec
+from ronde.comm.backends.mpi.failure_detection import (
+    COLLECTIVE_QUEUE,
+    FailureDetector,
+    MpiWait,
+    NoticeExchange,
+    NoticeKind,
+    PeerNotice,
+)
+from ronde.comm.call import Call
 from ronde.errors import OperationTimeout, PeerLost, RoundEnded
-from ronde.types import Deadline, Kind
+from ronde.types import Deadline, OperationKind
 
-BARRIER = Call(Kind.BARRIER, text="barrier")
+BARRIER = Call(OperationKind.BARRIER, description="barrier")
 SOON = 10.0
 
 
-class Board:
+class RecordedNotices:
     """A notice board that keeps what would be sent."""
 
     def __init__(self) -> None:
-        self.waiting: dict[int, int] = {}
-        self.gone: dict[int, Notice] = {}
-        self.told: dict[int, list[Notice]] = {}
+        self.waiting_at: dict[int, int] = {}
+        self.final_notices: dict[int, PeerNotice] = {}
+        self.told: dict[int, list[PeerNotice]] = {}
 
-    def tell(self, member: int, notice: Notice) -> None:
+    def send(self, member: int, notice: PeerNotice) -> None:
         self.told.setdefault(member, []).append(notice)
 
-    def read(self) -> None:
+    def receive(self) -> None:
         pass
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board()
+def board() -> RecordedNotices:
+    return RecordedNotices()
 
 
 @pytest.fixture
-def standing(board: Board, monkeypatch: pytest.MonkeyPatch) -> Standing:
+def standing(board: RecordedNotices, monkeypatch: pytest.MonkeyPatch) -> FailureDetector:
     """Of member 1, which is rank 20, of the ranks 10, 20 and 30."""
-    monkeypatch.setattr("ronde.comm.mpi.standing.VERDICT_S", 0.0)
-    return Standing(ChannelSpec(id="1.ordered", members=(10, 20, 30), me=1), cast(NoticeBoard, board))
+    monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.VERDICT_S", 0.0)
+    return FailureDetector(
+        ChannelSpec(id="1.ordered", members=(10, 20, 30), member_index=1), cast(NoticeExchange, board)
+    )
 
 
-def message(kind: Kind, peer: int) -> Call:
-    return Call(kind, peer=peer, text=f"{kind.name.lower()} {peer}")
+def message(kind: OperationKind, peer: int) -> Call:
+    return Call(kind, peer=peer, description=f"{kind.name.lower()} {peer}")
 
 
-def test_a_call_that_the_closing_member_has_finished_goes_on(standing: Standing, board: Board) -> None:
-    board.gone[0] = Notice(Saying.CLOSED, num_rounds=1, why="rank 10 has closed it")
+def test_a_call_that_the_closing_member_has_finished_goes_on(standing: FailureDetector, board: RecordedNotices) -> None:
+    board.final_notices[0] = PeerNotice(NoticeKind.CLOSED, num_collectives=1, why="rank 10 has closed it")
     standing.check(BARRIER)
-    standing.num_finished[COLLECTIVE] += 1
+    standing.num_finished[COLLECTIVE_QUEUE] += 1
     with pytest.raises(RoundEnded, match="barrier cannot finish: rank 10 has closed it"):
         standing.check(BARRIER)
 
 
 def test_why_a_member_closed_may_come_a_moment_later(
-    standing: Standing, board: Board, monkeypatch: pytest.MonkeyPatch
+    standing: FailureDetector, board: RecordedNotices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ronde.comm.mpi.standing.VERDICT_S", SOON)
-    board.gone[0] = Notice(Saying.CLOSED, 0, why="rank 10 has closed it")
+    monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.VERDICT_S", SOON)
+    board.final_notices[0] = PeerNotice(NoticeKind.CLOSED, 0, why="rank 10 has closed it")
     standing.check(BARRIER)
     standing.abort(10, "killed")
     with pytest.raises(PeerLost, match=r"lost rank 10 during barrier \(killed\)"):
         standing.check(BARRIER)
 
 
-@pytest.mark.parametrize("kind", [Kind.SEND, Kind.RECEIVE])
-def test_a_message_that_the_closing_member_has_finished_goes_on(kind: Kind, standing: Standing, board: Board) -> None:
-    is_send = kind is Kind.SEND
-    board.gone[0] = Notice(Saying.CLOSED, 0, num_sent=int(not is_send), num_received=int(is_send))
+@pytest.mark.parametrize("kind", [OperationKind.SEND, OperationKind.RECEIVE])
+def test_a_message_that_the_closing_member_has_finished_goes_on(
+    kind: OperationKind, standing: FailureDetector, board: RecordedNotices
+) -> None:
+    is_send = kind is OperationKind.SEND
+    board.final_notices[0] = PeerNotice(NoticeKind.CLOSED, 0, num_sent=int(not is_send), num_received=int(is_send))
     standing.check(message(kind, 0))
     standing.num_finished[kind, 0] += 1
     with pytest.raises(RoundEnded):
         standing.check(message(kind, 0))
 
 
-def test_a_message_with_another_member_ends_by_an_abort_only(standing: Standing, board: Board) -> None:
-    board.gone[0] = Notice(Saying.CLOSED, 0)
-    standing.check(message(Kind.SEND, 2))
-    board.gone[0] = Notice(Saying.ABORTED, 0, lost=30, why="killed")
+def test_a_message_with_another_member_ends_by_an_abort_only(standing: FailureDetector, board: RecordedNotices) -> None:
+    board.final_notices[0] = PeerNotice(NoticeKind.CLOSED, 0)
+    standing.check(message(OperationKind.SEND, 2))
+    board.final_notices[0] = PeerNotice(NoticeKind.ABORTED, 0, lost_rank=30, why="killed")
     with pytest.raises(PeerLost, match=r"rank 20 lost rank 30 during send 2 \(killed\)"):
-        standing.check(message(Kind.SEND, 2))
+        standing.check(message(OperationKind.SEND, 2))
 
 
-def test_the_first_abort_wins_and_all_others_are_told_what_was_finished(standing: Standing, board: Board) -> None:
-    standing.num_finished[COLLECTIVE] = 4
-    standing.num_finished[Kind.SEND, 0] = 2
-    standing.num_finished[Kind.RECEIVE, 2] = 3
+def test_the_first_abort_wins_and_all_others_are_told_what_was_finished(
+    standing: FailureDetector, board: RecordedNotices
+) -> None:
+    standing.num_finished[COLLECTIVE_QUEUE] = 4
+    standing.num_finished[OperationKind.SEND, 0] = 2
+    standing.num_finished[OperationKind.RECEIVE, 2] = 3
     standing.abort(30, "killed")
     standing.abort(-1, "too late")
     assert board.told == {
-        0: [Notice(Saying.ABORTED, 4, num_sent=2, lost=30, why="killed")],
-        2: [Notice(Saying.ABORTED, 4, num_received=3, lost=30, why="killed")],
+        0: [PeerNotice(NoticeKind.ABORTED, 4, num_sent=2, lost_rank=30, why="killed")],
+        2: [PeerNotice(NoticeKind.ABORTED, 4, num_received=3, lost_rank=30, why="killed")],
     }
     with pytest.raises(PeerLost, match="lost rank 30"):
         standing.check(BARRIER)
 
 
 def test_a_notice_survives_the_way() -> None:
-    notice = Notice(Saying.ABORTED, 4, 1, 2, 30, "killed")
-    assert Notice.decode(notice.encode()) == notice
+    notice = PeerNotice(NoticeKind.ABORTED, 4, 1, 2, 30, "killed")
+    assert PeerNotice.decode(notice.encode()) == notice
 
 
 def test_a_passed_deadline_ends_the_wait_and_names_the_operation_and_who_is_missing(
-    standing: Standing, board: Board, monkeypatch: pytest.MonkeyPatch
+    standing: FailureDetector, board: RecordedNotices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ronde.comm.mpi.standing.TELL_S", -1.0)
-    monkeypatch.setattr("ronde.comm.mpi.standing.NAMING_S", -1.0)
-    board.waiting = {0: 0}
+    monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.NOTICE_DELAY_S", -1.0)
+    monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.MIN_WAIT_TO_NAME_S", -1.0)
+    board.waiting_at = {0: 0}
     with pytest.raises(OperationTimeout, match="barrier took over 0 s, waiting for rank 30"):
-        Wait(standing, BARRIER, Deadline(0)).check()
+        MpiWait(standing, BARRIER, Deadline(0)).check()
 
 
 def test_a_wait_that_begins_after_its_deadline_tells_at_once_and_ends_when_it_can_name_who_is_missing(
-    standing: Standing, board: Board, monkeypatch: pytest.MonkeyPatch
+    standing: FailureDetector, board: RecordedNotices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wait = Wait(standing, BARRIER, Deadline(0))
+    wait = MpiWait(standing, BARRIER, Deadline(0))
     wait.check()
-    assert board.told == {0: [Notice(Saying.WAITING, 0)], 2: [Notice(Saying.WAITING, 0)]}
-    monkeypatch.setattr("ronde.comm.mpi.standing.TELL_S", -1.0)
-    monkeypatch.setattr("ronde.comm.mpi.standing.NAMING_S", -1.0)
+    assert board.told == {0: [PeerNotice(NoticeKind.WAITING, 0)], 2: [PeerNotice(NoticeKind.WAITING, 0)]}
+    monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.NOTICE_DELAY_S", -1.0)
+    monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.MIN_WAIT_TO_NAME_S", -1.0)
     with pytest.raises(OperationTimeout, match="waiting for ranks 10, 30"):
         wait.check()
-    wait.ready()
+    wait.mark_ready()
     with pytest.raises(OperationTimeout, match=r"barrier took over 0 s$"):
         wait.check()
 
 
-def test_a_wait_for_a_message_names_its_other_side(standing: Standing) -> None:
-    wait = Wait(standing, message(Kind.RECEIVE, 2), Deadline(0))
+def test_a_wait_for_a_message_names_its_other_side(standing: FailureDetector) -> None:
+    wait = MpiWait(standing, message(OperationKind.RECEIVE, 2), Deadline(0))
     assert wait.missing() == (2,)
     with pytest.raises(OperationTimeout, match="waiting for rank 30"):
         wait.check()
 
 
-def test_who_told_to_be_waiting_is_not_missing(standing: Standing, board: Board) -> None:
-    standing.num_finished[COLLECTIVE] = 5
-    board.waiting = {0: 5, 2: 4}
+def test_who_told_to_be_waiting_is_not_missing(standing: FailureDetector, board: RecordedNotices) -> None:
+    standing.num_finished[COLLECTIVE_QUEUE] = 5
+    board.waiting_at = {0: 5, 2: 4}
     assert standing.missing() == (2,)
 
 
-def test_a_long_wait_is_told_once_per_round(standing: Standing, board: Board, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ronde.comm.mpi.standing.TELL_S", -1.0)
-    wait = Wait(standing, BARRIER, Deadline(SOON))
+def test_a_long_wait_is_told_once_per_round(
+    standing: FailureDetector, board: RecordedNotices, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.NOTICE_DELAY_S", -1.0)
+    wait = MpiWait(standing, BARRIER, Deadline(SOON))
     assert wait.missing() == (0, 2)
     wait.check()
     wait.check()
-    assert board.told == {0: [Notice(Saying.WAITING, 0)], 2: [Notice(Saying.WAITING, 0)]}
-    wait.ready()
+    assert board.told == {0: [PeerNotice(NoticeKind.WAITING, 0)], 2: [PeerNotice(NoticeKind.WAITING, 0)]}
+    wait.mark_ready()
     assert wait.missing() == ()
-    wait.next_round()
+    wait.next_collective()
     wait.check()
     assert len(board.told[0]) == 2
 
 
-def test_nobody_is_accused_before_the_others_could_tell(standing: Standing) -> None:
-    assert Wait(standing, BARRIER, Deadline(SOON)).missing() == ()
+def test_nobody_is_accused_before_the_others_could_tell(standing: FailureDetector) -> None:
+    assert MpiWait(standing, BARRIER, Deadline(SOON)).missing() == ()

@@ -8,23 +8,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.comm.coordination.negotiator import Negotiator, Send
-from ronde.net.messages import Announce, Failed, FromCoordinator, Request, Run, Unknown
-from ronde.types import DType, Kind, Op
+from ronde.coordinator.negotiation import Negotiator, Send
+from ronde.net.messages import (
+    AnnounceOperations,
+    CoordinatorMessage,
+    OperationRejected,
+    OperationRequest,
+    RunOperations,
+    UnknownOperationId,
+)
+from ronde.types import DType, Op, OperationKind
 
 KIB = 1024
 
 
-def allreduce(name: str, *shapes: tuple[int, ...], group: int = 0, **options: object) -> Request:
-    return Request(group, name, Kind.ALLREDUCE, DType.FLOAT32, shapes or ((4,),), **options)  # type: ignore[arg-type]
+def allreduce(name: str, *shapes: tuple[int, ...], group: int = 0, **options: object) -> OperationRequest:
+    return OperationRequest(group, name, OperationKind.ALLREDUCE, DType.FLOAT32, shapes or ((4,),), **options)  # type: ignore[arg-type]
 
 
-def allgather(name: str, rows: int = 1) -> Request:
-    return Request(0, name, Kind.ALLGATHER, DType.FLOAT32, ((rows, 2),))
+def allgather(name: str, rows: int = 1) -> OperationRequest:
+    return OperationRequest(0, name, OperationKind.ALLGATHER, DType.FLOAT32, ((rows, 2),))
 
 
-def join(group: int = 0) -> Request:
-    return Request(group, "join", Kind.JOIN, 0, ())
+def join(group: int = 0) -> OperationRequest:
+    return OperationRequest(group, "join", OperationKind.JOIN, 0, ())
 
 
 class Script:
@@ -32,35 +39,39 @@ class Script:
 
     def __init__(self, size: int, *, fusion_bytes: int = 64 * KIB, remembered: int = 8192) -> None:
         self.size = size
-        self.negotiator = Negotiator(size, fusion_bytes=fusion_bytes, remembered=remembered)
-        self.told: dict[int, list[FromCoordinator]] = {rank: [] for rank in range(size)}
+        self.negotiator = Negotiator(size, fusion_bytes=fusion_bytes, max_cached=remembered)
+        self.told: dict[int, list[CoordinatorMessage]] = {rank: [] for rank in range(size)}
 
-    def say(self, rank: int, *requests: Request, known: Sequence[int] = (), now_ns: int = 0) -> None:
+    def say(self, rank: int, *requests: OperationRequest, known: Sequence[int] = (), now_ns: int = 0) -> None:
         """A rank announces; nothing is flushed yet."""
-        self.negotiator.feed(rank, Announce(requests, tuple(known)), now_ns)
+        self.negotiator.announce(rank, AnnounceOperations(requests, tuple(known)), now_ns)
 
     def flush(self) -> list[Send]:
-        sends = self.negotiator.flush()
+        sends = self.negotiator.take_sends()
         for ranks, message in sends:
             for rank in ranks:
                 self.told[rank].append(message)
         return sends
 
-    def all_say(self, *requests: Request) -> list[Send]:
+    def all_say(self, *requests: OperationRequest) -> list[Send]:
         for rank in range(self.size):
             self.say(rank, *requests)
         return self.flush()
 
     def names_run(self, rank: int) -> list[list[str]]:
         """Per Run that this rank was told: the names in it."""
-        return [[item.name for item in message.items] for message in self.told[rank] if isinstance(message, Run)]
+        return [
+            [item.name for item in message.operations]
+            for message in self.told[rank]
+            if isinstance(message, RunOperations)
+        ]
 
     def failures(self, rank: int) -> list[str]:
-        return [message.why for message in self.told[rank] if isinstance(message, Failed)]
+        return [message.reason for message in self.told[rank] if isinstance(message, OperationRejected)]
 
     def id_of(self, name: str) -> int:
-        runs = [message for told in self.told.values() for message in told if isinstance(message, Run)]
-        return next(item.id for run in reversed(runs) for item in run.items if item.name == name)
+        runs = [message for told in self.told.values() for message in told if isinstance(message, RunOperations)]
+        return next(item.id for run in reversed(runs) for item in run.operations if item.name == name)
 
 
 # --- who is waited for -----------------------------------------------------------------------------------------------
@@ -74,8 +85,8 @@ def test_an_operation_runs_when_the_last_member_has_announced_it() -> None:
     script.say(1, allreduce("w"))
     [send] = script.flush()
     assert send.ranks == (0, 1, 2)
-    assert isinstance(send.message, Run)
-    assert [item.name for item in send.message.items] == ["w"]
+    assert isinstance(send.message, RunOperations)
+    assert [item.name for item in send.message.operations] == ["w"]
 
 
 def test_a_lone_operation_is_not_held_back_by_others_in_flight() -> None:
@@ -99,7 +110,7 @@ def test_a_group_waits_for_its_own_members_only() -> None:
     script.say(3, allreduce("w", group=7))
     [send] = script.flush()
     assert send.ranks == (1, 3)
-    assert isinstance(send.message, Run) and send.message.group == 7
+    assert isinstance(send.message, RunOperations) and send.message.group == 7
 
 
 def test_the_same_name_in_two_groups_is_two_operations() -> None:
@@ -161,12 +172,12 @@ def test_an_operation_in_a_group_is_described_without_it() -> None:
     script.negotiator.add_group(1, (0, 1))
     many = tuple((rows,) for rows in range(1, 6))
     wanted = {
-        "grads": Request(1, "grads", Kind.ALLREDUCE, DType.FLOAT32, many, op=Op.MEAN),
-        "b": Request(1, "b", Kind.BARRIER, 0, ()),
-        "g": Request(1, "g", Kind.ALLGATHER, DType.INT8, ((2, 3),)),
+        "grads": OperationRequest(1, "grads", OperationKind.ALLREDUCE, DType.FLOAT32, many, op=Op.MEAN),
+        "b": OperationRequest(1, "b", OperationKind.BARRIER, 0, ()),
+        "g": OperationRequest(1, "g", OperationKind.ALLGATHER, DType.INT8, ((2, 3),)),
     }
     script.say(0, *wanted.values())
-    assert [pending.text for pending in script.negotiator.pending(until_ns=0)] == [
+    assert [pending.description for pending in script.negotiator.pending(until_ns=0)] == [
         "allreduce 'grads' mean float32[1] [2] [3] [4] …",
         "barrier 'b'",
         "allgather 'g' int8[2, 3]",
@@ -214,7 +225,7 @@ def test_a_changed_request_takes_the_place_of_the_one_before() -> None:
 def test_an_id_that_nobody_gave_is_unknown_to_the_one_who_says_it() -> None:
     script = Script(2)
     script.say(1, known=[77])
-    assert script.flush() == [Send((1,), Unknown(77))]
+    assert script.flush() == [Send((1,), UnknownOperationId(77))]
 
 
 def test_the_name_that_ran_longest_ago_is_forgotten_first() -> None:
@@ -225,7 +236,7 @@ def test_the_name_that_ran_longest_ago_is_forgotten_first() -> None:
     a, b = script.id_of("a"), script.id_of("b")
     script.all_say(allreduce("c"))
     script.say(0, known=[a, b])
-    assert script.flush() == [Send((0,), Unknown(b))]
+    assert script.flush() == [Send((0,), UnknownOperationId(b))]
     script.say(0, allreduce("b"))
     script.say(1, allreduce("b"), known=[a])
     script.flush()
@@ -277,14 +288,14 @@ def test_without_fusion_bytes_everything_runs_alone() -> None:
         allreduce("b", op=Op.MAX),
         allreduce("b", prescale=0.5),
         allreduce("b", postscale=0.5),
-        Request(0, "b", Kind.ALLREDUCE, DType.FLOAT64, ((4,),)),
-        Request(0, "b", Kind.REDUCE_SCATTER, DType.FLOAT32, ((4,),)),
-        Request(0, "b", Kind.BROADCAST, DType.FLOAT32, ((4,),), root=0),
-        Request(0, "b", Kind.BARRIER, 0, ()),
+        OperationRequest(0, "b", OperationKind.ALLREDUCE, DType.FLOAT64, ((4,),)),
+        OperationRequest(0, "b", OperationKind.REDUCE_SCATTER, DType.FLOAT32, ((4,),)),
+        OperationRequest(0, "b", OperationKind.BROADCAST, DType.FLOAT32, ((4,),), root=0),
+        OperationRequest(0, "b", OperationKind.BARRIER, 0, ()),
     ],
-    ids=lambda request: f"{Kind(request.kind).name}-{request.op}-{request.prescale}-{request.postscale}",
+    ids=lambda request: f"{OperationKind(request.kind).name}-{request.op}-{request.prescale}-{request.postscale}",
 )
-def test_what_differs_does_not_travel_together(other: Request) -> None:
+def test_what_differs_does_not_travel_together(other: OperationRequest) -> None:
     script = Script(2)
     script.all_say(allreduce("a"), other, allreduce("c"))
     assert script.names_run(0) == script.names_run(1) == [["a", "c"], ["b"]]
@@ -309,7 +320,7 @@ def test_nothing_runs_any_more_in_the_groups_of_a_lost_rank() -> None:
     script = Script(3)
     script.negotiator.add_group(1, (0, 1))
     script.say(0, allreduce("w"), allreduce("v", group=1))
-    script.negotiator.lose(2, "killed by signal 9")
+    script.negotiator.rank_lost(2, "killed by signal 9")
     assert script.flush() == []
     assert [pending.name for pending in script.negotiator.pending(0)] == ["v"]
     script.say(1, allreduce("w"), allreduce("v", group=1))
@@ -321,9 +332,9 @@ def test_nothing_runs_any_more_in_the_groups_of_a_lost_rank() -> None:
 def test_an_id_of_a_lost_ranks_group_is_unknown() -> None:
     script = Script(2)
     script.all_say(allreduce("w"))
-    script.negotiator.lose(1, "gone")
+    script.negotiator.rank_lost(1, "gone")
     script.say(0, known=[script.id_of("w")])
-    assert script.flush() == [Send((0,), Unknown(script.id_of("w")))]
+    assert script.flush() == [Send((0,), UnknownOperationId(script.id_of("w")))]
 
 
 # --- any order -------------------------------------------------------------------------------------------------------
@@ -364,8 +375,8 @@ def test_every_name_runs_once_per_step_and_in_the_same_order_on_every_rank(
                 script.say(rank, known=[ids[rank][name]])
             else:
                 script.say(rank, allreduce(name))
-        runs = [[m for m in script.told[rank][before[rank] :] if isinstance(m, Run)] for rank in range(size)]
-        assert sorted(item.name for run in runs[0] for item in run.items) == NAMES
+        runs = [[m for m in script.told[rank][before[rank] :] if isinstance(m, RunOperations)] for rank in range(size)]
+        assert sorted(item.name for run in runs[0] for item in run.operations) == NAMES
         assert all(run == runs[0] for run in runs)
 
 
@@ -374,9 +385,9 @@ def _answer_unknown(script: Script, ids: list[dict[str, int]]) -> None:
     while sends := script.flush():
         for ranks, message in sends:
             for rank in ranks:
-                if isinstance(message, Run):
-                    ids[rank].update({item.name: item.id for item in message.items})
-                elif isinstance(message, Unknown):
+                if isinstance(message, RunOperations):
+                    ids[rank].update({item.name: item.id for item in message.operations})
+                elif isinstance(message, UnknownOperationId):
                     name = next(name for name, known in ids[rank].items() if known == message.id)
                     del ids[rank][name]
                     script.say(rank, allreduce(name))

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.net.messages import Failed, Request, Run, RunItem, Unknown
+from ronde.net.messages import AgreedOperation, OperationRejected, OperationRequest, RunOperations, UnknownOperationId
 from tests.unit.comm.test_negotiator import Script, allgather, allreduce, join
 
 
@@ -15,7 +15,12 @@ def test_when_all_have_joined_everybody_learns_who_was_last() -> None:
     for rank in (2, 0, 1):
         script.say(rank, join())
     script.flush()
-    assert script.told[0] == script.told[1] == script.told[2] == [Run(0, (RunItem(0, "join", rows=(1,)),))]
+    assert (
+        script.told[0]
+        == script.told[1]
+        == script.told[2]
+        == [RunOperations(0, (AgreedOperation(0, "join", row_counts=(1,)),))]
+    )
 
 
 def test_nobody_waits_for_a_rank_that_has_joined() -> None:
@@ -34,9 +39,11 @@ def test_a_joined_rank_gets_the_others_allreduce_in_full(joined: int) -> None:
         script.say(rank, allreduce("w"))
     script.flush()
     [run] = script.told[joined]
-    assert isinstance(run, Run)
-    assert run.items[0].request == allreduce("w")
-    assert [script.told[rank] for rank in others] == [[Run(0, (RunItem(run.items[0].id, "w"),))]] * 2
+    assert isinstance(run, RunOperations)
+    assert run.operations[0].request == allreduce("w")
+    assert [script.told[rank] for rank in others] == [
+        [RunOperations(0, (AgreedOperation(run.operations[0].id, "w"),))]
+    ] * 2
 
 
 def test_a_join_completes_what_the_others_have_announced_before() -> None:
@@ -97,7 +104,7 @@ def test_an_operation_of_ranks_that_joined_later_runs_before_the_join_does() -> 
     script.flush()
     assert script.names_run(0) == script.names_run(1) == [["w"], ["join"]]
     [run, _] = script.told[1]
-    assert isinstance(run, Run) and run.items[0].request == allreduce("w")
+    assert isinstance(run, RunOperations) and run.operations[0].request == allreduce("w")
 
 
 def test_a_rank_that_had_joined_has_to_announce_in_full_what_others_changed_meanwhile() -> None:
@@ -111,11 +118,11 @@ def test_a_rank_that_had_joined_has_to_announce_in_full_what_others_changed_mean
     script.flush()
     script.say(1, known=[number])
     script.flush()
-    assert script.told[1][-1] == Unknown(number)
+    assert script.told[1][-1] == UnknownOperationId(number)
     script.say(1, allreduce("w", (8,)))
     script.say(0, known=[number])
     script.flush()
-    assert isinstance(script.told[0][-1], Run) and isinstance(script.told[1][-1], Run)
+    assert isinstance(script.told[0][-1], RunOperations) and isinstance(script.told[1][-1], RunOperations)
 
 
 def test_fused_operations_are_filled_in_one_by_one() -> None:
@@ -124,8 +131,8 @@ def test_fused_operations_are_filled_in_one_by_one() -> None:
     script.say(0, allreduce("yours"), allreduce("mine"))
     script.flush()
     [run] = script.told[1]
-    assert isinstance(run, Run)
-    assert [(item.name, item.request is None) for item in run.items] == [("yours", False), ("mine", True)]
+    assert isinstance(run, RunOperations)
+    assert [(item.name, item.request is None) for item in run.operations] == [("yours", False), ("mine", True)]
     assert script.names_run(0) == [["yours", "mine"]]
 
 
@@ -140,10 +147,10 @@ def test_a_join_in_one_group_does_not_reach_another() -> None:
 
 def test_a_join_where_a_rank_is_gone_fails() -> None:
     script = Script(2)
-    script.negotiator.lose(1, "exited with code 1")
+    script.negotiator.rank_lost(1, "exited with code 1")
     script.say(0, join())
     script.flush()
-    assert script.told[0] == [Failed(0, "join", "join 'join': rank 1 is gone: exited with code 1")]
+    assert script.told[0] == [OperationRejected(0, "join", "join 'join': rank 1 is gone: exited with code 1")]
 
 
 def test_who_has_joined_is_not_missing() -> None:
@@ -157,13 +164,13 @@ NAMES = [f"n{i}" for i in range(5)]
 
 
 @st.composite
-def unequal_work(draw: st.DrawFn) -> list[tuple[int, Request | None]]:
+def unequal_work(draw: st.DrawFn) -> list[tuple[int, OperationRequest | None]]:
     """Three ranks announce some of the names, each in an order of its own, then join; None is a flush in between."""
-    left: list[list[Request]] = []
+    left: list[list[OperationRequest]] = []
     for _ in range(3):
         names = draw(st.permutations(NAMES))[: draw(st.integers(0, len(NAMES)))]
         left.append([join(), *(allreduce(name) for name in names)])
-    events: list[tuple[int, Request | None]] = []
+    events: list[tuple[int, OperationRequest | None]] = []
     while any(left):
         rank = draw(st.sampled_from([rank for rank in range(3) if left[rank]]))
         events.append((rank, left[rank].pop()))
@@ -175,7 +182,7 @@ def unequal_work(draw: st.DrawFn) -> list[tuple[int, Request | None]]:
 @settings(max_examples=200, deadline=None)
 @given(events=unequal_work())
 def test_whatever_some_rank_announced_runs_once_on_all_before_the_join_does(
-    events: list[tuple[int, Request | None]],
+    events: list[tuple[int, OperationRequest | None]],
 ) -> None:
     script = Script(3, fusion_bytes=40)
     for rank, request in events:
@@ -190,6 +197,6 @@ def test_whatever_some_rank_announced_runs_once_on_all_before_the_join_does(
     assert ran[-1] == "join"
     assert sorted(ran[:-1]) == sorted(announced)
     for rank in range(3):
-        runs = [message for message in script.told[rank] if isinstance(message, Run)]
-        filled = {item.name for run in runs for item in run.items if item.request is not None}
+        runs = [message for message in script.told[rank] if isinstance(message, RunOperations)]
+        filled = {item.name for run in runs for item in run.operations if item.request is not None}
         assert filled == announced - {request.name for other, request in events if request and other == rank}

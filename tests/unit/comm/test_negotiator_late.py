@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from ronde.comm.coordination.negotiator import LATE_NS, MOST_LATE
-from ronde.net.messages import Run
+from ronde.coordinator.negotiation import MAX_STRAGGLERS, MIN_STRAGGLER_DELAY_NS
+from ronde.net.messages import RunOperations
 from tests.unit.comm.test_negotiator import Script, allgather, allreduce, join
 
 MS = 1_000_000
@@ -11,14 +11,14 @@ MS = 1_000_000
 
 def late_of(script: Script, rank: int = 0) -> tuple[tuple[int, int], ...]:
     run = script.told[rank][-1]
-    assert isinstance(run, Run)
-    return run.late
+    assert isinstance(run, RunOperations)
+    return run.stragglers
 
 
 def test_who_comes_together_is_not_late() -> None:
     script = Script(3)
     for rank in range(3):
-        script.say(rank, allreduce("w"), now_ns=5 * MS + rank * (LATE_NS // 3))
+        script.say(rank, allreduce("w"), now_ns=5 * MS + rank * (MIN_STRAGGLER_DELAY_NS // 3))
     script.flush()
     assert late_of(script) == ()
 
@@ -55,11 +55,11 @@ def test_of_what_travels_together_the_last_announcement_counts() -> None:
 
 
 def test_of_many_only_the_last_are_told() -> None:
-    script = Script(3 * MOST_LATE)
+    script = Script(3 * MAX_STRAGGLERS)
     for rank in range(script.size):
         script.say(rank, allgather("w"), now_ns=rank * MS)
     script.flush()
-    assert [rank for rank, _ in late_of(script)] == list(range(script.size - 1, script.size - 1 - MOST_LATE, -1))
+    assert [rank for rank, _ in late_of(script)] == list(range(script.size - 1, script.size - 1 - MAX_STRAGGLERS, -1))
 
 
 def test_who_has_joined_is_never_late() -> None:

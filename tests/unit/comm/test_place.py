@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ronde.comm.place import find_place
+from ronde.comm.joining import join_round
 from ronde.comm.world import World
 from ronde.errors import PeerLost, StartFailed
-from ronde.net.keys import new_key
+from ronde.net.keys import new_job_key
 from ronde.settings import Settings
 
 
@@ -28,13 +28,13 @@ def start(
     size: int, body: Callable[[World], Any], changes: dict[int, dict[str, Any]] | None = None, *, start_s: float = 10.0
 ) -> list[Any]:
     """Results or errors of the ranks of one job, rank 0 hosting the coordinator."""
-    given = {"coordinator": free_address(), "key": new_key(), "start_s": start_s, "shutdown_s": 2.0}
+    given = {"coordinator": free_address(), "key": new_job_key(), "start_s": start_s, "shutdown_s": 2.0}
     results: list[Any] = [None] * size
 
     def one(rank: int) -> None:
         mine = Settings(**{**given, "rank": rank, "size": size, **(changes or {}).get(rank, {})})
         try:
-            world = World(find_place(mine, (), 0))
+            world = World(join_round(mine, (), 0))
             try:
                 results[rank] = body(world)
             finally:
@@ -67,25 +67,25 @@ def test_ranks_of_different_hosts_meet_too() -> None:
 
 def test_a_job_of_several_needs_to_know_where_and_how() -> None:
     with pytest.raises(ValueError, match=r"a job of 2 ranks needs coordinator \(RONDE_COORDINATOR\)"):
-        find_place(Settings(size=2), (), 0)
+        join_round(Settings(size=2), (), 0)
     with pytest.raises(ValueError, match=r"needs key \(RONDE_KEY\)"):
-        find_place(Settings(size=2, coordinator="127.0.0.1:1"), (), 0)
+        join_round(Settings(size=2, coordinator="127.0.0.1:1"), (), 0)
 
 
 def test_a_coordinator_that_is_not_there_is_told_in_time() -> None:
-    settings = Settings(size=2, rank=1, coordinator=free_address(), key=new_key(), start_s=0.3)
+    settings = Settings(size=2, rank=1, coordinator=free_address(), key=new_job_key(), start_s=0.3)
     with pytest.raises(StartFailed):
-        find_place(settings, (), 0)
+        join_round(settings, (), 0)
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    settings = Settings(size=3, coordinator=free_address(), key=new_key(), start_s=0.5)
+    settings = Settings(size=3, coordinator=free_address(), key=new_job_key(), start_s=0.5)
     with pytest.raises(StartFailed, match=r"ranks 1.* of 3 did not join"):
-        find_place(settings, (), 0)
+        join_round(settings, (), 0)
 
 
 def test_a_wrong_key_is_told_at_once() -> None:
-    results = start(2, use, {1: {"key": new_key()}}, start_s=2.0)
+    results = start(2, use, {1: {"key": new_job_key()}}, start_s=2.0)
     assert all(isinstance(result, StartFailed) for result in results), results
     assert "key" in str(results[1])
 

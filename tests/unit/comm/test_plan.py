@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ronde.comm.place import find_place
+from ronde.comm.joining import join_round
 from ronde.comm.plan import Bucket, Plan
 from ronde.comm.world import World
 from ronde.errors import RoundEnded
@@ -60,7 +60,7 @@ def test_a_closed_plan_starts_nothing(alone: World) -> None:
 
 
 def test_the_end_of_the_world_closes_plans() -> None:
-    world = World(find_place(Settings(), (), 0))
+    world = World(join_round(Settings(), (), 0))
     plan = Plan([Bucket(4)], world.group)
     world.close()
     with pytest.raises(RoundEnded):

@@ -10,15 +10,14 @@ from contextlib import ExitStack
 import numpy as np
 import pytest
 
-from ronde.comm.place import find_place
-from ronde.comm.rendezvous import expand_ports, find_coordinator, host_coordinator
+from ronde.comm.joining import expand_port_range, find_coordinator, host_coordinator, join_round
 from ronde.comm.world import World
 from ronde.errors import StartFailed
-from ronde.net.keys import JobKey, new_key
+from ronde.net.keys import JobKey, new_job_key
 from ronde.settings import Settings
 from ronde.types import Deadline
 
-KEY = new_key()
+KEY = new_job_key()
 
 
 @pytest.mark.parametrize(
@@ -34,13 +33,13 @@ KEY = new_key()
     ],
 )
 def test_a_range_stands_for_its_ports(text: str, addresses: list[str]) -> None:
-    assert expand_ports(text) == addresses
+    assert expand_port_range(text) == addresses
 
 
 @pytest.mark.parametrize("text", ["a:9-7", "a:1-5000", "a:7-x", "a:x-7", "a:7-", "a-b", "a:70000-70001", "a:-7"])
 def test_a_range_that_is_none_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="address"):
-        expand_ports(text)
+        expand_port_range(text)
 
 
 @pytest.fixture
@@ -62,7 +61,7 @@ def test_rank_0_takes_the_first_free_port_and_the_others_find_it(taken: tuple[in
     sums: list[float] = []
 
     def one(rank: int) -> None:
-        world = World(find_place(make(rank, taken[0]), (), 0))
+        world = World(join_round(make(rank, taken[0]), (), 0))
         sums.append(float(world.group.allreduce(np.ones(1))[0]))
         world.close()
 
@@ -76,7 +75,7 @@ def test_rank_0_takes_the_first_free_port_and_the_others_find_it(taken: tuple[in
 
 def test_the_coordinator_of_another_job_is_passed_by(taken: tuple[int, ExitStack]) -> None:
     settings = make(0, taken[0])
-    other = host_coordinator(settings, JobKey(new_key()))
+    other = host_coordinator(settings, JobKey(new_job_key()))
     mine = host_coordinator(settings, JobKey(KEY))
     try:
         assert other.address != mine.address
@@ -96,33 +95,33 @@ def test_when_nobody_is_there_the_range_is_named_in_time() -> None:
         wide = make(1, first, start_s=0.2)
         for one in (settings, wide):
             with pytest.raises(StartFailed) as caught:
-                find_place(one, (), 0)
+                join_round(one, (), 0)
             assert f"127.0.0.1:{first}" in str(caught.value)
     assert "did not find the coordinator of rank 0" in str(caught.value)
 
 
 def test_a_wrong_key_everywhere_is_told_with_the_way_out(taken: tuple[int, ExitStack]) -> None:
-    other = host_coordinator(make(0, taken[0]), JobKey(new_key()))
+    other = host_coordinator(make(0, taken[0]), JobKey(new_job_key()))
     try:
         settings = make(1, taken[0] + 1, start_s=0.3)
         with pytest.raises(StartFailed, match=r"refused the job's key.*the same RONDE_KEY, or a home directory"):
-            find_place(settings, (), 0)
+            join_round(settings, (), 0)
     finally:
         other.close()
 
 
 def test_who_was_there_is_told_even_if_it_has_gone_since(taken: tuple[int, ExitStack]) -> None:
-    other = host_coordinator(make(0, taken[0]), JobKey(new_key()))
+    other = host_coordinator(make(0, taken[0]), JobKey(new_job_key()))
     told: list[str] = []
 
     def search() -> None:
         with pytest.raises(StartFailed) as caught:
-            find_place(make(1, taken[0] + 1, start_s=1.0), (), 0)
+            join_round(make(1, taken[0] + 1, start_s=1.0), (), 0)
         told.append(str(caught.value))
 
     thread = threading.Thread(target=search)
     thread.start()
-    while not other._door.refused and thread.is_alive():
+    while not other._listener.num_refused and thread.is_alive():
         pass
     other.close()
     thread.join()
@@ -139,7 +138,7 @@ def test_an_unknown_name_is_told_at_once() -> None:
     deadline = Deadline(30)
     with pytest.raises(StartFailed, match="unknown"):
         find_coordinator(settings.coordinator, settings, JobKey(KEY), round=0, deadline=deadline)
-    assert deadline.left_s > 20
+    assert deadline.remaining_s > 20
 
 
 def test_the_address_for_other_ranks_can_be_chosen() -> None:
@@ -147,8 +146,8 @@ def test_the_address_for_other_ranks_can_be_chosen() -> None:
 
     def one(rank: int) -> None:
         changes = {"address": f"127.0.0.{rank + 2}", "coordinator": address}
-        world = World(find_place(make(rank, 1, **changes), (), 0))
-        seen[rank] = tuple(member.tcp_doors[0].rpartition(":")[0] for member in world.topology.members)
+        world = World(join_round(make(rank, 1, **changes), (), 0))
+        seen[rank] = tuple(member.tcp_addresses[0].rpartition(":")[0] for member in world.topology.members)
         world.close()
 
     with socket.socket() as sock:

@@ -4,83 +4,88 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.comm.signature import TEXT_LIMIT, Forms, Options, digest, mismatch
-from ronde.types import DType, Kind, Op
+from ronde.comm.call import MAX_DESCRIPTION_BYTES, CallOptions, SignatureCache, hash_signature, mismatch_error
+from ronde.types import DType, Op, OperationKind
 
 
 @pytest.mark.parametrize(
     ("kind", "shapes", "options", "text"),
     [
-        (Kind.ALLREDUCE, ((2, 3),), Options("mean"), "allreduce mean float32[2, 3]"),
-        (Kind.ALLREDUCE, ((),), Options("max", 0.5, 2), "allreduce max float32[] prescale 0.5 postscale 2.0"),
-        (Kind.ALLREDUCE, ((1,), (2,)), Options(), "allreduce sum float32[1] [2]"),
-        (Kind.ALLGATHER, ((5, 3),), Options(), "allgather float32[*, 3]"),
-        (Kind.BROADCAST, ((4,),), Options(root=2), "broadcast float32[4] from rank 2"),
-        (Kind.BARRIER, (), Options(), "barrier"),
+        (OperationKind.ALLREDUCE, ((2, 3),), CallOptions("mean"), "allreduce mean float32[2, 3]"),
+        (
+            OperationKind.ALLREDUCE,
+            ((),),
+            CallOptions("max", 0.5, 2),
+            "allreduce max float32[] prescale 0.5 postscale 2.0",
+        ),
+        (OperationKind.ALLREDUCE, ((1,), (2,)), CallOptions(), "allreduce sum float32[1] [2]"),
+        (OperationKind.ALLGATHER, ((5, 3),), CallOptions(), "allgather float32[*, 3]"),
+        (OperationKind.BROADCAST, ((4,),), CallOptions(root=2), "broadcast float32[4] from rank 2"),
+        (OperationKind.BARRIER, (), CallOptions(), "barrier"),
     ],
 )
 def test_a_form_says_what_is_asked_for(
-    kind: Kind, shapes: tuple[tuple[int, ...], ...], options: Options, text: str
+    kind: OperationKind, shapes: tuple[tuple[int, ...], ...], options: CallOptions, text: str
 ) -> None:
-    assert Forms().find(kind, DType.FLOAT32, shapes, options).text == text
+    assert SignatureCache().find(kind, DType.FLOAT32, shapes, options).description == text
 
 
 def test_the_number_is_the_same_in_every_process() -> None:
-    assert digest("allreduce sum float32[3]") == 0x62F35C2A10A46FB
-    assert digest("a") != digest("b")
+    assert hash_signature("allreduce sum float32[3]") == 0x62F35C2A10A46FB
+    assert hash_signature("a") != hash_signature("b")
 
 
 def test_a_form_is_made_once() -> None:
-    forms = Forms()
-    first = forms.find(Kind.ALLREDUCE, DType.INT32, ((3,),), Options())
-    assert forms.find(Kind.ALLREDUCE, DType.INT32, ((3,),), Options()) is first
-    assert forms.find(Kind.ALLREDUCE, DType.INT32, ((4,),), Options()) is not first
+    forms = SignatureCache()
+    first = forms.find(OperationKind.ALLREDUCE, DType.INT32, ((3,),), CallOptions())
+    assert forms.find(OperationKind.ALLREDUCE, DType.INT32, ((3,),), CallOptions()) is first
+    assert forms.find(OperationKind.ALLREDUCE, DType.INT32, ((4,),), CallOptions()) is not first
     assert first.num_bytes == 12
 
 
 def test_rows_that_may_differ_are_no_part_of_the_number() -> None:
-    forms = Forms()
-    some, more = (forms.find(Kind.ALLGATHER, DType.INT32, ((rows, 2),), Options()) for rows in (1, 9))
-    assert some.signature == more.signature and some is not more
-    wider = forms.find(Kind.ALLGATHER, DType.INT32, ((1, 3),), Options())
-    assert wider.signature != some.signature
+    forms = SignatureCache()
+    some, more = (forms.find(OperationKind.ALLGATHER, DType.INT32, ((rows, 2),), CallOptions()) for rows in (1, 9))
+    assert some.hash == more.hash and some is not more
+    wider = forms.find(OperationKind.ALLGATHER, DType.INT32, ((1, 3),), CallOptions())
+    assert wider.hash != some.hash
 
 
 def test_texts_that_were_cut_still_differ() -> None:
-    forms = Forms()
+    forms = SignatureCache()
     shapes = tuple((index,) for index in range(100))
-    one = forms.find(Kind.ALLREDUCE, DType.FLOAT32, shapes, Options())
-    other = forms.find(Kind.ALLREDUCE, DType.FLOAT32, (*shapes[:-1], (7,)), Options())
-    assert one.text != other.text
-    assert len(one.text.encode()) <= TEXT_LIMIT + 2
+    one = forms.find(OperationKind.ALLREDUCE, DType.FLOAT32, shapes, CallOptions())
+    other = forms.find(OperationKind.ALLREDUCE, DType.FLOAT32, (*shapes[:-1], (7,)), CallOptions())
+    assert one.description != other.description
+    assert len(one.description.encode()) <= MAX_DESCRIPTION_BYTES + 2
 
 
 @pytest.mark.parametrize(
     ("dtype", "options", "words"),
     [
-        (DType.BOOL, Options("mean"), "bool has no mean"),
-        (DType.BOOL, Options("sum", 2.0), "cannot be scaled"),
-        (DType.INT32, Options("adasum"), "adasum is for allreduce of floating-point numbers"),
-        (DType.FLOAT32, Options("average"), "op must be one of sum, mean"),
-        (DType.FLOAT32, Options("sum", float("nan")), "prescale must be a finite number"),
-        (DType.FLOAT32, Options("sum", 1.0, float("inf")), "postscale must be a finite number"),
+        (DType.BOOL, CallOptions("mean"), "bool has no mean"),
+        (DType.BOOL, CallOptions("sum", 2.0), "cannot be scaled"),
+        (DType.INT32, CallOptions("adasum"), "adasum is for allreduce of floating-point numbers"),
+        (DType.FLOAT32, CallOptions("average"), "op must be one of sum, mean"),
+        (DType.FLOAT32, CallOptions("sum", float("nan")), "prescale must be a finite number"),
+        (DType.FLOAT32, CallOptions("sum", 1.0, float("inf")), "postscale must be a finite number"),
     ],
 )
-def test_what_makes_no_sense_is_refused(dtype: DType, options: Options, words: str) -> None:
+def test_what_makes_no_sense_is_refused(dtype: DType, options: CallOptions, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        Forms().find(Kind.ALLREDUCE, dtype, ((3,),), options)
+        SignatureCache().find(OperationKind.ALLREDUCE, dtype, ((3,),), options)
 
 
 def test_adasum_is_for_allreduce_only() -> None:
     with pytest.raises(ValueError, match="reduce_scatter: adasum is for allreduce"):
-        Forms().find(Kind.REDUCE_SCATTER, DType.FLOAT32, ((3,),), Options(Op.ADASUM))
+        SignatureCache().find(OperationKind.REDUCE_SCATTER, DType.FLOAT32, ((3,),), CallOptions(Op.ADASUM))
 
 
 def test_a_mismatch_puts_equal_answers_together() -> None:
-    error = mismatch({0: "barrier", 1: "allreduce", 2: "barrier"})
+    error = mismatch_error({0: "barrier", 1: "allreduce", 2: "barrier"})
     assert str(error) == "the members asked for different things: ranks 0, 2: barrier; rank 1: allreduce"
 
 
 def test_a_mismatch_says_what_who_has_joined_can_do() -> None:
-    error = mismatch({0: "allgather float32[*]", 1: "join"})
+    error = mismatch_error({0: "allgather float32[*]", 1: "join"})
     assert str(error).endswith("rank 1: join; who calls join() takes part in allreduce only")

@@ -9,16 +9,16 @@ from typing import Any
 import msgspec
 import pytest
 
-from ronde.comm.coordination.negotiator import Send
-from ronde.comm.coordination.tracing import Tracing
-from ronde.net.messages import Trace, TraceBatch, TraceChanged, TraceOver, TraceWanted
+from ronde.coordinator.negotiation import Send
+from ronde.coordinator.queries import TraceCollector
+from ronde.net.messages import SetTracing, TimelineReply, TimelineRequest, TraceBatch, TraceFlushed
 
 ALL = {0, 1, 2}
 
 
 @pytest.fixture
-def tracing() -> Iterator[Tracing]:
-    made = Tracing("", 100)
+def tracing() -> Iterator[TraceCollector]:
+    made = TraceCollector("", 100)
     yield made
     made.close()
 
@@ -32,63 +32,66 @@ def names(path: Path) -> list[str]:
     return [event["name"] for event in trace["traceEvents"]]
 
 
-def test_everybody_is_told_to_begin_before_the_one_who_asked_goes_on(tracing: Tracing, tmp_path: Path) -> None:
-    wanted = TraceWanted(str(tmp_path / "t.json"), horovod=True, departures=True)
-    assert tracing.hear(1, wanted, ALL) == [Send((0, 1, 2), Trace(True, True, True)), Send((1,), TraceChanged())]
-    assert tracing.hear(0, batch("a"), ALL) == []
+def test_everybody_is_told_to_begin_before_the_one_who_asked_goes_on(tracing: TraceCollector, tmp_path: Path) -> None:
+    wanted = TimelineRequest(str(tmp_path / "t.json"), horovod=True, batch_markers=True)
+    assert tracing.handle(1, wanted, ALL) == [
+        Send((0, 1, 2), SetTracing(True, True, True)),
+        Send((1,), TimelineReply()),
+    ]
+    assert tracing.handle(0, batch("a"), ALL) == []
     assert names(tmp_path / "t.json") == ["a"]
 
 
-def test_a_file_that_cannot_be_written_is_the_askers_problem_alone(tracing: Tracing, tmp_path: Path) -> None:
-    tracing.hear(0, TraceWanted(str(tmp_path / "t.json")), ALL)
-    ((told, answer),) = tracing.hear(1, TraceWanted(str(tmp_path / "no" / "t.json")), ALL)
-    assert isinstance(answer, TraceChanged)
-    assert told == (1,) and "cannot be written" in answer.why
-    tracing.hear(0, batch("goes on"), ALL)
+def test_a_file_that_cannot_be_written_is_the_askers_problem_alone(tracing: TraceCollector, tmp_path: Path) -> None:
+    tracing.handle(0, TimelineRequest(str(tmp_path / "t.json")), ALL)
+    ((told, answer),) = tracing.handle(1, TimelineRequest(str(tmp_path / "no" / "t.json")), ALL)
+    assert isinstance(answer, TimelineReply)
+    assert told == (1,) and "cannot be written" in answer.reason
+    tracing.handle(0, batch("goes on"), ALL)
     assert names(tmp_path / "t.json") == ["goes on"]
 
 
-def test_it_has_ended_when_all_have_sent_their_last_events(tracing: Tracing, tmp_path: Path) -> None:
-    tracing.hear(0, TraceWanted(str(tmp_path / "t.json")), ALL)
-    assert tracing.hear(2, TraceWanted(""), ALL) == [Send((0, 1, 2), Trace(False))]
-    assert tracing.hear(1, TraceWanted(""), ALL) == [], "a second one waits for the same"
+def test_it_has_ended_when_all_have_sent_their_last_events(tracing: TraceCollector, tmp_path: Path) -> None:
+    tracing.handle(0, TimelineRequest(str(tmp_path / "t.json")), ALL)
+    assert tracing.handle(2, TimelineRequest(""), ALL) == [Send((0, 1, 2), SetTracing(False))]
+    assert tracing.handle(1, TimelineRequest(""), ALL) == [], "a second one waits for the same"
     for rank in (0, 1):
-        tracing.hear(rank, batch(f"last of {rank}"), ALL)
-        assert tracing.hear(rank, TraceOver(), ALL) == []
-    tracing.hear(2, batch("last of 2"), ALL)
-    assert tracing.hear(2, TraceOver(), ALL) == [Send((1, 2), TraceChanged())]
-    tracing.hear(0, batch("too late"), ALL)
+        tracing.handle(rank, batch(f"last of {rank}"), ALL)
+        assert tracing.handle(rank, TraceFlushed(), ALL) == []
+    tracing.handle(2, batch("last of 2"), ALL)
+    assert tracing.handle(2, TraceFlushed(), ALL) == [Send((1, 2), TimelineReply())]
+    tracing.handle(0, batch("too late"), ALL)
     assert names(tmp_path / "t.json") == ["last of 0", "last of 1", "last of 2"]
 
 
-def test_who_is_gone_is_not_waited_for(tracing: Tracing, tmp_path: Path) -> None:
-    tracing.hear(0, TraceWanted(str(tmp_path / "t.json")), ALL)
-    tracing.hear(0, TraceWanted(""), ALL)
-    tracing.hear(0, TraceOver(), ALL)
-    assert tracing.settle({0, 2}) == []
-    assert tracing.settle({0}) == [Send((0,), TraceChanged())]
+def test_who_is_gone_is_not_waited_for(tracing: TraceCollector, tmp_path: Path) -> None:
+    tracing.handle(0, TimelineRequest(str(tmp_path / "t.json")), ALL)
+    tracing.handle(0, TimelineRequest(""), ALL)
+    tracing.handle(0, TraceFlushed(), ALL)
+    assert tracing.close_if_complete({0, 2}) == []
+    assert tracing.close_if_complete({0}) == [Send((0,), TimelineReply())]
 
 
-def test_to_end_what_has_not_begun_is_easy(tracing: Tracing) -> None:
-    assert tracing.hear(0, TraceWanted(""), ALL) == [Send((0,), TraceChanged())]
-    assert tracing.hear(0, TraceOver(), ALL) == []
+def test_to_end_what_has_not_begun_is_easy(tracing: TraceCollector) -> None:
+    assert tracing.handle(0, TimelineRequest(""), ALL) == [Send((0,), TimelineReply())]
+    assert tracing.handle(0, TraceFlushed(), ALL) == []
 
 
-def test_another_file_takes_over(tracing: Tracing, tmp_path: Path) -> None:
+def test_another_file_takes_over(tracing: TraceCollector, tmp_path: Path) -> None:
     for name in ("a", "b"):
-        tracing.hear(0, TraceWanted(str(tmp_path / name)), ALL)
-        tracing.hear(0, batch(name), ALL)
+        tracing.handle(0, TimelineRequest(str(tmp_path / name)), ALL)
+        tracing.handle(0, batch(name), ALL)
     assert (names(tmp_path / "a"), names(tmp_path / "b")) == (["a"], ["b"])
 
 
 def test_one_that_a_rank_has_begun_ends_with_its_round_and_one_of_the_settings_does_not(tmp_path: Path) -> None:
-    lasting = Tracing(str(tmp_path / "t.json"), 100)
+    lasting = TraceCollector(str(tmp_path / "t.json"), 100)
     lasting.end_round()
-    lasting.hear(0, batch("in the next round"), ALL)
+    lasting.handle(0, batch("in the next round"), ALL)
     assert names(tmp_path / "t.json") == ["in the next round"]
-    lasting.hear(0, TraceWanted(str(tmp_path / "u.json")), ALL)
+    lasting.handle(0, TimelineRequest(str(tmp_path / "u.json")), ALL)
     lasting.end_round()
-    lasting.hear(0, batch("later"), ALL)
+    lasting.handle(0, batch("later"), ALL)
     assert names(tmp_path / "u.json") == []
     lasting.close()
     lasting.close()

@@ -10,19 +10,29 @@ from xml.etree import ElementTree
 import pytest
 
 from ronde.dash.chart import Chart, Series, line_chart, thin_points
-from ronde.dash.meter import Load, RankShare
-from ronde.dash.records import Begun, Ended, Record, Run, Sampled, Values, collect, encode
-from ronde.dash.report import render, write_report
+from ronde.dash.report import render_report_page, write_report
+from ronde.dash.run_log import (
+    LoggedValues,
+    RankTimeBreakdown,
+    RankTimesLogged,
+    ResourceSample,
+    RunFinished,
+    RunHistory,
+    RunLogRecord,
+    RunStarted,
+    encode_record,
+    parse_log,
+)
 
 Element = ElementTree.Element
 
 
-def share(rank: int, num_steps: int = 10, gpu: float | None = None) -> RankShare:
+def share(rank: int, num_steps: int = 10, gpu: float | None = None) -> RankTimeBreakdown:
     """7 of 10 parts computing, 1 moving, 2 waiting; a step of rank r takes 100 + 10 r milliseconds."""
     step_s = 0.1 + 0.01 * rank
     total_s = step_s * num_steps
-    load = Load(at_s=1.0, cpu=80.0 + rank, host_cpu=95.0, memory_bytes=500_000_000, gpu=gpu)
-    return RankShare(
+    load = ResourceSample(at_s=1.0, cpu=80.0 + rank, host_cpu=95.0, memory_bytes=500_000_000, gpu=gpu)
+    return RankTimeBreakdown(
         rank=rank,
         num_steps=num_steps,
         step_s=(step_s,) * num_steps,
@@ -35,23 +45,23 @@ def share(rank: int, num_steps: int = 10, gpu: float | None = None) -> RankShare
     )
 
 
-def run_of(num_ranks: int = 2, hosts: tuple[str, ...] = ("a", "a"), gpu: float | None = None) -> Run:
+def run_of(num_ranks: int = 2, hosts: tuple[str, ...] = ("a", "a"), gpu: float | None = None) -> RunHistory:
     losses = [2.0, 1.5, 1.0, 0.5, 0.25]
-    records: list[Record] = [
-        Begun(facts={"model": "AlexNet <script>alert(1)</script>"}, hosts=hosts),
-        *(Values(step=10 * i, at_s=i, values={"train/loss": loss}) for i, loss in enumerate(losses, start=1)),
-        Sampled(step=10, at_s=1.0, ranks=tuple(share(rank, gpu=gpu) for rank in range(num_ranks))),
-        Sampled(step=20, at_s=2.0, ranks=tuple(share(rank, gpu=gpu) for rank in range(num_ranks))),
-        Values(step=50, at_s=5.0, values={"val/loss": 0.3, "val/accuracy": 0.975}),
-        Values(step=50, at_s=5.5, values={"test/accuracy": 0.9876}),
-        Ended(at_s=75.0),
+    records: list[RunLogRecord] = [
+        RunStarted(facts={"model": "AlexNet <script>alert(1)</script>"}, hosts=hosts),
+        *(LoggedValues(step=10 * i, at_s=i, values={"train/loss": loss}) for i, loss in enumerate(losses, start=1)),
+        RankTimesLogged(step=10, at_s=1.0, ranks=tuple(share(rank, gpu=gpu) for rank in range(num_ranks))),
+        RankTimesLogged(step=20, at_s=2.0, ranks=tuple(share(rank, gpu=gpu) for rank in range(num_ranks))),
+        LoggedValues(step=50, at_s=5.0, values={"val/loss": 0.3, "val/accuracy": 0.975}),
+        LoggedValues(step=50, at_s=5.5, values={"test/accuracy": 0.9876}),
+        RunFinished(at_s=75.0),
     ]
-    return collect(encode(record) for record in records)
+    return parse_log(encode_record(record) for record in records)
 
 
-def page_of(run: Run) -> Element:
+def page_of(run: RunHistory) -> Element:
     """The page as a tree. It is written so that an XML parser can read it, once its few void elements are closed."""
-    text = re.sub(r"<(meta[^>]*)>", r"<\1/>", render(run).removeprefix("<!DOCTYPE html>\n"))
+    text = re.sub(r"<(meta[^>]*)>", r"<\1/>", render_report_page(run).removeprefix("<!DOCTYPE html>\n"))
     return ElementTree.fromstring(text)
 
 
@@ -147,20 +157,20 @@ def test_headline_numbers_begin_with_what_came_last() -> None:
 
 def test_the_lead_says_how_the_run_went() -> None:
     run = run_of(hosts=("a", "b"))
-    assert "2 ranks, 2 hosts, 1 min 15 s of training" in render(run)
+    assert "2 ranks, 2 hosts, 1 min 15 s of training" in render_report_page(run)
     run.num_resumes, run.ended = 2, False
-    assert "went on 2 times from a checkpoint, has not come to its end" in render(run)
+    assert "went on 2 times from a checkpoint, has not come to its end" in render_report_page(run)
 
 
 def test_the_page_loads_nothing_and_runs_nothing() -> None:
-    page = render(run_of())
+    page = render_report_page(run_of())
     assert "<script" not in page  # the fact that has one in its text is escaped
     assert not re.search(r"""(?:src|href)=|url\(|https?://|@import""", page)
     assert "prefers-color-scheme:dark" in page
 
 
 def test_an_empty_log_is_a_page_too() -> None:
-    drawn = figures(page_of(Run()))
+    drawn = figures(page_of(RunHistory()))
     assert "no numbers" in words(drawn["Step time per rank"])
 
 
@@ -181,7 +191,7 @@ def test_long_lines_are_thinned_to_their_means() -> None:
 
 def test_the_file_appears_whole_and_alone(tmp_path: Path) -> None:
     log = tmp_path / "log.jsonl"
-    log.write_bytes(encode(Begun(hosts=("a",))) + encode(Ended(at_s=1.0)))
+    log.write_bytes(encode_record(RunStarted(hosts=("a",))) + encode_record(RunFinished(at_s=1.0)))
     path = write_report(log, tmp_path / "out/report.html", title="Mine & yours")
     assert path.is_absolute()
     assert "<h1>Mine &amp; yours</h1>" in path.read_text()

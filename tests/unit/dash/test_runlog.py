@@ -7,9 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from ronde.dash.meter import RankShare
-from ronde.dash.records import Begun, Ended, Sampled, Values, collect, decode, encode, read_log
-from ronde.dash.runlog import RunLog
+from ronde.dash.run_log import (
+    LoggedValues,
+    RankTimeBreakdown,
+    RankTimesLogged,
+    RunFinished,
+    RunLog,
+    RunStarted,
+    decode_record,
+    encode_record,
+    parse_log,
+    read_log,
+)
 
 
 class Clock:
@@ -27,22 +36,22 @@ def clock() -> Clock:
     return Clock()
 
 
-def values(step: int, loss: float | None, at_s: float = 0.0) -> Values:
-    return Values(step=step, at_s=at_s, values={"train/loss": loss})
+def values(step: int, loss: float | None, at_s: float = 0.0) -> LoggedValues:
+    return LoggedValues(step=step, at_s=at_s, values={"train/loss": loss})
 
 
 @pytest.mark.parametrize(
     "record",
     [
-        Begun(step=3, at_s=1.5, facts={"model": "MLP"}, hosts=("a", "b")),
+        RunStarted(step=3, at_s=1.5, facts={"model": "MLP"}, hosts=("a", "b")),
         values(2, 0.5),
-        Sampled(step=4, at_s=2.0, ranks=(RankShare(rank=0, num_steps=1, step_s=(0.25,)),)),
-        Ended(at_s=9.0),
+        RankTimesLogged(step=4, at_s=2.0, ranks=(RankTimeBreakdown(rank=0, num_steps=1, step_s=(0.25,)),)),
+        RunFinished(at_s=9.0),
     ],
 )
-def test_a_record_survives_the_file(record: Begun | Values | Sampled | Ended) -> None:
-    assert encode(record).count(b"\n") == 1
-    assert decode(encode(record)) == record
+def test_a_record_survives_the_file(record: RunStarted | LoggedValues | RankTimesLogged | RunFinished) -> None:
+    assert encode_record(record).count(b"\n") == 1
+    assert decode_record(encode_record(record)) == record
 
 
 def test_a_loop_of_one_process_needs_no_job(tmp_path: Path, clock: Clock) -> None:
@@ -55,20 +64,24 @@ def test_a_loop_of_one_process_needs_no_job(tmp_path: Path, clock: Clock) -> Non
     run = read_log(log.path)
     assert shares[0].num_steps == 2
     assert run.series("train/loss") == [(1, 1.0), (2, 0.5)]
-    assert run.shares(0) == [(2, shares[0])]
+    assert run.breakdowns(0) == [(2, shares[0])]
     assert (run.facts["model"], run.facts["layers"], run.facts["ranks"]) == ("MLP", "3", "1")
-    assert (run.at_s, run.ended, run.num_resumes) == (1.0, True, 0)
+    assert (run.elapsed_s, run.ended, run.num_resumes) == (1.0, True, 0)
 
 
 def test_every_rank_is_written_down(tmp_path: Path, clock: Clock) -> None:
     def exchange(value: object) -> list[object]:
-        return [RankShare(rank=0), RankShare(rank=1, num_steps=7)] if isinstance(value, RankShare) else [value, value]
+        return (
+            [RankTimeBreakdown(rank=0), RankTimeBreakdown(rank=1, num_steps=7)]
+            if isinstance(value, RankTimeBreakdown)
+            else [value, value]
+        )
 
-    with RunLog(tmp_path / "log.jsonl", exchange=exchange, clock=clock) as log:
+    with RunLog(tmp_path / "log.jsonl", allgather=exchange, clock=clock) as log:
         log.gather(7)
     run = read_log(log.path)
     assert run.ranks() == [0, 1]
-    assert run.shares(1)[0][1].num_steps == 7
+    assert run.breakdowns(1)[0][1].num_steps == 7
 
 
 def test_a_number_that_is_none_is_a_gap(tmp_path: Path) -> None:
@@ -92,7 +105,7 @@ def test_a_run_that_goes_on_forgets_what_came_after_its_checkpoint(tmp_path: Pat
         before.add(step, {"train/loss": float(step)})
     before.gather(5)
     before.close()
-    whole = path.read_bytes().removesuffix(encode(Ended(at_s=5.0)))
+    whole = path.read_bytes().removesuffix(encode_record(RunFinished(at_s=5.0)))
     path.write_bytes(whole + b'{"type":"values","st')  # killed in the middle of a line
 
     clock.now_s += 3600.0
@@ -103,7 +116,7 @@ def test_a_run_that_goes_on_forgets_what_came_after_its_checkpoint(tmp_path: Pat
     assert run.series("train/loss") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
     assert [record.at_s for record in run.values] == [1.0, 2.0, 3.0, 4.0]  # the hour in between is not training
     assert run.samples == []
-    assert (run.num_resumes, run.num_torn) == (1, 1)
+    assert (run.num_resumes, run.num_unreadable_lines) == (1, 1)
 
 
 def test_a_fresh_run_replaces_an_older_log(tmp_path: Path) -> None:
@@ -129,10 +142,10 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
 
 
 def test_what_is_told_twice_of_a_step_counts_as_told_last() -> None:
-    run = collect([encode(values(1, 0.5)), encode(values(2, 0.4)), encode(values(2, 0.3))])
+    run = parse_log([encode_record(values(1, 0.5)), encode_record(values(2, 0.4)), encode_record(values(2, 0.3))])
     assert run.series("train/loss") == [(1, 0.5), (2, 0.3)]
 
 
 def test_lines_that_are_not_records_are_counted() -> None:
-    run = collect([encode(values(1, 0.5)), b'{"type":"values"}', b"{"])
-    assert (len(run.values), run.num_torn) == (1, 2)
+    run = parse_log([encode_record(values(1, 0.5)), b'{"type":"values"}', b"{"])
+    assert (len(run.values), run.num_unreadable_lines) == (1, 2)

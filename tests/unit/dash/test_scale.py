@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ronde.dash.scale import fit_axis, in_words
+from ronde.dash.scale import fit_axis
+from ronde.text import format_compact_number
 
 
 def test_ticks_are_round_numbers_around_the_values() -> None:
@@ -64,4 +65,4 @@ def test_every_axis_holds_its_values_with_few_ticks(low: float, part: float) -> 
     ],
 )
 def test_numbers_are_short(value: float | None, words: str) -> None:
-    assert in_words(value) == words
+    assert format_compact_number(value) == words

@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ronde.launch.agent import Agent
-from ronde.launch.loop import Loop
-from ronde.launch.messages import Exited, FromAgent, Launch, Output, RankOrder, Stream
+from ronde.launch.agent.agent import Agent
+from ronde.launch.protocol import AgentMessage, RankExited, RankOrder, RankOutput, StartRanks, StdStream
+from ronde.net.event_loop import EventLoop
 
 PATIENCE_S = 30.0
 
@@ -33,15 +33,15 @@ class Watched:
     """The agent, and what it said so far."""
 
     def __init__(self) -> None:
-        self.loop = Loop()
-        self.reports: list[FromAgent] = []
+        self.loop = EventLoop()
+        self.reports: list[AgentMessage] = []
         self.agent = Agent(self.loop, self.reports.append)
 
     def until(self, condition: Callable[[], bool]) -> None:
         """Run the loop until it is true."""
         late: list[bool] = []
-        timer = self.loop.at(PATIENCE_S, lambda: late.append(True))
-        self.loop.run(until=lambda: bool(late) or condition())
+        timer = self.loop.call_later(PATIENCE_S, lambda: late.append(True))
+        self.loop.run_until(condition=lambda: bool(late) or condition())
         timer.cancel()
         assert not late, f"it did not happen; the last reports were {self.reports[-5:]}"
 
@@ -54,15 +54,15 @@ class Watched:
         self.until(lambda: bool(self.all(kind)))
         return self.all(kind)[0]
 
-    def printed(self, rank: int = 0, stream: Stream = "out") -> bytes:
+    def printed(self, rank: int = 0, stream: StdStream = "out") -> bytes:
         """All that a rank printed so far."""
-        return b"".join(each.data for each in self.all(Output) if (each.rank, each.stream) == (rank, stream))
+        return b"".join(each.data for each in self.all(RankOutput) if (each.rank, each.stream) == (rank, stream))
 
     def run(self, *orders: RankOrder) -> dict[int, int]:
         """Start these ranks, wait for their ends: their exit codes."""
-        self.agent.handle(Launch(orders))
-        self.until(lambda: len(self.all(Exited)) == len(orders))
-        return {each.rank: each.code for each in self.all(Exited)}
+        self.agent.handle(StartRanks(orders))
+        self.until(lambda: len(self.all(RankExited)) == len(orders))
+        return {each.rank: each.exit_code for each in self.all(RankExited)}
 
 
 @contextmanager

@@ -4,47 +4,47 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ronde.launch.messages import Stream
-from ronde.launch.output.screen import Gone
+from ronde.launch.output.terminal import OutputClosed
+from ronde.launch.protocol import StdStream
 
-__all__ = ["Memory"]
+__all__ = ["RecordingSink"]
 
 
-class Memory:
+class RecordingSink:
     """Keeps everything; `on_output` is called with every output."""
 
     def __init__(self, on_output: Callable[[int], None] = lambda rank: None) -> None:
         self.printed: dict[int, bytes] = {}
-        self.ends: list[int] = []
-        self.notes: list[str] = []
-        self.num_ticks = 0
+        self.exited_ranks: list[int] = []
+        self.messages: list[str] = []
+        self.num_refreshes = 0
         self.due_s: float | None = None
-        self.why_gone: Gone | None = None
-        self.is_full = False
+        self.closed_with: OutputClosed | None = None
+        self.backlogged = False
         self._on_output = on_output
 
-    def output(self, rank: int, stream: Stream, data: bytes) -> None:
+    def write(self, rank: int, stream: StdStream, data: bytes) -> None:
         self.printed[rank] = self.printed.get(rank, b"") + data
         self._on_output(rank)
 
-    def ended(self, rank: int) -> None:
-        self.ends.append(rank)
+    def rank_exited(self, rank: int) -> None:
+        self.exited_ranks.append(rank)
 
-    def note(self, text: str) -> None:
-        self.notes.append(text)
+    def print_message(self, text: str) -> None:
+        self.messages.append(text)
 
-    def tick(self, now_s: float) -> float | None:
-        self.num_ticks += 1
+    def refresh(self, now_s: float) -> float | None:
+        self.num_refreshes += 1
         due_s, self.due_s = self.due_s, None
         return due_s
 
-    def tail(self, rank: int, code: int) -> str:
+    def tail(self, rank: int, exit_code: int) -> str:
         return self.printed.get(rank, b"").decode()
 
-    def gone(self) -> Gone | None:
-        return self.why_gone
+    def closed(self) -> OutputClosed | None:
+        return self.closed_with
 
-    def full(self) -> bool:
-        return self.is_full
+    def is_backlogged(self) -> bool:
+        return self.backlogged
 
-    def close(self, *, give_up_s: float | None = None) -> None: ...
+    def close(self, *, timeout_s: float | None = None) -> None: ...

@@ -11,22 +11,22 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.agent import note_on
-from ronde.launch.guard import MARK
-from ronde.launch.messages import (
-    Exited,
-    Failed,
-    Hello,
-    Input,
-    Launch,
-    Load,
-    Output,
-    Quit,
+from ronde.launch.agent.agent import describe_oom_kill
+from ronde.launch.agent.orphans import COOKIE_VARIABLE
+from ronde.launch.protocol import (
+    AgentHello,
+    FunctionResult,
+    RankExited,
+    RankInput,
     RankOrder,
-    Resize,
-    Result,
-    Signal,
-    Started,
+    RankOutput,
+    RankStarted,
+    RankStartFailed,
+    ResizeTerminal,
+    SignalRanks,
+    StartRanks,
+    StopAgent,
+    UsageReport,
 )
 from ronde.net.addresses import host_identity
 from ronde.types import Deadline
@@ -43,22 +43,22 @@ def flood(num: int) -> tuple[bytes, bytes]:
 
 def test_it_says_hello_first() -> None:
     with an_agent() as watched:
-        hello = watched.first(Hello)
+        hello = watched.first(AgentHello)
         assert watched.reports == [hello]
-        assert (hello.host, hello.pid) == (host_identity(), os.getpid())
+        assert (hello.host_identity, hello.pid) == (host_identity(), os.getpid())
         assert 1 <= hello.num_cores <= len(hello.cpus)
         assert hello.addresses
 
 
 def test_a_rank_is_started_heard_and_its_end_told_in_this_order(tmp_path: Path) -> None:
     with an_agent() as watched:
-        watched.first(Hello)
+        watched.first(AgentHello)
         argv = ("sh", "-c", 'echo "$A in $PWD"; echo oops >&2; read x || exit 3')
         assert watched.run(order(argv, 5, env={"A": "b"}, cwd=str(tmp_path))) == {5: 3}
         assert watched.printed(5, "out") == f"b in {tmp_path}\n".encode()
         assert watched.printed(5, "err") == b"oops\n"
         kinds = [type(report) for report in watched.reports]
-        assert kinds[:2] == [Hello, Started] and kinds[-1] is Exited
+        assert kinds[:2] == [AgentHello, RankStarted] and kinds[-1] is RankExited
 
 
 def test_a_rank_has_the_environment_of_its_order_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,20 +66,22 @@ def test_a_rank_has_the_environment_of_its_order_and_no_other(monkeypatch: pytes
     with an_agent() as watched:
         watched.run(RankOrder(0, ("/usr/bin/env",), {"A": "1"}, "/"))
         names = [line.split(b"=")[0] for line in watched.printed().splitlines()]
-        assert names == [b"A", MARK.encode()]
+        assert names == [b"A", COOKIE_VARIABLE.encode()]
 
 
 def test_what_cannot_be_started_is_told_and_the_others_run() -> None:
     with an_agent() as watched:
-        watched.agent.handle(Launch((order(("no-such-command",), 0), order(("true",), 1))))
-        assert watched.first(Exited).rank == 1
-        assert watched.first(Failed).rank == 0 and "there is no command" in watched.first(Failed).why
+        watched.agent.handle(StartRanks((order(("no-such-command",), 0), order(("true",), 1))))
+        assert watched.first(RankExited).rank == 1
+        assert (
+            watched.first(RankStartFailed).rank == 0 and "there is no command" in watched.first(RankStartFailed).reason
+        )
 
 
 def test_a_rank_that_runs_is_not_started_twice() -> None:
     with an_agent() as watched:
-        watched.agent.handle(Launch((order(("sleep", "300")), order(("true",)))))
-        assert "still runs" in watched.first(Failed).why
+        watched.agent.handle(StartRanks((order(("sleep", "300")), order(("true",)))))
+        assert "still runs" in watched.first(RankStartFailed).reason
 
 
 def test_a_rank_may_be_started_again_after_its_end() -> None:
@@ -127,7 +129,7 @@ def test_somebody_who_left_the_group_and_holds_the_pipe_does_not_delay_the_end()
     with an_agent() as watched:
         deadline = Deadline(5)
         assert watched.run(order(("sh", "-c", "setsid sleep 300 & echo $!; echo last"))) == {0: 0}
-        assert not deadline.passed
+        assert not deadline.expired
         pid, last = watched.printed().split()
         assert last == b"last"
     assert ends(int(pid))
@@ -135,22 +137,22 @@ def test_somebody_who_left_the_group_and_holds_the_pipe_does_not_delay_the_end()
 
 def test_pausing_makes_ranks_wait_and_loses_nothing() -> None:
     with an_agent() as watched:
-        watched.agent.handle(Launch((order(python(FLOOD.format(num=400))),)))
-        watched.first(Output)
-        watched.agent.pause(True)
-        before = len(watched.all(Output))
+        watched.agent.handle(StartRanks((order(python(FLOOD.format(num=400))),)))
+        watched.first(RankOutput)
+        watched.agent.set_reading_paused(True)
+        before = len(watched.all(RankOutput))
         ticks: list[int] = []
-        watched.loop.at(0.2, lambda: ticks.append(1))
+        watched.loop.call_later(0.2, lambda: ticks.append(1))
         watched.until(lambda: bool(ticks))
-        assert len(watched.all(Output)) == before
-        watched.agent.pause(False)
-        assert watched.first(Exited).code == 0
+        assert len(watched.all(RankOutput)) == before
+        watched.agent.set_reading_paused(False)
+        assert watched.first(RankExited).exit_code == 0
         assert (watched.printed(0, "out"), watched.printed(0, "err")) == flood(400)
 
 
 def test_a_rank_that_ends_during_a_pause_is_heard_to_its_last_word() -> None:
     with an_agent() as watched:
-        watched.agent.pause(True)
+        watched.agent.set_reading_paused(True)
         watched.run(order(("sh", "-c", "echo last words")))
         assert watched.printed() == b"last words\n"
 
@@ -158,14 +160,14 @@ def test_a_rank_that_ends_during_a_pause_is_heard_to_its_last_word() -> None:
 def test_signals_reach_the_ranks_that_are_meant() -> None:
     with an_agent() as watched:
         script = "trap 'exit 7' USR1; echo ready; while :; do sleep 0.01; done"
-        watched.agent.handle(Launch(tuple(order(("sh", "-c", script), rank) for rank in range(2))))
+        watched.agent.handle(StartRanks(tuple(order(("sh", "-c", script), rank) for rank in range(2))))
         watched.until(lambda: all(watched.printed(rank) for rank in range(2)))
-        watched.agent.handle(Signal((1, 99), signal.SIGUSR1))
-        end = watched.first(Exited)
-        assert (end.rank, end.code) == (1, 7)
-        watched.agent.handle(Signal((0, 1), signal.SIGKILL))
-        watched.until(lambda: len(watched.all(Exited)) == 2)
-        assert watched.all(Exited)[1] == Exited(0, -9, "")
+        watched.agent.handle(SignalRanks((1, 99), signal.SIGUSR1))
+        end = watched.first(RankExited)
+        assert (end.rank, end.exit_code) == (1, 7)
+        watched.agent.handle(SignalRanks((0, 1), signal.SIGKILL))
+        watched.until(lambda: len(watched.all(RankExited)) == 2)
+        assert watched.all(RankExited)[1] == RankExited(0, -9, "")
 
 
 def test_output_can_look_like_a_terminals_and_stay_as_it_is() -> None:
@@ -175,36 +177,36 @@ def test_output_can_look_like_a_terminals_and_stay_as_it_is() -> None:
         "os.write(1, b'%d\\n' % os.get_terminal_size(2).columns + bytes(range(256)))"
     )
     with an_agent() as watched:
-        assert watched.run(order(python(text), progress=True)) == {0: 0}, watched.printed(0, "err")
+        assert watched.run(order(python(text), output_ptys=True)) == {0: 0}, watched.printed(0, "err")
         assert watched.printed() == b"80\n" + bytes(range(256))
         assert watched.printed(0, "err") == b""
 
 
 def test_a_flood_through_terminals_loses_nothing() -> None:
     with an_agent() as watched:
-        watched.run(order(python(FLOOD.format(num=300)), progress=True))
+        watched.run(order(python(FLOOD.format(num=300)), output_ptys=True))
         assert (watched.printed(0, "out"), watched.printed(0, "err")) == flood(300)
 
 
 def test_a_rank_with_a_terminal_reads_what_is_typed() -> None:
     text = "import sys; print('name?', flush=True); print('hello', input()); print(repr(sys.stdin.read()))"
     with an_agent() as watched:
-        watched.agent.handle(Launch((order(python(text), terminal=True),)))
+        watched.agent.handle(StartRanks((order(python(text), tty=True),)))
         watched.until(lambda: b"name?" in watched.printed())
-        watched.agent.handle(Input(0, b"you\r"))
+        watched.agent.handle(RankInput(0, b"you\r"))
         watched.until(lambda: b"hello you" in watched.printed())
-        watched.agent.handle(Input(0, b""))
-        assert watched.first(Exited).code == 0
+        watched.agent.handle(RankInput(0, b""))
+        assert watched.first(RankExited).exit_code == 0
         assert watched.printed().endswith(b"''\r\n")
 
 
 def test_ctrl_c_typed_into_a_terminal_interrupts() -> None:
     text = "import time\ntry: print('go', flush=True); time.sleep(300)\nexcept KeyboardInterrupt: print('stopped')"
     with an_agent() as watched:
-        watched.agent.handle(Launch((order(python(text), terminal=True),)))
+        watched.agent.handle(StartRanks((order(python(text), tty=True),)))
         watched.until(lambda: b"go" in watched.printed())
-        watched.agent.handle(Input(0, b"\x03"))
-        assert watched.first(Exited).code == 0
+        watched.agent.handle(RankInput(0, b"\x03"))
+        assert watched.first(RankExited).exit_code == 0
         assert b"stopped" in watched.printed()
 
 
@@ -212,10 +214,10 @@ def test_ctrl_c_typed_into_a_terminal_interrupts() -> None:
 def test_a_terminal_follows_the_size_of_the_drivers(terminal: bool) -> None:
     text = "import os, time\nwhile os.get_terminal_size(1) != (132, 50): print('wait'); time.sleep(0.01)"
     with an_agent() as watched:
-        watched.agent.handle(Launch((order(python(text), terminal=terminal, progress=not terminal),)))
-        watched.first(Output)
-        watched.agent.handle(Resize(0, 50, 132))
-        assert watched.first(Exited).code == 0
+        watched.agent.handle(StartRanks((order(python(text), tty=terminal, output_ptys=not terminal),)))
+        watched.first(RankOutput)
+        watched.agent.handle(ResizeTerminal(0, 50, 132))
+        assert watched.first(RankExited).exit_code == 0
 
 
 CALL = """
@@ -229,28 +231,30 @@ def test_a_call_of_many_megabytes_goes_there_and_back() -> None:
     call = os.urandom(1_000_000) * 50
     with an_agent() as watched:
         text = CALL.format(result="len(data).to_bytes(8, 'big') + data[::-1]")
-        assert watched.run(order(python(text), call=call)) == {0: 0}
-        assert watched.all(Result) == [Result(0, call[::-1])]
-        assert isinstance(watched.reports[-1], Exited)
+        assert watched.run(order(python(text), pickled_call=call)) == {0: 0}
+        assert watched.all(FunctionResult) == [FunctionResult(0, call[::-1])]
+        assert isinstance(watched.reports[-1], RankExited)
 
 
 def test_a_result_that_was_not_finished_is_none() -> None:
     with an_agent() as watched:
-        watched.run(order(python(CALL.format(result="(1000).to_bytes(8, 'big') + b'half'")), call=b"x"))
-        assert watched.all(Result) == []
+        watched.run(order(python(CALL.format(result="(1000).to_bytes(8, 'big') + b'half'")), pickled_call=b"x"))
+        assert watched.all(FunctionResult) == []
 
 
 def test_a_rank_that_does_not_want_its_call_ends_all_the_same() -> None:
     with an_agent() as watched:
-        assert watched.run(order(("true",), call=b"x" * 10_000_000)) == {0: 0}
+        assert watched.run(order(("true",), pickled_call=b"x" * 10_000_000)) == {0: 0}
 
 
 def test_the_load_of_a_rank_and_its_children_is_told() -> None:
     burn = "sh -c 'while :; do :; done' & while :; do :; done"
     with an_agent() as watched:
-        watched.agent.handle(Launch((order(("sh", "-c", burn), 3), order(("sleep", "300"), 4))))
-        watched.until(lambda: any(load.ranks[0][1] > 0.1 for load in watched.all(Load)))  # the cores may be others'
-        last = watched.all(Load)[-1]
+        watched.agent.handle(StartRanks((order(("sh", "-c", burn), 3), order(("sleep", "300"), 4))))
+        watched.until(
+            lambda: any(load.ranks[0][1] > 0.1 for load in watched.all(UsageReport))
+        )  # the cores may be others'
+        last = watched.all(UsageReport)[-1]
         busy, idle = last.ranks
         assert (busy[0], idle[0]) == (3, 4)
         assert idle[1] < 0.1
@@ -269,7 +273,7 @@ def test_the_load_of_a_rank_and_its_children_is_told() -> None:
     ],
 )
 def test_want_of_memory_is_named_when_it_explains_an_end(code: int, killed: bool, short: bool, words: str) -> None:
-    note = note_on(code, killed=killed, short=short)
+    note = describe_oom_kill(code, killed_by_agent=killed, oom_killed=short)
     assert words in note and bool(words) == bool(note)
 
 
@@ -277,21 +281,21 @@ def test_want_of_memory_is_named_when_it_explains_an_end(code: int, killed: bool
 def test_closing_kills_ranks_that_do_not_want_to_end_and_their_children(how: str) -> None:
     script = "trap '' TERM INT HUP; sh -c 'trap \"\" TERM; echo $$; sleep 300; sleep 300' & wait; wait"
     with an_agent() as watched:
-        watched.agent.handle(Launch(tuple(order(("sh", "-c", script), rank) for rank in range(3))))
+        watched.agent.handle(StartRanks(tuple(order(("sh", "-c", script), rank) for rank in range(3))))
         watched.until(lambda: all(watched.printed(rank) for rank in range(3)))
         if how == "quit":
-            watched.agent.handle(Quit())
+            watched.agent.handle(StopAgent())
         watched.agent.close()
-        pids = [each.pid for each in watched.all(Started)] + [int(watched.printed(rank)) for rank in range(3)]
+        pids = [each.pid for each in watched.all(RankStarted)] + [int(watched.printed(rank)) for rank in range(3)]
         assert all(ends(pid, 1.0) for pid in pids)
-        watched.agent.handle(Launch((order(("true",)),)))
-        assert not watched.all(Exited)
+        watched.agent.handle(StartRanks((order(("true",)),)))
+        assert not watched.all(RankExited)
 
 
 def test_whoever_hears_of_a_start_may_close_the_agent() -> None:
     with an_agent() as watched:
-        watched.agent._tell = lambda report: watched.agent.close() if isinstance(report, Started) else None
-        watched.agent.handle(Launch(tuple(order(("sleep", "300"), rank) for rank in range(3))))
+        watched.agent._on_report = lambda report: watched.agent.close() if isinstance(report, RankStarted) else None
+        watched.agent.handle(StartRanks(tuple(order(("sleep", "300"), rank) for rank in range(3))))
         assert watched.agent._ranks == {}
 
 
@@ -301,8 +305,8 @@ sys.path.insert(0, {root!r})
 from tests.unit.launch.agents import *
 with an_agent() as watched:
     script = "trap '' TERM; (sleep 300; true) & echo $$ $!; wait"
-    orders = [order(("sh", "-c", script), rank, progress=rank == 0) for rank in range(4)]
-    watched.agent.handle(Launch((*orders, order(("sh", "-c", script), 4, terminal=True))))
+    orders = [order(("sh", "-c", script), rank, output_ptys=rank == 0) for rank in range(4)]
+    watched.agent.handle(StartRanks((*orders, order(("sh", "-c", script), 4, tty=True))))
     watched.until(lambda: all(watched.printed(rank) for rank in range(5)))
     print(*(watched.printed(rank).decode() for rank in range(5)), flush=True)
     watched.until(lambda: False)
@@ -319,4 +323,4 @@ def test_a_killed_agent_takes_its_ranks_and_their_children_along_within_a_second
         assert not any(ends(pid, 0.0) for pid in pids)
         holder.kill()
     deadline = Deadline(1.0)
-    assert all(ends(pid, deadline.left_s) for pid in pids)
+    assert all(ends(pid, deadline.remaining_s) for pid in pids)

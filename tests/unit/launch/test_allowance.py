@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.allowance import Allowance, read_allowance
+from ronde.launch.agent.resource_usage import CgroupLimits, read_cgroup_limits
 
 CASES = {
-    "no control groups": ({}, Allowance()),
+    "no control groups": ({}, CgroupLimits()),
     "version 2, without limits": (
         {
             "proc/self/cgroup": "0::/user\n",
@@ -17,7 +17,7 @@ CASES = {
             "sys/fs/cgroup/user/memory.max": "max\n",
             "sys/fs/cgroup/user/pids.max": "max\n",
         },
-        Allowance(),
+        CgroupLimits(),
     ),
     "version 2, a limit above counts too": (
         {
@@ -30,7 +30,7 @@ CASES = {
             "sys/fs/cgroup/pod/box/memory.current": "200\n",
             "sys/fs/cgroup/pod/box/pids.max": "77\n",
         },
-        Allowance(1.5, 500, 100, 77),
+        CgroupLimits(1.5, 500, 100, 77),
     ),
     "version 1, whose paths are the host's": (
         {
@@ -40,7 +40,7 @@ CASES = {
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "4096\n",
             "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000\n",
         },
-        Allowance(0.5, 4096, 0),
+        CgroupLimits(0.5, 4096, 0),
     ),
     "version 1, without limits": (
         {
@@ -49,15 +49,15 @@ CASES = {
             "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
             "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
         },
-        Allowance(),
+        CgroupLimits(),
     ),
 }
 
 
 @pytest.mark.parametrize(("files", "allowance"), CASES.values(), ids=CASES)
-def test_the_smallest_allowance_wins(tmp_path: Path, files: dict[str, str], allowance: Allowance) -> None:
+def test_the_smallest_allowance_wins(tmp_path: Path, files: dict[str, str], allowance: CgroupLimits) -> None:
     for name, text in files.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
-    assert read_allowance(tmp_path) == allowance
+    assert read_cgroup_limits(tmp_path) == allowance

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.components import MISSING_CODE, Component, State, judge_import, try_all, try_component
+from ronde.cli.doctor.system_info import (
+    MISSING_EXIT_CODE,
+    Availability,
+    ComponentStatus,
+    check_component,
+    check_components,
+    parse_check_result,
+)
 from ronde.types import Deadline
 
 
@@ -16,8 +23,8 @@ from ronde.types import Deadline
     [
         (0, "2.1\tavx2 kernels", "a warning", "usable", ("2.1", "avx2 kernels")),
         (0, "2.1\t", "", "usable", ("2.1", "")),
-        (MISSING_CODE, "", "", "missing", ("", "not installed")),
-        (MISSING_CODE, "", "mpi4py is not installed", "missing", ("", "mpi4py is not installed")),
+        (MISSING_EXIT_CODE, "", "", "missing", ("", "not installed")),
+        (MISSING_EXIT_CODE, "", "mpi4py is not installed", "missing", ("", "mpi4py is not installed")),
         (1, "", "ImportError: libcudart.so.12", "broken", ("", "ImportError: libcudart.so.12")),
         (3, "", "", "broken", ("", "exited with code 3")),
         (-4, "", "something before", "broken", ("", "killed by signal 4 (SIGILL)")),
@@ -25,9 +32,9 @@ from ronde.types import Deadline
     ],
 )
 def test_how_an_import_ended_says_what_the_component_is_good_for(
-    code: int, out: str, err: str, state: State, words: tuple[str, str]
+    code: int, out: str, err: str, state: Availability, words: tuple[str, str]
 ) -> None:
-    assert judge_import("jax", code, out, err) == Component("jax", state, *words)
+    assert parse_check_result("jax", code, out, err) == ComponentStatus("jax", state, *words)
 
 
 def test_bad_installs_are_told_with_their_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,22 +47,24 @@ def test_bad_installs_are_told_with_their_last_word(tmp_path: Path, monkeypatch:
     for name, text in modules.items():
         (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    found = {each.name: each for each in try_all(("jax", "keras", "mxnet", "tensorflow", "nowhere"), Deadline(30))}
-    assert found["jax"] == Component("jax", "broken", note="see the manual")
+    found = {
+        each.name: each for each in check_components(("jax", "keras", "mxnet", "tensorflow", "nowhere"), Deadline(30))
+    }
+    assert found["jax"] == ComponentStatus("jax", "broken", note="see the manual")
     assert found["keras"].note == "ModuleNotFoundError: No module named 'tensorflow_of_nowhere'"
     assert found["mxnet"].note == "killed by signal 11 (SIGSEGV)"
     assert (found["tensorflow"].state, found["tensorflow"].version) == ("usable", "9.9")
-    assert found["nowhere"] == Component("nowhere", "missing", note="not installed")
+    assert found["nowhere"] == ComponentStatus("nowhere", "missing", note="not installed")
 
 
 def test_an_import_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "jax.py").write_text("import time; time.sleep(1000)")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     start_s = time.monotonic()
-    assert try_component("jax", Deadline(0.3)).note == "it could not be imported within 0.3 s"
+    assert check_component("jax", Deadline(0.3)).note == "it could not be imported within 0.3 s"
     assert time.monotonic() - start_s < 20
 
 
 def test_the_native_library_says_which_kernels_it_uses() -> None:
-    native = try_component("native", Deadline(30))
+    native = check_component("native", Deadline(30))
     assert native.state == "usable" and native.note.endswith(" kernels")

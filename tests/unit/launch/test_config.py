@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import StartFailed
-from ronde.launch.config import Request, make_request, read_config
-from ronde.launch.job import Host, Ssh
-from ronde.launch.options import options
-from ronde.settings import OF_THE_JOB, Settings, describe
+from ronde.launch.config import LaunchConfig, launch_options, make_launch_config, read_config
+from ronde.launch.job import SshOptions
+from ronde.launch.placement import Host
+from ronde.settings import ASSIGNED_BY_LAUNCHER, Settings, describe_settings
 
 COMMAND = ("python", "train.py")
 
@@ -20,14 +20,14 @@ def path(tmp_path: Path) -> Path:
     return tmp_path / "job.yaml"
 
 
-def ask(environ: dict[str, str] | None = None, **flags: object) -> Request:
-    return make_request(flags, COMMAND, environ or {})
+def ask(environ: dict[str, str] | None = None, **flags: object) -> LaunchConfig:
+    return make_launch_config(flags, COMMAND, environ or {})
 
 
 def test_nothing_but_a_command_is_one_rank_here() -> None:
     job = ask().job
     assert (job.command, job.num_ranks, job.hosts, job.settings) == (COMMAND, 1, (), Settings())
-    assert (job.cwd, job.env, job.bind, job.debug_rank, job.ssh) == (str(Path.cwd()), {}, "none", None, Ssh())
+    assert (job.cwd, job.env, job.bind, job.debug_rank, job.ssh) == (str(Path.cwd()), {}, "none", None, SshOptions())
 
 
 def test_without_a_number_all_slots_are_used() -> None:
@@ -45,18 +45,18 @@ def test_every_flag_reaches_its_place() -> None:
     )
     job = request.job
     assert (job.hosts, job.num_ranks, job.python, job.cwd) == ((Host("me@a", 2),), 2, "/p", "/tmp")
-    assert job.ssh == Ssh(port=2222, identity="id", options=("A=b", "C=d"), start_s=3.0)
+    assert job.ssh == SshOptions(port=2222, identity="id", options=("A=b", "C=d"), start_s=3.0)
     assert job.env == {"X": "1=2", "HERE": "yes", "E": ""}
     assert (job.tf_config, job.bind, job.debug_rank, job.name) == (True, "core", 1, "mine")
     assert (job.grace_s, job.terminate_s) == (1.5, 0.0)
     assert job.settings == Settings(stall_s=5.0, timeline="t.json")
-    assert (request.output, request.fold, request.timestamps, request.color) == ("logs", False, True, False)
+    assert (request.output_dir, request.fold, request.timestamps, request.color) == ("logs", False, True, False)
     assert not request.top and ask(top=True).top
 
 
 def test_every_setting_that_a_user_may_choose_is_an_option() -> None:
-    names = {option.name for option in options() if option.kind == "setting"}
-    assert names == {setting.name for setting in describe()} - set(OF_THE_JOB)
+    names = {option.name for option in launch_options() if option.kind == "setting"}
+    assert names == {setting.name for setting in describe_settings()} - set(ASSIGNED_BY_LAUNCHER)
     assert "key" not in names, "a secret has no place on a command line"
 
 
@@ -86,12 +86,12 @@ def test_a_file_may_describe_the_whole_job(path: Path) -> None:
         "hosts: {a: 2, b: 4}\nenv: {A: 1, B: true, HERE: }\nssh_option: A=b\ntf_config: yes\nbind: none\n"
         "fusion_bytes: 0\nname: 7\ncommand: python 'my train.py' -v\ncwd:\n"
     )
-    job = make_request({"config": str(path)}, (), {"HERE": "yes"}).job
+    job = make_launch_config({"config": str(path)}, (), {"HERE": "yes"}).job
     assert (job.hosts, job.num_ranks) == ((Host("a", 2), Host("b", 4)), 6)
     assert job.env == {"A": "1", "B": "1", "HERE": "yes"}
     assert (job.ssh.options, job.tf_config, job.settings.fusion_bytes, job.name) == (("A=b",), True, 0, "7")
     assert job.command == ("python", "my train.py", "-v")
-    assert make_request({"config": str(path)}, COMMAND, {"HERE": ""}).job.command == COMMAND
+    assert make_launch_config({"config": str(path)}, COMMAND, {"HERE": ""}).job.command == COMMAND
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_an_outer_job_does_not_disturb() -> None:
 )
 def test_a_wrong_flag_is_named(flags: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        make_request(flags, COMMAND, {})
+        make_launch_config(flags, COMMAND, {})
     assert words in str(caught.value)
 
 
@@ -157,7 +157,7 @@ def test_a_working_directory_that_was_deleted_is_told(tmp_path: Path, monkeypatc
     gone.rmdir()
     for where in ({}, {"cwd": "below"}):
         with pytest.raises(StartFailed, match="the working directory does not exist any more"):
-            make_request(where, COMMAND, {})
+            make_launch_config(where, COMMAND, {})
     assert ask(cwd="/tmp").job.cwd == "/tmp"
 
 
@@ -168,7 +168,7 @@ def test_a_wrong_variable_is_named() -> None:
 
 def test_a_command_is_needed() -> None:
     with pytest.raises(ValueError, match="there is no command to run; give one, as in: ronde run -np 2 python"):
-        make_request({}, (), {})
+        make_launch_config({}, (), {})
 
 
 @pytest.mark.parametrize(

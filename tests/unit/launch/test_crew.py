@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import StartFailed
-from ronde.launch.crew import LOOPBACK, Crew, Site, Stopped
-from ronde.launch.job import Host, Job, Ssh
-from ronde.launch.loop import Loop
-from ronde.net.keys import new_key
+from ronde.launch.driver.hosts import AgentGroup, StartCancelled
+from ronde.launch.job import Job, SshOptions
+from ronde.launch.network import LOOPBACK, HostFacts
+from ronde.launch.placement import Host
+from ronde.net.event_loop import EventLoop
+from ronde.net.keys import new_job_key
 
 SSH = """
 while [ "$1" != -- ]; do shift; done
@@ -27,16 +29,15 @@ esac
 """
 BEGIN = """
 import os, sys
-from ronde.launch.frames import MARK, encode_frame
-from ronde.launch.messages import Failed, Hello
+from ronde.launch.protocol import PREAMBLE, AgentHello, RankStartFailed, encode_frame
 """
 HELLO = f"""{BEGIN}
 version, python = ("0.0.1", "3.10.1") if sys.argv[1] == "old" else ("{{version}}", "3.99.0")
-os.write(1, MARK + encode_frame(Hello(version, python, "elsewhere", 1, 1, (0,))))
+os.write(1, PREAMBLE + encode_frame(AgentHello(version, python, "elsewhere", 1, 1, (0,))))
 os.read(0, 1)
 """
 FAILED = f"""{BEGIN}
-os.write(1, MARK + encode_frame(Failed(-1, "its disk is full")))
+os.write(1, PREAMBLE + encode_frame(RankStartFailed(-1, "its disk is full")))
 os.read(0, 1)
 """
 
@@ -53,38 +54,45 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def crew(names: Sequence[str], *, start_s: float = 20.0, call: bytes = b"") -> Iterator[Crew]:
+def crew(names: Sequence[str], *, start_s: float = 20.0, call: bytes = b"") -> Iterator[AgentGroup]:
     hosts = tuple(Host(name) for name in names)
-    job = Job(command=("true",), num_ranks=len(names), hosts=hosts, ssh=Ssh(start_s=start_s), cwd="/", call=call)
-    with closing(Loop()) as loop, closing(Crew(loop, job, hosts, python=sys.executable)) as crew:
+    job = Job(
+        command=("true",),
+        num_ranks=len(names),
+        hosts=hosts,
+        ssh=SshOptions(start_s=start_s),
+        cwd="/",
+        pickled_call=call,
+    )
+    with closing(EventLoop()) as loop, closing(AgentGroup(loop, job, hosts, python=sys.executable)) as crew:
         yield crew
 
 
 def test_this_machine_alone_needs_no_ssh_and_no_probing() -> None:
     with crew(["localhost"]) as alone:
-        alone.meet()
-        ground = alone.ground(new_key(), [3])
-    assert ground.coordinator == LOOPBACK and ground.addresses == (LOOPBACK,)
-    (site,) = ground.sites
-    assert (site.address, len(set(site.ports)), site.is_here) == ("", 3, True)
-    assert site == Site(alone.hellos[0].cpus, ports=site.ports)
+        alone.start_agents()
+        ground = alone.probe_network(new_job_key(), [3])
+    assert ground.driver_address == LOOPBACK and ground.addresses == (LOOPBACK,)
+    (site,) = ground.host_facts
+    assert (site.address, len(set(site.free_ports)), site.is_local) == ("", 3, True)
+    assert site == HostFacts(alone.hellos[0].cpus, free_ports=site.free_ports)
 
 
 def test_a_host_behind_ssh_and_the_driver_find_where_they_reach_each_other() -> None:
     # Both are this machine, so the way is never in doubt: what matters is that everybody is asked.
     with crew(["other"]) as both:
-        both.meet()
-        ground = both.ground(new_key(), [2])
-    assert (both.driver, sorted(both.hellos)) == (1, [0, 1])
-    (site,) = ground.sites
-    assert (site.address, len(site.ports), site.is_here) == ("", 2, False)
-    assert ground.coordinator and ground.addresses == (LOOPBACK,)
+        both.start_agents()
+        ground = both.probe_network(new_job_key(), [2])
+    assert (both.driver_index, sorted(both.hellos)) == (1, [0, 1])
+    (site,) = ground.host_facts
+    assert (site.address, len(site.free_ports), site.is_local) == ("", 2, False)
+    assert ground.driver_address and ground.addresses == (LOOPBACK,)
 
 
 def test_every_host_that_cannot_be_used_is_listed_with_its_reason() -> None:
     with crew(["localhost", "refused", "broken", "silent", "other"], start_s=2.0) as some:
         with pytest.raises(StartFailed) as failed:
-            some.meet()
+            some.start_agents()
     lines = str(failed.value).splitlines()
     assert lines[0] == "3 of 5 hosts cannot be used:"
     assert lines[1].startswith("  refused: nobody listens there")
@@ -103,24 +111,24 @@ def test_every_host_that_cannot_be_used_is_listed_with_its_reason() -> None:
 def test_a_host_that_does_not_suit_is_told_from_one_that_cannot_be_reached(name: str, call: bytes, reason: str) -> None:
     with crew(["localhost", name], call=call) as two:
         with pytest.raises(StartFailed) as failed:
-            two.meet()
+            two.start_agents()
     assert f"1 of 2 hosts cannot be used:\n  {name}: {reason}" in str(failed.value)
 
 
 def test_another_python_is_fine_for_commands() -> None:
     with crew(["localhost", "newer"]) as two:
-        two.meet()
+        two.start_agents()
 
 
 def test_a_missing_ssh_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "ssh").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
     with crew(["other"]) as one, pytest.raises(StartFailed, match="install OpenSSH's client"):
-        one.meet()
+        one.start_agents()
 
 
 def test_who_wants_to_stop_does_not_wait_for_hosts() -> None:
     with crew(["silent"]) as one:
-        one.stop()
-        with pytest.raises(Stopped):
-            one.meet()
+        one.cancel_start()
+        with pytest.raises(StartCancelled):
+            one.start_agents()

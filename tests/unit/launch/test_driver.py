@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.driver import NOT_BEGUN_CODE, Driver, Outcome
-from ronde.launch.job import Host, Job
-from ronde.launch.signals import REPEAT_S
-from ronde.launch.verdict import Stop
-from tests.unit.launch.screens import Memory
+from ronde.launch.driver.driver import SIGNAL_REPEAT_S, START_FAILED_EXIT_CODE, Driver, JobResult
+from ronde.launch.driver.failure_report import StopRequest
+from ronde.launch.job import Job
+from ronde.launch.placement import Host
+from tests.unit.launch.screens import RecordingSink
 
 STAY = "while :; do sleep 0.05; done"
 
@@ -23,55 +23,60 @@ def job(script: str, num_ranks: int = 2, *, grace_s: float = 10.0, terminate_s: 
     return Job(command=("/bin/sh", "-c", script), num_ranks=num_ranks, grace_s=grace_s, terminate_s=terminate_s)
 
 
-def run(script: str, num_ranks: int = 2, *, grace_s: float = 10.0, terminate_s: float = 5.0) -> tuple[Outcome, Memory]:
-    screen = Memory()
+def run(
+    script: str, num_ranks: int = 2, *, grace_s: float = 10.0, terminate_s: float = 5.0
+) -> tuple[JobResult, RecordingSink]:
+    screen = RecordingSink()
     return Driver(job(script, num_ranks, grace_s=grace_s, terminate_s=terminate_s), screen).run(), screen
 
 
 def test_every_rank_runs_with_its_own_place_and_its_output_is_shown() -> None:
     outcome, screen = run('echo "$RANK of $WORLD_SIZE at $MASTER_ADDR"', 3)
-    assert outcome == Outcome(0, "", {}, {0: 0, 1: 0, 2: 0})
+    assert outcome == JobResult(0, "", {}, {0: 0, 1: 0, 2: 0})
     assert screen.printed == {rank: f"{rank} of 3 at 127.0.0.1\n".encode() for rank in range(3)}
-    assert sorted(screen.ends) == [0, 1, 2] and not screen.notes
+    assert sorted(screen.exited_ranks) == [0, 1, 2] and not screen.messages
 
 
 def test_a_failing_rank_is_named_with_its_last_words_and_gives_the_exit_code() -> None:
     outcome, _ = run('[ "$RANK" = 0 ] || { echo "no such file" >&2; exit 3; }')
-    assert (outcome.code, outcome.codes) == (3, {0: 0, 1: 3})
+    assert (outcome.exit_code, outcome.exit_codes) == (3, {0: 0, 1: 3})
     assert outcome.summary == "rank 1 on host localhost failed first: exited with code 3\n  | no such file"
 
 
 def test_a_rank_killed_by_a_signal_gives_128_and_its_number() -> None:
     outcome, _ = run("kill -SEGV $$", 1)
-    assert (outcome.code, outcome.codes) == (139, {0: -11})
+    assert (outcome.exit_code, outcome.exit_codes) == (139, {0: -11})
 
 
 def test_those_that_do_not_end_after_a_failure_are_ended() -> None:
     outcome, screen = run(f'[ "$RANK" = 0 ] && exit 4; {STAY}', 3, grace_s=0.05)
-    assert (outcome.code, outcome.codes) == (4, {0: 4, 1: -15, 2: -15})
+    assert (outcome.exit_code, outcome.exit_codes) == (4, {0: 4, 1: -15, 2: -15})
     assert outcome.summary.endswith("2 other ranks ended in consequence")
-    assert screen.notes == ["ending ranks 1, 2, still running 0.05 s after the first failure"]
+    assert screen.messages == ["ending ranks 1, 2, still running 0.05 s after the first failure"]
 
 
 def test_a_rank_that_ignores_sigterm_is_killed() -> None:
     outcome, screen = run(f'[ "$RANK" = 0 ] && exit 4; trap "" TERM; {STAY}', grace_s=0.0, terminate_s=0.1)
-    assert outcome.codes in ({0: 4, 1: -9}, {0: 4, 1: -15})  # killed before it could say that it ignores the signal
-    assert screen.notes[0].startswith("ending rank 1")
+    assert outcome.exit_codes in (
+        {0: 4, 1: -9},
+        {0: 4, 1: -15},
+    )  # killed before it could say that it ignores the signal
+    assert screen.messages[0].startswith("ending rank 1")
 
 
 def test_ctrl_c_ends_all_ranks() -> None:
     outcome, _ = run(f"trap 'exit 7' INT; [ \"$RANK\" = 1 ] && kill -INT $PPID; {STAY}")
-    assert (outcome.code, outcome.codes[1]) == (130, 7)
-    assert outcome.codes[0] in (7, -signal.SIGINT)  # it may not have come to its trap yet
+    assert (outcome.exit_code, outcome.exit_codes[1]) == (130, 7)
+    assert outcome.exit_codes[0] in (7, -signal.SIGINT)  # it may not have come to its trap yet
     assert outcome.summary == "interrupted by Ctrl-C"
 
 
 def test_a_second_ctrl_c_kills_at_once() -> None:
     # The rank answers the first Ctrl-C with a second one, no faster than a person would.
-    answer = f"sleep {2 * REPEAT_S[signal.SIGINT]}; kill -INT $PPID"
+    answer = f"sleep {2 * SIGNAL_REPEAT_S[signal.SIGINT]}; kill -INT $PPID"
     outcome, screen = run(f"trap '{answer}' INT; kill -INT $PPID; {STAY}", 1)
-    assert (outcome.code, outcome.codes) == (130, {0: -9})
-    assert screen.notes == ["Ctrl-C: rank 0 may end; press it again to kill", "killing rank 0"]
+    assert (outcome.exit_code, outcome.exit_codes) == (130, {0: -9})
+    assert screen.messages == ["Ctrl-C: rank 0 may end; press it again to kill", "killing rank 0"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -80,15 +85,15 @@ def test_a_signal_that_comes_twice_at_once_leaves_ranks_the_time_to_save(number:
     again = f"kill -{number.value} $PPID"
     save = f"{again}; echo saving; sleep 0.5; echo saved; exit 7"
     outcome, screen = run(f"trap '{save}' TERM; {again}; {STAY}", 1)
-    assert (outcome.code, outcome.codes) == (128 + number, {0: 7})
+    assert (outcome.exit_code, outcome.exit_codes) == (128 + number, {0: 7})
     said = screen.printed[0].splitlines()  # between them the shell may tell that its `sleep` was ended
-    assert (said[0], said[-1], len(screen.notes)) == (b"saving", b"saved", 1), (said, screen.notes)
+    assert (said[0], said[-1], len(screen.messages)) == (b"saving", b"saved", 1), (said, screen.messages)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_driver_that_is_told_to_end_ends_its_ranks(number: signal.Signals) -> None:
     outcome, _ = run(f"kill -{number.value} $PPID; {STAY}", 1)
-    assert (outcome.code, outcome.codes) == (128 + number, {0: -15})
+    assert (outcome.exit_code, outcome.exit_codes) == (128 + number, {0: -15})
     assert number.name in outcome.summary
 
 
@@ -105,43 +110,43 @@ def test_stop_from_another_thread_ends_everything() -> None:
         threads.append(threading.Thread(target=driver.stop, args=["the notebook's cell was stopped"]))
         threads[-1].start()
 
-    driver = Driver(job(f"echo here; {STAY}", 1), Memory(stop))
+    driver = Driver(job(f"echo here; {STAY}", 1), RecordingSink(stop))
     outcome = driver.run()
     for thread in threads:
         thread.join()
-    assert (outcome.code, outcome.summary) == (143, "the notebook's cell was stopped")
+    assert (outcome.exit_code, outcome.summary) == (143, "the notebook's cell was stopped")
 
 
 def test_a_job_that_is_stopped_before_it_runs_starts_nothing() -> None:
-    driver = Driver(job("true"), Memory())
+    driver = Driver(job("true"), RecordingSink())
     driver.stop("changed my mind")
     why = "changed my mind"
-    assert driver.run() == Outcome(143, f"{why}, before any rank was started", stop=Stop(143, why))
+    assert driver.run() == JobResult(143, f"{why}, before any rank was started", stop_request=StopRequest(143, why))
 
 
 def test_it_runs_in_any_thread() -> None:
-    outcomes: list[Outcome] = []
+    outcomes: list[JobResult] = []
     thread = threading.Thread(target=lambda: outcomes.append(run("exit 5", 1)[0]))
     thread.start()
     thread.join()
-    assert outcomes[0].code == 5
+    assert outcomes[0].exit_code == 5
 
 
 def test_too_few_slots_are_the_callers_mistake() -> None:
     with pytest.raises(ValueError, match="1 slot short"):
-        Driver(Job(command=("true",), num_ranks=3, hosts=(Host("localhost", 2),)), Memory())
+        Driver(Job(command=("true",), num_ranks=3, hosts=(Host("localhost", 2),)), RecordingSink())
 
 
 def test_a_command_that_is_not_there_is_told_once() -> None:
-    outcome = Driver(Job(command=("no-such-command",), num_ranks=3), Memory()).run()
-    assert outcome.code == 127
+    outcome = Driver(Job(command=("no-such-command",), num_ranks=3), RecordingSink()).run()
+    assert outcome.exit_code == 127
     assert outcome.summary.startswith("ranks 0-2 on host localhost could not be started: ")
     assert "no-such-command" in outcome.summary and "\n" not in outcome.summary
 
 
 def test_a_working_directory_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
-    outcome = Driver(Job(command=("true",), num_ranks=1, cwd=str(tmp_path / "none")), Memory()).run()
-    assert outcome.code == NOT_BEGUN_CODE and not outcome.codes
+    outcome = Driver(Job(command=("true",), num_ranks=1, cwd=str(tmp_path / "none")), RecordingSink()).run()
+    assert outcome.exit_code == START_FAILED_EXIT_CODE and not outcome.exit_codes
     assert outcome.summary.startswith(f"the host cannot be used:\n  localhost: there is no directory {tmp_path}/none")
 
 
@@ -165,9 +170,9 @@ ronde.barrier()
 
 
 def test_the_first_to_fail_is_named_though_its_peers_are_gone_before_it() -> None:
-    outcome = Driver(Job(command=(sys.executable, "-c", SLOW_TO_END), num_ranks=3), Memory()).run()
-    assert outcome.code == 1
-    assert [*outcome.codes].index(0) < [*outcome.codes].index(1)
+    outcome = Driver(Job(command=(sys.executable, "-c", SLOW_TO_END), num_ranks=3), RecordingSink()).run()
+    assert outcome.exit_code == 1
+    assert [*outcome.exit_codes].index(0) < [*outcome.exit_codes].index(1)
     assert outcome.summary.startswith(
         "rank 1 on host localhost failed first: exited with code 1 (ValueError: there are"
     )

@@ -17,18 +17,19 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import ProtocolError, RondeError, StartFailed
-from ronde.launch.endpoint import (
-    Endpoint,
+from ronde.launch.driver.monitor import (
+    JobStatus,
+    MonitorServer,
     NoSuchJob,
+    RankStatus,
     RunningJob,
-    ask_stacks,
-    ask_status,
     find_job,
     list_jobs,
-    open_folder,
+    open_jobs_dir,
+    query_stacks,
+    query_status,
 )
-from ronde.launch.status import JobStatus, RankStatus
-from ronde.net.desk import Desk, ask
+from ronde.net.unix_server import UnixLineServer, query_monitor
 from ronde.observe.stacks import RankStack
 from ronde.types import Deadline
 
@@ -45,18 +46,18 @@ def stacks(limit_s: float) -> tuple[RankStack, ...]:
     return (RankStack(rank=0, line=f"asked for {limit_s:g} s"),)
 
 
-def serve(name: str, folder: Path) -> Endpoint:
-    return Endpoint(name, lambda: STATUS, stacks, folder=folder)
+def serve(name: str, folder: Path) -> MonitorServer:
+    return MonitorServer(name, lambda: STATUS, stacks, jobs_dir=folder)
 
 
 def question(job: RunningJob, text: str) -> dict[str, object]:
-    answer: dict[str, object] = json.loads(ask(job.path, text.encode(), Deadline(10.0)))
+    answer: dict[str, object] = json.loads(query_monitor(job.path, text.encode(), Deadline(10.0)))
     return answer
 
 
 def test_the_status_of_a_job_is_the_one_its_driver_gives(folder: Path) -> None:
     with serve("demo", folder):
-        assert ask_status(find_job("demo", folder)) == STATUS
+        assert query_status(find_job("demo", folder)) == STATUS
 
 
 def test_the_answers_are_json_for_every_program(folder: Path) -> None:
@@ -93,16 +94,16 @@ def test_a_mistake_of_the_driver_is_told_to_who_asked(folder: Path, caplog: pyte
     def broken() -> JobStatus:
         raise KeyError("no such rank")
 
-    with Endpoint("demo", broken, stacks, folder=folder):
+    with MonitorServer("demo", broken, stacks, jobs_dir=folder):
         with pytest.raises(RondeError, match=r"job demo: the driver could not answer: KeyError\('no such rank'\)"):
-            ask_status(find_job("demo", folder))
-        assert ask_stacks(find_job("demo", folder), 3.0)[0].line == "asked for 3 s"
+            query_status(find_job("demo", folder))
+        assert query_stacks(find_job("demo", folder), 3.0)[0].line == "asked for 3 s"
 
 
 def test_an_answer_of_another_version_is_told(folder: Path) -> None:
-    desk = Desk(folder / "old.sock", lambda question: b'{"ranks": 5}')
+    desk = UnixLineServer(folder / "old.sock", lambda question: b'{"ranks": 5}')
     with pytest.raises(ProtocolError, match="job old gave no answer of this version"):
-        ask_status(find_job("old", folder))
+        query_status(find_job("old", folder))
     desk.close()
 
 
@@ -156,8 +157,8 @@ def test_what_a_killed_driver_left_behind_is_removed(folder: Path) -> None:
     program = f"""
 import time
 from pathlib import Path
-from ronde.launch.endpoint import Endpoint
-Endpoint("killed", lambda: None, lambda limit_s: (), folder=Path({str(folder)!r}))
+from ronde.launch.driver.monitor import MonitorServer
+MonitorServer("killed", lambda: None, lambda limit_s: (), jobs_dir=Path({str(folder)!r}))
 print(flush=True)
 time.sleep(60)
 """
@@ -182,10 +183,10 @@ time.sleep(60)
 
 def test_the_directory_is_below_that_of_the_session_and_private(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    made = open_folder()
+    made = open_jobs_dir()
     assert made == folder / "ronde"
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
-    assert open_folder() == made
+    assert open_jobs_dir() == made
 
 
 @pytest.mark.parametrize("runtime", ["", "/nowhere/at/all"])
@@ -194,7 +195,7 @@ def test_without_a_session_it_is_in_the_temporary_directory(
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    assert open_folder() == folder / f"ronde-{os.getuid()}"
+    assert open_jobs_dir() == folder / f"ronde-{os.getuid()}"
 
 
 def test_a_directory_that_others_can_enter_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,7 +203,7 @@ def test_a_directory_that_others_can_enter_is_refused(folder: Path, monkeypatch:
     (folder / "ronde").mkdir()
     (folder / "ronde").chmod(0o755)
     with pytest.raises(StartFailed, match="nobody else can enter"):
-        open_folder()
+        open_jobs_dir()
 
 
 def test_a_link_to_a_directory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,13 +211,13 @@ def test_a_link_to_a_directory_is_refused(folder: Path, monkeypatch: pytest.Monk
     (folder / "elsewhere").mkdir(mode=0o700)
     (folder / "ronde").symlink_to(folder / "elsewhere")
     with pytest.raises(StartFailed, match="must be a directory of yours"):
-        open_folder()
+        open_jobs_dir()
 
 
 def test_a_directory_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    open_folder()
+    open_jobs_dir()
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
     with pytest.raises(StartFailed, match="must be a directory of yours"):
-        open_folder()
+        open_jobs_dir()

@@ -6,57 +6,63 @@ import msgspec
 import pytest
 
 from ronde.errors import ProtocolError
-from ronde.launch.frames import MARK, NOISE_BYTES, encode_frame, from_agent, from_driver
-from ronde.launch.messages import (
-    Beat,
-    Exited,
-    Failed,
-    FromAgent,
-    FromDriver,
-    Hello,
-    Input,
-    Launch,
-    Load,
-    Output,
-    Probe,
-    Probed,
-    Quit,
+from ronde.launch.protocol import (
+    MAX_TEXT_BEFORE_PREAMBLE_BYTES,
+    PREAMBLE,
+    AgentHello,
+    AgentMessage,
+    DriverHeartbeat,
+    DriverMessage,
+    FunctionResult,
+    ProbeReply,
+    ProbeRequest,
+    RankExited,
+    RankInput,
     RankOrder,
-    Resize,
-    Result,
-    Signal,
-    Started,
+    RankOutput,
+    RankStarted,
+    RankStartFailed,
+    ResizeTerminal,
+    SignalRanks,
+    StartRanks,
+    StopAgent,
+    UsageReport,
+    encode_frame,
+    make_agent_message_reader,
+    make_driver_message_reader,
 )
 
-ORDERS: list[FromDriver] = [
-    Launch((RankOrder(3, ("python", "train.py"), {"A": "ä"}, "/", cpus=(1, 2), progress=True, call=b"\0\xff"),)),
-    Signal((0, 1), 15),
-    Input(0, b"\x03"),
-    Resize(0, 50, 132),
-    Probe("k", (("a:1", "b:2"), ()), 1.5, 2),
-    Beat(30.0),
-    Quit(),
+ORDERS: list[DriverMessage] = [
+    StartRanks(
+        (RankOrder(3, ("python", "train.py"), {"A": "ä"}, "/", cpus=(1, 2), output_ptys=True, pickled_call=b"\0\xff"),)
+    ),
+    SignalRanks((0, 1), 15),
+    RankInput(0, b"\x03"),
+    ResizeTerminal(0, 50, 132),
+    ProbeRequest("k", (("a:1", "b:2"), ()), 1.5, 2),
+    DriverHeartbeat(30.0),
+    StopAgent(),
 ]
-REPORTS: list[FromAgent] = [
-    Hello("0.1.0", "3.12.1", "here", 7, 2, (0, 1), ("10.0.0.1",)),
-    Probed((("a:1",), ()), ("", "no route"), (29500,)),
-    Started(0, 42),
-    Failed(-1, "no"),
-    Output(0, "err", b"\xff\0\r\n"),
-    Result(0, b"x" * 100_000),
-    Exited(0, -9, "the host ran out of memory"),
-    Load(((0, 0.5, 1024),), ((0.9, 5),)),
+REPORTS: list[AgentMessage] = [
+    AgentHello("0.1.0", "3.12.1", "here", 7, 2, (0, 1), ("10.0.0.1",)),
+    ProbeReply((("a:1",), ()), ("", "no route"), (29500,)),
+    RankStarted(0, 42),
+    RankStartFailed(-1, "no"),
+    RankOutput(0, "err", b"\xff\0\r\n"),
+    FunctionResult(0, b"x" * 100_000),
+    RankExited(0, -9, "the host ran out of memory"),
+    UsageReport(((0, 0.5, 1024),), ((0.9, 5),)),
 ]
 
 
 def test_every_order_arrives_as_it_was_sent() -> None:
-    assert from_driver().feed(b"".join(map(encode_frame, ORDERS))) == ORDERS
+    assert make_driver_message_reader().feed(b"".join(map(encode_frame, ORDERS))) == ORDERS
 
 
 def test_every_report_arrives_as_it_was_sent_however_it_is_cut() -> None:
-    data = MARK + b"".join(map(encode_frame, REPORTS))
+    data = PREAMBLE + b"".join(map(encode_frame, REPORTS))
     for size in (1, 7, 4096, len(data)):
-        reader = from_agent()
+        reader = make_agent_message_reader()
         parts = [data[start : start + size] for start in range(0, len(data), size)]
         assert [message for part in parts for message in reader.feed(part)] == REPORTS
 
@@ -64,22 +70,22 @@ def test_every_report_arrives_as_it_was_sent_however_it_is_cut() -> None:
 @pytest.mark.parametrize("size", [1, 5, 10_000])
 def test_what_a_shell_says_before_the_agent_is_skipped_and_kept(size: int) -> None:
     noise = b"Welcome to the cluster!\r\n\0ronde? " + b"." * 5000 + b"the end"
-    data = noise + MARK + encode_frame(REPORTS[0])
-    reader = from_agent()
+    data = noise + PREAMBLE + encode_frame(REPORTS[0])
+    reader = make_agent_message_reader()
     messages = [m for start in range(0, len(data), size) for m in reader.feed(data[start : start + size])]
     assert messages == REPORTS[:1]
-    assert reader.noise == noise[-NOISE_BYTES:]
+    assert reader.text_before_preamble == noise[-MAX_TEXT_BEFORE_PREAMBLE_BYTES:]
 
 
 def test_what_a_shell_says_instead_of_the_agent_is_kept() -> None:
-    reader = from_agent()
-    assert reader.feed(b"sh: python: not found\n" + b" " * len(MARK)) == []
-    assert b"not found" in reader.noise
+    reader = make_agent_message_reader()
+    assert reader.feed(b"sh: python: not found\n" + b" " * len(PREAMBLE)) == []
+    assert b"not found" in reader.text_before_preamble
 
 
 def test_a_later_hello_can_still_be_read() -> None:
     longer = msgspec.msgpack.encode([*msgspec.msgpack.decode(msgspec.msgpack.encode(REPORTS[0])), "more", 1])
-    assert from_agent().feed(MARK + len(longer).to_bytes(4, "big") + longer) == REPORTS[:1]
+    assert make_agent_message_reader().feed(PREAMBLE + len(longer).to_bytes(4, "big") + longer) == REPORTS[:1]
 
 
 @pytest.mark.parametrize(
@@ -96,10 +102,10 @@ def test_a_later_hello_can_still_be_read() -> None:
 )
 def test_what_is_no_order_is_refused(data: bytes) -> None:
     with pytest.raises(ProtocolError, match="not a message"):
-        from_driver().feed(len(data).to_bytes(4, "big") + data)
+        make_driver_message_reader().feed(len(data).to_bytes(4, "big") + data)
 
 
 def test_a_message_that_fits_into_no_frame_is_refused_where_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ronde.launch.frames.LIMIT_BYTES", 1000)
+    monkeypatch.setattr("ronde.launch.protocol.MAX_FRAME_BYTES", 1000)
     with pytest.raises(ProtocolError, match=r"Result takes 10\d\d bytes, more than .* pass large data by file"):
-        encode_frame(Result(0, b"x" * 1001))
+        encode_frame(FunctionResult(0, b"x" * 1001))

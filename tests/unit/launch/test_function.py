@@ -17,11 +17,12 @@ import pytest
 
 import ronde
 from ronde.errors import JobFailed
-from ronde.launch.callee import _pickle_error
-from ronde.launch.driver import INTERRUPTED, TERMINATED, Outcome
-from ronde.launch.function import RankTraceback, _hand_on, judge_outcome, pack_call
-from ronde.launch.output.standard import standard_options, standard_target
-from ronde.launch.verdict import Stop
+from ronde.launch.driver.driver import INTERRUPTED, TERMINATED, JobResult
+from ronde.launch.driver.failure_report import StopRequest
+from ronde.launch.function import RankTraceback, _raise_signal, pickle_call, unpickle_results
+from ronde.launch.function_rank import _pickle_error
+from ronde.launch.output.printer import standard_output_options
+from ronde.launch.output.terminal import open_standard_streams
 
 LOCK = threading.Lock()
 
@@ -34,20 +35,20 @@ def raised(error: object, trace: str = "Traceback …\nOdd: no\n") -> bytes:
     return pickle.dumps(trace) + bytes(cloudpickle.dumps(error))
 
 
-def failed(result: bytes | None, *, code: int = 1) -> Outcome:
+def failed(result: bytes | None, *, code: int = 1) -> JobResult:
     """Rank 1 of 2 has failed."""
     results = {0: returned(0)} | ({1: result} if result is not None else {})
-    return Outcome(code, "rank 1 on host a failed first", results, {0: 0, 1: code}, culprit=1)
+    return JobResult(code, "rank 1 on host a failed first", results, {0: 0, 1: code}, first_failed_rank=1)
 
 
 def test_results_come_by_rank() -> None:
     results = {2: returned("c"), 0: returned("a"), 1: returned(None)}
-    assert judge_outcome(Outcome(0, "", results), 3) == ["a", None, "c"]
+    assert unpickle_results(JobResult(0, "", results), 3) == ["a", None, "c"]
 
 
 def test_the_failing_ranks_own_error_is_raised_with_its_traceback() -> None:
     with pytest.raises(KeyError, match="no") as caught:
-        judge_outcome(failed(raised(KeyError("no"))), 2)
+        unpickle_results(failed(raised(KeyError("no"))), 2)
     assert isinstance(caught.value.__cause__, RankTraceback)
     assert "in rank 1:\nTraceback …\nOdd: no" in str(caught.value.__cause__)
 
@@ -55,7 +56,7 @@ def test_the_failing_ranks_own_error_is_raised_with_its_traceback() -> None:
 @pytest.mark.parametrize("error", [None, SystemExit(3), KeyboardInterrupt()], ids=["no pickle", "exit", "interrupt"])
 def test_what_cannot_be_raised_here_is_a_failed_job_that_says_it(error: object) -> None:
     with pytest.raises(JobFailed, match="rank 1 on host a failed first\nrank 1 raised Odd: no") as caught:
-        judge_outcome(failed(raised(error), code=3), 2)
+        unpickle_results(failed(raised(error), code=3), 2)
     assert caught.value.code == 3
     assert "Traceback …" in str(caught.value.__cause__)
 
@@ -63,21 +64,21 @@ def test_what_cannot_be_raised_here_is_a_failed_job_that_says_it(error: object) 
 def test_an_error_that_cannot_be_made_here_keeps_its_traceback() -> None:
     class_of_nowhere = pickle.dumps("Traceback …\nOdd: no\n") + b"cnowhere\nOdd\n."
     with pytest.raises(JobFailed, match="Odd: no") as caught:
-        judge_outcome(failed(class_of_nowhere), 2)
+        unpickle_results(failed(class_of_nowhere), 2)
     assert "Traceback …" in str(caught.value.__cause__)
 
 
 def test_a_rank_without_an_answer_is_a_failed_job() -> None:
     with pytest.raises(JobFailed, match="rank 1 on host a failed first") as caught:
-        judge_outcome(failed(None, code=137), 2)
+        unpickle_results(failed(None, code=137), 2)
     assert caught.value.code == 137
     with pytest.raises(JobFailed, match="rank 1 exited before its function had returned"):
-        judge_outcome(Outcome(0, "", {0: returned(1)}), 2)
+        unpickle_results(JobResult(0, "", {0: returned(1)}), 2)
 
 
 def test_a_result_that_cannot_be_made_here_is_named() -> None:
     with pytest.raises(TypeError, match=r"what rank 0 returned cannot be unpickled here: ModuleNotFound.*nowhere"):
-        judge_outcome(Outcome(0, "", {0: pickle.dumps("") + b"cnowhere\nThing\n."}), 1)
+        unpickle_results(JobResult(0, "", {0: pickle.dumps("") + b"cnowhere\nThing\n."}), 1)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_a_result_that_cannot_be_made_here_is_named() -> None:
 )
 def test_what_cannot_be_called_elsewhere_is_the_callers_mistake(fn: Any, args: Any, words: str) -> None:
     with pytest.raises(TypeError) as caught:
-        pack_call(fn, args, {})
+        pickle_call(fn, args, {})
     assert words in str(caught.value)
 
 
@@ -188,7 +189,7 @@ def test_paths_before_the_standard_library_are_told_from_the_others(monkeypatch:
     library = str(Path(io.__file__).parent)
     monkeypatch.setattr(sys, "path", ["/script", "/mine", library, "/installed"])
     monkeypatch.setattr(sys, "argv", ["script.py", "--fast"])
-    scene = pickle.load(io.BytesIO(pack_call(print, (), {})))
+    scene = pickle.load(io.BytesIO(pickle_call(print, (), {})))
     assert scene == (["script.py", "--fast"], ["/script", "/mine"], [library, "/installed"])
 
 
@@ -196,8 +197,8 @@ def test_streams_that_take_text_only_are_written_to(monkeypatch: pytest.MonkeyPa
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
     monkeypatch.setattr(sys, "stderr", None)
-    target = standard_target()
-    assert standard_options(target, {}).place.shared
+    target = open_standard_streams()
+    assert standard_output_options(target, {}).terminal_info.same_file
     for part in (b"\xc3", b"\xa4\n"):  # one letter in two parts
         target.out.write(part)
         target.err.write(part)
@@ -208,8 +209,8 @@ def test_streams_that_take_text_only_are_written_to(monkeypatch: pytest.MonkeyPa
 def test_a_signal_that_the_driver_took_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[int] = []
     monkeypatch.setattr(signal, "raise_signal", taken.append)
-    _hand_on(TERMINATED)
+    _raise_signal(TERMINATED)
     with pytest.raises(KeyboardInterrupt):
-        _hand_on(INTERRUPTED)
-    _hand_on(Stop(143, "somebody called stop()"))
+        _raise_signal(INTERRUPTED)
+    _raise_signal(StopRequest(143, "somebody called stop()"))
     assert taken == [signal.SIGTERM, signal.SIGINT]

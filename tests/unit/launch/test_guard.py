@@ -6,7 +6,7 @@ import subprocess
 import sys
 import time
 
-from ronde.launch.guard import Guard
+from ronde.launch.agent.orphans import OrphanKiller
 from ronde.types import Deadline
 from tests.unit.launch.agents import ends
 
@@ -14,16 +14,16 @@ SLEEP = ["sleep", "300"]
 
 HOLDER = """
 import signal, subprocess, sys
-from ronde.launch.guard import Guard
-guard = Guard()
+from ronde.launch.agent.orphans import OrphanKiller
+guard = OrphanKiller()
 shell = ["sh", "-c", "trap '' TERM; sleep 300 & echo $!; wait"]  # a rank that ignores SIGTERM, with a child
 ranks = [subprocess.Popen(shell, start_new_session=True, stdout=subprocess.PIPE) for _ in range(3)]
 children = [int(rank.stdout.readline()) for rank in ranks]
 shell = ["setsid", "sh", "-c", "sleep 300 & echo $!"]  # leaves a daemon: nobody's child, in nobody's group
-children.append(int(subprocess.Popen(shell, env=guard.mark, stdout=subprocess.PIPE).stdout.readline()))
+children.append(int(subprocess.Popen(shell, env=guard.cookie, stdout=subprocess.PIPE).stdout.readline()))
 for rank in ranks:
-    guard.begin(rank.pid)
-guard.end(ranks[2].pid)
+    guard.watch_group(rank.pid)
+guard.forget_group(ranks[2].pid)
 print(guard.pid, *(rank.pid for rank in ranks), *children, flush=True)
 signal.pause()
 """
@@ -39,7 +39,7 @@ def test_a_killed_process_takes_its_groups_along_within_a_second() -> None:
         guard, a, b, unguarded, child_a, child_b, child, daemon = map(int, holder.stdout.readline().split())
         holder.kill()
     deadline = Deadline(1.0)
-    assert all(ends(pid, deadline.left_s) for pid in (a, b, child_a, child_b, daemon, guard))
+    assert all(ends(pid, deadline.remaining_s) for pid in (a, b, child_a, child_b, daemon, guard))
     for pid in (unguarded, child):
         assert not ends(pid, 0.0)
         subprocess.run(["kill", "-KILL", str(pid)], check=True)
@@ -47,10 +47,10 @@ def test_a_killed_process_takes_its_groups_along_within_a_second() -> None:
 
 def test_closing_ends_the_groups_that_are_left() -> None:
     with sleeper() as left, sleeper() as ended:
-        guard = Guard()
-        guard.begin(left.pid)
-        guard.begin(ended.pid)
-        guard.end(ended.pid)
+        guard = OrphanKiller()
+        guard.watch_group(left.pid)
+        guard.watch_group(ended.pid)
+        guard.forget_group(ended.pid)
         guard.close()
         guard.close()
         assert left.wait(10) == -9
@@ -59,28 +59,28 @@ def test_closing_ends_the_groups_that_are_left() -> None:
 
 
 def test_many_groups_come_and_go() -> None:
-    guard = Guard()
+    guard = OrphanKiller()
     for group in range(2**30, 2**30 + 1000):  # numbers that no process has
-        guard.begin(group)
+        guard.watch_group(group)
         if group % 3:
-            guard.end(group)
+            guard.forget_group(group)
     with sleeper() as last:
-        guard.begin(last.pid)
+        guard.watch_group(last.pid)
         guard.close()
         assert last.wait(10) == -9
 
 
 def test_a_guard_that_was_killed_or_stopped_holds_up_nobody() -> None:
-    guard = Guard()
+    guard = OrphanKiller()
     subprocess.run(["kill", "-KILL", str(guard.pid)], check=True)
     assert ends(guard.pid)
-    guard.begin(1 << 30)
+    guard.watch_group(1 << 30)
     guard.close()
 
-    guard = Guard()
+    guard = OrphanKiller()
     subprocess.run(["kill", "-STOP", str(guard.pid)], check=True)
     for _ in range(10_000):
-        guard.begin(1 << 30)
+        guard.watch_group(1 << 30)
     subprocess.run(["kill", "-CONT", str(guard.pid)], check=True)
     before_s = time.monotonic()
     guard.close()

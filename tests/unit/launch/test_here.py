@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.launch.here import ALWAYS, Machine, find_here
-from ronde.launch.job import Host
+from ronde.launch.driver.hosts import LOCALHOST_NAMES, LocalMachine, find_local_hosts
+from ronde.launch.placement import Host
 
-MACHINE = Machine("me", ALWAYS | {"node1", "10.0.0.1"})
+MACHINE = LocalMachine("me", LOCALHOST_NAMES | {"node1", "10.0.0.1"})
 NAMES = {"node1-ib": ["10.0.0.1"], "node2": ["10.0.0.2"]}
 
 
@@ -28,7 +28,7 @@ NAMES = {"node1-ib": ["10.0.0.1"], "node2": ["10.0.0.2"]}
     ],
 )
 def test_a_host_is_here_by_name_by_address_and_by_what_its_name_stands_for(name: str, here: bool) -> None:
-    assert find_here([Host(name)], MACHINE, lambda asked: NAMES.get(asked, [])) == (here,)
+    assert find_local_hosts([Host(name)], MACHINE, lambda asked: NAMES.get(asked, [])) == (here,)
 
 
 def test_only_names_that_are_not_known_are_looked_up() -> None:
@@ -39,10 +39,10 @@ def test_only_names_that_are_not_known_are_looked_up() -> None:
         return NAMES.get(name, [])
 
     hosts = [Host("localhost", 2), Host("you@node2"), Host("node1")]
-    assert find_here(hosts, MACHINE, look_up) == (True, False, True)
+    assert find_local_hosts(hosts, MACHINE, look_up) == (True, False, True)
     assert asked == ["node2"]
 
 
 def test_this_machine_knows_itself() -> None:
-    assert Machine.this().is_meant(Host("localhost"))
-    assert not Machine.this().is_meant(Host("nobody-here-has-this-name@localhost"))
+    assert LocalMachine.detect().matches(Host("localhost"))
+    assert not LocalMachine.detect().matches(Host("nobody-here-has-this-name@localhost"))

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.hosts import format_hosts, parse_hostfile, parse_hosts, read_hostfile
-from ronde.launch.job import Host
+from ronde.launch.placement import Host, format_hosts, parse_hostfile, parse_hosts, read_hostfile
 
 
 @pytest.mark.parametrize(

@@ -11,11 +11,20 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.job import Host, Ssh
-from ronde.launch.line import AgentLine, LocalLine, SshLine
-from ronde.launch.loop import Loop
-from ronde.launch.messages import Beat, Exited, FromAgent, Hello, Launch, Output, RankOrder
-from ronde.launch.ssh import SshCall, Trouble
+from ronde.launch.driver.hosts import LocalAgentConnection
+from ronde.launch.driver.ssh import AgentConnection, HostError, SshAgentConnection, SshCommand
+from ronde.launch.job import SshOptions
+from ronde.launch.placement import Host
+from ronde.launch.protocol import (
+    AgentHello,
+    AgentMessage,
+    DriverHeartbeat,
+    RankExited,
+    RankOrder,
+    RankOutput,
+    StartRanks,
+)
+from ronde.net.event_loop import EventLoop
 
 HERE = Host("localhost")
 LIMIT_S = 20.0
@@ -25,27 +34,27 @@ class Ears:
     """Hears everything, and turns the loop until something was heard."""
 
     def __init__(self) -> None:
-        self.loop = Loop()
-        self.heard: list[FromAgent] = []
-        self.troubles: list[Trouble] = []
+        self.loop = EventLoop()
+        self.heard: list[AgentMessage] = []
+        self.troubles: list[HostError] = []
 
-    def report(self, line: AgentLine, message: FromAgent) -> None:
+    def report(self, line: AgentConnection, message: AgentMessage) -> None:
         self.heard.append(message)
 
-    def gone(self, line: AgentLine, trouble: Trouble) -> None:
+    def gone(self, line: AgentConnection, trouble: HostError) -> None:
         self.troubles.append(trouble)
 
-    def await_heard(self, kind: type[FromAgent]) -> None:
+    def await_heard(self, kind: type[AgentMessage]) -> None:
         self._await(lambda: any(isinstance(message, kind) for message in self.heard))
 
-    def await_gone(self) -> Trouble:
+    def await_gone(self) -> HostError:
         self._await(lambda: bool(self.troubles))
         return self.troubles[0]
 
     def _await(self, true: Callable[[], bool]) -> None:
-        timer = self.loop.at(LIMIT_S, lambda: None)
-        self.loop.run(lambda: true() or not timer.waits)
-        assert timer.waits, (self.heard, self.troubles)
+        timer = self.loop.call_later(LIMIT_S, lambda: None)
+        self.loop.run_until(lambda: true() or not timer.pending)
+        assert timer.pending, (self.heard, self.troubles)
         timer.cancel()
 
 
@@ -70,21 +79,21 @@ def write(path: Path, script: str) -> None:
     path.chmod(0o755)
 
 
-def open_ssh(ears: Ears) -> SshLine:
-    call = SshCall(host=Host("b"), ssh=Ssh(), python=sys.executable, cwd="/", heartbeat_s=10.0)
-    return SshLine(ears.loop, call, ears.report, ears.gone)
+def open_ssh(ears: Ears) -> SshAgentConnection:
+    call = SshCommand(host=Host("b"), options=SshOptions(), python=sys.executable, cwd="/", heartbeat_s=10.0)
+    return SshAgentConnection(ears.loop, call, ears.report, ears.gone)
 
 
-def echo(text: str) -> Launch:
-    return Launch((RankOrder(0, ("/bin/sh", "-c", f"echo {shlex.quote(text)}"), {}, "/"),))
+def echo(text: str) -> StartRanks:
+    return StartRanks((RankOrder(0, ("/bin/sh", "-c", f"echo {shlex.quote(text)}"), {}, "/"),))
 
 
 def test_an_agent_in_this_process_works_and_ends(ears: Ears) -> None:
-    line = LocalLine(ears.loop, HERE, ears.report, ears.gone)
+    line = LocalAgentConnection(ears.loop, HERE, ears.report, ears.gone)
     line.send(echo("hi"))
-    ears.await_heard(Exited)
-    assert Output(0, "out", b"hi\n") in ears.heard
-    line.end()
+    ears.await_heard(RankExited)
+    assert RankOutput(0, "out", b"hi\n") in ears.heard
+    line.stop_agent()
     ears.await_gone()
     line.send(echo("too late"))
     line.close()
@@ -92,31 +101,31 @@ def test_an_agent_in_this_process_works_and_ends(ears: Ears) -> None:
 
 def test_an_agent_behind_ssh_works_and_ends(ears: Ears, ssh: Path) -> None:
     line = open_ssh(ears)
-    ears.await_heard(Hello)
-    line.beat(Beat(60.0))
+    ears.await_heard(AgentHello)
+    line.send_heartbeat(DriverHeartbeat(60.0))
     line.send(echo("hi"))
-    ears.await_heard(Exited)
-    assert Output(0, "out", b"hi\n") in ears.heard
-    line.end()
-    assert ears.await_gone().said == ""
+    ears.await_heard(RankExited)
+    assert RankOutput(0, "out", b"hi\n") in ears.heard
+    line.stop_agent()
+    assert ears.await_gone().last_line == ""
     line.send(echo("too late"))
-    line.beat(Beat(60.0))
-    line.end()
+    line.send_heartbeat(DriverHeartbeat(60.0))
+    line.stop_agent()
     line.close()
 
 
 def test_what_a_login_shell_prints_before_the_agent_is_not_taken_for_its_words(ears: Ears, ssh: Path) -> None:
     write(ssh, 'while [ "$1" != -- ]; do shift; done; echo Welcome to b; exec sh -c "$3"')
     line = open_ssh(ears)
-    ears.await_heard(Hello)
+    ears.await_heard(AgentHello)
     line.close()
 
 
 def test_orders_larger_than_a_pipe_arrive_whole(ears: Ears, ssh: Path) -> None:
     line = open_ssh(ears)
     large = "x" * 100_000
-    line.send(Launch(tuple(RankOrder(rank, ("/bin/true",), {"LARGE": large}, "/") for rank in range(20))))
-    line.end()  # also the last word is heard
+    line.send(StartRanks(tuple(RankOrder(rank, ("/bin/true",), {"LARGE": large}, "/") for rank in range(20))))
+    line.stop_agent()  # also the last word is heard
     ears.await_gone()
     line.close()
 
@@ -131,7 +140,7 @@ def test_the_end_of_ssh_is_told_with_its_reason(ears: Ears, ssh: Path) -> None:
 def test_a_shell_that_only_prints_is_told(ears: Ears, ssh: Path) -> None:
     write(ssh, "echo 'This account is currently not available.'; exit 1")
     line = open_ssh(ears)
-    assert "not available" in ears.await_gone().why
+    assert "not available" in ears.await_gone().reason
     line.close()
 
 

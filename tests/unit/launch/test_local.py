@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ronde.comm.coordination.coordinator import Coordinator
+from ronde.coordinator.server import CoordinatorServer
 from ronde.launch.local import LocalJob, start_local
 from ronde.settings import Settings
 from ronde.types import Deadline
@@ -21,20 +21,20 @@ from tests.unit.launch.agents import PATIENCE_S, ends
 
 A_RANK = """
 import os, sys
-from ronde.comm.coordination.greeting import call_coordinator
+from ronde.comm.joining import connect_to_coordinator
 from ronde.net.control import ControlClient
 from ronde.net.keys import JobKey
-from ronde.net.messages import VERSION, Bye, Join, Leave, Lost, Welcome
+from ronde.net.messages import VERSION, LeaveConfirmed, JoinRound, LeaveRound, RankLost, RoundStarted
 from ronde.settings import Settings
 from ronde.types import Deadline, Member
 
 here = Settings.load()
 key = JobKey(here.key)
-line, control = call_coordinator(
+line, control = connect_to_coordinator(
     here.coordinator, key, here.rank, round=0, deadline=Deadline(30), heartbeat_s=here.heartbeat_s
 )
 client = ControlClient(control, key, here.rank)
-client.send(Join(VERSION, 0, here.size, Member(here.rank, "here", os.getpid(), "")))
+client.send(JoinRound(VERSION, 0, here.size, Member(here.rank, "here", os.getpid(), "")))
 
 def hear(kind):
     while True:
@@ -42,7 +42,7 @@ def hear(kind):
             if isinstance(message, kind):
                 return message
 
-assert len(hear(Welcome).members) == here.size
+assert len(hear(RoundStarted).members) == here.size
 """
 
 
@@ -112,7 +112,7 @@ def test_a_wait_that_is_too_short_names_who_still_runs() -> None:
 
 def test_every_end_is_told_to_the_coordinator_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[int, str] = {}
-    monkeypatch.setattr(Coordinator, "lost", lambda self, rank, why: told.update({rank: why}))
+    monkeypatch.setattr(CoordinatorServer, "rank_exited", lambda self, rank, why: told.update({rank: why}))
     text = "import os, signal\nif os.environ['RONDE_RANK'] == '0': os._exit(3)\nsignal.raise_signal(signal.SIGKILL)"
     with start_local(python(text), 2) as job:
         assert job.wait(Deadline(PATIENCE_S)) == [3, -9]
@@ -120,14 +120,14 @@ def test_every_end_is_told_to_the_coordinator_in_words(monkeypatch: pytest.Monke
 
 
 def test_a_killed_rank_is_known_to_the_others_with_the_signal(tmp_path: Path) -> None:
-    text = f"{A_RANK}\nprint(hear(Lost) if here.rank == 0 else os.kill(os.getpid(), 9))"
+    text = f"{A_RANK}\nprint(hear(RankLost) if here.rank == 0 else os.kill(os.getpid(), 9))"
     with captured(text, 2, tmp_path) as (job, printed):
-        assert printed(0).strip() == "Lost(rank=1, why='killed by signal 9')"
+        assert printed(0).strip() == "RankLost(rank=1, reason='killed by signal 9')"
         assert job.wait(Deadline(1)) == [0, -9]
 
 
 def test_ranks_that_say_goodbye_end_well(tmp_path: Path) -> None:
-    text = f"{A_RANK}\nclient.send(Leave(True)); hear(Bye)"
+    text = f"{A_RANK}\nclient.send(LeaveRound(True)); hear(LeaveConfirmed)"
     with captured(text, 2, tmp_path) as (job, printed):
         assert job.wait(Deadline(PATIENCE_S)) == [0, 0], printed(0) + printed(1)
 

@@ -9,8 +9,8 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from ronde.launch.log import noted
-from ronde.launch.loop import Loop
+from ronde.launch.driver.driver import log_to_output
+from ronde.net.event_loop import EventLoop
 
 logger = logging.getLogger("ronde.launch")
 
@@ -32,25 +32,25 @@ def test_warnings_of_any_thread_are_noted_in_the_loop() -> None:
     def note(text: str) -> None:
         notes.append((text, threading.current_thread()))
 
-    with unhandled(), closing(Loop()) as loop, noted(loop, note):
+    with unhandled(), closing(EventLoop()) as loop, log_to_output(loop, note):
         thread = threading.Thread(target=lambda: logger.warning("rank %d is lost", 3))
         thread.start()
         thread.join()
         logger.info("nobody needs this")
         assert not notes
-        loop.run(lambda: bool(notes))
+        loop.run_until(lambda: bool(notes))
     assert notes == [("rank 3 is lost", threading.main_thread())]
     assert not logging.getLogger("ronde").handlers
 
 
 def test_the_last_ones_are_noted_at_the_end() -> None:
     notes: list[str] = []
-    with unhandled(), closing(Loop()) as loop, noted(loop, notes.append):
+    with unhandled(), closing(EventLoop()) as loop, log_to_output(loop, notes.append):
         logger.error("too late for the loop")
     assert notes == ["too late for the loop"]
 
 
 def test_a_program_with_handlers_of_its_own_keeps_its_log(caplog: pytest.LogCaptureFixture) -> None:
-    with closing(Loop()) as loop, noted(loop, pytest.fail):
+    with closing(EventLoop()) as loop, log_to_output(loop, pytest.fail):
         logger.warning("for the program")
     assert caplog.messages == ["for the program"]

@@ -5,31 +5,30 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
-from ronde.launch.crew import Site
-from ronde.launch.job import Host, Job
-from ronde.launch.messages import RankOrder
-from ronde.launch.orders import make_orders
-from ronde.launch.placement import place
-from ronde.launch.variables import arrange
+from ronde.launch.environment import make_endpoints, make_rank_orders
+from ronde.launch.job import Job
+from ronde.launch.network import HostFacts
+from ronde.launch.placement import Host, place_ranks
+from ronde.launch.protocol import RankOrder
 
 JOB = Job(command=("python", "train.py"), num_ranks=3, hosts=(Host("a", 2), Host("b", 1)), cwd="/data")
 SITES = (
-    Site((0, 1, 2, 3), "10.0.0.1", (4001, 4002), is_here=True),
-    Site((0, 1), "10.0.0.2", (), is_here=False),
+    HostFacts((0, 1, 2, 3), "10.0.0.1", (4001, 4002), is_local=True),
+    HostFacts((0, 1), "10.0.0.2", (), is_local=False),
 )
 ENVIRON = {"PATH": "/bin", "HOME": "/home/me", "DISPLAY": ":0"}
 
 
 def orders(job: Job = JOB, *, terminals: Collection[int] = ()) -> dict[int, RankOrder]:
-    seats = place(job.hosts, job.num_ranks)
-    meeting = arrange(
+    seats = place_ranks(job.hosts, job.num_ranks)
+    meeting = make_endpoints(
         seats,
         coordinator="10.0.0.1:4000",
         key="0" * 64,
         addresses=[site.address for site in SITES],
-        ports=[site.ports for site in SITES],
+        ports=[site.free_ports for site in SITES],
     )
-    made = make_orders(job, seats, meeting, SITES, environ=ENVIRON, terminals=terminals)
+    made = make_rank_orders(job, seats, meeting, SITES, environ=ENVIRON, tty_fds=terminals)
     assert [[order.rank for order in made[index].orders] for index in (0, 1)] == [[0, 1], [2]]
     return {order.rank: order for launch in made.values() for order in launch.orders}
 
@@ -55,10 +54,10 @@ def test_cores_are_divided_only_when_asked_for() -> None:
 
 
 def test_rank_0_may_draw_unless_another_rank_has_the_terminal() -> None:
-    assert [orders(terminals=(0, 1, 2))[rank].progress for rank in range(3)] == [True, False, False]
-    assert not any(order.progress for order in orders(terminals=(0, 1)).values())
+    assert [orders(terminals=(0, 1, 2))[rank].output_ptys for rank in range(3)] == [True, False, False]
+    assert not any(order.output_ptys for order in orders(terminals=(0, 1)).values())
     debugged = orders(replace(JOB, debug_rank=2), terminals=(0, 1, 2))
-    assert [(debugged[rank].terminal, debugged[rank].progress) for rank in range(3)] == [
+    assert [(debugged[rank].tty, debugged[rank].output_ptys) for rank in range(3)] == [
         (False, False),
         (False, False),
         (True, False),
@@ -68,4 +67,4 @@ def test_rank_0_may_draw_unless_another_rank_has_the_terminal() -> None:
 def test_the_input_of_the_debugged_rank_is_what_the_drivers_is() -> None:
     for terminals, piped in (((0,), False), ((1, 2), True)):
         made = orders(replace(JOB, debug_rank=2), terminals=terminals)
-        assert [made[rank].piped for rank in range(3)] == [False, False, piped]
+        assert [made[rank].stdin_pipe for rank in range(3)] == [False, False, piped]

@@ -9,30 +9,30 @@ from contextlib import contextmanager
 
 import pytest
 
-from ronde.launch.messages import Failed, Probe, Probed
-from ronde.launch.probing import Prober, summarize
-from ronde.net.addresses import candidates, parse_address
-from ronde.net.keys import new_key
+from ronde.launch.network import NetworkProber, make_probe_reply
+from ronde.launch.protocol import ProbeReply, ProbeRequest, RankStartFailed
+from ronde.net.addresses import candidate_addresses, parse_address
+from ronde.net.keys import new_job_key
 from ronde.types import Deadline
 from tests.unit.launch.agents import PATIENCE_S, an_agent
 
-KEY = new_key()
+KEY = new_job_key()
 
 
 class Asked:
     """A prober, and a way to wait for its answer."""
 
     def __init__(self) -> None:
-        self._answers: queue.Queue[Probed | Failed] = queue.Queue()
-        self.prober = Prober(self._answers.put)
+        self._answers: queue.Queue[ProbeReply | RankStartFailed] = queue.Queue()
+        self.prober = NetworkProber(self._answers.put)
 
-    def ask(self, order: Probe) -> Probed | Failed:
+    def ask(self, order: ProbeRequest) -> ProbeReply | RankStartFailed:
         self.prober.probe(order)
         return self._answers.get(timeout=PATIENCE_S)
 
-    def doors(self, num_ports: int = 0) -> Probed:
-        found = self.ask(Probe(KEY, num_ports=num_ports))
-        assert isinstance(found, Probed)
+    def doors(self, num_ports: int = 0) -> ProbeReply:
+        found = self.ask(ProbeRequest(KEY, num_ports=num_ports))
+        assert isinstance(found, ProbeReply)
         return found
 
 
@@ -57,25 +57,25 @@ def silent_port() -> Iterator[str]:
 def test_a_host_opens_a_door_at_each_of_its_addresses() -> None:
     with two_hosts() as (host, _):
         found = host.doors()
-        assert [parse_address(door)[0] for door in found.reached[0]] == list(candidates())
+        assert [parse_address(door)[0] for door in found.reachable[0]] == list(candidate_addresses())
 
 
 def test_the_ports_asked_for_are_free_and_all_different() -> None:
     with two_hosts() as (host, _):
-        ports = host.doors(num_ports=20).ports
+        ports = host.doors(num_ports=20).free_ports
         assert len(set(ports)) == 20
-        socket.create_server((candidates()[0], ports[0])).close()
+        socket.create_server((candidate_addresses()[0], ports[0])).close()
 
 
 def test_hosts_reach_each_others_doors_and_say_why_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ronde.launch.probing.PATIENCE_S", 0.1)
+    monkeypatch.setattr("ronde.launch.network.ATTEMPT_TIMEOUT_S", 0.1)
     with two_hosts() as (here, there), silent_port() as silent:
-        doors = there.doors().reached[0]
-        gone = here.doors().reached[0]
+        doors = there.doors().reachable[0]
+        gone = here.doors().reachable[0]
         here.doors()  # closes the ones before
-        found = here.ask(Probe(KEY, ((*doors, silent), (gone[0],), ("nonsense",), ()), limit_s=0.5))
-        assert isinstance(found, Probed)
-        assert found.reached == (doors, (), (), ())
+        found = here.ask(ProbeRequest(KEY, ((*doors, silent), (gone[0],), ("nonsense",), ()), timeout_s=0.5))
+        assert isinstance(found, ProbeReply)
+        assert found.reachable == (doors, (), (), ())
         assert f"{silent}: no answer within 0.5 s; is the host up" in found.errors[0]
         assert f"{gone[0]}: the connection was refused or cut; does a firewall" in found.errors[1]
         assert "address must be host:port" in found.errors[2]
@@ -84,38 +84,38 @@ def test_hosts_reach_each_others_doors_and_say_why_not_others(monkeypatch: pytes
 
 def test_the_door_of_another_job_is_not_reached() -> None:
     with two_hosts() as (here, there):
-        found = here.ask(Probe(new_key(), (there.doors().reached[0],)))
-        assert isinstance(found, Probed)
-        assert found.reached == ((),) and "refused the job's key" in found.errors[0]
+        found = here.ask(ProbeRequest(new_job_key(), (there.doors().reachable[0],)))
+        assert isinstance(found, ProbeReply)
+        assert found.reachable == ((),) and "refused the job's key" in found.errors[0]
 
 
 def test_a_key_that_is_none_is_told_without_showing_it() -> None:
     with two_hosts() as (here, _):
-        found = here.ask(Probe("secret"))
-        assert isinstance(found, Failed) and found.rank == -1
-        assert "64 hexadecimal digits" in found.why and "secret" not in found.why.replace("job's secret", "")
+        found = here.ask(ProbeRequest("secret"))
+        assert isinstance(found, RankStartFailed) and found.rank == -1
+        assert "64 hexadecimal digits" in found.reason and "secret" not in found.reason.replace("job's secret", "")
 
 
 def test_closing_does_not_wait_for_the_silent() -> None:
     asked = Asked()
     with silent_port() as silent:
-        asked.prober.probe(Probe(KEY, ((silent,),), limit_s=60.0))
+        asked.prober.probe(ProbeRequest(KEY, ((silent,),), timeout_s=60.0))
         deadline = Deadline(10.0)
         asked.prober.close()
-        assert not deadline.passed
+        assert not deadline.expired
 
 
 def test_an_agent_answers_probes_through_its_loop() -> None:
     with an_agent() as watched:
-        watched.agent.handle(Probe(KEY))
-        doors = watched.first(Probed).reached
+        watched.agent.handle(ProbeRequest(KEY))
+        doors = watched.first(ProbeReply).reachable
         watched.reports.clear()
-        watched.agent.handle(Probe(KEY, (doors[0],)))
-        assert watched.first(Probed).reached == doors
+        watched.agent.handle(ProbeRequest(KEY, (doors[0],)))
+        assert watched.first(ProbeReply).reachable == doors
 
 
 def test_one_host_with_several_addresses_is_summed_up_together() -> None:
     problems = {"a:1": "", "b:2": "cut", "c:3": "silent"}
-    assert summarize((("a:1", "b:2"), ("b:2", "c:3")), problems) == Probed(
+    assert make_probe_reply((("a:1", "b:2"), ("b:2", "c:3")), problems) == ProbeReply(
         (("a:1",), ()), ("b:2: cut", "b:2: cut; c:3: silent")
     )

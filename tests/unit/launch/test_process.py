@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import StartFailed
-from ronde.launch.guard import Guard
-from ronde.launch.process import Command, NotExecutable, Process, explain, start
+from ronde.launch.agent.orphans import OrphanKiller
+from ronde.launch.agent.process import ChildProcess, CommandNotExecutable, ProcessSpec, describe_spawn_error, spawn
 from ronde.types import Deadline
 from tests.unit.launch.agents import PATIENCE_S, ends, python
 
@@ -22,15 +22,15 @@ EVERYTHING = dict(os.environ)
 
 
 @pytest.fixture
-def guard() -> Iterator[Guard]:
-    made = Guard()
+def guard() -> Iterator[OrphanKiller]:
+    made = OrphanKiller()
     yield made
     made.close()
 
 
-def begin(guard: Guard, *argv: str, stdout: int = subprocess.DEVNULL, **more: object) -> Process:
-    command = Command(argv=argv, env=EVERYTHING, **more)  # type: ignore[arg-type]
-    return start(command, guard, stdin=subprocess.DEVNULL, stdout=stdout, stderr=None)
+def begin(guard: OrphanKiller, *argv: str, stdout: int = subprocess.DEVNULL, **more: object) -> ChildProcess:
+    command = ProcessSpec(argv=argv, env=EVERYTHING, **more)  # type: ignore[arg-type]
+    return spawn(command, guard, stdin=subprocess.DEVNULL, stdout=stdout, stderr=None)
 
 
 def read_line(fd: int) -> str:
@@ -38,27 +38,27 @@ def read_line(fd: int) -> str:
         return file.readline()
 
 
-def finish(process: Process) -> int:
-    assert process.ends(Deadline(PATIENCE_S))
+def finish(process: ChildProcess) -> int:
+    assert process.wait(Deadline(PATIENCE_S))
     return process.reap()
 
 
 @pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", -15), ("kill -9 $$", -9)])
-def test_the_exit_code_is_told_and_a_signal_counts_below_zero(guard: Guard, script: str, code: int) -> None:
+def test_the_exit_code_is_told_and_a_signal_counts_below_zero(guard: OrphanKiller, script: str, code: int) -> None:
     process = begin(guard, "sh", "-c", script)
     assert finish(process) == code
     assert process.reap() == code
 
 
-def test_a_process_leads_a_session_and_a_group_of_its_own(guard: Guard) -> None:
+def test_a_process_leads_a_session_and_a_group_of_its_own(guard: OrphanKiller) -> None:
     process = begin(guard, "sleep", "300")
     assert os.getpgid(process.pid) == os.getsid(process.pid) == process.pid
-    assert not process.ends(Deadline(0))
+    assert not process.wait(Deadline(0))
     process.signal(signal.SIGKILL)
     assert finish(process) == -9
 
 
-def test_a_signal_reaches_what_a_process_started(guard: Guard) -> None:
+def test_a_signal_reaches_what_a_process_started(guard: OrphanKiller) -> None:
     reading, writing = os.pipe()
     process = begin(guard, "sh", "-c", "sleep 300 & echo $!; wait", stdout=writing)
     os.close(writing)
@@ -68,7 +68,7 @@ def test_a_signal_reaches_what_a_process_started(guard: Guard) -> None:
     assert ends(child)
 
 
-def test_reaping_ends_what_a_process_left_behind(guard: Guard) -> None:
+def test_reaping_ends_what_a_process_left_behind(guard: OrphanKiller) -> None:
     reading, writing = os.pipe()
     process = begin(guard, "sh", "-c", "trap '' TERM HUP; sleep 300 & echo $!", stdout=writing)
     os.close(writing)
@@ -77,14 +77,14 @@ def test_reaping_ends_what_a_process_left_behind(guard: Guard) -> None:
     assert ends(child)
 
 
-def test_a_signal_after_the_end_reaches_nobody(guard: Guard) -> None:
+def test_a_signal_after_the_end_reaches_nobody(guard: OrphanKiller) -> None:
     process = begin(guard, "true")
     finish(process)
     process.signal(signal.SIGKILL)
-    assert process.fd == -1
+    assert process.pidfd == -1
 
 
-def test_a_process_gets_its_cores_and_we_keep_ours(guard: Guard) -> None:
+def test_a_process_gets_its_cores_and_we_keep_ours(guard: OrphanKiller) -> None:
     before = os.sched_getaffinity(0)
     core = max(before)
     reading, writing = os.pipe()
@@ -96,14 +96,14 @@ def test_a_process_gets_its_cores_and_we_keep_ours(guard: Guard) -> None:
     assert os.sched_getaffinity(0) == before
 
 
-def test_cores_that_are_not_there_are_named(guard: Guard) -> None:
+def test_cores_that_are_not_there_are_named(guard: OrphanKiller) -> None:
     before = os.sched_getaffinity(0)
     with pytest.raises(StartFailed, match=r"cannot be bound to core 100000: host \S+ lets us use 0"):
         begin(guard, "true", cpus=(100_000,))
     assert os.sched_getaffinity(0) == before
 
 
-def test_a_command_that_cannot_start_says_why_and_what_to_do(guard: Guard, tmp_path: Path) -> None:
+def test_a_command_that_cannot_start_says_why_and_what_to_do(guard: OrphanKiller, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print()")
     garbage = tmp_path / "garbage"
@@ -112,8 +112,13 @@ def test_a_command_that_cannot_start_says_why_and_what_to_do(guard: Guard, tmp_p
     nowhere = str(tmp_path / "nowhere")
     for argv, cwd, kind, words in (
         (("no-such-command",), None, StartFailed, "there is no command 'no-such-command' on host .* check PATH"),
-        ((str(script),), None, NotExecutable, r"train.py' may not be executed .* start it with python, or chmod \+x"),
-        ((str(garbage),), None, NotExecutable, "garbage' is no program for host"),
+        (
+            (str(script),),
+            None,
+            CommandNotExecutable,
+            r"train.py' may not be executed .* start it with python, or chmod \+x",
+        ),
+        ((str(garbage),), None, CommandNotExecutable, "garbage' is no program for host"),
         (("true",), nowhere, StartFailed, f"the working directory {nowhere} does not exist on host .* every host has"),
         (("true",), str(script), StartFailed, r"train.py cannot be entered \(Not a directory\)"),
         (("true", "\0"), None, StartFailed, "cannot be handed to a process: embedded null byte"),
@@ -134,5 +139,5 @@ def test_a_command_that_cannot_start_says_why_and_what_to_do(guard: Guard, tmp_p
     ],
 )
 def test_what_the_system_lacks_is_told(number: int, words: str) -> None:
-    failed = explain(OSError(number, os.strerror(number)), Command(argv=("train",), env={}))
+    failed = describe_spawn_error(OSError(number, os.strerror(number)), ProcessSpec(argv=("train",), env={}))
     assert re.search(words, str(failed))

@@ -5,16 +5,16 @@ from __future__ import annotations
 import pytest
 
 from ronde.errors import StartFailed
-from ronde.launch.reach import Finding, choose_addresses
+from ronde.launch.network import ProbeResult, choose_addresses
 
 A = ("10.0.0.1:4001", "192.168.7.1:4002")
 B = ("10.0.0.2:4001", "192.168.7.2:4002")
 C = ("10.0.0.3:4001", "192.168.7.3:4002")
 
 
-def place(name: str, doors: tuple[str, ...], *reached: tuple[str, ...], calls: bool = True) -> Finding:
+def place(name: str, doors: tuple[str, ...], *reached: tuple[str, ...], calls: bool = True) -> ProbeResult:
     errors = tuple("" if found else "connection refused" for found in reached)
-    return Finding(name, doors, calls, reached, errors)
+    return ProbeResult(name, doors, calls, reached, errors)
 
 
 def test_the_best_address_that_all_others_reach_is_chosen() -> None:

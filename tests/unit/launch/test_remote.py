@@ -16,19 +16,21 @@ from typing import TypeVar
 import psutil
 import pytest
 
-from ronde.launch.frames import MARK, encode_frame, from_agent
-from ronde.launch.messages import (
-    Beat,
-    Exited,
-    Failed,
-    FromAgent,
-    FromDriver,
-    Hello,
-    Launch,
-    Output,
-    Quit,
+from ronde.launch.protocol import (
+    PREAMBLE,
+    AgentHello,
+    AgentMessage,
+    DriverHeartbeat,
+    DriverMessage,
+    RankExited,
     RankOrder,
-    Started,
+    RankOutput,
+    RankStarted,
+    RankStartFailed,
+    StartRanks,
+    StopAgent,
+    encode_frame,
+    make_agent_message_reader,
 )
 from ronde.types import Deadline
 from tests.unit.launch.agents import PATIENCE_S, ends, python
@@ -43,7 +45,7 @@ class Line:
 
     def __init__(self, **environ: str) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ronde.launch.remote"],
+            [sys.executable, "-m", "ronde.launch.agent"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             bufsize=0,
@@ -51,14 +53,14 @@ class Line:
         )
         assert self.process.stdin is not None and self.process.stdout is not None
         self.orders, self.frames = self.process.stdin, self.process.stdout
-        self.reader = from_agent()
-        self.reports: list[FromAgent] = []
+        self.reader = make_agent_message_reader()
+        self.reports: list[AgentMessage] = []
 
-    def send(self, message: FromDriver) -> None:
+    def send(self, message: DriverMessage) -> None:
         self.orders.write(encode_frame(message))
 
     def launch(self, *argv: str, env: dict[str, str] | None = None) -> None:
-        self.send(Launch((RankOrder(0, argv, {"PATH": os.environ["PATH"], **(env or {})}, "/"),)))
+        self.send(StartRanks((RankOrder(0, argv, {"PATH": os.environ["PATH"], **(env or {})}, "/"),)))
 
     def hear(self, kind: type[T]) -> T:
         """The first report of this kind."""
@@ -67,18 +69,18 @@ class Line:
             for report in self.reports:
                 if isinstance(report, kind):
                     return report
-            assert select.select([self.frames], [], [], deadline.left_s)[0], f"no {kind.__name__} came"
+            assert select.select([self.frames], [], [], deadline.remaining_s)[0], f"no {kind.__name__} came"
             data = os.read(self.frames.fileno(), 1 << 16)
             assert data, f"it ended without {kind.__name__}"
             self.reports += self.reader.feed(data)
 
     def printed(self) -> bytes:
-        return b"".join(report.data for report in self.reports if isinstance(report, Output))
+        return b"".join(report.data for report in self.reports if isinstance(report, RankOutput))
 
     def stubborn_pids(self) -> list[int]:
         """A rank that ignores signals, and its child."""
         self.launch(*STUBBORN)
-        self.hear(Output)
+        self.hear(RankOutput)
         return [*map(int, self.printed().split())]
 
 
@@ -98,18 +100,18 @@ def a_line(**environ: str) -> Iterator[Line]:
 
 def test_it_says_hello_starts_a_rank_and_tells_its_end() -> None:
     with a_line() as line:
-        assert line.hear(Hello).pid == line.process.pid
+        assert line.hear(AgentHello).pid == line.process.pid
         line.launch("sh", "-c", "echo out; exit 3")
-        assert line.hear(Exited).code == 3
+        assert line.hear(RankExited).exit_code == 3
         assert line.printed() == b"out\n"
-        line.send(Quit())
+        line.send(StopAgent())
         assert line.process.wait(PATIENCE_S) == 0
 
 
 def test_the_user_of_the_host_keeps_his_own_variables() -> None:
     with a_line(HOME="/home/there", SHELL="/bin/there", SECRET="x") as line:
         line.launch("/usr/bin/env", env={"SHELL": "/bin/given"})
-        line.hear(Exited)
+        line.hear(RankExited)
         told = line.printed().decode().split()
         assert "HOME=/home/there" in told and "SHELL=/bin/given" in told and "SECRET=x" not in told
 
@@ -118,15 +120,15 @@ def test_nothing_else_gets_between_the_frames() -> None:
     text = (
         "import os, sys\n"
         "sys.path.insert(0, '')\n"
-        "from ronde.launch import agent, remote\n"
-        "real = agent.hello\n"
+        "from ronde.launch.agent import agent\n"
+        "real = agent.make_hello\n"
         "def hello(): os.write(1, b'noise'); print('noise', flush=True); return real()\n"
-        "agent.hello = hello\n"
-        "remote.main()"
+        "agent.make_hello = hello\n"
+        "agent.main()"
     )
     done = subprocess.run([sys.executable, "-c", text], input=b"", capture_output=True, timeout=PATIENCE_S, check=True)
     assert b"noise" in done.stderr and b"noise" not in done.stdout
-    assert done.stdout.startswith(MARK)
+    assert done.stdout.startswith(PREAMBLE)
 
 
 @pytest.mark.parametrize("how", ["quit", "end of orders", "end of reports", "killed", "terminated", "hung up"])
@@ -135,7 +137,7 @@ def test_nothing_stays_behind_however_it_ends(how: str) -> None:
         pids = line.stubborn_pids()
         match how:
             case "quit":
-                line.send(Quit())
+                line.send(StopAgent())
             case "end of orders":
                 line.orders.close()
             case "end of reports":
@@ -152,27 +154,27 @@ def test_nothing_stays_behind_however_it_ends(how: str) -> None:
 def test_a_driver_that_is_silent_after_its_first_beat_is_given_up() -> None:
     with a_line() as line:
         pids = line.stubborn_pids()
-        line.send(Beat(0.3))
+        line.send(DriverHeartbeat(0.3))
         assert all(ends(pid) for pid in pids)
 
 
 def test_a_driver_that_goes_on_beating_is_waited_for() -> None:
     with a_line() as line:
-        line.hear(Hello)
+        line.hear(AgentHello)
         began_s = time.monotonic()
         while time.monotonic() - began_s < 0.9:
-            line.send(Beat(0.6))
+            line.send(DriverHeartbeat(0.6))
             assert line.process.poll() is None
             select.select([], [], [], 0.1)
         line.launch("true")
-        assert line.hear(Exited).code == 0
+        assert line.hear(RankExited).exit_code == 0
 
 
 def test_orders_that_make_no_sense_are_told_and_end_it() -> None:
     with a_line() as line:
-        line.hear(Hello)
+        line.hear(AgentHello)
         line.orders.write(b"\0\0\0\4what")
-        assert "did not understand its orders: not a message" in line.hear(Failed).why
+        assert "did not understand its orders: not a message" in line.hear(RankStartFailed).reason
         assert line.process.wait(PATIENCE_S) == 0
 
 
@@ -181,19 +183,19 @@ def test_a_driver_that_does_not_read_makes_ranks_wait_and_loses_nothing() -> Non
     text = f"import os\nfor n in range({num}): os.write(1, b'%08d' % n * 1250)"
     with a_line() as line:
         line.launch(*python(text))
-        rank = psutil.Process(line.hear(Started).pid)
+        rank = psutil.Process(line.hear(RankStarted).pid)
         before, now = -1, 0
         while before != now:  # until it waits for a reader
             select.select([], [], [], 0.1)
             before, now = now, rank.io_counters().write_chars
         assert 0 < now < 8_000_000
-        assert line.hear(Exited).code == 0
+        assert line.hear(RankExited).exit_code == 0
         assert line.printed() == b"".join(b"%08d" % n * 1250 for n in range(num))
 
 
 def test_it_starts_without_what_only_ranks_need() -> None:
     heavy = "{'numpy', 'zmq', 'typer', 'rich', 'cloudpickle', 'asyncio', 'ronde.comm'}"
-    text = f"import sys, ronde.launch.remote; print(sorted({heavy} & set(sys.modules)))"
+    text = f"import sys, ronde.launch.agent.agent; print(sorted({heavy} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     assert done.stdout == "[]\n"
 
@@ -201,6 +203,6 @@ def test_it_starts_without_what_only_ranks_need() -> None:
 def test_its_command_line_has_no_secrets() -> None:
     with a_line() as line:
         line.launch("sleep", "300", env={"RONDE_KEY": "0123"})
-        pid = line.hear(Started).pid
+        pid = line.hear(RankStarted).pid
         words = [*psutil.Process(line.process.pid).cmdline(), *Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
         assert not any("0123" in word for word in words)

@@ -6,24 +6,24 @@ import signal
 
 import pytest
 
-from ronde.launch.signals import REPEAT_S, RepeatFilter
+from ronde.launch.driver.driver import SIGNAL_REPEAT_S, SignalRepeatFilter
 
 
-@pytest.mark.parametrize("number", REPEAT_S)
+@pytest.mark.parametrize("number", SIGNAL_REPEAT_S)
 def test_the_same_signal_within_moments_is_one_request(number: signal.Signals) -> None:
-    repeats, limit_s = RepeatFilter(), REPEAT_S[number]
-    assert repeats.counts(number, 100.0)
-    assert not repeats.counts(number, 100.0)
-    assert not repeats.counts(number, 100.0 + 0.6 * limit_s)
-    assert repeats.counts(number, 100.0 + 1.2 * limit_s), "who goes on asking is heard"
-    assert not repeats.counts(number, 100.0 + 1.8 * limit_s)
+    repeats, limit_s = SignalRepeatFilter(), SIGNAL_REPEAT_S[number]
+    assert repeats.is_new_request(number, 100.0)
+    assert not repeats.is_new_request(number, 100.0)
+    assert not repeats.is_new_request(number, 100.0 + 0.6 * limit_s)
+    assert repeats.is_new_request(number, 100.0 + 1.2 * limit_s), "who goes on asking is heard"
+    assert not repeats.is_new_request(number, 100.0 + 1.8 * limit_s)
 
 
 def test_another_signal_is_another_request() -> None:
-    repeats = RepeatFilter()
-    assert repeats.counts(signal.SIGTERM, 100.0) and repeats.counts(signal.SIGINT, 100.0)
+    repeats = SignalRepeatFilter()
+    assert repeats.is_new_request(signal.SIGTERM, 100.0) and repeats.is_new_request(signal.SIGINT, 100.0)
 
 
 def test_other_signals_always_count() -> None:
-    repeats = RepeatFilter()
-    assert repeats.counts(signal.SIGWINCH, 100.0) and repeats.counts(signal.SIGWINCH, 100.0)
+    repeats = SignalRepeatFilter()
+    assert repeats.is_new_request(signal.SIGWINCH, 100.0) and repeats.is_new_request(signal.SIGWINCH, 100.0)

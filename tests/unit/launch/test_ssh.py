@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.job import Host, Ssh
-from ronde.launch.ssh import NO_DIRECTORY, NO_PYTHON, SshCall
+from ronde.launch.driver.ssh import NO_DIRECTORY_STATUS, NO_PYTHON_STATUS, SshCommand
+from ronde.launch.job import SshOptions
+from ronde.launch.placement import Host
 
 FIRST_WINS = ("BatchMode=no", "ConnectTimeout=99")
 
 
-def call(*, ssh: Ssh | None = None, cwd: str = "/data/my job", python: str = "/opt/python3") -> SshCall:
-    return SshCall(host=Host("me@node7"), ssh=ssh or Ssh(), python=python, cwd=cwd, heartbeat_s=10.0)
+def call(*, ssh: SshOptions | None = None, cwd: str = "/data/my job", python: str = "/opt/python3") -> SshCommand:
+    return SshCommand(host=Host("me@node7"), options=ssh or SshOptions(), python=python, cwd=cwd, heartbeat_s=10.0)
 
 
 def options(words: list[str]) -> list[str]:
@@ -25,23 +26,23 @@ def options(words: list[str]) -> list[str]:
 
 
 def test_nothing_is_asked_of_the_user_and_nothing_is_left_to_a_master() -> None:
-    words = call().command()
+    words = call().argv()
     assert words[0] == "ssh" and words[-3:-1] == ["--", "me@node7"]
     assert {"BatchMode=yes", "ControlMaster=no", "ServerAliveInterval=3", "ConnectTimeout=20"} <= set(options(words))
     assert "-p" not in words and "-i" not in words
 
 
 def test_the_user_s_options_win_but_for_questions_that_nobody_could_answer() -> None:
-    words = call(ssh=Ssh(port=2022, identity="/keys/id", options=FIRST_WINS)).command()
+    words = call(ssh=SshOptions(port=2022, identity="/keys/id", options=FIRST_WINS)).argv()
     assert words[words.index("-p") + 1] == "2022" and words[words.index("-i") + 1] == "/keys/id"
     given = options(words)
     assert given.index("BatchMode=yes") < given.index("BatchMode=no")
     assert given.index("ConnectTimeout=99") < given.index("ConnectTimeout=20")
 
 
-def run_remotely(made: SshCall) -> int:
+def run_remotely(made: SshCommand) -> int:
     """What a login shell does with the command."""
-    done = subprocess.run(["sh", "-c", made.command()[-1]], stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
+    done = subprocess.run(["sh", "-c", made.argv()[-1]], stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
     return done.returncode
 
 
@@ -53,12 +54,12 @@ def test_the_remote_command_survives_any_name(tmp_path: Path) -> None:
     python.chmod(0o755)
     assert run_remotely(call(cwd=str(odd), python=str(python))) == 7
     # Not in the working directory, whose files `python -m` would import.
-    assert (tmp_path / "said").read_text().split() == ["/", "-m", "ronde.launch.remote"]
+    assert (tmp_path / "said").read_text().split() == ["/", "-m", "ronde.launch.agent"]
 
 
 def test_a_missing_directory_and_a_missing_python_have_a_status_of_their_own(tmp_path: Path) -> None:
-    assert run_remotely(call(cwd=str(tmp_path / "none"), python=sys.executable)) == NO_DIRECTORY
-    assert run_remotely(call(cwd=str(tmp_path), python="no-such-python")) == NO_PYTHON
+    assert run_remotely(call(cwd=str(tmp_path / "none"), python=sys.executable)) == NO_DIRECTORY_STATUS
+    assert run_remotely(call(cwd=str(tmp_path), python="no-such-python")) == NO_PYTHON_STATUS
 
 
 @pytest.mark.parametrize(
@@ -79,23 +80,23 @@ def test_a_missing_directory_and_a_missing_python_have_a_status_of_their_own(tmp
         (1, "ModuleNotFoundError: No module named 'msgspec'", "ronde", "dependencies"),
         (1, '  File "x.py"\nSyntaxError: invalid syntax', "python", "too old"),
         (126, "sh: 1: exec: /opt/python3: Permission denied", "python", "cannot be run"),
-        (NO_PYTHON, "", "python", "there is no /opt/python3"),
-        (NO_DIRECTORY, "", "cwd", "there is no directory /data/my job"),
+        (NO_PYTHON_STATUS, "", "python", "there is no /opt/python3"),
+        (NO_DIRECTORY_STATUS, "", "cwd", "there is no directory /data/my job"),
         (-15, "", "ended", "killed by signal 15"),
         (3, "", "ended", "status 3 and said nothing"),
         (3, "one\ntwo\n\n", "ended", "status 3: two"),
     ],
 )
 def test_the_reason_is_found_in_what_ssh_says(status: int, said: str, kind: str, words: str) -> None:
-    trouble = call().explain(status, said)
-    assert trouble.kind == kind and words in trouble.why
+    trouble = call().make_host_error(status, said)
+    assert trouble.kind == kind and words in trouble.reason
 
 
 def test_the_line_that_tells_is_shown_and_not_the_noise_around_it() -> None:
     said = "Warning: Permanently added 'node7'\nme@node7: Permission denied (publickey).\nbye\n"
-    trouble = call().explain(255, said)
-    assert trouble.why.endswith("(me@node7: Permission denied (publickey).)") and trouble.said == "bye"
+    trouble = call().make_host_error(255, said)
+    assert trouble.reason.endswith("(me@node7: Permission denied (publickey).)") and trouble.last_line == "bye"
 
 
 def test_the_words_of_a_program_are_not_taken_for_those_of_ssh() -> None:
-    assert call().explain(1, "OSError: Connection refused").kind == "ended"
+    assert call().make_host_error(1, "OSError: Connection refused").kind == "ended"

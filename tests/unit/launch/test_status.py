@@ -5,20 +5,20 @@ from __future__ import annotations
 import msgspec
 import pytest
 
-from ronde.launch.status import JobStatus, RankFacts, RankStatus, describe_job, describe_stacks
+from ronde.launch.driver.monitor import JobStatus, RankProcessInfo, RankStatus, make_job_status, make_rank_stacks
+from ronde.observe.activity import JobActivity, RankActivity, RankState
 from ronde.observe.stacks import RankStack
-from ronde.observe.vitals import JobVitals, RankState, RankVitals
 
 
-def rank_of(vitals: RankVitals, facts: RankFacts) -> RankStatus:
-    return describe_job("demo", ["python"], JobVitals(size=1, ranks=(vitals,)), [facts], 2.0).ranks[0]
+def rank_of(vitals: RankActivity, facts: RankProcessInfo) -> RankStatus:
+    return make_job_status("demo", ["python"], JobActivity(size=1, ranks=(vitals,)), [facts], 2.0).ranks[0]
 
 
 def test_the_driver_adds_what_it_knows() -> None:
-    vitals = RankVitals(rank=0, state="running", host="a-0123", pid=7, steps=5, held_up_s=1.5)
-    facts = RankFacts(host="a", local_rank=1, pid=7, cpu=0.9, memory_bytes=100, gpu=0.5, gpu_bytes=200)
-    status = describe_job(
-        "demo", ["python", "x.py"], JobVitals(size=1, round=3, slowest=0, ranks=(vitals,)), [facts], 2
+    vitals = RankActivity(rank=0, state="running", host="a-0123", pid=7, steps=5, held_up_s=1.5)
+    facts = RankProcessInfo(host="a", local_rank=1, pid=7, cpu=0.9, memory_bytes=100, gpu=0.5, gpu_bytes=200)
+    status = make_job_status(
+        "demo", ["python", "x.py"], JobActivity(size=1, round=3, slowest=0, ranks=(vitals,)), [facts], 2
     )
     assert (status.name, status.command, status.size, status.round, status.slowest) == (
         "demo",
@@ -59,10 +59,10 @@ def test_the_driver_adds_what_it_knows() -> None:
 def test_how_a_process_ended_is_known_to_the_driver_alone(
     state: RankState, pid: int, code: int | None, expected: str, why: str
 ) -> None:
-    found = rank_of(RankVitals(rank=0, state=state, why="told"), RankFacts(pid=pid, exit_code=code))
+    found = rank_of(RankActivity(rank=0, state=state, why="told"), RankProcessInfo(pid=pid, exit_code=code))
     assert (found.state, found.why, found.exit_code) == (expected, why, code)
 
 
 def test_stacks_name_hosts_as_the_user_does() -> None:
-    (stack,) = describe_stacks([RankStack(rank=0, host="a-0123", line="x.py:1")], [RankFacts(host="a", pid=7)])
+    (stack,) = make_rank_stacks([RankStack(rank=0, host="a-0123", line="x.py:1")], [RankProcessInfo(host="a", pid=7)])
     assert (stack.host, stack.pid, stack.line) == ("a", 7, "x.py:1")

@@ -6,14 +6,21 @@ import json
 
 import pytest
 
-from ronde.launch.job import Host, Job
-from ronde.launch.placement import place
-from ronde.launch.variables import Meeting, arrange, own_words, portable, rank_variables, wanted_ports
+from ronde.launch.environment import (
+    JobEndpoints,
+    count_ports,
+    exportable_variables,
+    login_variables,
+    make_endpoints,
+    rank_environment,
+)
+from ronde.launch.job import Job
+from ronde.launch.placement import Host, place_ranks
 from ronde.settings import Settings
 
 KEY = "ab" * 32
 HOSTS = (Host("a", 2), Host("b", 2))
-MEETING = Meeting(coordinator="10.0.0.9:7", key=KEY, master=("10.0.0.1", 5), jax="10.0.0.1:6")
+MEETING = JobEndpoints(coordinator="10.0.0.9:7", key=KEY, torch_store=("10.0.0.1", 5), jax_coordinator="10.0.0.1:6")
 
 
 def job(**changes: object) -> Job:
@@ -22,8 +29,8 @@ def job(**changes: object) -> Job:
 
 def variables(rank: int = 0, base: dict[str, str] | None = None, **changes: object) -> dict[str, str]:
     one = job(**changes)
-    seat = place(one.hosts, one.num_ranks)[rank]
-    return rank_variables(one, seat, MEETING, base=base or {}, num_cores=8, address="10.0.0.1")
+    seat = place_ranks(one.hosts, one.num_ranks)[rank]
+    return rank_environment(one, seat, MEETING, base=base or {}, num_cores=8, address="10.0.0.1")
 
 
 def test_a_rank_learns_its_place_in_every_dialect() -> None:
@@ -67,8 +74,8 @@ def test_ronde_finds_its_settings_in_it() -> None:
 
 
 def test_on_one_machine_there_is_no_address_to_tell() -> None:
-    seat = place((), 1)[0]
-    found = rank_variables(job(hosts=(), num_ranks=1), seat, MEETING, base={"RONDE_ADDRESS": "x"}, num_cores=1)
+    seat = place_ranks((), 1)[0]
+    found = rank_environment(job(hosts=(), num_ranks=1), seat, MEETING, base={"RONDE_ADDRESS": "x"}, num_cores=1)
     assert "RONDE_ADDRESS" not in found
 
 
@@ -98,19 +105,23 @@ def test_a_torchrun_around_us_does_not_mislead_the_ranks() -> None:
 
 
 def test_ports_are_wanted_where_they_are_used_and_all_are_different() -> None:
-    seats = place(HOSTS, 3)
-    assert wanted_ports(job(), seats) == (2, 0)
-    assert wanted_ports(job(tf_config=True), seats) == (4, 1)
-    meeting = arrange(seats, coordinator="c:1", key=KEY, addresses=("10.0.0.1", "fd00::2"), ports=((1, 2, 3, 4), (1,)))
-    assert (meeting.master, meeting.jax) == (("10.0.0.1", 1), "10.0.0.1:2")
-    assert meeting.workers == ("10.0.0.1:3", "10.0.0.1:4", "[fd00::2]:1")
-    assert arrange(seats, coordinator="c:1", key=KEY, addresses=("a", "b"), ports=((1, 2), ())).workers == ()
+    seats = place_ranks(HOSTS, 3)
+    assert count_ports(job(), seats) == (2, 0)
+    assert count_ports(job(tf_config=True), seats) == (4, 1)
+    meeting = make_endpoints(
+        seats, coordinator="c:1", key=KEY, addresses=("10.0.0.1", "fd00::2"), ports=((1, 2, 3, 4), (1,))
+    )
+    assert (meeting.torch_store, meeting.jax_coordinator) == (("10.0.0.1", 1), "10.0.0.1:2")
+    assert meeting.tf_workers == ("10.0.0.1:3", "10.0.0.1:4", "[fd00::2]:1")
+    assert make_endpoints(seats, coordinator="c:1", key=KEY, addresses=("a", "b"), ports=((1, 2), ())).tf_workers == ()
 
 
 def test_tensorflow_gets_a_list_of_workers_when_asked_for() -> None:
     one = job(tf_config=True)
-    meeting = Meeting(coordinator="c:1", key=KEY, master=("a", 1), jax="a:2", workers=("a:3", "a:4", "b:5"))
-    found = rank_variables(one, place(HOSTS, 3)[2], meeting, base={}, num_cores=1)
+    meeting = JobEndpoints(
+        coordinator="c:1", key=KEY, torch_store=("a", 1), jax_coordinator="a:2", tf_workers=("a:3", "a:4", "b:5")
+    )
+    found = rank_environment(one, place_ranks(HOSTS, 3)[2], meeting, base={}, num_cores=1)
     assert json.loads(found["TF_CONFIG"]) == {
         "cluster": {"worker": ["a:3", "a:4", "b:5"]},
         "task": {"type": "worker", "index": 2},
@@ -123,8 +134,8 @@ def test_the_key_shows_in_no_text() -> None:
 
 @pytest.mark.parametrize("name", ["HOME", "USER", "SSH_AUTH_SOCK", "DISPLAY", "HOSTNAME", "CUDA_VISIBLE_DEVICES", "_"])
 def test_what_belongs_to_one_host_stays_there(name: str) -> None:
-    assert portable({name: "x", "PATH": "p", "MY_HOME": "y"}) == {"PATH": "p", "MY_HOME": "y"}
+    assert exportable_variables({name: "x", "PATH": "p", "MY_HOME": "y"}) == {"PATH": "p", "MY_HOME": "y"}
 
 
 def test_an_agent_adds_what_only_its_host_knows() -> None:
-    assert own_words({"HOME": "/h", "PATH": "p", "USER": "me"}) == {"HOME": "/h", "USER": "me"}
+    assert login_variables({"HOME": "/h", "PATH": "p", "USER": "me"}) == {"HOME": "/h", "USER": "me"}

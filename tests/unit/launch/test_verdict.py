@@ -4,36 +4,40 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.launch.verdict import LOST_CODE, NOT_STARTED_CODE, End, Stop, describe_code, exit_code, judge
+from ronde.launch.driver.failure_report import RankExit, StopRequest, make_failure_report
 from ronde.observe.stacks import RankStack
-from ronde.observe.stall import Whereabouts
+from ronde.observe.stalls import Whereabouts
+from ronde.text import LOST_CODE, NOT_STARTED_CODE, describe_exit_code, shell_exit_code
 
-CTRL_C = Stop(130, "interrupted by Ctrl-C")
+CTRL_C = StopRequest(130, "interrupted by Ctrl-C")
 
 
-def end(rank: int, code: int, how: str = "", *, host: str = "a", ordered: bool = False) -> End:
-    return End(rank, host, code, how, ordered=ordered)
+def end(rank: int, code: int, how: str = "", *, host: str = "a", ordered: bool = False) -> RankExit:
+    return RankExit(rank, host, code, how, requested=ordered)
 
 
 def test_a_job_whose_ranks_all_end_well_has_nothing_to_say() -> None:
-    verdict = judge([end(1, 0), end(0, 0)], num_ranks=2)
-    assert (verdict.code, verdict.culprit, verdict.lines) == (0, None, ())
+    verdict = make_failure_report([end(1, 0), end(0, 0)], num_ranks=2)
+    assert (verdict.exit_code, verdict.first_failed_rank, verdict.lines) == (0, None, ())
 
 
 def test_a_rank_that_left_without_a_word_is_no_failure_when_all_end_well() -> None:
-    assert judge([end(1, 0), end(0, 0)], first_lost=(1, "exited without shutdown"), num_ranks=2).code == 0
+    assert (
+        make_failure_report([end(1, 0), end(0, 0)], first_lost=(1, "exited without shutdown"), num_ranks=2).exit_code
+        == 0
+    )
 
 
 def test_without_a_coordinator_the_first_exit_counts() -> None:
-    verdict = judge([end(2, 0), end(1, 3), end(0, 1)], num_ranks=3)
-    assert (verdict.code, verdict.culprit) == (3, 1)
+    verdict = make_failure_report([end(2, 0), end(1, 3), end(0, 1)], num_ranks=3)
+    assert (verdict.exit_code, verdict.first_failed_rank) == (3, 1)
     assert verdict.lines == ("rank 1 on host a failed first: exited with code 3", "1 other rank ended in consequence")
 
 
 def test_whom_the_coordinator_lost_first_counts_more_than_who_was_gone_first() -> None:
     ends = [end(0, 1), end(2, 1), end(1, 7, host="b")]
-    verdict = judge(ends, first_lost=(1, "ValueError: no such file"), num_ranks=3)
-    assert (verdict.code, verdict.culprit) == (7, 1)
+    verdict = make_failure_report(ends, first_lost=(1, "ValueError: no such file"), num_ranks=3)
+    assert (verdict.exit_code, verdict.first_failed_rank) == (7, 1)
     assert verdict.lines == (
         "rank 1 on host b failed first: exited with code 7 (ValueError: no such file)",
         "2 other ranks ended in consequence",
@@ -41,7 +45,7 @@ def test_whom_the_coordinator_lost_first_counts_more_than_who_was_gone_first() -
 
 
 def test_what_the_coordinator_knows_from_us_is_not_said_twice() -> None:
-    lines = judge([end(0, -9)], first_lost=(0, describe_code(-9)), num_ranks=1).lines
+    lines = make_failure_report([end(0, -9)], first_lost=(0, describe_exit_code(-9)), num_ranks=1).lines
     assert lines == ("rank 0 on host a failed first: killed by signal 9 (SIGKILL)",)
 
 
@@ -63,8 +67,10 @@ def test_a_rank_that_left_too_early_is_to_blame_for_those_who_say_so(
 ) -> None:
     ends = [end(2, 0, host="b"), end(3, 0), end(0, 1), end(1, 1)]
     said = {0: error, 2: "no data for me\n"}
-    verdict = judge(ends, num_ranks=4, tail=lambda rank, code: said[rank], first_lost=first_lost)
-    assert (verdict.code, verdict.culprit) == (1, 0), "the exit code, and the exception, are of one that failed"
+    verdict = make_failure_report(ends, num_ranks=4, tail=lambda rank, code: said[rank], first_lost=first_lost)
+    assert (verdict.exit_code, verdict.first_failed_rank) == (1, 0), (
+        "the exit code, and the exception, are of one that failed"
+    )
     line = next(line for line in error.split("\n") if line.startswith("ronde."))
     assert verdict.lines == (
         f"rank 2 on host b left too early: exited with code 0{how}",
@@ -77,8 +83,8 @@ def test_a_rank_that_left_too_early_is_to_blame_for_those_who_say_so(
 @pytest.mark.parametrize("error", ["ValueError: no", "PeerLost: rank 0 lost rank 1 during barrier; start …"])
 def test_a_rank_that_left_early_is_only_mentioned_where_nobody_says_that_it_is_the_reason(error: str) -> None:
     left = (2, "exited without shutdown")
-    verdict = judge([end(2, 0), end(0, 1)], first_lost=left, tail=lambda rank, code: error, num_ranks=2)
-    assert (verdict.code, verdict.culprit) == (1, 0)
+    verdict = make_failure_report([end(2, 0), end(0, 1)], first_lost=left, tail=lambda rank, code: error, num_ranks=2)
+    assert (verdict.exit_code, verdict.first_failed_rank) == (1, 0)
     assert verdict.lines == (
         "rank 0 on host a failed first: exited with code 1",
         f"  | {error}",
@@ -89,7 +95,7 @@ def test_a_rank_that_left_early_is_only_mentioned_where_nobody_says_that_it_is_t
 
 def test_the_last_words_of_the_culprit_stand_below_its_name() -> None:
     said = {(0, 1): "Traceback:\n  line 3\nValueError: bad\n"}
-    assert judge([end(0, 1)], num_ranks=1, tail=lambda *of: said[of]).lines == (
+    assert make_failure_report([end(0, 1)], num_ranks=1, tail=lambda *of: said[of]).lines == (
         "rank 0 on host a failed first: exited with code 1",
         "  | Traceback:",
         "  |   line 3",
@@ -119,10 +125,10 @@ SAID = "ronde.errors.StartFailed: rank 0 ended before the round began (exited wi
     ids=["the same end", "ended by us, or otherwise", "says whom it lost", "lost by the coordinator"],
 )
 def test_others_that_failed_in_the_same_way_are_no_consequence(
-    others: list[End], first_lost: tuple[int, str] | None, lines: list[str]
+    others: list[RankExit], first_lost: tuple[int, str] | None, lines: list[str]
 ) -> None:
     said = {9: SAID}
-    verdict = judge(
+    verdict = make_failure_report(
         [end(0, 2), *others], num_ranks=0, tail=lambda rank, code: said.get(rank, ""), first_lost=first_lost
     )
     assert verdict.lines == ("rank 0 on host a failed first: exited with code 2", *lines)
@@ -135,8 +141,10 @@ SILENT = RankStack(rank=2, host="c", pid=48, why="does not answer; its process i
 def test_a_hang_ends_with_who_did_not_come_and_where_it_was() -> None:
     ends = [end(0, 1), end(3, 1), end(1, -15, host="b", ordered=True), end(2, -9, host="c", ordered=True)]
     lost = (0, "OperationTimeout: barrier")
-    verdict = judge(ends, num_ranks=4, first_lost=lost, whereabouts=Whereabouts(0, missing=(MISSING, SILENT)))
-    assert (verdict.code, verdict.culprit) == (1, 0)
+    verdict = make_failure_report(
+        ends, num_ranks=4, first_lost=lost, whereabouts=Whereabouts(0, missing=(MISSING, SILENT))
+    )
+    assert (verdict.exit_code, verdict.first_failed_rank) == (1, 0)
     assert verdict.lines == (
         "rank 0 on host a waited in vain for ranks 1, 2: exited with code 1 (OperationTimeout: barrier)",
         "1 other rank ended in consequence",
@@ -149,7 +157,9 @@ def test_a_disagreement_shows_every_line_with_its_ranks() -> None:
     lines = ["a.py:1 in f", "a.py:2 in g", "a.py:1 in f"]
     said = tuple(RankStack(rank=rank, line=line) for rank, line in enumerate(lines))
     ends = [end(rank, 1) for rank in range(3)]
-    verdict = judge(ends, num_ranks=3, first_lost=(0, "Mismatch: no"), whereabouts=Whereabouts(0, disagreeing=said))
+    verdict = make_failure_report(
+        ends, num_ranks=3, first_lost=(0, "Mismatch: no"), whereabouts=Whereabouts(0, disagreeing=said)
+    )
     assert verdict.lines == (
         "rank 0 on host a failed first: exited with code 1 (Mismatch: no)",
         "ranks 0, 2 were at a.py:1 in f",
@@ -159,60 +169,62 @@ def test_a_disagreement_shows_every_line_with_its_ranks() -> None:
 
 
 def test_where_ranks_were_is_not_told_of_another_failure() -> None:
-    lines = judge([end(2, 3)], num_ranks=1, whereabouts=Whereabouts(0, missing=(MISSING,))).lines
+    lines = make_failure_report([end(2, 3)], num_ranks=1, whereabouts=Whereabouts(0, missing=(MISSING,))).lines
     assert lines[0] == "rank 2 on host a failed first: exited with code 3" and "train.py" not in str(lines)
 
 
 def test_ranks_of_a_lost_host_are_one_story() -> None:
     how = "ended when the connection to it was lost (Timeout, server b not responding.)"
     ends = [end(2, LOST_CODE, how, host="b"), end(3, LOST_CODE, how, host="b"), end(0, 1), end(1, 1)]
-    verdict = judge(ends, first_lost=(3, "its host cannot be reached"), num_ranks=4)
-    assert verdict.code == LOST_CODE
+    verdict = make_failure_report(ends, first_lost=(3, "its host cannot be reached"), num_ranks=4)
+    assert verdict.exit_code == LOST_CODE
     assert verdict.lines == (f"ranks 2, 3 on host b {how}", "2 other ranks ended in consequence")
 
 
 def test_ranks_that_could_not_be_started_are_one_story_on_all_hosts() -> None:
     how = "could not be started: there is no command 'trian'"
     ends = [end(0, NOT_STARTED_CODE, how), end(1, NOT_STARTED_CODE, how, host="b")]
-    assert judge(ends, num_ranks=2).lines == (f"ranks 0, 1 on hosts a, b {how}",)
+    assert make_failure_report(ends, num_ranks=2).lines == (f"ranks 0, 1 on hosts a, b {how}",)
 
 
 def test_who_presses_ctrl_c_is_told_no_more_than_that() -> None:
-    verdict = judge([end(0, -2, ordered=True), end(1, 1, ordered=True)], stop=CTRL_C, num_ranks=2)
-    assert (verdict.code, verdict.culprit, verdict.lines) == (130, None, ("interrupted by Ctrl-C",))
+    verdict = make_failure_report([end(0, -2, ordered=True), end(1, 1, ordered=True)], stop_request=CTRL_C, num_ranks=2)
+    assert (verdict.exit_code, verdict.first_failed_rank, verdict.lines) == (130, None, ("interrupted by Ctrl-C",))
 
 
 def test_who_has_left_is_told_nothing() -> None:
-    verdict = judge([end(0, -15, ordered=True)], stop=Stop(141, ""), num_ranks=1)
-    assert (verdict.code, verdict.lines) == (141, ())
+    verdict = make_failure_report([end(0, -15, ordered=True)], stop_request=StopRequest(141, ""), num_ranks=1)
+    assert (verdict.exit_code, verdict.lines) == (141, ())
 
 
 def test_a_failure_before_ctrl_c_is_still_the_failure() -> None:
-    verdict = judge([end(1, 4), end(0, -2, ordered=True)], first_lost=(0, "gone"), stop=CTRL_C, num_ranks=2)
-    assert (verdict.code, verdict.culprit) == (4, 1)
+    verdict = make_failure_report(
+        [end(1, 4), end(0, -2, ordered=True)], first_lost=(0, "gone"), stop_request=CTRL_C, num_ranks=2
+    )
+    assert (verdict.exit_code, verdict.first_failed_rank) == (4, 1)
     assert verdict.lines[-1] == "interrupted by Ctrl-C"
 
 
 def test_a_rank_that_was_told_to_end_is_never_the_culprit() -> None:
     ends = [end(1, 1), end(0, -15, ordered=True), end(2, -9, ordered=True)]
-    verdict = judge(ends, first_lost=(0, "killed by signal 15 (SIGTERM)"), num_ranks=3)
-    assert (verdict.culprit, verdict.lines[-1]) == (1, "2 other ranks ended in consequence")
+    verdict = make_failure_report(ends, first_lost=(0, "killed by signal 15 (SIGTERM)"), num_ranks=3)
+    assert (verdict.first_failed_rank, verdict.lines[-1]) == (1, "2 other ranks ended in consequence")
 
 
 def test_ranks_that_never_ended_are_named() -> None:
-    assert judge([end(0, 1)], num_ranks=3).lines[-1].startswith("ranks 1, 2 did not end")
-    assert judge([], stop=CTRL_C, num_ranks=1).code == 130
+    assert make_failure_report([end(0, 1)], num_ranks=3).lines[-1].startswith("ranks 1, 2 did not end")
+    assert make_failure_report([], stop_request=CTRL_C, num_ranks=1).exit_code == 130
 
 
 def test_what_else_is_known_of_an_end_is_told() -> None:
-    lines = judge([End(0, "a", -9, note="the host ran out of memory")], num_ranks=1).lines
+    lines = make_failure_report([RankExit(0, "a", -9, detail="the host ran out of memory")], num_ranks=1).lines
     assert lines == ("rank 0 on host a failed first: killed by signal 9 (SIGKILL) (the host ran out of memory)",)
 
 
 @pytest.mark.parametrize(("code", "shown"), [(0, 0), (1, 1), (255, 255), (-9, 137), (-15, 143)])
 def test_a_signal_becomes_128_and_its_number(code: int, shown: int) -> None:
-    assert exit_code(code) == shown
+    assert shell_exit_code(code) == shown
 
 
 def test_a_signal_without_a_name_is_still_described() -> None:
-    assert describe_code(-35) == "killed by signal 35"
+    assert describe_exit_code(-35) == "killed by signal 35"

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import socket
 
-from ronde.net.door import Caller, Door, knock
+from ronde.net.connect import connect_authenticated
 from ronde.net.keys import JobKey
+from ronde.net.listener import ConnectionRequest, Listener
 from ronde.types import Deadline
 
 LOCAL = "127.0.0.1"
 
 
-def address(door: Door, link: str) -> str:
+def address(door: Listener, link: str) -> str:
     return f"unix:{door.unix_name}" if link == "unix" else f"{LOCAL}:{door.tcp_port}"
 
 
-def raw(door: Door, link: str) -> socket.socket:
+def raw(door: Listener, link: str) -> socket.socket:
     """A connection that has not said anything yet."""
     if link == "tcp":
         return socket.create_connection((LOCAL, door.tcp_port), timeout=20)
@@ -25,10 +26,10 @@ def raw(door: Door, link: str) -> socket.socket:
     return sock
 
 
-def meet(door: Door, link: str, key: JobKey, rank: int = 0, purpose: str = "data") -> None:
+def meet(door: Listener, link: str, key: JobKey, rank: int = 0, purpose: str = "data") -> None:
     """An honest caller comes, and both ends talk."""
-    here, _ = knock(address(door, link), key, Caller(purpose, rank), Deadline(20))
-    with here, door.take(purpose, rank, Deadline(20)) as there:
+    here, _ = connect_authenticated(address(door, link), key, ConnectionRequest(purpose, rank), Deadline(20))
+    with here, door.accept(purpose, rank, Deadline(20)) as there:
         here.sendall(b"ping")
         assert there.recv(4) == b"ping"
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from ronde.net.control import ControlServer
-from ronde.net.door import Door
 from ronde.net.keys import JobKey
+from ronde.net.listener import Listener
 from tests.unit.net.callers import LOCAL
 
 
@@ -23,8 +23,8 @@ def other_key() -> JobKey:
 
 
 @pytest.fixture
-def door(key: JobKey) -> Iterator[Door]:
-    with Door(key, unix=True, tcp=LOCAL) as open_door:
+def door(key: JobKey) -> Iterator[Listener]:
+    with Listener(key, unix=True, tcp_host=LOCAL) as open_door:
         yield open_door
 
 

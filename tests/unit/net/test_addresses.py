@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 from ronde.errors import StartFailed
 from ronde.net import addresses
 from ronde.net.addresses import (
-    candidates,
-    facing,
+    candidate_addresses,
     format_address,
     host_identity,
     host_name,
+    local_address_for,
     parse_address,
     peer_host,
-    resolve,
+    resolve_host,
 )
 
 
@@ -72,22 +72,22 @@ def test_any_text_is_an_address_or_a_value_error(text: str) -> None:
 
 def test_an_unknown_name_is_named() -> None:
     with pytest.raises(StartFailed, match=r"'no-such-host\.invalid' is unknown on host"):
-        resolve("no-such-host.invalid", 1)
+        resolve_host("no-such-host.invalid", 1)
     with pytest.raises(StartFailed, match="is unknown"):
-        resolve("x" * 64, 1)
+        resolve_host("x" * 64, 1)
 
 
 def test_loopback_is_faced_from_loopback() -> None:
-    assert facing("127.0.0.1") == "127.0.0.1"
+    assert local_address_for("127.0.0.1") == "127.0.0.1"
 
 
 def test_the_candidates_are_addresses_with_the_faced_one_first() -> None:
-    found = candidates("127.0.0.1")
+    found = candidate_addresses("127.0.0.1")
     assert found[0] == "127.0.0.1"
     assert len(set(found)) == len(found)
     for text in found:
         ipaddress.ip_address(text)
-    assert candidates()
+    assert candidate_addresses()
 
 
 def test_the_other_end_of_a_socket_is_told() -> None:

@@ -13,7 +13,17 @@ from ronde.errors import ProtocolError, StartFailed
 from ronde.net import control
 from ronde.net.control import ControlClient, ControlServer
 from ronde.net.keys import JobKey
-from ronde.net.messages import Beat, BeatBack, Bye, FromCoordinator, FromWorker, Leave, Lost, TraceBatch, encode
+from ronde.net.messages import (
+    CoordinatorMessage,
+    LeaveConfirmed,
+    LeaveRound,
+    RankHeartbeat,
+    RankHeartbeatReply,
+    RankLost,
+    TraceBatch,
+    WorkerMessage,
+    encode,
+)
 from ronde.types import Deadline
 from tests.services import needs
 
@@ -28,8 +38,8 @@ def join(server: ControlServer, key: JobKey) -> Iterator[Callable[[int], Control
     def make(rank: int) -> ControlClient:
         client = ControlClient(f"{LOCAL}:{server.port}", key, rank)
         clients.append(client)
-        client.send(Beat(-1))
-        assert heard(server) == [(rank, Beat(-1))]
+        client.send(RankHeartbeat(-1))
+        assert heard(server) == [(rank, RankHeartbeat(-1))]
         return client
 
     yield make
@@ -37,21 +47,21 @@ def join(server: ControlServer, key: JobKey) -> Iterator[Callable[[int], Control
         client.close()
 
 
-def heard(server: ControlServer, num: int = 1) -> list[tuple[int, FromWorker]]:
+def heard(server: ControlServer, num: int = 1) -> list[tuple[int, WorkerMessage]]:
     """What workers say, until it is so many messages."""
-    found: list[tuple[int, FromWorker]] = []
+    found: list[tuple[int, WorkerMessage]] = []
     deadline = Deadline(20)
-    while len(found) < num and not deadline.passed:
-        found += server.poll(deadline.left_s)
+    while len(found) < num and not deadline.expired:
+        found += server.poll(deadline.remaining_s)
     return found
 
 
-def told(client: ControlClient, num: int = 1) -> list[FromCoordinator]:
+def told(client: ControlClient, num: int = 1) -> list[CoordinatorMessage]:
     """What the coordinator says, until it is so many messages."""
-    found: list[FromCoordinator] = []
+    found: list[CoordinatorMessage] = []
     deadline = Deadline(20)
-    while len(found) < num and not deadline.passed:
-        found += client.poll(deadline.left_s)
+    while len(found) < num and not deadline.expired:
+        found += client.poll(deadline.remaining_s)
     return found
 
 
@@ -61,23 +71,23 @@ Join = Callable[[int], ControlClient]
 def test_messages_go_both_ways_to_whom_they_are_meant_for(server: ControlServer, join: Join) -> None:
     clients = [join(rank) for rank in range(3)]
     for rank, client in enumerate(clients):
-        client.send(Leave(orderly=True, why=str(rank)))
+        client.send(LeaveRound(orderly=True, reason=str(rank)))
     assert sorted(heard(server, 3), key=lambda pair: pair[0]) == [
-        (r, Leave(orderly=True, why=str(r))) for r in range(3)
+        (r, LeaveRound(orderly=True, reason=str(r))) for r in range(3)
     ]
     for rank in range(3):
-        server.send(rank, Bye(last=rank))
-    assert [told(client) for client in clients] == [[Bye(last=rank)] for rank in range(3)]
+        server.send(rank, LeaveConfirmed(last=rank))
+    assert [told(client) for client in clients] == [[LeaveConfirmed(last=rank)] for rank in range(3)]
 
 
 def test_many_messages_arrive_all_and_in_order(server: ControlServer, join: Join) -> None:
     client = join(0)
     for number in range(5000):
-        client.send(Beat(number))
-    assert heard(server, 5000) == [(0, Beat(number)) for number in range(5000)]
+        client.send(RankHeartbeat(number))
+    assert heard(server, 5000) == [(0, RankHeartbeat(number)) for number in range(5000)]
     for number in range(5000):
-        server.send(0, BeatBack(number, 0))
-    assert told(client, 5000) == [BeatBack(number, 0) for number in range(5000)]
+        server.send(0, RankHeartbeatReply(number, 0))
+    assert told(client, 5000) == [RankHeartbeatReply(number, 0) for number in range(5000)]
 
 
 def test_a_large_message_arrives(server: ControlServer, join: Join) -> None:
@@ -90,10 +100,12 @@ def test_the_largest_message_allowed_arrives(
     server: ControlServer, key: JobKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What encryption adds does not count."""
-    monkeypatch.setattr(control, "LIMIT_BYTES", 1000)
+    monkeypatch.setattr(control, "MAX_MESSAGE_BYTES", 1000)
     small = ControlServer(LOCAL, key)
     client = ControlClient(f"{LOCAL}:{small.port}", key, 0)
-    message = Leave(orderly=True, why="x" * (1000 - len(encode(Leave(orderly=True, why="x" * 300))) + 300))
+    message = LeaveRound(
+        orderly=True, reason="x" * (1000 - len(encode(LeaveRound(orderly=True, reason="x" * 300))) + 300)
+    )
     assert len(encode(message)) == 1000
     client.send(message)
     assert heard(small) == [(0, message)]
@@ -107,8 +119,8 @@ def test_ipv6_works_too(key: JobKey) -> None:
         pytest.skip("no IPv6 here")
     server = ControlServer("::1", key)
     client = ControlClient(f"[::1]:{server.port}", key, 0)
-    client.send(Beat(1))
-    assert heard(server) == [(0, Beat(1))]
+    client.send(RankHeartbeat(1))
+    assert heard(server) == [(0, RankHeartbeat(1))]
     client.close()
     server.close()
 
@@ -128,12 +140,12 @@ def test_wake_ends_a_poll_from_another_thread(server: ControlServer, join: Join)
     start = time.monotonic()
     with ThreadPoolExecutor(2) as pool:
         server_poll, client_poll = pool.submit(server.poll, 60), pool.submit(client.poll, 60)
-        server.wake()
-        client.wake()
+        server.notify()
+        client.notify()
         assert server_poll.result(20) == []
         assert client_poll.result(20) == []
-    server.wake()
-    server.wake()
+    server.notify()
+    server.notify()
     assert server.poll(60) == []
     assert time.monotonic() - start < 20
     assert server.poll(0.01) == [], "several rings count as one"
@@ -160,47 +172,47 @@ def test_a_watched_file_ends_a_poll_and_is_named(server: ControlServer, join: Jo
 
 def test_a_rank_that_comes_again_takes_its_place(server: ControlServer, join: Join) -> None:
     former, latter = join(4), join(4)
-    server.send(4, Bye(last=1))
-    assert told(latter) == [Bye(last=1)]
+    server.send(4, LeaveConfirmed(last=1))
+    assert told(latter) == [LeaveConfirmed(last=1)]
     assert former.poll(0) == []
 
 
 def test_what_is_said_to_nobody_is_said_in_vain(server: ControlServer, join: Join) -> None:
-    server.send(9, Lost(rank=1, why="killed"))
+    server.send(9, RankLost(rank=1, reason="killed"))
     client = join(1)
     client.close()
     for _ in range(10):
-        server.send(1, Bye())
+        server.send(1, LeaveConfirmed())
     assert server.poll(0) == []
 
 
 def test_a_forgotten_rank_hears_nothing_until_it_speaks(server: ControlServer, join: Join) -> None:
     client = join(2)
-    server.forget(2)
-    server.send(2, Bye(last=1))
-    client.send(Beat(1))
-    assert heard(server) == [(2, Beat(1))]
-    server.send(2, Bye(last=2))
-    assert told(client) == [Bye(last=2)]
+    server.drop_rank(2)
+    server.send(2, LeaveConfirmed(last=1))
+    client.send(RankHeartbeat(1))
+    assert heard(server) == [(2, RankHeartbeat(1))]
+    server.send(2, LeaveConfirmed(last=2))
+    assert told(client) == [LeaveConfirmed(last=2)]
 
 
 def test_last_words_are_heard_after_close(server: ControlServer, join: Join) -> None:
     client = join(0)
-    client.send(Leave(orderly=True))
+    client.send(LeaveRound(orderly=True))
     client.close()
     client.close()
-    assert heard(server) == [(0, Leave(orderly=True))]
+    assert heard(server) == [(0, LeaveRound(orderly=True))]
 
 
 def test_last_words_of_the_server_are_heard_too(key: JobKey) -> None:
     server = ControlServer(LOCAL, key)
     client = ControlClient(f"{LOCAL}:{server.port}", key, 0)
-    client.send(Beat(1))
+    client.send(RankHeartbeat(1))
     heard(server)
-    server.send(0, Bye(last=7))
+    server.send(0, LeaveConfirmed(last=7))
     server.close()
     server.close()
-    assert told(client) == [Bye(last=7)]
+    assert told(client) == [LeaveConfirmed(last=7)]
     client.close()
 
 
@@ -208,7 +220,7 @@ def test_closing_does_not_wait_for_somebody_who_is_gone(key: JobKey) -> None:
     with socket.create_server((LOCAL, 0)) as place_holder:
         port = place_holder.getsockname()[1]
     client = ControlClient(f"{LOCAL}:{port}", key, 0)
-    client.send(Beat(1))
+    client.send(RankHeartbeat(1))
     start = time.monotonic()
     client.close(flush_s=0.05)
     assert 0.05 <= time.monotonic() - start < 10
@@ -217,11 +229,11 @@ def test_closing_does_not_wait_for_somebody_who_is_gone(key: JobKey) -> None:
 def test_wake_after_close_harms_nobody(key: JobKey) -> None:
     server = ControlServer(LOCAL, key)
     with ThreadPoolExecutor(3) as pool:
-        rings = [pool.submit(server.wake) for _ in range(300)]
+        rings = [pool.submit(server.notify) for _ in range(300)]
         server.close()
         for ring in rings:
             ring.result(20)
-    server.wake()
+    server.notify()
 
 
 def test_an_address_that_cannot_be_listened_on_is_named(key: JobKey) -> None:
@@ -244,13 +256,13 @@ def test_a_message_that_is_too_large_fails_where_it_is_made(
     server: ControlServer, join: Join, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     client = join(0)
-    monkeypatch.setattr("ronde.net.messages.LIMIT_BYTES", 100)
+    monkeypatch.setattr("ronde.net.messages.MAX_MESSAGE_BYTES", 100)
     with pytest.raises(ProtocolError, match="at most 100"):
-        client.send(Leave(orderly=True, why="x" * 100))
+        client.send(LeaveRound(orderly=True, reason="x" * 100))
     with pytest.raises(ProtocolError, match="at most 100"):
-        server.send(0, Lost(rank=1, why="x" * 100))
-    client.send(Beat(2))
-    assert heard(server) == [(0, Beat(2))]
+        server.send(0, RankLost(rank=1, reason="x" * 100))
+    client.send(RankHeartbeat(2))
+    assert heard(server) == [(0, RankHeartbeat(2))]
 
 
 def test_no_socket_survives_exec(server: ControlServer, join: Join) -> None:

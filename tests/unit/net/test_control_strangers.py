@@ -14,7 +14,7 @@ from zmq.utils.monitor import recv_monitor_message
 from ronde.net import control
 from ronde.net.control import ControlClient, ControlServer
 from ronde.net.keys import JobKey
-from ronde.net.messages import VERSION, Beat, BeatBack, Bye, encode
+from ronde.net.messages import VERSION, LeaveConfirmed, RankHeartbeat, RankHeartbeatReply, encode
 from ronde.types import Deadline
 
 LOCAL = "127.0.0.1"
@@ -51,7 +51,7 @@ class RawClient:
     def wait_until_turned_away(self, server: ControlServer) -> None:
         deadline = Deadline(20)
         while not self.monitor.poll(0):
-            assert not deadline.passed, "nobody turned it away"
+            assert not deadline.expired, "nobody turned it away"
             assert server.poll(0.01) == []
         assert recv_monitor_message(self.monitor)["event"] & TURNED_AWAY
 
@@ -79,7 +79,7 @@ def raw(server: ControlServer) -> Iterator[Callable[..., RawClient]]:
 def honest(server: ControlServer, key: JobKey) -> Iterator[ControlClient]:
     """Rank 0, known to the server."""
     client = ControlClient(f"{LOCAL}:{server.port}", key, 0)
-    client.send(Beat(0))
+    client.send(RankHeartbeat(0))
     hear(server, 0)
     yield client
     client.close()
@@ -88,24 +88,24 @@ def honest(server: ControlServer, key: JobKey) -> Iterator[ControlClient]:
 def hear(server: ControlServer, number: int) -> None:
     """Nothing but this beat of rank 0 comes."""
     deadline = Deadline(20)
-    while not deadline.passed:
-        found = server.poll(deadline.left_s)
+    while not deadline.expired:
+        found = server.poll(deadline.remaining_s)
         if found:
-            assert found == [(0, Beat(number))]
+            assert found == [(0, RankHeartbeat(number))]
             return
     pytest.fail("rank 0 was not heard")
 
 
 def still_talk(server: ControlServer, honest: ControlClient) -> None:
     """Rank 0 is still the one it was."""
-    honest.send(Beat(77))
+    honest.send(RankHeartbeat(77))
     hear(server, 77)
-    server.send(0, BeatBack(77, 1))
+    server.send(0, RankHeartbeatReply(77, 1))
     deadline = Deadline(20)
     answers = honest.poll(0)
-    while not answers and not deadline.passed:
-        answers = honest.poll(deadline.left_s)
-    assert answers == [BeatBack(77, 1)]
+    while not answers and not deadline.expired:
+        answers = honest.poll(deadline.remaining_s)
+    assert answers == [RankHeartbeatReply(77, 1)]
 
 
 @pytest.mark.parametrize("stranger", ["no key", "wrong server key", "wrong client key"])
@@ -115,10 +115,10 @@ def test_a_stranger_is_turned_away_and_takes_nobodys_place(
     pair = zmq.curve_keypair()
     server_public = {"no key": None, "wrong server key": zmq.curve_keypair()[0], "wrong client key": key.server_public}
     client = raw(server_public=server_public[stranger], pair=pair)
-    client.socket.send(encode(Beat(666)), zmq.NOBLOCK)
+    client.socket.send(encode(RankHeartbeat(666)), zmq.NOBLOCK)
     client.wait_until_turned_away(server)
-    server.send(0, Bye(last=1))
-    assert honest.poll(20) == [Bye(last=1)]
+    server.send(0, LeaveConfirmed(last=1))
+    assert honest.poll(20) == [LeaveConfirmed(last=1)]
     still_talk(server, honest)
     assert client.socket.poll(0) == 0, "it heard something"
 
@@ -128,7 +128,7 @@ def test_a_client_with_the_wrong_key_is_logged_once(
 ) -> None:
     for _ in range(3):
         raw(server_public=key.server_public, pair=zmq.curve_keypair()).wait_until_turned_away(server)
-    assert server.refused >= 3
+    assert server.num_refused >= 3
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("control client at 127.0.0.1: does not have the job's key")
 
@@ -151,9 +151,9 @@ def member(raw: Callable[..., RawClient], key: JobKey, routing_id: bytes) -> Raw
         [b""],
         [bytes([VERSION])],
         [b"garbage"],
-        [bytes([VERSION + 1]) + encode(Beat(1))[1:]],
-        [b"", encode(Beat(1))],
-        [encode(Beat(1))] * 2,
+        [bytes([VERSION + 1]) + encode(RankHeartbeat(1))[1:]],
+        [b"", encode(RankHeartbeat(1))],
+        [encode(RankHeartbeat(1))] * 2,
     ],
     ids=["empty", "version only", "garbage", "another version", "two parts", "twice"],
 )
@@ -172,15 +172,15 @@ def test_a_member_that_talks_nonsense_is_logged_once_and_not_heard(
     assert len(caplog.records) == 1
     assert "control message from rank 5" in caplog.text
     still_talk(server, honest)
-    client.socket.send(encode(Beat(5)))
-    assert server.poll(20) == [(5, Beat(5))], "it is heard again when it talks sense"
+    client.socket.send(encode(RankHeartbeat(5)))
+    assert server.poll(20) == [(5, RankHeartbeat(5))], "it is heard again when it talks sense"
 
 
 def refused_until(server: ControlServer, num: int) -> None:
     deadline = Deadline(20)
-    while server.refused < num:
-        assert not deadline.passed
-        assert server.poll(deadline.left_s) == []
+    while server.num_refused < num:
+        assert not deadline.expired
+        assert server.poll(deadline.remaining_s) == []
 
 
 @pytest.mark.parametrize(
@@ -189,14 +189,14 @@ def refused_until(server: ControlServer, num: int) -> None:
 def test_a_member_that_is_no_rank_is_not_heard(
     server: ControlServer, raw: Callable[..., RawClient], key: JobKey, routing_id: bytes
 ) -> None:
-    member(raw, key, routing_id).socket.send(encode(Beat(1)))
+    member(raw, key, routing_id).socket.send(encode(RankHeartbeat(1)))
     refused_until(server, 1)
 
 
 def test_a_member_that_says_too_much_is_cut_off(
     key: JobKey, raw: Callable[..., RawClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "LIMIT_BYTES", 1000)
+    monkeypatch.setattr(control, "MAX_MESSAGE_BYTES", 1000)
     server = ControlServer(LOCAL, key)
     honest = ControlClient(f"{LOCAL}:{server.port}", key, 0)
     still_talk(server, honest)
@@ -221,7 +221,7 @@ def test_random_messages_of_a_member_change_nothing(key: JobKey) -> None:
     @settings(deadline=None, max_examples=50)
     @given(st.lists(st.binary(max_size=50).map(lambda tail: b"\x01" + tail), min_size=1, max_size=3))
     def say(parts: list[bytes]) -> None:
-        before = server.refused
+        before = server.num_refused
         client.socket.send_multipart(parts)
         refused_until(server, before + 1)
 
@@ -238,12 +238,12 @@ def test_random_messages_of_a_member_change_nothing(key: JobKey) -> None:
 def test_a_coordinator_that_talks_nonsense_is_not_heard(
     server: ControlServer, honest: ControlClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for parts in ([b"garbage"], [b""], [b"a", b"b"], [encode(Beat(1))]):
+    for parts in ([b"garbage"], [b""], [b"a", b"b"], [encode(RankHeartbeat(1))]):
         server._socket.send_multipart([b"rank-0", *parts])
     deadline = Deadline(20)
-    while honest.refused < 4 and not deadline.passed:
-        assert honest.poll(deadline.left_s) == []
-    assert honest.refused == 4
+    while honest.num_refused < 4 and not deadline.expired:
+        assert honest.poll(deadline.remaining_s) == []
+    assert honest.num_refused == 4
     assert len(caplog.records) == 1
     still_talk(server, honest)
 
@@ -252,9 +252,9 @@ def test_a_false_coordinator_is_not_talked_to(key: JobKey, other_key: JobKey) ->
     server = ControlServer(LOCAL, other_key)
     client = ControlClient(f"{LOCAL}:{server.port}", key, 0)
     monitor = client._socket.get_monitor_socket(TURNED_AWAY)
-    client.send(Beat(1))
+    client.send(RankHeartbeat(1))
     deadline = Deadline(20)
-    while not monitor.poll(0) and not deadline.passed:
+    while not monitor.poll(0) and not deadline.expired:
         assert server.poll(0.01) == []
     assert recv_monitor_message(monitor)["event"] & TURNED_AWAY
     client._socket.disable_monitor()

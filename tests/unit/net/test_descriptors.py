@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ronde.errors import ProtocolError, StartFailed
-from ronde.net.descriptors import Bell, make_memory, receive_descriptor, send_descriptor
+from ronde.net.descriptors import WakeupFd, create_shared_memory, receive_descriptor, send_descriptor
 from ronde.types import Deadline
 
 Pair = tuple[socket.socket, socket.socket]
@@ -25,7 +25,7 @@ def pair() -> Iterator[Pair]:
 
 @pytest.fixture
 def memory() -> Iterator[int]:
-    descriptor = make_memory("ronde-test", 8192)
+    descriptor = create_shared_memory("ronde-test", 8192)
     yield descriptor
     os.close(descriptor)
 
@@ -39,7 +39,7 @@ def test_memory_has_a_size_that_nobody_can_change(memory: int) -> None:
 
 def test_memory_needs_a_size() -> None:
     with pytest.raises(ValueError, match="at least 1 byte"):
-        make_memory("ronde-test", 0)
+        create_shared_memory("ronde-test", 0)
 
 
 def test_a_descriptor_handed_over_is_the_same_memory(pair: Pair, memory: int) -> None:
@@ -62,7 +62,7 @@ def test_no_descriptor_survives_exec(pair: Pair, memory: int) -> None:
 
 
 def test_descriptors_come_one_by_one_and_in_order(pair: Pair) -> None:
-    sent = [make_memory("ronde-test", size) for size in (10, 20, 30)]
+    sent = [create_shared_memory("ronde-test", size) for size in (10, 20, 30)]
     for descriptor in sent:
         send_descriptor(pair[0], descriptor)
     received = [receive_descriptor(pair[1], Deadline(10)) for _ in sent]
@@ -96,22 +96,22 @@ def test_too_many_descriptors_leave_none_open(pair: Pair, memory: int) -> None:
 
 
 def test_a_bell_rings_until_it_is_cleared() -> None:
-    bell = Bell()
+    bell = WakeupFd()
     for _ in range(3):
-        bell.ring()
+        bell.notify()
     bell.clear()
     bell.clear()
     bell.close()
 
 
 def test_ringing_a_closed_bell_harms_nobody() -> None:
-    bell = Bell()
+    bell = WakeupFd()
     number = bell.fileno()
     with ThreadPoolExecutor(4) as pool:
-        rings = [pool.submit(bell.ring) for _ in range(400)]
+        rings = [pool.submit(bell.notify) for _ in range(400)]
         bell.close()
         bell.close()
-        victim = make_memory("ronde-test", 8)
+        victim = create_shared_memory("ronde-test", 8)
         for ring in rings:
             ring.result(20)
     assert victim == number, "the test needs the bell's old number"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from ronde.net import desk as module
-from ronde.net.desk import MOST_CALLERS, Desk, ask, who_listens
+from ronde.net import unix_server as module
+from ronde.net.unix_server import MAX_CLIENTS, UnixLineServer, listening_pid, query_monitor
 from ronde.types import Deadline
 
 PATIENCE_S = 20.0
@@ -27,8 +27,8 @@ def path() -> Iterator[Path]:
 
 
 @pytest.fixture
-def desk(path: Path) -> Iterator[Desk]:
-    made = Desk(path, lambda question: question.upper())
+def desk(path: Path) -> Iterator[UnixLineServer]:
+    made = UnixLineServer(path, lambda question: question.upper())
     yield made
     made.close()
 
@@ -40,18 +40,18 @@ def connect(path: Path, stack: ExitStack) -> socket.socket:
     return sock
 
 
-def test_a_question_is_answered(desk: Desk) -> None:
+def test_a_question_is_answered(desk: UnixLineServer) -> None:
     for question in (b"a", b"", b"b" * 4000):
-        assert ask(desk.path, question, Deadline(PATIENCE_S)) == question.upper()
+        assert query_monitor(desk.path, question, Deadline(PATIENCE_S)) == question.upper()
 
 
 def test_a_long_answer_comes_whole(path: Path) -> None:
-    desk = Desk(path, lambda question: question * 1_000_000)
-    assert ask(path, b"abc", Deadline(PATIENCE_S)) == b"abc" * 1_000_000
+    desk = UnixLineServer(path, lambda question: question * 1_000_000)
+    assert query_monitor(path, b"abc", Deadline(PATIENCE_S)) == b"abc" * 1_000_000
     desk.close()
 
 
-def test_several_questions_on_one_connection_are_answered_in_turn(desk: Desk) -> None:
+def test_several_questions_on_one_connection_are_answered_in_turn(desk: UnixLineServer) -> None:
     with ExitStack() as stack:
         sock = connect(desk.path, stack)
         sock.sendall(b"one\ntwo\nthr")
@@ -62,20 +62,20 @@ def test_several_questions_on_one_connection_are_answered_in_turn(desk: Desk) ->
     assert answers == b"ONE\nTWO\nTHREE\n"
 
 
-def test_a_silent_caller_does_not_keep_others_waiting(desk: Desk) -> None:
+def test_a_silent_caller_does_not_keep_others_waiting(desk: UnixLineServer) -> None:
     with ExitStack() as stack:
         connect(desk.path, stack)
         connect(desk.path, stack).sendall(b"half a question")
-        assert ask(desk.path, b"a", Deadline(PATIENCE_S)) == b"A"
+        assert query_monitor(desk.path, b"a", Deadline(PATIENCE_S)) == b"A"
 
 
-def test_a_caller_that_says_nothing_is_sent_away_in_time(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "IDLE_S", 0.05)
+def test_a_caller_that_says_nothing_is_sent_away_in_time(desk: UnixLineServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "IDLE_TIMEOUT_S", 0.05)
     with ExitStack() as stack:
         assert connect(desk.path, stack).recv(1) == b""
 
 
-def test_a_question_without_end_is_cut(desk: Desk) -> None:
+def test_a_question_without_end_is_cut(desk: UnixLineServer) -> None:
     with ExitStack() as stack:
         sock = connect(desk.path, stack)
         with pytest.raises(OSError):
@@ -83,45 +83,45 @@ def test_a_question_without_end_is_cut(desk: Desk) -> None:
                 sock.sendall(b"x" * 65536)
 
 
-def test_more_callers_than_there_is_room_for_are_sent_away(desk: Desk) -> None:
+def test_more_callers_than_there_is_room_for_are_sent_away(desk: UnixLineServer) -> None:
     with ExitStack() as stack:
-        callers = [connect(desk.path, stack) for _ in range(MOST_CALLERS)]
+        callers = [connect(desk.path, stack) for _ in range(MAX_CLIENTS)]
         for sock in callers:  # each has its thread now
             sock.sendall(b"x\n")
             assert sock.recv(10) == b"X\n"
         assert connect(desk.path, stack).recv(1) == b""
-    assert desk.refused == 1
+    assert desk.num_refused == 1
 
 
-def test_another_user_is_refused_by_both_sides(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_refused_by_both_sides(desk: UnixLineServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "peer_uid", lambda sock: os.getuid() + 1)
     with pytest.raises(PermissionError, match="another user"):
-        ask(desk.path, b"a", Deadline(PATIENCE_S))
+        query_monitor(desk.path, b"a", Deadline(PATIENCE_S))
     with ExitStack() as stack:
         assert connect(desk.path, stack).recv(1) == b""
-    assert desk.refused >= 1
+    assert desk.num_refused >= 1
 
 
-def test_only_its_user_may_connect(desk: Desk) -> None:
+def test_only_its_user_may_connect(desk: UnixLineServer) -> None:
     assert stat.S_IMODE(desk.path.stat().st_mode) == 0o600
 
 
 def test_a_mistake_in_an_answer_costs_this_caller_only(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    desk = Desk(path, lambda question: bytes(10 // len(question)))
+    desk = UnixLineServer(path, lambda question: bytes(10 // len(question)))
     with pytest.raises(ConnectionError, match="without an answer"):
-        ask(path, b"", Deadline(PATIENCE_S))
-    assert ask(path, b"12345", Deadline(PATIENCE_S)) == bytes(2)
+        query_monitor(path, b"", Deadline(PATIENCE_S))
+    assert query_monitor(path, b"12345", Deadline(PATIENCE_S)) == bytes(2)
     assert "ZeroDivisionError" in caplog.text
     desk.close()
 
 
-def test_it_says_who_listens(desk: Desk, path: Path) -> None:
-    assert who_listens(path, Deadline(PATIENCE_S)) == os.getpid()
+def test_it_says_who_listens(desk: UnixLineServer, path: Path) -> None:
+    assert listening_pid(path, Deadline(PATIENCE_S)) == os.getpid()
     desk.close()
-    assert who_listens(path, Deadline(PATIENCE_S)) is None
+    assert listening_pid(path, Deadline(PATIENCE_S)) is None
     with socket.socket(socket.AF_UNIX) as dead:  # as a killed process leaves it
         dead.bind(str(path))
-    assert who_listens(path, Deadline(PATIENCE_S)) is None
+    assert listening_pid(path, Deadline(PATIENCE_S)) is None
 
 
 def test_closing_ends_conversations_and_frees_the_path(path: Path) -> None:
@@ -132,7 +132,7 @@ def test_closing_ends_conversations_and_frees_the_path(path: Path) -> None:
         over.wait(PATIENCE_S)
         return question
 
-    desk = Desk(path, answer)
+    desk = UnixLineServer(path, answer)
     with ExitStack() as stack:
         silent, waiting = connect(path, stack), connect(path, stack)
         waiting.sendall(b"x\n")
@@ -146,8 +146,8 @@ def test_closing_ends_conversations_and_frees_the_path(path: Path) -> None:
 
 def test_an_answer_that_does_not_come_in_time_is_an_error(path: Path) -> None:
     over = threading.Event()
-    desk = Desk(path, lambda question: bytes(over.wait(PATIENCE_S)))
+    desk = UnixLineServer(path, lambda question: bytes(over.wait(PATIENCE_S)))
     with pytest.raises(TimeoutError):
-        ask(path, b"a", Deadline(0.05))
+        query_monitor(path, b"a", Deadline(0.05))
     over.set()
     desk.close()

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.net.door import Caller, Door, knock
+from ronde.net.connect import connect_authenticated
 from ronde.net.keys import JobKey
+from ronde.net.listener import ConnectionRequest, Listener
 from ronde.types import Deadline
 
 HELLO = b"RONDc\x01\x00\x10" + bytes(32)
@@ -18,7 +19,7 @@ HELLO = b"RONDc\x01\x00\x10" + bytes(32)
 @pytest.mark.parametrize("start", [b"", HELLO], ids=["from the start", "after a hello"])
 def test_noise_does_not_stop_the_door(start: bytes) -> None:
     key = JobKey("77" * 32)
-    with Door(key, unix=True, tcp=None) as door:
+    with Listener(key, unix=True, tcp_host=None) as door:
 
         @settings(deadline=None, max_examples=50)
         @given(st.binary(max_size=200))
@@ -33,9 +34,9 @@ def test_noise_does_not_stop_the_door(start: bytes) -> None:
                         pass
                 except ConnectionError:
                     pass  # refused before all was sent
-            here, _ = knock(f"unix:{door.unix_name}", key, Caller("data", 0), Deadline(20))
-            with here, door.take("data", 0, Deadline(20)):
+            here, _ = connect_authenticated(f"unix:{door.unix_name}", key, ConnectionRequest("data", 0), Deadline(20))
+            with here, door.accept("data", 0, Deadline(20)):
                 pass
 
         make()
-        assert door.refused > 0
+        assert door.num_refused > 0

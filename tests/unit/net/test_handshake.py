@@ -5,29 +5,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ronde.net import handshake
-from ronde.net.handshake import Caller, CallerSide, DoorSide, Stranger
+from ronde.net.handshake import ClientHandshake, ConnectionRequest, HandshakeFailed, ServerHandshake
 from ronde.net.keys import JobKey
 
 KEY = JobKey("11" * 32)
 OTHER = JobKey("22" * 32)
-ME = Caller("data", 3, "0.ordered")
+ME = ConnectionRequest("data", 3, "0.ordered")
 CALLER_NONCE = bytes(range(32))
 DOOR_NONCE = bytes(range(32, 64))
 
 
-def door_side(key: JobKey = KEY, *, nonce: bytes = DOOR_NONCE, greeting: bytes = b"hello") -> DoorSide:
-    return DoorSide(key, nonce, lambda caller: greeting)
+def door_side(key: JobKey = KEY, *, nonce: bytes = DOOR_NONCE, greeting: bytes = b"hello") -> ServerHandshake:
+    return ServerHandshake(key, nonce, lambda caller: greeting)
 
 
-def caller_side(key: JobKey = KEY, *, nonce: bytes = CALLER_NONCE, caller: Caller = ME) -> CallerSide:
-    return CallerSide(key, nonce, caller)
+def caller_side(key: JobKey = KEY, *, nonce: bytes = CALLER_NONCE, caller: ConnectionRequest = ME) -> ClientHandshake:
+    return ClientHandshake(key, nonce, caller)
 
 
-def shake(caller: CallerSide, door: DoorSide, num_bytes: int = 1 << 20) -> list[tuple[str, bytes]]:
+def shake(caller: ClientHandshake, door: ServerHandshake, num_bytes: int = 1 << 20) -> list[tuple[str, bytes]]:
     """Carry bytes between the two, at most num_bytes at a time; what each said, in order."""
     said = [("caller", caller.hello)]
     wire = caller.hello
-    listener: CallerSide | DoorSide = door
+    listener: ClientHandshake | ServerHandshake = door
     while wire:
         answer = b""
         while wire:
@@ -46,42 +46,42 @@ def shake(caller: CallerSide, door: DoorSide, num_bytes: int = 1 << 20) -> list[
 def test_two_sides_with_one_key_find_each_other(greeting: bytes, num_bytes: int) -> None:
     caller, door = caller_side(), door_side(greeting=greeting)
     shake(caller, door, num_bytes)
-    assert door.caller == ME
-    assert caller.greeting == greeting
+    assert door.request == ME
+    assert caller.reply == greeting
     assert caller.num_wanted == door.num_wanted == 0
 
 
 def test_a_wrong_key_is_refused_with_a_word_about_it() -> None:
     caller, door = caller_side(OTHER), door_side()
     proof = caller.feed(door.feed(caller.hello))
-    with pytest.raises(Stranger, match="does not have the job's key") as refused:
+    with pytest.raises(HandshakeFailed, match="does not have the job's key") as refused:
         door.feed(proof)
-    assert door.caller is None
-    with pytest.raises(Stranger, match="refused the job's key; give all ranks the same"):
-        caller.feed(refused.value.answer)
+    assert door.request is None
+    with pytest.raises(HandshakeFailed, match="refused the job's key; give all ranks the same"):
+        caller.feed(refused.value.reply)
 
 
 def test_a_door_that_only_claims_to_know_the_key_is_refused() -> None:
     caller, door = caller_side(), door_side()
     welcome = door.feed(caller.feed(door.feed(caller.hello)))
     caller.feed(welcome[:5])
-    with pytest.raises(Stranger, match="it does not have the job's key"):
+    with pytest.raises(HandshakeFailed, match="it does not have the job's key"):
         caller.feed(welcome[5:-1] + bytes([welcome[-1] ^ 1]))
-    assert caller.greeting is None
+    assert caller.reply is None
 
 
 def test_a_changed_greeting_is_refused() -> None:
     caller, door = caller_side(), door_side(greeting=b"29500")
     welcome = door.feed(caller.feed(door.feed(caller.hello))).replace(b"29500", b"29501")
     caller.feed(welcome[:5])
-    with pytest.raises(Stranger):
+    with pytest.raises(HandshakeFailed):
         caller.feed(welcome[5:])
 
 
 def test_a_changed_rank_is_refused() -> None:
     caller, door = caller_side(), door_side()
     proof = caller.feed(door.feed(caller.hello)).replace(b"\xa4rank\x03", b"\xa4rank\x04")
-    with pytest.raises(Stranger):
+    with pytest.raises(HandshakeFailed):
         door.feed(proof)
 
 
@@ -89,7 +89,7 @@ def test_a_recorded_proof_opens_no_other_door() -> None:
     recorded = [data for who, data in shake(caller_side(), door_side()) if who == "caller"]
     door = door_side(nonce=bytes(32))
     door.feed(recorded[0])
-    with pytest.raises(Stranger):
+    with pytest.raises(HandshakeFailed):
         door.feed(recorded[1])
 
 
@@ -98,19 +98,19 @@ def test_a_recorded_door_deceives_no_other_caller() -> None:
     caller = caller_side(nonce=bytes(32))
     caller.feed(recorded[0])
     caller.feed(recorded[1][:5])
-    with pytest.raises(Stranger):
+    with pytest.raises(HandshakeFailed):
         caller.feed(recorded[1][5:])
 
 
 def test_a_mirror_is_not_a_door() -> None:
     caller = caller_side()
-    with pytest.raises(Stranger, match="not ronde"):
+    with pytest.raises(HandshakeFailed, match="not ronde"):
         caller.feed(caller.hello[: caller.num_wanted])
     # … nor when it makes up a challenge and sends the caller's own proof back as its own.
     caller = caller_side()
     proof = caller.feed(door_side().feed(caller.hello))
-    caller.feed(handshake._VERDICT.pack(0, len(proof) - 32))
-    with pytest.raises(Stranger):
+    caller.feed(handshake._RESULT.pack(0, len(proof) - 32))
+    with pytest.raises(HandshakeFailed):
         caller.feed(proof)
 
 
@@ -124,36 +124,36 @@ def test_the_two_proofs_have_labels_of_their_own() -> None:
 def test_two_versions_tell_each_other_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     caller = caller_side()
     monkeypatch.setattr(handshake, "VERSION", 2)
-    with pytest.raises(Stranger, match="speaks version 1 of the handshake, this is 2") as refused:
+    with pytest.raises(HandshakeFailed, match="speaks version 1 of the handshake, this is 2") as refused:
         door_side().feed(caller.hello)
     monkeypatch.setattr(handshake, "VERSION", 1)
-    with pytest.raises(Stranger, match=r"version 2 .* install the same ronde"):
-        caller.feed(refused.value.answer)
+    with pytest.raises(HandshakeFailed, match=r"version 2 .* install the same ronde"):
+        caller.feed(refused.value.reply)
 
 
 def test_promises_of_too_many_bytes_are_refused_before_they_come() -> None:
-    with pytest.raises(Stranger, match="at most 4096"):
+    with pytest.raises(HandshakeFailed, match="at most 4096"):
         door_side().feed(handshake._HELLO.pack(b"RONDc", 1, 4097, bytes(32)))
     caller = caller_side()
     caller.feed(door_side().feed(caller.hello))
-    with pytest.raises(Stranger):
-        caller.feed(handshake._VERDICT.pack(0, 64 * 1024 + 1))
+    with pytest.raises(HandshakeFailed):
+        caller.feed(handshake._RESULT.pack(0, 64 * 1024 + 1))
 
 
 def test_a_caller_with_too_much_to_say_is_a_mistake_of_ours() -> None:
     with pytest.raises(ValueError, match="may take 4096 bytes"):
-        caller_side(caller=Caller("data", 0, "x" * 5000))
+        caller_side(caller=ConnectionRequest("data", 0, "x" * 5000))
 
 
 def test_a_greeting_that_is_too_long_is_not_sent() -> None:
     caller, door = caller_side(), door_side(greeting=bytes(64 * 1024 + 1))
-    with pytest.raises(Stranger) as refused:
+    with pytest.raises(HandshakeFailed) as refused:
         door.feed(caller.feed(door.feed(caller.hello)))
-    with pytest.raises(Stranger, match="the log of the other side"):
-        caller.feed(refused.value.answer)
+    with pytest.raises(HandshakeFailed, match="the log of the other side"):
+        caller.feed(refused.value.reply)
 
 
-def feed_until_over(side: CallerSide | DoorSide, data: bytes) -> None:
+def feed_until_over(side: ClientHandshake | ServerHandshake, data: bytes) -> None:
     while data and side.num_wanted:
         end = side.num_wanted
         side.feed(data[:end])
@@ -167,10 +167,10 @@ def test_random_bytes_open_nothing_and_raise_nothing_else(data: bytes, start: by
     for side in (door, caller):
         try:
             feed_until_over(side, start + data)
-        except Stranger:
+        except HandshakeFailed:
             pass
-    assert door.caller is None
-    assert caller.greeting is None
+    assert door.request is None
+    assert caller.reply is None
 
 
 @settings(deadline=None)
@@ -190,7 +190,7 @@ def test_one_changed_bit_opens_nothing(message: int, data: st.DataObject) -> Non
                 end = side.num_wanted
                 answer += side.feed(wire[:end])
                 wire = wire[end:]
-        except Stranger:
+        except HandshakeFailed:
             return
         wire = answer
-    assert caller.greeting is None
+    assert caller.reply is None

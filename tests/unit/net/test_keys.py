@@ -5,14 +5,14 @@ import pickle
 import pytest
 import zmq
 
-from ronde.net.keys import JobKey, new_key
+from ronde.net.keys import JobKey, new_job_key
 
 SEED = "0123456789abcdef" * 4
 
 
 def test_every_job_gets_a_key_of_its_own() -> None:
-    assert new_key() != new_key()
-    JobKey(new_key())
+    assert new_job_key() != new_job_key()
+    JobKey(new_job_key())
 
 
 def test_equal_seeds_give_equal_keys_and_others_do_not(other_key: JobKey) -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import socket
 
+from ronde.net.connect import connect_authenticated
 from ronde.net.control import ControlClient, ControlServer
-from ronde.net.door import Caller, Door, knock
 from ronde.net.keys import JobKey
-from ronde.net.messages import Beat, FromWorker
+from ronde.net.listener import ConnectionRequest, Listener
+from ronde.net.messages import RankHeartbeat, WorkerMessage
 from ronde.types import Deadline
 from tests.conftest import Held
 
@@ -18,11 +19,13 @@ NUM_ROUNDS = 50
 def test_doors_leave_nothing(key: JobKey) -> None:
     before = Held.now()
     for _ in range(NUM_ROUNDS):
-        with Door(key, unix=True, tcp=LOCAL) as door:
+        with Listener(key, unix=True, tcp_host=LOCAL) as door:
             silent = socket.create_connection((LOCAL, door.tcp_port))
-            untaken, _ = knock(f"{LOCAL}:{door.tcp_port}", key, Caller("data", 1), Deadline(20))
-            here, _ = knock(f"unix:{door.unix_name}", key, Caller("data", 0), Deadline(20))
-            there = door.take("data", 0, Deadline(20))
+            untaken, _ = connect_authenticated(
+                f"{LOCAL}:{door.tcp_port}", key, ConnectionRequest("data", 1), Deadline(20)
+            )
+            here, _ = connect_authenticated(f"unix:{door.unix_name}", key, ConnectionRequest("data", 0), Deadline(20))
+            there = door.accept("data", 0, Deadline(20))
         for sock in (silent, untaken, here, there):
             sock.close()
     assert Held.now().beyond(before) == []
@@ -33,11 +36,11 @@ def test_control_ends_leave_nothing(key: JobKey) -> None:
     for number in range(NUM_ROUNDS):
         server = ControlServer(LOCAL, key)
         client = ControlClient(f"{LOCAL}:{server.port}", key, 0)
-        client.send(Beat(number))
-        heard: list[tuple[int, FromWorker]] = []
+        client.send(RankHeartbeat(number))
+        heard: list[tuple[int, WorkerMessage]] = []
         while not heard:
             heard = server.poll(20)
-        assert heard == [(0, Beat(number))]
+        assert heard == [(0, RankHeartbeat(number))]
         client.close()
         server.close()
     assert Held.now().beyond(before) == []

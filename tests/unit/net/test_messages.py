@@ -11,81 +11,96 @@ from ronde.errors import ProtocolError
 from ronde.net import messages
 from ronde.net.messages import (
     VERSION,
-    Announce,
-    Beat,
-    BeatBack,
-    Bye,
-    Ended,
-    Failed,
-    FromCoordinator,
-    FromWorker,
-    GroupChanged,
-    GroupWanted,
-    Join,
-    Leave,
-    Lost,
-    Missing,
-    MissingWanted,
-    Refused,
-    Request,
-    Run,
-    RunItem,
-    StackQuery,
+    ActivityReport,
+    AgreedOperation,
+    AnnounceOperations,
+    ArrivalSamples,
+    ChangeGroups,
+    CoordinatorMessage,
+    EndRound,
+    GroupsChanged,
+    JoinRefused,
+    JoinRound,
+    LeaveConfirmed,
+    LeaveRound,
+    MissingRanks,
+    MissingRanksQuery,
+    OperationRejected,
+    OperationRequest,
+    RankHeartbeat,
+    RankHeartbeatReply,
+    RankLost,
+    RoundStarted,
+    RunOperations,
+    SetTracing,
     StackReply,
-    Stalled,
-    Trace,
+    StackRequest,
+    StallReport,
+    TimelineReply,
+    TimelineRequest,
     TraceBatch,
-    TraceChanged,
-    TraceOver,
-    TraceWanted,
-    Unknown,
-    Visits,
-    Vitals,
-    Waiting,
-    Welcome,
+    TraceFlushed,
+    UnknownOperationId,
+    WaitingTooLong,
+    WorkerMessage,
     decode_from_coordinator,
     decode_from_worker,
     encode,
 )
-from ronde.observe.sampling import Note
-from ronde.observe.vitals import Doing, Reading
+from ronde.observe.activity import ActivitySample, CurrentOperation
+from ronde.observe.stragglers import ArrivalSample
 from ronde.types import Member
 
-MEMBER = Member(rank=1, host="b", pid=7, unix_door="ronde-x", tcp_doors=("10.0.0.1:5", "[::1]:6"))
-REQUEST = Request(group=0, name="loss", kind=1, dtype=10, shapes=((2, 3), ()), op=1, prescale=0.5, splits=(1, 0))
-READING = Reading(
-    1, 2, 3, 4, 5, 6, waited_for=((1, 7),), doing=Doing("barrier", 8, (1, 2), waits=False, named=(0, "w"))
+MEMBER = Member(rank=1, host="b", pid=7, unix_socket="ronde-x", tcp_addresses=("10.0.0.1:5", "[::1]:6"))
+REQUEST = OperationRequest(
+    group=0, name="loss", kind=1, dtype=10, shapes=((2, 3), ()), op=1, prescale=0.5, splits=(1, 0)
 )
-WORKER: list[FromWorker] = [
-    Join(version=1, round=0, size=2, member=MEMBER, groups=((0, 1), (1,))),
-    Announce(new=(REQUEST,), known=(3, 2**40)),
-    GroupWanted(ranks=(0, 2)),
-    Beat(sent_ns=2**62),
-    MissingWanted(group=0, name="loss"),
-    Waiting(op="allreduce", group=0, since_ns=1, missing=(1,), call="0.ordered 3"),
-    StackReply(ticket=3, line="train.py:42", stack="…"),
+READING = ActivitySample(
+    1,
+    2,
+    3,
+    4,
+    5,
+    6,
+    waited_for=((1, 7),),
+    current_operation=CurrentOperation("barrier", 8, (1, 2), is_waiting=False, named_operation=(0, "w")),
+)
+WORKER: list[WorkerMessage] = [
+    JoinRound(version=1, round=0, size=2, member=MEMBER, groups=((0, 1), (1,))),
+    AnnounceOperations(new=(REQUEST,), known_ids=(3, 2**40)),
+    ChangeGroups(ranks=(0, 2)),
+    RankHeartbeat(sent_ns=2**62),
+    MissingRanksQuery(group=0, name="loss"),
+    WaitingTooLong(op="allreduce", group=0, since_ns=1, missing=(1,), call="0.ordered 3"),
+    StackReply(query_id=3, line="train.py:42", stack="…"),
     TraceBatch(events=(b"{}", b"\xff"), dropped=2),
-    TraceWanted(path="/tmp/t.json", horovod=True),
-    TraceOver(),
-    Vitals(reading=READING, visits=(Visits("0.ordered", 0, (Note(2**33, 3, 2**62, 5, 4),)),)),
-    Leave(orderly=False, why="ValueError"),
+    TimelineRequest(path="/tmp/t.json", horovod=True),
+    TraceFlushed(),
+    ActivityReport(
+        activity=READING, arrivals=(ArrivalSamples("0.ordered", 0, (ArrivalSample(2**33, 3, 2**62, 5, 4),)),)
+    ),
+    LeaveRound(orderly=False, reason="ValueError"),
 ]
-COORDINATOR: list[FromCoordinator] = [
-    Welcome(round=1, members=(MEMBER,)),
-    Refused(why="late"),
-    Run(group=0, items=(RunItem(1, "loss"), RunItem(2, "x", REQUEST, (4, 5))), late=((1, 0), (0, 5))),
-    Failed(group=0, name="loss", why="shapes differ"),
-    Unknown(id=9),
-    Missing(group=0, name="loss", ranks=(1, 2)),
-    GroupChanged(ranks=(0, 2), id=3, why="no"),
-    Lost(rank=1, why="killed"),
-    Ended(why="rank 0 left"),
-    StackQuery(ticket=3),
-    Stalled(op="allreduce", group=0, waited_s=31.5, missing=(1,), report="…"),
-    Trace(on=True, departures=True),
-    TraceChanged(why="no such folder"),
-    BeatBack(sent_ns=1, coordinator_ns=2),
-    Bye(last=1),
+COORDINATOR: list[CoordinatorMessage] = [
+    RoundStarted(round=1, members=(MEMBER,)),
+    JoinRefused(reason="late"),
+    RunOperations(
+        group=0,
+        operations=(AgreedOperation(1, "loss"), AgreedOperation(2, "x", REQUEST, (4, 5))),
+        stragglers=((1, 0), (0, 5)),
+    ),
+    OperationRejected(group=0, name="loss", reason="shapes differ"),
+    UnknownOperationId(id=9),
+    MissingRanks(group=0, name="loss", ranks=(1, 2)),
+    GroupsChanged(ranks=(0, 2), id=3, reason="no"),
+    RankLost(rank=1, reason="killed"),
+    EndRound(reason="rank 0 left"),
+    StackRequest(query_id=3),
+    StallReport(op="allreduce", group=0, waited_s=31.5, missing=(1,), report="…"),
+    SetTracing(enabled=True, batch_markers=True),
+    TimelineReply(reason="no such folder"),
+    RankHeartbeatReply(sent_ns=1, coordinator_ns=2),
+    LeaveConfirmed(last=1),
 ]
 Decode = Callable[[bytes], object]
 DECODERS: list[Decode] = [decode_from_worker, decode_from_coordinator]
@@ -102,16 +117,16 @@ def only_protocol_errors(data: bytes) -> None:
 
 
 @pytest.mark.parametrize(("decode", "message"), EVERY, ids=lambda value: type(value).__name__)
-def test_a_message_arrives_as_it_was_sent(decode: Decode, message: FromWorker | FromCoordinator) -> None:
+def test_a_message_arrives_as_it_was_sent(decode: Decode, message: WorkerMessage | CoordinatorMessage) -> None:
     assert decode(encode(message)) == message
 
 
 def test_every_message_is_tried_here() -> None:
-    assert {type(message) for _, message in EVERY} == set(messages.Message.__subclasses__())
+    assert {type(message) for _, message in EVERY} == set(messages.ControlMessage.__subclasses__())
 
 
 @pytest.mark.parametrize(("decode", "message"), EVERY, ids=lambda value: type(value).__name__)
-def test_a_message_cut_short_or_grown_is_refused(decode: Decode, message: FromWorker | FromCoordinator) -> None:
+def test_a_message_cut_short_or_grown_is_refused(decode: Decode, message: WorkerMessage | CoordinatorMessage) -> None:
     data = encode(message)
     for end in range(len(data)):
         with pytest.raises(ProtocolError):
@@ -138,12 +153,12 @@ def test_what_a_worker_says_is_not_what_a_coordinator_says() -> None:
 
 
 def test_a_message_over_the_limit_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encode(Leave(orderly=True, why="x" * 100))
-    monkeypatch.setattr(messages, "LIMIT_BYTES", 100)
+    data = encode(LeaveRound(orderly=True, reason="x" * 100))
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(ProtocolError, match="at most 100"):
         decode_from_worker(data)
-    with pytest.raises(ProtocolError, match=r"Leave message of .* at most 100"):
-        encode(Leave(orderly=True, why="x" * 100))
+    with pytest.raises(ProtocolError, match=r"LeaveRound message of .* at most 100"):
+        encode(LeaveRound(orderly=True, reason="x" * 100))
 
 
 @pytest.mark.parametrize(
@@ -199,7 +214,13 @@ def test_fields_of_the_wrong_kind_raise_nothing_but_protocol_errors(tag: str, fi
 
 
 def test_a_level_that_would_weigh_more_than_anything_is_refused() -> None:
-    note = encode(Vitals(Reading(1), (Visits("0.ordered", 0, (Note(1, 30, 1, 1, 1),)),)))
-    assert isinstance(decode_from_worker(note), Vitals)
+    note = encode(
+        ActivityReport(ActivitySample(1), (ArrivalSamples("0.ordered", 0, (ArrivalSample(1, 30, 1, 1, 1),)),))
+    )
+    assert isinstance(decode_from_worker(note), ActivityReport)
     with pytest.raises(ProtocolError, match="30"):
-        decode_from_worker(encode(Vitals(Reading(1), (Visits("0.ordered", 0, (Note(1, 31, 1, 1, 1),)),))))
+        decode_from_worker(
+            encode(
+                ActivityReport(ActivitySample(1), (ArrivalSamples("0.ordered", 0, (ArrivalSample(1, 31, 1, 1, 1),)),))
+            )
+        )

@@ -9,16 +9,16 @@ import socket
 
 import pytest
 
-from ronde.net.sockets import find_error, unreachable
+from ronde.net.connect import describe_disconnect, socket_error
 
 
 @pytest.mark.parametrize("error", [0, errno.ECONNRESET, errno.EPIPE])
 def test_a_connection_that_was_closed_is_not_called_unreachable(error: int) -> None:
-    assert unreachable(error) == ""
+    assert describe_disconnect(error) == ""
 
 
 def test_a_host_that_the_kernel_gave_up_is_called_unreachable_and_why() -> None:
-    assert unreachable(errno.ETIMEDOUT) == f"its host cannot be reached: {os.strerror(errno.ETIMEDOUT)}"
+    assert describe_disconnect(errno.ETIMEDOUT) == f"its host cannot be reached: {os.strerror(errno.ETIMEDOUT)}"
 
 
 def test_the_error_of_a_connection_is_found_and_its_descriptor_stays_open() -> None:
@@ -29,19 +29,19 @@ def test_the_error_of_a_connection_is_found_and_its_descriptor_stays_open() -> N
         line.setblocking(False)
         line.connect_ex(nobody)
         select.select([], [line], [], 10.0)
-        assert find_error(line.fileno()) == errno.ECONNREFUSED
+        assert socket_error(line.fileno()) == errno.ECONNREFUSED
         assert line.fileno() >= 0 and os.fstat(line.fileno())
     one, other = socket.socketpair()
     other.close()
     with one:
-        assert find_error(one.fileno()) == 0
+        assert socket_error(one.fileno()) == 0
 
 
 def test_what_is_no_socket_has_no_error() -> None:
     reading, writing = os.pipe()
     try:
-        assert find_error(reading) == 0
-        assert find_error(1 << 20) == 0
+        assert socket_error(reading) == 0
+        assert socket_error(1 << 20) == 0
     finally:
         os.close(reading)
         os.close(writing)

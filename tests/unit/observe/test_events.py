@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ronde.observe import events
-from ronde.observe.events import Event, name_ranks, shorten
+from ronde.observe.events import Event
+from ronde.text import escape_surrogates, format_ranks, shorten
 
 AT: Any = {"at_ns": 5, "rank": 3}
 
@@ -58,7 +59,7 @@ def test_every_event_is_in_the_table_above() -> None:
 @given(st.text(st.characters()))
 def test_any_text_can_be_encoded(text: str) -> None:
     said = json.loads(events.encode(events.OperationFailed(**AT, op=text, group=0, why=text)))
-    assert said["op"] == events.without_surrogates(text)
+    assert said["op"] == escape_surrogates(text)
 
 
 @settings(deadline=None)  # a busy machine is slow, not wrong
@@ -86,4 +87,4 @@ def test_a_log_line_cannot_be_forged_by_a_name() -> None:
     ],
 )
 def test_ranks_are_named_as_people_would(ranks: list[int], words: str) -> None:
-    assert name_ranks(ranks) == words
+    assert format_ranks(ranks) == words

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from ronde.observe.metrics import Metrics, Sums, Tally
+from ronde.observe.metrics import Metrics, MetricsRow, OperationCounters
 
 
 @pytest.fixture
@@ -28,27 +28,27 @@ def run_all(work: Callable[[], None], num_threads: int) -> None:
 
 
 def test_sums_are_kept_per_group_and_kind() -> None:
-    tally = Tally()
+    tally = OperationCounters()
     tally.add(1, "broadcast", 7, 0, 500_000_000)
     tally.add(0, "allreduce", 100, 1_000_000_000, 2_000_000_000)
     tally.add(0, "allreduce", 50, 500_000_000, 0)
     metrics = tally.snapshot(rank=3)
     assert metrics.rank == 3
     assert metrics.rows == (
-        Sums(group=0, kind="allreduce", operations=2, bytes=150, wait_s=1.5, move_s=2.0),
-        Sums(group=1, kind="broadcast", operations=1, bytes=7, wait_s=0.0, move_s=0.5),
+        MetricsRow(group=0, kind="allreduce", operations=2, bytes=150, wait_s=1.5, move_s=2.0),
+        MetricsRow(group=1, kind="broadcast", operations=1, bytes=7, wait_s=0.0, move_s=0.5),
     )
-    assert metrics.total == Sums(operations=3, bytes=157, wait_s=1.5, move_s=2.5)
+    assert metrics.total == MetricsRow(operations=3, bytes=157, wait_s=1.5, move_s=2.5)
     assert metrics.of(1, "broadcast").bytes == 7
-    assert metrics.of(1, "barrier") == Sums(group=1, kind="barrier")
+    assert metrics.of(1, "barrier") == MetricsRow(group=1, kind="barrier")
 
 
 def test_nothing_ran_is_a_snapshot_too() -> None:
-    assert Tally().snapshot(0) == Metrics(rank=0)
+    assert OperationCounters().snapshot(0) == Metrics(rank=0)
 
 
 def test_a_snapshot_can_be_sent() -> None:
-    tally = Tally()
+    tally = OperationCounters()
     tally.add(0, "allreduce", 100, 10**9, 0)
     metrics = tally.snapshot(0)
     assert pickle.loads(pickle.dumps(metrics)) == metrics
@@ -56,8 +56,8 @@ def test_a_snapshot_can_be_sent() -> None:
 
 @pytest.mark.usefixtures("frantic_switching")
 def test_no_addition_of_many_threads_is_lost_and_no_snapshot_is_torn() -> None:
-    tally = Tally()
-    torn: list[Sums] = []
+    tally = OperationCounters()
+    torn: list[MetricsRow] = []
 
     def work() -> None:
         for index in range(2000):
@@ -75,7 +75,7 @@ def test_no_addition_of_many_threads_is_lost_and_no_snapshot_is_torn() -> None:
 
 
 def test_threads_that_ended_are_added_up_and_forgotten() -> None:
-    tally = Tally()
+    tally = OperationCounters()
     for _ in range(50):
         run_all(lambda: tally.add(0, "barrier", 0, 1, 1), num_threads=1)
     assert tally.snapshot(0).total.operations == 50

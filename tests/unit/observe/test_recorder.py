@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from ronde.observe.activity import CurrentOperation
 from ronde.observe.events import Event, PeerGone
 from ronde.observe.recorder import Recorder
-from ronde.observe.timeline import Negotiation
-from ronde.observe.vitals import Doing
+from ronde.observe.timeline import NegotiationSlice
 
 
 def gone(peer: int) -> Event:
@@ -23,7 +23,7 @@ def drained(recorder: Recorder, limit: int = 1000) -> list[dict[str, Any]]:
 def test_the_most_recent_events_are_kept_in_order() -> None:
     recorder = Recorder(0, capacity=3)
     for peer in range(5):
-        recorder.emit(gone(peer))
+        recorder.record_event(gone(peer))
     assert recorder.events() == [gone(2), gone(3), gone(4)]
 
 
@@ -38,7 +38,7 @@ def test_events_can_be_read_while_many_threads_emit() -> None:
 
     def work() -> None:
         for peer in range(500):
-            recorder.emit(gone(peer))
+            recorder.record_event(gone(peer))
             lengths.add(len(recorder.events()))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
@@ -52,7 +52,7 @@ def test_events_can_be_read_while_many_threads_emit() -> None:
 
 def test_waiting_is_until_all_are_there_and_moving_is_from_then_on() -> None:
     recorder = Recorder(2)
-    recorder.operation("allreduce", "w", 0, 64, 1_000_000_000, 3_000_000_000, 3_500_000_000)
+    recorder.record_operation("allreduce", "w", 0, 64, 1_000_000_000, 3_000_000_000, 3_500_000_000)
     row = recorder.metrics().of(0, "allreduce")
     assert (row.operations, row.bytes, row.wait_s, row.move_s) == (1, 64, 2.0, 0.5)
     assert recorder.metrics().rank == 2
@@ -60,8 +60,8 @@ def test_waiting_is_until_all_are_there_and_moving_is_from_then_on() -> None:
 
 def test_nothing_is_kept_for_a_trace_nobody_asked_for() -> None:
     recorder = Recorder(0)
-    recorder.operation("barrier", "", 0, 0, 1, 2, 3)
-    recorder.emit(gone(1))
+    recorder.record_operation("barrier", "", 0, 0, 1, 2, 3)
+    recorder.record_event(gone(1))
     assert recorder.tracing is False
     assert recorder.drain_trace(1000) == ([], 0)
 
@@ -69,10 +69,10 @@ def test_nothing_is_kept_for_a_trace_nobody_asked_for() -> None:
 def test_the_trace_names_the_process_and_has_operations_and_events_in_order() -> None:
     recorder = Recorder(2)
     recorder.set_tracing(True, label="rank 2 on host a")
-    recorder.operation("allreduce", "w", 0, 64, 1000, 3000, 3500)
-    recorder.emit(gone(7))
+    recorder.record_operation("allreduce", "w", 0, 64, 1000, 3000, 3500)
+    recorder.record_event(gone(7))
     recorder.set_tracing(False)
-    recorder.emit(gone(8))
+    recorder.record_event(gone(8))
     trace = drained(recorder)
     assert trace[0]["args"] == {"name": "rank 2 on host a"}
     assert [event["name"] for event in trace if event["ph"] != "M"] == ["allreduce w", "wait", "move", "PeerGone"]
@@ -82,9 +82,9 @@ def test_the_trace_names_the_process_and_has_operations_and_events_in_order() ->
 def test_the_clock_offset_of_the_moment_of_draining_counts() -> None:
     recorder = Recorder(0)
     recorder.set_tracing(True)
-    recorder.operation("barrier", "", 0, 0, 1000, 3000, 3500)
+    recorder.record_operation("barrier", "", 0, 0, 1000, 3000, 3500)
     recorder.set_clock_offset(-1_000)
-    recorder.emit(gone(5))
+    recorder.record_event(gone(5))
     times = [(event["name"], event["ts"]) for event in drained(recorder) if event["ph"] != "M"]
     assert times == [("barrier", 0.0), ("wait", 0.0), ("move", 2.0), ("PeerGone", 4.0)]
 
@@ -94,7 +94,7 @@ def test_draining_in_small_bites_gives_the_same_trace() -> None:
         recorder = Recorder(0)
         recorder.set_tracing(True)
         for step in range(5):
-            recorder.operation("barrier", "", 0, 0, 1000 * step, 1000 * step + 10, 1000 * step + 20)
+            recorder.record_operation("barrier", "", 0, 0, 1000 * step, 1000 * step + 10, 1000 * step + 20)
         return recorder
 
     bitten = filled()
@@ -109,7 +109,7 @@ def test_what_does_not_fit_in_the_trace_is_counted_once_and_still_summed() -> No
     recorder = Recorder(0, trace_capacity=10)
     recorder.set_tracing(True)
     for step in range(25):
-        recorder.operation("barrier", "", 0, 0, step, step, step)
+        recorder.record_operation("barrier", "", 0, 0, step, step, step)
     events, dropped = recorder.drain_trace(1000)
     assert dropped == 15
     assert sum(json.loads(event)["name"] == "barrier" for event in events) == 10
@@ -122,36 +122,36 @@ def test_what_does_not_fit_in_the_trace_is_counted_once_and_still_summed() -> No
 
 def test_a_reading_has_the_sums_so_far() -> None:
     recorder = Recorder(0)
-    recorder.operation("allreduce", "", 0, 100, 0, 3_000, 4_000)
-    recorder.operation("allreduce", "", 0, 100, 5_000, 6_000, 8_000)
+    recorder.record_operation("allreduce", "", 0, 100, 0, 3_000, 4_000)
+    recorder.record_operation("allreduce", "", 0, 100, 5_000, 6_000, 8_000)
     recorder.mark_step()
-    reading = recorder.reading(9_000, None)
+    reading = recorder.sample_activity(9_000, None)
     assert (reading.at_ns, reading.steps, reading.operations, reading.bytes) == (9_000, 1, 2, 200)
     assert (reading.waiting_ns, reading.moving_ns) == pytest.approx((4_000, 3_000), abs=1)
 
 
 def test_time_in_which_no_caller_was_blocked_does_not_count_as_waiting() -> None:
     recorder = Recorder(0)
-    recorder.operation("bucket", "", 0, 100, 0, 3_000, 4_000)
-    recorder.unblocked(2_000, 1_000)
-    recorder.unblocked(-500, 0)
-    reading = recorder.reading(9_000, None)
+    recorder.record_operation("bucket", "", 0, 100, 0, 3_000, 4_000)
+    recorder.record_overlap(2_000, 1_000)
+    recorder.record_overlap(-500, 0)
+    reading = recorder.sample_activity(9_000, None)
     assert (reading.waiting_ns, reading.moving_ns) == pytest.approx((1_500, 0), abs=1)
 
 
 def test_what_is_under_way_counts_as_far_as_it_has_come() -> None:
     recorder = Recorder(0)
-    waits = recorder.reading(10_000, Doing("barrier", 4_000, (1,)))
-    moves = recorder.reading(10_000, Doing("barrier", 4_000, (), waits=False))
+    waits = recorder.sample_activity(10_000, CurrentOperation("barrier", 4_000, (1,)))
+    moves = recorder.sample_activity(10_000, CurrentOperation("barrier", 4_000, (), is_waiting=False))
     assert (waits.waiting_ns, waits.moving_ns) == pytest.approx((6_000, 0), abs=1)
     assert (moves.waiting_ns, moves.moving_ns) == pytest.approx((0, 6_000), abs=1)
 
 
 def test_whom_a_caller_waited_for_adds_up() -> None:
     recorder = Recorder(0)
-    recorder.waited_for({1: 10.0, 2: 5.0})
-    recorder.waited_for({1: 10.0})
-    assert dict(recorder.reading(0, None).waited_for) == {1: 20, 2: 5}
+    recorder.record_waits({1: 10.0, 2: 5.0})
+    recorder.record_waits({1: 10.0})
+    assert dict(recorder.sample_activity(0, None).waited_for) == {1: 20, 2: 5}
 
 
 def test_a_trace_that_is_started_again_begins_anew_under_the_same_label() -> None:
@@ -159,7 +159,7 @@ def test_a_trace_that_is_started_again_begins_anew_under_the_same_label() -> Non
     recorder.set_tracing(False, label="host a")
     for _ in range(2):
         recorder.set_tracing(True)
-        recorder.departed(9, [Negotiation("allreduce", "w", 0, 5, 9)])
+        recorder.record_batch_start(9, [NegotiationSlice("allreduce", "w", 0, 5, 9)])
     events, _ = recorder.drain_trace(100)
     assert [json.loads(event)["name"] for event in events].count("process_name") == 1
     assert json.loads(events[0])["args"] == {"name": "host a"}

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import ronde.observe
-from ronde.observe.stacks import STACK_LIMIT, RankStack, group_stacks, process_state, where_is_main_thread
+from ronde.observe.stacks import MAX_STACK_CHARS, RankStack, dump_stacks, group_stacks, process_state
 
 Ask = Callable[[], tuple[str, str]]
 
@@ -23,7 +23,7 @@ RONDE = Path(ronde.observe.__file__).parents[1]
 
 def asked_from_another_thread() -> tuple[str, str]:
     with ThreadPoolExecutor(1, thread_name_prefix="asker") as pool:
-        return pool.submit(where_is_main_thread).result(30)  # here
+        return pool.submit(dump_stacks).result(30)  # here
 
 
 def function_in(file: str) -> Callable[[Ask], tuple[str, str]]:
@@ -39,10 +39,10 @@ def ask() -> Ask:
     names: dict[str, Ask] = {}
     code = (
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from ronde.observe.stacks import where_is_main_thread\n"
+        "from ronde.observe.stacks import dump_stacks\n"
         "def ask():\n"
         "    with ThreadPoolExecutor(1) as pool:\n"
-        "        return pool.submit(where_is_main_thread).result(30)\n"
+        "        return pool.submit(dump_stacks).result(30)\n"
     )
     exec(compile(code, f"{sysconfig.get_path('stdlib')}/asking.py", "exec"), names)
     return names["ask"]
@@ -51,7 +51,7 @@ def ask() -> Ask:
 def test_the_users_line_is_found_while_it_waits_in_the_standard_library() -> None:
     line, stack = asked_from_another_thread()
     assert line.startswith("test_stacks.py:")
-    assert line.endswith(" in asked_from_another_thread: return pool.submit(where_is_main_thread).result(30)  # here")
+    assert line.endswith(" in asked_from_another_thread: return pool.submit(dump_stacks).result(30)  # here")
     assert stack.startswith("main thread:\n")
     assert f'File "{__file__}"' in stack
     assert "asker" not in stack
@@ -81,8 +81,8 @@ def test_code_of_a_script_or_a_prompt_is_the_users(ask: Ask, file: str) -> None:
 
 
 def test_it_works_from_the_main_thread_too() -> None:
-    line, stack = where_is_main_thread()
-    assert line.endswith("in test_it_works_from_the_main_thread_too: line, stack = where_is_main_thread()")
+    line, stack = dump_stacks()
+    assert line.endswith("in test_it_works_from_the_main_thread_too: line, stack = dump_stacks()")
     assert "main thread" in stack
 
 
@@ -112,7 +112,7 @@ def test_endless_recursion_gives_a_stack_one_can_send() -> None:
 
     line, stack = deeper(500)
     assert "in asked_from_another_thread" in line
-    assert len(stack) <= STACK_LIMIT
+    assert len(stack) <= MAX_STACK_CHARS
 
 
 def test_an_installed_program_is_better_than_a_line_of_the_standard_library(tmp_path: Path) -> None:
@@ -120,12 +120,12 @@ def test_an_installed_program_is_better_than_a_line_of_the_standard_library(tmp_
     program.parent.mkdir()
     program.write_text(
         "from concurrent.futures import ThreadPoolExecutor\n"
-        "from ronde.observe.stacks import where_is_main_thread\n"
+        "from ronde.observe.stacks import dump_stacks\n"
         "with ThreadPoolExecutor(1) as pool:\n"
-        "    print(pool.submit(where_is_main_thread).result(30)[0])\n"
+        "    print(pool.submit(dump_stacks).result(30)[0])\n"
     )
     done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=30, check=True)
-    assert done.stdout.strip() == "tool.py:4 in <module>: print(pool.submit(where_is_main_thread).result(30)[0])"
+    assert done.stdout.strip() == "tool.py:4 in <module>: print(pool.submit(dump_stacks).result(30)[0])"
 
 
 # --- processes ---------------------------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def test_the_threads_of_ronde_are_not_shown() -> None:
     for thread in threads:
         thread.start()
     try:
-        _, stack = where_is_main_thread()
+        _, stack = dump_stacks()
     finally:
         over.set()
         for thread in threads:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.observe.stall import SHOWN, Stall, StallWatch, Wait, report
+from ronde.observe.stalls import MAX_SHOWN, Stall, StallInspector, WaitingOperation, describe_stall
 from ronde.types import Member
 
 S = 1_000_000_000
@@ -13,105 +13,110 @@ S = 1_000_000_000
 
 def wait(
     op: str = "allreduce 'w'", *, group: int = 0, since_s: float = 0, missing: tuple[int, ...] = (2,), present: int = 0
-) -> Wait:
+) -> WaitingOperation:
     """One member's view: it is there itself and misses others."""
-    return Wait(op=op, group=group, since_ns=int(since_s * S), missing=missing, present=(present,))
+    return WaitingOperation(op=op, group=group, since_ns=int(since_s * S), missing=missing, present=(present,))
 
 
 def member(rank: int, host: str = "a") -> Member:
-    return Member(rank=rank, host=host, pid=100 + rank, unix_door="")
+    return Member(rank=rank, host=host, pid=100 + rank, unix_socket="")
 
 
 @pytest.fixture
-def watch() -> StallWatch:
-    return StallWatch(30, patience_s=2)
+def watch() -> StallInspector:
+    return StallInspector(30, reply_timeout_s=2)
 
 
-def test_an_operation_is_late_at_the_limit_and_reported_once(watch: StallWatch) -> None:
-    assert watch.due(int(29.9 * S), [wait()]) == []
-    assert [stall.wait.op for stall in watch.due(30 * S, [wait()])] == ["allreduce 'w'"]
-    assert watch.due(31 * S, [wait()]) == []
-    assert watch.due(500 * S, [wait()]) == []
+def test_an_operation_is_late_at_the_limit_and_reported_once(watch: StallInspector) -> None:
+    assert watch.overdue(int(29.9 * S), [wait()]) == []
+    assert [stall.longest_waiting.op for stall in watch.overdue(30 * S, [wait()])] == ["allreduce 'w'"]
+    assert watch.overdue(31 * S, [wait()]) == []
+    assert watch.overdue(500 * S, [wait()]) == []
 
 
-def test_a_member_that_comes_after_the_report_does_not_make_it_news(watch: StallWatch) -> None:
-    assert watch.due(30 * S, [wait(missing=(2, 5))])
-    assert watch.due(70 * S, [wait(missing=(2, 5)), wait(present=5, since_s=35)]) == []
+def test_a_member_that_comes_after_the_report_does_not_make_it_news(watch: StallInspector) -> None:
+    assert watch.overdue(30 * S, [wait(missing=(2, 5))])
+    assert watch.overdue(70 * S, [wait(missing=(2, 5)), wait(present=5, since_s=35)]) == []
 
 
-def test_a_call_is_reported_once_and_the_next_one_is_another(watch: StallWatch) -> None:
+def test_a_call_is_reported_once_and_the_next_one_is_another(watch: StallInspector) -> None:
     first, next_one = (msgspec.structs.replace(wait(since_s=s), call=f"0.ordered {s}") for s in (0, 31))
-    assert watch.due(30 * S, [first])
+    assert watch.overdue(30 * S, [first])
     late = msgspec.structs.replace(first, present=(1,), since_ns=32 * S)  # a member that came after the report
-    assert watch.due(62 * S, [late]) == []
-    assert [stall.wait for stall in watch.due(63 * S, [next_one])] == [next_one]
+    assert watch.overdue(62 * S, [late]) == []
+    assert [stall.longest_waiting for stall in watch.overdue(63 * S, [next_one])] == [next_one]
 
 
-def test_a_gap_in_what_is_heard_does_not_make_it_news(watch: StallWatch) -> None:
-    assert watch.due(30 * S, [wait()])
-    assert watch.due(40 * S, []) == []
-    assert watch.due(41 * S, [wait()]) == []
+def test_a_gap_in_what_is_heard_does_not_make_it_news(watch: StallInspector) -> None:
+    assert watch.overdue(30 * S, [wait()])
+    assert watch.overdue(40 * S, []) == []
+    assert watch.overdue(41 * S, [wait()]) == []
 
 
-def test_the_same_operation_of_a_later_step_is_news(watch: StallWatch) -> None:
-    assert watch.due(30 * S, [wait()])
-    assert watch.due(50 * S, [wait(since_s=40)]) == []
-    assert watch.due(71 * S, [wait(since_s=40)])
+def test_the_same_operation_of_a_later_step_is_news(watch: StallInspector) -> None:
+    assert watch.overdue(30 * S, [wait()])
+    assert watch.overdue(50 * S, [wait(since_s=40)]) == []
+    assert watch.overdue(71 * S, [wait(since_s=40)])
 
 
-def test_one_name_in_two_groups_is_two_operations(watch: StallWatch) -> None:
-    assert [stall.wait.group for stall in watch.due(30 * S, [wait(group=1), wait(group=2)])] == [1, 2]
+def test_one_name_in_two_groups_is_two_operations(watch: StallInspector) -> None:
+    assert [stall.longest_waiting.group for stall in watch.overdue(30 * S, [wait(group=1), wait(group=2)])] == [1, 2]
 
 
 def test_a_limit_of_nothing_turns_the_watch_off() -> None:
-    assert StallWatch(0).due(10**6 * S, [wait()]) == []
+    assert StallInspector(0).overdue(10**6 * S, [wait()]) == []
 
 
-def test_who_waits_there_himself_is_not_missing(watch: StallWatch) -> None:
-    (stall,) = watch.due(40 * S, [wait(missing=(1, 2, 5)), wait(present=1, since_s=5, missing=(2, 5))])
-    assert stall.wait == Wait(op="allreduce 'w'", group=0, since_ns=0, missing=(2, 5), present=(0, 1))
+def test_who_waits_there_himself_is_not_missing(watch: StallInspector) -> None:
+    (stall,) = watch.overdue(40 * S, [wait(missing=(1, 2, 5)), wait(present=1, since_s=5, missing=(2, 5))])
+    assert stall.longest_waiting == WaitingOperation(
+        op="allreduce 'w'", group=0, since_ns=0, missing=(2, 5), present=(0, 1)
+    )
 
 
-def test_nobody_missing_is_no_stall(watch: StallWatch) -> None:
-    assert watch.due(40 * S, [wait(missing=(1,)), wait(present=1, missing=(0,)), wait("barrier", missing=())]) == []
+def test_nobody_missing_is_no_stall(watch: StallInspector) -> None:
+    assert watch.overdue(40 * S, [wait(missing=(1,)), wait(present=1, missing=(0,)), wait("barrier", missing=())]) == []
 
 
-def test_operations_that_wait_for_the_same_ranks_are_one_stall(watch: StallWatch) -> None:
+def test_operations_that_wait_for_the_same_ranks_are_one_stall(watch: StallInspector) -> None:
     waits = [wait(f"allreduce 'grad.{index}'", since_s=-index) for index in range(200)]
-    (stall,) = watch.due(30 * S, waits)
-    assert stall.wait.op == "allreduce 'grad.199'"
-    assert len(stall.waits) == 200
-    last = report(stall, 30 * S, members=[member(2)]).splitlines()[-1]
+    (stall,) = watch.overdue(30 * S, waits)
+    assert stall.longest_waiting.op == "allreduce 'grad.199'"
+    assert len(stall.operations) == 200
+    last = describe_stall(stall, 30 * S, members=[member(2)]).splitlines()[-1]
     assert last.startswith("  for the same ranks wait also allreduce 'grad.198', ")
     assert last.endswith(" and 183 more")
 
 
-def test_a_stall_is_finished_when_all_ranks_have_answered(watch: StallWatch) -> None:
-    (stall,) = watch.due(30 * S, [wait(missing=(2, 5))])
-    assert stall.asked == (2, 5)
-    watch.answer(stall.ticket, 2, "a.py:1 in f")
-    watch.answer(stall.ticket, 7, "nobody asked me")
-    watch.answer(stall.ticket + 1, 5, "of another stall")
-    assert watch.finished(31 * S) == []
-    watch.answer(stall.ticket, 5, "b.py:1 in g")
-    assert watch.finished(31 * S) == [stall]
+def test_a_stall_is_finished_when_all_ranks_have_answered(watch: StallInspector) -> None:
+    (stall,) = watch.overdue(30 * S, [wait(missing=(2, 5))])
+    assert stall.asked_ranks == (2, 5)
+    watch.add_reply(stall.query_id, 2, "a.py:1 in f")
+    watch.add_reply(stall.query_id, 7, "nobody asked me")
+    watch.add_reply(stall.query_id + 1, 5, "of another stall")
+    assert watch.take_finished(31 * S) == []
+    watch.add_reply(stall.query_id, 5, "b.py:1 in g")
+    assert watch.take_finished(31 * S) == [stall]
     assert stall.lines == {2: "a.py:1 in f", 5: "b.py:1 in g"}
-    assert watch.finished(99 * S) == []
+    assert watch.take_finished(99 * S) == []
 
 
-def test_a_stall_is_finished_when_patience_is_over(watch: StallWatch) -> None:
-    (stall,) = watch.due(30 * S, [wait()])
-    assert watch.finished(int(31.9 * S)) == []
-    assert watch.finished(32 * S) == [stall]
-    watch.answer(stall.ticket, 2, "too late")
+def test_a_stall_is_finished_when_patience_is_over(watch: StallInspector) -> None:
+    (stall,) = watch.overdue(30 * S, [wait()])
+    assert watch.take_finished(int(31.9 * S)) == []
+    assert watch.take_finished(32 * S) == [stall]
+    watch.add_reply(stall.query_id, 2, "too late")
     assert stall.lines == {}
 
 
 def test_the_report_says_who_where_and_what() -> None:
-    late = Wait(op="allreduce 'grad.3'", group=0, since_ns=0, missing=(2, 5), present=(0, 1, 3, 4))
+    late = WaitingOperation(op="allreduce 'grad.3'", group=0, since_ns=0, missing=(2, 5), present=(0, 1, 3, 4))
     stall = Stall(1, (late,), 30 * S, {2: "train.py:42 in step: time.sleep(100)"})
-    text = report(
-        stall, int(31.2 * S), members=[member(2), member(5, host="b")], state=lambda silent: f"stopped ({silent.pid})"
+    text = describe_stall(
+        stall,
+        int(31.2 * S),
+        members=[member(2), member(5, host="b")],
+        process_state=lambda silent: f"stopped ({silent.pid})",
     )
     assert text == (
         "allreduce 'grad.3' (group 0) has waited 31.2 s for rank 2, rank 5 (ranks 0, 1, 3, 4 are there)\n"
@@ -121,8 +126,10 @@ def test_the_report_says_who_where_and_what() -> None:
 
 
 def test_the_report_says_what_it_does_not_know() -> None:
-    late = Wait(op="barrier", group=1, since_ns=0, missing=(2, 5, 9), present=(0,))
-    text = report(Stall(1, (late, wait("allreduce 'v'")), 30 * S, {2: ""}), 30 * S, members=[member(2), member(5)])
+    late = WaitingOperation(op="barrier", group=1, since_ns=0, missing=(2, 5, 9), present=(0,))
+    text = describe_stall(
+        Stall(1, (late, wait("allreduce 'v'")), 30 * S, {2: ""}), 30 * S, members=[member(2), member(5)]
+    )
     assert text == (
         "barrier (group 1) has waited 30.0 s for rank 2, rank 5, rank 9 (rank 0 is there)\n"
         "  rank 2 on host a, pid 102, answers, but cannot say where it is\n"
@@ -132,29 +139,29 @@ def test_the_report_says_what_it_does_not_know() -> None:
     )
 
 
-def test_a_thousand_missing_ranks_make_a_report_one_can_read(watch: StallWatch) -> None:
-    (stall,) = watch.due(30 * S, [wait(missing=tuple(range(1, 1000)))])
-    text = report(stall, 30 * S, members=[member(rank) for rank in range(1000)])
+def test_a_thousand_missing_ranks_make_a_report_one_can_read(watch: StallInspector) -> None:
+    (stall,) = watch.overdue(30 * S, [wait(missing=tuple(range(1, 1000)))])
+    text = describe_stall(stall, 30 * S, members=[member(rank) for rank in range(1000)])
     assert text.startswith("allreduce 'w' (group 0) has waited 30.0 s for ranks 1-999 (rank 0 is there)\n")
-    assert text.endswith(f"\n  and {999 - SHOWN} more ranks, not asked")
-    assert len(text.splitlines()) == SHOWN + 2
+    assert text.endswith(f"\n  and {999 - MAX_SHOWN} more ranks, not asked")
+    assert len(text.splitlines()) == MAX_SHOWN + 2
 
 
 @settings(deadline=None)  # a busy machine is slow, not wrong
 @given(st.text(st.characters()), st.text(st.characters()))
 def test_no_name_and_no_line_can_break_the_report(op: str, line: str) -> None:
-    late = Wait(op=op, group=0, since_ns=0, missing=(2,))
-    text = report(Stall(1, (late,), 0, {2: line}), S, members=[member(2)])
+    late = WaitingOperation(op=op, group=0, since_ns=0, missing=(2,))
+    text = describe_stall(Stall(1, (late,), 0, {2: line}), S, members=[member(2)])
     assert len(text.splitlines()) == 2
     text.encode()
 
 
-def test_the_memory_of_a_long_job_is_bounded(watch: StallWatch) -> None:
+def test_the_memory_of_a_long_job_is_bounded(watch: StallInspector) -> None:
     for hour in range(20):
         now = (hour + 1) * 3600 * S
         waits = [wait(f"allreduce '{hour}.{index}'", since_s=hour * 3600) for index in range(500)]
-        assert watch.due(now, waits)
-        assert watch.due(now, waits) == []
-        watch.finished(now + 2 * S)
+        assert watch.overdue(now, waits)
+        assert watch.overdue(now, waits) == []
+        watch.take_finished(now + 2 * S)
     assert len(watch._reported) == 4096
     assert not watch._open

@@ -6,25 +6,35 @@ import random
 
 import pytest
 
-from ronde.observe.sampling import Note, Notebook, long_wait_ns
-from ronde.observe.stragglers import MOST_OPEN, PATIENCE_NS, SETTLING_NS, Stragglers, blame
+from ronde.observe.stragglers import (
+    MAX_OPEN_OPERATIONS,
+    REPORT_GRACE_NS,
+    REPORT_TIMEOUT_NS,
+    ArrivalSample,
+    ArrivalSampler,
+    StragglerDetector,
+    attribute_waits,
+    long_wait_ns,
+)
 
 MS = 1_000_000
 ALL = (0, 1, 2, 3)
 
 
-def notes_of(arrivals: dict[int, int], *, number: int = 0, level: int = 0) -> dict[int, Note]:
+def notes_of(arrivals: dict[int, int], *, number: int = 0, level: int = 0) -> dict[int, ArrivalSample]:
     """What the members tell of an operation to which they came at these times, and waited in from then on."""
     ready = max(arrivals.values())
-    return {rank: Note(number, level, at, ready - at, ready - at) for rank, at in arrivals.items()}
+    return {rank: ArrivalSample(number, level, at, ready - at, ready - at) for rank, at in arrivals.items()}
 
 
-def tell(stragglers: Stragglers, notes: dict[int, Note], *, members: tuple[int, ...] = ALL, now: int = 0) -> None:
+def tell(
+    stragglers: StragglerDetector, notes: dict[int, ArrivalSample], *, members: tuple[int, ...] = ALL, now: int = 0
+) -> None:
     for rank, note in notes.items():
         stragglers.add(rank, "0.ordered", members, [note], now)
 
 
-def held_up_ms(stragglers: Stragglers) -> dict[int, float]:
+def held_up_ms(stragglers: StragglerDetector) -> dict[int, float]:
     return {rank: round(held_ns / MS, 6) for rank, held_ns in sorted(stragglers.held_up_ns.items())}
 
 
@@ -32,26 +42,26 @@ def held_up_ms(stragglers: Stragglers) -> dict[int, float]:
 
 
 def test_one_slow_of_four_is_blamed_for_the_time_of_the_three() -> None:
-    assert blame({0: 0, 1: 0, 2: 30, 3: 0}, [(0, 30), (0, 30), (0, 30)]) == {0: 0, 1: 0, 2: 90, 3: 0}
+    assert attribute_waits({0: 0, 1: 0, 2: 30, 3: 0}, [(0, 30), (0, 30), (0, 30)]) == {0: 0, 1: 0, 2: 90, 3: 0}
 
 
 def test_two_slow_ones_share_the_time_in_which_both_are_missing() -> None:
     # Until 10 both miss, and two wait; from then on three wait for rank 3 alone.
-    blamed = blame({0: 0, 1: 0, 2: 10, 3: 30}, [(0, 30), (0, 30), (10, 30)])
+    blamed = attribute_waits({0: 0, 1: 0, 2: 10, 3: 30}, [(0, 30), (0, 30), (10, 30)])
     assert blamed == {0: 0, 1: 0, 2: 10, 3: 10 + 60}
 
 
 def test_time_in_which_a_caller_computes_is_nobodys_fault() -> None:
-    assert blame({0: 0, 1: 100}, [(90, 100)]) == {0: 0, 1: 10}
-    assert blame({0: 0, 1: 100}, []) == {0: 0, 1: 0}
+    assert attribute_waits({0: 0, 1: 100}, [(90, 100)]) == {0: 0, 1: 10}
+    assert attribute_waits({0: 0, 1: 100}, []) == {0: 0, 1: 0}
 
 
 def test_time_after_the_last_arrival_is_nobodys_fault() -> None:
-    assert blame({0: 0, 1: 10}, [(0, 50), (10, 50)]) == {0: 0, 1: 10}
+    assert attribute_waits({0: 0, 1: 10}, [(0, 50), (10, 50)]) == {0: 0, 1: 10}
 
 
 def test_without_arrivals_nobody_is_to_blame() -> None:
-    assert blame({}, [(0, 50)]) == {}
+    assert attribute_waits({}, [(0, 50)]) == {}
 
 
 def test_the_blame_of_all_is_the_time_that_all_have_lost() -> None:
@@ -60,7 +70,7 @@ def test_the_blame_of_all_is_the_time_that_all_have_lost() -> None:
         arrivals = {rank: draw.randrange(1000) for rank in range(draw.randrange(2, 9))}
         ready = max(arrivals.values())
         blocked = [(draw.randrange(at, ready + 1), ready) for at in arrivals.values()]
-        blamed = blame(arrivals, blocked)
+        blamed = attribute_waits(arrivals, blocked)
         assert sum(blamed.values()) == pytest.approx(sum(end - begin for begin, end in blocked))
         assert blamed[min(arrivals, key=lambda rank: arrivals[rank])] == 0
 
@@ -69,7 +79,7 @@ def test_the_blame_of_all_is_the_time_that_all_have_lost() -> None:
 
 
 def test_the_one_that_is_always_late_is_found() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     for number in range(10):
         tell(stragglers, notes_of({0: 0, 1: 1 * MS, 2: 20 * MS, 3: 0}, number=number))
     # In the first millisecond of each, two wait for ranks 1 and 2.
@@ -77,7 +87,7 @@ def test_the_one_that_is_always_late_is_found() -> None:
 
 
 def test_those_that_are_late_in_turn_are_blamed_alike() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     for number in range(10):
         late = 1 + number % 2
         tell(stragglers, notes_of({rank: 20 * MS * (rank == late) for rank in ALL}, number=number))
@@ -85,7 +95,7 @@ def test_those_that_are_late_in_turn_are_blamed_alike() -> None:
 
 
 def test_channels_do_not_mix() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     notes = notes_of({0: 0, 1: 9 * MS})
     stragglers.add(0, "1.ordered", (0, 1), [notes[0]], 0)
     stragglers.add(1, "2.ordered", (0, 1), [notes[1]], 0)
@@ -95,57 +105,59 @@ def test_channels_do_not_mix() -> None:
 
 
 def test_a_short_operation_that_was_drawn_stands_for_its_block() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     tell(stragglers, notes_of({0: 0, 1: MS // 2}, level=3), members=(0, 1))
     assert held_up_ms(stragglers) == {1: 8 * 0.5}
 
 
 def test_a_long_operation_stands_for_itself_at_every_level() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     tell(stragglers, notes_of({0: 0, 1: 50 * MS}, level=3), members=(0, 1))
     assert held_up_ms(stragglers) == {1: 50.0}
 
 
 def test_who_has_not_noted_a_long_operation_came_at_its_end() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     notes = notes_of({0: 0, 1: 2 * MS, 2: 50 * MS, 3: 0}, level=5)
     del notes[2]  # it has not waited, and the operation was not drawn
     tell(stragglers, notes, now=100)
     for rank in ALL[:-1]:
-        stragglers.heard(rank, 100 + SETTLING_NS)
+        stragglers.rank_reported(rank, 100 + REPORT_GRACE_NS)
         assert held_up_ms(stragglers) == {}, "the last one may still tell of it"
-    stragglers.heard(3, 100 + SETTLING_NS)
+    stragglers.rank_reported(3, 100 + REPORT_GRACE_NS)
     assert held_up_ms(stragglers) == {1: 2.0, 2: 2.0 + 48 * 3}
 
 
 def test_a_short_operation_that_not_all_have_noted_counts_for_nothing() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     tell(stragglers, {0: notes_of({0: 0, 1: MS})[0]}, members=(0, 1))
     stragglers.finish()
     assert held_up_ms(stragglers) == {}
 
 
 def test_the_last_operations_count_when_nobody_tells_any_more() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     tell(stragglers, {0: notes_of({0: 0, 1: 50 * MS})[0]}, members=(0, 1))
     stragglers.finish()
     assert held_up_ms(stragglers) == {1: 50.0}
 
 
 def test_a_member_that_stays_silent_is_not_waited_for_without_end() -> None:
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     tell(stragglers, {0: notes_of({0: 0, 1: 50 * MS})[0]}, members=(0, 1))
-    stragglers.heard(0, PATIENCE_NS - 1)
+    stragglers.rank_reported(0, REPORT_TIMEOUT_NS - 1)
     assert held_up_ms(stragglers) == {}
-    stragglers.heard(0, PATIENCE_NS)
+    stragglers.rank_reported(0, REPORT_TIMEOUT_NS)
     assert held_up_ms(stragglers) == {1: 50.0}
 
 
 def test_what_is_kept_is_bounded() -> None:
-    stragglers = Stragglers()
-    stragglers.add(0, "0.ordered", (0, 1), [Note(number, 0, 0, 0, 0) for number in range(MOST_OPEN + 100)], 0)
-    stragglers.heard(0, 1)
-    assert len(stragglers._open) == MOST_OPEN
+    stragglers = StragglerDetector()
+    stragglers.add(
+        0, "0.ordered", (0, 1), [ArrivalSample(number, 0, 0, 0, 0) for number in range(MAX_OPEN_OPERATIONS + 100)], 0
+    )
+    stragglers.rank_reported(0, 1)
+    assert len(stragglers._open) == MAX_OPEN_OPERATIONS
 
 
 # --- with what ranks note --------------------------------------------------------------------------------------------
@@ -158,9 +170,9 @@ def test_the_time_is_right_however_many_operations_a_step_has_and_whatever_the_c
 ) -> None:
     """Rank 2 computes 20 ms longer; the first operation of each step takes all of the waiting."""
     members = (0, 1, 2)
-    books = {rank: Notebook(len(members)) for rank in members}
+    books = {rank: ArrivalSampler(len(members)) for rank in members}
     clocks = {0: 0, 1: offset_ms * MS, 2: 3 * offset_ms * MS}
-    stragglers = Stragglers()
+    stragglers = StragglerDetector()
     now, number, num_steps = 1000 * MS, 0, 40
     for step in range(num_steps):
         for index in range(per_step):
@@ -169,14 +181,14 @@ def test_the_time_is_right_however_many_operations_a_step_has_and_whatever_the_c
                 arrived = now + (late if rank == 2 else 0)
                 waited = now + late - arrived
                 book = books[rank]
-                if number >= book.next or waited >= book.long_ns:
+                if number >= book.next_sequence or waited >= book.long_wait_ns:
                     book.add(number, arrived + clocks[rank], waited, waited)
             now += late + MS // 100
             number += 1
         if step % 10 == 9:
             for rank in members:
-                stragglers.add(rank, "0.ordered", members, books[rank].take(-clocks[rank]), now)
-                stragglers.heard(rank, now)
+                stragglers.add(rank, "0.ordered", members, books[rank].take_samples(-clocks[rank]), now)
+                stragglers.rank_reported(rank, now)
     stragglers.finish()
     assert held_up_ms(stragglers) == {2: pytest.approx(num_steps * 20 * 2)}
 
@@ -184,15 +196,15 @@ def test_the_time_is_right_however_many_operations_a_step_has_and_whatever_the_c
 def test_short_waits_are_estimated_from_those_that_were_drawn() -> None:
     """Too many to note them all, and each too short to be noted in any case."""
     members = (0, 1)
-    books = {rank: Notebook(len(members)) for rank in members}
-    stragglers = Stragglers()
+    books = {rank: ArrivalSampler(len(members)) for rank in members}
+    stragglers = StragglerDetector()
     num, waited = 100_000, long_wait_ns(2) // 4
     for number in range(num):
         for rank in members:
-            if number >= books[rank].next:
+            if number >= books[rank].next_sequence:
                 late = waited if rank == 0 else 0
                 books[rank].add(number, number * MS - late, late, late)
         if number % 20_000 == 19_999:
             for rank in members:
-                stragglers.add(rank, "0.ordered", members, books[rank].take(), 0)
+                stragglers.add(rank, "0.ordered", members, books[rank].take_samples(), 0)
     assert stragglers.held_up_ns[1] == pytest.approx(num * waited, rel=0.1)

@@ -18,24 +18,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.observe.events import COORDINATOR, GroupAdded, MessageRefused, StallReported, shorten
+from ronde.observe.events import COORDINATOR, GroupAdded, MessageRefused, StallReported
 from ronde.observe.timeline import (
-    EVENT_LIMIT_BYTES,
-    LANES,
-    Departure,
-    Negotiation,
-    Operation,
-    Style,
+    MAX_EVENT_BYTES,
+    TRACKS_PER_GROUP,
+    BatchMarker,
+    NegotiationSlice,
+    OperationSlice,
     TimelineWriter,
-    Tracks,
+    TraceEncoder,
+    TraceStyle,
 )
+from ronde.text import shorten
 
 ANY_TEXT = st.text(st.characters())
 
 
 def slices(step: int = 0, name: str = "w") -> list[bytes]:
     """Three trace events; a track's name comes along only at its first operation, which is left out here."""
-    return Tracks(0).operation(Operation("allreduce", name, 0, 64, step, step + 1, step + 2), 0)[1:]
+    return TraceEncoder(0).encode_operation(OperationSlice("allreduce", name, 0, 64, step, step + 1, step + 2), 0)[1:]
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -66,11 +67,11 @@ def test_the_file_is_complete_after_every_single_write(tmp_path: Path) -> None:
 def test_a_killed_process_leaves_a_complete_file(tmp_path: Path) -> None:
     code = """if True:
         import sys
-        from ronde.observe.timeline import Operation, TimelineWriter, Tracks
+        from ronde.observe.timeline import OperationSlice, TimelineWriter, TraceEncoder
         writer = TimelineWriter(sys.argv[1], 10_000)
         for step in range(500):
-            writer.add(Tracks(0).operation(Operation("allreduce", "w", 0, 64, step, step + 1, step + 2), 0))
-        print(writer.written, flush=True)
+            writer.add(TraceEncoder(0).encode_operation(OperationSlice("allreduce", "w", 0, 64, step, step + 1, step + 2), 0))
+        print(writer.num_written, flush=True)
         input()
     """
     path = tmp_path / "t.json"
@@ -89,7 +90,7 @@ def test_the_limit_holds_and_the_rest_is_counted(tmp_path: Path) -> None:
     with TimelineWriter(path, 7) as writer:
         for step in range(4):
             writer.add(slices(step))
-        assert (writer.written, writer.dropped) == (7, 5)
+        assert (writer.num_written, writer.num_dropped) == (7, 5)
         writer.add([], dropped=100)
     assert len(load(path)["traceEvents"]) == 7
     assert dropped(path) == 105
@@ -115,7 +116,7 @@ def test_adding_nothing_changes_nothing(tmp_path: Path) -> None:
         b'{"name":"\xff","ph":"X","ts":1,"pid":0,"tid":0}',
         b'{"name":"x","ph":"X","ts":1,"pid":0,"tid":0,"args":{"x":"\xff"}}',
         b'{"name":"x","ph":"X","ts":1,"pid":0,"tid":0,"args":{"x":' + b"[" * 5000 + b"]" * 5000 + b"}}",
-        b'{"name":"' + b"x" * EVENT_LIMIT_BYTES + b'","ph":"X","ts":1,"pid":0,"tid":0}',
+        b'{"name":"' + b"x" * MAX_EVENT_BYTES + b'","ph":"X","ts":1,"pid":0,"tid":0}',
     ],
     ids=range(10),
 )
@@ -189,17 +190,19 @@ def parsed(events: list[bytes]) -> list[dict[str, Any]]:
 
 
 def test_a_rank_has_a_name_and_a_place() -> None:
-    names = parsed(Tracks(3, 'rank 3 on "a"\n').names())
+    names = parsed(TraceEncoder(3, 'rank 3 on "a"\n').encode_names())
     assert [(event["name"], event["args"]) for event in names] == [
         ("process_name", {"name": 'rank 3 on "a"\\n'}),
         ("process_sort_index", {"sort_index": 3}),
         ("thread_name", {"name": "events"}),
     ]
-    assert parsed(Tracks(COORDINATOR).names())[0]["args"] == {"name": "coordinator"}
+    assert parsed(TraceEncoder(COORDINATOR).encode_names())[0]["args"] == {"name": "coordinator"}
 
 
 def test_an_operation_holds_its_waiting_and_its_moving() -> None:
-    track, whole, wait, move = parsed(Tracks(1).operation(Operation("allreduce", "w", 2, 64, 5000, 7500, 8001), 1000))
+    track, whole, wait, move = parsed(
+        TraceEncoder(1).encode_operation(OperationSlice("allreduce", "w", 2, 64, 5000, 7500, 8001), 1000)
+    )
     assert track["args"] == {"name": "group 2"}
     assert (whole["name"], whole["ts"], whole["dur"]) == ("allreduce w", 6.0, 3.001)
     assert (wait["name"], wait["ts"], wait["dur"]) == ("wait", 6.0, 2.5)
@@ -209,43 +212,46 @@ def test_an_operation_holds_its_waiting_and_its_moving() -> None:
 
 
 def test_times_out_of_order_give_no_negative_length() -> None:
-    _, *found = parsed(Tracks(1).operation(Operation("barrier", "", 0, 0, 5000, 0, 4000), 0))
+    _, *found = parsed(TraceEncoder(1).encode_operation(OperationSlice("barrier", "", 0, 0, 5000, 0, 4000), 0))
     assert [(event["name"], event["dur"]) for event in found] == [("barrier", 0.0), ("wait", 0.0), ("move", 0.0)]
 
 
 @settings(deadline=None)  # a busy machine is slow, not wrong
-@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_size=LANES))
+@given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_size=TRACKS_PER_GROUP))
 def test_slices_of_one_track_never_cross(spans: list[tuple[int, int]]) -> None:
-    tracks = Tracks(0)
+    tracks = TraceEncoder(0)
     by_track: dict[int, list[tuple[float, float]]] = {}
     for start, took in sorted(spans, key=lambda span: span[0] + span[1]):
-        operation = Operation("allreduce", "", 0, 0, 1000 * start, 1000 * start, 1000 * (start + took))
-        whole = next(event for event in parsed(tracks.operation(operation, 0)) if event["name"] == "allreduce")
+        operation = OperationSlice("allreduce", "", 0, 0, 1000 * start, 1000 * start, 1000 * (start + took))
+        whole = next(event for event in parsed(tracks.encode_operation(operation, 0)) if event["name"] == "allreduce")
         by_track.setdefault(whole["tid"], []).append((whole["ts"], whole["ts"] + whole["dur"]))
     for found in by_track.values():
         assert all(before[1] <= after[0] for before, after in pairwise(found))
 
 
 def test_groups_have_tracks_of_their_own() -> None:
-    tracks = Tracks(0)
+    tracks = TraceEncoder(0)
     ids = set()
     for group in range(4):
-        for _ in range(LANES + 5):
-            ids |= {event["tid"] for event in parsed(tracks.operation(Operation("send", "", group, 0, 0, 5, 9), 0))}
-    assert len(ids) == 4 * LANES
+        for _ in range(TRACKS_PER_GROUP + 5):
+            ids |= {
+                event["tid"]
+                for event in parsed(tracks.encode_operation(OperationSlice("send", "", group, 0, 0, 5, 9), 0))
+            }
+    assert len(ids) == 4 * TRACKS_PER_GROUP
 
 
 @settings(deadline=None)  # a busy machine is slow, not wrong
 @given(ANY_TEXT)
 def test_any_name_makes_a_good_trace(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     path = tmp_path_factory.getbasetemp() / "names.json"
-    tracks = Tracks(0, label=name)
+    tracks = TraceEncoder(0, label=name)
     refused = MessageRefused(at_ns=1, rank=0, source=name, why=name)
     with TimelineWriter(path, 100) as writer:
-        writer.add(tracks.names())
-        writer.add(tracks.operation(Operation("allreduce", name, 0, 0, 1, 2, 3), 0))
-        writer.add([tracks.event(refused, 0)])
-        assert writer.dropped == 0
+        writer.add(tracks.encode_names())
+        writer.add(tracks.encode_operation(OperationSlice("allreduce", name, 0, 0, 1, 2, 3), 0))
+        writer.add([tracks.encode_event(refused, 0)])
+        assert writer.num_dropped == 0
     found = load(path)["traceEvents"]
     assert found[4]["name"] == shorten(f"allreduce {name}" if name else "allreduce")
 
@@ -253,49 +259,49 @@ def test_any_name_makes_a_good_trace(tmp_path_factory: pytest.TempPathFactory, n
 @pytest.mark.parametrize("letter", ["x", '"', "\n", "\0", "\udc80", "😀"])
 def test_a_name_of_a_megabyte_is_cut(tmp_path: Path, letter: str) -> None:
     name, many = letter * 1_000_000, tuple(range(0, 100_000, 2))
-    tracks = Tracks(0, label=name)
+    tracks = TraceEncoder(0, label=name)
     with TimelineWriter(tmp_path / "t.json", 100) as writer:
-        writer.add(tracks.names())
-        writer.add(tracks.operation(Operation("allreduce", name, 0, 0, 1, 2, 3), 0))
+        writer.add(tracks.encode_names())
+        writer.add(tracks.encode_operation(OperationSlice("allreduce", name, 0, 0, 1, 2, 3), 0))
         stall = StallReported(at_ns=1, rank=0, op=name, group=0, waited_s=31.0, missing=many, report=name)
-        writer.add([tracks.event(stall, 0)])
-        assert writer.dropped == 0
+        writer.add([tracks.encode_event(stall, 0)])
+        assert writer.num_dropped == 0
     assert all(len(event["name"]) <= 200 for event in load(tmp_path / "t.json")["traceEvents"])
 
 
 def test_an_event_is_an_instant_with_all_it_says() -> None:
-    (instant,) = parsed([Tracks(1).event(GroupAdded(at_ns=5000, rank=1, group=2, ranks=(0, 1, 2)), 500)])
+    (instant,) = parsed([TraceEncoder(1).encode_event(GroupAdded(at_ns=5000, rank=1, group=2, ranks=(0, 1, 2)), 500)])
     assert (instant["ph"], instant["ts"], instant["s"]) == ("i", 5.5, "p")
     assert instant["args"] == {"group": 2, "ranks": "ranks 0-2"}
 
 
 # --- negotiations, and Horovod's words ---------------------------------------------------------------------------
 
-NEGOTIATION = Negotiation("reduce_scatter", "grad", 2, 5_000, 9_000)
+NEGOTIATION = NegotiationSlice("reduce_scatter", "grad", 2, 5_000, 9_000)
 
 
 def test_a_negotiation_is_a_slice_of_its_own_because_many_overlap() -> None:
-    tracks = Tracks(3)
-    begin, end = map(json.loads, tracks.negotiation(NEGOTIATION, 1_000))
+    tracks = TraceEncoder(3)
+    begin, end = map(json.loads, tracks.encode_negotiation(NEGOTIATION, 1_000))
     assert (begin["ph"], begin["ts"], end["ph"], end["ts"]) == ("b", 6.0, "e", 10.0)
     assert begin["name"] == end["name"] == "negotiate reduce_scatter"
     assert begin["args"] == {"name": "grad", "group": 2}
-    assert begin["id"] == end["id"] != json.loads(tracks.negotiation(NEGOTIATION, 0)[0])["id"]
+    assert begin["id"] == end["id"] != json.loads(tracks.encode_negotiation(NEGOTIATION, 0)[0])["id"]
 
 
 def test_departures_are_marked_only_if_that_is_wanted() -> None:
-    assert Tracks(0).departure(Departure(1_000), 0) == []
-    (mark,) = Tracks(0, style=Style(departures=True)).departure(Departure(1_000), 0)
+    assert TraceEncoder(0).encode_batch_marker(BatchMarker(1_000), 0) == []
+    (mark,) = TraceEncoder(0, style=TraceStyle(batch_markers=True)).encode_batch_marker(BatchMarker(1_000), 0)
     assert (json.loads(mark)["name"], json.loads(mark)["ts"]) == ("departure", 1.0)
 
 
 def test_things_can_be_called_as_in_horovods_timeline(tmp_path: Path) -> None:
-    tracks = Tracks(0, style=Style(horovod=True, departures=True))
+    tracks = TraceEncoder(0, style=TraceStyle(horovod=True, batch_markers=True))
     events = [
-        *tracks.operation(Operation("reduce_scatter", "grad", 0, 64, 1, 2, 3), 0),
-        *tracks.operation(Operation("barrier", "", 0, 0, 4, 5, 6), 0),
-        *tracks.negotiation(NEGOTIATION, 0),
-        *tracks.departure(Departure(7), 0),
+        *tracks.encode_operation(OperationSlice("reduce_scatter", "grad", 0, 64, 1, 2, 3), 0),
+        *tracks.encode_operation(OperationSlice("barrier", "", 0, 0, 4, 5, 6), 0),
+        *tracks.encode_negotiation(NEGOTIATION, 0),
+        *tracks.encode_batch_marker(BatchMarker(7), 0),
     ]
     with TimelineWriter(tmp_path / "t.json", 100) as writer:
         writer.add(events)

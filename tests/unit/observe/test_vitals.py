@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.observe.sampling import Note
-from ronde.observe.vitals import STUCK_NS, WINDOW_NS, Doing, Reading, VitalsBook, slowest_of
+from ronde.observe.activity import (
+    MIN_STUCK_NS,
+    WINDOW_NS,
+    ActivitySample,
+    ActivityTracker,
+    CurrentOperation,
+    find_slowest,
+)
+from ronde.observe.stragglers import ArrivalSample
 
 S = 1_000_000_000
 MS = 1_000_000
@@ -13,119 +20,121 @@ ALL = (0, 1, 2)
 
 
 @pytest.fixture
-def book() -> VitalsBook:
-    return VitalsBook(len(ALL), 0)
+def book() -> ActivityTracker:
+    return ActivityTracker(len(ALL), 0)
 
 
-def tell(book: VitalsBook, rank: int, at_s: float, **sums: object) -> None:
+def tell(book: ActivityTracker, rank: int, at_s: float, **sums: object) -> None:
     at_ns = int(at_s * S)
-    book.note(rank, Reading(at_ns, **sums))  # type: ignore[arg-type]  # each by its name
-    book.heard(rank, at_ns)
+    book.add_sample(rank, ActivitySample(at_ns, **sums))  # type: ignore[arg-type]  # each by its name
+    book.rank_reported(rank, at_ns)
 
 
-def hold_up(book: VitalsBook, late: int, seconds: float, number: int, now_s: float) -> None:
+def hold_up(book: ActivityTracker, late: int, seconds: float, number: int, now_s: float) -> None:
     """One operation in which all wait so long for one."""
     late_ns = int(seconds * S)
     for rank in ALL:
         waited = 0 if rank == late else late_ns
-        book.note_arrivals(rank, "0.ordered", ALL, [Note(number, 0, late_ns - waited, waited, waited)], int(now_s * S))
+        book.add_arrivals(
+            rank, "0.ordered", ALL, [ArrivalSample(number, 0, late_ns - waited, waited, waited)], int(now_s * S)
+        )
 
 
-def test_a_rank_that_has_told_nothing_is_starting(book: VitalsBook) -> None:
-    known = book.describe(S)[1]
+def test_a_rank_that_has_told_nothing_is_starting(book: ActivityTracker) -> None:
+    known = book.snapshot(S)[1]
     assert (known.state, known.steps, known.computing, known.silent_s) == ("starting", 0, None, None)
 
 
-def test_shares_of_time_add_up_to_all_of_it(book: VitalsBook) -> None:
+def test_shares_of_time_add_up_to_all_of_it(book: ActivityTracker) -> None:
     tell(book, 0, 1.0)
     tell(book, 0, 3.0, waiting_ns=S, moving_ns=S // 2)
-    known = book.describe(3 * S)[0]
+    known = book.snapshot(3 * S)[0]
     assert (known.computing, known.waiting, known.moving) == pytest.approx((0.25, 0.5, 0.25))
 
 
-def test_shares_stay_within_the_possible_when_several_threads_wait(book: VitalsBook) -> None:
+def test_shares_stay_within_the_possible_when_several_threads_wait(book: ActivityTracker) -> None:
     tell(book, 0, 1.0)
     tell(book, 0, 2.0, waiting_ns=3 * S, moving_ns=S)
-    known = book.describe(2 * S)[0]
+    known = book.snapshot(2 * S)[0]
     assert (known.computing, known.waiting, known.moving) == (0.0, 1.0, 0.0)
 
 
-def test_rates_are_those_of_the_last_seconds(book: VitalsBook) -> None:
+def test_rates_are_those_of_the_last_seconds(book: ActivityTracker) -> None:
     for second in range(1, 21):  # ten steps per second, then two
         steps = 10 * min(second, 10) + 2 * max(0, second - 10)
         tell(book, 0, second, steps=steps, operations=5 * steps, bytes=100 * steps)
-    known = book.describe(20 * S)[0]
+    known = book.snapshot(20 * S)[0]
     assert known.steps == 120
     assert (known.steps_per_s, known.operations_per_s, known.bytes_per_s) == pytest.approx((2.0, 10.0, 200.0))
-    assert len(book._readings[0]) <= WINDOW_NS // S + 1
+    assert len(book._samples[0]) <= WINDOW_NS // S + 1
 
 
-def test_without_marks_the_step_rate_is_unknown(book: VitalsBook) -> None:
+def test_without_marks_the_step_rate_is_unknown(book: ActivityTracker) -> None:
     tell(book, 0, 1.0, operations=5)
     tell(book, 0, 2.0, operations=10)
-    known = book.describe(2 * S)[0]
+    known = book.snapshot(2 * S)[0]
     assert (known.steps_per_s, known.operations_per_s) == (None, 5.0)
 
 
-def test_a_clock_that_was_set_back_does_no_harm(book: VitalsBook) -> None:
+def test_a_clock_that_was_set_back_does_no_harm(book: ActivityTracker) -> None:
     for at_s in (2.0, 1.0, 2.0, 3.0):
         tell(book, 0, at_s, operations=int(at_s))
-    assert book.describe(3 * S)[0].operations_per_s == 1.0
+    assert book.snapshot(3 * S)[0].operations_per_s == 1.0
 
 
-def test_held_up_time_comes_from_arrivals_and_from_what_ranks_know_themselves(book: VitalsBook) -> None:
+def test_held_up_time_comes_from_arrivals_and_from_what_ranks_know_themselves(book: ActivityTracker) -> None:
     hold_up(book, late=2, seconds=0.5, number=0, now_s=1.0)
     tell(book, 0, 1.0, waited_for=((1, S // 4),))
     tell(book, 0, 2.0, waited_for=((1, S // 2), (2, S // 4), (77, S)))
-    assert [known.held_up_s for known in book.describe(2 * S)] == pytest.approx([0.0, 0.5, 1.25])
+    assert [known.held_up_s for known in book.snapshot(2 * S)] == pytest.approx([0.0, 0.5, 1.25])
 
 
-def test_the_slowest_is_the_one_that_others_waited_for_lately(book: VitalsBook) -> None:
+def test_the_slowest_is_the_one_that_others_waited_for_lately(book: ActivityTracker) -> None:
     hold_up(book, late=1, seconds=5.0, number=0, now_s=0.5)
     for second in range(1, 31):
         hold_up(book, late=2, seconds=0.1, number=second, now_s=second)
         tell(book, 0, second)
     shares = book.holding_up(30 * S)
     assert shares == {1: 0.0, 2: pytest.approx(0.1, rel=0.2)}
-    assert slowest_of(shares) == 2
-    assert [known.held_up_s for known in book.describe(30 * S)] == pytest.approx([0.0, 10.0, 6.0])
+    assert find_slowest(shares) == 2
+    assert [known.held_up_s for known in book.snapshot(30 * S)] == pytest.approx([0.0, 10.0, 6.0])
 
 
 def test_nobody_is_slow_for_a_little() -> None:
-    assert slowest_of({}) is None
-    assert slowest_of({0: 0.004, 1: 0.009}) is None
-    assert slowest_of({0: 0.02, 1: 0.05, 2: 0.05}) == 1
+    assert find_slowest({}) is None
+    assert find_slowest({0: 0.004, 1: 0.009}) is None
+    assert find_slowest({0: 0.02, 1: 0.05, 2: 0.05}) == 1
 
 
-def test_a_wait_under_way_is_counted_and_told(book: VitalsBook) -> None:
-    waiting = Doing("allreduce 'loss'", S, (2,))
-    tell(book, 0, 4.0, doing=waiting)
-    tell(book, 1, 4.0, doing=waiting)
-    known = book.describe(5 * S)
+def test_a_wait_under_way_is_counted_and_told(book: ActivityTracker) -> None:
+    waiting = CurrentOperation("allreduce 'loss'", S, (2,))
+    tell(book, 0, 4.0, current_operation=waiting)
+    tell(book, 1, 4.0, current_operation=waiting)
+    known = book.snapshot(5 * S)
     assert [each.held_up_s for each in known] == pytest.approx([0.0, 0.0, 6.0])
     assert known[0].doing == "waits 4.0 s for rank 2 in allreduce 'loss'"
     tell(book, 0, 5.0)
     tell(book, 1, 5.0)
-    assert [each.doing for each in book.describe(5 * S)] == ["", "", ""]
+    assert [each.doing for each in book.snapshot(5 * S)] == ["", "", ""]
 
 
-def test_who_waits_in_the_same_operation_is_not_missing(book: VitalsBook) -> None:
+def test_who_waits_in_the_same_operation_is_not_missing(book: ActivityTracker) -> None:
     """A rank knows only of its neighbour."""
-    tell(book, 0, 4.0, doing=Doing("barrier", S, (1,)))
-    tell(book, 1, 4.0, doing=Doing("barrier", S, (2,)))
-    known = book.describe(4 * S)
+    tell(book, 0, 4.0, current_operation=CurrentOperation("barrier", S, (1,)))
+    tell(book, 1, 4.0, current_operation=CurrentOperation("barrier", S, (2,)))
+    known = book.snapshot(4 * S)
     assert [each.held_up_s for each in known] == pytest.approx([0.0, 0.0, 6.0])
     assert known[0].doing == "waits 3.0 s for rank 2 in barrier"
 
 
-def test_a_short_wait_under_way_is_daily_work(book: VitalsBook) -> None:
-    tell(book, 0, 4.0, doing=Doing("barrier", 4 * S - STUCK_NS + MS, (1,)))
-    known = book.describe(4 * S)
+def test_a_short_wait_under_way_is_daily_work(book: ActivityTracker) -> None:
+    tell(book, 0, 4.0, current_operation=CurrentOperation("barrier", 4 * S - MIN_STUCK_NS + MS, (1,)))
+    known = book.snapshot(4 * S)
     assert (known[0].doing, known[1].held_up_s) == ("", 0.0)
 
 
-def test_a_rank_that_moves_data_waits_for_nobody(book: VitalsBook) -> None:
-    tell(book, 0, 4.0, doing=Doing("broadcast", S, (), waits=False))
-    known = book.describe(4 * S)
+def test_a_rank_that_moves_data_waits_for_nobody(book: ActivityTracker) -> None:
+    tell(book, 0, 4.0, current_operation=CurrentOperation("broadcast", S, (), is_waiting=False))
+    known = book.snapshot(4 * S)
     assert known[0].doing == "moves data for 3.0 s in broadcast"
     assert [each.held_up_s for each in known] == [0.0, 0.0, 0.0]

@@ -8,34 +8,34 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ronde.torch.autograd import Autograd
+from ronde.torch.adapter import TorchBackwardPass
 
 
 def test_a_callback_runs_when_all_gradients_are_there_and_may_ask_for_another() -> None:
-    autograd = Autograd()
+    autograd = TorchBackwardPass()
     seen: list[object] = []
     first, second = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
 
     def end() -> None:
-        seen.append((first.grad is not None, second.grad is not None, autograd.nested(pytest.fail)))
-        autograd.at_end(lambda: seen.append("behind"))
+        seen.append((first.grad is not None, second.grad is not None, autograd.is_nested(pytest.fail)))
+        autograd.on_end(lambda: seen.append("behind"))
 
     hook: Any = second.register_post_accumulate_grad_hook  # it has no types
-    hook(lambda _: autograd.at_end(end))
+    hook(lambda _: autograd.on_end(end))
     loss: Any = (first * 2 + second * 3).sum()
     loss.backward()
     assert seen == [(True, True, False), "behind"]
 
 
 def test_what_a_callback_raises_backward_raises() -> None:
-    autograd = Autograd()
+    autograd = TorchBackwardPass()
     x = torch.ones(2, requires_grad=True)
 
     def fail() -> None:
         raise ValueError("no")
 
     hook: Any = x.register_post_accumulate_grad_hook
-    hook(lambda _: autograd.at_end(fail))
+    hook(lambda _: autograd.on_end(fail))
     loss: Any = x.sum()
     with pytest.raises(ValueError, match="no"):
         loss.backward()
@@ -46,15 +46,15 @@ def test_what_a_callback_raises_backward_raises() -> None:
 def test_a_pass_inside_of_a_function_is_nested_and_may_ask_for_the_end_of_the_one_around_it(
     reentrant: bool, depth: int
 ) -> None:
-    autograd, seen = Autograd(), []
+    autograd, seen = TorchBackwardPass(), []
     weight = torch.ones(2, requires_grad=True)
     x = torch.ones(2, requires_grad=True)
 
     def ask() -> None:
-        autograd.at_end(end)
+        autograd.on_end(end)
 
     def end() -> None:
-        seen.append((autograd.nested(ask), x.grad is not None))
+        seen.append((autograd.is_nested(ask), x.grad is not None))
 
     def compute(x: torch.Tensor, depth: int) -> Any:  # a tensor; checkpoint() has no types
         return x * weight if depth == 0 else checkpoint(compute, x, depth - 1, use_reentrant=reentrant)
@@ -69,11 +69,11 @@ def test_a_pass_inside_of_a_function_is_nested_and_may_ask_for_the_end_of_the_on
 
 
 def test_the_pass_around_it_is_asked_once() -> None:
-    autograd = Autograd()
+    autograd = TorchBackwardPass()
     calls: list[object] = []
     weight, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     hook: Any = weight.register_post_accumulate_grad_hook
-    handle = hook(lambda _: autograd.at_end(lambda: calls.append(autograd.nested(lambda: calls.append("goes on")))))
+    handle = hook(lambda _: autograd.on_end(lambda: calls.append(autograd.is_nested(lambda: calls.append("goes on")))))
     for _ in range(3):
         loss: Any = checkpoint(lambda x: x * weight, x, use_reentrant=True)
         loss.sum().backward()
@@ -87,4 +87,4 @@ def test_a_pass_that_is_compiled_is_told_that_it_cannot_be_asked(monkeypatch: py
     region = SimpleNamespace(in_compiled_autograd_region=True)
     monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", region)
     with pytest.raises(RuntimeError, match="compiled autograd"):
-        Autograd().at_end(pytest.fail)
+        TorchBackwardPass().on_end(pytest.fail)

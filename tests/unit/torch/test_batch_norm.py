@@ -143,7 +143,7 @@ def test_conversion_keeps_parameters_buffers_modes_and_shared_layers() -> None:
 def test_a_layer_with_a_group_can_be_copied_and_pickled() -> None:
     def body(world: World) -> None:
         layer = SyncBatchNorm(3, group=world.group)
-        assert copy.deepcopy(layer)._members.group is world.group
-        assert pickle.loads(pickle.dumps(layer))._members.group is None
+        assert copy.deepcopy(layer)._layer_group.group is world.group
+        assert pickle.loads(pickle.dumps(layer))._layer_group.group is None
 
     run_threads(1, body)

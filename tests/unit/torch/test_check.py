@@ -11,7 +11,7 @@ from torch import nn
 from ronde.comm.world import World
 from ronde.errors import OutOfSync
 from ronde.torch.batch_norm import convert_sync_batchnorm
-from ronde.torch.check import SyncCheck, check_in_sync
+from ronde.torch.sync_check import SyncCheck, check_in_sync
 from tests.conformance.ranks import run_threads
 
 

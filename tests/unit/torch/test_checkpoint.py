@@ -13,12 +13,12 @@ import torch
 from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from torch import nn
 
-import ronde.torch.checkpoint
+import ronde.torch.checkpoints
 from ronde.comm.world import World
 from ronde.errors import CheckpointError
-from ronde.torch.checkpoint import Checkpoints
+from ronde.torch.checkpoints import Checkpoints
+from ronde.torch.learning_rate import warmup
 from ronde.torch.sampler import ShardedSampler
-from ronde.torch.schedule import warmup
 from tests.conformance.ranks import run_threads
 
 MODELS = [nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)) for _ in range(3)]
@@ -54,7 +54,7 @@ class Run:
 @pytest.fixture
 def pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones, so that several are needed."""
-    monkeypatch.setattr(ronde.torch.checkpoint, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(ronde.torch.checkpoints, "CHUNK_BYTES", 1000)
 
 
 @pytest.mark.parametrize("size", [1, 3])

@@ -3,18 +3,18 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ronde.binding import codec
-from ronde.binding.adapter import Parameter
-from ronde.binding.buckets import GradientBucket, Span
 from ronde.comm.buffers import Array
-from ronde.torch.codecs import CODECS
+from ronde.torch.compression import CODECS
+from ronde.training import compression as codec
+from ronde.training.adapter import ParameterInfo
+from ronde.training.buckets import GradientBucket, GradientLocation
 
 
 def wire_of(made: codec.Codec, gradients: Array) -> tuple[Array, Array]:
     """What travels, and what comes back of it."""
-    bucket = GradientBucket(gradients.dtype.name, (Span(0, 0, gradients.size),), "w")
-    encoder = made.open(bucket, [Parameter("w", gradients.shape, gradients.dtype.name, gradients.size)])
-    assert encoder is not None and encoder.wires == (codec.Wire(gradients.size, made.name),)
+    bucket = GradientBucket(gradients.dtype.name, (GradientLocation(0, 0, gradients.size),), "w")
+    encoder = made.open(bucket, [ParameterInfo("w", gradients.shape, gradients.dtype.name, gradients.size)])
+    assert encoder is not None and encoder.wires == (codec.WireArray(gradients.size, made.name),)
     wires = [np.zeros(gradients.size, "float16" if made.name == "float16" else "uint16")]
     encoder.encode(0, gradients, wires)
     back = np.empty_like(gradients)
@@ -33,5 +33,5 @@ def test_conversions_are_those_of_numpy(name: str, dtype: str) -> None:
 
 
 def test_small_dtypes_travel_as_they_are() -> None:
-    bucket = GradientBucket("float16", (Span(0, 0, 3),), "w")
-    assert CODECS["bfloat16"].open(bucket, [Parameter("w", (3,), "float16", 3)]) is None
+    bucket = GradientBucket("float16", (GradientLocation(0, 0, 3),), "w")
+    assert CODECS["bfloat16"].open(bucket, [ParameterInfo("w", (3,), "float16", 3)]) is None

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from ronde.torch.names import Names
+from ronde.torch.optimizer import ParameterNames
 
 
 def groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
@@ -16,22 +16,22 @@ def groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 def test_given_names_count_most() -> None:
     model = nn.Linear(2, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    named = Names(model.named_parameters(), 0).of(0, groups(optimizer)[0])
+    named = ParameterNames(model.named_parameters(), 0).named_parameters(0, groups(optimizer)[0])
     assert [name for name, _ in named] == ["weight", "bias"]
     assert named[0][1] is model.weight
 
 
 def test_without_them_the_optimizers_own_are_taken() -> None:
     optimizer = torch.optim.SGD(nn.Linear(2, 3).named_parameters(), lr=0.1)
-    assert [name for name, _ in Names(None, 0).of(0, groups(optimizer)[0])] == ["weight", "bias"]
+    assert [name for name, _ in ParameterNames(None, 0).named_parameters(0, groups(optimizer)[0])] == ["weight", "bias"]
 
 
 def test_at_last_a_place_is_a_name() -> None:
     model = nn.Linear(2, 3)
     parts: list[dict[str, Any]] = [{"params": [model.weight]}, {"params": [model.bias]}]
     optimizer = torch.optim.SGD(parts, lr=0.1)
-    names = Names(None, 0)
-    assert [names.of(number, group)[0][0] for number, group in enumerate(groups(optimizer))] == [
+    names = ParameterNames(None, 0)
+    assert [names.named_parameters(number, group)[0][0] for number, group in enumerate(groups(optimizer))] == [
         "group0.param0",
         "group1.param0",
     ]
@@ -39,20 +39,20 @@ def test_at_last_a_place_is_a_name() -> None:
 
 def test_what_is_added_later_need_not_have_been_named() -> None:
     model = nn.Linear(2, 3)
-    names = Names([("weight", model.weight)], 0)
-    assert names.of(1, {"params": [model.bias]}, later=True) == [("group1.param0", model.bias)]
+    names = ParameterNames([("weight", model.weight)], 0)
+    assert names.named_parameters(1, {"params": [model.bias]}, added_later=True) == [("group1.param0", model.bias)]
     with pytest.raises(ValueError, match="rank 0: named_parameters lacks parameter 0 of the optimizer's group 1"):
-        names.of(1, {"params": [model.bias]})
+        names.named_parameters(1, {"params": [model.bias]})
 
 
 def test_no_name_is_used_twice_in_one_optimizer() -> None:
     model = nn.Linear(2, 3)
-    names = Names(None, 5)
-    names.take(name for name, _ in names.of(0, {"params": [model.weight], "param_names": ["w"]}))
+    names = ParameterNames(None, 5)
+    names.reserve(name for name, _ in names.named_parameters(0, {"params": [model.weight], "param_names": ["w"]}))
     with pytest.raises(ValueError, match="rank 5: two parameters of the optimizer are named 'w'"):
-        names.of(1, {"params": [model.bias], "param_names": ["w"]})
+        names.named_parameters(1, {"params": [model.bias], "param_names": ["w"]})
     with pytest.raises(ValueError, match="rank 5: two parameters of the optimizer are named 'b'"):
-        names.of(1, {"params": [model.bias, model.weight], "param_names": ["b", "b"]})
+        names.named_parameters(1, {"params": [model.bias, model.weight], "param_names": ["b", "b"]})
 
 
 @pytest.mark.parametrize(
@@ -62,15 +62,15 @@ def test_what_gives_no_pairs_is_told(given: Any, got: str) -> None:  # what must
     with pytest.raises(
         TypeError, match=rf"rank 1: named_parameters must be .*model\.named_parameters\(\).* got {got}$"
     ):
-        Names(given, 1)
+        ParameterNames(given, 1)
 
 
 @pytest.mark.parametrize("named", [True, False])
 def test_a_parameter_without_a_shape_is_told(named: bool) -> None:
     model = nn.LazyLinear(3)
-    names = Names(model.named_parameters() if named else None, 2)
+    names = ParameterNames(model.named_parameters() if named else None, 2)
     words = "rank 2: parameter '(weight|group0.param0)' of a lazy module has no shape yet; let the model compute"
     with pytest.raises(ValueError, match=words):
-        names.of(0, {"params": list(model.parameters())})
+        names.named_parameters(0, {"params": list(model.parameters())})
     model(torch.ones(1, 2))
-    assert len(names.of(0, {"params": list(model.parameters())})) == 2
+    assert len(names.named_parameters(0, {"params": list(model.parameters())})) == 2

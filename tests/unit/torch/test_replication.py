@@ -12,7 +12,7 @@ from torch import nn
 
 from ronde.comm.world import World
 from ronde.errors import Mismatch
-from ronde.torch.replication import (
+from ronde.torch.broadcast_state import (
     allgather_object,
     broadcast_object,
     broadcast_optimizer_state,

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from ronde.comm.world import World
-from ronde.torch.schedule import cosine, scale_lr, warmup
+from ronde.torch.learning_rate import cosine, scale_lr, warmup
 from tests.conformance.ranks import run_threads
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from ronde.torch.tracing import leave_alone
+from ronde.torch.adapter import disable_dynamo
 
 seen: list[str] = []
 
@@ -25,7 +25,7 @@ def called() -> None:
     note("called")
 
 
-leave_alone(hook, called)
+disable_dynamo(hook, called)
 
 
 def test_dynamo_leaves_alone_what_is_called_by_autograd_and_by_what_is_compiled() -> None:

@@ -15,17 +15,27 @@ import typer
 from rich.console import Console, RenderableType
 from rich.text import Text
 
-from ronde.cli.bench.measure import Field, Kit, Lane, Pace, Record, lanes_of
-from ronde.cli.bench.models import MODELS, parse_models
-from ronde.cli.bench.ours import RondeKit
-from ronde.cli.bench.peers import find_peers
-from ronde.cli.bench.screen import Screen, conditions
-from ronde.cli.bench.shapes import MANY, Work, format_bytes, parse_numbers, parse_works
-from ronde.cli.bench.table import allreduce_table, negotiation_table, ranks_table
-from ronde.cli.bench.train import TrainRecord, no_room, train
-from ronde.cli.bench.train_kits import find_kits, parse_codec
-from ronde.cli.bench.train_table import train_tables
+from ronde.cli.bench.cases import MANY, MODELS, Workload, parse_models, parse_numbers, parse_works
+from ronde.cli.bench.peers import RondeImplementation, find_kits, find_peers, parse_codec
+from ronde.cli.bench.runner import (
+    AllreduceCase,
+    AllreduceImplementation,
+    BenchmarkResult,
+    BenchmarkRunner,
+    MeasurementBudget,
+    lanes_of,
+)
+from ronde.cli.bench.table import (
+    BenchmarkDisplay,
+    allreduce_table,
+    conditions,
+    negotiation_table,
+    ranks_table,
+    train_tables,
+)
+from ronde.cli.bench.train import TrainingResult, no_room, train
 from ronde.errors import RondeError
+from ronde.text import format_exact_bytes
 
 __all__ = ["app"]
 
@@ -72,13 +82,15 @@ def allreduce(
     """Sum float32 arrays over all ranks, in place."""
     with reporting() as console:
         works = chosen_works(sizes, paths)
-        pace = Pace(repeats=repeats, seconds=seconds)
+        pace = MeasurementBudget(repeats=repeats, seconds=seconds)
         found = find_peers(peers, mpi_pythons or ())
-        kits: list[Kit] = [RondeKit(), *found.peers]
+        kits: list[AllreduceImplementation] = [RondeImplementation(), *found.peers]
         caption = conditions(np)
         with (
-            Screen[Record](console, lambda records: allreduce_table(records, caption), json) as screen,
-            Field(pace, screen.note, screen.say) as field,
+            BenchmarkDisplay[BenchmarkResult](
+                console, lambda records: allreduce_table(records, caption), json
+            ) as screen,
+            BenchmarkRunner(pace, screen.note, screen.say) as field,
         ):
             for note in found.notes:
                 screen.note(note)
@@ -104,15 +116,17 @@ def negotiation(
     """
     with reporting() as console:
         flights = parse_numbers(flight, "--flight")
-        pace = Pace(repeats=repeats, seconds=seconds)
+        pace = MeasurementBudget(repeats=repeats, seconds=seconds)
         caption = conditions(np)
         with (
-            Screen[Record](console, lambda records: negotiation_table(records, flights, caption), json) as screen,
-            Field(pace, screen.note, screen.say) as field,
+            BenchmarkDisplay[BenchmarkResult](
+                console, lambda records: negotiation_table(records, flights, caption), json
+            ) as screen,
+            BenchmarkRunner(pace, screen.note, screen.say) as field,
         ):
-            field.start(RondeKit(), np)
+            field.start(RondeImplementation(), np)
             for num in flights:
-                lane = Lane(field.crews[0], "many", (1,), repeat=num, label=f"flight-{num}")
+                lane = AllreduceCase(field.crews[0], "many", (1,), repeat=num, label=f"flight-{num}")
                 screen.add(field.race("negotiation", 4, [lane]))
 
 
@@ -130,12 +144,12 @@ def ranks(
     with reporting() as console:
         works = chosen_works(sizes, "array")
         numbers = parse_numbers(counts, "--counts")
-        pace = Pace(repeats=repeats, seconds=seconds)
-        kits: list[Kit] = [RondeKit(), *find_peers(peers, mpi_pythons or ()).peers]
+        pace = MeasurementBudget(repeats=repeats, seconds=seconds)
+        kits: list[AllreduceImplementation] = [RondeImplementation(), *find_peers(peers, mpi_pythons or ()).peers]
         caption = conditions()
-        with Screen[Record](console, lambda records: ranks_table(records, caption), json) as screen:
+        with BenchmarkDisplay[BenchmarkResult](console, lambda records: ranks_table(records, caption), json) as screen:
             for num in numbers:
-                with Field(pace, screen.note, screen.say) as field:
+                with BenchmarkRunner(pace, screen.note, screen.say) as field:
                     for kit in kits:
                         screen.add(timed_start(field, kit, num))
                     for work in works:
@@ -162,14 +176,14 @@ def train_command(
     """
     with reporting() as console:
         chosen = parse_models(models)
-        pace = Pace(repeats=rounds, seconds=seconds, steps=steps)
+        pace = MeasurementBudget(repeats=rounds, seconds=seconds, steps=steps)
         found = find_kits(np, parse_codec(codec), peers, parse_numbers(ddp_buckets, "--ddp-buckets"))
         caption = conditions(np)
 
-        def draw(records: list[TrainRecord]) -> RenderableType:
+        def draw(records: list[TrainingResult]) -> RenderableType:
             return train_tables(records, caption, width=console.width)
 
-        with Screen(console, draw, json) as screen:
+        with BenchmarkDisplay(console, draw, json) as screen:
             for note in found.notes:
                 screen.note(note)
             for model in chosen:
@@ -177,11 +191,11 @@ def train_command(
                 if why_not:
                     screen.note(f"{model.name} is left out: it {why_not}")
                     continue
-                with Field(pace, screen.note, screen.say) as field:
+                with BenchmarkRunner(pace, screen.note, screen.say) as field:
                     screen.add(train(field, model, batch or model.batch, found.kits))
 
 
-def chosen_works(sizes: str, paths: str) -> list[Work]:
+def chosen_works(sizes: str, paths: str) -> list[Workload]:
     """The sizes that at least one of the asked-for paths is for."""
     chosen = paths.split(",")
     for path in chosen:
@@ -194,17 +208,17 @@ def chosen_works(sizes: str, paths: str) -> list[Work]:
     return works
 
 
-def has_room(lanes: Sequence[Lane], work: Work, screen: Screen[Record]) -> bool:
+def has_room(lanes: Sequence[AllreduceCase], work: Workload, screen: BenchmarkDisplay[BenchmarkResult]) -> bool:
     """Whether the work fits into memory: each rank's array, and as much again inside the library."""
     needed = sum(2 * work.num_bytes * lane.crew.size for lane in lanes)
     available = psutil.virtual_memory().available
     if needed > available:
         needs = f"needs about {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are free"
-        screen.note(f"{format_bytes(work.num_bytes)} is left out: it {needs}")
+        screen.note(f"{format_exact_bytes(work.num_bytes)} is left out: it {needs}")
     return needed <= available
 
 
-def timed_start(field: Field, kit: Kit, num_ranks: int) -> list[Record]:
+def timed_start(field: BenchmarkRunner, kit: AllreduceImplementation, num_ranks: int) -> list[BenchmarkResult]:
     """Start a crew; how long it took, from nothing to the first word of the last rank."""
     num_before = len(field.crews)
     start = time.perf_counter()
@@ -212,7 +226,7 @@ def timed_start(field: Field, kit: Kit, num_ranks: int) -> list[Record]:
     took_us = round((time.perf_counter() - start) * 1e6, 1)
     if len(field.crews) == num_before:
         return []
-    return [Record(kit.name, "start", "", num_ranks, 0, took_us, took_us, 0.0)]
+    return [BenchmarkResult(kit.name, "start", "", num_ranks, 0, took_us, took_us, 0.0)]
 
 
 @contextmanager

@@ -1,4 +1,10 @@
-"""Which other implementations there are on this machine, and how their ranks are started. Used by command.py."""
+"""How ranks that use ronde are started: as a local job, its coordinator in this process. Used by command.py, peers.py
+and train_kits.py.
+
+Which other implementations there are on this machine, and how their ranks are started. Used by command.py.
+
+Who trains in `ronde bench train`, and how their ranks are started. Used by command.py.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +15,115 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ronde.cli.bench.crew import RANK_PROGRAM
-from ronde.cli.bench.measure import COMPATIBLE
-from ronde.cli.bench.ours import HorovodKit
-from ronde.cli.bench.processes import Processes
-from ronde.launch.components import try_component
+from ronde.cli.bench.runner import COMPATIBLE, OURS, RANK_PROGRAM, BenchmarkProcesses, OutputFiles, PeerProcesses
+from ronde.cli.doctor.system_info import check_component
+from ronde.errors import RondeError
+from ronde.launch.local import LocalJob, start_local
+from ronde.settings import Settings
 from ronde.types import Deadline
 
-__all__ = ["ALL_PEERS", "ONE_THREAD", "Found", "GlooPeer", "MpiPeer", "Peer", "find_peers", "is_installed"]
+__all__ = [
+    "ALL_PEERS",
+    "ALONE",
+    "APART",
+    "DDP",
+    "GlooImplementation",
+    "HorovodImplementation",
+    "LOCKSTEP",
+    "MpiImplementation",
+    "ONE_THREAD",
+    "PeerImplementation",
+    "PeersFound",
+    "RondeImplementation",
+    "RondeProcesses",
+    "TRAIN_PROGRAM",
+    "TrainingImplementation",
+    "TrainingImplementationsFound",
+    "TrainingSetup",
+    "find_kits",
+    "find_peers",
+    "is_installed",
+    "parse_codec",
+    "start_job",
+]
+
+
+class RondeProcesses:
+    """A local job as crews see processes."""
+
+    def __init__(self, job: LocalJob, outputs: OutputFiles) -> None:
+        self._job = job
+        self._outputs = outputs
+
+    def ended(self) -> str:
+        """Empty while a rank runs: when one ends too early, the coordinator tells the others, and they end too."""
+        try:
+            codes = self._job.wait(Deadline(0))
+        except TimeoutError:
+            return ""
+        return f"all ranks ended with exit codes {codes}"
+
+    def tail(self) -> str:
+        """The last lines that they wrote."""
+        return self._outputs.tail()
+
+    def wait(self, deadline: Deadline) -> None:
+        """Until all have ended, or the deadline."""
+        try:
+            self._job.wait(deadline)
+        except TimeoutError:
+            return
+
+    def close(self) -> None:
+        """End those still running, and the coordinator."""
+        self._job.close()
+        self._outputs.close()
+
+
+@dataclass(frozen=True)
+class RondeImplementation:
+    """ronde as it is installed beside this command."""
+
+    name: str = OURS
+
+    @property
+    def many_paths(self) -> tuple[str, ...]:
+        """The ways to reduce many arrays."""
+        return ("many", "many-25MB")
+
+    def start(self, directory: Path, size: int) -> RondeProcesses:
+        """One process per rank."""
+        return start_job((sys.executable, RANK_PROGRAM, "ronde", str(directory)), size)
+
+
+@dataclass(frozen=True)
+class HorovodImplementation:
+    """Horovod's interface, as the compatibility package beside this command has it over ronde."""
+
+    name: str = COMPATIBLE
+
+    @property
+    def many_paths(self) -> tuple[str, ...]:
+        """The ways to reduce many arrays."""
+        return ("many",)
+
+    def start(self, directory: Path, size: int) -> RondeProcesses:
+        """One process per rank."""
+        return start_job((sys.executable, RANK_PROGRAM, "hvd", str(directory)), size)
+
+
+def start_job(program: Sequence[str], size: int) -> RondeProcesses:
+    """Start a program as a job of so many ranks, with one thread each."""
+    outputs = OutputFiles(size)
+    try:
+        env = {"OMP_NUM_THREADS": "1"}
+        return RondeProcesses(
+            start_local(program, size, env=env, settings=Settings.load(), stdout=outputs.files), outputs
+        )
+    except BaseException:
+        outputs.close()
+        raise
+
 
 ALL_PEERS = "gloo,mpi,hvd"
 PROBE_S = 60.0
@@ -45,7 +152,7 @@ HOW_TO_GET = {
 
 
 @dataclass(frozen=True)
-class GlooPeer:
+class GlooImplementation:
     """torch.distributed with gloo, in the environment of this command, over the loopback interface."""
 
     name: str = "gloo"
@@ -55,14 +162,14 @@ class GlooPeer:
         """The ways to reduce many arrays."""
         return ("many", "many-25MB")
 
-    def start(self, directory: Path, size: int) -> Processes:
+    def start(self, directory: Path, size: int) -> PeerProcesses:
         """One plain process per rank."""
         begin = (*ONE_THREAD, "GLOO_SOCKET_IFNAME=lo", sys.executable, RANK_PROGRAM, "gloo", str(directory))
-        return Processes([(*begin, str(rank), str(size)) for rank in range(size)])
+        return PeerProcesses([(*begin, str(rank), str(size)) for rank in range(size)])
 
 
 @dataclass(frozen=True)
-class MpiPeer:
+class MpiImplementation:
     """An MPI library under its own mpiexec, in the environment of a Python that has mpi4py for it."""
 
     name: str
@@ -74,24 +181,24 @@ class MpiPeer:
         """The ways to reduce many arrays."""
         return ("many", "many-iallreduce")
 
-    def start(self, directory: Path, size: int) -> Processes:
+    def start(self, directory: Path, size: int) -> PeerProcesses:
         """mpiexec starts the ranks."""
         rank = (self.python, RANK_PROGRAM, "mpi", str(directory))
-        return Processes([(*ONE_THREAD, *OPEN_MPI, self.mpiexec, "-n", str(size), *rank)])
+        return PeerProcesses([(*ONE_THREAD, *OPEN_MPI, self.mpiexec, "-n", str(size), *rank)])
 
 
-Peer = GlooPeer | MpiPeer | HorovodKit
+PeerImplementation = GlooImplementation | MpiImplementation | HorovodImplementation
 
 
 @dataclass(frozen=True)
-class Found:
+class PeersFound:
     """The peers that can run here, and for those that cannot, why."""
 
-    peers: list[Peer] = field(default_factory=list)
+    peers: list[PeerImplementation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
-def find_peers(wanted: str | None, mpi_pythons: Sequence[str] = ()) -> Found:
+def find_peers(wanted: str | None, mpi_pythons: Sequence[str] = ()) -> PeersFound:
     """The peers named in `wanted` (`gloo,mpi`, `mpich`, `none`). One named that is not there is a ValueError.
 
     None wants all there are; then what is missing is only noted. `mpi` means every MPI library found.
@@ -101,7 +208,7 @@ def find_peers(wanted: str | None, mpi_pythons: Sequence[str] = ()) -> Found:
     for name in names:
         if name not in known:
             raise ValueError(f"no such peer: {name!r}; there are {', '.join(sorted(known))}")
-    found = Found()
+    found = PeersFound()
     for name in names:
         if name == "gloo":
             _add_gloo(found)
@@ -114,8 +221,8 @@ def find_peers(wanted: str | None, mpi_pythons: Sequence[str] = ()) -> Found:
     return found
 
 
-def _is(peer: Peer, name: str) -> bool:
-    return peer.name.startswith(name) or (name == "mpi" and isinstance(peer, MpiPeer))
+def _is(peer: PeerImplementation, name: str) -> bool:
+    return peer.name.startswith(name) or (name == "mpi" and isinstance(peer, MpiImplementation))
 
 
 def is_installed(package: str) -> bool:
@@ -123,21 +230,21 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _add_gloo(found: Found) -> None:
+def _add_gloo(found: PeersFound) -> None:
     if is_installed("torch"):
-        found.peers.append(GlooPeer())
+        found.peers.append(GlooImplementation())
     else:
         found.notes.append("gloo is left out: PyTorch is not installed")
 
 
-def _add_horovod(found: Found) -> None:
+def _add_horovod(found: PeersFound) -> None:
     if is_installed("horovod") and is_installed("torch"):
-        found.peers.append(HorovodKit())
+        found.peers.append(HorovodImplementation())
     else:
         found.notes.append("hvd is left out: ronde-horovod or PyTorch is not installed")
 
 
-def _add_mpi(found: Found, only: str | None, pythons: Sequence[str]) -> None:
+def _add_mpi(found: PeersFound, only: str | None, pythons: Sequence[str]) -> None:
     """Look into the environment of this command and into those named."""
     reasons = []
     num_before = len(found.peers)
@@ -156,10 +263,10 @@ def _add_mpi(found: Found, only: str | None, pythons: Sequence[str]) -> None:
         found.notes.append(f"{only or 'mpi'} is left out: {'; '.join(reasons)}")
 
 
-def _probe_mpi(python: str) -> MpiPeer | str:
+def _probe_mpi(python: str) -> MpiImplementation | str:
     """The MPI library that mpi4py finds in an environment, or why there is none."""
     path = str(Path(python).absolute()) if "/" in python else python  # it is tried in another directory
-    found = try_component("mpi", Deadline(PROBE_S), path)
+    found = check_component("mpi", Deadline(PROBE_S), path)
     if found.state != "usable":
         return f"{python}: {found.note}"
     beside = Path(python).parent / "mpiexec"
@@ -167,4 +274,107 @@ def _probe_mpi(python: str) -> MpiPeer | str:
     if mpiexec is None:
         return f"no mpiexec beside {python} or on the PATH"
     name = next((name for words, name in LIBRARIES.items() if words in found.note), "mpi")
-    return MpiPeer(name, python, mpiexec)
+    return MpiImplementation(name, python, mpiexec)
+
+
+TRAIN_PROGRAM = str(Path(__file__).with_name("train_rank.py"))
+ALONE = "alone"
+APART = "apart"
+LOCKSTEP = "lockstep"
+DDP = "ddp"
+CODECS = ("none", "float16", "bfloat16")
+PEERS = (DDP, COMPATIBLE)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainingSetup:
+    """What a rank is told about the way it trains."""
+
+    codec: str | None = None
+    """What gradients are on the wire; None: as they are."""
+    view: bool = False
+    """DDP: gradients are views of its buckets, and it sends no buffers (as ronde does not)."""
+    bucket_mb: int | None = None
+    """DDP: size of its buckets; None: as it comes, which is 1 MB for the first and 25 MB for the others."""
+
+
+@dataclass(frozen=True)
+class TrainingImplementation:
+    """One way to train."""
+
+    name: str
+    """As tables show it."""
+    role: str
+    """As train_rank.py calls it."""
+    size: int
+    settings: TrainingSetup = field(default_factory=TrainingSetup)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether its ranks have the same gradients after a step."""
+        return self.role not in (APART, LOCKSTEP)
+
+    def start(self, directory: Path, size: int) -> BenchmarkProcesses:
+        """One process per rank; those that use ronde as a job."""
+        program = (sys.executable, TRAIN_PROGRAM, self.role, str(directory))
+        if self.role in (OURS, LOCKSTEP, COMPATIBLE):
+            return start_job(program, size)
+        env = (*ONE_THREAD, "GLOO_SOCKET_IFNAME=lo")
+        return PeerProcesses([(*env, *program, str(rank), str(size)) for rank in range(size)])
+
+
+@dataclass(frozen=True)
+class TrainingImplementationsFound:
+    """All that can train here, and for what cannot, why."""
+
+    kits: tuple[TrainingImplementation, ...]
+    notes: tuple[str, ...] = ()
+
+
+def find_kits(
+    size: int, codec: str | None, peers: str | None, buckets_mb: Sequence[int]
+) -> TrainingImplementationsFound:
+    """One process alone, `size` that do not communicate, `size` that only wait for each other, ronde, and the peers:
+    `ddp,hvd`, or `none`; None: all."""
+    if not is_installed("torch"):
+        raise RondeError("ronde bench train needs PyTorch: pip install 'ronde[torch]'")
+    wanted = set(PEERS) if peers is None else {name.strip() for name in peers.split(",") if name.strip()} - {"none"}
+    for name in sorted(wanted):
+        if name not in PEERS:
+            raise ValueError(f"no such peer: {name!r}; there are {', '.join(PEERS)}, none")
+    kits = [
+        TrainingImplementation(ALONE, APART, 1),
+        TrainingImplementation(APART, APART, size),
+        TrainingImplementation(LOCKSTEP, LOCKSTEP, size),
+        TrainingImplementation(OURS, OURS, size, TrainingSetup(codec=codec)),
+    ]
+    notes = []
+    if codec == "bfloat16" and wanted:
+        codec = "float16"
+        notes.append("only ronde sends bfloat16 here; the others send float16, which has as many bits")
+    if COMPATIBLE in wanted and is_installed("horovod"):
+        kits.append(TrainingImplementation(COMPATIBLE, COMPATIBLE, size, TrainingSetup(codec=codec)))
+    elif COMPATIBLE in wanted:
+        why = "ronde-horovod is not installed; pip install ronde-horovod"
+        if peers is not None:
+            raise ValueError(why)
+        notes.append(f"{COMPATIBLE} is left out: {why}")
+    if DDP in wanted:
+        kits += _ddp_kits(size, codec, buckets_mb)
+    return TrainingImplementationsFound(tuple(kits), tuple(notes))
+
+
+def _ddp_kits(size: int, codec: str | None, buckets_mb: Sequence[int]) -> list[TrainingImplementation]:
+    """As it comes, without copies, and with other sizes of buckets: the best of them is what ronde is held against."""
+    kits = [TrainingImplementation(DDP, DDP, size, TrainingSetup(codec=codec))]
+    for bucket_mb in (None, *dict.fromkeys(buckets_mb)):
+        name = f"{DDP}-view" if bucket_mb is None else f"{DDP}-view-{bucket_mb}MB"
+        kits.append(TrainingImplementation(name, DDP, size, TrainingSetup(codec=codec, view=True, bucket_mb=bucket_mb)))
+    return kits
+
+
+def parse_codec(text: str) -> str | None:
+    """What gradients are on the wire."""
+    if text not in CODECS:
+        raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {text!r}")
+    return None if text == "none" else text

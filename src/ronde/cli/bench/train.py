@@ -13,13 +13,20 @@ from dataclasses import asdict, dataclass, field
 import msgspec
 import psutil
 
-from ronde.cli.bench.crew import Crew, CrewFailed
-from ronde.cli.bench.measure import ANSWER_S, OURS, TRIAL_STEPS, Field, Pace
-from ronde.cli.bench.models import Model
-from ronde.cli.bench.train_kits import ALONE, APART, DDP, TrainKit
+from ronde.cli.bench.cases import BenchmarkModel
+from ronde.cli.bench.peers import ALONE, APART, DDP, TrainingImplementation
+from ronde.cli.bench.runner import (
+    ANSWER_S,
+    OURS,
+    TRIAL_STEPS,
+    BenchmarkFailed,
+    BenchmarkRunner,
+    MeasurementBudget,
+    RankPool,
+)
 from ronde.types import Deadline
 
-__all__ = ["Burst", "TrainLane", "TrainRecord", "best_ddp", "compare", "needed_bytes", "no_room", "train"]
+__all__ = ["TimedRound", "TrainingCase", "TrainingResult", "best_ddp", "compare", "needed_bytes", "no_room", "train"]
 
 PROCESS_BYTES = 250 << 20
 """PyTorch itself, activations, and what the allocator keeps."""
@@ -27,7 +34,7 @@ COPIES = 4
 """Parameters, gradients, momentum, buckets."""
 
 
-class TrainRecord(msgspec.Struct, frozen=True, kw_only=True):
+class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
     """One line of results. What compares is None when there is nothing to compare with."""
 
     impl: str
@@ -60,7 +67,7 @@ class TrainRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 @dataclass(frozen=True)
-class Burst:
+class TimedRound:
     """Nanoseconds of some steps, and of backward() in them, by rank."""
 
     took_ns: tuple[tuple[int, ...], ...]
@@ -72,15 +79,15 @@ class Burst:
 
 
 @dataclass
-class TrainLane:
+class TrainingCase:
     """One way to train one network, with the times it has run so far."""
 
-    crew: Crew
-    kit: TrainKit
-    model: Model
+    crew: RankPool
+    kit: TrainingImplementation
+    model: BenchmarkModel
     batch: int
     num_steps: int = TRIAL_STEPS
-    bursts: list[Burst] = field(default_factory=list)
+    bursts: list[TimedRound] = field(default_factory=list)
     memory_mb: float | None = None
     rss_mb: float | None = None
     slowest_s: float = 0.0
@@ -98,24 +105,24 @@ class TrainLane:
         digests = {answer["digest"] for answer in answers}
         # A number that is fast but wrong is worth nothing.
         if self.kit.communicates and len(digests) > 1:
-            raise CrewFailed(f"{self.kit.name}: ranks have different gradients of {self.model.name} after a step")
+            raise BenchmarkFailed(f"{self.kit.name}: ranks have different gradients of {self.model.name} after a step")
 
-    def burst(self, num_steps: int) -> Burst:
+    def burst(self, num_steps: int) -> TimedRound:
         """Run so many steps."""
         deadline = Deadline(ANSWER_S + 20 * self.slowest_s * (1 + num_steps))
         answers = self.crew.ask(f"training {self.model.name}", deadline, do="burst", num=num_steps)
-        return Burst(
+        return TimedRound(
             tuple(tuple(answer["took_ns"]) for answer in answers),
             tuple(tuple(answer["backward_ns"]) for answer in answers),
         )
 
-    def settle(self, pace: Pace) -> None:
+    def settle(self, pace: MeasurementBudget) -> None:
         """Find out how many steps make a burst."""
         took_ns = [took for rank in self.burst(TRIAL_STEPS).took_ns for took in rank]
         self.slowest_s = max(took_ns) / 1e9
         self.num_steps = pace.num_steps(min(took_ns) / 1e9)
 
-    def run(self, pace: Pace) -> None:
+    def run(self, pace: MeasurementBudget) -> None:
         """One burst that counts."""
         self.bursts.append(self.burst(self.num_steps))
 
@@ -128,9 +135,9 @@ class TrainLane:
             for what in ("memory_kb", "rss_kb")
         )
 
-    def record(self) -> TrainRecord:
+    def record(self) -> TrainingResult:
         """What the times say."""
-        return TrainRecord(
+        return TrainingResult(
             impl=self.kit.name,
             model=self.model.name,
             ranks=self.kit.size,
@@ -149,18 +156,18 @@ def _median_us(bursts: Sequence[Sequence[Sequence[int]]]) -> float:
     return round(statistics.median(took for ranks in bursts for rank in ranks for took in rank) / 1e3, 3)
 
 
-def best_ddp(records: Sequence[TrainRecord]) -> TrainRecord | None:
+def best_ddp(records: Sequence[TrainingResult]) -> TrainingResult | None:
     """The fastest way to train one network with DDP; None without one."""
     ddp = [record for record in records if record.impl.startswith(DDP)]
     return max(ddp, key=lambda record: record.samples_per_s, default=None)
 
 
-def compare(records: Sequence[TrainRecord]) -> list[TrainRecord]:
+def compare(records: Sequence[TrainingResult]) -> list[TrainingResult]:
     """The records of one network, held against each other."""
     of = {record.impl: record for record in records}
     alone, apart, ours, ddp = of.get(ALONE), of.get(APART), of.get(OURS), best_ddp(records)
 
-    def ratio(record: TrainRecord, other: TrainRecord | None, times: int = 1) -> float | None:
+    def ratio(record: TrainingResult, other: TrainingResult | None, times: int = 1) -> float | None:
         return round(record.samples_per_s / (times * other.samples_per_s), 4) if other else None
 
     return [
@@ -176,12 +183,12 @@ def compare(records: Sequence[TrainRecord]) -> list[TrainRecord]:
     ]
 
 
-def needed_bytes(model: Model, kits: Sequence[TrainKit]) -> int:
+def needed_bytes(model: BenchmarkModel, kits: Sequence[TrainingImplementation]) -> int:
     """About how much memory everybody needs together: all hold their networks, also while others have their turn."""
     return sum(kit.size for kit in kits) * (PROCESS_BYTES + COPIES * model.num_bytes)
 
 
-def no_room(model: Model, kits: Sequence[TrainKit]) -> str:
+def no_room(model: BenchmarkModel, kits: Sequence[TrainingImplementation]) -> str:
     """Why the machine has no room for it; empty when it has."""
     needed, available = needed_bytes(model, kits), psutil.virtual_memory().available
     if needed <= available:
@@ -189,12 +196,14 @@ def no_room(model: Model, kits: Sequence[TrainKit]) -> str:
     return f"needs about {needed / 2**30:.1f} GiB of memory, {available / 2**30:.1f} GiB are free"
 
 
-def train(field: Field, model: Model, batch: int, kits: Sequence[TrainKit]) -> list[TrainRecord]:
+def train(
+    field: BenchmarkRunner, model: BenchmarkModel, batch: int, kits: Sequence[TrainingImplementation]
+) -> list[TrainingResult]:
     """Start everybody anew (so that memory is of this network alone), and let them train in turn."""
     for kit in kits:
         field.start(kit, kit.size)
     of = {kit.name: kit for kit in kits}
-    lanes = [TrainLane(crew, of[crew.name], model, batch) for crew in field.crews]
+    lanes = [TrainingCase(crew, of[crew.name], model, batch) for crew in field.crews]
     field.take_turns(f"training {model.name}", lanes)
     for lane in lanes:
         field.attempt(lane, lane.weigh)

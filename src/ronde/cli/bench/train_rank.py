@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
 
-__all__ = ["Desk", "Training", "kilobytes", "main"]
+__all__ = ["TrainCommandHandler", "TrainingLoop", "kilobytes", "main"]
 
 START_S = 60.0
 """How long the ranks wait for each other at the start."""
@@ -26,31 +26,31 @@ MOMENTUM = 0.9
 
 Network = Any
 Optimizer = Any
-Settings = dict[str, Any]
+SetupFields = dict[str, Any]
 """`codec`: what gradients are on the wire, or None. For DDP also `view` and `bucket_mb`."""
 
 
-class Trainer(Protocol):
+class _TrainingLibrary(Protocol):
     """A way to train on several ranks."""
 
     rank: int
     size: int
 
-    def distribute(self, model: Network, optimizer: Optimizer, settings: Settings) -> tuple[Network, Optimizer]:
+    def distribute(self, model: Network, optimizer: Optimizer, settings: SetupFields) -> tuple[Network, Optimizer]:
         """Make them average gradients over all ranks. Networks are the same everywhere already."""
 
     def close(self) -> None:
         """Leave in good order."""
 
 
-class Apart:
+class NoCommunication:
     """Ranks that do not know of each other: nothing is averaged."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.size = size
 
-    def distribute(self, model: Network, optimizer: Optimizer, settings: Settings) -> tuple[Network, Optimizer]:
+    def distribute(self, model: Network, optimizer: Optimizer, settings: SetupFields) -> tuple[Network, Optimizer]:
         """Nothing to do."""
         return model, optimizer
 
@@ -58,7 +58,7 @@ class Apart:
         """Nothing to do."""
 
 
-class Ronde:
+class _RondeTraining:
     """ronde.torch as in its guide."""
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class Ronde:
         self.rank = ronde.rank()
         self.size = ronde.size()
 
-    def distribute(self, model: Network, optimizer: Optimizer, settings: Settings) -> tuple[Network, Optimizer]:
+    def distribute(self, model: Network, optimizer: Optimizer, settings: SetupFields) -> tuple[Network, Optimizer]:
         """The optimizer is wrapped."""
         named = model.named_parameters()
         wrap = self._ronde.torch.DistributedOptimizer
@@ -81,16 +81,16 @@ class Ronde:
         self._ronde.shutdown()
 
 
-class Lockstep(Ronde):
+class BarrierOnly(_RondeTraining):
     """Ranks that only wait for each other before every step of the optimizer."""
 
-    def distribute(self, model: Network, optimizer: Optimizer, settings: Settings) -> tuple[Network, Optimizer]:
+    def distribute(self, model: Network, optimizer: Optimizer, settings: SetupFields) -> tuple[Network, Optimizer]:
         """No gradient travels."""
         optimizer.register_step_pre_hook(lambda *_: self._ronde.barrier())
         return model, optimizer
 
 
-class Horovod:
+class _HorovodTraining:
     """A Horovod script: the compatibility package over ronde."""
 
     def __init__(self) -> None:
@@ -101,7 +101,7 @@ class Horovod:
         self.rank = hvd.rank()
         self.size = hvd.size()
 
-    def distribute(self, model: Network, optimizer: Optimizer, settings: Settings) -> tuple[Network, Optimizer]:
+    def distribute(self, model: Network, optimizer: Optimizer, settings: SetupFields) -> tuple[Network, Optimizer]:
         """The optimizer is wrapped."""
         compression = {None: self._hvd.Compression.none, "float16": self._hvd.Compression.fp16}[settings["codec"]]
         named = model.named_parameters()
@@ -112,7 +112,7 @@ class Horovod:
         self._hvd.shutdown()
 
 
-class Ddp:
+class _DdpTraining:
     """PyTorch's DistributedDataParallel over gloo. Ranks meet through a file in the directory."""
 
     def __init__(self, directory: Path, rank: int, size: int) -> None:
@@ -127,7 +127,7 @@ class Ddp:
         self.rank = rank
         self.size = size
 
-    def distribute(self, model: Network, optimizer: Optimizer, settings: Settings) -> tuple[Network, Optimizer]:
+    def distribute(self, model: Network, optimizer: Optimizer, settings: SetupFields) -> tuple[Network, Optimizer]:
         """The network is wrapped. With `view` it is told to do no more than ronde does: no copy, no buffers sent."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         from torch.nn.parallel import DistributedDataParallel
@@ -150,11 +150,11 @@ class Ddp:
         self._distributed.destroy_process_group()
 
 
-class Training:
+class TrainingLoop:
     """A network under training: always the same batch, one step after the other."""
 
     def __init__(
-        self, model: Any, batch: int, trainer: Trainer, settings: Settings
+        self, model: Any, batch: int, trainer: _TrainingLibrary, settings: SetupFields
     ) -> None:  # a Model, of a file loaded by its path
         import torch
 
@@ -221,13 +221,13 @@ def kilobytes(path: Path, fields: Iterable[str]) -> int:
     return sum(int(values[field].split()[0]) for field in fields if field in values)
 
 
-class Desk:
+class TrainCommandHandler:
     """Carries out one command after the other."""
 
-    def __init__(self, trainer: Trainer, models: Any) -> None:  # name → Model
+    def __init__(self, trainer: _TrainingLibrary, models: Any) -> None:  # name → Model
         self._trainer = trainer
         self._models = models
-        self._training: Training | None = None
+        self._training: TrainingLoop | None = None
 
     def answer(self, command: dict[str, Any]) -> dict[str, Any]:
         """Do what the command says."""
@@ -243,8 +243,8 @@ class Desk:
             case other:
                 raise ValueError(f"no such command: {other!r}")
 
-    def _prepare(self, model: str, batch: int, settings: Settings) -> dict[str, Any]:
-        self._training = Training(self._models[model], batch, self._trainer, settings)
+    def _prepare(self, model: str, batch: int, settings: SetupFields) -> dict[str, Any]:
+        self._training = TrainingLoop(self._models[model], batch, self._trainer, settings)
         self._training.step()
         return {"digest": self._training.digest()}
 
@@ -255,7 +255,7 @@ class Desk:
             self._training = None
 
 
-def _burst(training: Training, num: int) -> dict[str, Any]:
+def _burst(training: TrainingLoop, num: int) -> dict[str, Any]:
     """Nanoseconds of each of `num` steps back to back and of their backward passes, after one in which ranks meet."""
     clock = time.perf_counter_ns
     took, backward = [], []
@@ -267,22 +267,22 @@ def _burst(training: Training, num: int) -> dict[str, Any]:
     return {"took_ns": took, "backward_ns": backward}
 
 
-def join(role: str, directory: Path, place: list[str]) -> Trainer:
+def join(role: str, directory: Path, place: list[str]) -> _TrainingLibrary:
     """Start the library; ronde and Horovod know their place from their launcher."""
     import torch
 
     torch.set_num_threads(1)
     match role:
         case "ronde":
-            return Ronde()
+            return _RondeTraining()
         case "lockstep":
-            return Lockstep()
+            return BarrierOnly()
         case "hvd":
-            return Horovod()
+            return _HorovodTraining()
         case "ddp":
-            return Ddp(directory, *map(int, place))
+            return _DdpTraining(directory, *map(int, place))
         case "apart":
-            return Apart(*map(int, place))
+            return NoCommunication(*map(int, place))
         case _:
             raise ValueError(f"no such role: {role!r}")
 
@@ -302,7 +302,7 @@ def main(arguments: list[str]) -> None:
     rank.forget_neighbours()
     role, directory, *place = arguments
     trainer = join(role, Path(directory), place)
-    rank.attend(Desk(trainer, models.MODELS), Path(directory), trainer.rank, trainer.size)
+    rank.attend(TrainCommandHandler(trainer, models.MODELS), Path(directory), trainer.rank, trainer.size)
     trainer.close()
 
 

@@ -51,21 +51,21 @@ def reduce(inputs: Sequence[Array], dtype: DType, op: Op, prescale: float, posts
 def adasum(vectors: Sequence[Array]) -> Array:
     """Those beyond the largest power of two are mixed into the first ones; then neighbours, pairs, and so on."""
     full = 1 << (len(vectors).bit_length() - 1)
-    row = [_mix(vectors[i], vectors[i + full]) if i + full < len(vectors) else vectors[i] for i in range(full)]
+    row = [_combine_pair(vectors[i], vectors[i + full]) if i + full < len(vectors) else vectors[i] for i in range(full)]
     while len(row) > 1:
-        row = [_mix(first, second) for first, second in zip(row[::2], row[1::2], strict=True)]
+        row = [_combine_pair(first, second) for first, second in zip(row[::2], row[1::2], strict=True)]
     return row[0].copy()
 
 
-def _mix(first: Array, second: Array) -> Array:
+def _combine_pair(first: Array, second: Array) -> Array:
     """Both, each without half of what the other says as well."""
     a, b = first.astype(np.float64), second.astype(np.float64)
     overlap = float(a @ b)
-    mixed: Array = _share(overlap, float(a @ a)) * a + _share(overlap, float(b @ b)) * b
+    mixed: Array = _adasum_weight(overlap, float(a @ a)) * a + _adasum_weight(overlap, float(b @ b)) * b
     return mixed.astype(first.dtype)
 
 
-def _share(overlap: float, square: float) -> float:
+def _adasum_weight(overlap: float, square: float) -> float:
     # Below this a square has no precision left to divide by.
     return 1.0 - overlap / (2.0 * square) if square >= 2.0**-511 else 1.0
 

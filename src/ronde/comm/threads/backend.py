@@ -14,73 +14,73 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ronde.comm.backend import VERDICT_S, Call, ChannelSpec, Looking, Outcome
-from ronde.comm.signature import mismatch
-from ronde.comm.threads.reference import carry_out, compare, copy_across
+from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, CurrentCall
+from ronde.comm.call import Call, mismatch_error
+from ronde.comm.threads.reference import check_calls_match, copy_message, run_calls
 from ronde.comm.wording import ranks_text
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
-from ronde.types import Deadline, Kind
+from ronde.types import Deadline, OperationKind
 
-__all__ = ["Hub", "ThreadsBackend"]
+__all__ = ["ThreadsHub", "ThreadsBackend"]
 
 ALIGNMENT = 64
 
 
-class Hub:
+class ThreadsHub:
     """Where the ranks of one process find each other."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._meetings: dict[str, _Meeting] = {}
+        self._channels: dict[str, _SharedChannel] = {}
         self._lost: dict[int, str] = {}
 
-    def enter(self, spec: ChannelSpec, deadline: Deadline) -> _Meeting:
+    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> _SharedChannel:
         """Come to the meeting, and wait for all its members."""
         with self._changed:
-            meeting = self._meetings.setdefault(spec.id, _Meeting(spec.id, spec.members))
+            meeting = self._channels.setdefault(spec.id, _SharedChannel(spec.id, spec.members))
             if meeting.members != spec.members:
                 sides = f"{ranks_text(meeting.members)} and {ranks_text(spec.members)}"
                 raise ValueError(f"channel {spec.id} was opened for different members: {sides}")
-            meeting.present.add(spec.me)
+            meeting.present.add(spec.member_index)
             self._changed.notify_all()
             try:
                 self._wait_for_all(meeting, spec, deadline)
             except RondeError:
-                self._meetings.pop(spec.id, None)
+                self._channels.pop(spec.id, None)
                 raise
             return meeting
 
-    def leave(self, meeting: _Meeting, me: int) -> None:
+    def close_channel(self, channel: _SharedChannel, member_index: int) -> None:
         """The last one to leave ends the meeting."""
         with self._changed:
-            meeting.present.discard(me)
-            if not meeting.present:
-                self._meetings.pop(meeting.id, None)
+            channel.present.discard(member_index)
+            if not channel.present:
+                self._channels.pop(channel.id, None)
 
-    def lost(self, rank: int, why: str) -> None:
+    def rank_lost(self, rank: int, why: str) -> None:
         """Nobody has to wait for this rank any more."""
         with self._changed:
             self._lost.setdefault(rank, why)
             self._changed.notify_all()
 
-    def _wait_for_all(self, meeting: _Meeting, spec: ChannelSpec, deadline: Deadline) -> None:
+    def _wait_for_all(self, channel: _SharedChannel, spec: ChannelSpec, deadline: Deadline) -> None:
         opening = f"opening channel {spec.id}"
-        while not meeting.opened:
-            missing = [rank for index, rank in enumerate(spec.members) if index not in meeting.present]
-            meeting.opened = not missing
+        while not channel.opened:
+            missing = [rank for index, rank in enumerate(spec.members) if index not in channel.present]
+            channel.opened = not missing
             for rank in missing:
                 if rank in self._lost:
-                    raise PeerLost(rank=spec.members[spec.me], peer=rank, op=opening, why=self._lost[rank])
-            if missing and not self._changed.wait(deadline.left_s) and deadline.passed:
-                raise StartFailed(f"{opening}: {ranks_text(missing)} did not come within {deadline.seconds:g} s")
+                    raise PeerLost(rank=spec.members[spec.member_index], peer=rank, op=opening, why=self._lost[rank])
+            if missing and not self._changed.wait(deadline.remaining_s) and deadline.expired:
+                raise StartFailed(f"{opening}: {ranks_text(missing)} did not come within {deadline.timeout_s:g} s")
         self._changed.notify_all()
 
 
 @dataclass(eq=False, slots=True)
-class _Turn:
+class _MemberCall:
     """One call of one member, and what became of it."""
 
-    me: int
+    member_index: int
     call: Call
     deadline: Deadline
     start_ns: int
@@ -90,14 +90,14 @@ class _Turn:
 
 
 @dataclass(eq=False, slots=True)
-class _Pair:
+class _PointToPointQueues:
     """Messages from one member to another that have not met yet."""
 
-    sends: deque[_Turn] = field(default_factory=deque)
-    receives: deque[_Turn] = field(default_factory=deque)
+    sends: deque[_MemberCall] = field(default_factory=deque)
+    receives: deque[_MemberCall] = field(default_factory=deque)
 
 
-class _Meeting:
+class _SharedChannel:
     """The shared state of one channel. Everything happens under one lock."""
 
     def __init__(self, id: str, members: tuple[int, ...]) -> None:
@@ -106,60 +106,64 @@ class _Meeting:
         self.present: set[int] = set()
         self.opened = False
         self._changed = threading.Condition()
-        self._queues: list[deque[_Turn]] = [deque() for _ in members]
-        self._pairs: dict[tuple[int, int], _Pair] = {}
+        self._queues: list[deque[_MemberCall]] = [deque() for _ in members]
+        self._pairs: dict[tuple[int, int], _PointToPointQueues] = {}
         self._aborted: tuple[int, str] | None = None
-        self._deserted: tuple[int, Deadline] | None = None
+        self._first_closed: tuple[int, Deadline] | None = None
         """Who closed the channel first, and until when to wait for an abort that says why."""
 
-    def submit(self, me: int, call: Call, deadline: Deadline) -> _Turn:
-        turn = _Turn(me, call, deadline, time.monotonic_ns())
+    def submit(self, member_index: int, call: Call, deadline: Deadline) -> _MemberCall:
+        turn = _MemberCall(member_index, call, deadline, time.monotonic_ns())
         with self._changed:
             self._check(turn)
-            if call.kind in (Kind.SEND, Kind.RECEIVE):
-                self._pass_on(turn)
+            if call.kind in (OperationKind.SEND, OperationKind.RECEIVE):
+                self._match_point_to_point(turn)
             else:
-                self._queues[me].append(turn)
+                self._queues[member_index].append(turn)
                 self._advance()
             self._changed.notify_all()
         return turn
 
-    def wait(self, turn: _Turn, deadline: Deadline) -> Outcome:
+    def wait(self, member_call: _MemberCall, deadline: Deadline) -> CallTiming:
         with self._changed:
-            while not turn.end_ns:
-                self._check(turn)
-                self._changed.wait(min(deadline.left_s, turn.deadline.left_s))
-                if not turn.end_ns and self._aborted is None and (deadline.passed or turn.deadline.passed):
-                    raise self._timeout(turn, deadline)
-        if turn.error is not None:
-            raise turn.error
-        return Outcome(turn.start_ns, turn.ready_ns, turn.end_ns, "threads")
+            while not member_call.end_ns:
+                self._check(member_call)
+                self._changed.wait(min(deadline.remaining_s, member_call.deadline.remaining_s))
+                if (
+                    not member_call.end_ns
+                    and self._aborted is None
+                    and (deadline.expired or member_call.deadline.expired)
+                ):
+                    raise self._make_timeout(member_call, deadline)
+        if member_call.error is not None:
+            raise member_call.error
+        return CallTiming(member_call.start_ns, member_call.ready_ns, member_call.end_ns, "threads")
 
-    def done(self, turn: _Turn) -> bool:
-        return bool(turn.end_ns or self._aborted or self._deserted) or turn.deadline.passed
+    def done(self, member_call: _MemberCall) -> bool:
+        return bool(member_call.end_ns or self._aborted or self._first_closed) or member_call.deadline.expired
 
-    def abort(self, lost: int, why: str) -> None:
+    def abort(self, lost_rank: int, why: str) -> None:
         with self._changed:
             if self._aborted is None:
-                self._aborted = (lost, why)
+                self._aborted = (lost_rank, why)
                 self._changed.notify_all()
 
-    def desert(self, me: int) -> None:
+    def close_member(self, member_index: int) -> None:
         with self._changed:
-            if self._deserted is None:
-                self._deserted = (me, Deadline(VERDICT_S))
+            if self._first_closed is None:
+                self._first_closed = (member_index, Deadline(LOSS_REASON_S))
                 self._changed.notify_all()
 
-    def look(self, me: int) -> Looking | None:
+    def current_call(self, member_index: int) -> CurrentCall | None:
         with self._changed:
-            if self._queues[me]:
-                turn = self._queues[me][0]
+            if self._queues[member_index]:
+                turn = self._queues[member_index][0]
                 missing = tuple(index for index, queue in enumerate(self._queues) if not queue)
-                return Looking(turn.call.text, turn.start_ns, missing)
+                return CurrentCall(turn.call.description, turn.start_ns, missing)
             for pair in self._pairs.values():
                 for turn in (*pair.sends, *pair.receives):
-                    if turn.me == me:
-                        return Looking(turn.call.text, turn.start_ns, (turn.call.peer,))
+                    if turn.member_index == member_index:
+                        return CurrentCall(turn.call.description, turn.start_ns, (turn.call.peer,))
         return None
 
     def _advance(self) -> None:
@@ -167,116 +171,120 @@ class _Meeting:
         while all(self._queues):
             turns = [queue[0] for queue in self._queues]
             calls = [turn.call for turn in turns]
-            everybody_joined = all(call.kind is Kind.JOIN for call in calls)
+            everybody_joined = all(call.kind is OperationKind.JOIN for call in calls)
             ready_ns = time.monotonic_ns()
             error: Exception | None = None
             try:
-                compare(self.members, calls)
-                carry_out(calls)
+                check_calls_match(self.members, calls)
+                run_calls(calls)
             except Exception as caught:  # the edge between members: all of them must learn of it
                 error = caught
             for turn, queue in zip(turns, self._queues, strict=True):
                 # Who has joined stays for the next call of the others.
-                if turn.call.kind is not Kind.JOIN or everybody_joined or error is not None:
+                if turn.call.kind is not OperationKind.JOIN or everybody_joined or error is not None:
                     queue.popleft()
-                    _settle(turn, ready_ns, error)
+                    _finish(turn, ready_ns, error)
 
-    def _pass_on(self, turn: _Turn) -> None:
-        me, peer = turn.me, turn.call.peer
-        is_send = turn.call.kind is Kind.SEND
-        pair = self._pairs.setdefault((me, peer) if is_send else (peer, me), _Pair())
-        (pair.sends if is_send else pair.receives).append(turn)
+    def _match_point_to_point(self, member_call: _MemberCall) -> None:
+        me, peer = member_call.member_index, member_call.call.peer
+        is_send = member_call.call.kind is OperationKind.SEND
+        pair = self._pairs.setdefault((me, peer) if is_send else (peer, me), _PointToPointQueues())
+        (pair.sends if is_send else pair.receives).append(member_call)
         if not (pair.sends and pair.receives):
             return
         send, receive = pair.sends.popleft(), pair.receives.popleft()
         ready_ns = time.monotonic_ns()
         error: Exception | None = None
-        if send.call.signature == receive.call.signature:
-            copy_across(send.call, receive.call)
+        if send.call.signature_hash == receive.call.signature_hash:
+            copy_message(send.call, receive.call)
         else:
-            error = mismatch({self.members[each.me]: each.call.text for each in (send, receive)})
-        _settle(send, ready_ns, error)
-        _settle(receive, ready_ns, error)
+            error = mismatch_error({self.members[each.member_index]: each.call.description for each in (send, receive)})
+        _finish(send, ready_ns, error)
+        _finish(receive, ready_ns, error)
 
-    def _check(self, turn: _Turn) -> None:
+    def _check(self, member_call: _MemberCall) -> None:
         """Raise when nothing can be done here any more."""
-        while self._deserted is not None and self._aborted is None:
-            who, patience = self._deserted
-            if who == turn.me:
-                raise RoundEnded(f"{turn.call.text} cannot finish: channel {self.id} is closed")
-            if not self._changed.wait(patience.left_s) and patience.passed:
+        while self._first_closed is not None and self._aborted is None:
+            who, patience = self._first_closed
+            if who == member_call.member_index:
+                raise RoundEnded(f"{member_call.call.description} cannot finish: channel {self.id} is closed")
+            if not self._changed.wait(patience.remaining_s) and patience.expired:
                 self._aborted = (self.members[who], f"it has closed channel {self.id}")
-        if self._aborted is None or turn.end_ns:
+        if self._aborted is None or member_call.end_ns:
             return
         lost, why = self._aborted
-        if lost >= 0 and lost != self.members[turn.me]:
-            raise PeerLost(rank=self.members[turn.me], peer=lost, op=turn.call.text, why=why)
-        raise RoundEnded(f"{turn.call.text} cannot finish: {why}")
+        if lost >= 0 and lost != self.members[member_call.member_index]:
+            raise PeerLost(
+                rank=self.members[member_call.member_index], peer=lost, op=member_call.call.description, why=why
+            )
+        raise RoundEnded(f"{member_call.call.description} cannot finish: {why}")
 
-    def _timeout(self, turn: _Turn, deadline: Deadline) -> OperationTimeout:
-        own, call = turn.deadline.passed, turn.call
+    def _make_timeout(self, member_call: _MemberCall, deadline: Deadline) -> OperationTimeout:
+        own, call = member_call.deadline.expired, member_call.call
         late = [index for index, queue in enumerate(self._queues) if not queue]
-        missing = [call.peer] if call.kind in (Kind.SEND, Kind.RECEIVE) else late
+        missing = [call.peer] if call.kind in (OperationKind.SEND, OperationKind.RECEIVE) else late
         waiting = f", waiting for {ranks_text(self.members[index] for index in missing)}" if missing else ""
-        error = OperationTimeout(f"{call.text} took over {(turn.deadline if own else deadline).seconds:g} s{waiting}")
+        error = OperationTimeout(
+            f"{call.description} took over {(member_call.deadline if own else deadline).timeout_s:g} s{waiting}"
+        )
         if own:  # for every member: the order of calls is lost
-            self._aborted = (-1, f"rank {self.members[turn.me]} gave up: {error}")
+            self._aborted = (-1, f"rank {self.members[member_call.member_index]} gave up: {error}")
             self._changed.notify_all()
         return error
 
 
-def _settle(turn: _Turn, ready_ns: int, error: Exception | None) -> None:
-    turn.error = error
-    turn.ready_ns = ready_ns
-    turn.end_ns = time.monotonic_ns()
+def _finish(member_call: _MemberCall, ready_ns: int, error: Exception | None) -> None:
+    member_call.error = error
+    member_call.ready_ns = ready_ns
+    member_call.end_ns = time.monotonic_ns()
 
 
-class _Ticket:
+class _ThreadsRunningCall:
     """A call under way."""
 
-    def __init__(self, meeting: _Meeting, turn: _Turn) -> None:
-        self._meeting = meeting
-        self._turn = turn
+    def __init__(self, channel: _SharedChannel, member_call: _MemberCall) -> None:
+        self._channel = channel
+        self._member_call = member_call
 
     def done(self) -> bool:
-        return self._meeting.done(self._turn)
+        return self._channel.done(self._member_call)
 
-    def wait(self, deadline: Deadline) -> Outcome:
-        return self._meeting.wait(self._turn, deadline)
+    def wait(self, deadline: Deadline) -> CallTiming:
+        return self._channel.wait(self._member_call, deadline)
 
 
-class _Channel:
+class _ThreadsChannel:
     """One member's place in a meeting."""
 
-    def __init__(self, hub: Hub, spec: ChannelSpec, meeting: _Meeting) -> None:
+    def __init__(self, hub: ThreadsHub, spec: ChannelSpec, shared: _SharedChannel) -> None:
         self.spec = spec
         self._hub = hub
-        self._meeting = meeting
+        self._shared = shared
         self._closed = False
         room = np.zeros(spec.bucket_bytes + ALIGNMENT, np.uint8)
         start = -room.__array_interface__["data"][0] % ALIGNMENT
         self._bucket = room[start : start + spec.bucket_bytes]
 
-    def run(self, call: Call, deadline: Deadline) -> Outcome:
-        return self._meeting.wait(self._meeting.submit(self.spec.me, call, deadline), deadline)
+    def run(self, call: Call, deadline: Deadline) -> CallTiming:
+        return self._shared.wait(self._shared.submit(self.spec.member_index, call, deadline), deadline)
 
-    def submit(self, call: Call, deadline: Deadline) -> _Ticket:
-        return _Ticket(self._meeting, self._meeting.submit(self.spec.me, call, deadline))
+    def submit(self, call: Call, deadline: Deadline) -> _ThreadsRunningCall:
+        return _ThreadsRunningCall(self._shared, self._shared.submit(self.spec.member_index, call, deadline))
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         return self._bucket
 
-    def look(self) -> Looking | None:
-        return self._meeting.look(self.spec.me)
+    def current_call(self) -> CurrentCall | None:
+        return self._shared.current_call(self.spec.member_index)
 
-    def abort(self, *, lost: int = -1, why: str) -> None:
-        self._meeting.abort(lost, why)
+    def abort(self, *, lost_rank: int = -1, why: str) -> None:
+        self._shared.abort(lost_rank, why)
 
     def close(self) -> None:
         if not self._closed:
             self._closed = True
-            self._meeting.desert(self.spec.me)
-            self._hub.leave(self._meeting, self.spec.me)
+            self._shared.close_member(self.spec.member_index)
+            self._hub.close_channel(self._shared, self.spec.member_index)
 
 
 class ThreadsBackend:
@@ -284,16 +292,16 @@ class ThreadsBackend:
 
     name = "threads"
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: ThreadsHub) -> None:
         self._hub = hub
 
-    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> _Channel:
+    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> _ThreadsChannel:
         """Wait for all members and make the channel."""
-        return _Channel(self._hub, spec, self._hub.enter(spec, deadline))
+        return _ThreadsChannel(self._hub, spec, self._hub.open_channel(spec, deadline))
 
-    def lost(self, rank: int, why: str) -> None:
+    def rank_lost(self, rank: int, why: str) -> None:
         """End the waits for this rank in open_channel."""
-        self._hub.lost(rank, why)
+        self._hub.rank_lost(rank, why)
 
     def close(self) -> None:
         """Nothing is held."""

@@ -10,66 +10,67 @@ from itertools import accumulate
 
 import numpy as np
 
-from ronde.comm.backend import Call, Part
-from ronde.comm.buffers import Array, at_address
-from ronde.comm.signature import mismatch
+from ronde.comm.buffers import Array, array_at
+from ronde.comm.call import Call, Span, mismatch_error
 from ronde.comm.threads.arithmetic import reduce
-from ronde.types import DType, Kind, Op
+from ronde.types import DType, Op, OperationKind
 
-__all__ = ["carry_out", "compare", "copy_across"]
+__all__ = ["run_calls", "check_calls_match", "copy_message"]
 
 
-def compare(members: Sequence[int], calls: Sequence[Call]) -> None:
+def check_calls_match(members: Sequence[int], calls: Sequence[Call]) -> None:
     """Raise Mismatch, the same for everybody, unless the members (ranks of the world) ask for the same.
 
     A member whose call is JOIN takes part in an allreduce of the others, and in nothing else.
     """
-    asked = [call for call in calls if call.kind is not Kind.JOIN]
+    asked = [call for call in calls if call.kind is not OperationKind.JOIN]
     if not asked:
         return
     first = asked[0]
-    agree = all((call.kind, call.signature, call.peer) == (first.kind, first.signature, first.peer) for call in asked)
-    joined_alone = len(asked) == len(calls) or first.kind is Kind.ALLREDUCE
+    agree = all(
+        (call.kind, call.signature_hash, call.peer) == (first.kind, first.signature_hash, first.peer) for call in asked
+    )
+    joined_alone = len(asked) == len(calls) or first.kind is OperationKind.ALLREDUCE
     if not agree or not joined_alone:
-        raise mismatch({rank: call.text for rank, call in zip(members, calls, strict=True)})
+        raise mismatch_error({rank: call.description for rank, call in zip(members, calls, strict=True)})
 
 
-def carry_out(calls: Sequence[Call]) -> None:
+def run_calls(calls: Sequence[Call]) -> None:
     """Do what the members ask for. They agree on it; those that have joined give zeros and take nothing."""
-    asked = [call for call in calls if call.kind is not Kind.JOIN]
-    work = _WORK.get(asked[0].kind) if asked else None
+    asked = [call for call in calls if call.kind is not OperationKind.JOIN]
+    work = _RUN_BY_KIND.get(asked[0].kind) if asked else None
     if work is not None:
         work(calls)
 
 
-def copy_across(send: Call, receive: Call) -> None:
+def copy_message(send: Call, receive: Call) -> None:
     """A message from one member to another."""
-    _write(receive.parts, _read(send), send.dtype)
+    _write(receive.spans, _read(send), send.dtype)
 
 
 def _allreduce(calls: Sequence[Call]) -> None:
-    asked = [call for call in calls if call.kind is not Kind.JOIN]
+    asked = [call for call in calls if call.kind is not OperationKind.JOIN]
     first = asked[0]
-    zeros = np.zeros(sum(part.count for part in first.parts), first.dtype.numpy)
-    inputs = [zeros if call.kind is Kind.JOIN else _read(call) for call in calls]
+    zeros = np.zeros(sum(part.count for part in first.spans), first.dtype.numpy)
+    inputs = [zeros if call.kind is OperationKind.JOIN else _read(call) for call in calls]
     # Adasum weighs every array by itself; to the others the arrays are one.
-    ends = _starts([part.count for part in first.parts])[1:-1] if first.op is Op.ADASUM else []
+    ends = _starts([part.count for part in first.spans])[1:-1] if first.op is Op.ADASUM else []
     pieces = zip(*[np.split(array, ends) for array in inputs], strict=True)
     result = np.concatenate([reduce(p, first.dtype, first.op, first.prescale, first.postscale) for p in pieces])
     for call in asked:
-        _write(call.parts, result, call.dtype)
+        _write(call.spans, result, call.dtype)
 
 
 def _allgather(calls: Sequence[Call]) -> None:
     everything = np.concatenate([_read(call) for call in calls])
     for call in calls:
-        at_address(call.parts[0].target, len(everything), call.dtype.numpy)[:] = everything
+        array_at(call.spans[0].output, len(everything), call.dtype.numpy)[:] = everything
 
 
 def _broadcast(calls: Sequence[Call]) -> None:
     data = _read(calls[calls[0].peer])
     for call in calls:
-        _write(call.parts, data, call.dtype)
+        _write(call.spans, data, call.dtype)
 
 
 def _reduce_scatter(calls: Sequence[Call]) -> None:
@@ -77,7 +78,7 @@ def _reduce_scatter(calls: Sequence[Call]) -> None:
     result = reduce([_read(call) for call in calls], first.dtype, first.op, first.prescale, first.postscale)
     starts = _starts(first.counts)
     for call, start, count in zip(calls, starts, first.counts or (), strict=False):
-        at_address(call.parts[0].target, count, call.dtype.numpy)[:] = result[start : start + count]
+        array_at(call.spans[0].output, count, call.dtype.numpy)[:] = result[start : start + count]
 
 
 def _alltoall(calls: Sequence[Call]) -> None:
@@ -87,27 +88,27 @@ def _alltoall(calls: Sequence[Call]) -> None:
         given.append([data[start : start + count] for start, count in zip(starts, call.splits or (), strict=False)])
     for me, call in enumerate(calls):
         mine = np.concatenate([row[me] for row in given])
-        at_address(call.parts[0].target, len(mine), call.dtype.numpy)[:] = mine
+        array_at(call.spans[0].output, len(mine), call.dtype.numpy)[:] = mine
 
 
-_WORK: dict[Kind, Callable[[Sequence[Call]], None]] = {
-    Kind.ALLREDUCE: _allreduce,
-    Kind.ALLGATHER: _allgather,
-    Kind.BROADCAST: _broadcast,
-    Kind.REDUCE_SCATTER: _reduce_scatter,
-    Kind.ALLTOALL: _alltoall,
+_RUN_BY_KIND: dict[OperationKind, Callable[[Sequence[Call]], None]] = {
+    OperationKind.ALLREDUCE: _allreduce,
+    OperationKind.ALLGATHER: _allgather,
+    OperationKind.BROADCAST: _broadcast,
+    OperationKind.REDUCE_SCATTER: _reduce_scatter,
+    OperationKind.ALLTOALL: _alltoall,
 }
 
 
 def _read(call: Call) -> Array:
     """All parts of a member, one after the other, in memory of our own: outputs may overlap with inputs."""
-    views = [at_address(part.source, part.count, call.dtype.numpy) for part in call.parts]
+    views = [array_at(part.input, part.count, call.dtype.numpy) for part in call.spans]
     return np.concatenate(views) if views else np.empty(0, call.dtype.numpy)
 
 
-def _write(parts: Sequence[Part], data: Array, dtype: DType) -> None:
+def _write(parts: Sequence[Span], data: Array, dtype: DType) -> None:
     for part, start in zip(parts, _starts([part.count for part in parts]), strict=False):
-        at_address(part.target, part.count, dtype.numpy)[:] = data[start : start + part.count]
+        array_at(part.output, part.count, dtype.numpy)[:] = data[start : start + part.count]
 
 
 def _starts(counts: Sequence[int] | None) -> list[int]:

@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from ronde.launch.output.options import Place, PrintOptions
+from ronde.launch.output.printer import OutputOptions
+from ronde.launch.output.terminal import TerminalInfo
 from tests.unit.launch.output.bars import rich_progress, tqdm_bar, tqdm_nested
 from tests.unit.launch.output.screens import PLAIN, Screens
 
-SHARED = replace(PLAIN, place=Place(shared=True))
+SHARED = replace(PLAIN, terminal_info=TerminalInfo(same_file=True))
 
 
 def test_a_bar_on_a_pipe_is_one_line() -> None:
@@ -115,7 +116,7 @@ def test_a_prompt_stays_below_what_others_print_on_a_terminal() -> None:
 
 
 def test_a_bar_on_stderr_shows_although_stdout_goes_to_a_file() -> None:
-    screens = Screens(1, PrintOptions(place=Place(err_terminal=True)))
+    screens = Screens(1, OutputOptions(terminal_info=TerminalInfo(err_is_terminal=True)))
     screens.say(0, b"result\n")
     screens.say(0, b"\r10%", stream="err")
     assert screens.printed() == "[0] result\n"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import StartFailed
-from ronde.launch.output.files import RankFiles
+from ronde.launch.output.files import RankOutputFiles
 
 
 def test_every_rank_has_a_file_for_each_stream_from_the_start(tmp_path: Path) -> None:
-    RankFiles(str(tmp_path / "new" / "folder"), num_ranks=11, tell=pytest.fail).close()
+    RankOutputFiles(str(tmp_path / "new" / "folder"), num_ranks=11, print_message=pytest.fail).close()
     names = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
     assert names[:4] == ["rank-00.err", "rank-00.out", "rank-01.err", "rank-01.out"]
     assert len(names) == 22
@@ -20,7 +20,7 @@ def test_every_rank_has_a_file_for_each_stream_from_the_start(tmp_path: Path) ->
 def test_the_files_of_a_rank_may_have_a_folder_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "rank-7.out").write_text("not of this kind")
-    files = RankFiles(str(tmp_path / "new"), num_ranks=11, tell=pytest.fail, nested=True)
+    files = RankOutputFiles(str(tmp_path / "new"), num_ranks=11, print_message=pytest.fail, horovod_layout=True)
     files.write(3, "err", b"oh\n")
     files.close()
     assert (tmp_path / "new" / "rank.03" / "stderr").read_bytes() == b"oh\n"
@@ -29,7 +29,7 @@ def test_the_files_of_a_rank_may_have_a_folder_of_their_own(tmp_path: Path) -> N
 
 
 def test_bytes_are_written_as_they_come_and_can_be_read_at_once(tmp_path: Path) -> None:
-    files = RankFiles(str(tmp_path), num_ranks=2, tell=pytest.fail)
+    files = RankOutputFiles(str(tmp_path), num_ranks=2, print_message=pytest.fail)
     files.write(1, "out", b"\r50%\xff\x00")
     files.write(1, "out", b"\r100%\r\n")
     assert (tmp_path / "rank-1.out").read_bytes() == b"\r50%\xff\x00\r100%\r\n"
@@ -42,7 +42,7 @@ def test_files_of_an_earlier_run_are_overwritten_or_removed_and_others_left_alon
     for name in {"rank-0.out", "rank-7.out", "rank-7.err", "rank-00.out", *others}:
         (tmp_path / name).write_text("old")
     (tmp_path / "rank-8.out").mkdir()
-    RankFiles(str(tmp_path), num_ranks=2, tell=pytest.fail).close()
+    RankOutputFiles(str(tmp_path), num_ranks=2, print_message=pytest.fail).close()
     new = {"rank-0.out", "rank-0.err", "rank-1.out", "rank-1.err"}
     assert {path.name for path in tmp_path.iterdir()} == new | others | {"rank-8.out"}
     assert all((tmp_path / name).read_text() == "" for name in new)
@@ -50,7 +50,7 @@ def test_files_of_an_earlier_run_are_overwritten_or_removed_and_others_left_alon
 
 
 def test_more_ranks_than_descriptors_are_no_problem(tmp_path: Path) -> None:
-    files = RankFiles(str(tmp_path), num_ranks=300, tell=pytest.fail)
+    files = RankOutputFiles(str(tmp_path), num_ranks=300, print_message=pytest.fail)
     for part in (b"a", b"b", b"c"):
         for rank in range(300):
             files.write(rank, "out", part)
@@ -63,7 +63,7 @@ def test_a_full_disk_is_told_once_and_the_other_files_go_on(tmp_path: Path) -> N
     for name in ("rank-0.out", "rank-1.out"):
         (tmp_path / name).symlink_to("/dev/full")
     told: list[str] = []
-    files = RankFiles(str(tmp_path), num_ranks=3, tell=told.append)
+    files = RankOutputFiles(str(tmp_path), num_ranks=3, print_message=told.append)
     for rank in (0, 0, 1, 2):
         files.write(rank, "out", b"data")
     assert told == [
@@ -77,7 +77,7 @@ def test_a_full_disk_is_told_once_and_the_other_files_go_on(tmp_path: Path) -> N
 
 
 def test_a_file_that_failed_stays_a_true_beginning(tmp_path: Path) -> None:
-    files = RankFiles(str(tmp_path), num_ranks=1, tell=lambda words: None)
+    files = RankOutputFiles(str(tmp_path), num_ranks=1, print_message=lambda words: None)
     files.write(0, "out", b"one ")
     files.close()
     path = tmp_path / "rank-0.out"
@@ -94,4 +94,4 @@ def test_a_file_that_failed_stays_a_true_beginning(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_made_is_named_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(StartFailed, match=r"cannot make the output file .*/taken/logs: Not a directory"):
-        RankFiles(str(tmp_path / "taken" / "logs"), num_ranks=1, tell=pytest.fail)
+        RankOutputFiles(str(tmp_path / "taken" / "logs"), num_ranks=1, print_message=pytest.fail)

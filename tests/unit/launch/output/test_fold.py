@@ -6,90 +6,90 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.launch.messages import Stream
-from ronde.launch.output.fold import WINDOW_S, Fold, Print
-from ronde.launch.output.labels import join_ranks
-from ronde.launch.output.rows import Text
+from ronde.launch.output.folding import FOLD_WINDOW_S, FoldedLines, LineFolder
+from ronde.launch.output.progress import StreamText
+from ronde.launch.protocol import StdStream
+from ronde.text import format_rank_ranges
 
 
-def put(fold: Fold, rank: int, *lines: str, at_s: float = 0.0) -> None:
-    fold.put(rank, "out", Text("".join(f"{line}\n" for line in lines).encode()), at_s)
+def put(fold: LineFolder, rank: int, *lines: str, at_s: float = 0.0) -> None:
+    fold.add(rank, "out", StreamText("".join(f"{line}\n" for line in lines).encode()), at_s)
 
 
-def shown(prints: list[Print]) -> list[str]:
-    return [f"[{join_ranks(p.ranks)}] {line}" for p in prints for line in p.text.data.decode().splitlines()]
+def shown(prints: list[FoldedLines]) -> list[str]:
+    return [f"[{format_rank_ranges(p.ranks)}] {line}" for p in prints for line in p.text.data.decode().splitlines()]
 
 
 def test_a_line_of_all_ranks_goes_at_once() -> None:
-    fold = Fold(3)
+    fold = LineFolder(3)
     put(fold, 0, "a")
     put(fold, 1, "a")
-    assert fold.take(0.0) == []
+    assert fold.take_ready(0.0) == []
     put(fold, 2, "a")
-    assert shown(fold.take(0.0)) == ["[0-2] a"]
-    assert fold.next_s(0.0) is None
+    assert shown(fold.take_ready(0.0)) == ["[0-2] a"]
+    assert fold.next_due_s(0.0) is None
 
 
 def test_a_line_waits_for_others_only_so_long() -> None:
-    fold = Fold(4)
+    fold = LineFolder(4)
     put(fold, 0, "a")
     put(fold, 2, "a", at_s=0.05)
     put(fold, 3, "a", at_s=0.06)
-    assert fold.take(0.09) == []
-    assert fold.next_s(0.09) == WINDOW_S
-    assert shown(fold.take(WINDOW_S)) == ["[0,2-3] a"]
+    assert fold.take_ready(0.09) == []
+    assert fold.next_due_s(0.09) == FOLD_WINDOW_S
+    assert shown(fold.take_ready(FOLD_WINDOW_S)) == ["[0,2-3] a"]
 
 
 def test_lines_that_differ_do_not_keep_equal_lines_apart() -> None:
-    fold = Fold(4)
+    fold = LineFolder(4)
     for rank in range(4):
         put(fold, rank, f"hello from {rank}", "", "building", "", "epoch 0", at_s=rank / 100)
     hellos = [f"[{rank}] hello from {rank}" for rank in range(4)]
-    lines = [line for now in (0.1, 0.11, 0.12, 0.13) for line in shown(fold.take(now))]
+    lines = [line for now in (0.1, 0.11, 0.12, 0.13) for line in shown(fold.take_ready(now))]
     assert lines == [*hellos, "[0-3] ", "[0-3] building", "[0-3] ", "[0-3] epoch 0"]
 
 
 def test_a_line_that_stands_further_back_elsewhere_waits_twice_as_long_at_most() -> None:
-    fold = Fold(2)
+    fold = LineFolder(2)
     put(fold, 0, "a", "b")
     put(fold, 1, "b", "a")
-    assert fold.take(WINDOW_S) == []
-    assert fold.next_s(WINDOW_S) == 2 * WINDOW_S
-    assert shown(fold.take(2 * WINDOW_S)) == ["[0] a", "[0-1] b", "[1] a"]
+    assert fold.take_ready(FOLD_WINDOW_S) == []
+    assert fold.next_due_s(FOLD_WINDOW_S) == 2 * FOLD_WINDOW_S
+    assert shown(fold.take_ready(2 * FOLD_WINDOW_S)) == ["[0] a", "[0-1] b", "[1] a"]
 
 
 def test_a_line_repeated_by_one_rank_does_not_wait_for_itself() -> None:
-    fold = Fold(2)
+    fold = LineFolder(2)
     put(fold, 0, *["again"] * 5)
-    assert shown(fold.take(WINDOW_S)) == ["[0] again"] * 5
+    assert shown(fold.take_ready(FOLD_WINDOW_S)) == ["[0] again"] * 5
 
 
 def test_nobody_waits_for_ranks_that_have_ended() -> None:
-    fold = Fold(3)
+    fold = LineFolder(3)
     put(fold, 0, "a")
     put(fold, 1, "a")
-    fold.end(2)
-    assert shown(fold.take(0.0)) == ["[0-1] a"]
+    fold.rank_exited(2)
+    assert shown(fold.take_ready(0.0)) == ["[0-1] a"]
     put(fold, 0, "b")
-    fold.end(1)
-    assert shown(fold.take(0.0)) == ["[0] b"]
+    fold.rank_exited(1)
+    assert shown(fold.take_ready(0.0)) == ["[0] b"]
 
 
 def test_the_last_lines_of_an_ended_rank_still_fold() -> None:
-    fold = Fold(2)
+    fold = LineFolder(2)
     put(fold, 0, "bye")
-    fold.end(0)
-    assert fold.take(0.0) == []
+    fold.rank_exited(0)
+    assert fold.take_ready(0.0) == []
     put(fold, 1, "bye", at_s=0.05)
-    assert shown(fold.take(0.05)) == ["[0-1] bye"]
+    assert shown(fold.take_ready(0.05)) == ["[0-1] bye"]
 
 
 def test_the_two_streams_do_not_fold_into_each_other_but_keep_their_order() -> None:
-    fold = Fold(2)
+    fold = LineFolder(2)
     for rank in range(2):
-        fold.put(rank, "out" if rank else "err", Text(b"a\n"), 0.0)
-        fold.put(rank, "out", Text(b"b\n"), 0.0)
-    prints = fold.take(0.0, everything=True)
+        fold.add(rank, "out" if rank else "err", StreamText(b"a\n"), 0.0)
+        fold.add(rank, "out", StreamText(b"b\n"), 0.0)
+    prints = fold.take_ready(0.0, flush=True)
     assert [(p.ranks, p.stream, p.text.data) for p in prints] == [
         ((0,), "err", b"a\n"),
         ((1,), "out", b"a\n"),
@@ -98,32 +98,32 @@ def test_the_two_streams_do_not_fold_into_each_other_but_keep_their_order() -> N
 
 
 def test_a_piece_of_an_open_line_does_not_wait_but_keeps_its_place() -> None:
-    fold = Fold(2)
+    fold = LineFolder(2)
     put(fold, 0, "before")
-    fold.put(0, "out", Text(b"piece"), 0.0)
-    fold.put(0, "out", Text(b" end\n", continued=True), 0.0)
-    assert fold.take(0.0) == []
-    assert [p.text.data for p in fold.take(WINDOW_S)] == [b"before\n", b"piece", b" end\n"]
+    fold.add(0, "out", StreamText(b"piece"), 0.0)
+    fold.add(0, "out", StreamText(b" end\n", continued=True), 0.0)
+    assert fold.take_ready(0.0) == []
+    assert [p.text.data for p in fold.take_ready(FOLD_WINDOW_S)] == [b"before\n", b"piece", b" end\n"]
 
 
 def test_what_was_on_the_screen_as_a_bar_does_not_wait() -> None:
-    fold = Fold(2)
-    fold.put(0, "out", Text(b"100%\n", urgent=True), 0.0)
-    assert shown(fold.take(0.0)) == ["[0] 100%"]
+    fold = LineFolder(2)
+    fold.add(0, "out", StreamText(b"100%\n", urgent=True), 0.0)
+    assert shown(fold.take_ready(0.0)) == ["[0] 100%"]
 
 
 def test_when_very_much_waits_it_goes_without_waiting() -> None:
-    fold = Fold(2)
+    fold = LineFolder(2)
     for index in range(400):
         put(fold, 0, f"{index}" + "x" * 10_000)
-    assert len(shown(fold.take(0.0))) == 400
+    assert len(shown(fold.take_ready(0.0))) == 400
 
 
 def test_a_print_tells_when_its_first_line_arrived() -> None:
-    fold = Fold(2)
+    fold = LineFolder(2)
     put(fold, 1, "a", at_s=1.0)
     put(fold, 0, "a", at_s=1.05)
-    assert [p.at_s for p in fold.take(1.05)] == [1.0]
+    assert [p.received_s for p in fold.take_ready(1.05)] == [1.0]
 
 
 RANKS = 4
@@ -138,24 +138,24 @@ EVENT = st.tuples(
 @settings(deadline=None)
 @given(st.lists(EVENT, max_size=60), st.sets(st.integers(0, RANKS - 1)))
 def test_every_rank_keeps_all_its_lines_in_order(
-    events: list[tuple[int, Stream, list[bytes], float]], ended: set[int]
+    events: list[tuple[int, StdStream, list[bytes], float]], ended: set[int]
 ) -> None:
-    fold = Fold(RANKS)
+    fold = LineFolder(RANKS)
     given_lines: list[list[tuple[str, bytes]]] = [[] for _ in range(RANKS)]
-    prints: list[Print] = []
+    prints: list[FoldedLines] = []
     now_s = 0.0
     for rank, stream, lines, pause_s in events:
         if lines:
-            fold.put(rank, stream, Text(b"\n".join([*lines, b""])), now_s)
+            fold.add(rank, stream, StreamText(b"\n".join([*lines, b""])), now_s)
             given_lines[rank] += [(stream, line) for line in lines]
         now_s += pause_s
-        prints += fold.take(now_s)
-        next_s = fold.next_s(now_s)
-        assert next_s is None or now_s < next_s <= now_s + 2 * WINDOW_S
+        prints += fold.take_ready(now_s)
+        next_s = fold.next_due_s(now_s)
+        assert next_s is None or now_s < next_s <= now_s + 2 * FOLD_WINDOW_S
     for rank in ended:
-        fold.end(rank)
-    prints += fold.take(now_s + 2 * WINDOW_S)
-    assert fold.next_s(now_s + 2 * WINDOW_S) is None
+        fold.rank_exited(rank)
+    prints += fold.take_ready(now_s + 2 * FOLD_WINDOW_S)
+    assert fold.next_due_s(now_s + 2 * FOLD_WINDOW_S) is None
     for rank in range(RANKS):
         mine = [p for p in prints if rank in p.ranks]
         assert [(p.stream, line) for p in mine for line in p.text.data.split(b"\n")[:-1]] == given_lines[rank]
@@ -163,9 +163,9 @@ def test_every_rank_keeps_all_its_lines_in_order(
 
 @pytest.mark.parametrize("num_ranks", [2, 64, 300])
 def test_any_number_of_ranks_folds(num_ranks: int) -> None:
-    fold = Fold(num_ranks)
+    fold = LineFolder(num_ranks)
     for rank in range(num_ranks):
         put(fold, rank, "a", f"rank {rank}", "b")
-    lines = shown(fold.take(WINDOW_S))
+    lines = shown(fold.take_ready(FOLD_WINDOW_S))
     assert (lines[0], lines[-1]) == (f"[0-{num_ranks - 1}] a", f"[0-{num_ranks - 1}] b")
     assert len(lines) == num_ranks + 2

@@ -12,8 +12,7 @@ from typing import BinaryIO
 
 import pytest
 
-from ronde.launch.output.outlet import FULL_BYTES, Outlet
-from ronde.launch.output.screen import Gone
+from ronde.launch.output.terminal import HIGH_WATER_BYTES, OutputBuffer, OutputClosed
 
 
 @contextmanager
@@ -29,11 +28,11 @@ def numbered(num_lines: int) -> bytes:
 
 def test_a_reader_that_has_stopped_holds_up_nobody_until_much_waits() -> None:
     with opened_pipe() as (_, pipe):
-        outlet = Outlet({"out": pipe})
-        outlet.add("out", b"x" * FULL_BYTES)
+        outlet = OutputBuffer({"out": pipe})
+        outlet.add("out", b"x" * HIGH_WATER_BYTES)
         outlet.flush()
-        assert 0 < outlet.num_bytes < FULL_BYTES
-        assert outlet.gone is None
+        assert 0 < outlet.pending_bytes < HIGH_WATER_BYTES
+        assert outlet.closed is None
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -44,12 +43,12 @@ def test_a_reader_that_goes_on_gets_everything_in_order(blocking: bool, wait: bo
     with opened_pipe() as (reader, pipe):
         os.set_blocking(pipe.fileno(), blocking)
         thread = threading.Thread(target=lambda: got.append(reader.read()))
-        outlet = Outlet({"out": pipe, "err": pipe})
+        outlet = OutputBuffer({"out": pipe, "err": pipe})
         for begin in range(0, len(data), 1000):
             outlet.add("out" if begin % 3000 else "err", data[begin : begin + 1000])
             outlet.flush()
         thread.start()
-        while outlet.num_bytes:
+        while outlet.pending_bytes:
             outlet.flush(wait=wait)
         pipe.close()
         thread.join()
@@ -58,29 +57,29 @@ def test_a_reader_that_goes_on_gets_everything_in_order(blocking: bool, wait: bo
 
 def test_when_somebody_goes_on_all_the_same_he_waits_for_the_reader() -> None:
     with opened_pipe() as (reader, pipe):
-        thread = threading.Thread(target=lambda: reader.read(5 * FULL_BYTES))
-        outlet = Outlet({"out": pipe})
-        outlet.add("out", b"x" * 5 * FULL_BYTES)
+        thread = threading.Thread(target=lambda: reader.read(5 * HIGH_WATER_BYTES))
+        outlet = OutputBuffer({"out": pipe})
+        outlet.add("out", b"x" * 5 * HIGH_WATER_BYTES)
         thread.start()
         outlet.flush()
-        assert outlet.num_bytes < 4 * FULL_BYTES
+        assert outlet.pending_bytes < 4 * HIGH_WATER_BYTES
         outlet.flush(wait=True)
         thread.join()
 
 
 def test_a_file_takes_everything(tmp_path: Path) -> None:
     with (tmp_path / "log").open("wb") as file:
-        outlet = Outlet({"out": file})
+        outlet = OutputBuffer({"out": file})
         outlet.add("out", b"x" * 10_000_000)
         outlet.flush()
-        assert outlet.num_bytes == 0
+        assert outlet.pending_bytes == 0
         assert (tmp_path / "log").stat().st_size == 10_000_000
 
 
 def test_what_was_printed_before_stays_before() -> None:
     with opened_pipe() as (reader, pipe):
         pipe.write(b"before ")
-        outlet = Outlet({"out": pipe})
+        outlet = OutputBuffer({"out": pipe})
         outlet.add("out", b"after")
         outlet.flush()
         assert os.read(reader.fileno(), 100) == b"before after"
@@ -88,10 +87,10 @@ def test_what_was_printed_before_stays_before() -> None:
 
 def test_a_file_that_was_closed_is_told() -> None:
     file = io.BytesIO()
-    outlet = Outlet({"err": file})
+    outlet = OutputBuffer({"err": file})
     file.close()
     outlet.add("err", b"x")
     outlet.flush()
-    assert outlet.gone == Gone("cannot write to standard error: I/O operation on closed file.")
+    assert outlet.closed == OutputClosed("cannot write to standard error: I/O operation on closed file.")
     outlet.add("err", b"y")
-    assert outlet.num_bytes == 0
+    assert outlet.pending_bytes == 0

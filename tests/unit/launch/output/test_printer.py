@@ -13,18 +13,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.launch.messages import Stream
-from ronde.launch.output.labels import asctime, stamp
-from ronde.launch.output.options import Place, PrintOptions, Target
-from ronde.launch.output.printer import Printer
-from ronde.launch.output.screen import Gone, Screen
+from ronde.launch.output.printer import OutputOptions, OutputSink, Printer, horovod_timestamp_prefix, timestamp_prefix
+from ronde.launch.output.terminal import OutputClosed, StandardStreams, TerminalInfo
+from ronde.launch.protocol import StdStream
 from tests.unit.launch.output.screens import FOLDED, PLAIN, TERMINAL, Screens
 
-SHARED = replace(PLAIN, place=Place(shared=True))
+SHARED = replace(PLAIN, terminal_info=TerminalInfo(same_file=True))
 
 
 def test_it_is_a_screen() -> None:
-    screen: Screen = Screens().printer
+    screen: OutputSink = Screens().printer
     screen.close()
 
 
@@ -54,12 +52,14 @@ def test_timestamps_tell_when_a_line_arrived() -> None:
     screens = Screens(2, replace(FOLDED, timestamps=True))
     screens.say(0, b"a\nb\n")
     screens.wait(1.0)
-    arrived = stamp(-100).decode()  # the wall clock of the test says 0 at each tick; the line waited for 0.1 s
+    arrived = timestamp_prefix(
+        -100
+    ).decode()  # the wall clock of the test says 0 at each tick; the line waited for 0.1 s
     assert screens.printed() == f"[0] {arrived}a\n[0] {arrived}b\n"
 
 
 def test_lines_can_begin_as_those_of_horovod_do() -> None:
-    screens = Screens(2, replace(PLAIN, as_horovod=True))
+    screens = Screens(2, replace(PLAIN, horovod_format=True))
     screens.say(0, b"a\n\nb\n")
     screens.say(1, b"warning\n", stream="err")
     assert screens.printed() == "[0]<stdout>:a\n[0]<stdout>:\n[0]<stdout>:b\n"
@@ -67,9 +67,9 @@ def test_lines_can_begin_as_those_of_horovod_do() -> None:
 
 
 def test_the_time_stands_before_the_label_then() -> None:
-    screens = Screens(1, replace(PLAIN, as_horovod=True, timestamps=True))
+    screens = Screens(1, replace(PLAIN, horovod_format=True, timestamps=True))
     screens.say(0, b"a\n")
-    assert screens.printed() == f"{asctime(0).decode()}[0]<stdout>:a\n"
+    assert screens.printed() == f"{horovod_timestamp_prefix(0).decode()}[0]<stdout>:a\n"
 
 
 def test_colours_are_for_terminals_and_for_those_who_want_them() -> None:
@@ -77,9 +77,9 @@ def test_colours_are_for_terminals_and_for_those_who_want_them() -> None:
     for place, color, expected in [
         (TERMINAL, True, b"\x1b[36m[0]\x1b[0m a\n"),
         (TERMINAL, False, b"[0] a\n"),
-        (Place(), True, b"[0] a\n"),
+        (TerminalInfo(), True, b"[0] a\n"),
     ]:
-        screens = Screens(1, PrintOptions(place=place, color=color))
+        screens = Screens(1, OutputOptions(terminal_info=place, color=color))
         screens.say(0, b"a\n")
         assert screens.out.getvalue() == expected
 
@@ -91,10 +91,10 @@ def test_colours_of_a_rank_do_not_run_into_the_next_line() -> None:
 
 
 def test_a_note_comes_after_what_was_printed_before_it() -> None:
-    screens = Screens(2, replace(FOLDED, place=Place(shared=True)))
-    screens.printer.output(0, "out", b"last words\n")
-    screens.printer.note("rank 0 failed\nexit code 1\n")
-    screens.printer.tick(screens.now_s)
+    screens = Screens(2, replace(FOLDED, terminal_info=TerminalInfo(same_file=True)))
+    screens.printer.write(0, "out", b"last words\n")
+    screens.printer.print_message("rank 0 failed\nexit code 1\n")
+    screens.printer.refresh(screens.now_s)
     assert screens.printed() == "[0] last words\n[ronde] rank 0 failed\n[ronde] exit code 1\n"
 
 
@@ -141,7 +141,7 @@ def test_streams_that_lead_to_different_places_do_not_end_each_others_lines() ->
 def test_what_a_rank_leaves_open_is_ended_with_it() -> None:
     screens = Screens(2, SHARED)
     screens.say(0, b"no newline")
-    screens.printer.ended(0)
+    screens.printer.rank_exited(0)
     screens.say(1, b"next\n")
     assert screens.printed() == "[0] no newline\n[1] next\n"
 
@@ -157,11 +157,11 @@ def test_a_line_of_50_megabytes_passes_as_one_with_little_memory() -> None:
             return length
 
     out = Count()
-    printer = Printer(Target(out, io.BytesIO()), num_ranks=2, options=FOLDED)
+    printer = Printer(StandardStreams(out, io.BytesIO()), num_ranks=2, options=FOLDED)
     for index in range(800):
-        printer.output(0, "out", b"x" * 65536)
-        printer.tick(index / 1000)
-    printer.output(0, "out", b"\n")
+        printer.write(0, "out", b"x" * 65536)
+        printer.refresh(index / 1000)
+    printer.write(0, "out", b"\n")
     printer.close()
     assert out.size == len("[0] ") + 800 * 65536 + 1
     assert out.largest < 1_000_000
@@ -180,7 +180,7 @@ def test_garbage_passes() -> None:
 
 
 def test_the_rank_with_the_terminal_gets_it_raw_and_its_prompt_appears_again() -> None:
-    screens = Screens(2, PrintOptions(place=TERMINAL, raw_rank=1))
+    screens = Screens(2, OutputOptions(terminal_info=TERMINAL, debug_rank=1))
     screens.say(1, b"> train.py(3)\r\n(Pdb) ")
     screens.say(0, b"hello\n")
     screens.wait(0.2)
@@ -193,7 +193,7 @@ def test_the_rank_with_the_terminal_gets_it_raw_and_its_prompt_appears_again() -
 
 def test_files_hold_the_raw_bytes_and_a_full_disk_is_told(tmp_path: Path) -> None:
     (tmp_path / "rank-1.out").symlink_to("/dev/full")
-    screens = Screens(2, replace(FOLDED, folder=str(tmp_path)))
+    screens = Screens(2, replace(FOLDED, output_dir=str(tmp_path)))
     for rank in range(2):
         screens.say(rank, b"\r10%", b"\r100%\r\n")
     screens.wait(0.2)
@@ -210,15 +210,17 @@ def test_a_reader_that_left_is_told_and_files_go_on(tmp_path: Path) -> None:
     os.close(read)
     with os.fdopen(write, "wb", buffering=0) as pipe:
         printer = Printer(
-            Target(pipe, io.BytesIO()),
+            StandardStreams(pipe, io.BytesIO()),
             num_ranks=1,
-            options=replace(PLAIN, folder=str(tmp_path)),
+            options=replace(PLAIN, output_dir=str(tmp_path)),
         )
-        assert printer.gone() is None
-        printer.output(0, "out", b"a\n")
-        printer.tick(0.0)
-        assert printer.gone() == Gone("cannot write to standard output: [Errno 32] Broken pipe", unread=True)
-        printer.output(0, "out", b"b\n")
+        assert printer.closed() is None
+        printer.write(0, "out", b"a\n")
+        printer.refresh(0.0)
+        assert printer.closed() == OutputClosed(
+            "cannot write to standard output: [Errno 32] Broken pipe", broken_pipe=True
+        )
+        printer.write(0, "out", b"b\n")
         printer.close()
     assert (tmp_path / "rank-0.out").read_bytes() == b"a\nb\n"
 
@@ -226,17 +228,17 @@ def test_a_reader_that_left_is_told_and_files_go_on(tmp_path: Path) -> None:
 def test_a_reader_far_behind_is_told_and_tried_again() -> None:
     read, write = os.pipe()
     with os.fdopen(write, "wb", buffering=0) as pipe, os.fdopen(read, "rb") as reader:
-        printer = Printer(Target(pipe, io.BytesIO()), num_ranks=1, options=PLAIN)
-        printer.output(0, "out", b"x" * 199_999 + b"\n")
-        assert printer.tick(1.0) == pytest.approx(1.02)
-        assert not printer.full()
-        printer.output(0, "out", b"x" * 1_999_999 + b"\n")
-        printer.tick(1.01)
-        assert printer.full()
+        printer = Printer(StandardStreams(pipe, io.BytesIO()), num_ranks=1, options=PLAIN)
+        printer.write(0, "out", b"x" * 199_999 + b"\n")
+        assert printer.refresh(1.0) == pytest.approx(1.02)
+        assert not printer.is_backlogged()
+        printer.write(0, "out", b"x" * 1_999_999 + b"\n")
+        printer.refresh(1.01)
+        assert printer.is_backlogged()
         thread = threading.Thread(target=reader.read)
         thread.start()
         printer.close()
-        assert not printer.full()
+        assert not printer.is_backlogged()
         pipe.close()
         thread.join()
 
@@ -259,10 +261,10 @@ def test_the_tail_of_a_rank_is_known() -> None:
 def test_the_place_is_found_by_looking() -> None:
     leader, follower = pty.openpty()
     with os.fdopen(follower, "wb", buffering=0) as tty, Path("/dev/null").open("wb") as null:
-        both = Place.of(Target(tty, tty))
-        assert (both.out_terminal, both.err_terminal, both.shared) == (True, True, True)
-        split = Place.of(Target(null, tty))
-        assert (split.out_terminal, split.err_terminal, split.shared) == (False, True, False)
+        both = TerminalInfo.detect(StandardStreams(tty, tty))
+        assert (both.out_is_terminal, both.err_is_terminal, both.same_file) == (True, True, True)
+        split = TerminalInfo.detect(StandardStreams(null, tty))
+        assert (split.out_is_terminal, split.err_is_terminal, split.same_file) == (False, True, False)
     os.close(leader)
 
 
@@ -279,9 +281,9 @@ CHUNK = st.tuples(
 @given(st.lists(CHUNK, max_size=40), st.booleans(), st.booleans())
 @settings(deadline=None)
 def test_what_every_rank_printed_comes_out_whole_and_in_order(
-    chunks: list[tuple[int, Stream, bytes, float]], fold: bool, shared: bool
+    chunks: list[tuple[int, StdStream, bytes, float]], fold: bool, shared: bool
 ) -> None:
-    screens = Screens(3, PrintOptions(fold=fold, place=Place(shared=shared)))
+    screens = Screens(3, OutputOptions(fold=fold, terminal_info=TerminalInfo(same_file=shared)))
     said: dict[tuple[int, str], bytes] = {}
     for rank, stream, data, pause_s in chunks:
         screens.say(rank, data, stream=stream)

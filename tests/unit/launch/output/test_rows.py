@@ -8,47 +8,47 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.launch.output.rows import LIMIT_BYTES, OPEN_S, REST_S, Rows, Text
+from ronde.launch.output.progress import IDLE_DELAY_S, MAX_LINE_BYTES, OPEN_LINE_DELAY_S, LiveRows, StreamText
 from tests.unit.launch.output.bars import rich_progress, tqdm_bar, tqdm_nested
 
 
 def lines_of(chunks: list[bytes]) -> list[str]:
     """All that a stream settles, to its end."""
-    rows = Rows(shown=False)
+    rows = LiveRows(on_terminal=False)
     texts = [text for chunk in chunks for text in rows.feed(chunk, 0.0)]
-    texts += rows.end()
+    texts += rows.finish()
     return b"".join(text.data for text in texts).decode().splitlines()
 
 
 def test_whole_lines_pass_in_one_block() -> None:
-    rows = Rows(shown=False)
-    assert rows.feed(b"a\nb\nc", 0.0) == [Text(b"a\nb\n")]
-    assert rows.feed(b"d\n", 0.0) == [Text(b"cd\n")]
-    assert rows.idle()
+    rows = LiveRows(on_terminal=False)
+    assert rows.feed(b"a\nb\nc", 0.0) == [StreamText(b"a\nb\n")]
+    assert rows.feed(b"d\n", 0.0) == [StreamText(b"cd\n")]
+    assert rows.is_empty()
 
 
 def test_a_line_without_its_end_is_handed_out_after_a_moment_and_continued() -> None:
-    rows = Rows(shown=False)
+    rows = LiveRows(on_terminal=False)
     assert rows.feed(b"name? ", 1.0) == []
-    assert rows.due_s() == 1.0 + OPEN_S
-    assert rows.rest(1.0 + OPEN_S) == [Text(b"name? ")]
-    assert rows.rest(9.0) == []
-    assert rows.feed(b"Ada\nnext\n", 9.0) == [Text(b"Ada\n", continued=True), Text(b"next\n")]
+    assert rows.idle_due_s() == 1.0 + OPEN_LINE_DELAY_S
+    assert rows.take_idle(1.0 + OPEN_LINE_DELAY_S) == [StreamText(b"name? ")]
+    assert rows.take_idle(9.0) == []
+    assert rows.feed(b"Ada\nnext\n", 9.0) == [StreamText(b"Ada\n", continued=True), StreamText(b"next\n")]
 
 
 def test_the_age_of_an_open_line_begins_with_its_own_first_byte() -> None:
-    rows = Rows(shown=False)
+    rows = LiveRows(on_terminal=False)
     rows.feed(b"first", 1.0)
     rows.feed(b" line\nsecond", 5.0)
-    assert rows.due_s() == 5.0 + OPEN_S
+    assert rows.idle_due_s() == 5.0 + OPEN_LINE_DELAY_S
 
 
 def test_a_very_long_line_goes_on_in_pieces() -> None:
-    rows = Rows(shown=False)
+    rows = LiveRows(on_terminal=False)
     size = 0
     for _ in range(100):
         texts = rows.feed(b"x" * 65536, 0.0)
-        assert all(not text.whole and len(text.data) <= LIMIT_BYTES + 65536 for text in texts)
+        assert all(not text.is_whole_lines and len(text.data) <= MAX_LINE_BYTES + 65536 for text in texts)
         size += sum(len(text.data) for text in texts)
     texts = rows.feed(b"\n", 0.0)
     assert size + sum(len(text.data) for text in texts) == 100 * 65536 + 1
@@ -101,12 +101,12 @@ def test_the_bars_of_rich_are_drawn_in_place() -> None:
 
 @pytest.mark.parametrize("bars", [1, 2, 3])
 def test_lines_printed_above_the_bars_of_rich_are_settled_when_the_bars_are_drawn_again(bars: int) -> None:
-    rows = Rows(shown=True)
+    rows = LiveRows(on_terminal=True)
     settled: list[str] = []
     for chunk in rich_progress(steps=30, bars=bars, log=True):
         settled += b"".join(text.data for text in rows.feed(chunk, 0.0)).decode().splitlines()
-        assert len(rows.visible(0.0)) <= bars + 1
-    settled += b"".join(text.data for text in rows.end()).decode().splitlines()
+        assert len(rows.visible_rows(0.0)) <= bars + 1
+    settled += b"".join(text.data for text in rows.finish()).decode().splitlines()
     assert settled[:-bars] == [f"step \x1b[1;36m{step}\x1b[0m" for step in range(30)]
 
 
@@ -121,43 +121,43 @@ def test_bars_that_rich_takes_away_leave_nothing() -> None:
 
 
 def test_a_stream_that_rests_below_its_bars_has_settled_them() -> None:
-    rows = Rows(shown=False)
+    rows = LiveRows(on_terminal=False)
     for chunk in tqdm_nested(outer=2, inner=2):
         rows.feed(chunk, 0.0)
     rows.feed(b"evaluating\nloss 1\n", 1.0)
-    assert rows.due_s() == 1.0 + REST_S
-    settled = b"".join(text.data for text in rows.rest(1.0 + REST_S))
+    assert rows.idle_due_s() == 1.0 + IDLE_DELAY_S
+    settled = b"".join(text.data for text in rows.take_idle(1.0 + IDLE_DELAY_S))
     assert settled.split(b"\n")[-3:] == [b"evaluating", b"loss 1", b""]
-    assert rows.feed(b"plain again\n", 9.0) == [Text(b"plain again\n")]
+    assert rows.feed(b"plain again\n", 9.0) == [StreamText(b"plain again\n")]
 
 
 def test_rows_wait_as_long_as_the_cursor_is_hidden() -> None:
-    rows = Rows(shown=False)
+    rows = LiveRows(on_terminal=False)
     rows.feed(b"\x1b[?25lbar 1\nbar 2", 0.0)
-    assert rows.hidden
-    assert rows.rest(3600.0) == []
+    assert rows.cursor_hidden
+    assert rows.take_idle(3600.0) == []
 
 
 def test_endless_lines_with_a_hidden_cursor_keep_little() -> None:
-    rows = Rows(shown=True)
+    rows = LiveRows(on_terminal=True)
     rows.feed(b"\x1b[?25l", 0.0)
     num_settled = sum(text.data.count(b"\n") for text in rows.feed(b"line\n" * 10_000, 0.0))
     assert num_settled > 9_900
 
 
 def test_an_endless_climb_keeps_little() -> None:
-    rows = Rows(shown=True)
+    rows = LiveRows(on_terminal=True)
     rows.feed(b"\x1b[A" * 10_000 + b"top" + b"\n\x1b[A\x1b[A" * 10_000, 0.0)
-    assert len(rows.visible(0.0)) <= 64
+    assert len(rows.visible_rows(0.0)) <= 64
 
 
 def test_a_bar_is_visible_at_once_and_a_prompt_after_a_moment() -> None:
-    bar, prompt = Rows(shown=True), Rows(shown=True)
+    bar, prompt = LiveRows(on_terminal=True), LiveRows(on_terminal=True)
     bar.feed(b"\r50%", 1.0)
     prompt.feed(b"name? ", 1.0)
-    assert (bar.visible(1.0), prompt.visible(1.0)) == ((b"50%",), ())
-    assert prompt.times_s(1.0) == [1.0 + OPEN_S]
-    assert prompt.visible(1.0 + OPEN_S) == (b"name? ",)
+    assert (bar.visible_rows(1.0), prompt.visible_rows(1.0)) == ((b"50%",), ())
+    assert prompt.change_times_s(1.0) == [1.0 + OPEN_LINE_DELAY_S]
+    assert prompt.visible_rows(1.0 + OPEN_LINE_DELAY_S) == (b"name? ",)
 
 
 PLAIN_BYTES = st.binary(max_size=400).map(lambda data: data.translate(None, b"\r\b\x1b"))
@@ -171,13 +171,13 @@ def cut(data: bytes, places: list[int]) -> list[bytes]:
 @settings(deadline=None)
 @given(PLAIN_BYTES, st.lists(st.integers(0, 400)), st.booleans())
 def test_plain_bytes_come_out_as_they_went_in_however_they_are_cut(data: bytes, places: list[int], slow: bool) -> None:
-    rows = Rows(shown=False)
-    texts: list[Text] = []
+    rows = LiveRows(on_terminal=False)
+    texts: list[StreamText] = []
     for index, chunk in enumerate(cut(data, places)):
         texts += rows.feed(chunk, float(index))
         if slow:
-            texts += rows.rest(index + 0.9)
-    texts += rows.end()
+            texts += rows.take_idle(index + 0.9)
+    texts += rows.finish()
     end = b"\n" if data and not data.endswith(b"\n") else b""
     assert b"".join(text.data for text in texts) == data + end
     for before, text in pairwise(texts):
@@ -189,7 +189,7 @@ def test_plain_bytes_come_out_as_they_went_in_however_they_are_cut(data: bytes, 
     st.lists(st.sampled_from([b"text", b"\n", b"\r", b"\b", b"\x1b[A", b"\x1b[2K", b"\x1b[J", b"\x1b[?25l", b"\xff"]))
 )
 def test_no_mixture_of_movements_confuses_it(parts: list[bytes]) -> None:
-    whole, single = Rows(shown=False), Rows(shown=False)
-    texts = [*whole.feed(b"".join(parts), 0.0), *whole.end()]
-    one_by_one = [text for part in parts for text in single.feed(part, 0.0)] + single.end()
+    whole, single = LiveRows(on_terminal=False), LiveRows(on_terminal=False)
+    texts = [*whole.feed(b"".join(parts), 0.0), *whole.finish()]
+    one_by_one = [text for part in parts for text in single.feed(part, 0.0)] + single.finish()
     assert b"".join(text.data for text in texts) == b"".join(text.data for text in one_by_one)

@@ -9,14 +9,13 @@ import traceback
 
 import pytest
 
-from ronde.launch.output.tail import Tail
-from ronde.launch.output.tracebacks import last_traceback
+from ronde.launch.output.tail import OutputTail, find_fatal_traceback
 
 ERR, OUT = "last lines of standard error:\n", "last lines of standard output:\n"
 
 
 def tail_of(err: bytes, out: bytes = b"", code: int = 1) -> str:
-    tail = Tail()
+    tail = OutputTail()
     tail.add("err", err)
     tail.add("out", out)
     return tail.text(code)
@@ -171,7 +170,7 @@ def test_a_traceback_too_long_keeps_its_beginning_and_its_end() -> None:
 
 
 def test_memory_is_bounded_and_the_end_kept() -> None:
-    tail = Tail()
+    tail = OutputTail()
     for index in range(20_000):
         tail.add("err", b"%d %s\n" % (index, b"x" * 100))
     tail.add("err", b"y" * 10_000_000 + b"\nlast\n")
@@ -180,4 +179,4 @@ def test_memory_is_bounded_and_the_end_kept() -> None:
 
 
 def test_no_traceback_is_none() -> None:
-    assert last_traceback(["all", "is well", "said: Traceback (most recent call last):"], 1) == []
+    assert find_fatal_traceback(["all", "is well", "said: Traceback (most recent call last):"], 1) == []

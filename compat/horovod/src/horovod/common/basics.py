@@ -10,12 +10,12 @@ from typing import Any
 import ronde
 from horovod.common import logs, util
 from horovod.common import process_sets as sets
-from horovod.common.exceptions import translated
-from horovod.common.process_sets import ProcessSet, book, global_process_set
+from horovod.common.exceptions import translate_errors
+from horovod.common.process_sets import ProcessSet, global_process_set, process_set_table
 from horovod.common.variables import is_true, settings_from, timeline_from, warn_without_effect
-from ronde.comm.current import current
-from ronde.observe.stacks import count_as_installed
-from ronde.observe.timeline import Style
+from ronde.comm.world import current_world
+from ronde.observe.stacks import treat_as_library
+from ronde.observe.timeline import TraceStyle
 
 __all__ = ["HorovodBasics"]
 
@@ -60,13 +60,13 @@ class HorovodBasics:
         communicator = _communicator(comm)
         if communicator is None and any(process_set.mpi_comm is not None for process_set in given):
             raise NotImplementedError("a process set made of a communicator needs hvd.init(comm=<a communicator>)")
-        count_as_installed(Path(__file__).parents[1])
+        treat_as_library(Path(__file__).parents[1])
         fresh = not ronde.is_initialized()
         if fresh:
             self._start()
         sets._setup(self)
         global_process_set.mpi_comm = communicator
-        with translated():
+        with translate_errors():
             sets._init_process_sets(given, fresh=fresh)
 
     def _start(self) -> None:
@@ -77,7 +77,7 @@ class HorovodBasics:
             ronde.init(**settings_from(os.environ))
         except ronde.RondeError as error:
             raise ValueError(f"Horovod could not start: {error}") from error
-        book.open()
+        process_set_table.start_round()
         if ronde.rank() == 0:
             warn_without_effect(os.environ, logger)
             path = timeline_from(os.environ)
@@ -86,7 +86,7 @@ class HorovodBasics:
 
     def shutdown(self) -> None:
         """Leave the job. Without one it does nothing; hvd.init() may begin another."""
-        book.close()
+        process_set_table.clear()
         ronde.shutdown()
 
     def is_initialized(self) -> bool:
@@ -97,32 +97,32 @@ class HorovodBasics:
 
     def size(self) -> int:
         """Number of processes."""
-        with translated():
+        with translate_errors():
             return ronde.size()
 
     def local_size(self) -> int:
         """Number of processes on this host."""
-        with translated():
+        with translate_errors():
             return ronde.local_size()
 
     def cross_size(self) -> int:
         """Number of hosts with a process of my local number."""
-        with translated():
+        with translate_errors():
             return ronde.cross_size()
 
     def rank(self) -> int:
         """This process's number."""
-        with translated():
+        with translate_errors():
             return ronde.rank()
 
     def local_rank(self) -> int:
         """This process's number on its host."""
-        with translated():
+        with translate_errors():
             return ronde.local_rank()
 
     def cross_rank(self) -> int:
         """This host's number among those with a process of my local number."""
-        with translated():
+        with translate_errors():
             return ronde.cross_rank()
 
     def is_master(self) -> bool:
@@ -131,8 +131,8 @@ class HorovodBasics:
 
     def is_homogeneous(self) -> bool:
         """Whether every host has the same number of processes."""
-        with translated():
-            places = current("is_homogeneous()").topology.places
+        with translate_errors():
+            places = current_world("is_homogeneous()").topology.host_indices
         return len({places.count(place) for place in places}) == 1
 
     # --- timeline --------------------------------------------------------------------------------------------------
@@ -143,13 +143,15 @@ class HorovodBasics:
         There are no cycles: mark_cycles marks when negotiated operations take off.
         """
         if self.rank() == 0:
-            with translated():
-                current("start_timeline()").start_timeline(file_path, Style(horovod=True, departures=mark_cycles))
+            with translate_errors():
+                current_world("start_timeline()").start_timeline(
+                    file_path, TraceStyle(horovod=True, batch_markers=mark_cycles)
+                )
 
     def stop_timeline(self) -> None:
         """End the timeline; its file is complete then. Without one it does nothing."""
         if self.rank() == 0:
-            with translated():
+            with translate_errors():
                 ronde.stop_timeline()
 
     # --- what there is ---------------------------------------------------------------------------------------------
@@ -162,7 +164,7 @@ class HorovodBasics:
 
     def mpi_enabled(self) -> bool:
         """Whether operations go through MPI."""
-        return ronde.is_initialized() and current("mpi_enabled()").settings.backend == "mpi"
+        return ronde.is_initialized() and current_world("mpi_enabled()").settings.backend == "mpi"
 
     def mpi_built(self) -> bool:
         """Whether operations could go through MPI."""
@@ -198,7 +200,7 @@ class HorovodBasics:
 
     def _get_process_set_ids_and_ranks(self) -> dict[int, list[int]]:
         """All process sets, as some scripts and tests look at them."""
-        return book.numbers()
+        return process_set_table.ranks_by_id()
 
 
 def _communicator(comm: Any) -> Any:  # mpi4py's, if it is one

@@ -12,7 +12,7 @@ __all__ = [
     "HorovodVersionMismatchError",
     "HostsUpdatedInterrupt",
     "get_version_mismatch_message",
-    "translated",
+    "translate_errors",
 ]
 
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
@@ -49,7 +49,7 @@ def get_version_mismatch_message(name: str, version: str, installed_version: str
 
 
 @contextmanager
-def translated() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Ronde's errors as Horovod's: what the ranks disagree on, and the world's faults, are HorovodInternalError; the
     caller's own mistakes stay ValueError."""
     try:

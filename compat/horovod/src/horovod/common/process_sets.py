@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, cast
 
 import ronde
-from horovod.common.exceptions import translated
+from horovod.common.exceptions import translate_errors
 
 if TYPE_CHECKING:
     from horovod.common.basics import HorovodBasics
@@ -38,20 +38,20 @@ class ProcessSet:
 
     def size(self) -> int | None:
         """Number of members; None before the set is in use."""
-        return None if self.process_set_id is None else book.group(self.process_set_id).size
+        return None if self.process_set_id is None else process_set_table.group(self.process_set_id).size
 
     def rank(self) -> int | None:
         """My number among the members; None before the set is in use."""
         if self.process_set_id is None:
             return None
-        group = book.group(self.process_set_id)
+        group = process_set_table.group(self.process_set_id)
         if group.rank is None:
             raise ValueError(f"rank {ronde.rank()} is not a member of process set {self.process_set_id}")
         return group.rank
 
     def included(self) -> bool | None:
         """Whether this rank is a member; None while the members are not known."""
-        with translated():
+        with translate_errors():
             return None if self.ranks is None else ronde.rank() in self.ranks
 
     def __str__(self) -> str:
@@ -62,7 +62,7 @@ class ProcessSet:
         self.process_set_id = None
 
 
-class Book:
+class ProcessSetTable:
     """Which process set has which number, and which group of ronde's it is. Numbers that became free are used again,
     the one that was free first before the others, so all ranks agree on them."""
 
@@ -71,14 +71,14 @@ class Book:
         self._free: list[int] = []
         self._next = 1
 
-    def open(self) -> None:
+    def start_round(self) -> None:
         """A round begins: only the global set is there."""
-        self.close()
+        self.clear()
         self._groups[0] = ronde.world()
         global_process_set.process_set_id = 0
         global_process_set.ranks = list(range(ronde.size()))
 
-    def close(self) -> None:
+    def clear(self) -> None:
         """The round is over, and all sets with it."""
         self._groups.clear()
         self._free.clear()
@@ -87,20 +87,20 @@ class Book:
     def group(self, id: int) -> ronde.Group:
         """The group of a set's number."""
         if not self._groups:
-            with translated():
+            with translate_errors():
                 ronde.rank()
         if id not in self._groups:
             raise ValueError(f"there is no process set {id}; it was removed, or never given to hvd.init()")
         return self._groups[id]
 
-    def find(self, ranks: list[int]) -> int | None:
+    def find_id(self, ranks: list[int]) -> int | None:
         """The number of the set with these ranks."""
         return next((id for id, group in self._groups.items() if list(group.ranks) == ranks), None)
 
-    def bind(self, process_set: ProcessSet) -> None:
+    def register(self, process_set: ProcessSet) -> None:
         """Give a set its number, making its group if it has none. All ranks call it, in the same order."""
-        ranks = _ranks(process_set)
-        id = self.find(ranks)
+        ranks = _resolve_ranks(process_set)
+        id = self.find_id(ranks)
         if id is None:
             id = self._add(ranks)
         process_set.ranks = ranks
@@ -112,7 +112,7 @@ class Book:
         del self._groups[id]
         self._free.append(id)
 
-    def numbers(self) -> dict[int, list[int]]:
+    def ranks_by_id(self) -> dict[int, list[int]]:
         """All sets with their members."""
         return {id: list(group.ranks) for id, group in sorted(self._groups.items())}
 
@@ -127,7 +127,7 @@ class Book:
         return id
 
 
-book = Book()
+process_set_table = ProcessSetTable()
 global_process_set = ProcessSet([])
 global_process_set.process_set_id = 0
 
@@ -138,11 +138,11 @@ def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     if found.mpi_comm is not None:
         raise NotImplementedError("a process set made of a communicator must be given to hvd.init()")
     _check_dynamic("add_process_set")
-    with translated():
-        ranks = _ranks(found)
-        if book.find(ranks) is not None:
+    with translate_errors():
+        ranks = _resolve_ranks(found)
+        if process_set_table.find_id(ranks) is not None:
             raise ValueError(f"there is a process set of ranks {ranks} already")
-        book.bind(found)
+        process_set_table.register(found)
     return found
 
 
@@ -152,8 +152,8 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     if id is None or id == 0:
         return False
     _check_dynamic("remove_process_set")
-    with translated():
-        book.remove(id)
+    with translate_errors():
+        process_set_table.remove(id)
     process_set._invalidate()
     return True
 
@@ -162,10 +162,10 @@ def group_of(process_set: ProcessSet) -> ronde.Group:
     """The group in which a collective of this set runs."""
     if process_set.process_set_id is None:
         raise ValueError(f"{process_set} is not in use; give it to hvd.init() or hvd.add_process_set() on all ranks")
-    return book.group(process_set.process_set_id)
+    return process_set_table.group(process_set.process_set_id)
 
 
-def _ranks(process_set: ProcessSet) -> list[int]:
+def _resolve_ranks(process_set: ProcessSet) -> list[int]:
     if process_set.mpi_comm is not None:
         return sorted(cast("list[int]", process_set.mpi_comm.allgather(ronde.rank())))
     if process_set is global_process_set:
@@ -183,7 +183,7 @@ def _ranks(process_set: ProcessSet) -> list[int]:
 
 def _check_dynamic(what: str) -> None:
     if _basics is None or not ronde.is_initialized():
-        with translated():
+        with translate_errors():
             ronde.rank()
     if _basics is not None and not _basics.dynamic_process_sets:
         raise ValueError(
@@ -199,30 +199,30 @@ def _setup(basics: HorovodBasics) -> None:
 def _init_process_sets(process_sets: list[ProcessSet], *, fresh: bool) -> None:
     """Bind the sets given to hvd.init(). Two of the same ranks are a mistake, and so are others than on other ranks."""
     try:
-        wanted = [_ranks(process_set) for process_set in process_sets]
-        mistake = _find_twice(process_sets, wanted)
+        wanted = [_resolve_ranks(process_set) for process_set in process_sets]
+        mistake = _find_duplicate(process_sets, wanted)
     except ValueError as error:
         wanted, mistake = [], str(error)
     if fresh or process_sets:  # a later init() without sets may be called by one rank alone
-        _compare(wanted, mistake)
+        _check_equal_on_all_ranks(wanted, mistake)
     for process_set in process_sets:
-        book.bind(process_set)
+        process_set_table.register(process_set)
 
 
-def _find_twice(process_sets: list[ProcessSet], wanted: list[list[int]]) -> str:
+def _find_duplicate(process_sets: list[ProcessSet], ranks_of_sets: list[list[int]]) -> str:
     seen = [list(range(ronde.size()))]
-    for process_set, ranks in zip(process_sets, wanted, strict=True):
+    for process_set, ranks in zip(process_sets, ranks_of_sets, strict=True):
         if process_set is not global_process_set and ranks in seen:
             return f"two process sets of the same ranks {ranks} were given"
         seen.append(ranks)
     return ""
 
 
-def _compare(wanted: list[list[int]], mistake: str) -> None:
+def _check_equal_on_all_ranks(wanted: list[list[int]], error: str) -> None:
     """ValueError on all ranks when they want different sets, or one of them what cannot be."""
-    everybodys = ronde.objects.allgather((wanted, mistake))
-    if mistake:
-        raise ValueError(mistake)
+    everybodys = ronde.objects.allgather((wanted, error))
+    if error:
+        raise ValueError(error)
     for rank, (its, its_mistake) in enumerate(everybodys):
         if its_mistake:
             raise ValueError(f"rank {rank} gave hvd.init() process sets that cannot be: {its_mistake}")

@@ -39,7 +39,7 @@ __all__ = [
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 AVAILABLE = ["torch"]
 """Frameworks whose module exists here."""
-IMPORT_S = 20.0
+IMPORT_TIMEOUT_S = 20.0
 """A library on a network file system takes its time."""
 
 P = ParamSpec("P")
@@ -88,11 +88,11 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 def mpi_built(verbose: bool = False) -> bool:
     """Whether operations can go through MPI: mpi4py is there, and finds a library of MPI. Tried in a process of its
     own, as the library may do anything when it is loaded."""
-    from ronde.launch.components import try_component  # only who asks waits for it
+    from ronde.cli.doctor.system_info import check_component  # only who asks waits for it
     from ronde.types import Deadline
 
     return importlib.util.find_spec("mpi4py") is not None and (
-        try_component("mpi", Deadline(IMPORT_S)).state == "usable"
+        check_component("mpi", Deadline(IMPORT_TIMEOUT_S)).state == "usable"
     )
 
 

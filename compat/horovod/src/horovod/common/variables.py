@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["WITHOUT_EFFECT", "is_true", "settings_from", "timeline_from", "warn_without_effect"]
 
-PATIENCE_S = 7 * 24 * 3600.0
+OPERATION_TIMEOUT_S = 7 * 24 * 3600.0
 """Horovod waits for an operation for ever unless told otherwise; a week is as good."""
 STALL_S = 60.0
 DYNAMIC = "DYNAMIC"
@@ -56,14 +56,14 @@ _SWITCHES = {
 }
 """Off unless asked for: a 0 asks for nothing."""
 
-_OF_A_BUILD = (
+_BUILD_PREFIXES = (
     *("HOROVOD_WITH_", "HOROVOD_WITHOUT_", "HOROVOD_GPU", "HOROVOD_CUDA_", "HOROVOD_ROCM_", "HOROVOD_NCCL_"),
     *("HOROVOD_NVTX_", "HOROVOD_BUILD_", "HOROVOD_CMAKE", "HOROVOD_DEBUG", "HOROVOD_SKIP_COMPILE"),
     *("HOROVOD_ALLOW_MIXED_GPU_IMPL", "HOROVOD_LOCAL_VERSION"),
 )
 """Beginnings of names that Horovod's installation reads."""
 
-_READ = {
+_READ_ELSEWHERE = {
     *("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE"),
     *("HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE", "HOROVOD_HOSTNAME"),
     *("HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT"),
@@ -89,11 +89,11 @@ def is_true(text: str | None) -> bool:
 def settings_from(environ: Mapping[str, str]) -> dict[str, Any]:
     """Settings of ronde for the variables that are set. Where Horovod's defaults differ from ronde's, Horovod's, unless
     a RONDE_* variable says otherwise."""
-    usual = {"operation_s": PATIENCE_S, "stall_s": STALL_S}
+    usual = {"operation_s": OPERATION_TIMEOUT_S, "stall_s": STALL_S}
     found = {name: value for name, value in usual.items() if f"RONDE_{name.upper()}" not in environ}
-    for name, (setting, read) in _MEANING.items():
+    for name, (setting, read) in _SETTING_BY_VARIABLE.items():
         if environ.get(name):
-            value = _read(name, environ[name], read)
+            value = _parse_value(name, environ[name], read)
             if value is not None:
                 found[setting] = value
     if is_true(environ.get("HOROVOD_STALL_CHECK_DISABLE")):
@@ -110,13 +110,13 @@ def timeline_from(environ: Mapping[str, str]) -> str | None:
 def warn_without_effect(environ: Mapping[str, str], logger: logging.Logger) -> None:
     """One line for each variable that is set and means nothing here."""
     for name in sorted(name for name in environ if name.startswith("HOROVOD_") and environ[name]):
-        if environ[name] == "0" and (name in _SWITCHES or name.startswith(_OF_A_BUILD)):
+        if environ[name] == "0" and (name in _SWITCHES or name.startswith(_BUILD_PREFIXES)):
             continue
         if name in WITHOUT_EFFECT:
             logger.warning("%s has no effect here: %s", name, WITHOUT_EFFECT[name])
-        elif name.startswith(_OF_A_BUILD):
+        elif name.startswith(_BUILD_PREFIXES):
             logger.warning("%s has no effect here: nothing is compiled", name)
-        elif name not in _READ and name not in _MEANING:
+        elif name not in _READ_ELSEWHERE and name not in _SETTING_BY_VARIABLE:
             logger.warning("%s is not known here, and has no effect", name)
 
 
@@ -130,7 +130,7 @@ def _backend(text: str) -> str | None:
     return "mpi" if text.lower() == "mpi" else None
 
 
-_MEANING: dict[str, tuple[str, Callable[[str], Any]]] = {
+_SETTING_BY_VARIABLE: dict[str, tuple[str, Callable[[str], Any]]] = {
     "HOROVOD_FUSION_THRESHOLD": ("fusion_bytes", int),
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_s", float),
     "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("operation_s", _shutdown_s),
@@ -139,8 +139,8 @@ _MEANING: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 
-def _read(name: str, text: str, read: Callable[[str], Any]) -> Any:  # the setting's type
+def _parse_value(name: str, text: str, parse: Callable[[str], Any]) -> Any:  # the setting's type
     try:
-        return read(text)
+        return parse(text)
     except ValueError as error:
         raise ValueError(f"{name}={text!r} cannot be read: {error}") from None

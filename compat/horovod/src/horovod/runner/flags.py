@@ -10,10 +10,10 @@ from typing import Any
 
 from horovod.runner.common.util.config_parser import LOG_LEVELS
 
-__all__ = ["NoteOverride", "make_parser"]
+__all__ = ["StoreOverride", "make_parser"]
 
 
-class NoteOverride(argparse.Action):
+class StoreOverride(argparse.Action):
     """Stores the value, and that it was given: it wins over the configuration file."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
@@ -59,7 +59,7 @@ def make_parser() -> argparse.ArgumentParser:
     _add_tuneable(parser.add_argument_group("tuneable parameters"))
     _add_autotune(parser.add_argument_group("autotune"))
     _add_elastic(parser.add_argument_group("elastic"))
-    _add_watching(parser.add_argument_group("timeline and stall check"))
+    _add_timeline_and_stall_check(parser.add_argument_group("timeline and stall check"))
     _add_library(parser.add_argument_group("library"))
     _add_logging(parser.add_argument_group("logging"))
     _add_hosts(parser)
@@ -85,12 +85,12 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
 
 def _tri_state(group: argparse._ArgumentGroup, name: str, help: str) -> None:
     dest = name.replace("-", "_")
-    group.add_argument(f"--{name}", dest=dest, action=NoteOverride, const=True, help=help)
-    group.add_argument(f"--no-{name}", dest=dest, action=NoteOverride, const=False, help=argparse.SUPPRESS)
+    group.add_argument(f"--{name}", dest=dest, action=StoreOverride, const=True, help=help)
+    group.add_argument(f"--no-{name}", dest=dest, action=StoreOverride, const=False, help=argparse.SUPPRESS)
 
 
 def _number(group: argparse._ArgumentGroup, name: str, kind: type, help: str) -> None:
-    group.add_argument(f"--{name}", action=NoteOverride, type=kind, help=help)
+    group.add_argument(f"--{name}", action=StoreOverride, type=kind, help=help)
 
 
 def _add_tuneable(group: argparse._ArgumentGroup) -> None:
@@ -104,7 +104,7 @@ def _add_tuneable(group: argparse._ArgumentGroup) -> None:
 def _add_autotune(group: argparse._ArgumentGroup) -> None:
     nothing = "without effect: there is nothing to tune while training"
     _tri_state(group, "autotune", nothing)
-    group.add_argument("--autotune-log-file", action=NoteOverride, help=nothing)
+    group.add_argument("--autotune-log-file", action=StoreOverride, help=nothing)
     _number(group, "autotune-warmup-samples", int, nothing)
     _number(group, "autotune-steps-per-sample", int, nothing)
     _number(group, "autotune-bayes-opt-max-samples", int, nothing)
@@ -127,11 +127,13 @@ def _add_elastic(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def _add_watching(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--timeline-filename", action=NoteOverride, help="file for the timeline of all processes")
+def _add_timeline_and_stall_check(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--timeline-filename", action=StoreOverride, help="file for the timeline of all processes")
     _tri_state(group, "timeline-mark-cycles", "mark cycles in the timeline")
-    group.add_argument("--no-stall-check", action=NoteOverride, const=True, help="report no stalls")
-    group.add_argument("--stall-check", dest="no_stall_check", action=NoteOverride, const=False, help=argparse.SUPPRESS)
+    group.add_argument("--no-stall-check", action=StoreOverride, const=True, help="report no stalls")
+    group.add_argument(
+        "--stall-check", dest="no_stall_check", action=StoreOverride, const=False, help=argparse.SUPPRESS
+    )
     _number(group, "stall-check-warning-time-seconds", int, "report operations that wait longer than this")
     _number(group, "stall-check-shutdown-time-seconds", int, "end operations that wait longer than this")
 
@@ -147,11 +149,13 @@ def _add_library(group: argparse._ArgumentGroup) -> None:
 
 
 def _add_logging(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--log-level", action=NoteOverride, choices=LOG_LEVELS, help="how much to log")
+    group.add_argument("--log-level", action=StoreOverride, choices=LOG_LEVELS, help="how much to log")
     stamps = group.add_mutually_exclusive_group()
     dest = "log_with_timestamp"
-    stamps.add_argument("--log-with-timestamp", dest=dest, action=NoteOverride, const=True, help=argparse.SUPPRESS)
-    stamps.add_argument("--log-without-timestamp", dest=dest, action=NoteOverride, const=False, help="no times in logs")
+    stamps.add_argument("--log-with-timestamp", dest=dest, action=StoreOverride, const=True, help=argparse.SUPPRESS)
+    stamps.add_argument(
+        "--log-without-timestamp", dest=dest, action=StoreOverride, const=False, help="no times in logs"
+    )
     stamps.add_argument(
         "-prefix-timestamp",
         "--prefix-output-with-timestamp",
@@ -159,15 +163,15 @@ def _add_logging(group: argparse._ArgumentGroup) -> None:
         action="store_true",
         help="begin each line of output with the time",
     )
-    group.add_argument("--log-hide-timestamp", dest=dest, action=NoteOverride, const=False, help=argparse.SUPPRESS)
-    group.add_argument("--no-log-hide-timestamp", dest=dest, action=NoteOverride, const=True, help=argparse.SUPPRESS)
+    group.add_argument("--log-hide-timestamp", dest=dest, action=StoreOverride, const=False, help=argparse.SUPPRESS)
+    group.add_argument("--no-log-hide-timestamp", dest=dest, action=StoreOverride, const=True, help=argparse.SUPPRESS)
 
 
 def _add_hosts(parser: argparse.ArgumentParser) -> None:
     hosts = parser.add_argument_group("hosts").add_mutually_exclusive_group()
     hosts.add_argument("-H", "--hosts", help="server1:2,server2:4")
     hosts.add_argument("-hostfile", "--hostfile", help="file of hosts, one per line: `server1 slots=2`")
-    hosts.add_argument("--host-discovery-script", action=NoteOverride, help="elastic mode's source of hosts")
+    hosts.add_argument("--host-discovery-script", action=StoreOverride, help="elastic mode's source of hosts")
     controller = parser.add_argument_group("controller").add_mutually_exclusive_group()
     controller.add_argument("--gloo", dest="use_gloo", action="store_true", help="without MPI, as always")
     for name in ("mpi", "jsrun"):

@@ -7,8 +7,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ronde.launch.driver import INTERRUPTED
-from ronde.launch.function import CALLEE, judge_outcome, pack_call
+from ronde.launch.driver.driver import INTERRUPTED
+from ronde.launch.function import FUNCTION_RANK_COMMAND, pickle_call, unpickle_results
 
 __all__ = ["run"]
 
@@ -47,12 +47,14 @@ def run(
     RuntimeError when a process fails; what it raised is the cause.
     """
     # Not above: `python -m horovod.runner.launch` imports this package first, and launch must not come with it.
-    from horovod.runner.launch import NO_ELASTIC, make_job, notes, parse_arguments, start
+    from horovod.runner.launch import NO_ELASTIC, make_job, no_effect_messages, parse_arguments, run_job
 
-    num_proc = _newer("np", np, "num_proc", num_proc)
-    min_num_proc = _newer("min_np", min_np, "min_num_proc", min_num_proc)
-    max_num_proc = _newer("max_np", max_np, "max_num_proc", max_num_proc)
-    network_interfaces = _newer("network_interface", network_interface, "network_interfaces", network_interfaces)
+    num_proc = _prefer_new_name("np", np, "num_proc", num_proc)
+    min_num_proc = _prefer_new_name("min_np", min_np, "min_num_proc", min_num_proc)
+    max_num_proc = _prefer_new_name("max_np", max_np, "max_num_proc", max_num_proc)
+    network_interfaces = _prefer_new_name(
+        "network_interface", network_interface, "network_interfaces", network_interfaces
+    )
     if hosts and hostfile:
         raise ValueError("give hosts or hostfile, not both")
     if use_gloo and use_mpi:
@@ -60,7 +62,7 @@ def run(
     if min_num_proc is not None or max_num_proc is not None or host_discovery_script is not None:
         raise ValueError(NO_ELASTIC)
     options = parse_arguments(
-        _words(
+        _make_arguments(
             {
                 "-np": num_proc,
                 "-H": hosts,
@@ -77,27 +79,27 @@ def run(
         )
     )
     options.mpi_args, options.cooldown_range = mpi_args, cooldown_range
-    for line in notes(options):
+    for line in no_effect_messages(options):
         warnings.warn(f"horovod.run: {line}", stacklevel=2)
-    command = (executable, *CALLEE[1:]) if executable else CALLEE
-    job = make_job(options, command, os.environ, call=pack_call(func, args, kwargs or {}))
-    outcome = start(job, options)
-    if outcome.stop == INTERRUPTED:
+    command = (executable, *FUNCTION_RANK_COMMAND[1:]) if executable else FUNCTION_RANK_COMMAND
+    job = make_job(options, command, os.environ, call=pickle_call(func, args, kwargs or {}))
+    outcome = run_job(job, options)
+    if outcome.stop_request == INTERRUPTED:
         raise KeyboardInterrupt
     try:
-        return judge_outcome(outcome, job.num_ranks)
+        return unpickle_results(outcome, job.num_ranks)
     except Exception as error:  # whatever the function has raised
         raise RuntimeError(f"horovod.run has failed: {type(error).__name__}: {error}") from error
 
 
-def _newer(old_name: str, old: Any, name: str, value: Any) -> Any:  # of any type
+def _prefer_new_name(old_name: str, old: Any, name: str, value: Any) -> Any:  # of any type
     if old is None:
         return value
     warnings.warn(f"{old_name} is deprecated; use {name}", DeprecationWarning, stacklevel=3)
     return old
 
 
-def _words(values: Mapping[str, object], switches: Mapping[str, object]) -> list[str]:
+def _make_arguments(values: Mapping[str, object], switches: Mapping[str, object]) -> list[str]:
     """As they would stand on a command line."""
     words = [word for flag, value in values.items() if value is not None for word in (flag, str(value))]
     return words + [flag for flag, on in switches.items() if on]

@@ -17,18 +17,25 @@ from horovod.common.util import ccl_built, ddl_built, extension_available, gloo_
 from horovod.runner.common.util import config_parser
 from horovod.runner.flags import make_parser
 from ronde.errors import RondeError
-from ronde.launch.driver import Driver, Outcome
-from ronde.launch.hosts import format_hosts, parse_hosts, read_hostfile
-from ronde.launch.job import Host, Job, Ssh
-from ronde.launch.output.printer import Printer
-from ronde.launch.output.standard import standard_options, standard_target
-from ronde.launch.placement import hosts_or_here
-from ronde.settings import OF_THE_JOB, PREFIX, Settings
+from ronde.launch.driver.driver import Driver, JobResult
+from ronde.launch.job import Job, SshOptions
+from ronde.launch.output.printer import Printer, standard_output_options
+from ronde.launch.output.terminal import open_standard_streams
+from ronde.launch.placement import Host, format_hosts, hosts_or_localhost, parse_hosts, read_hostfile
+from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings
 
-__all__ = ["check_build", "make_job", "notes", "parse_args", "parse_arguments", "run_commandline", "start"]
+__all__ = [
+    "check_build",
+    "make_job",
+    "no_effect_messages",
+    "parse_args",
+    "parse_arguments",
+    "run_commandline",
+    "run_job",
+]
 
 NO_ELASTIC = "elastic mode is not part of ronde-horovod yet; leave --min-np, --max-np and --host-discovery-script away"
-WRONG_CODE = 2
+USAGE_EXIT_CODE = 2
 
 _CHOSEN = "the algorithm is chosen by size and places"
 _NOT_TUNED = "there is nothing to tune while training; `ronde bench` measures a machine"
@@ -75,7 +82,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     config_parser.validate_config_args(args)
     if args.config_file:
-        _take_config(args)
+        _apply_config_file(args)
     if args.command[:1] == ["--"]:
         args.command = args.command[1:]
     if args.num_proc is None and not (args.check_build or args.version):
@@ -83,7 +90,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _take_config(args: argparse.Namespace) -> None:
+def _apply_config_file(args: argparse.Namespace) -> None:
     try:
         config_parser.set_args_from_config(args, _read_config(args.config_file), args.override_args)
         config_parser.validate_config_args(args)
@@ -110,35 +117,35 @@ def run_commandline() -> None:
     try:
         code = _run(parse_args())
     except (RondeError, ValueError, OSError) as error:
-        _say(f"horovodrun: {' '.join(str(error).split())}")
-        code = WRONG_CODE
+        _print_message(f"horovodrun: {' '.join(str(error).split())}")
+        code = USAGE_EXIT_CODE
     raise SystemExit(code)
 
 
 def _run(args: argparse.Namespace) -> int:
     if args.version:
-        _say(horovod.__version__, file=sys.stdout)
+        _print_message(horovod.__version__, file=sys.stdout)
         return 0
     if args.check_build:
-        _say(check_build(), file=sys.stdout)
+        _print_message(check_build(), file=sys.stdout)
         return 0
     if not args.command:
         raise ValueError("there is no command to run; give one, as in: horovodrun -np 2 python train.py")
-    for line in notes(args):
-        _say(f"horovodrun: {line}")
+    for line in no_effect_messages(args):
+        _print_message(f"horovodrun: {line}")
     if args.log_level:
         logs.set_level(args.log_level, hide_time=args.log_with_timestamp is False)
     job = make_job(args, tuple(args.command), os.environ)
     if args.verbose:
-        where = format_hosts(hosts_or_here(job.hosts, job.num_ranks))
-        _say(f"horovodrun: {job.num_ranks} processes on {where}: {' '.join(job.command)}")
-    outcome = start(job, args)
+        where = format_hosts(hosts_or_localhost(job.hosts, job.num_ranks))
+        _print_message(f"horovodrun: {job.num_ranks} processes on {where}: {' '.join(job.command)}")
+    outcome = run_job(job, args)
     if outcome.summary:
-        _say(outcome.summary)
-    return outcome.code
+        _print_message(outcome.summary)
+    return outcome.exit_code
 
 
-def notes(args: argparse.Namespace) -> list[str]:
+def no_effect_messages(args: argparse.Namespace) -> list[str]:
     """One line for each flag that was given and changes nothing. A 0 is a value, a switch that is off is not."""
     given = {name: getattr(args, name, None) for name in WITHOUT_EFFECT}
     return [
@@ -161,7 +168,7 @@ def make_job(args: argparse.Namespace, command: tuple[str, ...], environ: Mappin
         command=command,
         num_ranks=args.num_proc,
         hosts=_hosts(args),
-        ssh=Ssh(
+        ssh=SshOptions(
             port=args.ssh_port or 0,
             identity=args.ssh_identity_file or "",
             options=("StrictHostKeyChecking=no",),
@@ -169,7 +176,7 @@ def make_job(args: argparse.Namespace, command: tuple[str, ...], environ: Mappin
         ),
         env=given,
         settings=_settings({**environ, **given}),
-        call=call,
+        pickled_call=call,
     )
 
 
@@ -181,21 +188,21 @@ def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
 
 def _settings(environ: Mapping[str, str]) -> Settings:
     """What the variables ask for. The driver hosts the coordinator, so it has to know as well as the processes."""
-    of_an_outer_job = {PREFIX + name.upper() for name in OF_THE_JOB}
+    of_an_outer_job = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
     own = {name: text for name, text in environ.items() if name not in of_an_outer_job}
     return Settings.load(variables.settings_from(own), own)
 
 
-def start(job: Job, args: argparse.Namespace) -> Outcome:
+def run_job(job: Job, args: argparse.Namespace) -> JobResult:
     """Run the job to its end, showing what its processes print as the options say."""
-    target = standard_target()
+    target = open_standard_streams()
     options = replace(
-        standard_options(target, os.environ),
+        standard_output_options(target, os.environ),
         fold=False,
         color=False,
-        as_horovod=True,
+        horovod_format=True,
         timestamps=args.prefix_output_with_timestamp,
-        folder=args.output_filename or "",
+        output_dir=args.output_filename or "",
     )
     with contextlib.closing(Printer(target, num_ranks=job.num_ranks, options=options)) as printer:
         return Driver(job, printer).run()
@@ -222,7 +229,7 @@ def check_build() -> str:
     return "\n".join(lines)
 
 
-def _say(text: str, file: Any = None) -> None:  # a text stream
+def _print_message(text: str, file: Any = None) -> None:  # a text stream
     print(text, file=file or sys.stderr, flush=True)
 
 

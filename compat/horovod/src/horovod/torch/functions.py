@@ -10,7 +10,7 @@ from torch import Tensor
 
 import ronde
 import ronde.torch
-from horovod.common.exceptions import translated
+from horovod.common.exceptions import translate_errors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.operations import broadcast_async_, running_group, synchronize
 
@@ -45,7 +45,7 @@ def broadcast_optimizer_state(
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of LBFGS cannot be broadcast: it is made of closures' results")
-    with translated():
+    with translate_errors():
         ronde.torch.broadcast_optimizer_state(optimizer, root=root_rank, group=running_group())
     if not isinstance(optimizer, torch.optim.SparseAdam):
         _fill_gradients(optimizer, _sparse(model) if model is not None else set())
@@ -70,11 +70,11 @@ def broadcast_object(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """The root's object for everybody; on the root it is the object itself."""
-    with translated():
+    with translate_errors():
         return ronde.objects.broadcast(obj, root=root_rank, group=running_group(process_set))
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
     """Everybody's object, by rank."""
-    with translated():
+    with translate_errors():
         return ronde.objects.allgather(obj, group=running_group())

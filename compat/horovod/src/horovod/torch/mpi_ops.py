@@ -9,7 +9,7 @@ from horovod.common.process_sets import (
     global_process_set,
     remove_process_set,
 )
-from horovod.torch.gradients import (
+from horovod.torch.differentiable import (
     HorovodAllgather,
     HorovodAllreduce,
     HorovodAlltoall,
@@ -134,7 +134,7 @@ __all__ = [
 
 def init(*args: object, **kwargs: object) -> None:
     """Join the job; see HorovodBasics.init."""
-    _handles.forget()
+    _handles.clear()
     _basics.init(*args, **kwargs)  # type: ignore[arg-type]  # the same arguments, whatever they are
 
 

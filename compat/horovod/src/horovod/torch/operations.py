@@ -1,30 +1,34 @@
-"""Horovod's collectives that return a handle at once, on PyTorch tensors, over ronde.torch.
+"""Numbers for operations under way, as poll() and synchronize() take them.
+
+Horovod's collectives that return a handle at once, on PyTorch tensors, over ronde.torch.
 
 Every operation has a name, given or counted, so ranks may issue them in any order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from horovod.common.basics import HorovodBasics
-from horovod.common.exceptions import NOT_INITIALIZED, HorovodInternalError, translated
+from horovod.common.exceptions import NOT_INITIALIZED, HorovodInternalError, translate_errors
 from horovod.common.process_sets import ProcessSet, global_process_set, group_of
 from horovod.common.util import get_average_backwards_compatibility_fun
-from horovod.torch.handles import Handles
 from ronde import Group
-from ronde.torch import transport
-from ronde.torch.tensors import TensorWork
-from ronde.torch.transport import Reduction
+from ronde.torch import tensors as transport
+from ronde.torch.tensors import ReduceOptions, TensorWork
 from ronde.types import Op
 
 __all__ = [
     "Adasum",
     "Average",
+    "HandleManager",
     "Max",
     "Min",
     "Product",
@@ -48,8 +52,70 @@ __all__ = [
     "synchronize",
 ]
 
+
+class _HandleWork(NamedTuple):
+    """One operation, and what makes its result of ronde's."""
+
+    work: TensorWork
+    finish: Callable[[Any], Any]
+
+
+class HandleManager:
+    """One counter for all operations of a process, from 1; hvd.shutdown() sets it back."""
+
+    def __init__(self) -> None:
+        self._works: dict[int, _HandleWork] = {}
+        self._lock = threading.Lock()
+        self._handle_counter = itertools.count(1)
+        self._name_counters: dict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
+
+    def make_name(self, what: str, group: int) -> str:
+        """For an operation without a name. Counted for each kind of operation and each group: members need to agree on
+        the order of those only, whatever else some of them do."""
+        with self._lock:
+            return f"{what}.noname.{next(self._name_counters[what, group])}"
+
+    def add(self, work: TensorWork, finish: Callable[[Any], Any]) -> int:
+        """An operation is under way; its number."""
+        with self._lock:
+            number = next(self._handle_counter)
+            self._works[number] = _HandleWork(work, finish)
+        return number
+
+    def poll(self, handle: int) -> bool:
+        """Whether synchronize() would return at once."""
+        flight = self._works.get(handle)
+        if flight is None:
+            raise ValueError(f"handle {handle} was not created, or was synchronized before")
+        return flight.work.done()
+
+    def synchronize(self, handle: int) -> Any:  # a tensor, a list of them, or a pair
+        """The result. A number that is not under way gives None, as it does in Horovod."""
+        flight = self._works.pop(handle, None)
+        if flight is None:
+            return None
+        with translate_errors():
+            return flight.finish(flight.work.wait())
+
+    def reset_names(self) -> None:
+        """All processes have joined: some have had operations that others had not, so all count anew."""
+        with self._lock:
+            self._name_counters.clear()
+
+    def clear(self) -> None:
+        """hvd.init(): what was under way in an older round is not to be had any more."""
+        self._works.clear()
+
+    def reset(self) -> None:
+        """hvd.shutdown(): count from 1 again."""
+        with self._lock:
+            self._works.clear()
+            self._name_counters.clear()
+            self._handle_counter = itertools.count(1)
+
+
 _basics = HorovodBasics(__file__, "mpi_lib_v2")
-_handles = Handles()
+_handles = HandleManager()
 
 Average = _basics.Average
 Sum = _basics.Sum
@@ -70,16 +136,18 @@ def running_group(process_set: ProcessSet = global_process_set) -> Group:
     return group_of(process_set)
 
 
-def _reduction(op: int, prescale_factor: float, postscale_factor: float, tensors: Sequence[Tensor]) -> Reduction:
+def _reduce_options(
+    op: int, prescale_factor: float, postscale_factor: float, tensors: Sequence[Tensor]
+) -> ReduceOptions:
     if op not in OPS:
         raise ValueError(f"op must be one of hvd.Average, Sum, Adasum, Min, Max and Product, got {op!r}")
     if prescale_factor == postscale_factor == 1.0 or not tensors:  # as nearly always
-        return Reduction(OPS[op])
+        return ReduceOptions(OPS[op])
     dtype = tensors[0].dtype
-    return Reduction(OPS[op], _as_number_of(dtype, prescale_factor), _as_number_of(dtype, postscale_factor))
+    return ReduceOptions(OPS[op], _round_factor(dtype, prescale_factor), _round_factor(dtype, postscale_factor))
 
 
-def _as_number_of(dtype: torch.dtype, factor: float) -> float:
+def _round_factor(dtype: torch.dtype, factor: float) -> float:
     """The factor as Horovod multiplies with it: in the precision of what it multiplies, of which float32 is the least.
     Integers are multiplied in double."""
     narrow = dtype.is_floating_point and dtype is not torch.float64
@@ -90,7 +158,7 @@ def _first(results: list[Tensor]) -> Tensor:
     return results[0]
 
 
-def _same(result: Any) -> Any:  # a tensor, or a list of them
+def _unchanged(result: Any) -> Any:  # a tensor, or a list of them
     return result
 
 
@@ -99,40 +167,42 @@ def _start(
     name: str | None,
     process_set: ProcessSet,
     start: Callable[[Group, str], TensorWork],
-    finish: Callable[[Any], Any] = _same,
+    finish: Callable[[Any], Any] = _unchanged,
 ) -> int:
     """Begin an operation; its handle."""
     group = running_group(process_set)
-    full = f"{what}.{name}" if name is not None else _handles.name(what, group.id)
+    full = f"{what}.{name}" if name is not None else _handles.make_name(what, group.id)
     try:
-        with translated():
+        with translate_errors():
             work = start(group, full)
     except TypeError as error:  # numbers that cannot travel
         raise ValueError(str(error)) from error
-    return _handles.put(work, finish)
+    return _handles.add(work, finish)
 
 
-def _reduce(tensor: Tensor, out: Tensor | None, name: str | None, how: Reduction, process_set: ProcessSet) -> int:
+def _start_allreduce(
+    tensor: Tensor, out: Tensor | None, name: str | None, options: ReduceOptions, process_set: ProcessSet
+) -> int:
     return _start(
         "allreduce",
         name,
         process_set,
-        lambda group, name: transport.allreduce_one(group, tensor, out, how, name=name, wait=False),
+        lambda group, name: transport.allreduce_tensor(group, tensor, out, options, name=name, wait=False),
     )
 
 
-def _reduce_all(
+def _start_grouped_allreduce(
     tensors: Sequence[Tensor],
     outs: Sequence[Tensor | None],
     name: str | None,
-    how: Reduction,
+    options: ReduceOptions,
     process_set: ProcessSet,
 ) -> int:
     return _start(
         "grouped_allreduce",
         name,
         process_set,
-        lambda group, name: transport.allreduce(group, tensors, outs, how, name=name, wait=False),
+        lambda group, name: transport.allreduce_tensors(group, tensors, outs, options, name=name, wait=False),
     )
 
 
@@ -150,8 +220,8 @@ def allreduce_async(
 ) -> int:
     """Begin an allreduce into a new tensor; a handle for poll() and synchronize()."""
     op = handle_average_backwards_compatibility(op, average)
-    how = _reduction(op, prescale_factor, postscale_factor, [tensor])
-    return _reduce(tensor, None, name, how, process_set)
+    how = _reduce_options(op, prescale_factor, postscale_factor, [tensor])
+    return _start_allreduce(tensor, None, name, how, process_set)
 
 
 def allreduce_async_(
@@ -165,8 +235,8 @@ def allreduce_async_(
 ) -> int:
     """As allreduce_async, in place."""
     op = handle_average_backwards_compatibility(op, average)
-    how = _reduction(op, prescale_factor, postscale_factor, [tensor])
-    return _reduce(tensor, tensor, name, how, process_set)
+    how = _reduce_options(op, prescale_factor, postscale_factor, [tensor])
+    return _start_allreduce(tensor, tensor, name, how, process_set)
 
 
 def grouped_allreduce_async(
@@ -180,8 +250,8 @@ def grouped_allreduce_async(
 ) -> int:
     """Begin an allreduce of several tensors as a unit."""
     op = handle_average_backwards_compatibility(op, average)
-    how = _reduction(op, prescale_factor, postscale_factor, tensors)
-    return _reduce_all(tensors, [None] * len(tensors), name, how, process_set)
+    how = _reduce_options(op, prescale_factor, postscale_factor, tensors)
+    return _start_grouped_allreduce(tensors, [None] * len(tensors), name, how, process_set)
 
 
 def grouped_allreduce_async_(
@@ -195,8 +265,8 @@ def grouped_allreduce_async_(
 ) -> int:
     """As grouped_allreduce_async, in place."""
     op = handle_average_backwards_compatibility(op, average)
-    how = _reduction(op, prescale_factor, postscale_factor, tensors)
-    return _reduce_all(tensors, tensors, name, how, process_set)
+    how = _reduce_options(op, prescale_factor, postscale_factor, tensors)
+    return _start_grouped_allreduce(tensors, tensors, name, how, process_set)
 
 
 def sparse_allreduce_async(
@@ -231,7 +301,7 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
         "allgather",
         name,
         process_set,
-        lambda group, name: transport.allgather(group, [tensor], name=name, wait=False),
+        lambda group, name: transport.allgather_tensors(group, [tensor], name=name, wait=False),
         _first,
     )
 
@@ -245,7 +315,7 @@ def grouped_allgather_async(
         "grouped_allgather",
         name,
         process_set,
-        lambda group, name: transport.allgather(group, tensors, name=name, wait=False),
+        lambda group, name: transport.allgather_tensors(group, tensors, name=name, wait=False),
         tuple,
     )
 
@@ -255,7 +325,7 @@ def _broadcast(tensor: Tensor, out: Tensor | None, root_rank: int, name: str | N
         "broadcast",
         name,
         process_set,
-        lambda group, name: transport.broadcast(group, [tensor], [out], root_rank, name=name, wait=False),
+        lambda group, name: transport.broadcast_tensors(group, [tensor], [out], root_rank, name=name, wait=False),
         _first,
     )
 
@@ -292,7 +362,7 @@ def alltoall_async(
         "alltoall",
         name,
         process_set,
-        lambda group, name: transport.alltoall(group, tensor, given, name=name, wait=False),
+        lambda group, name: transport.alltoall_tensor(group, tensor, given, name=name, wait=False),
         finish,
     )
 
@@ -314,12 +384,12 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Begin to add up and share out the rows."""
-    how = _scatter_reduction(op, prescale_factor, postscale_factor, [tensor])
+    how = _reducescatter_options(op, prescale_factor, postscale_factor, [tensor])
     return _start(
         "reducescatter",
         name,
         process_set,
-        lambda group, name: transport.reduce_scatter(group, [tensor], how, name=name, wait=False),
+        lambda group, name: transport.reduce_scatter_tensors(group, [tensor], how, name=name, wait=False),
         _first,
     )
 
@@ -333,23 +403,23 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As reducescatter_async, for several tensors."""
-    how = _scatter_reduction(op, prescale_factor, postscale_factor, tensors)
+    how = _reducescatter_options(op, prescale_factor, postscale_factor, tensors)
     return _start(
         "grouped_reducescatter",
         name,
         process_set,
-        lambda group, name: transport.reduce_scatter(group, tensors, how, name=name, wait=False),
+        lambda group, name: transport.reduce_scatter_tensors(group, tensors, how, name=name, wait=False),
         list,
     )
 
 
-def _scatter_reduction(
+def _reducescatter_options(
     op: int, prescale_factor: float, postscale_factor: float, tensors: Sequence[Tensor]
-) -> Reduction:
+) -> ReduceOptions:
     if op not in (Average, Sum):
         raise HorovodInternalError("reducescatter knows hvd.Average and hvd.Sum")
     _check_rows("reducescatter", tensors)
-    return _reduction(op, prescale_factor, postscale_factor, tensors)
+    return _reduce_options(op, prescale_factor, postscale_factor, tensors)
 
 
 def poll(handle: int) -> bool:
@@ -364,13 +434,13 @@ def synchronize(handle: int) -> Any:  # a tensor, a list of them, or a pair
 
 def join(device: int = -1) -> int:
     """Out of data: give zeros to the others' allreduces until all have joined. The rank that did last."""
-    with translated():
+    with translate_errors():
         last = running_group().join()
-    _handles.joined()
+    _handles.reset_names()
     return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Return when every process of the set has come here."""
-    with translated():
+    with translate_errors():
         running_group(process_set).barrier(name="barrier.noname")

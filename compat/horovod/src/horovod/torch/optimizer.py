@@ -1,4 +1,10 @@
-"""Horovod's DistributedOptimizer: its arguments, its methods and its warnings, over ronde.torch's.
+"""What an optimizer has after DistributedOptimizer, for gradients and for Adasum alike.
+
+The optimizer for op=hvd.Adasum: not gradients are combined but what a step makes of the parameters.
+
+Every process takes its own step; the changes are added up by Adasum, and all begin the next step at the same place.
+
+Horovod's DistributedOptimizer: its arguments, its methods and its warnings, over ronde.torch's.
 
 Gradients are combined when backward() ends and not only in synchronize(): code that looks at them before step() is
 right in any case.
@@ -7,30 +13,127 @@ right in any case.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 import ronde.torch
-from horovod.common.exceptions import translated
+from horovod.common.exceptions import translate_errors
 from horovod.common.process_sets import ProcessSet, global_process_set, group_of
 from horovod.common.util import split_list
-from horovod.torch.adasum_optimizer import AdasumOptimizer
-from horovod.torch.compression import Compression, Compressor, FP16Compressor, NoneCompressor
-from horovod.torch.compressor_codec import CompressorCodec
-from horovod.torch.operations import OPS, Adasum, Average, Sum, _basics
-from horovod.torch.wrapped import Wrapped, class_for
-from ronde.binding.adapter import Backward
-from ronde.binding.codec import Codec
+from horovod.torch.compression import Compression, Compressor, CompressorCodec, FP16Compressor, NoneCompressor
+from horovod.torch.operations import OPS, Adasum, Average, Sum, _basics, allreduce_async_, synchronize
 from ronde.torch import Distributed
+from ronde.training.adapter import BackwardPass
+from ronde.training.compression import Codec
 
-__all__ = ["DistributedOptimizer"]
+__all__ = ["AdasumOptimizer", "DistributedOptimizer", "WrappedOptimizer", "make_optimizer_class"]
 
-CODECS: dict[type[Compressor], str | None] = {NoneCompressor: None, FP16Compressor: "float16"}
+H = TypeVar("H", bound=Hashable)
+
+
+class WrappedOptimizer(Optimizer):
+    """It knows what DistributedOptimizer was called with, and its copies are optimizers of the class it had before."""
+
+    op: int
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+    process_set: ProcessSet
+    _parameter_names: dict[Tensor, str]
+    _plain: type[Optimizer]
+    """The class it had before."""
+
+    @property
+    def _requires_update(self) -> set[Tensor]:
+        """Parameters that learn; some scripts look at them."""
+        return {param for group in self.param_groups for param in group["params"] if param.requires_grad}
+
+    @staticmethod
+    def find_duplicates(lst: Iterable[H]) -> set[H]:
+        """What is in it more than once."""
+        return {each for each, count in Counter(lst).items() if count > 1}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:  # as object's
+        """For copies and files."""
+        return _new_instance, (self._plain,), self.__getstate__()
+
+
+def _new_instance(plain: type[Optimizer]) -> Optimizer:
+    """An optimizer that is about to get its state."""
+    return plain.__new__(plain)
+
+
+def make_optimizer_class(base: Any, plain: Any) -> Any:  # classes
+    """A class of this kind over that of an optimizer, with its name, and where Horovod has such classes."""
+    return _cached_optimizer_class(base, plain)
+
+
+@cache
+def _cached_optimizer_class(kind: Any, plain: Any) -> Any:
+    names = {"__module__": "horovod.torch.optimizer", "__doc__": plain.__doc__, "_plain": plain}
+    return type(plain.__name__, (kind, plain), names)
+
+
+class AdasumOptimizer(WrappedOptimizer):
+    """What it adds to an optimizer's class."""
+
+    _compression: type[Compressor]
+    backward_passes_per_step = 1
+
+    @classmethod
+    def wrap(
+        cls, optimizer: Optimizer, compression: type[Compressor], passes: int, attributes: Mapping[str, Any]
+    ) -> Optimizer:
+        """The same optimizer, of a class that combines its steps. `told` are the attributes of a Wrapped."""
+        optimizer.__class__ = make_optimizer_class(cls, type(optimizer))
+        assert isinstance(optimizer, AdasumOptimizer)
+        vars(optimizer).update(attributes)
+        optimizer._compression = compression
+        optimizer.backward_passes_per_step = passes
+        return optimizer
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Taken for the sake of old scripts: gradients add up until step() in any case."""
+        self.backward_passes_per_step = passes
+
+    def synchronize(self) -> None:
+        """Nothing to do before step()."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """Not for this optimizer: its step() is where the processes meet."""
+        raise AssertionError("skip_synchronize() cannot be used with op=hvd.Adasum")
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # as the closure returns
+        """One's own step, then Adasum of all processes' steps."""
+        params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
+        starts = [param.detach().clone() for param in params]
+        for param in params:
+            if param.grad is None:  # a process that did not use it takes part with no change
+                param.grad = torch.zeros_like(param)
+        result = super().step(closure) if closure is not None else super().step()
+        with torch.no_grad():
+            flights = [
+                self._start_adasum(index, param, start)
+                for index, (param, start) in enumerate(zip(params, starts, strict=True))
+            ]
+            for param, start, (handle, context) in zip(params, starts, flights, strict=True):
+                param.copy_(start + self._compression.decompress(synchronize(handle), context))
+        return result
+
+    step.hooked = True  # type: ignore[attr-defined]  # torch need not: the one below calls the hooks
+
+    def _start_adasum(self, index: int, param: Tensor, start: Tensor) -> tuple[int, Any]:
+        small, context = self._compression.compress(param.detach() - start)
+        return allreduce_async_(small, name=f"adasum.delta.{index}", op=Adasum), context
+
+
+COMPRESSION_CODECS: dict[type[Compressor], str | None] = {NoneCompressor: None, FP16Compressor: "float16"}
 
 
 def DistributedOptimizer(
@@ -50,12 +153,12 @@ def DistributedOptimizer(
     backward_passes_per_step passes are added up before they travel. gradient_predivide_factor splits the averaging
     before and behind the sum. `groups` are parameters that travel together: a number of groups, or lists of them.
     """
-    _check(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
+    _check_arguments(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    named = _named(optimizer, named_parameters)
-    together = _together(named, groups)
+    named = _named_parameters(optimizer, named_parameters)
+    together = _parameter_groups(named, groups)
     told = {
         "op": op,
         "gradient_predivide_factor": gradient_predivide_factor,
@@ -69,13 +172,13 @@ def DistributedOptimizer(
         if _basics.size() > 1:
             return AdasumOptimizer.wrap(optimizer, compression, backward_passes_per_step, told)
     plain = type(optimizer)
-    with translated():
+    with translate_errors():
         wrapped = ronde.torch.DistributedOptimizer(
             optimizer,
             named_parameters=named,
             op=OPS[Average if op == Adasum else op],
             passes=backward_passes_per_step,
-            codec=_codec(compression),
+            codec=_codec_for(compression),
             group=group_of(process_set),
             average_passes=False,
             predivide=gradient_predivide_factor,
@@ -84,17 +187,17 @@ def DistributedOptimizer(
             idle_steps=True,
         )
     made: Any = wrapped
-    made.__class__ = class_for(HorovodOptimizer, plain)
+    made.__class__ = make_optimizer_class(HorovodOptimizer, plain)
     vars(made).update(told)
-    passes = made._gradients.passes
-    passes.backward = _Translated(passes.backward)
+    passes = made._reducers.training_step
+    passes.backward_pass = _TranslatingBackwardPass(passes.backward_pass)
     if sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
         made.register_step_pre_hook(_make_sparse)
     return made
 
 
-def _check(optimizer: Optimizer, op: int, passes: int, predivide: float) -> None:
-    if isinstance(optimizer, Wrapped | Distributed):
+def _check_arguments(optimizer: Optimizer, op: int, passes: int, predivide: float) -> None:
+    if isinstance(optimizer, WrappedOptimizer | Distributed):
         raise ValueError("the optimizer is distributed already; wrap it once")
     if op not in (Average, Sum, Adasum):
         raise ValueError(f"op of an optimizer is hvd.Average, hvd.Sum or hvd.Adasum, got {op!r}")
@@ -111,7 +214,7 @@ def _make_sparse(optimizer: Optimizer, args: object, kwargs: object) -> None:
             param.grad = param.grad.to_sparse()
 
 
-class HorovodOptimizer(Wrapped, Distributed):
+class HorovodOptimizer(WrappedOptimizer, Distributed):
     """What Horovod adds to an optimizer's class."""
 
     _synchronized = False
@@ -128,7 +231,7 @@ class HorovodOptimizer(Wrapped, Distributed):
 
     def synchronize(self) -> None:
         """Combine gradients now."""
-        with translated():
+        with translate_errors():
             super().synchronize()
         self._synchronized = True
 
@@ -150,7 +253,7 @@ class HorovodOptimizer(Wrapped, Distributed):
                 stacklevel=2,
             )
         self._synchronized = False
-        with translated():
+        with translate_errors():
             return super().step(closure) if closure is not None else super().step()
 
     step.hooked = True  # type: ignore[attr-defined]  # torch need not: the one below calls the hooks
@@ -161,29 +264,29 @@ _DistributedOptimizer = HorovodOptimizer
 _DistributedAdasumOptimizer = AdasumOptimizer
 
 
-class _Translated:
+class _TranslatingBackwardPass:
     """A backward pass that raises what Horovod raises."""
 
-    def __init__(self, backward: Backward) -> None:
+    def __init__(self, backward: BackwardPass) -> None:
         self._backward = backward
 
-    def at_end(self, callback: Callable[[], None]) -> None:
+    def on_end(self, callback: Callable[[], None]) -> None:
         """See Backward."""
 
         def call() -> None:
-            with translated():
+            with translate_errors():
                 callback()
 
-        self._backward.at_end(call)
+        self._backward.on_end(call)
 
-    def nested(self, goes_on: Callable[[], None]) -> bool:
+    def is_nested(self, on_resume: Callable[[], None]) -> bool:
         """See Backward."""
-        return self._backward.nested(goes_on)
+        return self._backward.is_nested(on_resume)
 
 
-def _codec(compression: type[Compressor]) -> str | Codec | None:
-    if compression in CODECS:
-        return CODECS[compression]
+def _codec_for(compression: type[Compressor]) -> str | Codec | None:
+    if compression in COMPRESSION_CODECS:
+        return COMPRESSION_CODECS[compression]
     if not callable(getattr(compression, "compress", None)) or not callable(getattr(compression, "decompress", None)):
         raise ValueError(
             f"compression must be hvd.Compression.none, hvd.Compression.fp16, or have compress() and decompress(), "
@@ -192,7 +295,7 @@ def _codec(compression: type[Compressor]) -> str | Codec | None:
     return CompressorCodec(compression)
 
 
-def _named(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
+def _named_parameters(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
     """The names of all parameters of the optimizer."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if given is None:
@@ -205,7 +308,7 @@ def _named(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> 
     if any(not isinstance(pair, tuple) for pair in named):
         raise ValueError("named_parameters must be (name, parameter) tuples, as model.named_parameters() gives them")
     names = [name for name, _ in named]
-    twice = sorted(Wrapped.find_duplicates(names))
+    twice = sorted(WrappedOptimizer.find_duplicates(names))
     if twice:
         raise ValueError(f"parameter names must be unique; found twice: {', '.join(twice)}")
     unnamed = len({id(param) for param in params} - {id(param) for _, param in named})
@@ -215,7 +318,7 @@ def _named(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> 
     return [(name, param) for name, param in named if id(param) in mine]
 
 
-def _together(
+def _parameter_groups(
     named: list[tuple[str, Tensor]], groups: int | Sequence[Sequence[Tensor]] | None
 ) -> tuple[tuple[str, ...], ...]:
     """Names of the parameters that travel together."""

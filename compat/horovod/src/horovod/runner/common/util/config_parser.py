@@ -79,18 +79,18 @@ def _opposite(value: bool) -> str:
     return _switch(not value)
 
 
-class _Kind(NamedTuple):
+class _ValueKind(NamedTuple):
     """What an option may be in a configuration file."""
 
-    words: str
-    fits: Callable[[object], bool]
+    description: str
+    is_valid: Callable[[object], bool]
 
 
-WHOLE = _Kind("a whole number", lambda value: type(value) is int)
-NUMBER = _Kind("a number", lambda value: type(value) in (int, float))
-SWITCH = _Kind("true or false", lambda value: value in (True, False))
-TEXT = _Kind("a text", lambda value: type(value) in (str, int))
-LEVEL = _Kind(f"one of {', '.join(LOG_LEVELS)}", lambda value: str(value).upper() in LOG_LEVELS)
+WHOLE = _ValueKind("a whole number", lambda value: type(value) is int)
+NUMBER = _ValueKind("a number", lambda value: type(value) in (int, float))
+SWITCH = _ValueKind("true or false", lambda value: value in (True, False))
+TEXT = _ValueKind("a text", lambda value: type(value) in (str, int))
+LEVEL = _ValueKind(f"one of {', '.join(LOG_LEVELS)}", lambda value: str(value).upper() in LOG_LEVELS)
 
 
 class _Option(NamedTuple):
@@ -100,8 +100,8 @@ class _Option(NamedTuple):
     section: str
     key: str
     variable: str
-    kind: _Kind
-    show: Callable[[Any], str] = str
+    kind: _ValueKind
+    format_value: Callable[[Any], str] = str
     """The value as a variable."""
     needs: str = ""
     """Only with this other option."""
@@ -129,7 +129,7 @@ _AUTOTUNE = (
         )
     ),
 )
-_WATCHING = (
+_TIMELINE_AND_STALL_CHECK = (
     _Option("timeline_filename", "timeline", "filename", HOROVOD_TIMELINE, TEXT),
     _Option(
         "timeline_mark_cycles",
@@ -174,7 +174,7 @@ _LOGGING = (
     _Option("log_level", "logging", "level", HOROVOD_LOG_LEVEL, LEVEL),
     _Option("log_with_timestamp", "logging", "with_timestamp", HOROVOD_LOG_HIDE_TIME, SWITCH, _opposite),
 )
-_OPTIONS = (*_PARAMS, *_AUTOTUNE, *_WATCHING, *_LIBRARY, *_LOGGING)
+_OPTIONS = (*_PARAMS, *_AUTOTUNE, *_TIMELINE_AND_STALL_CHECK, *_LIBRARY, *_LOGGING)
 
 _NOT_NEGATIVE = (
     "fusion_threshold_mb",
@@ -204,8 +204,8 @@ def set_args_from_config(args: argparse.Namespace, config: Mapping[str, Any], ov
         value = section.get(option.key)
         if option.dest in override_args or value is None:
             continue
-        if not option.kind.fits(value):
-            raise ValueError(f"{option.key} in {option.section} must be {option.kind.words}, got {value!r}")
+        if not option.kind.is_valid(value):
+            raise ValueError(f"{option.key} in {option.section} must be {option.kind.description}, got {value!r}")
         if option.kind is SWITCH:
             value = bool(value) != (option.dest == "no_stall_check")  # the flag is the opposite of `enabled`
         setattr(args, option.dest, value)
@@ -228,5 +228,5 @@ def set_env_from_args(env: MutableMapping[str, str], args: argparse.Namespace) -
         value = getattr(args, option.dest, None)
         if value is None or (option.needs and not getattr(args, option.needs, None)):
             continue
-        env[option.variable] = option.show(value)
+        env[option.variable] = option.format_value(value)
     return env

@@ -7,9 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ronde.launch.hosts import read_hostfile
-from ronde.launch.job import Host
-from ronde.launch.placement import place
+from ronde.launch.placement import Host, place_ranks, read_hostfile
 
 __all__ = [
     "INVALID_SLOT_INFO",
@@ -85,7 +83,7 @@ def get_host_assignments(
     if num_slots < min_num_proc:
         raise ValueError(f"{min_num_proc} processes were asked for, but there are only {num_slots} slots")
     size = num_slots if max_num_proc is None else min(num_slots, max_num_proc)
-    seats = place([Host(host.hostname, host.slots) for host in hosts if host.slots], size)
+    seats = place_ranks([Host(host.hostname, host.slots) for host in hosts if host.slots], size)
     names = [host.hostname for host in hosts if host.slots]
     return [
         SlotInfo(

@@ -1,0 +1,121 @@
+"""How fast ranks talk to each other, pair by pair, on the data plane that jobs use. `ronde doctor` calls measure() on
+all ranks of a job.
+
+The first of a pair leads: it sends orders (a kind and a number of bytes), and the other one follows them. So only the
+leader has to decide, and it has all the numbers.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from ronde.comm.collectives import barrier, rank, receive, send
+from ronde.comm.world import init, shutdown
+
+__all__ = ["LinkSpeed", "PAIR_TIMEOUT_S", "measure_links"]
+
+ROUND_TRIP_DURATION_S = 0.1
+"""So long is the small message thrown to and fro."""
+MIN_ROUND_TRIPS = 5
+START_BYTES = 64 * 1024
+MAX_BYTES = 64 * 1024 * 1024
+MIN_TRANSFER_S = 0.05
+"""A message that takes so long is large enough to tell the bandwidth."""
+NUM_TRANSFERS = 3
+"""How often that one is sent; the best counts: somebody else may use the network."""
+PAIR_TIMEOUT_S = 10.0
+"""A pair that takes longer is of no use."""
+
+SEND_TIME, RECEIVE_BYTES, SEND_BYTES, STOP = range(4)
+"""Orders: tell what time it is, take so many bytes and say when they are there, give so many, end."""
+
+
+class LinkSpeed(msgspec.Struct, frozen=True):
+    """Between two ranks."""
+
+    round_trip_s: float
+    """Of a message of 16 bytes."""
+    bytes_per_s: float
+    """From the first to the second."""
+    back_bytes_per_s: float
+    clock_ahead_s: float
+    """How much the second's clock is ahead of the first's, to about half a round trip."""
+
+
+def measure_links(pairs: Sequence[tuple[int, int]]) -> list[LinkSpeed | None]:
+    """Measure each pair of ranks in turn, while the others wait. The first of each pair has its result."""
+    init()
+    found: list[LinkSpeed | None] = []
+    for first, second in pairs:
+        barrier()
+        found.append(_run_client(second) if rank() == first else None)
+        if rank() == second:
+            _run_server(first)
+    shutdown()
+    return found
+
+
+def _run_client(peer: int) -> LinkSpeed:
+    _query_time(peer)  # the first time, both sides have something to prepare
+    trips = [_query_time(peer) for _ in range(MIN_ROUND_TRIPS)]
+    until_s = time.monotonic() + ROUND_TRIP_DURATION_S
+    while time.monotonic() < until_s:
+        trips.append(_query_time(peer))
+    forth, back = _measure_bandwidth(peer, RECEIVE_BYTES), _measure_bandwidth(peer, SEND_BYTES)
+    _send_request(peer, STOP)
+    _, ahead_s = min(trips)
+    return LinkSpeed(statistics.median(trip_s for trip_s, _ in trips), forth, back, ahead_s)
+
+
+def _query_time(peer: int) -> tuple[float, float]:
+    """How long the answer took, and how much the other clock is ahead, should the way back be as long as the one
+    there."""
+    wall_s, start_s = time.time(), time.monotonic()
+    _send_request(peer, SEND_TIME)
+    theirs_s = receive(np.empty(2), peer)[0]
+    took_s = time.monotonic() - start_s
+    return took_s, float(theirs_s) - (wall_s + took_s / 2)
+
+
+def _measure_bandwidth(peer: int, request: int) -> float:
+    """Bytes per second of a message that is large enough for this network."""
+    data = np.zeros(MAX_BYTES, np.uint8)
+    num_bytes, took_s = START_BYTES, 0.0
+    while took_s < MIN_TRANSFER_S and num_bytes < MAX_BYTES:
+        num_bytes *= 2
+        took_s = _time_transfer(peer, request, data[:num_bytes])
+    return num_bytes / min(took_s, *(_time_transfer(peer, request, data[:num_bytes]) for _ in range(NUM_TRANSFERS - 1)))
+
+
+def _time_transfer(peer: int, request: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> float:
+    start_s = time.monotonic()
+    _send_request(peer, request, data.size)
+    if request == RECEIVE_BYTES:
+        send(data, peer)
+        receive(np.empty(2), peer)
+    else:
+        receive(data, peer)
+    return time.monotonic() - start_s
+
+
+def _run_server(peer: int) -> None:
+    data = np.zeros(MAX_BYTES, np.uint8)  # touched before it is timed
+    while True:
+        kind, num_bytes = map(int, receive(np.empty(2), peer))
+        if kind == STOP:
+            return
+        if kind == RECEIVE_BYTES:
+            receive(data[:num_bytes], peer)
+        if kind == SEND_BYTES:
+            send(data[:num_bytes], peer)
+        else:
+            send(np.array([time.time(), 0.0]), peer)
+
+
+def _send_request(peer: int, request: int, num_bytes: int = 0) -> None:
+    send(np.array([request, num_bytes], np.float64), peer)

@@ -1,0 +1,142 @@
+"""What is wrong with what was found, and what to do about it. Pure. Used by command."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Sequence
+
+from ronde.cli.doctor.report import DoctorReport, HostPairReport, HostReport, Problem
+from ronde.cli.doctor.system_info import ComponentStatus, SystemInfo
+from ronde.version import __version__
+
+__all__ = ["make_doctor_report"]
+
+MIN_OPEN_FILES = 1024
+"""A rank holds some sockets per peer, and a framework opens hundreds of files."""
+MIN_PROCESSES = 1024
+"""Threads count."""
+MIN_AVAILABLE_BYTES = 512 * 1024 * 1024
+MIN_DEV_SHM_BYTES = 1024 * 1024 * 1024
+MIN_BYTES_PER_S = 100e6
+"""Gigabit Ethernet has 117."""
+MAX_ROUND_TRIP_S = 0.002
+"""Round trips inside of a data centre are well below."""
+MIN_FRACTION_OF_MEDIAN = 0.5
+"""A pair with less than this part of the usual bandwidth is told from the others."""
+MIN_PAIRS_FOR_MEDIAN = 3
+"""With fewer there is nothing usual."""
+MAX_CLOCK_DIFFERENCE_S = 0.5
+
+
+def make_doctor_report(hosts: Sequence[HostReport], pairs: Sequence[HostPairReport]) -> DoctorReport:
+    """The whole report."""
+    problems = [problem for host in hosts for problem in _host_problems(host)]
+    problems += [
+        *_version_problems(hosts),
+        *(problem for pair in pairs for problem in _pair_problems(pair)),
+        *_slow_pair_problems(pairs),
+    ]
+    problems.sort(key=lambda problem: problem.severity != "broken")
+    healthy = all(problem.severity != "broken" for problem in problems)
+    return DoctorReport(__version__, healthy, tuple(hosts), tuple(pairs), tuple(problems))
+
+
+def _host_problems(host: HostReport) -> Iterator[Problem]:
+    if host.facts is None:
+        yield Problem("broken", host.name, "host", host.trouble)
+        return
+    yield from _backend_problems(host.name, host.facts)
+    for component in host.facts.frameworks:
+        if component.state == "broken":
+            name = component.name
+            yield Problem("warning", host.name, name, component.note, f"if you need it, repair the install of {name}")
+    yield from _memory_problems(host.name, host.facts)
+    yield from _limit_problems(host.name, host.facts)
+
+
+def _backend_problems(where: str, facts: SystemInfo) -> Iterator[Problem]:
+    native, mpi = (_find_component(facts.backends, name) for name in ("native", "mpi"))
+    if native.state != "usable":
+        yield Problem("broken", where, "native", native.note, "reinstall ronde; in a checkout, run `make build`")
+    elif native.note.startswith("portable") and facts.system.endswith("x86_64"):
+        why = "the CPU has no AVX2: sums take several times as long"
+        yield Problem("warning", where, "native", why, "if this is a virtual machine, let it see the host's CPU")
+    if mpi.state == "broken":
+        yield Problem(
+            "warning", where, "mpi", mpi.note, "only --backend mpi needs it: repair mpi4py or its MPI library"
+        )
+
+
+def _memory_problems(where: str, facts: SystemInfo) -> Iterator[Problem]:
+    shared = facts.shared_memory
+    if not shared.works:
+        advice = "let memfd_create through (a container's seccomp profile), and leave some memory free"
+        yield Problem("broken", where, "shared", f"no shared memory: {shared.why}", advice)
+    elif shared.dev_shm_bytes < MIN_DEV_SHM_BYTES and _find_component(facts.frameworks, "torch").state == "usable":
+        what = f"/dev/shm has only {shared.dev_shm_bytes / 1e6:.3g} MB; ronde needs none, but PyTorch's DataLoader does"
+        yield Problem("warning", where, "shared", what, "docker run --shm-size=8g, or no loader workers")
+    if facts.memory.available < MIN_AVAILABLE_BYTES:
+        what = f"only {facts.memory.available / 1e6:.3g} MB of memory are left"
+        yield Problem("warning", where, "memory", what, "end other programs, or raise the container's limit")
+
+
+def _limit_problems(where: str, facts: SystemInfo) -> Iterator[Problem]:
+    limits = facts.limits
+    if limits.open_files is not None and limits.open_files < MIN_OPEN_FILES:
+        what = f"only {limits.open_files} open files per process"
+        yield Problem("warning", where, "limits", what, "ulimit -n 65536, or nofile in /etc/security/limits.conf")
+    if limits.processes is not None and limits.processes < MIN_PROCESSES:
+        what = f"only {limits.processes} processes and threads"
+        yield Problem("warning", where, "limits", what, "ulimit -u 32768, or docker run --pids-limit")
+
+
+def _version_problems(hosts: Sequence[HostReport]) -> Iterator[Problem]:
+    """Libraries that are not the same everywhere: models and messages of one version may mean nothing to another."""
+    versions: dict[str, dict[str, list[str]]] = {}
+    for host in hosts:
+        if host.facts is not None:
+            usable = {each.name: each.version for each in host.facts.frameworks if each.state == "usable"}
+            for name, version in {"numpy": host.facts.libraries.get("numpy", "?"), **usable}.items():
+                versions.setdefault(name, {}).setdefault(version, []).append(host.name)
+    for name, places in versions.items():
+        if len(places) > 1:
+            what = "; ".join(f"{version} on {', '.join(where)}" for version, where in places.items())
+            where = ", ".join(host for of_version in places.values() for host in of_version)
+            yield Problem("warning", where, name, f"different versions: {what}", "install one version on all hosts")
+
+
+def _pair_problems(pair: HostPairReport) -> Iterator[Problem]:
+    speed, where = pair.speed, f"{pair.first}, {pair.second}"
+    if speed is None:
+        yield Problem("broken", where, "pair", pair.trouble)
+        return
+    if pair.first == pair.second:
+        return  # no network: how fast a host talks to itself says how busy it is just now
+    slowest = min(speed.bytes_per_s, speed.back_bytes_per_s)
+    if slowest < MIN_BYTES_PER_S:
+        what = f"only {slowest / 1e6:.3g} MB/s, less than gigabit Ethernet"
+        yield Problem("warning", where, "pair", what, "look for a faster network between them, or compress gradients")
+    if speed.round_trip_s > MAX_ROUND_TRIP_S:
+        what = f"a round trip takes {speed.round_trip_s * 1e3:.3g} ms: they are far from each other"
+        yield Problem("warning", where, "pair", what, "use hosts of one place")
+    if abs(speed.clock_ahead_s) - speed.round_trip_s / 2 > MAX_CLOCK_DIFFERENCE_S:
+        what = f"their clocks differ by {abs(speed.clock_ahead_s):.3g} s"
+        yield Problem("warning", where, "clock", what, "let chrony or systemd-timesyncd set them")
+
+
+def _slow_pair_problems(pairs: Sequence[HostPairReport]) -> Iterator[Problem]:
+    """Pairs that are much slower than most: a cable, a port, a busy neighbour."""
+    rates = {
+        f"{pair.first}, {pair.second}": min(pair.speed.bytes_per_s, pair.speed.back_bytes_per_s)
+        for pair in pairs
+        if pair.speed is not None and pair.first != pair.second
+    }
+    usual = statistics.median(rates.values()) if len(rates) >= MIN_PAIRS_FOR_MEDIAN else 0.0
+    for where, rate in rates.items():
+        if rate < MIN_FRACTION_OF_MEDIAN * usual:
+            what = f"{rate / 1e6:.3g} MB/s, where most have {usual / 1e6:.3g}"
+            yield Problem("warning", where, "pair", what, "look at the cables, ports and neighbours of these hosts")
+
+
+def _find_component(components: Sequence[ComponentStatus], name: str) -> ComponentStatus:
+    return next(each for each in components if each.name == name)

@@ -1,0 +1,261 @@
+"""How each kind of call moves its data over MPI. Used by the mpi channel, once all members agreed on the call.
+
+Only nonblocking MPI calls: every wait goes through the `wait` it was given, which knows deadlines and aborts. MPI
+counts elements in 32 bits, so long arrays travel in pieces.
+
+Members get equal bits: results are computed once and copied, or by Iallreduce, for which MPI only recommends equal
+results on all ranks; Open MPI and MPICH follow that for the operations used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ronde.comm.backends.mpi.reduction import check_supported, combine_adasum, from_wire, to_wire, wire_op
+from ronde.comm.buffers import Array, address_of, array_at
+from ronde.comm.call import Call
+from ronde.types import DType, Op, OperationKind
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = ["MpiCollectives", "check_call"]
+
+MAX_ELEMENTS_PER_CALL = 1 << 30
+"""Most elements in one MPI call."""
+
+TAG_DATA = 4
+"""Data of send and receive; tags below are those of the channel's headers and notices."""
+TAG_ALLTOALL = 5
+TAG_ADASUM = 6
+
+WaitForRequests = Callable[["Sequence[MPI.Request]"], None]
+
+
+class MpiCollectives:
+    """The data of one call. `wait` returns when the requests are complete and raises when they never will be."""
+
+    def __init__(self, comm: MPI.Intracomm, wait: WaitForRequests) -> None:
+        from mpi4py import MPI
+
+        self._comm = comm
+        self._wait = wait
+        self._member_index = comm.Get_rank()
+        self._size = comm.Get_size()
+        self._in_place = MPI.IN_PLACE
+        self._ops = {Op.SUM: MPI.SUM, Op.MIN: MPI.MIN, Op.MAX: MPI.MAX, Op.PRODUCT: MPI.PROD}
+
+    def run(self, call: Call) -> None:
+        """Do what the call asks for."""
+        moves = {
+            OperationKind.ALLREDUCE: self._allreduce,
+            OperationKind.ALLGATHER: self._allgather,
+            OperationKind.BROADCAST: self._broadcast,
+            OperationKind.REDUCE_SCATTER: self._reduce_scatter,
+            OperationKind.ALLTOALL: self._alltoall,
+            OperationKind.SEND: self._send,
+            OperationKind.RECEIVE: self._receive,
+        }
+        if call.kind in moves:  # a barrier has no data
+            moves[call.kind](call)
+
+    def allreduce_zeros(self, call: Call, count: int) -> None:
+        """Take part in the others' allreduce without data of my own."""
+        self._reduce(call, np.zeros(count, call.dtype.numpy), None)
+
+    # --- reductions ---------------------------------------------------------------------------------------------
+
+    def _allreduce(self, call: Call) -> None:
+        data, target = _read_spans(call), None
+        if len(call.spans) == 1 and call.spans[0].input != call.spans[0].output:
+            target = _array_at(call.spans[0].output, call.spans[0].count, call.dtype)
+            data = data.copy() if np.may_share_memory(data, target) else data
+        _write_spans(call, self._reduce(call, data, target))
+
+    def _reduce(self, call: Call, data: Array, target: Array | None) -> Array:
+        """The reduction of everybody's data, in `target` when there is one, else possibly in the memory of data."""
+        wire = to_wire(data, call.dtype, call.op, call.prescale)
+        untouchable = target is not None and np.may_share_memory(wire, data)
+        if call.op is Op.ADASUM:
+            wire = wire.copy() if untouchable else wire
+            self._adasum(wire, [part.count for part in call.spans])
+        elif untouchable and target is not None:
+            result = target.view(wire.dtype)
+            self._allreduce_array(call, wire, result)
+            wire = result
+        else:
+            self._allreduce_array(call, None, wire)
+        return from_wire(wire, call.dtype, call.op, call.postscale, self._size)
+
+    def _allreduce_array(self, call: Call, source: Array | None, result: Array) -> None:
+        op = self._ops[wire_op(call.dtype, call.op)]
+        for piece in _pieces(len(result)):
+            given = self._in_place if source is None else source[piece]
+            self._wait([self._comm.Iallreduce(given, result[piece], op)])
+
+    def _adasum(self, data: Array, counts: Sequence[int]) -> None:
+        # Every array is weighed by itself.
+        # Members beyond the largest power of two are folded into the first ones. Then neighbours at distance 1, 2, 4, …
+        # mix, the lower one keeping the result, until member 0 has it all and gives it to everybody. Each mix is
+        # computed once, so that different processors cannot come to different bits.
+        full = 1 << (self._size.bit_length() - 1)
+        if self._member_index >= full:
+            self._send_or_receive(data, self._member_index - full, sending=True)
+        elif self._member_index + full < self._size:
+            self._combine_adasum(data, self._member_index + full, counts)
+        distance = 1
+        while distance < full and self._member_index < full:
+            if self._member_index % (2 * distance):
+                self._send_or_receive(data, self._member_index - distance, sending=True)
+                break
+            self._combine_adasum(data, self._member_index + distance, counts)
+            distance *= 2
+        self._broadcast_data(data, 0)
+
+    def _combine_adasum(self, data: Array, peer: int, counts: Sequence[int]) -> None:
+        other = np.empty_like(data)
+        self._send_or_receive(other, peer, sending=False)
+        ends = np.cumsum(counts)[:-1]
+        for mine, theirs in zip(np.split(data, ends), np.split(other, ends), strict=True):
+            combine_adasum(mine, theirs)
+
+    def _reduce_scatter(self, call: Call) -> None:
+        counts = call.counts
+        assert counts is not None
+        wire = to_wire(_read_spans(call), call.dtype, call.op, call.prescale)
+        op = self._ops[wire_op(call.dtype, call.op)]
+        mine = np.empty(counts[self._member_index], wire.dtype)
+        if len(wire) <= MAX_ELEMENTS_PER_CALL:
+            self._wait([self._comm.Ireduce_scatter(wire, mine, counts, op)])
+        else:
+            for member, start in enumerate(_starts(counts)):
+                for piece in _pieces(counts[member]):
+                    share = wire[start : start + counts[member]][piece]
+                    received = mine[piece] if member == self._member_index else None
+                    self._wait([self._comm.Ireduce(share, received, op, member)])
+        result = from_wire(mine, call.dtype, call.op, call.postscale, self._size)
+        _array_at(call.spans[0].output, len(mine), call.dtype)[:] = result
+
+    # --- data that only moves -----------------------------------------------------------------------------------
+
+    def _broadcast(self, call: Call) -> None:
+        if self._member_index == call.peer:
+            data = _read_spans(call)
+        elif len(call.spans) == 1:
+            data = _array_at(call.spans[0].output, call.spans[0].count, call.dtype)
+        else:
+            data = np.empty(sum(part.count for part in call.spans), call.dtype.numpy)
+        self._broadcast_data(data, call.peer)
+        _write_spans(call, data)
+
+    def _allgather(self, call: Call) -> None:
+        counts = call.counts
+        assert counts is not None
+        starts = _starts(counts)
+        target = _as_unsigned(_array_at(call.spans[0].output, sum(counts), call.dtype))
+        mine = target[starts[self._member_index] : starts[self._member_index] + counts[self._member_index]]
+        # NumPy copies correctly where the two overlap; MPI would not.
+        mine[:] = _as_unsigned(_array_at(call.spans[0].input, counts[self._member_index], call.dtype))
+        if len(target) <= MAX_ELEMENTS_PER_CALL:
+            self._wait([self._comm.Iallgatherv(self._in_place, [target, (counts, starts)])])
+            return
+        for member, start in enumerate(starts):
+            self._broadcast_data(target[start : start + counts[member]], member)
+
+    def _alltoall(self, call: Call) -> None:
+        # Pairs, not Ialltoallv: whether everything fits in 32-bit counts differs from member to member.
+        counts, splits = call.counts, call.splits
+        assert counts is not None and splits is not None
+        source = _as_unsigned(_array_at(call.spans[0].input, sum(splits), call.dtype))
+        target = _as_unsigned(_array_at(call.spans[0].output, sum(counts), call.dtype))
+        if np.may_share_memory(source, target):
+            source = source.copy()
+        requests = []
+        for distance in range(self._size):
+            giver, taker = (self._member_index - distance) % self._size, (self._member_index + distance) % self._size
+            taken = target[_starts(counts)[giver] :][: counts[giver]]
+            given = source[_starts(splits)[taker] :][: splits[taker]]
+            requests += [self._comm.Irecv(taken[p], giver, TAG_ALLTOALL) for p in _pieces(counts[giver])]
+            requests += [self._comm.Isend(given[p], taker, TAG_ALLTOALL) for p in _pieces(splits[taker])]
+        self._wait(requests)
+
+    def _send(self, call: Call) -> None:
+        self._send_or_receive(_read_spans(call), call.peer, sending=True, tag=TAG_DATA)
+
+    def _receive(self, call: Call) -> None:
+        data = np.empty(sum(part.count for part in call.spans), call.dtype.numpy)
+        if len(call.spans) == 1:
+            data = _array_at(call.spans[0].output, call.spans[0].count, call.dtype)
+        self._send_or_receive(data, call.peer, sending=False, tag=TAG_DATA)
+        _write_spans(call, data)
+
+    def _send_or_receive(self, data: Array, peer: int, *, sending: bool, tag: int = TAG_ADASUM) -> None:
+        move = self._comm.Isend if sending else self._comm.Irecv
+        self._wait([move(_as_unsigned(data)[piece], peer, tag) for piece in _pieces(len(data))])
+
+    def _broadcast_data(self, data: Array, root: int) -> None:
+        for piece in _pieces(len(data)):
+            self._wait([self._comm.Ibcast(_as_unsigned(data)[piece], root)])
+
+
+def check_call(call: Call, size: int, member_index: int) -> None:
+    """Raises ValueError for what no member can do, before anything is sent."""
+    name = call.description or call.kind.name.lower()
+    if call.kind in (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER):
+        check_supported(call.dtype, call.op, scaled=call.prescale != 1.0 or call.postscale != 1.0)
+    if call.kind is OperationKind.REDUCE_SCATTER and call.op is Op.ADASUM:
+        raise ValueError(f"{name}: adasum is for allreduce only")
+    if call.kind in (OperationKind.BROADCAST, OperationKind.SEND, OperationKind.RECEIVE) and not 0 <= call.peer < size:
+        raise ValueError(f"{name}: peer must be from 0 to {size - 1}, got {call.peer}")
+    if call.kind not in (OperationKind.ALLGATHER, OperationKind.REDUCE_SCATTER, OperationKind.ALLTOALL):
+        return
+    if call.counts is None or len(call.counts) != size:
+        raise ValueError(f"{name}: counts must have {size} entries, one per member, got {call.counts}")
+    if call.kind is OperationKind.ALLTOALL and (call.splits is None or len(call.splits) != size):
+        raise ValueError(f"{name}: splits must have {size} entries, one per member, got {call.splits}")
+    if call.kind is OperationKind.REDUCE_SCATTER and sum(part.count for part in call.spans) != sum(call.counts):
+        raise ValueError(f"{name}: counts {call.counts} do not add up to the number of elements")
+    if call.kind is not OperationKind.REDUCE_SCATTER and len(call.spans) != 1:
+        raise ValueError(f"{name}: takes one part, got {len(call.spans)}")
+    if call.kind is OperationKind.ALLGATHER and call.spans[0].count != call.counts[member_index]:
+        raise ValueError(f"{name}: gives {call.spans[0].count} elements, but counts say {call.counts[member_index]}")
+
+
+def _pieces(count: int) -> Iterator[slice]:
+    return (slice(start, min(start + MAX_ELEMENTS_PER_CALL, count)) for start in range(0, count, MAX_ELEMENTS_PER_CALL))
+
+
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)][:-1]
+
+
+def _array_at(start: int, count: int, dtype: DType) -> Array:
+    return array_at(start, count, dtype.numpy)
+
+
+def _as_unsigned(data: Array) -> Array:
+    """As unsigned integers of the same size: MPI libraries know those, but not float16 and the like."""
+    return data.view(f"u{data.itemsize}")
+
+
+def _read_spans(call: Call) -> Array:
+    """The sources of all parts in a row: a view when there is one part, else a copy."""
+    sources = [_array_at(part.input, part.count, call.dtype) for part in call.spans]
+    if len(sources) == 1:
+        return sources[0]
+    return np.concatenate(sources) if sources else np.empty(0, call.dtype.numpy)
+
+
+def _write_spans(call: Call, data: Array) -> None:
+    """Write the row back to the targets of all parts; nothing to do where data is the target's own memory."""
+    start = 0
+    for part in call.spans:
+        target = _array_at(part.output, part.count, call.dtype)
+        piece = data[start : start + part.count]
+        if part.count and address_of(piece) != part.output:
+            target[:] = piece
+        start += part.count

@@ -1,0 +1,310 @@
+"""What the members of an mpi channel tell each other beside their calls: that they wait, have left, or gave up.
+
+MPI only says that a call is not complete, never because of whom. So a member that waits for long tells the others
+where it is; those that tell nothing are the missing ones. A member that aborts or closes its channel says so, and how
+far it came: calls that it has finished will complete for the others too, those behind never will.
+
+CLOSED is also the last message of a member on the channel. A communicator may be freed only when that of every member
+was received: Open MPI hands a message that comes too late to the next communicator with the same number, and then loses
+one of its own.
+
+How a channel of the mpi backend stands: what was finished here, who left, who gave up. And one call's waiting.
+
+Which waits end when a member is gone:
+
+    my call                     its notice            my wait
+    collective number i         finished up to > i    goes on: its part is done, the data is on the way
+    collective number i         finished up to <= i   ends: it will never come
+    message i with that member  likewise, by the number of messages finished between us
+    message with another one    closed                goes on
+    message with another one    aborted               ends: an abort is for everybody
+"""
+
+from __future__ import annotations
+
+import enum
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
+
+from ronde.comm.backends.base import LOSS_REASON_S, ChannelSpec
+from ronde.comm.backends.mpi.requests import MAX_ACTIVE_SLEEP_S, MAX_IDLE_SLEEP_S, MpiRequest, abandon, wait_all
+from ronde.comm.call import Call
+from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded
+from ronde.text import format_ranks
+from ronde.types import Deadline, OperationKind
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+__all__ = [
+    "FailureDetector",
+    "MIN_WAIT_TO_NAME_S",
+    "MpiWait",
+    "NoticeExchange",
+    "NoticeKind",
+    "PeerNotice",
+    "QueueKey",
+    "queue_key",
+]
+
+TAG_NOTICE = 1
+
+
+class NoticeKind(enum.IntEnum):
+    """What a notice says."""
+
+    WAITING = 0
+    CLOSED = 1
+    ABORTED = 2
+
+
+class PeerNotice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """One member's message to another."""
+
+    kind: NoticeKind
+    num_collectives: int
+    """Collective calls I have finished."""
+    num_sent: int = 0
+    """Messages to you that I have finished sending."""
+    num_received: int = 0
+    """Messages from you that I have finished receiving."""
+    lost_rank: int = -1
+    why: str = ""
+
+    def encode(self) -> bytes:
+        """Bytes for the wire."""
+        return msgspec.msgpack.encode(self)
+
+    @staticmethod
+    def decode(data: bytes) -> PeerNotice:
+        """What encode() made."""
+        return msgspec.msgpack.decode(data, type=PeerNotice)
+
+
+class NoticeExchange:
+    """Sends and collects the notices of one channel. Safe from any thread."""
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._lock = threading.Lock()
+        self._sent: list[MpiRequest] = []
+        self._freed = False
+        self.waiting_at: dict[int, int] = {}
+        """Per member: the collective call at which it told to be waiting, counted from 0."""
+        self.final_notices: dict[int, PeerNotice] = {}
+        """Members that closed or aborted the channel."""
+
+    def send(self, member: int, notice: PeerNotice) -> None:
+        """Send a notice; returns at once. After free() nobody listens any more."""
+        with self._lock:
+            if not self._freed:
+                self._sent.append(self._comm.Isend(notice.encode(), member, TAG_NOTICE))
+                self._sent = [sent for sent in self._sent if not sent.Test()]
+
+    def receive(self) -> None:
+        """Take in what has come."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        # Probed and received as one, so that another thread cannot take the message in between.
+        while (message := self._comm.Improbe(MPI.ANY_SOURCE, TAG_NOTICE, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv(data)
+            self._store(status.Get_source(), bytes(data))
+
+    def free(self) -> bool:
+        """Free the communicator when no message is on its way any more; False as long as that may still come. After
+        an abort it is never freed."""
+        self.receive()
+        with self._lock:
+            self._sent = [sent for sent in self._sent if not sent.Test()]
+            if any(notice.kind is NoticeKind.ABORTED for notice in list(self.final_notices.values())):
+                return True
+            if self._sent or len(self.final_notices) < self._comm.Get_size() - 1:
+                return False
+            self._freed = True
+            self._comm.Free()
+        return True
+
+    def _store(self, member: int, data: bytes) -> None:
+        try:
+            notice = PeerNotice.decode(data)
+        except msgspec.DecodeError:  # of a program that uses our communicator: not ours to answer for
+            return
+        if notice.kind is NoticeKind.WAITING:
+            self.waiting_at[member] = notice.num_collectives
+        else:
+            self.final_notices.setdefault(member, notice)
+
+
+QueueKey: TypeAlias = tuple[OperationKind, int]
+"""Calls of one lane are in order. All collectives are one; so is each direction of each pair of members."""
+
+COLLECTIVE_QUEUE: QueueKey = (OperationKind.BARRIER, -1)
+
+NOTICE_DELAY_S = 0.1
+"""After this long a wait is told to the others; after twice as long, who told nothing is missing."""
+
+MIN_WAIT_TO_NAME_S = 5 * NOTICE_DELAY_S
+"""A collective call is not given up before it has waited this long, whatever is left of its time limit: the others need
+that long to tell that they wait, on a busy machine too, and a timeout has to name those that do not."""
+
+MAX_REASON_CHARS = 1024
+
+
+def queue_key(call: Call) -> QueueKey:
+    """The lane in which a call runs."""
+    return (call.kind, call.peer) if call.kind in (OperationKind.SEND, OperationKind.RECEIVE) else COLLECTIVE_QUEUE
+
+
+class FailureDetector:
+    """What all waits of a channel look at. Safe from any thread."""
+
+    def __init__(self, spec: ChannelSpec, notices: NoticeExchange) -> None:
+        self.spec = spec
+        self.rank = spec.members[spec.member_index]
+        self.notices = notices
+        self.num_finished: Counter[QueueKey] = Counter()
+        self.aborted: tuple[int, str] | None = None
+        self.broken = False
+        """Whether MPI was left with requests that never complete."""
+        self._lock = threading.Lock()
+        self._first_final_notice_at: float | None = None
+
+    def abort(self, lost_rank: int, why: str) -> None:
+        """End all waits, here and at the other members. The first abort wins."""
+        with self._lock:
+            if self.aborted is not None:
+                return
+            self.aborted = (lost_rank, why)
+        self.send_notice(NoticeKind.ABORTED, lost_rank, why)
+
+    def send_notice(self, kind: NoticeKind, lost_rank: int = -1, why: str = "") -> None:
+        """A notice to all other members, to each with what was finished between us."""
+        for member in range(len(self.spec.members)):
+            if member != self.spec.member_index:
+                notice = PeerNotice(
+                    kind,
+                    self.num_finished[COLLECTIVE_QUEUE],
+                    self.num_finished[OperationKind.SEND, member],
+                    self.num_finished[OperationKind.RECEIVE, member],
+                    lost_rank,
+                    why[:MAX_REASON_CHARS],
+                )
+                self.notices.send(member, notice)
+
+    def check(self, call: Call) -> None:
+        """Raises when this call, the next one of its lane, can never complete."""
+        if self.aborted is not None:
+            raise self._make_error(call, *self.aborted)
+        self.notices.receive()
+        for member, notice in self.notices.final_notices.items():
+            if self._needs_member(member, notice, queue_key(call)) and (
+                notice.kind is NoticeKind.ABORTED or self._waited_for_reason()
+            ):
+                raise self._make_error(call, notice.lost_rank, notice.why)
+
+    def missing(self) -> tuple[int, ...]:
+        """Members that did not tell that they wait in the same collective call as I do."""
+        here = self.num_finished[COLLECTIVE_QUEUE]
+        others = (member for member in range(len(self.spec.members)) if member != self.spec.member_index)
+        return tuple(member for member in others if self.notices.waiting_at.get(member, -1) < here)
+
+    def _needs_member(self, member: int, notice: PeerNotice, queue: QueueKey) -> bool:
+        """Whether the lane's next call needs something of a member that is gone."""
+        kind, peer = queue
+        if queue == COLLECTIVE_QUEUE:
+            return notice.num_collectives <= self.num_finished[queue]
+        if member == peer:
+            finished = notice.num_received if kind is OperationKind.SEND else notice.num_sent
+            return finished <= self.num_finished[queue]
+        return notice.kind is NoticeKind.ABORTED
+
+    def _waited_for_reason(self) -> bool:
+        now = time.monotonic()
+        self._first_final_notice_at = self._first_final_notice_at or now
+        return now - self._first_final_notice_at >= LOSS_REASON_S
+
+    def _make_error(self, call: Call, lost_rank: int, why: str) -> RondeError:
+        if lost_rank >= 0:
+            return PeerLost(rank=self.rank, peer=lost_rank, op=call.description, why=why)
+        return RoundEnded(f"{call.description} cannot finish: {why}")
+
+
+class MpiWait:
+    """The waiting of one call: until when, and what for."""
+
+    def __init__(self, failure_detector: FailureDetector, call: Call, deadline: Deadline) -> None:
+        self.call = call
+        self.ready_ns = 0
+        self._failure_detector = failure_detector
+        self._deadline = deadline
+        self._since = time.monotonic()
+        self._notice_sent = False
+
+    def until(self, requests: Sequence[MpiRequest]) -> None:
+        """Wait for requests; when they never will complete, raises why and leaves them behind."""
+        try:
+            wait_all(requests, self.check, MAX_ACTIVE_SLEEP_S if self.ready_ns else MAX_IDLE_SLEEP_S)
+        except BaseException:
+            self._failure_detector.broken = True
+            abandon(requests, self.call)
+            raise
+
+    def mark_ready(self) -> None:
+        """Every member has arrived."""
+        self.ready_ns = time.monotonic_ns()
+
+    def next_collective(self) -> None:
+        """For a member that has joined: wait for what the others do next. The deadline is for each round: how long
+        they go on is not this member's business."""
+        self.ready_ns = 0
+        self._deadline = Deadline(self._deadline.timeout_s)
+        self._since = time.monotonic()
+        self._notice_sent = False
+
+    def check(self) -> None:
+        """Raises when waiting has no sense any more; tells the others when it takes long."""
+        self._failure_detector.check(self.call)
+        is_late = self._deadline.expired
+        if is_late and self._missing_is_known():
+            raise OperationTimeout(
+                f"{self.call.description} took over {self._deadline.timeout_s:g} s{self.describe_missing()}"
+            )
+        if (
+            not self._notice_sent
+            and (is_late or self._waited_s() > NOTICE_DELAY_S)
+            and queue_key(self.call) == COLLECTIVE_QUEUE
+        ):
+            self._notice_sent = True
+            self._failure_detector.send_notice(NoticeKind.WAITING)
+
+    def describe_missing(self) -> str:
+        """The missing members as the end of a sentence: ", waiting for rank 1"; empty when none is known."""
+        missing = self.missing()
+        return (
+            f", waiting for {format_ranks(self._failure_detector.spec.members[each] for each in missing)}"
+            if missing
+            else ""
+        )
+
+    def missing(self) -> tuple[int, ...]:
+        """Members that have not arrived; none as long as that is not known."""
+        lane = queue_key(self.call)
+        if self.ready_ns:
+            return ()
+        if lane != COLLECTIVE_QUEUE:
+            return (lane[1],)
+        return self._failure_detector.missing() if self._waited_s() > 2 * NOTICE_DELAY_S else ()
+
+    def _missing_is_known(self) -> bool:
+        """Whether a timeout now would name those that are missing."""
+        return bool(self.ready_ns) or queue_key(self.call) != COLLECTIVE_QUEUE or self._waited_s() > MIN_WAIT_TO_NAME_S
+
+    def _waited_s(self) -> float:
+        return time.monotonic() - self._since

@@ -1,0 +1,232 @@
+"""Who started this process, if not `ronde run`: rank, size and meeting place from the variables of other launchers.
+Used by comm/guest at the start of a round; what RONDE_* variables and arguments say is stronger, and decided there.
+
+look_around() is a pure function of the environment. In this order, the first that fits:
+
+    launcher        recognised by                                     meeting place
+    torchrun        TORCHELASTIC_RUN_ID, and the variables below      MASTER_ADDR, the ports behind MASTER_PORT
+    Open MPI        OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE        this machine, a port from the job's id; on several
+    MPICH (Hydra)   PMI_RANK, PMI_SIZE                                hosts unknown: MPI itself has to tell
+    srun            SLURM_STEP_ID, SLURM_PROCID, SLURM_STEP_NUM_TASKS first host of the step, a port from the job's id
+    torch by hand   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT        as torchrun
+    Horovod's       HOROVOD_RANK, HOROVOD_SIZE and                    HOROVOD_GLOO_RENDEZVOUS_ADDR, the ports behind
+    variables       HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT            _PORT: rank 0 has to be on that host
+
+Variables are inherited, also by processes they were not meant for. So:
+
+- An MPI inside of a Slurm job starts its daemons with srun, and its ranks inherit those daemons' SLURM_PROCID: MPI's
+  variables count more. Only where the two agree does srun count, because it knows the hosts.
+- The shell of an sbatch script has SLURM_PROCID=0 and SLURM_NTASKS, but is no rank: only srun sets SLURM_STEP_ID, and
+  the steps of Slurm's own shells have very large ids. In `srun --pty bash` the step has one task: a job of one.
+- RANK and WORLD_SIZE alone prove nothing; without torchrun's own variable they come last.
+- Half of a set of variables is no set.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+__all__ = [
+    "LauncherEnvironment",
+    "coordinator_port_range",
+    "detect_launcher",
+    "find_launcher_process",
+    "first_slurm_host",
+]
+
+NUM_PORTS = 16
+"""How many ports rank 0 may try."""
+FIRST_PORT, LAST_PORT = 20000, 29999
+"""Ports from a job's id: below those that systems hand out by themselves, above those of known services."""
+FIRST_INTERNAL_STEP = 0xFFFFFFF0
+"""From here on, Slurm's ids of steps are those of its own shells and daemons."""
+LOCALHOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LauncherEnvironment:
+    """What another launcher told this process."""
+
+    launcher: str
+    rank: int
+    size: int
+    job: str = ""
+    """Equal on all ranks of the job and on no others; empty: the launcher does not say."""
+    host: str = ""
+    """Where rank 0 is; empty: unknown."""
+    is_one_host: bool = False
+    """Whether all ranks are known to be on this one."""
+    port: int = 0
+    """Port that the launcher chose for others; the ones behind it are probably free. 0: there is none."""
+    rank_variable: str = ""
+    """A variable that the ranks have, and the launcher itself has not."""
+
+
+def detect_launcher(environ: Mapping[str, str] | None = None) -> LauncherEnvironment | None:
+    """What another launcher tells this process; None when none has started it."""
+    environ = os.environ if environ is None else environ
+    torch = _detect_torch(environ)
+    if torch is not None and "TORCHELASTIC_RUN_ID" in environ:
+        return torch
+    slurm = _detect_slurm(environ)
+    hydra = _detect_mpich(environ)
+    if hydra is not None and slurm is not None and (hydra.rank, hydra.size) == (slurm.rank, slurm.size):
+        hydra = None
+    return _detect_open_mpi(environ) or hydra or slurm or torch or _detect_horovod(environ)
+
+
+def coordinator_port_range(host: str, port: int, job: str) -> str:
+    """`host:first-last`: where the ranks of a job look for each other; the setting `coordinator` takes it."""
+    if port:
+        first = port + 1 if port + NUM_PORTS <= 65535 else port - NUM_PORTS
+    else:
+        number = int.from_bytes(hashlib.sha256(job.encode()).digest()[:4], "big")
+        first = FIRST_PORT + number % ((LAST_PORT + 1 - FIRST_PORT) // NUM_PORTS) * NUM_PORTS
+    shown = f"[{host}]" if ":" in host else host
+    return f"{shown}:{first}-{first + NUM_PORTS - 1}"
+
+
+def find_launcher_process(rank_variable: str, process: Path = Path("/proc/self")) -> str:
+    """A name for the process that started the ranks of this host: the nearest one above us whose environment has no
+    `mark`. With the time of its start, so that its number counts only once. Empty when that cannot be seen."""
+    prefix = rank_variable.encode() + b"="
+    try:
+        while any(line.startswith(prefix) for line in (process / "environ").read_bytes().split(b"\0")):
+            parent, _ = _parent_and_start(process)
+            process = process.parent / parent
+        return f"{process.resolve().name}-{_parent_and_start(process)[1]}"
+    except OSError:  # hidden, or of another user
+        return ""
+
+
+def _parent_and_start(process: Path) -> tuple[str, str]:
+    # The name in the second field may hold spaces and brackets; after its last bracket all is regular.
+    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    return fields[1], fields[19]
+
+
+# --- each launcher ---------------------------------------------------------------------------------------------
+
+
+def _detect_torch(environ: Mapping[str, str]) -> LauncherEnvironment | None:
+    run = environ.get("TORCHELASTIC_RUN_ID", "")
+    launcher = "torchrun" if run else "torch.distributed's variables"
+    return _from_rendezvous_variables(
+        environ, launcher, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "LOCAL_WORLD_SIZE", run
+    )
+
+
+def _detect_horovod(environ: Mapping[str, str]) -> LauncherEnvironment | None:
+    """A launcher of somebody's own that was written for Horovod."""
+    meeting = "HOROVOD_GLOO_RENDEZVOUS_"
+    names = ("HOROVOD_RANK", "HOROVOD_SIZE", f"{meeting}ADDR", f"{meeting}PORT")
+    return _from_rendezvous_variables(environ, "Horovod's variables", names, "HOROVOD_LOCAL_SIZE")
+
+
+def _from_rendezvous_variables(
+    environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str], local_size: str, run: str = ""
+) -> LauncherEnvironment | None:
+    """Of launchers that say where to meet: the names of rank, size, address and port, and of the ranks per host."""
+    if not _has(environ, *names):
+        return None
+    rank, size = _rank_and_size(environ, *names[:2])
+    host, port = environ[names[2]], _number(environ, names[3])
+    is_one_host = host in ("localhost", LOCALHOST, "::1") or environ.get(local_size) == str(size)
+    return LauncherEnvironment(
+        launcher=launcher,
+        rank=rank,
+        size=size,
+        job=f"{names[3]} {host} {port} {run}",
+        host=LOCALHOST if is_one_host else host,
+        is_one_host=is_one_host,
+        port=port,
+        rank_variable=names[3],
+    )
+
+
+def _detect_open_mpi(environ: Mapping[str, str]) -> LauncherEnvironment | None:
+    if not _has(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
+        return None
+    job = environ.get("PMIX_NAMESPACE", "") or environ.get("OMPI_MCA_ess_base_jobid", "")
+    prefix = "OMPI_COMM_WORLD_"
+    return _from_mpi_variables("Open MPI", environ, (prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_SIZE"), job)
+
+
+def _detect_mpich(environ: Mapping[str, str]) -> LauncherEnvironment | None:
+    if not _has(environ, "PMI_RANK", "PMI_SIZE"):
+        return None
+    return _from_mpi_variables("MPICH", environ, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"), "")
+
+
+def _from_mpi_variables(
+    launcher: str, environ: Mapping[str, str], names: tuple[str, str, str], job: str
+) -> LauncherEnvironment:
+    rank, size = _rank_and_size(environ, *names[:2])
+    is_one_host = environ.get(names[2], "") == str(size)
+    return LauncherEnvironment(
+        launcher=launcher,
+        rank=rank,
+        size=size,
+        job=f"{launcher} {job}" if job else "",
+        host=LOCALHOST if is_one_host else "",
+        is_one_host=is_one_host,
+        rank_variable=names[0],
+    )
+
+
+def _detect_slurm(environ: Mapping[str, str]) -> LauncherEnvironment | None:
+    if not _has(environ, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"):
+        return None
+    size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
+    step = environ["SLURM_STEP_ID"]
+    if not _has(environ, size_name) or not step.isdigit() or int(step) >= FIRST_INTERNAL_STEP:
+        return None
+    rank, size = _rank_and_size(environ, "SLURM_PROCID", size_name)
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+    num_nodes = environ.get("SLURM_STEP_NUM_NODES") or environ.get("SLURM_NNODES", "")
+    is_one_host = num_nodes == "1" if num_nodes else not re.search(r",|\d-", nodes)
+    return LauncherEnvironment(
+        launcher="srun",
+        rank=rank,
+        size=size,
+        job=f"slurm {environ.get('SLURM_CLUSTER_NAME', '')} {environ['SLURM_JOB_ID']} {step}",
+        host=LOCALHOST if is_one_host else first_slurm_host(nodes),
+        is_one_host=is_one_host,
+        rank_variable="SLURM_STEP_ID",
+    )
+
+
+def first_slurm_host(nodes: str) -> str:
+    """The first host of Slurm's short form, `gpu[07-12,20],cpu1` → `gpu07`."""
+    depth = 0
+    for index, character in enumerate(nodes):
+        depth += (character == "[") - (character == "]")
+        if character == "," and depth == 0:
+            nodes = nodes[:index]
+            break
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes)
+
+
+def _has(environ: Mapping[str, str], *names: str) -> bool:
+    return all(environ.get(name) for name in names)
+
+
+def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:
+    rank, size = _number(environ, rank_name), _number(environ, size_name)
+    if rank >= size:
+        raise ValueError(
+            f"{rank_name}={rank} does not fit to {size_name}={size}; set RONDE_RANK and RONDE_SIZE instead"
+        )
+    return rank, size
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ[name]
+    if not (text.isascii() and text.isdigit()):
+        raise ValueError(f"{name} must be a whole number, got {text!r}; set RONDE_RANK and RONDE_SIZE, or unset {name}")
+    return int(text)

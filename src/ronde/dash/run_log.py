@@ -1,0 +1,449 @@
+"""How one rank spends its time: its steps, what it waits for, and how busy its processor is. Used by the run log.
+
+A *step* is what stands inside `with meter.step()`. ronde knows for how long a caller was blocked in its operations:
+until a late member came, and while data moved. That is taken off the steps; the rest is computing. Operations that run
+hidden behind the computation cost nothing, and are not counted.
+
+The run log's file: one JSON object per line, and what a whole file adds up to. Written by RunLog, read for reports.
+
+    {"type":"begun","step":0,"at_s":0.0,"facts":{"model":"AlexNet"},"hosts":["a","a"]}
+    {"type":"values","step":20,"at_s":3.1,"values":{"train/loss":0.7}}
+    {"type":"sampled","step":20,"at_s":3.1,"ranks":[…]}
+    {"type":"ended","at_s":80.2}
+
+Lines are only ever appended, so a run that was killed leaves a readable log; at most its last line is torn, and is
+skipped. A run that goes on writes `begun` again with the step it goes on from: what the log has of later steps never
+became part of the training, and is left out.
+
+The log of a training run: every rank measures itself, rank 0 writes. For training loops; see ronde.dash.
+
+Costs: add() is one short line into a file, step() two looks at the clock, gather() one small allgather.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, TypeAlias
+
+import msgspec
+import numpy as np
+import psutil
+
+import ronde
+from ronde.comm.world import current_world
+
+__all__ = [
+    "LoggedValues",
+    "RankTimeBreakdown",
+    "RankTimesLogged",
+    "ResourceSample",
+    "RunFinished",
+    "RunHistory",
+    "RunLog",
+    "RunLogRecord",
+    "RunStarted",
+    "StepTimer",
+    "decode_record",
+    "downsample",
+    "encode_record",
+    "limit_to_steps",
+    "parse_log",
+    "process_sampler",
+    "read_blocked_times",
+    "read_log",
+]
+
+MAX_STEP_TIMES = 32
+"""So many step times per share; of more, means of neighbours."""
+SAMPLE_INTERVAL_S = 1.0
+"""Looking at the load costs about a tenth of a millisecond."""
+
+
+class ResourceSample(msgspec.Struct, frozen=True, kw_only=True):
+    """How busy a rank was since the last look."""
+
+    at_s: float = 0.0
+    """Seconds since the run began."""
+    cpu: float
+    """Percent of one core that the rank's process used; threads can make it more than 100."""
+    host_cpu: float
+    """Percent of all cores of the host, whoever used them."""
+    memory_bytes: int
+    """Resident memory of the rank's process."""
+    gpu: float | None = None
+    """Percent, where there is one."""
+
+
+class RankTimeBreakdown(msgspec.Struct, frozen=True, kw_only=True):
+    """What one rank did between two gatherings."""
+
+    rank: int
+    num_steps: int = 0
+    step_s: tuple[float, ...] = ()
+    """Seconds of each step in turn, or means of a few neighbours."""
+    longest_s: float = 0.0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    """Blocked because another rank was late."""
+    move_s: float = 0.0
+    """Blocked while data moved."""
+    between_s: float = 0.0
+    """Between the end of a step and the begin of the next: mostly loading data."""
+    loads: tuple[ResourceSample, ...] = ()
+
+    @property
+    def mean_step_s(self) -> float:
+        """Mean duration of a step; 0 without any."""
+        return (self.total_s - self.between_s) / self.num_steps if self.num_steps else 0.0
+
+    @property
+    def total_s(self) -> float:
+        """All of it: steps, and the time between them."""
+        return self.compute_s + self.wait_s + self.move_s + self.between_s
+
+
+@dataclass
+class _Interval:
+    """What is measured from one gathering to the next."""
+
+    blocked_at_start: tuple[float, float]
+    """Seconds of waiting and moving up to the first step."""
+    step_times_s: list[float] = field(default_factory=list)
+    samples: list[tuple[float, ResourceSample]] = field(default_factory=list)
+    between_s: float = 0.0
+    last_end_s: float | None = None
+
+
+class StepTimer:
+    """Measures one rank. For the thread that trains."""
+
+    def __init__(
+        self,
+        rank: int,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        sample_resources: Callable[[], ResourceSample] | None = None,
+        read_blocked: Callable[[], tuple[float, float]] | None = None,
+    ) -> None:
+        self._rank = rank
+        self._clock = clock
+        self._sample_resources = sample_resources or process_sampler()
+        self._next_sample_s = 0.0
+        self._read_blocked = read_blocked or read_blocked_times
+        self._interval: _Interval | None = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """One step of training. What raises inside is not counted."""
+        if self._interval is None:  # what was done since the last take() is no part of the training
+            self._interval = _Interval(self._read_blocked())
+        interval = self._interval
+        begin_s = self._clock()
+        yield
+        end_s = self._clock()
+        interval.step_times_s.append(end_s - begin_s)
+        if interval.last_end_s is not None:
+            interval.between_s += begin_s - interval.last_end_s
+        interval.last_end_s = end_s
+        if end_s >= self._next_sample_s:
+            interval.samples.append((end_s, self._sample_resources()))
+            self._next_sample_s = end_s + SAMPLE_INTERVAL_S
+
+    def take_breakdown(self, run_started_s: float) -> RankTimeBreakdown:
+        """What happened since the last take(); times of loads are counted from `began_s`."""
+        interval, self._interval = self._interval, None
+        if interval is None:
+            return RankTimeBreakdown(rank=self._rank)
+        total_s = sum(interval.step_times_s)
+        waited_s, moved_s = (
+            now_s - before_s for now_s, before_s in zip(self._read_blocked(), interval.blocked_at_start, strict=True)
+        )
+        wait_s, move_s = limit_to_steps(total_s, waited_s, moved_s)
+        return RankTimeBreakdown(
+            rank=self._rank,
+            num_steps=len(interval.step_times_s),
+            step_s=tuple(downsample(interval.step_times_s, MAX_STEP_TIMES)),
+            longest_s=max(interval.step_times_s, default=0.0),
+            compute_s=total_s - wait_s - move_s,
+            wait_s=wait_s,
+            move_s=move_s,
+            between_s=interval.between_s,
+            loads=tuple(msgspec.structs.replace(load, at_s=at_s - run_started_s) for at_s, load in interval.samples),
+        )
+
+
+def limit_to_steps(total_s: float, wait_s: float, move_s: float) -> tuple[float, float]:
+    """Waiting and moving as parts of the steps. Several threads can be blocked at once, and some between steps: if that
+    is more than the steps took, both shrink alike."""
+    blocked_s = wait_s + move_s
+    factor = min(1.0, total_s / blocked_s) if blocked_s > 0.0 else 0.0
+    return wait_s * factor, move_s * factor
+
+
+def downsample(values: Sequence[float], max_values: int) -> list[float]:
+    """At most so many values: means of equally many neighbours each (the last of what is left)."""
+    width = -(-len(values) // max_values)
+    return [sum(part) / len(part) for part in (values[i : i + width] for i in range(0, len(values), max(width, 1)))]
+
+
+def process_sampler(gpu: Callable[[], float] | None = None) -> Callable[[], ResourceSample]:
+    """A look at the present process and its host, each since the look before."""
+    process = psutil.Process()
+    process.cpu_percent()
+    psutil.cpu_percent()
+
+    def look() -> ResourceSample:
+        return ResourceSample(
+            cpu=process.cpu_percent(),
+            host_cpu=psutil.cpu_percent(),
+            memory_bytes=process.memory_info().rss,
+            gpu=None if gpu is None else float(gpu()),
+        )
+
+    return look
+
+
+def read_blocked_times() -> tuple[float, float]:
+    """Seconds that callers of ronde's operations were blocked: waiting for a member, and moving data."""
+    if not ronde.is_initialized():
+        return 0.0, 0.0
+    reading = current_world("RunLog").recorder.sample_activity(time.monotonic_ns(), None)
+    return reading.waiting_ns / 1e9, reading.moving_ns / 1e9
+
+
+class RunStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
+    """The run begins, or goes on after so many steps."""
+
+    step: int = 0
+    at_s: float = 0.0
+    facts: dict[str, str] = {}
+    hosts: tuple[str, ...] = ()
+    """By rank."""
+
+
+class LoggedValues(msgspec.Struct, frozen=True, kw_only=True, tag="values"):
+    """Numbers after so many steps. A number that is none (NaN, infinite) is None."""
+
+    step: int
+    at_s: float
+    values: dict[str, float | None]
+
+
+class RankTimesLogged(msgspec.Struct, frozen=True, kw_only=True, tag="sampled"):
+    """What all ranks did up to this step."""
+
+    step: int
+    at_s: float
+    ranks: tuple[RankTimeBreakdown, ...]
+
+
+class RunFinished(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """The run came to its end."""
+
+    at_s: float
+
+
+RunLogRecord: TypeAlias = RunStarted | LoggedValues | RankTimesLogged | RunFinished
+
+_decoder = msgspec.json.Decoder(RunLogRecord)
+
+
+def encode_record(record: RunLogRecord) -> bytes:
+    """One line."""
+    return msgspec.json.encode(record) + b"\n"
+
+
+def decode_record(line: bytes) -> RunLogRecord:
+    """The record of a line; msgspec.ValidationError or DecodeError says what is wrong with it."""
+    record: RunLogRecord = _decoder.decode(line)
+    return record
+
+
+@dataclass
+class RunHistory:
+    """A whole log, in the order of training."""
+
+    facts: dict[str, str] = field(default_factory=dict)
+    hosts: tuple[str, ...] = ()
+    values: list[LoggedValues] = field(default_factory=list)
+    samples: list[RankTimesLogged] = field(default_factory=list)
+    num_resumes: int = 0
+    num_unreadable_lines: int = 0
+    """Lines that could not be read: each time the run was killed while it wrote, one."""
+    ended: bool = False
+    elapsed_s: float = 0.0
+    """Seconds of the run, without the time between being killed and going on."""
+
+    def series(self, name: str) -> list[tuple[int, float | None]]:
+        """All values of this name with their steps. What was told again, after a restart, counts as told last."""
+        return list({record.step: record.values[name] for record in self.values if name in record.values}.items())
+
+    def value_names(self) -> list[str]:
+        """Names of values, in the order in which they first came."""
+        return list(dict.fromkeys(name for record in self.values for name in record.values))
+
+    def breakdowns(self, rank: int) -> list[tuple[int, RankTimeBreakdown]]:
+        """What one rank did, with the steps up to which it did it."""
+        return [(sample.step, share) for sample in self.samples for share in sample.ranks if share.rank == rank]
+
+    def ranks(self) -> list[int]:
+        """Ranks that were ever seen."""
+        seen = {share.rank for sample in self.samples for share in sample.ranks}
+        return sorted(seen | set(range(len(self.hosts))))
+
+
+def read_log(path: Path | str) -> RunHistory:
+    """A log's file as a whole. Raises ValueError if it is not one."""
+    lines = Path(path).read_bytes().splitlines()
+    run = parse_log(lines)
+    if lines and run.num_unreadable_lines == len(lines):
+        raise ValueError(f"{path} is not a run log: none of its {len(lines)} lines is a record")
+    return run
+
+
+def parse_log(lines: Iterable[bytes]) -> RunHistory:
+    """What these lines add up to."""
+    run = RunHistory()
+    for line in lines:
+        try:
+            _apply_record(run, decode_record(line))
+        except msgspec.DecodeError:  # ValidationError is one, too
+            run.num_unreadable_lines += 1
+    return run
+
+
+def _apply_record(run: RunHistory, record: RunLogRecord) -> None:
+    run.elapsed_s = record.at_s
+    run.ended = isinstance(record, RunFinished)
+    if isinstance(record, LoggedValues):
+        run.values.append(record)
+    elif isinstance(record, RankTimesLogged):
+        run.samples.append(record)
+    elif isinstance(record, RunStarted):
+        run.num_resumes += record.step > 0
+        run.values = [kept for kept in run.values if kept.step <= record.step]
+        run.samples = [kept for kept in run.samples if kept.step <= record.step]
+        run.facts.update(record.facts)
+        run.hosts = record.hosts
+
+
+class RunLog:
+    """All ranks make one, at the same time; rank 0 has the file.
+
+    `step` is how many steps are done already: above 0 the log of the run so far goes on, otherwise it begins anew.
+    `gpu` tells the load of this rank's GPU in percent, for example `torch.cuda.utilization`.
+    """
+
+    def __init__(
+        self,
+        path: Path | str,
+        *,
+        facts: Mapping[str, object] | None = None,
+        step: int = 0,
+        gpu: Callable[[], float] | None = None,
+        allgather: Callable[[Any], list[Any]] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.path = Path(path)
+        """The file; only rank 0 writes it."""
+        self._rank = ronde.rank() if ronde.is_initialized() else 0
+        self._allgather = allgather or _allgather_objects
+        """Gives everybody everybody's value, in the order of ranks; tests pass their own."""
+        self._clock = clock
+        self._file: BinaryIO | None = None
+        every = self._allgather((platform.node(), self._open(step) if self._rank == 0 else 0.0))
+        hosts = tuple(host for host, _ in every)
+        before_s: float = every[0][1]
+        self._started_s: float = clock() - before_s
+        self._write(RunStarted(step=step, at_s=before_s, facts=_make_facts(facts or {}, len(hosts)), hosts=hosts))
+        self._step_timer = StepTimer(self._rank, clock=clock, sample_resources=process_sampler(gpu))
+
+    def step(self) -> AbstractContextManager[None]:
+        """`with log.step():` around one step of training, without the loading of its data.
+
+        Costs two looks at the clock, and one at the load of the processor once a second.
+        """
+        return self._step_timer.step()
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Rank 0's numbers after so many steps; on other ranks nothing happens.
+
+        Names are like `train/loss`: the report draws all that end in `/loss` in one plot, one line per beginning.
+        """
+        finite = {name: float(value) if math.isfinite(value) else None for name, value in values.items()}
+        self._write(LoggedValues(step=step, at_s=self._now_s(), values=finite))
+
+    def gather(self, step: int) -> tuple[RankTimeBreakdown, ...]:
+        """What every rank did since the last time, by rank; rank 0 writes it down. All ranks must call it at the same
+        step: once per epoch, or every so many steps. Call it before validation, which is no part of training."""
+        shares = tuple(self._allgather(self._step_timer.take_breakdown(self._started_s)))
+        self._write(RankTimesLogged(step=step, at_s=self._now_s(), ranks=shares))
+        return shares
+
+    def close(self) -> None:
+        """The run is over. Idempotent."""
+        if self._file is not None:
+            self._write(RunFinished(at_s=self._now_s()))
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> RunLog:
+        """Close it at the end of the block."""
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close it; after an error without saying that the run came to its end."""
+        if kind is None:
+            self.close()
+        elif self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _open(self, step: int) -> float:
+        """Open the file; how many seconds the run has had so far."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if step == 0 or not self.path.exists():
+            self._file = self.path.open("wb")
+            return 0.0
+        data = self.path.read_bytes()
+        run = read_log(self.path)
+        self._file = self.path.open("ab")
+        if data and not data.endswith(b"\n"):  # torn: end it, so that it spoils no other line
+            self._file.write(b"\n")
+        done_s = [value.at_s for value in run.values if value.step <= step]
+        done_s += [sample.at_s for sample in run.samples if sample.step <= step]
+        return max(done_s, default=0.0)
+
+    def _write(self, record: RunLogRecord) -> None:
+        if self._file is not None:
+            self._file.write(encode_record(record))
+            self._file.flush()  # what a killed run did is of interest
+
+    def _now_s(self) -> float:
+        return self._clock() - self._started_s
+
+
+def _allgather_objects(value: Any) -> list[Any]:  # any value
+    return ronde.objects.allgather(value) if ronde.is_initialized() else [value]
+
+
+def _make_facts(given: Mapping[str, object], num_ranks: int) -> dict[str, str]:
+    facts = {
+        "ranks": num_ranks,
+        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        **given,
+        "ronde": ronde.__version__,
+        "NumPy": np.__version__,
+        "Python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+    return {name: str(value) for name, value in facts.items()}

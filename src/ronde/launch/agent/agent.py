@@ -1,0 +1,347 @@
+"""The agent: starts the ranks of one host, watches them, and reports. In the driver's process for its own machine, in
+launch/remote for others.
+
+An agent at the other end of an ssh connection: `python -m ronde.launch.agent.agent`. Orders come as frames on standard
+input, reports leave as frames on standard output. The end of either is the end of the agent and of all its ranks.
+
+The driver waits for this program to start, so it imports little.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from ronde.errors import ProtocolError, StartFailed
+from ronde.launch.agent.orphans import OrphanKiller
+from ronde.launch.agent.process import CommandNotExecutable
+from ronde.launch.agent.rank import RankProcess
+from ronde.launch.agent.resource_usage import (
+    GpuMonitor,
+    OomKillCounter,
+    UsageSampler,
+    available_cpus,
+    effective_cpu_count,
+    read_session_usage,
+)
+from ronde.launch.environment import login_variables
+from ronde.launch.protocol import (
+    PREAMBLE,
+    AgentHello,
+    AgentMessage,
+    DriverHeartbeat,
+    DriverMessage,
+    ProbeRequest,
+    RankExited,
+    RankInput,
+    RankOrder,
+    RankStarted,
+    RankStartFailed,
+    ResizeTerminal,
+    SignalRanks,
+    StartRanks,
+    StopAgent,
+    UsageReport,
+    encode_frame,
+    make_driver_message_reader,
+)
+from ronde.net.addresses import candidate_addresses, host_identity
+from ronde.net.event_loop import EventLoop, PipeReader, PipeWriter, Timer
+from ronde.text import NOT_EXECUTABLE_CODE, NOT_STARTED_CODE
+from ronde.types import Deadline
+from ronde.version import __version__
+
+if TYPE_CHECKING:
+    from ronde.launch.network import NetworkProber
+
+__all__ = ["Agent", "AgentServer", "main"]
+
+USAGE_INTERVAL_S = 1.0
+MAX_SAMPLING_SHARE = 0.02
+"""On a host with very many processes, looking at them takes at most this share of the time."""
+KILL_TIMEOUT_S = 10.0
+"""A killed process ends at once, unless the kernel is busy for it."""
+
+
+class Agent:
+    """The ranks of this host. Everything happens in the loop's thread; what is to be told goes to `report`."""
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        on_report: Callable[[AgentMessage], None],
+        *,
+        host_variables: Mapping[str, str] | None = None,
+    ) -> None:
+        """`own`: variables that only this host knows, below what each order says."""
+        self._loop = loop
+        self._on_report = on_report
+        self._host_variables = dict(host_variables or {})
+        self._ranks: dict[int, RankProcess] = {}
+        self._paused = False
+        self._closed = False
+        self._orphan_killer: OrphanKiller | None = None
+        self._prober: NetworkProber | None = None
+        self._usage_sampler = UsageSampler()
+        self._gpu_monitor: GpuMonitor | None = None
+        self._oom_kill_counter = OomKillCounter()
+        self._sampling_timer: Timer | None = None
+        loop.call_soon_threadsafe(lambda: self._report(make_hello()))
+
+    def handle(self, message: DriverMessage) -> None:
+        """Carry out what the driver wants."""
+        if self._closed:
+            return
+        match message:
+            case StartRanks(orders, call):
+                for order in orders:
+                    self._start_rank(msgspec.structs.replace(order, pickled_call=call or order.pickled_call))
+            case SignalRanks(ranks, number):
+                for rank in ranks:
+                    if rank in self._ranks:
+                        self._ranks[rank].signal(number)
+            case RankInput(rank, data) if rank in self._ranks:
+                self._ranks[rank].write_input(data)
+            case ResizeTerminal(rank, rows, columns) if rank in self._ranks:
+                self._ranks[rank].resize_terminal(rows, columns)
+            case ProbeRequest():
+                self._probe(message)
+            case StopAgent():
+                self.close()
+            case _:  # for a rank that has ended; or a Beat, which is for launch/remote
+                pass
+
+    def set_reading_paused(self, paused: bool) -> None:
+        """Stop reading what ranks print, so that they wait; or go on."""
+        self._paused = paused
+        for rank in self._ranks.values():
+            rank.set_reading_paused(paused)
+
+    def close(self) -> None:
+        """Kill every rank and what it started, and free everything. Nothing is reported any more. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._sampling_timer is not None:
+            self._sampling_timer.cancel()
+        for rank in self._ranks.values():  # all at once, before the wait for each
+            rank.kill()
+        deadline = Deadline(KILL_TIMEOUT_S)
+        for rank in self._ranks.values():
+            rank.close(deadline)
+        self._ranks.clear()
+        for part in (self._orphan_killer, self._prober, self._gpu_monitor):
+            if part is not None:
+                part.close()
+
+    def _report(self, message: AgentMessage) -> None:
+        if not self._closed:
+            self._on_report(message)
+
+    # --- ranks -------------------------------------------------------------------------------------------------
+
+    def _start_rank(self, order: RankOrder) -> None:
+        if self._closed:  # by whoever heard of the rank before this one
+            return
+        if order.rank in self._ranks:
+            return self._report(
+                RankStartFailed(order.rank, "it still runs; wait for its end before it is started again")
+            )
+        if self._prober is not None:  # the ranks take it from here
+            self._prober.close()
+            self._prober = None
+        argv = (sys.executable, *order.argv[1:]) if order.pickled_call and order.argv[:1] == ("",) else order.argv
+        order = msgspec.structs.replace(order, argv=argv, env={**self._host_variables, **order.env})
+        try:
+            self._orphan_killer = self._orphan_killer or OrphanKiller()
+            rank = RankProcess(
+                order,
+                loop=self._loop,
+                orphan_killer=self._orphan_killer,
+                on_report=self._report,
+                on_exit=partial(self._handle_rank_exit, order.rank),
+            )
+        except (StartFailed, OSError) as error:
+            code = NOT_EXECUTABLE_CODE if isinstance(error, CommandNotExecutable) else NOT_STARTED_CODE
+            return self._report(RankStartFailed(order.rank, str(error), code))
+        self._ranks[order.rank] = rank
+        rank.set_reading_paused(self._paused)
+        self._report(RankStarted(order.rank, rank.pid))
+        if self._sampling_timer is None:
+            self._schedule_sampling(0.0)
+
+    def _handle_rank_exit(self, number: int, code: int) -> None:
+        rank = self._ranks.pop(number)
+        self._report(
+            RankExited(
+                number,
+                code,
+                describe_oom_kill(
+                    code, killed_by_agent=rank.killed_by_agent, oom_killed=self._oom_kill_counter.has_increased()
+                ),
+            )
+        )
+
+    # --- what they use -----------------------------------------------------------------------------------------
+
+    def _schedule_sampling(self, delay_s: float) -> None:
+        self._sampling_timer = self._loop.call_later(delay_s, self._sample_usage)
+
+    def _sample_usage(self) -> None:
+        if not self._ranks:
+            self._sampling_timer = None
+            return
+        before_s = time.monotonic()
+        self._oom_kill_counter.has_increased()  # an end by SIGKILL is explained by what happened since about a second
+        rows = self._usage_sampler.sample(
+            before_s, {each: rank.pid for each, rank in self._ranks.items()}, read_session_usage()
+        )
+        self._gpu_monitor = self._gpu_monitor or GpuMonitor()
+        if rows and not self._paused:
+            self._report(UsageReport(rows, self._gpu_monitor.sample()))
+        self._schedule_sampling(max(USAGE_INTERVAL_S, (time.monotonic() - before_s) / MAX_SAMPLING_SHARE))
+
+    # --- the network -------------------------------------------------------------------------------------------
+
+    def _probe(self, request: ProbeRequest) -> None:
+        if self._prober is None:
+            # Here, because it brings ZeroMQ along, and an agent on the only host never needs it.
+            from ronde.launch.network import NetworkProber
+
+            self._prober = NetworkProber(lambda answer: self._loop.call_soon_threadsafe(lambda: self._report(answer)))
+        self._prober.probe(request)
+
+
+def make_hello() -> AgentHello:
+    """Who we are."""
+    cpus = available_cpus()
+    return AgentHello(
+        version=__version__,
+        python=".".join(map(str, sys.version_info[:3])),
+        host_identity=host_identity(),
+        pid=os.getpid(),
+        num_cores=effective_cpu_count(len(cpus)),
+        cpus=cpus,
+        addresses=candidate_addresses(),
+    )
+
+
+def describe_oom_kill(code: int, *, killed_by_agent: bool, oom_killed: bool) -> str:
+    """What else there is to say about the end of a rank: `short`, the kernel has just killed something for want of
+    memory; `killed`, it was us who killed the rank."""
+    if not oom_killed or killed_by_agent or code == 0:
+        return ""
+    if code == -signal.SIGKILL:
+        return "the host ran out of memory"
+    return "the host ran out of memory and the kernel killed a process, perhaps one of this rank's"
+
+
+HIGH_WATER_BYTES = 1024 * 1024
+"""When so much waits to be sent, ranks have to wait with what they print."""
+LOW_WATER_BYTES = 256 * 1024
+"""Then they go on."""
+LAST_REPORT_DELAY_S = 0.5
+"""For the last report to get away, when orders make no sense."""
+
+
+class AgentServer:
+    """An agent between two descriptors, which it owns."""
+
+    def __init__(self, loop: EventLoop, input_fd: int, output_fd: int) -> None:
+        self.stop_reason = ""
+        """Why it has ended; empty as long as it has not."""
+        self._loop = loop
+        self._frame_reader = make_driver_message_reader()
+        self._last_received_s = time.monotonic()
+        self._heartbeat_timeout_s = 0.0
+        self._backlogged = False
+        self._report_writer = PipeWriter(
+            loop,
+            output_fd,
+            on_written=self._handle_written,
+            on_broken_pipe=lambda: self.stop("the driver does not listen"),
+        )
+        self._order_reader = PipeReader(loop, input_fd, self._handle_data, lambda: self.stop("the driver has gone"))
+        self._report_writer.write(PREAMBLE)
+        self._agent = Agent(loop, self._report, host_variables=login_variables(os.environ))
+
+    def stop(self, reason: str) -> None:
+        """End. Safe in a signal handler."""
+        self.stop_reason = self.stop_reason or reason
+
+    def close(self) -> None:
+        """Kill the ranks, and free everything. Idempotent."""
+        self._agent.close()
+        self._order_reader.close()
+        self._report_writer.close()
+
+    def _handle_data(self, data: bytes) -> None:
+        self._last_received_s = time.monotonic()
+        try:
+            messages = self._frame_reader.feed(data)
+        except ProtocolError as error:
+            self._order_reader.close()
+            self._report(RankStartFailed(-1, f"the agent did not understand its orders: {error}"))
+            self._loop.call_later(LAST_REPORT_DELAY_S, lambda: self.stop("it was told nonsense"))
+            return
+        for message in messages:
+            if isinstance(message, DriverHeartbeat):
+                self._handle_heartbeat(message)
+            elif isinstance(message, StopAgent):
+                return self.stop("the driver said so")
+            else:
+                self._agent.handle(message)
+
+    def _handle_heartbeat(self, heartbeat: DriverHeartbeat) -> None:
+        if not self._heartbeat_timeout_s:
+            self._loop.call_later(heartbeat.timeout_s, self._check_heartbeat)
+        self._heartbeat_timeout_s = heartbeat.timeout_s
+
+    def _check_heartbeat(self) -> None:
+        silent_s = time.monotonic() - self._last_received_s
+        if silent_s >= self._heartbeat_timeout_s:
+            self.stop(f"the driver was silent for {silent_s:.0f} s")
+        else:
+            self._loop.call_later(self._heartbeat_timeout_s - silent_s, self._check_heartbeat)
+
+    def _report(self, message: AgentMessage) -> None:
+        self._report_writer.write(encode_frame(message))
+        if not self._backlogged and self._report_writer.pending_bytes > HIGH_WATER_BYTES:
+            self._backlogged = True
+            self._agent.set_reading_paused(True)
+
+    def _handle_written(self) -> None:
+        if self._backlogged and self._report_writer.pending_bytes < LOW_WATER_BYTES:
+            self._backlogged = False
+            self._agent.set_reading_paused(False)
+
+
+def main() -> None:
+    """Serve the driver until it ends."""
+    # What else this process or its libraries print must not get between the frames.
+    orders, reports = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+    loop = EventLoop()
+    remote = AgentServer(loop, orders, reports)
+
+    def stop(number: int, _: object) -> None:
+        remote.stop(f"it got signal {number}")
+        loop.call_soon_threadsafe(lambda: None)  # wakes it
+
+    for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    try:
+        loop.run_until(condition=lambda: bool(remote.stop_reason))
+    finally:
+        remote.close()
+        loop.close()

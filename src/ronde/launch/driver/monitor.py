@@ -1,0 +1,349 @@
+"""A running job as `ronde top` shows it and other programs read it: what the ranks tell (observe/vitals) and what their
+driver knows besides. Values only; as JSON, docs/internals/watching.md describes it field by field.
+
+Where a driver answers questions about its job, and how others find it. Used by launch/driver on one side, by
+`ronde top`, `ronde stack` and a dashboard on the other.
+
+Each job has a Unix socket in a directory that only its user can enter; the kernel tells both sides that the other one
+is the same user. A question is a JSON object on a line, and so is the answer: see docs/internals/watching.md.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import re
+import stat
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, TypeVar
+
+import msgspec
+
+from ronde.errors import ProtocolError, RondeError, StartFailed
+from ronde.net.unix_server import MAX_SOCKET_PATH_BYTES, UnixLineServer, listening_pid, query_monitor
+from ronde.observe.activity import JobActivity, RankActivity, RankState
+from ronde.observe.stacks import RankStack
+from ronde.types import Deadline
+
+__all__ = [
+    "JobStatus",
+    "MonitorServer",
+    "NoSuchJob",
+    "RankProcessInfo",
+    "RankStatus",
+    "RunningJob",
+    "find_job",
+    "list_jobs",
+    "make_job_status",
+    "make_rank_stacks",
+    "open_jobs_dir",
+    "query_stacks",
+    "query_status",
+]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankProcessInfo:
+    """What a driver knows about one rank. None stands for what it does not know (yet)."""
+
+    host: str = ""
+    """As the user calls it."""
+    local_rank: int = 0
+    pid: int = 0
+    """0 before it was started."""
+    cpu: float | None = None
+    """Share of one core; above 1 with more than one busy thread."""
+    memory_bytes: int | None = None
+    """Resident."""
+    gpu: float | None = None
+    """Share of time in which its GPU was busy."""
+    gpu_bytes: int | None = None
+    exit_code: int | None = None
+    """Below 0: the signal that ended it."""
+
+
+class RankStatus(RankActivity, frozen=True, kw_only=True):
+    """One rank: its vitals, and what the driver adds."""
+
+    local_rank: int = 0
+    cpu: float | None = None
+    memory_bytes: int | None = None
+    gpu: float | None = None
+    gpu_bytes: int | None = None
+    exit_code: int | None = None
+
+
+class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """A job at one moment."""
+
+    name: str
+    command: tuple[str, ...] = ()
+    at: float = 0.0
+    """Seconds since 1970."""
+    elapsed_s: float = 0.0
+    """Since the job began."""
+    size: int
+    round: int = -1
+    slowest: int | None = None
+    ranks: tuple[RankStatus, ...] = ()
+
+
+def make_job_status(
+    name: str, command: Sequence[str], activity: JobActivity, process_infos: Sequence[RankProcessInfo], elapsed_s: float
+) -> JobStatus:
+    """The status of a job; facts by rank."""
+    ranks = tuple(_make_rank_status(each, known) for each, known in zip(activity.ranks, process_infos, strict=True))
+    return JobStatus(
+        name=name,
+        command=tuple(command),
+        at=time.time(),
+        elapsed_s=elapsed_s,
+        size=activity.size,
+        round=activity.round,
+        slowest=activity.slowest,
+        ranks=ranks,
+    )
+
+
+def make_rank_stacks(stacks: Sequence[RankStack], process_infos: Sequence[RankProcessInfo]) -> tuple[RankStack, ...]:
+    """The stacks of all ranks, with hosts and processes as the driver knows them; facts by rank."""
+    return tuple(
+        msgspec.structs.replace(each, host=known.host or each.host, pid=known.pid or each.pid)
+        for each, known in zip(stacks, process_infos, strict=True)
+    )
+
+
+def _make_rank_status(activity: RankActivity, process_info: RankProcessInfo) -> RankStatus:
+    known = {field: getattr(activity, field) for field in activity.__struct_fields__}
+    state, why = _choose_rank_state(activity, process_info)
+    known |= {
+        "state": state,
+        "why": why,
+        "host": process_info.host or activity.host,
+        "pid": process_info.pid or activity.pid,
+    }
+    return RankStatus(
+        **known,
+        local_rank=process_info.local_rank,
+        cpu=process_info.cpu,
+        memory_bytes=process_info.memory_bytes,
+        gpu=process_info.gpu,
+        gpu_bytes=process_info.gpu_bytes,
+        exit_code=process_info.exit_code,
+    )
+
+
+def _choose_rank_state(activity: RankActivity, process_info: RankProcessInfo) -> tuple[RankState, str]:
+    """The coordinator knows who has left the round; only the driver knows how a process has ended."""
+    code = process_info.exit_code
+    if code is None:
+        return (
+            ("starting", "has not been started yet")
+            if not process_info.pid and not activity.pid
+            else (activity.state, activity.why)
+        )
+    if activity.state == "lost":
+        return "lost", activity.why
+    ended = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
+    return ("left" if code == 0 else "lost"), ended
+
+
+SOCKET_SUFFIX = ".sock"
+CONNECT_TIMEOUT_S = 2.0
+LOCK_TIMEOUT_S = 10.0
+STATUS_TIMEOUT_S = 10.0
+STACKS_TIMEOUT_S = 5.0
+MAX_STACKS_TIMEOUT_S = 60.0
+
+_JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_T = TypeVar("_T")
+
+_monitor_logger = logging.getLogger("ronde.launch")
+
+
+class NoSuchJob(ValueError):
+    """No running job has this name; the message lists those that run."""
+
+
+class MonitorRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What may be asked."""
+
+    ask: Literal["status", "stacks"]
+    limit_s: float = STACKS_TIMEOUT_S
+    """How long ranks may take to say where they are."""
+
+
+class JobStacks(msgspec.Struct, frozen=True):
+    """The answer to "stacks"."""
+
+    ranks: tuple[RankStack, ...]
+
+
+class ErrorReply(msgspec.Struct, frozen=True):
+    """The answer to what cannot be answered."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunningJob:
+    """A job whose driver answers."""
+
+    name: str
+    path: Path
+    pid: int
+    """The driver's; 0 when it is too busy to be asked."""
+
+
+class MonitorServer:
+    """The driver's side. The functions are called in threads of the endpoint's own, several at a time."""
+
+    def __init__(
+        self,
+        name: str,
+        status: Callable[[], JobStatus],
+        stacks: Callable[[float], Sequence[RankStack]],
+        *,
+        jobs_dir: Path | None = None,
+    ) -> None:
+        """Named after the driver's process when the name is empty. ValueError when another job has the name."""
+        self.name = name or str(os.getpid())
+        """What `ronde top` takes."""
+        if not _JOB_NAME.fullmatch(self.name):
+            raise ValueError(f"a job's name is up to 64 letters, digits, '.', '_' and '-', got {self.name!r}")
+        self._status = status
+        self._stacks = stacks
+        jobs_dir = jobs_dir or open_jobs_dir()
+        path = jobs_dir / f"{self.name}{SOCKET_SUFFIX}"
+        if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
+            raise ValueError(f"{path} is too long for a socket's name; choose a shorter name for the job")
+        with _locked_dir(jobs_dir):
+            for job in _find_running_jobs(jobs_dir):  # at all, so that what killed drivers left behind is removed
+                if job.path == path:
+                    raise ValueError(
+                        f"a job named {self.name!r} is running already (process {job.pid}); choose another name"
+                    )
+            self._socket_server = UnixLineServer(path, self._handle_request)
+
+    def close(self) -> None:
+        """Answer no more. Idempotent."""
+        self._socket_server.close()
+
+    def __enter__(self) -> MonitorServer:
+        """Itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close it."""
+        self.close()
+
+    def _handle_request(self, line: bytes) -> bytes:
+        try:
+            question = msgspec.json.decode(line, type=MonitorRequest)
+            if question.ask == "status":
+                return msgspec.json.encode(self._status())
+            limit_s = min(max(0.0, question.limit_s), MAX_STACKS_TIMEOUT_S)
+            return msgspec.json.encode(JobStacks(tuple(self._stacks(limit_s))))
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            return msgspec.json.encode(ErrorReply(f"not a question: {error}"))
+        except Exception as error:  # the edge to the driver: it must not end by a question
+            _monitor_logger.exception("a question about the job could not be answered")
+            return msgspec.json.encode(ErrorReply(f"the driver could not answer: {error!r}"))
+
+
+def open_jobs_dir() -> Path:
+    """The directory of this user's jobs, made if need be. StartFailed when others could get at it."""
+    runtime = os.environ.get("XDG_RUNTIME_DIR", "")
+    home = Path(runtime) if runtime and os.access(runtime, os.W_OK | os.X_OK) else None
+    folder = home / "ronde" if home is not None else Path(tempfile.gettempdir()) / f"ronde-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        found = folder.lstat()  # not stat(): a link could lead to what belongs to somebody else
+    except OSError as error:
+        raise StartFailed(f"cannot make {folder} for the job's socket: {error.strerror}") from None
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise StartFailed(
+            f"{folder} must be a directory of yours that nobody else can enter; remove it, or set XDG_RUNTIME_DIR"
+        )
+    return folder
+
+
+def list_jobs(jobs_dir: Path | None = None) -> list[RunningJob]:
+    """This user's running jobs, by name. What killed drivers left behind is removed."""
+    jobs_dir = jobs_dir or open_jobs_dir()
+    with _locked_dir(jobs_dir):
+        return _find_running_jobs(jobs_dir)
+
+
+def find_job(name: str = "", jobs_dir: Path | None = None) -> RunningJob:
+    """The running job of this name; without a name, the only one. NoSuchJob lists those that run."""
+    jobs_dir = jobs_dir or open_jobs_dir()
+    jobs = list_jobs(jobs_dir)
+    chosen = [job for job in jobs if job.name == name or not name]
+    if len(chosen) == 1:
+        return chosen[0]
+    running = ", ".join(job.name for job in jobs) or "none"
+    if name or not jobs:
+        what = f"no job named {name!r} is running" if name else "no job is running"
+        raise NoSuchJob(f"{what} for this user on this host (running: {running}; looked in {jobs_dir})")
+    raise NoSuchJob(f"{len(jobs)} jobs are running, say which: {running}")
+
+
+def query_status(job: RunningJob, deadline: Deadline | None = None) -> JobStatus:
+    """How the job is. ConnectionError (or another OSError) when it has ended."""
+    return _query_job(job, MonitorRequest("status"), JobStatus, deadline or Deadline(STATUS_TIMEOUT_S))
+
+
+def query_stacks(job: RunningJob, timeout_s: float = STACKS_TIMEOUT_S) -> tuple[RankStack, ...]:
+    """Where the programs of its ranks are; those that take longer than limit_s are described in words."""
+    return _query_job(job, MonitorRequest("stacks", timeout_s), JobStacks, Deadline(timeout_s + STATUS_TIMEOUT_S)).ranks
+
+
+def _query_job(job: RunningJob, request: MonitorRequest, reply_type: type[_T], deadline: Deadline) -> _T:
+    data = query_monitor(job.path, msgspec.json.encode(request), deadline)
+    try:
+        answer = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        if "error" in answer:
+            raise RondeError(f"job {job.name}: {msgspec.json.decode(answer['error'], type=str)}")
+        return msgspec.json.decode(data, type=reply_type)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ProtocolError(f"job {job.name} gave no answer of this version of ronde: {error}") from None
+
+
+def _find_running_jobs(jobs_dir: Path) -> list[RunningJob]:
+    """Whose drivers listen there; paths where nobody does any more are freed. Under the folder's lock."""
+    found = []
+    for path in sorted(jobs_dir.glob(f"*{SOCKET_SUFFIX}")):
+        pid = listening_pid(path, Deadline(CONNECT_TIMEOUT_S))
+        if pid is None:
+            path.unlink(missing_ok=True)
+        else:
+            found.append(RunningJob(path.name.removesuffix(SOCKET_SUFFIX), path, pid))
+    return found
+
+
+@contextmanager
+def _locked_dir(jobs_dir: Path) -> Iterator[None]:
+    """One at a time: who frees a path must not meet one who has just taken it."""
+    fd = os.open(jobs_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    deadline = Deadline(LOCK_TIMEOUT_S)
+    try:
+        while True:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if deadline.expired:
+                    raise StartFailed(
+                        f"another process of ronde holds {jobs_dir} for {LOCK_TIMEOUT_S:g} s; is it stopped?"
+                    ) from None
+                time.sleep(0.01)
+        yield
+    finally:
+        os.close(fd)

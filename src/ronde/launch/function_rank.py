@@ -1,0 +1,146 @@
+"""A rank of ronde.run: reads the call from its pipe, makes it, sends the answer back. Started with CALLEE of
+launch/function, which has the other end.
+
+Call and answer are two pickles each, a small one first: what the second is about is then known, even if it cannot be
+read.
+
+    call      (argv, paths before the standard library, paths after it)    (function, args, kwargs)
+    answer    the traceback, empty when the function has returned           what it returned, or raised
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any, BinaryIO
+
+import cloudpickle
+
+from ronde.launch.agent.rank import CALL_FD_VARIABLE, RESULT_FD_VARIABLE, RESULT_LENGTH_BYTES
+
+__all__ = ["main"]
+
+FAILED_CODE = 1
+INTERRUPTED_CODE = 128 + signal.SIGINT
+
+
+def main() -> int:
+    """The exit code: 0 when the function has returned."""
+    call_fd, result_fd = int(os.environ.pop(CALL_FD_VARIABLE)), int(os.environ.pop(RESULT_FD_VARIABLE))
+    for fd in (call_fd, result_fd):
+        os.set_inheritable(fd, False)  # what the function starts must not hold the pipes open
+    code, answer = _run_call(call_fd)
+    with open(result_fd, "wb") as pipe:  # a descriptor, no path
+        pipe.write(sum(map(len, answer)).to_bytes(RESULT_LENGTH_BYTES, "big"))
+        pipe.writelines(answer)
+    return code
+
+
+def _run_call(call_fd: int) -> tuple[int, tuple[bytes, bytes]]:
+    """The exit code, and what to send."""
+    try:
+        with open(call_fd, "rb") as pipe:
+            value = _call_function(pipe)
+        _shut_down_ronde()
+        return 0, (pickle.dumps(""), _pickle_value(value))
+    except BaseException as error:  # the process's edge: it becomes a value for the caller
+        sys.last_value = error  # so that the goodbye to the other ranks says why
+        return _exit_code(error), (pickle.dumps(_format_traceback(error)), _pickle_error(error))
+
+
+def _call_function(pipe: BinaryIO) -> Any:  # whatever the function returns
+    _apply_caller_paths(*pickle.load(pipe))
+    fn, args, kwargs = pickle.load(pipe)
+    pipe.close()
+    try:
+        return fn(*args, **kwargs)
+    except SystemExit as error:
+        if error.code not in (None, 0):
+            raise
+        return None
+
+
+def _apply_caller_paths(argv: Sequence[str], before: Sequence[str], after: Sequence[str]) -> None:
+    """Be like the caller: modules next to its script are found as they are there, and before installed ones."""
+    sys.argv[:] = argv
+    sys.path[:] = dict.fromkeys([*before, *sys.path, *after])
+
+
+def _shut_down_ronde() -> None:
+    """The function may have called init() and not shutdown(): going is no accident."""
+    if "ronde.comm.world" in sys.modules:
+        sys.modules["ronde.comm.world"].shutdown()
+
+
+def _exit_code(error: BaseException) -> int:
+    """As Python itself would exit."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED_CODE
+    if not isinstance(error, SystemExit):
+        return FAILED_CODE
+    if isinstance(error.code, int):
+        return error.code & 0xFF or FAILED_CODE
+    sys.stderr.write(f"{error.code}\n")
+    return FAILED_CODE
+
+
+def _format_traceback(error: BaseException) -> str:
+    """From the function on: how it was called here is nobody's concern."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    return "".join(traceback.format_exception(type(error), error, frames))
+
+
+def _pickle_value(value: object) -> bytes:
+    try:
+        return bytes(cloudpickle.dumps(value))
+    except Exception as error:  # whatever a __reduce__ raises
+        raise TypeError(f"what the function returned cannot be sent back: {error!r}") from error
+
+
+def _pickle_error(error: BaseException) -> bytes:
+    """As it is, or by its parts: pickle makes an exception by a call with its args, and those are often not what its
+    __init__ takes. None, when it does not survive the way at all."""
+    ways = [way for sent in (error, _ExceptionParts(error)) if (way := _pickle_round_trip(sent)) is not None]
+    pickled, _ = max(ways, key=lambda way: way[1] == str(error), default=(pickle.dumps(None), ""))
+    return pickled
+
+
+class _ExceptionParts:
+    """Becomes the error itself where it is unpickled."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind, args, *attributes = _builtin_base(type(self._error)).__reduce__(self._error)
+        return _rebuild_exception, (kind, args), *attributes
+
+
+def _rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> BaseException:
+    error = kind.__new__(kind, *args)
+    _builtin_base(kind).__init__(error, *args)  # an OSError gets its errno there
+    return error
+
+
+def _builtin_base(kind: type[BaseException]) -> Any:  # mypy allows neither of the two calls
+    """The exception of Python's own that it is made from: what that needs, it can do with."""
+    return next(base for base in kind.__mro__ if base.__module__ == "builtins")
+
+
+def _pickle_round_trip(sent: object) -> tuple[bytes, str] | None:
+    """Its pickle, and what is said by what that becomes: it may pickle, and not come back."""
+    try:
+        pickled: bytes = cloudpickle.dumps(sent)
+        return pickled, str(pickle.loads(pickled))
+    except Exception:  # whatever a __reduce__ or an __init__ raises
+        return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,304 @@
+"""One stream of one rank, as far as it can still change: cut into lines, with progress bars taken for what they are.
+
+Most output is plain lines, and they pass in blocks without a look at single characters. The rest is a very small
+terminal: rows, a cursor that can go up again, and `\r`, after which text overwrites its row. A row is *settled* when
+the stream cannot come back to it any more:
+
+- in a plain stream, at its end of line;
+- in a *live* stream (the cursor has gone up before, or is hidden, as tqdm and rich do), when the stream draws again
+  below it, when it has scrolled out of reach, or when the stream rests below it for a while.
+
+Used by the Printer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+__all__ = ["IDLE_DELAY_S", "LiveRows", "MAX_LINE_BYTES", "OPEN_LINE_DELAY_S", "StreamText"]
+
+MAX_LINE_BYTES = 256 * 1024
+"""A longer line goes on in pieces."""
+OPEN_LINE_DELAY_S = 0.25
+"""A line without its end, such as a prompt, is shown after so long."""
+IDLE_DELAY_S = 0.2
+"""A stream that writes nothing for so long does not come back to the rows above its cursor, unless it hid that."""
+MAX_ROWS = 64
+"""How far up a stream can go."""
+
+_NON_COLOR_ESCAPE = re.compile(rb"\x1b(?!\[[0-9;:]*m)")
+"""A sequence that does something else."""
+_CURSOR_CONTROL = re.compile(rb"(\n|\r|\x08+|\x1b\[[0-9;:<=>?]*[ -/]*[@-ln-~]|\x1b[78DEMc=>])")
+"""What moves the cursor, or may. Colours (which end with m) count as text."""
+_INCOMPLETE_ESCAPE = re.compile(rb"\x1b(?:\[[0-9;:<=>?]{0,24}[ -/]?)?\Z")
+"""The beginning of a sequence whose rest comes with the next chunk."""
+
+
+class StreamText(NamedTuple):
+    """Settled output: whole lines, or a piece of an open one."""
+
+    data: bytes
+    """Ends with a newline, or the line stays open."""
+    continued: bool = False
+    """Begins in the middle of the line that the text before left open; then it holds no other line."""
+    urgent: bool = False
+    """Has been on the screen already, as a progress bar: better not away for a moment."""
+
+    @property
+    def is_whole_lines(self) -> bool:
+        """Only whole lines."""
+        return not self.continued and self.data.endswith(b"\n")
+
+
+class LiveRows:
+    """Feed it chunks; it answers with what is settled. Open rows either show on a terminal (`visible`), or are handed
+    out in pieces after a moment."""
+
+    def __init__(self, *, on_terminal: bool) -> None:
+        self._on_terminal = on_terminal
+        self._rows = [b""]
+        self._cursor = 0
+        self._overwrite_next = False  # the next text overwrites the row: \r came
+        self._overwritten = False  # the row has been overwritten
+        self._live = False
+        self._cursor_hidden = False  # only while live
+        self._written = False  # something was, since the cursor came to this row
+        self._moved_up = False  # the cursor went up, and nothing has been written since
+        self._num_unwritten_rows = 0  # so many first rows were made by going up, and nothing was written to them
+        self._emitted_partially = False  # the beginning of the first row was handed out in pieces
+        self._incomplete_escape = b""
+        self._final: list[StreamText] = []
+        self._open_since_s = 0.0  # age of what stands in the open row
+        self._last_fed_s = 0.0
+
+    @property
+    def cursor_hidden(self) -> bool:
+        """Whether the stream hid the cursor."""
+        return self._cursor_hidden
+
+    def feed(self, data: bytes, now_s: float) -> list[StreamText]:
+        """Take a chunk. Answers what it settled, in order."""
+        empty = not self._rows[0]
+        if b"\r\n" in data:  # from a pseudo-terminal
+            data = data.replace(b"\r\n", b"\n")
+        if self._tracks_cursor() or _moves_cursor(data):
+            self._feed_controls(data)
+        else:
+            self._feed_plain(data)
+        if empty or self._final:
+            self._open_since_s = now_s
+        self._last_fed_s = now_s
+        return self._take_final()
+
+    def take_idle(self, now_s: float) -> list[StreamText]:
+        """What is settled because time has passed."""
+        due_s = self.idle_due_s()
+        if due_s is not None and now_s >= due_s:
+            if self._live:
+                self._emit_rows(self._cursor)
+                self._live = len(self._rows) > 1
+            elif not self._on_terminal:
+                self._emit_partial()
+        return self._take_final()
+
+    def idle_due_s(self) -> float | None:
+        """When `rest` has something to do."""
+        if self._live:
+            rests = not self._cursor_hidden and (self._cursor or len(self._rows) == 1)
+            return self._last_fed_s + IDLE_DELAY_S if rests else None
+        if self._on_terminal or self._overwritten or not self._rows[0]:
+            return None
+        return self._open_since_s + OPEN_LINE_DELAY_S
+
+    def visible_rows(self, now_s: float) -> tuple[bytes, ...]:
+        """The rows for a terminal's live region."""
+        if self._emitted_partially:
+            return ()
+        if not (self._live or self._overwritten) and now_s < self._open_since_s + OPEN_LINE_DELAY_S:
+            return ()
+        rows = self._rows[self._num_unwritten_rows :]
+        while rows and not rows[-1].strip():
+            rows.pop()
+        return tuple(rows)
+
+    def change_times_s(self, now_s: float) -> list[float]:
+        """When something of this changes by itself: `rest` has something to do, or more is visible."""
+        times = [] if (due_s := self.idle_due_s()) is None else [due_s]
+        if self._on_terminal and self._rows[0] and not (self._live or self._overwritten or self._emitted_partially):
+            times.append(self._open_since_s + OPEN_LINE_DELAY_S)
+        return [moment for moment in times if moment > now_s]
+
+    def is_empty(self) -> bool:
+        """Nothing is open."""
+        return not (self._live or self._rows[0] or self._incomplete_escape)
+
+    def finish(self) -> list[StreamText]:
+        """Nothing more comes: everything is settled."""
+        if self._incomplete_escape:
+            carry, self._incomplete_escape = self._incomplete_escape, b""
+            self._write_text(carry)
+        if self._live or self._overwritten:
+            while len(self._rows) > 1 and not self._rows[-1].strip():
+                self._rows.pop()
+            if not self._rows[-1].strip():
+                self._rows.pop()
+        elif not self._rows[-1]:
+            self._rows.pop()
+        self._emit_rows(len(self._rows))
+        self._end_partial()
+        self._rows, self._cursor, self._live, self._cursor_hidden = [b""], 0, False, False
+        return self._take_final()
+
+    def _tracks_cursor(self) -> bool:
+        return bool(self._overwrite_next or self._incomplete_escape or self._live)
+
+    def _take_final(self) -> list[StreamText]:
+        done, self._final = self._final, []
+        return done
+
+    # --- plain lines -------------------------------------------------------------------------------------------
+
+    def _feed_plain(self, data: bytes) -> None:
+        cut = data.rfind(b"\n") + 1
+        if cut:
+            first, self._rows[0] = self._rows[0], data[cut:]
+            self._emit_lines(first + data[:cut] if first else data[:cut])
+        else:
+            self._rows[0] += data
+        if len(self._rows[0]) > MAX_LINE_BYTES:
+            self._emit_partial()
+
+    def _emit_lines(self, lines: bytes) -> None:
+        """Whole lines are settled, the first of them perhaps the end of a spilled one."""
+        if self._emitted_partially:
+            self._emitted_partially = False
+            cut = lines.index(b"\n") + 1
+            self._final.append(StreamText(lines[:cut], continued=True))
+            lines = lines[cut:]
+        if lines:
+            self._final.append(StreamText(lines, urgent=self._on_terminal and (self._overwritten or self._live)))
+        self._overwritten = False
+
+    def _emit_partial(self) -> None:
+        """Hand out the beginning of the open row."""
+        self._final.append(StreamText(self._rows[0], continued=self._emitted_partially))
+        self._rows[0] = b""
+        self._emitted_partially = True
+
+    def _end_partial(self) -> None:
+        if self._emitted_partially:
+            self._emitted_partially = False
+            self._final.append(StreamText(b"\n", continued=True))
+
+    # --- with a cursor -----------------------------------------------------------------------------------------
+
+    def _feed_controls(self, data: bytes) -> None:
+        data = self._incomplete_escape + data
+        cut_off = _INCOMPLETE_ESCAPE.search(data, max(0, len(data) - 32))
+        self._incomplete_escape = cut_off[0] if cut_off else b""
+        parts = _CURSOR_CONTROL.split(data[: len(data) - len(self._incomplete_escape)])
+        for index, part in enumerate(parts):
+            if index % 2:
+                self._handle_control(part)
+            elif part:
+                self._write_text(part)
+
+    def _handle_control(self, control: bytes) -> None:
+        if control == b"\n":
+            self._handle_newline()
+        elif control == b"\r":
+            self._overwrite_next = True
+        elif control[0] == 0x08:
+            self._handle_backspace(len(control))
+        elif control[1:2] == b"[":
+            self._handle_escape(control[-1:], control[2:-1])
+
+    def _write_text(self, text: bytes) -> None:
+        if self._moved_up or (self._overwrite_next and self._written):
+            self._emit_rows(self._cursor)  # who goes back to draw again begins at the top of what he draws
+            self._moved_up = False
+        if self._overwrite_next:
+            self._end_partial()
+            self._rows[self._cursor] = b""
+            self._overwrite_next, self._overwritten = False, True
+        self._rows[self._cursor] += text
+        self._written = True
+        self._num_unwritten_rows = min(self._num_unwritten_rows, self._cursor)
+        if len(self._rows[self._cursor]) > MAX_LINE_BYTES:
+            self._rows.append(self._rows.pop(self._cursor))  # nobody draws such a thing: the others are done
+            self._num_unwritten_rows = min(self._num_unwritten_rows, len(self._rows) - 1)
+            self._emit_rows(len(self._rows) - 1)
+            self._live = self._cursor_hidden
+            self._emit_partial()
+
+    def _handle_newline(self) -> None:
+        if self._moved_up:
+            self._emit_rows(self._cursor)
+        self._overwrite_next = self._written = self._moved_up = False
+        if not self._live:
+            self._emit_rows(1)
+            self._rows = [b""]
+            return
+        self._cursor += 1
+        if self._cursor < len(self._rows):
+            self._overwrite_next = True
+            return
+        self._rows.append(b"")
+        if len(self._rows) > MAX_ROWS:
+            self._emit_rows(1 if self._cursor_hidden else self._cursor)
+            self._live = self._cursor_hidden
+
+    def _emit_rows(self, count: int) -> None:
+        """The first rows are settled."""
+        if count > self._num_unwritten_rows:
+            self._emit_lines(b"\n".join(self._rows[self._num_unwritten_rows : count]) + b"\n")
+        del self._rows[:count]
+        self._cursor = max(0, self._cursor - count)
+        self._num_unwritten_rows = max(0, self._num_unwritten_rows - count)
+
+    def _handle_backspace(self, count: int) -> None:
+        row = self._rows[self._cursor]
+        end = len(row)
+        for _ in range(min(count, end)):
+            end -= 1
+            while end > 0 and row[end] & 0xC0 == 0x80:  # inside a character of UTF-8
+                end -= 1
+        self._rows[self._cursor] = row[: max(0, end)]
+        self._overwritten = True
+
+    def _handle_escape(self, final: bytes, parameters: bytes) -> None:
+        number = int(parameters[:4]) if parameters.isdigit() else 0
+        if final in b"AF":
+            self._move_cursor_up(max(1, number))
+        elif final in b"BE":
+            self._cursor = min(self._cursor + max(1, number), len(self._rows) - 1)
+            self._written = False
+        if final in b"EF" or (final == b"G" and number <= 1):
+            self._overwrite_next = True
+        elif final == b"K" and (number == 2 or (number == 0 and self._overwrite_next)):
+            self._rows[self._cursor] = b""
+            self._overwrite_next = True
+        elif final == b"J" and number == 0:
+            del self._rows[self._cursor + 1 :]
+            if self._overwrite_next:
+                self._rows[self._cursor] = b""
+        elif final in b"hl" and parameters == b"?25":
+            self._cursor_hidden = final == b"l"
+            self._live = True  # what was drawn while it was hidden may still be taken back
+
+    def _move_cursor_up(self, count: int) -> None:
+        self._end_partial()
+        self._cursor -= count
+        if self._cursor < 0:  # rows of before it was live are out of reach: leave room for them
+            room = min(-self._cursor, MAX_ROWS - len(self._rows))
+            self._rows[:0] = [b""] * room
+            self._num_unwritten_rows += room
+            self._cursor = 0
+        self._live = self._moved_up = True
+        self._written = False
+
+
+def _moves_cursor(data: bytes) -> bool:
+    """More than plain lines with colours."""
+    return b"\r" in data or b"\b" in data or (b"\x1b" in data and _NON_COLOR_ESCAPE.search(data) is not None)

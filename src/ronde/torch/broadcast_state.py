@@ -1,0 +1,227 @@
+"""One rank's parameters, optimizer state and objects for everybody. Called once before training, and after a restart.
+
+Nothing is computed on the way: state that only the root has is made from what the root sends, not by taking a step.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ronde.comm import objects
+from ronde.comm.group import Group
+from ronde.comm.world import resolve_group
+from ronde.torch import tensors as transport
+from ronde.torch.tensors import check_tensor
+from ronde.training.agreement import check_equal
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+NamedTensors: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
+
+
+def broadcast_parameters(params: NamedTensors, root: int = 0, *, group: Group | None = None) -> None:
+    """The root's numbers into everybody's tensors, in place. root is a rank of the job.
+
+    `params` is a module (its parameters and all of its buffers), a state_dict, or pairs such as
+    model.named_parameters(). If the ranks' tensors differ in name, dtype or shape, Mismatch names the first that does.
+    """
+    members = resolve_group(group)
+    named = [(name, _check_named_tensor(name, tensor)) for name, tensor in _named_tensors(params)]
+    check_equal(members, "broadcast_parameters", [_describe_tensor(name, tensor) for name, tensor in named])
+    tensors = list({id(tensor): tensor for _, tensor in named}.values())
+    _broadcast_in_place(members, tensors, root)
+
+
+def broadcast_object(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # any object
+    """The root's object for everybody; what the others pass is ignored."""
+    return objects.broadcast(obj, root, group=group)
+
+
+def allgather_object(obj: Any, *, group: Group | None = None) -> list[Any]:
+    """Everybody's objects, in the order of the members."""
+    return objects.allgather(obj, group=group)
+
+
+def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, *, group: Group | None = None) -> None:
+    """The root's optimizer state and options (lr, momentum, …) for everybody's optimizer. root is a rank of the job.
+
+    Works for any optimizer over the same parameters, before its first step as well as later. State that only others
+    than the root have is dropped. Parameters are not touched.
+    """
+    members = resolve_group(group)
+    params = [param for options in optimizer.param_groups for param in options["params"]]
+    check_equal(members, "broadcast_optimizer_state", list(_describe_param_groups(optimizer)))
+    is_root = members.rank is not None and members.ranks[members.rank] == root
+    sent: list[Tensor] = []
+    outline = _StateSkeleton.from_optimizer(optimizer, params, sent) if is_root else None
+    outline = objects.broadcast(outline, root, group=members)
+    assert outline is not None
+    if is_root:
+        _broadcast_in_place(members, sent, root)
+        return
+    arrived: list[Tensor] = []
+    state, options = outline.fill(optimizer, params, arrived)
+    _broadcast_in_place(members, arrived, root)
+    optimizer.state = defaultdict(dict, state)
+    for mine, given in zip(optimizer.param_groups, options, strict=True):
+        mine.update(given)
+
+
+# --- inside ---------------------------------------------------------------------------------------------------------
+
+
+def _named_tensors(params: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(params, nn.Module):
+        yield from params.named_parameters()
+        yield from params.named_buffers()
+    elif isinstance(params, Mapping):
+        yield from params.items()
+    elif isinstance(params, Iterable):
+        for pair in params:
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise _not_named_error(f"something with a {type(pair).__name__} in it")
+            yield pair
+    else:
+        raise _not_named_error(f"a {type(params).__name__}")
+
+
+def _not_named_error(got: str) -> TypeError:
+    return TypeError(
+        "broadcast_parameters takes a module, a state_dict or pairs (name, tensor), "
+        f"got {got}; pass model.named_parameters()"
+    )
+
+
+def _check_named_tensor(name: str, tensor: object) -> Tensor:
+    if not isinstance(tensor, Tensor):
+        kind = type(tensor).__name__
+        raise TypeError(f"broadcast_parameters: {name!r} is no tensor but a {kind}; use broadcast_object() for it")
+    if tensor.is_conj() or tensor.is_neg():
+        raise TypeError(
+            f"broadcast_parameters: {name!r} is a view that only shows other numbers conjugated or negated; "
+            "make it a tensor of its own with resolve_conj().resolve_neg()"
+        )
+    check_tensor(_as_sendable(tensor), f"broadcast_parameters: {name!r}")
+    return tensor
+
+
+def _describe_tensor(name: str, tensor: Tensor) -> str:
+    return f"{name!r}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def _describe_param_groups(optimizer: Optimizer) -> Iterator[str]:
+    yield type(optimizer).__name__
+    for index, options in enumerate(optimizer.param_groups):
+        for number, param in enumerate(options["params"]):
+            yield _describe_tensor(f"parameter {number} of group {index}", param)
+
+
+def _broadcast_in_place(members: Group, tensors: list[Tensor], root: int) -> None:
+    """In place, one after the other; they are under way together."""
+    if tensors:
+        places = [_as_sendable(tensor) for tensor in tensors]
+        transport.broadcast_tensors(members, places, places, root, name=None, wait=False).wait()
+
+
+def _as_sendable(tensor: Tensor) -> Tensor:
+    """The same memory as numbers of a type that travels. Nothing is computed with them on the way."""
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.detach())
+    if tensor.is_floating_point() and tensor.element_size() == 1:  # float8 in all its forms
+        return tensor.detach().view(torch.uint8)
+    return tensor
+
+
+@dataclass(frozen=True)
+class _TensorPlaceholder:
+    """Stands for a tensor in an outline: the tensor itself follows as numbers."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    on_param_device: bool
+    """It lives where its parameter does; otherwise on the CPU, as step counters do."""
+
+
+class _RankLocal:
+    """Stands for something that each rank has its own of, such as a group."""
+
+
+@dataclass(frozen=True)
+class _StateSkeleton:
+    """An optimizer's state and options with slots for tensors. States are by the number of their parameter; keys that
+    are no parameter stay as they are."""
+
+    state: list[tuple[Any, Any]]
+    options: list[dict[str, Any]]
+
+    @classmethod
+    def from_optimizer(cls, optimizer: Optimizer, params: list[Tensor], sent: list[Tensor]) -> _StateSkeleton:
+        """The root's. The tensors go to `sent`, in the order of their slots."""
+        numbers = {id(param): number for number, param in enumerate(params)}
+        state: list[tuple[Any, Any]] = []
+        states: Mapping[Any, Any] = optimizer.state  # torch says tensors only, but some optimizers keep other keys too
+        for key, value in states.items():
+            if not isinstance(key, Tensor):
+                state.append((key, _replace_tensors(value, None, sent)))
+            elif id(key) in numbers:  # what belongs to no parameter of this optimizer any more is not sent
+                state.append((numbers[id(key)], _replace_tensors(value, key, sent)))
+        options = [
+            {key: _replace_tensors(value, None, sent) for key, value in group.items() if key != "params"}
+            for group in optimizer.param_groups
+        ]
+        return cls(state, options)
+
+    def fill(
+        self, optimizer: Optimizer, params: list[Tensor], received: list[Tensor]
+    ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+        """Another rank's state and options, with tensors for the slots (old ones that fit), which go to `arrived`."""
+        state = {}
+        for key, value in self.state:
+            param = params[key] if isinstance(key, int) else None
+            owner = key if param is None else param
+            state[owner] = _restore_tensors(value, param, optimizer.state.get(owner), received)
+        options = [
+            {key: _restore_tensors(value, None, mine.get(key), received) for key, value in given.items()}
+            for given, mine in zip(self.options, optimizer.param_groups, strict=True)
+        ]
+        return state, options
+
+
+def _replace_tensors(value: Any, param: Tensor | None, sent: list[Tensor]) -> Any:  # any state
+    """The value with slots in place of its tensors, which go to `sent`."""
+    if isinstance(value, Tensor):
+        sent.append(value)
+        with_param = param is not None and value.device == param.device and param.device.type != "cpu"
+        return _TensorPlaceholder(tuple(value.shape), value.dtype, with_param)
+    if isinstance(value, Group):
+        return _RankLocal()
+    if isinstance(value, Mapping):
+        return {key: _replace_tensors(each, param, sent) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_replace_tensors(each, param, sent) for each in value)
+    return value
+
+
+def _restore_tensors(value: Any, param: Tensor | None, mine: Any, received: list[Tensor]) -> Any:
+    """The value with tensors in place of its slots; `mine` is what this rank has there now."""
+    if isinstance(value, _TensorPlaceholder):
+        fits = isinstance(mine, Tensor) and tuple(mine.shape) == value.shape and mine.dtype is value.dtype
+        device = param.device if value.on_param_device and param is not None else "cpu"
+        tensor = mine if fits else torch.empty(value.shape, dtype=value.dtype, device=device)
+        received.append(tensor)
+        return tensor
+    if isinstance(value, _RankLocal):
+        return mine
+    if isinstance(value, dict):
+        old = mine if isinstance(mine, Mapping) else {}
+        return {key: _restore_tensors(each, param, old.get(key), received) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_restore_tensors(each, param, None, received) for each in value)
+    return value

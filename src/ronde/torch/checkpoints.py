@@ -1,0 +1,188 @@
+"""Checkpoints of a training run: model, optimizer, scheduler, scaler, sampler and whatever else has a state_dict.
+
+    checkpoints = Checkpoints("runs/7", model=model, optimizer=optimizer, sampler=sampler)
+    restored = checkpoints.restore()           # the latest valid one, on every rank; None at the first start
+    step = restored.step if restored else 0
+    ...
+    checkpoints.save(step, extras={"best": 0.97})
+
+Rank 0 of the group writes; when training goes on elsewhere, only rank 0 needs to reach the path.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from ronde.comm import objects
+from ronde.comm.group import Group
+from ronde.comm.world import resolve_group
+from ronde.errors import CheckpointError
+from ronde.training import checkpoints as checkpoint
+from ronde.training.checkpoints import FoundCheckpoint, open_storage
+
+__all__ = ["Checkpoints", "Restored", "Stateful"]
+
+CHUNK_BYTES = 64 << 20
+"""A checkpoint goes from rank 0 to the others in pieces of this size."""
+
+
+class Stateful(Protocol):
+    """A part of a checkpoint."""
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """What has to be kept."""
+
+    def load_state_dict(self, state: Any, /) -> Any:  # each class has its own idea of it
+        """Go on from there."""
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What restore() found."""
+
+    step: int
+    """As it was given to save()."""
+    extras: dict[str, Any]
+    """As they were given to save()."""
+    path: str
+    """Where it was read."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a folder: a local path, or any that fsspec knows, such as s3://bucket/run.
+
+    The last `keep` are kept. A checkpoint holds tensors and plain values only, so reading one cannot run code; with
+    trusted=True it may hold any object that can be pickled: use that for folders that only you can write to.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        keep: int = 3,
+        trusted: bool = False,
+        group: Group | None = None,
+        **parts: Stateful,
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep}")
+        for name, part in parts.items():
+            if not (hasattr(part, "state_dict") and hasattr(part, "load_state_dict")):
+                raise TypeError(
+                    f"{name} has no state_dict() and load_state_dict(); give plain values to save(extras=…)"
+                )
+        self._storage = open_storage(path)
+        self._keep = keep
+        self._trusted = trusted
+        self._group = group
+        self._parts = parts
+
+    def save(self, step: int, *, extras: Mapping[str, Any] | None = None) -> str | None:
+        """Write a checkpoint of all parts. Rank 0 returns its path when it is safe, the others None at once.
+
+        Call it between steps: after optimizer.step(), so that the sampler's position and the parameters fit together.
+        """
+        if resolve_group(self._group).rank != 0:
+            return None
+        parts = {name: part.state_dict() for name, part in self._parts.items()}
+        contents = {"step": step, "extras": dict(extras or {}), "parts": parts}
+        return checkpoint.save(self._storage, step, lambda path: self._write(contents, path), keep=self._keep)
+
+    def restore(self, step: int | None = None) -> Restored | None:
+        """Load the latest valid checkpoint (or that of a step) into all parts, on every rank. None if there is none.
+
+        Every rank calls it. Rank 0 reads, the others get it from there. A checkpoint that is damaged, as after a crash,
+        is passed over with a warning.
+        """
+        members = resolve_group(self._group)
+        with ExitStack() as reading:
+            found: FoundCheckpoint | str | None = None
+            if members.rank == 0:
+                found = self._find(step, reading)
+            found = found if members.size == 1 else objects.broadcast(found, members.ranks[0], group=members)
+            if isinstance(found, str):
+                raise CheckpointError(found)
+            if found is None:
+                return None
+            source = found.local_path if members.size == 1 else _broadcast_file(members, found)
+            contents = self._load(source, found.full_path)
+        self._apply(contents["parts"], found.full_path)
+        return Restored(found.step, contents["extras"], found.full_path)
+
+    def steps(self) -> list[int]:
+        """The steps of which there is a checkpoint, in order, as this rank sees the folder."""
+        return sorted({label.step for label in checkpoint.list_checkpoints(self._storage.names())})
+
+    def clear(self) -> None:
+        """Remove all checkpoints of the folder, to start over. Rank 0 does; the others return at once."""
+        if resolve_group(self._group).rank == 0:
+            checkpoint.clear(self._storage)
+
+    def _find(self, step: int | None, reading: ExitStack) -> FoundCheckpoint | str | None:
+        """Rank 0: the checkpoint, None or the error, to be told to the others."""
+        try:
+            return reading.enter_context(checkpoint.open_latest(self._storage, step))
+        except CheckpointError as error:
+            return str(error)
+
+    def _write(self, contents: dict[str, Any], path: Path) -> None:
+        try:
+            with path.open("wb") as file:
+                torch.save(contents, file)
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # a full disk, which PyTorch calls an "unexpected pos"
+                raise error.__context__ from None
+            raise
+        if self._trusted or not hasattr(torch.serialization, "get_unsafe_globals_in_checkpoint"):
+            return
+        foreign = torch.serialization.get_unsafe_globals_in_checkpoint(str(path))
+        if foreign:  # found out now: at the restart it would be too late
+            raise TypeError(
+                f"the checkpoint would hold more than tensors and plain values: {', '.join(foreign)}; "
+                "convert them (float(x) for NumPy's numbers), or make Checkpoints(…, trusted=True)"
+            )
+
+    def _load(self, source: Path | io.BytesIO, path: str) -> dict[str, Any]:
+        try:
+            contents: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=not self._trusted)
+        except Exception as error:  # of a trusted one's objects: any
+            raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+        return contents
+
+    def _apply(self, states: Mapping[str, Any], path: str) -> None:
+        missing = [name for name in self._parts if name not in states]
+        if missing:
+            raise CheckpointError(f"the checkpoint {path} has no {', '.join(missing)}; it has {', '.join(states)}")
+        loaded: list[str] = []
+        for name, part in self._parts.items():
+            try:
+                part.load_state_dict(states[name])
+            except Exception as error:  # each class of parts has its own
+                text = f"{name} of the checkpoint {path} does not fit: {type(error).__name__}: {error}"
+                raise CheckpointError(f"{text} (loaded before it: {', '.join(loaded) or 'nothing'})") from error
+            loaded.append(name)
+
+
+def _broadcast_file(members: Group, found: FoundCheckpoint) -> Path | io.BytesIO:
+    """Rank 0's file for everybody: itself on rank 0, a copy in memory on the others."""
+    root = members.ranks[0]
+    if members.rank == 0:
+        data = np.memmap(found.local_path, np.uint8, "r")
+        for start in range(0, found.num_bytes, CHUNK_BYTES):
+            members.broadcast(data[start : start + CHUNK_BYTES], root=root)
+        return found.local_path
+    buffer = io.BytesIO()
+    for start in range(0, found.num_bytes, CHUNK_BYTES):
+        piece = np.empty(min(CHUNK_BYTES, found.num_bytes - start), np.uint8)
+        buffer.write(members.broadcast(piece, root=root, out=piece).data)
+    buffer.seek(0)
+    return buffer

@@ -1,0 +1,147 @@
+"""Whether all members describe the same things, and the first one in which they differ. Used before parameters are
+broadcast, so that an error names a parameter instead of a place in the program.
+
+What ranks tell each other before gradients travel, and what follows from it: one list of parameters, one order.
+Used by the Reducer, once per plan.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+
+import msgspec
+import numpy as np
+
+from ronde.comm import objects
+from ronde.comm.group import Group
+from ronde.errors import Mismatch
+from ronde.text import format_rank_answers
+from ronde.training.adapter import ParameterInfo
+
+__all__ = [
+    "AgreedPlan",
+    "PlanProposal",
+    "agree_on_plan",
+    "all_equal",
+    "allgather_text",
+    "check_equal",
+    "explain_joined_ranks",
+    "fingerprint",
+    "first_difference",
+    "merge_proposals",
+]
+
+MISSING = "nothing"
+
+
+def check_equal(group: Group, what: str, entries: Sequence[str]) -> None:
+    """Raise Mismatch, the same on every member, naming the first entry in which the members' lists differ."""
+    if all_equal(group, fingerprint("\n".join(entries).encode())):
+        return
+    lists = dict(zip(group.ranks, objects.allgather(list(entries), group=group), strict=True))
+    raise Mismatch(f"{what}: the ranks differ. {first_difference(lists)}")
+
+
+def fingerprint(data: bytes) -> bytes:
+    """16 bytes that stand for these."""
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def all_equal(group: Group, data: bytes) -> bool:
+    """Whether all members gave the same bytes, of one length."""
+    everybody = group.allgather(np.frombuffer(data, np.uint8).reshape(1, -1))
+    return bool((everybody == everybody[0]).all())
+
+
+def first_difference(lists: Mapping[int, Sequence[str]]) -> str:
+    """The first place at which lists differ, and who has what there."""
+    for index, row in enumerate(zip_longest(*lists.values(), fillvalue=MISSING)):
+        if len(set(row)) > 1:
+            return f"At place {index}, {format_rank_answers(dict(zip(lists, row, strict=True)), ': ')}"
+    return "Every entry is equal"
+
+
+JOINED_PATTERN = re.compile(r": join\b")
+
+
+class PlanProposal(msgspec.Struct, frozen=True):
+    """What one rank has to say."""
+
+    settings: dict[str, str]
+    """Everything else that must be equal, in words."""
+    parameters: tuple[ParameterInfo, ...]
+    ready_order: tuple[int, ...]
+    """The order in which gradients came here."""
+    overlap: bool
+    """Whether this rank wants buckets to travel while the backward pass runs."""
+
+
+class AgreedPlan(msgspec.Struct, frozen=True):
+    """What all ranks go by."""
+
+    parameters: tuple[ParameterInfo, ...]
+    ready_order: tuple[int, ...]
+    overlap: bool
+
+
+def agree_on_plan(group: Group, proposal: PlanProposal) -> AgreedPlan:
+    """Agree with the other members, or Mismatch on all of them. Collective, in program order."""
+    with explain_joined_ranks():
+        everybody = group.allgather_each(np.frombuffer(msgspec.json.encode(proposal), np.uint8))
+    accounts = [msgspec.json.decode(data.tobytes(), type=PlanProposal) for data in everybody]
+    return merge_proposals(dict(zip(group.ranks, accounts, strict=True)))
+
+
+def allgather_text(group: Group, text: str) -> dict[int, str]:
+    """What every member has to say, by rank. Collective, in program order."""
+    everybody = group.allgather_each(np.frombuffer(msgspec.json.encode(text), np.uint8))
+    return {
+        rank: msgspec.json.decode(data.tobytes(), type=str) for rank, data in zip(group.ranks, everybody, strict=True)
+    }
+
+
+@contextmanager
+def explain_joined_ranks() -> Iterator[None]:
+    """Around what a member that has joined cannot do, as it gives zeros to buckets only: the error says so."""
+    try:
+        yield
+    except Mismatch as error:
+        if not JOINED_PATTERN.search(str(error)):
+            raise
+        raise Mismatch(
+            f"{error}. While a rank is in join() only gradients travel that all ranks agreed on before: every rank "
+            "needs a step before the first one joins, sparse gradients cannot travel, and no parameter may begin or "
+            "cease to train. Or give all ranks equally many steps"
+        ) from None
+
+
+def merge_proposals(proposals: Mapping[int, PlanProposal]) -> AgreedPlan:
+    """One list for all: a gradient that is sparse on one rank is sparse on all; the first rank says the order."""
+    _check_settings({rank: account.settings for rank, account in proposals.items()})
+    rows = list(zip_longest(*(account.parameters for account in proposals.values())))
+    for index, row in enumerate(rows):
+        sides = {rank: _describe_parameter(parameter) for rank, parameter in zip(proposals, row, strict=True)}
+        if len(set(sides.values())) > 1:
+            raise Mismatch(
+                f"the models differ at parameter {index} of those that train: {format_rank_answers(sides, ' has ')}; "
+                "every rank must build the same model and freeze the same parameters"
+            )
+    merged = tuple(msgspec.structs.replace(row[0], sparse=any(each.sparse for each in row)) for row in rows)
+    first = next(iter(proposals.values()))
+    return AgreedPlan(merged, first.ready_order, first.overlap)
+
+
+def _check_settings(settings: Mapping[int, Mapping[str, str]]) -> None:
+    every = dict.fromkeys(name for each in settings.values() for name in each)
+    odd = [name for name in every if len({each.get(name) for each in settings.values()}) > 1]
+    if odd:
+        sides = {rank: ", ".join(f"{name}={each.get(name)}" for name in odd) for rank, each in settings.items()}
+        raise Mismatch(f"the ranks' optimizers differ: {format_rank_answers(sides, ' has ')}")
+
+
+def _describe_parameter(parameter: ParameterInfo | None) -> str:
+    return "no such parameter" if parameter is None else str(parameter)

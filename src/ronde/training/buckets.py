@@ -1,0 +1,133 @@
+"""Which gradients travel together, and in which order. Used by the Reducer; pure functions of what all ranks agreed on.
+
+Gradients become ready in about the same order in every step. A bucket takes neighbours of that order, so it is full
+early; the first ones are small, so that traffic starts early.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from ronde.training.adapter import ParameterInfo
+from ronde.types import DType
+
+__all__ = [
+    "BucketSizeLimits",
+    "GradientBucket",
+    "GradientLocation",
+    "assign_buckets",
+    "choose_size_limits",
+    "should_overlap",
+]
+
+MEGABYTE = 1_000_000
+FIRST_BUCKET_BYTES = 1 * MEGABYTE
+MAX_BUCKET_BYTES = 25 * MEGABYTE
+MIN_BUCKETS = 4
+"""With fewer, most of the traffic would begin only when the backward pass is over."""
+
+
+class BucketSizeLimits(NamedTuple):
+    """How large buckets may become. One gradient that is larger has a bucket of its own."""
+
+    first_bytes: int
+    """The first one; each next may be twice as large."""
+    max_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientLocation:
+    """The place of one gradient in its bucket, in elements."""
+
+    index: int
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class GradientBucket:
+    """Gradients of one dtype that travel as one array."""
+
+    dtype: str
+    locations: tuple[GradientLocation, ...]
+    name: str
+    """For errors and events."""
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        last = self.locations[-1]
+        return last.start + last.count
+
+    @property
+    def indices(self) -> tuple[int, ...]:
+        """The parameters, in the order of their places."""
+        return tuple(span.index for span in self.locations)
+
+
+def choose_size_limits(total_bytes: int, bucket_mb: float | None, overlap: bool) -> BucketSizeLimits:
+    """Sizes for so many bytes of gradients. `overlap`: whether buckets travel while the backward pass runs."""
+    if bucket_mb is not None:
+        most_bytes = max(1, int(bucket_mb * MEGABYTE))
+        return BucketSizeLimits(most_bytes, most_bytes)
+    if not overlap:  # nothing to gain from pieces: each costs a meeting of all members
+        return BucketSizeLimits(total_bytes, total_bytes)
+    most_bytes = min(MAX_BUCKET_BYTES, max(FIRST_BUCKET_BYTES, total_bytes // MIN_BUCKETS))
+    return BucketSizeLimits(min(FIRST_BUCKET_BYTES, most_bytes), most_bytes)
+
+
+def should_overlap(*, num_hosts: int, num_busy_threads: int, num_cores: int) -> bool:
+    """Whether buckets should travel while the backward pass runs, on hosts with so many busy threads and cores.
+
+    A network works by itself. Inside a host it is the same cores that would compute: then sending at the end costs
+    less, for no thread has to be woken and none is interrupted.
+    """
+    return num_hosts > 1 or num_busy_threads < num_cores
+
+
+def assign_buckets(
+    parameters: Sequence[ParameterInfo],
+    ready_order: Iterable[int],
+    limits: BucketSizeLimits,
+    together: Sequence[Sequence[str]] = (),
+) -> tuple[GradientBucket, ...]:
+    """The buckets of all dense parameters, in the order in which they will be full.
+
+    `ready` is the order in which gradients came; what is missing there (it was not used) comes behind, last parameters
+    first. `together` are names that share a bucket, whatever its size.
+    """
+    order = list(dict.fromkeys([*ready_order, *reversed(range(len(parameters)))]))
+    dense = [index for index in order if not parameters[index].sparse and parameters[index].count]
+    sets = {name: number for number, names in enumerate(together) for name in names}
+    filling: dict[tuple[str, int], list[int]] = {}
+    """Buckets that are not full yet, by dtype and number of their set; -1 for those of no set."""
+    full: list[list[int]] = []
+    used_bytes: dict[tuple[str, int], int] = {}
+    allowed = limits.first_bytes
+    for index in dense:
+        parameter = parameters[index]
+        key = (parameter.dtype, sets.get(parameter.name, -1))
+        num_bytes = parameter.count * DType[parameter.dtype.upper()].num_bytes
+        if key in filling and key[1] < 0 and used_bytes[key] + num_bytes > allowed:
+            full.append(filling.pop(key))
+            allowed = min(2 * allowed, limits.max_bytes)
+        if key not in filling:
+            filling[key], used_bytes[key] = [], 0
+        filling[key].append(index)
+        used_bytes[key] += num_bytes
+    full.extend(filling.values())
+    place = {index: position for position, index in enumerate(order)}
+    full.sort(key=lambda bucket: place[bucket[-1]])
+    return tuple(_make_bucket(parameters, bucket) for bucket in full)
+
+
+def _make_bucket(parameters: Sequence[ParameterInfo], indices: Sequence[int]) -> GradientBucket:
+    spans, start = [], 0
+    for index in indices:
+        spans.append(GradientLocation(index, start, parameters[index].count))
+        start += parameters[index].count
+    first = parameters[indices[0]]
+    more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
+    return GradientBucket(first.dtype, tuple(spans), f"{first.name}{more}")

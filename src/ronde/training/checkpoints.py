@@ -1,0 +1,391 @@
+"""Files under one folder, on this machine or on any file system that fsspec knows. Used by checkpoints.
+
+A file appears under its name only when all of it is there. On this machine it is written under another name, flushed
+to the disk, and renamed. Elsewhere it is made here and put there as a whole: object stores show it when they have all
+of it; for those that do not, the manifest of a checkpoint, which comes last, holds a sum of its bytes.
+
+Checkpoints in a store: written whole or not at all, the last few kept, the latest valid one found. Used by the
+frameworks' checkpoints, which know what goes into the file.
+
+A checkpoint of step 1200 is two files: step-000000001200.data, and step-000000001200.json, its manifest with the size
+and a CRC of the data. A checkpoint is never written over: a step that is saved again gets the next version
+(step-000000001200-1.data and .json), and the version before goes when that is whole. The manifest comes last when one
+is written and goes first when one is removed, so at any moment:
+
+    data   manifest   what it is
+    no     no         nothing
+    part   no         a crash while writing: it does not count, and the next save() removes it
+    yes    no         a crash before the manifest, or while removing: as above
+    yes    yes        a checkpoint, if size and CRC agree; otherwise a damaged one, which is passed over with a warning
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import tempfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import msgspec
+
+from ronde.errors import CheckpointError
+
+__all__ = [
+    "CheckpointId",
+    "CheckpointManifest",
+    "CheckpointStorage",
+    "FoundCheckpoint",
+    "FsspecStorage",
+    "LocalStorage",
+    "clear",
+    "files_to_delete",
+    "list_checkpoints",
+    "open_latest",
+    "open_storage",
+    "save",
+]
+
+UNFINISHED_PREFIX = ".unfinished-"
+"""How the name of a file begins that is still being written."""
+
+
+class CheckpointStorage(Protocol):
+    """Files by name. Whatever goes wrong with them is an OSError."""
+
+    def path_of(self, name: str) -> str:
+        """The whole path of a file, for messages."""
+
+    def write(self, name: str, fill: Callable[[Path], None]) -> None:
+        """Make a file: fill() writes it at a path of this machine, then it appears under its name."""
+
+    def local_copy(self, name: str) -> Any:  # a context manager of a Path
+        """A context in which the file is at a path of this machine."""
+
+    def names(self) -> list[str]:
+        """What there is, unfinished files included."""
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+
+
+def open_storage(path: str | os.PathLike[str]) -> CheckpointStorage:
+    """The folder of a path such as runs/7, file:///runs/7, s3://bucket/runs/7 or memory://runs."""
+    text = os.fspath(path)
+    scheme, found, rest = text.partition("://")
+    if not found:
+        return LocalStorage(Path(text))
+    if scheme in ("file", "local"):
+        return LocalStorage(Path(rest))
+    return FsspecStorage(text)
+
+
+class LocalStorage:
+    """A folder of this machine, or one that is mounted."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory.absolute()
+
+    def path_of(self, name: str) -> str:
+        """The whole path."""
+        return str(self._directory / name)
+
+    def write(self, name: str, fill: Callable[[Path], None]) -> None:
+        """Write aside, flush, rename, and flush the folder, so that a crash leaves the old or the new."""
+        self._directory.mkdir(parents=True, exist_ok=True)
+        aside = self._directory / f"{UNFINISHED_PREFIX}{name}"
+        try:
+            fill(aside)
+            _fsync(aside)
+            aside.replace(self._directory / name)
+        except BaseException:
+            aside.unlink(missing_ok=True)
+            raise
+        _fsync(self._directory)
+
+    @contextmanager
+    def local_copy(self, name: str) -> Iterator[Path]:
+        """The file where it is."""
+        yield self._directory / name
+
+    def names(self) -> list[str]:
+        """What there is."""
+        return sorted(path.name for path in self._directory.iterdir()) if self._directory.is_dir() else []
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        (self._directory / name).unlink(missing_ok=True)
+
+
+class FsspecStorage:
+    """A folder on a file system of fsspec."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it ships no types
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(f"{url} needs fsspec; install ronde[torch], or use a local folder") from error
+        self._url = url.rstrip("/")
+        self._fs, folder = url_to_fs(url)
+        self._directory = folder.rstrip("/")
+
+    def path_of(self, name: str) -> str:
+        """The whole URL."""
+        return f"{self._url}/{name}"
+
+    def write(self, name: str, fill: Callable[[Path], None]) -> None:
+        """Make it here and put it there."""
+        with _as_os_error():
+            self._fs.makedirs(self._directory, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix="ronde-") as folder:
+            here = Path(folder) / name
+            fill(here)
+            with _as_os_error():
+                self._fs.put_file(str(here), self._remote_path(name))
+
+    @contextmanager
+    def local_copy(self, name: str) -> Iterator[Path]:
+        """A copy here."""
+        with tempfile.TemporaryDirectory(prefix="ronde-") as folder:
+            here = Path(folder) / name
+            with _as_os_error():
+                self._fs.get_file(self._remote_path(name), str(here))
+            yield here
+
+    def names(self) -> list[str]:
+        """What there is now: other processes may have changed it since it was last listed."""
+        with _as_os_error():
+            self._fs.invalidate_cache(self._directory)
+            if not self._fs.isdir(self._directory):
+                return []
+            return sorted(path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._directory, detail=False))
+
+    def remove(self, name: str) -> None:
+        """Remove a file, if it is there."""
+        with _as_os_error():
+            if self._fs.exists(self._remote_path(name)):
+                self._fs.rm_file(self._remote_path(name))
+
+    def _remote_path(self, name: str) -> str:
+        return f"{self._directory}/{name}"
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """A file system of fsspec raises what the library behind it does: any class of error."""
+    try:
+        yield
+    except OSError:
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def _fsync(path: Path) -> None:
+    """Wait until a file or folder is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+logger = logging.getLogger("ronde.checkpoint")
+
+FORMAT = 1
+CHUNK_BYTES = 4 << 20
+FILE_PATTERN = re.compile(rf"(?:{re.escape(UNFINISHED_PREFIX)})?step-(\d{{12}})(?:-(\d+))?\.(data|json)")
+
+
+class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
+    """What there has to be for a checkpoint to be whole."""
+
+    step: int
+    num_bytes: int
+    crc32: int
+    format: int = FORMAT
+
+
+class CheckpointId(NamedTuple):
+    """Which checkpoint: the later one is greater."""
+
+    step: int
+    version: int = 0
+    """One more than that of the checkpoint of this step that was there when it was saved."""
+
+    @property
+    def data_file(self) -> str:
+        """The file with the contents."""
+        return f"{self._stem}.data"
+
+    @property
+    def manifest_file(self) -> str:
+        """The file that says that they are complete."""
+        return f"{self._stem}.json"
+
+    @property
+    def _stem(self) -> str:
+        return f"step-{self.step:012d}" + (f"-{self.version}" if self.version else "")
+
+
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint that is whole."""
+
+    step: int
+    full_path: str
+    """The whole path of its data, for messages."""
+    local_path: Path
+    """Where they are on this machine."""
+    num_bytes: int
+
+
+def save(storage: CheckpointStorage, step: int, fill: Callable[[Path], None], *, keep: int) -> str:
+    """Write a checkpoint, then remove all but the last `keep` and what crashes left. Its path."""
+    if not 0 <= step < 10**12:
+        raise ValueError(f"step must be from 0 to 10**12 - 1, got {step}")
+    seen: list[tuple[int, int]] = []
+
+    def fill_and_sum(path: Path) -> None:
+        fill(path)
+        seen.append(_size_and_crc(path))
+
+    label = CheckpointId(step)
+    try:
+        # Not over the one that is there: until the new one is whole it may be the only one.
+        versions = [there.version for there in list_checkpoints(storage.names()) if there.step == step]
+        label = CheckpointId(step, max(versions) + 1 if versions else 0)
+        storage.write(label.data_file, fill_and_sum)
+        num_bytes, crc = seen[-1]
+        manifest = msgspec.json.encode(CheckpointManifest(step=step, num_bytes=num_bytes, crc32=crc))
+        storage.write(label.manifest_file, lambda path: _write_bytes(path, manifest))
+    except OSError as error:
+        raise CheckpointError(f"cannot write the checkpoint {storage.path_of(label.data_file)}: {error}") from error
+    _delete_old(storage, keep, label)
+    return storage.path_of(label.data_file)
+
+
+def clear(storage: CheckpointStorage) -> None:
+    """Remove all checkpoints, and what crashes left."""
+    try:
+        for name in _checkpoint_files(storage.names()):
+            storage.remove(name)
+    except OSError as error:
+        raise CheckpointError(f"cannot remove the checkpoints in {storage.path_of('')}: {error}") from error
+
+
+def _delete_old(storage: CheckpointStorage, keep: int, newest: CheckpointId) -> None:
+    """Remove what is superfluous. The new checkpoint is safe, so nothing here is a reason to stop training."""
+    try:
+        names = [*storage.names(), newest.manifest_file]  # also where a new file is listed late
+        for name in files_to_delete(names, keep, newest.step):
+            storage.remove(name)
+    except OSError as error:
+        logger.warning("cannot remove old checkpoints beside %s: %s", storage.path_of(newest.data_file), error)
+        return
+    latest_step = list_checkpoints(names)[-1].step
+    if latest_step > newest.step:
+        logger.warning(
+            "%s is not the latest there: a restart takes step %d, of an earlier run; remove it or use another folder",
+            storage.path_of(newest.data_file),
+            latest_step,
+        )
+
+
+def files_to_delete(names: list[str], keep: int, newest: int) -> list[str]:
+    """Files to remove, manifests first: all but the last `keep` checkpoints up to the newest step; earlier versions;
+    data without a manifest.
+
+    Checkpoints later than the newest belong to another run: they are not ours to remove.
+    """
+    labels = list_checkpoints(names)
+    last_versions = {label.step: label for label in labels}
+    upto = [label for step, label in last_versions.items() if step <= newest]
+    kept_labels = [*upto[-keep:], *(label for label in labels if label.step > newest)]
+    kept = {name for label in kept_labels for name in (label.data_file, label.manifest_file)}
+    return [name for name in _checkpoint_files(names) if name not in kept]
+
+
+def _checkpoint_files(names: list[str]) -> list[str]:
+    """Those of checkpoints, manifests first."""
+    ours = (name for name in names if FILE_PATTERN.fullmatch(name))
+    return sorted(ours, key=lambda name: (not name.endswith(".json"), name))
+
+
+def list_checkpoints(names: list[str]) -> list[CheckpointId]:
+    """The checkpoints of which there is a manifest, in order."""
+    found = (FILE_PATTERN.fullmatch(name) for name in names if not name.startswith(UNFINISHED_PREFIX))
+    return sorted(CheckpointId(int(match[1]), int(match[2] or 0)) for match in found if match and match[3] == "json")
+
+
+@contextmanager
+def open_latest(storage: CheckpointStorage, step: int | None = None) -> Iterator[FoundCheckpoint | None]:
+    """A context with the latest checkpoint (of a step) that is whole, its data checked and at a path of this machine;
+    None if there never was one. Damaged ones are reported.
+
+    When there are only damaged ones, or none of that step, it is an error: training must not start over by itself.
+    """
+    with _as_checkpoint_error(storage.path_of("")):
+        there = list_checkpoints(storage.names())
+    labels = [label for label in there if step in (None, label.step)]
+    if step is not None and not labels:
+        steps = ", ".join(str(each) for each in sorted({label.step for label in there})) or "none"
+        raise CheckpointError(f"there is no checkpoint of step {step} in {storage.path_of('')}; those there: {steps}")
+    damaged = []
+    for label in reversed(labels):
+        with ExitStack() as opening:
+            try:
+                found = opening.enter_context(_open_checked(storage, label))
+            except CheckpointError as error:
+                logger.warning("%s; it is passed over", error)
+                damaged.append(str(error))
+                continue
+            yield found
+            return
+    if damaged:
+        raise CheckpointError(f"no checkpoint can be used: {'; '.join(damaged)}")
+    yield None
+
+
+@contextmanager
+def _open_checked(storage: CheckpointStorage, checkpoint_id: CheckpointId) -> Iterator[FoundCheckpoint]:
+    place = storage.path_of(checkpoint_id.data_file)
+    with ExitStack() as reading:
+        with _as_checkpoint_error(place):
+            with storage.local_copy(checkpoint_id.manifest_file) as path:
+                manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
+            path = reading.enter_context(storage.local_copy(checkpoint_id.data_file))
+            found = _size_and_crc(path)
+        if manifest.format != FORMAT:
+            raise CheckpointError(f"the checkpoint {place} has format {manifest.format}, this ronde reads {FORMAT}")
+        if found != (manifest.num_bytes, manifest.crc32):
+            raise CheckpointError(
+                f"the checkpoint {place} is damaged: {found[0]} bytes with CRC {found[1]:08x}, "
+                f"but {manifest.num_bytes} with {manifest.crc32:08x} were written"
+            )
+        yield FoundCheckpoint(checkpoint_id.step, place, path, manifest.num_bytes)
+
+
+@contextmanager
+def _as_checkpoint_error(path: str) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+
+
+def _size_and_crc(path: Path) -> tuple[int, int]:
+    """Number of bytes, and their CRC."""
+    crc = num_bytes = 0
+    with path.open("rb") as file:
+        while chunk := file.read(CHUNK_BYTES):
+            crc = zlib.crc32(chunk, crc)
+            num_bytes += len(chunk)
+    return num_bytes, crc
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    path.write_bytes(data)

@@ -1,0 +1,241 @@
+"""How gradients are combined among ranks, as settings, and what they come to for one group. Used by every binding.
+
+The buckets of one accord on their way: one plan, its encoders, and the news that travels with them. Used by the
+Reducer, which decides what starts when.
+
+Order on the plan's channel, equal on all members: the first wires of all buckets; the news; then, for codecs with more
+than one wire, the further wires bucket by bucket.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from numbers import Real
+
+import numpy as np
+
+from ronde.comm.buffers import Array
+from ronde.comm.group import Group
+from ronde.comm.plan import Bucket, Plan
+from ronde.comm.work import Work
+from ronde.training.adapter import GradientKind, ParameterInfo
+from ronde.training.buckets import GradientBucket
+from ronde.training.compression import BucketEncoder, Codec, WireArray
+from ronde.types import DType, Op, parse_op
+
+__all__ = ["GradientExchange", "GradientSettings", "HAD_BACKWARD", "REPLAN_WANTED"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GradientSettings:
+    """What all ranks of an optimizer have in common."""
+
+    op: str | Op = "mean"
+    """mean, sum or adasum."""
+    bucket_mb: float | None = None
+    """Size of the buckets in which gradients travel, in megabytes; None chooses."""
+    overlap: bool | None = None
+    """Whether buckets travel while the backward pass runs; None: when there are cores for it, or several hosts."""
+    predivide: float = 1.0
+    """Of a mean: divide by this before the sum and by the rest behind it, for numbers that a sum would overflow."""
+    average_passes: bool = True
+    """Whether several backward passes per step are averaged, as if their batches were one; else they are summed."""
+    check_finite: bool = False
+    """Look for infinities and not-a-numbers before gradients travel; the error names rank and parameter."""
+    sparse_as_dense: bool = False
+    """Let sparse gradients travel as dense ones: for embeddings of which most rows are used in every step."""
+    together: Sequence[Sequence[str]] = ()
+    """Sets of parameters (names) that share a bucket; the others are put together automatically."""
+    idle_steps: bool = False
+    """Whether a step for which no rank had a backward pass is all right. It is more often a mistake."""
+
+    def __post_init__(self) -> None:
+        """Check at once."""
+        given = self.op.name.lower() if isinstance(self.op, Op) else self.op
+        if given not in ("mean", "sum", "adasum"):
+            raise ValueError(f"op must be mean, sum or adasum for gradients, got {given!r}")
+        op = parse_op(given)
+        self._check_types()
+        if self.bucket_mb is not None and not self.bucket_mb > 0:
+            raise ValueError(f"bucket_mb must be above 0, got {self.bucket_mb!r}")
+        if not (math.isfinite(self.predivide) and self.predivide > 0):
+            raise ValueError(f"predivide must be a finite number above 0, got {self.predivide!r}")
+        if self.predivide != 1.0 and op is not Op.MEAN:
+            raise ValueError(f"predivide is for op='mean', got op={op.name.lower()!r}")
+        names = [name for names in self.together for name in names]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"together: {', '.join(map(repr, twice))} cannot be in two sets")
+
+    def _check_types(self) -> None:
+        for name in ("bucket_mb", "predivide"):
+            value = getattr(self, name)
+            if not isinstance(value, Real) and (name, value) != ("bucket_mb", None):
+                raise TypeError(f"{name} must be a number, got {value!r}")
+        for name in ("overlap", "average_passes", "check_finite", "sparse_as_dense", "idle_steps"):
+            value = getattr(self, name)
+            if value not in (True, False) and (name, value) != ("overlap", None):
+                raise TypeError(f"{name} must be True or False, got {value!r}")
+        sets = self.together if isinstance(self.together, list | tuple) else ("",)
+        if not all(isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) for names in sets):
+            raise TypeError(f"together must be sets of names, such as [('a', 'b')], got {self.together!r}")
+
+    def check_names(self, known: Iterable[str]) -> None:
+        """Whether all names are those of parameters, when these are known."""
+        unknown = sorted({name for names in self.together for name in names}.difference(known))
+        if unknown:
+            raise ValueError(f"together: no parameter of the optimizer is named {', '.join(map(repr, unknown))}")
+
+    def describe(self) -> dict[str, str]:
+        """What ranks compare."""
+        words = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
+        return {**words, "op": parse_op(self.op).name.lower()}
+
+    @property
+    def is_idempotent(self) -> bool:
+        """Whether reducing what was reduced before changes nothing: a mean of equal numbers is that number."""
+        return parse_op(self.op) is Op.MEAN
+
+    def scales(self, num_passes: int) -> tuple[float, float]:
+        """Factors before and behind the sum of one step of so many passes."""
+        return 1.0 / (self.predivide * self.pass_divisor(num_passes)), self.predivide
+
+    def pass_divisor(self, num_passes: int) -> int:
+        """What the sum of so many passes is divided by."""
+        return num_passes if self.average_passes else 1
+
+    def sparse_scales(self, num_passes: int, size: int) -> tuple[float, float]:
+        """Factors before and behind the sum of sparse gradients. A rank's passes are its own: they count before it."""
+        op = parse_op(self.op)
+        if op is Op.ADASUM:
+            raise ValueError("adasum does not know sparse gradients; set sparse_as_dense=True")
+        return 1.0 / self.pass_divisor(num_passes), 1.0 / (size if op is Op.MEAN else 1)
+
+
+NUM_STEP_FLAGS = 2
+HAD_BACKWARD = -2
+"""Behind the parameters' states: whether somebody had a backward pass."""
+REPLAN_WANTED = -1
+"""Whether somebody wants another accord."""
+
+
+class GradientExchange:
+    """Reduces gradients bucket by bucket. What is not started in the background runs in finish(), in this thread."""
+
+    def __init__(
+        self,
+        group: Group,
+        parameters: Sequence[ParameterInfo],
+        buckets: Sequence[GradientBucket],
+        *,
+        settings: GradientSettings,
+        num_passes: int,
+        codec: Codec | None,
+    ) -> None:
+        self.buckets = tuple(buckets)
+        self.num_passes = num_passes
+        """The number of passes that the factors of the plan are for."""
+        encoders = [codec.open(bucket, parameters) if codec is not None else None for bucket in self.buckets]
+        self._encoders: list[BucketEncoder | None] = encoders
+        first: list[Bucket] = []
+        further: list[Bucket] = []
+        self._wire_numbers: list[list[int]] = []
+        """By bucket, the numbers of its wires in the plan."""
+        scales = settings.scales(num_passes)
+        behind = len(self.buckets) + 1
+        for number, (bucket, encoder) in enumerate(zip(self.buckets, encoders, strict=True)):
+            wanted = _plan_buckets(bucket, encoder, parse_op(settings.op), scales)
+            first.append(wanted[0])
+            self._wire_numbers.append([number, *range(behind + len(further), behind + len(further) + len(wanted) - 1)])
+            further.extend(wanted[1:])
+        news = Bucket(len(parameters) + NUM_STEP_FLAGS, "uint8", "max", name="news of the gradients")
+        self._plan = Plan([*first, news, *further], group)
+        self._wire_arrays = [[self._plan.arrays[wire] for wire in wires] for wires in self._wire_numbers]
+        self._usual_flags = np.full(news.count, GradientKind.DENSE, np.uint8)
+        self._usual_flags[REPLAN_WANTED] = 0
+        self._usual_flags_bytes = self._usual_flags.tobytes()
+        self.flags = self._plan.arrays[len(first)]
+        """One number per parameter and a few facts; after finish() the highest of all members."""
+        self.bucket_arrays: list[Array] = [
+            arrays[0] if encoder is None else np.zeros(bucket.count, DType[bucket.dtype.upper()].numpy)
+            for bucket, encoder, arrays in zip(self.buckets, encoders, self._wire_arrays, strict=True)
+        ]
+        """Where the gradients of each bucket lie: on the wire itself, unless a codec stands between."""
+        self._works: list[Work | None] = [None] * (len(first) + 1)
+
+    def start(self, number: int) -> None:
+        """Send a bucket in the background: its gradients are in place."""
+        encoder = self._encoders[number]
+        if encoder is not None:
+            encoder.encode(0, self.bucket_arrays[number], self._wire_arrays[number])
+        self._works[number] = self._plan.start(number)
+
+    def write_flags(self, kinds: Mapping[int, GradientKind], *, had_backward: bool, replan_wanted: bool) -> None:
+        """What this rank has of the gradients: DENSE where nothing else is said."""
+        self.flags[:] = self._usual_flags
+        for index, state in kinds.items():
+            self.flags[index] = state
+        self.flags[HAD_BACKWARD] = had_backward
+        self.flags[REPLAN_WANTED] = replan_wanted
+
+    @property
+    def flags_are_usual(self) -> bool:
+        """Whether somebody had each gradient, and nobody has anything else to tell."""
+        return self.flags.tobytes() == self._usual_flags_bytes
+
+    def start_flags(self) -> None:
+        """Send the news in the background, behind all buckets."""
+        self._works[-1] = self._plan.start(len(self.buckets))
+
+    def finish(self) -> None:
+        """Run what was not started, wait for all, and write the gradients."""
+        for number, encoder in enumerate(self._encoders):
+            if self._works[number] is None and encoder is not None:
+                encoder.encode(0, self.bucket_arrays[number], self._wire_arrays[number])
+            self._run_or_wait(number)
+            if encoder is not None and len(self._wire_arrays[number]) == 1:
+                encoder.decode(self._wire_arrays[number], self.bucket_arrays[number])
+        self._run_or_wait(len(self.buckets))
+        for number, encoder in enumerate(self._encoders):
+            if encoder is not None and len(self._wire_arrays[number]) > 1:
+                self._run_further_wires(number, encoder)
+
+    def drain(self) -> None:
+        """Wait for what is under way, and forget it."""
+        for number, work in enumerate(self._works):
+            if work is not None:
+                self._run_or_wait(number)
+
+    def close(self) -> None:
+        """Close the channel; the memory stays for as long as somebody looks at it. Idempotent."""
+        self._plan.close()
+
+    def _run_or_wait(self, number: int) -> None:
+        work = self._works[number]
+        if work is None:
+            self._plan.run(number)
+        else:
+            self._works[number] = None
+            work.wait()
+
+    def _run_further_wires(self, number: int, encoder: BucketEncoder) -> None:
+        gradients, arrays = self.bucket_arrays[number], self._wire_arrays[number]
+        for wire in range(1, len(arrays)):
+            encoder.encode(wire, gradients, arrays)
+            self._plan.run(self._wire_numbers[number][wire])
+        encoder.decode(arrays, gradients)
+
+
+def _plan_buckets(
+    bucket: GradientBucket, encoder: BucketEncoder | None, op: Op, scales: tuple[float, float]
+) -> list[Bucket]:
+    """What the plan has to know of a bucket, wire by wire."""
+    wires = (WireArray(bucket.count, bucket.dtype),) if encoder is None else encoder.wires
+    # Adasum weighs every gradient by itself: it has to know where each begins.
+    parts = tuple(span.count for span in bucket.locations) if op is Op.ADASUM else ()
+    return [
+        Bucket(wire.count, wire.dtype, op, *scales, bucket.name, parts if wire.count == bucket.count else ())
+        for wire in wires
+    ]

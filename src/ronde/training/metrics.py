@@ -1,0 +1,46 @@
+"""Means over ranks that saw different numbers of samples. Used by the metrics of the frameworks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import SupportsFloat
+
+__all__ = ["weighted_means", "weighted_values"]
+
+WeightedValues = dict[str, tuple[float, float]]
+"""Per metric, its value times its weight, and the weight."""
+
+
+def weighted_values(
+    values: Mapping[str, SupportsFloat], count: SupportsFloat | Mapping[str, SupportsFloat]
+) -> WeightedValues:
+    """My part. count is how many samples stand behind the values: one number, or one per metric."""
+    weighed: WeightedValues = {}
+    for name, given in values.items():
+        if isinstance(count, Mapping) and name not in count:
+            raise ValueError(f"there is no count of {name!r}, only of {', '.join(map(repr, count)) or 'nothing'}")
+        weight = _as_float(f"the count of {name!r}", count[name] if isinstance(count, Mapping) else count)
+        if not weight >= 0.0:
+            raise ValueError(f"the count of {name!r} must be 0 or more, got {weight}")
+        value = _as_float(f"the metric {name!r}", given)
+        weighed[name] = (value * weight if weight else 0.0, weight)  # a mean of nothing is NaN: it says nothing
+    return weighed
+
+
+def _as_float(what: str, given: SupportsFloat) -> float:
+    try:
+        return float(given)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last from tensors with several numbers
+        raise TypeError(f"{what} must be one number, got a {type(given).__name__}: {error}") from error
+
+
+def weighted_means(by_rank: Sequence[WeightedValues]) -> dict[str, float]:
+    """The means over all parts. A metric that nobody has a sample of is NaN; names may be missing in some parts."""
+    names = dict.fromkeys(name for part in by_rank for name in part)
+    return {name: _mean([part[name] for part in by_rank if name in part]) for name in names}
+
+
+def _mean(pairs: Sequence[tuple[float, float]]) -> float:
+    total = math.fsum(weight for _, weight in pairs)
+    return sum(value for value, _ in pairs) / total if total else math.nan

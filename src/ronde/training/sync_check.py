@@ -1,0 +1,103 @@
+"""Finding out, cheaply, whether ranks still hold the same numbers, and who does not. Used by the frameworks' checks.
+
+Every tensor gets a 32-bit sum of its bytes, one 16-byte fingerprint of all of them goes around, and only if those
+differ do the members compare tensor by tensor. Equal numbers in another form (-0.0 and 0.0) count as different: ranks
+that get equal gradients compute equal bits.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ronde.comm import objects
+from ronde.comm.buffers import Array
+from ronde.comm.group import Group
+from ronde.comm.wording import ranks_text
+from ronde.errors import OutOfSync
+from ronde.training.agreement import all_equal, fingerprint, first_difference
+
+__all__ = ["ChecksumDifference", "TensorChecksums", "checksum", "compare_checksums", "find_difference"]
+
+NUM_COLUMNS = 16384
+ROW_BYTES = 4 * NUM_COLUMNS
+"""64 KB: what is added up stays in the cache."""
+ODD_FACTOR = np.uint32(0x9E3779B1)
+"""Odd, so that no bit of a row is lost when it is multiplied by later ones."""
+
+TensorChecksums = Sequence[tuple[str, int]]
+"""Tensor by tensor: its name, and the sum of its bytes."""
+
+
+def checksum(data: Array) -> int:
+    """The sum of a flat array of bytes. Different bytes, or equal ones in another order, give another sum.
+
+    Large arrays are first folded to 64 KB, row by row: lanes = lanes * odd + row, at the speed of memory. A CRC of what
+    is left makes it one number.
+    """
+    num_rows = data.size // ROW_BYTES
+    if num_rows < 2:
+        return zlib.crc32(data.data)
+    whole = num_rows * ROW_BYTES
+    lanes = np.zeros(NUM_COLUMNS, np.uint32)
+    for row in data[:whole].view(np.uint32).reshape(num_rows, NUM_COLUMNS):
+        np.multiply(lanes, ODD_FACTOR, out=lanes)
+        np.add(lanes, row, out=lanes)
+    return zlib.crc32(data[whole:].data, zlib.crc32(lanes.data))
+
+
+@dataclass(frozen=True, slots=True)
+class ChecksumDifference:
+    """The first tensor that is not the same everywhere."""
+
+    tensor: str
+    minority_ranks: tuple[int, ...]
+    """The ranks that are not with the majority; empty when there is none."""
+    ranks: tuple[int, ...]
+    """All ranks."""
+    num_different: int
+    num_tensors: int
+
+    def __str__(self) -> str:
+        """In words."""
+        others = [rank for rank in self.ranks if rank not in self.minority_ranks]
+        if self.minority_ranks:
+            word = "differs" if len(self.minority_ranks) == 1 else "differ"
+            who = f"{ranks_text(self.minority_ranks)} {word} from {ranks_text(others)}, which agree"
+            who = who if len(others) > 1 else f"{ranks_text(self.minority_ranks)} {word} from {ranks_text(others)}"
+        else:
+            who = f"{ranks_text(self.ranks)} differ, with no majority"
+        return f"{self.tensor!r}: {who} ({self.num_different} of {self.num_tensors} tensors differ)"
+
+
+def find_difference(checksums_by_rank: Mapping[int, TensorChecksums]) -> ChecksumDifference | None:
+    """The first tensor whose sums differ between the ranks; their tensors are the same."""
+    ranks = tuple(checksums_by_rank)
+    rows = list(zip(*checksums_by_rank.values(), strict=True))
+    different = [row for row in rows if len({value for _, value in row}) > 1]
+    if not different:
+        return None
+    first = different[0]
+    values = [value for _, value in first]
+    (common, most), *rest = Counter(values).most_common()
+    has_majority = all(count < most for _, count in rest)
+    odd = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != common) if has_majority else ()
+    return ChecksumDifference(first[0][0], odd, ranks, len(different), len(rows))
+
+
+def compare_checksums(group: Group, checksums: TensorChecksums) -> None:
+    """Raise OutOfSync, the same on every member, if their sums are not equal."""
+    names = "\n".join([name for name, _ in checksums]).encode()
+    if all_equal(group, fingerprint(names + np.array([value for _, value in checksums], np.uint32).tobytes())):
+        return
+    tables = dict(zip(group.ranks, objects.allgather(list(checksums), group=group), strict=True))
+    named = {rank: [name for name, _ in table] for rank, table in tables.items()}
+    if len({tuple(names) for names in named.values()}) > 1:
+        raise OutOfSync(f"the ranks do not have the same tensors. {first_difference(named)}")
+    found = find_difference(tables)
+    assert found is not None, "fingerprints differ, so a name or a sum does"
+    raise OutOfSync(f"the ranks are out of sync. {found}", tensor=found.tensor, ranks=found.minority_ranks)
