@@ -1,24 +1,22 @@
-"""Every setting, in one place: its default, its environment name, its meaning. Reads the environment for all others.
+"""Every setting of ronde, declared once, and the reading of the RONDE_* environment variables.
 
-Strength: argument of init() or flag of `ronde run` > environment > file > default. Wrong values fail at start, naming
-the field.
+The name of a setting gives its other names: `stall_s` is the argument of init(), `RONDE_STALL_S` the environment
+variable, `--stall-s` the flag of `ronde run` and `stall_s` the key in a file. A value of an argument or a flag wins
+over the environment, the environment over a file, a file over the default. A wrong value raises an error at start
+that names the setting, the value and what is allowed.
 """
 
 from __future__ import annotations
 
-import ast
-import dataclasses
 import difflib
 import functools
-import inspect
-import itertools
 import logging
 import os
-import textwrap
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_args
+
+import msgspec
 
 __all__ = [
     "ASSIGNED_BY_LAUNCHER",
@@ -32,112 +30,140 @@ __all__ = [
 
 PREFIX = "RONDE_"
 ASSIGNED_BY_LAUNCHER = ("rank", "size", "coordinator", "coordinator_hosted", "key", "host", "address")
-"""Settings that tell a rank its place: whoever starts a job gives them to its ranks, nobody chooses them."""
+"""Settings that a launcher gives to each rank. They have no flag and no key in a file."""
 RESERVED_VARIABLES = ("CALL_FD", "GUARD", "RESULT_FD", "TEST")
-"""Beginnings of names that the launcher and our own tests use for other things."""
+"""RONDE_* variables that begin with these words are no settings: the launcher and the tests use them."""
 
 MAX_TIMEOUT_S = 1_000_000.0
-"""Eleven days. From 25 on, the milliseconds of a socket's timeout overflow."""
+"""Eleven days. From 25 days on, the milliseconds of a socket's timeout overflow."""
 MAX_HEARTBEAT_S = 86_400.0
-"""A connection is probed four times in it, and the kernel waits nine hours for a probe at most."""
+"""The kernel probes a connection four times in this time and waits at most nine hours for one probe."""
 
 logger = logging.getLogger("ronde.settings")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
+class _Doc(msgspec.Struct, frozen=True):
+    """What a setting means and which values it takes."""
+
+    text: str
+    minimum: int | None = None
+    max_s: float | None = None
+    """For a time: the longest one. The shortest is above 0, or 0 when `zero_is_off`."""
+    zero_is_off: bool = False
+    choices: tuple[str, ...] = ()
+
+    def check(self, name: str, value: Any) -> None:
+        if self.minimum is not None and value < self.minimum:
+            raise ValueError(f"{name} must be at least {self.minimum}, got {value}")
+        if self.choices and value not in self.choices:
+            names = [choice or "empty" for choice in self.choices]
+            raise ValueError(f"{name} must be {', '.join(names[:-1])} or {names[-1]}, got {value!r}")
+        if self.max_s is None:
+            return
+        if self.zero_is_off and not 0 <= value <= self.max_s:
+            raise ValueError(f"{name} must be from 0 (off) to {self.max_s:.0f} seconds, got {value}")
+        if not self.zero_is_off and not 0 < value <= self.max_s:
+            raise ValueError(f"{name} must be above 0 and at most {self.max_s:.0f} seconds, got {value}")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How a rank finds its round and how the round behaves."""
 
-    rank: int = 0
-    """This process's number in the job, from 0."""
-
-    size: int = 1
-    """Number of ranks in the job."""
-
-    coordinator: str = ""
-    """`address:port` of the coordinator; needed when size is above 1 and no launcher tells. With a range of ports, as
-    in `10.0.0.1:29500-29515`, rank 0 takes the first free one and the others look for it."""
-
-    coordinator_hosted: bool = False
-    """Whether somebody else (the launcher) hosts the coordinator. Otherwise rank 0 does, in a thread."""
-
-    key: str = ""
-    """The job's secret, 64 hexadecimal digits, equal on all ranks. Needed when size is above 1; `ronde run` makes one,
-    and ranks that another launcher started derive one from a secret in the user's configuration."""
-
-    host: str = ""
-    """Name of this rank's host. Ranks with equal names share memory; the default tells hosts and network
-    namespaces apart by itself."""
-
-    address: str = ""
-    """Where other ranks reach this one. Empty: at the address from which it talks to the coordinator."""
-
-    backend: str = "native"
-    """Data plane: `native`, or `mpi` (through mpi4py)."""
-
-    start_s: float = 60.0
-    """How long init() waits for all members."""
-
-    operation_s: float = 1800.0
-    """How long one operation may take before it fails on all members."""
-
-    shutdown_s: float = 5.0
-    """How long shutdown() waits for the others to say goodbye."""
-
-    stall_s: float = 30.0
-    """An operation that waits for members longer than this is reported, with what those members are doing. 0 turns
-    the watch off."""
-
-    heartbeat_s: float = 10.0
-    """A host that cannot be reached for so long is lost."""
-
-    fusion_bytes: int = 64 * 1024 * 1024
-    """Most bytes of named operations that travel as one."""
-
-    slot_bytes: int = 4 * 1024 * 1024
-    """Staging room in shared memory per member and slot."""
-
-    chunk_bytes: int = 256 * 1024
-    """How much of a slot one step of the shared-memory algorithm uses."""
-
-    algorithm: str = ""
-    """Force one allreduce algorithm: direct, doubling, ring or two_level. Empty: chosen by size and places."""
-
-    num_sockets: int = 2
-    """TCP connections per pair of neighbours and channel."""
-
-    timeline: str = ""
-    """File for the Chrome trace of all ranks; written by the coordinator. Empty for none."""
-
-    timeline_events: int = 1_000_000
-    """Most events a timeline holds; later ones are counted, not written."""
+    rank: Annotated[int, _Doc("This process's number in the job, from 0.")] = 0
+    size: Annotated[int, _Doc("Number of ranks in the job.", minimum=1)] = 1
+    coordinator: Annotated[
+        str,
+        _Doc(
+            "`address:port` of the coordinator; needed when size is above 1 and no launcher tells. With a range of "
+            "ports, as in `10.0.0.1:29500-29515`, rank 0 takes the first free one and the others look for it."
+        ),
+    ] = ""
+    coordinator_hosted: Annotated[
+        bool,
+        _Doc("Whether somebody else (the launcher) hosts the coordinator. Otherwise rank 0 does, in a thread."),
+    ] = False
+    key: Annotated[
+        str,
+        _Doc(
+            "The job's secret, 64 hexadecimal digits, equal on all ranks. Needed when size is above 1; `ronde run` "
+            "makes one, and ranks that another launcher started derive one from a secret in the user's configuration."
+        ),
+    ] = ""
+    host: Annotated[
+        str,
+        _Doc(
+            "Name of this rank's host. Ranks with equal names share memory; the default tells hosts and network "
+            "namespaces apart by itself."
+        ),
+    ] = ""
+    address: Annotated[
+        str,
+        _Doc("Where other ranks reach this one. Empty: at the address from which it talks to the coordinator."),
+    ] = ""
+    backend: Annotated[str, _Doc("Data plane: `native`, or `mpi` (through mpi4py).", choices=("native", "mpi"))] = (
+        "native"
+    )
+    start_s: Annotated[float, _Doc("How long init() waits for all members.", max_s=MAX_TIMEOUT_S)] = 60.0
+    operation_s: Annotated[
+        float, _Doc("How long one operation may take before it fails on all members.", max_s=MAX_TIMEOUT_S)
+    ] = 1800.0
+    shutdown_s: Annotated[
+        float, _Doc("How long shutdown() waits for the others to say goodbye.", max_s=MAX_TIMEOUT_S)
+    ] = 5.0
+    stall_s: Annotated[
+        float,
+        _Doc(
+            "An operation that waits for members longer than this is reported, with what those members are doing. 0 "
+            "turns the watch off.",
+            max_s=MAX_TIMEOUT_S,
+            zero_is_off=True,
+        ),
+    ] = 30.0
+    heartbeat_s: Annotated[float, _Doc("A host that cannot be reached for so long is lost.", max_s=MAX_HEARTBEAT_S)] = (
+        10.0
+    )
+    fusion_bytes: Annotated[int, _Doc("Most bytes of named operations that travel as one.", minimum=0)] = (
+        64 * 1024 * 1024
+    )
+    slot_bytes: Annotated[int, _Doc("Staging room in shared memory per member and slot.")] = 4 * 1024 * 1024
+    chunk_bytes: Annotated[
+        int, _Doc("How much of a slot one step of the shared-memory algorithm uses.", minimum=4096)
+    ] = 256 * 1024
+    algorithm: Annotated[
+        str,
+        _Doc(
+            "Force one allreduce algorithm: direct, doubling, ring or two_level. Empty: chosen by size and places.",
+            choices=("", "direct", "doubling", "ring", "two_level"),
+        ),
+    ] = ""
+    num_sockets: Annotated[int, _Doc("TCP connections per pair of neighbours and channel.", minimum=1)] = 2
+    timeline: Annotated[
+        str, _Doc("File for the Chrome trace of all ranks; written by the coordinator. Empty for none.")
+    ] = ""
+    timeline_events: Annotated[
+        int, _Doc("Most events a timeline holds; later ones are counted, not written.", minimum=1)
+    ] = 1_000_000
 
     def __post_init__(self) -> None:
-        """Check every field at once, so that a wrong value fails here and by name."""
-        _check_at_least("size", self.size, 1)
+        for setting in describe_settings():
+            setting.doc.check(setting.name, getattr(self, setting.name))
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank must be from 0 to size - 1 = {self.size - 1}, got {self.rank}")
-        if self.backend not in ("native", "mpi"):
-            raise ValueError(f"backend must be native or mpi, got {self.backend!r}")
-        if self.algorithm not in ("", "direct", "doubling", "ring", "two_level"):
-            raise ValueError(f"algorithm must be empty, direct, doubling, ring or two_level, got {self.algorithm!r}")
-        for name in ("start_s", "operation_s", "shutdown_s"):
-            _check_seconds(name, getattr(self, name), MAX_TIMEOUT_S)
-        _check_seconds("heartbeat_s", self.heartbeat_s, MAX_HEARTBEAT_S)
-        if not 0 <= self.stall_s <= MAX_TIMEOUT_S:
-            raise ValueError(f"stall_s must be from 0 (off) to {MAX_TIMEOUT_S:.0f} seconds, got {self.stall_s}")
-        _check_at_least("fusion_bytes", self.fusion_bytes, 0)
-        _check_at_least("chunk_bytes", self.chunk_bytes, 4096)
-        _check_at_least("slot_bytes", self.slot_bytes, self.chunk_bytes)
-        _check_at_least("num_sockets", self.num_sockets, 1)
-        _check_at_least("timeline_events", self.timeline_events, 1)
+        if self.slot_bytes < self.chunk_bytes:
+            raise ValueError(f"slot_bytes must be at least {self.chunk_bytes}, got {self.slot_bytes}")
         if self.key and (len(self.key) != 64 or not set(self.key) <= set("0123456789abcdefABCDEF")):
             raise ValueError("key must be 64 hexadecimal digits (make one with ronde.net.keys.new_job_key())")
 
+    def __rich_repr__(self) -> list[tuple[str, Any]]:
+        """Return all settings but the key, which is secret."""
+        return [(name, getattr(self, name)) for name in self.__struct_fields__ if name != "key"]
+
     def __repr__(self) -> str:
-        """All fields, the key hidden."""
-        shown = (f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self) if f.name != "key")
-        return f"Settings({', '.join(shown)})"
+        return f"Settings({', '.join(f'{name}={value!r}' for name, value in self.__rich_repr__())})"
+
+    def replace(self, **changes: Any) -> Settings:
+        """Return checked settings in which these differ."""
+        return msgspec.structs.replace(self, **changes)
 
     @classmethod
     def load(
@@ -146,20 +172,19 @@ class Settings:
         environ: Mapping[str, str] | None = None,
         fallback: Mapping[str, Any] | None = None,
     ) -> Settings:
-        """Settings from arguments over the environment over what is known otherwise (a file) over the defaults."""
+        """Return the settings of `given` (arguments), over the environment, over `fallback` (a file), over defaults."""
         environ = os.environ if environ is None else environ
-        unknown = {*(given or ()), *(fallback or ())} - {field.name for field in dataclasses.fields(cls)}
+        unknown = {*(given or ()), *(fallback or ())} - set(cls.__struct_fields__)
         if unknown:
             raise TypeError(
                 f"unknown setting {', '.join(sorted(unknown))}; ronde.settings.describe_settings() lists all"
             )
         values = dict(fallback or {})
-        for field in dataclasses.fields(cls):
-            variable = PREFIX + field.name.upper()
-            if variable in environ:
-                values[field.name] = parse_setting(field.name, environ[variable], variable)
+        for setting in describe_settings():
+            if setting.env in environ:
+                values[setting.name] = parse_setting(setting.name, environ[setting.env], setting.env)
         settings = cls(**{**values, **(given or {})})
-        if not settings.coordinator_hosted:  # of a launcher, which has its ranks' environment and has told already
+        if not settings.coordinator_hosted:  # otherwise a launcher, which has the same variables, has warned already
             for variable in sorted(environ):
                 if variable.startswith(PREFIX):
                     _warn_if_unknown(variable)
@@ -167,28 +192,42 @@ class Settings:
 
     @classmethod
     def given_names(cls, given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> frozenset[str]:
-        """The names of the settings that an argument or the environment gives."""
+        """Return the names of the settings that an argument or the environment gives."""
         environ = os.environ if environ is None else environ
-        return frozenset(
-            f.name for f in dataclasses.fields(cls) if f.name in given or PREFIX + f.name.upper() in environ
-        )
+        return frozenset(info.name for info in describe_settings() if info.name in given or info.env in environ)
 
 
-def _check_at_least(name: str, value: int, minimum: int) -> None:
-    if value < minimum:
-        raise ValueError(f"{name} must be at least {minimum}, got {value}")
+class SettingInfo(msgspec.Struct, frozen=True):
+    """The declaration of one setting. `ronde run --help` and the reference page show it."""
+
+    name: str
+    kind: type
+    default: Any
+    doc: _Doc
+
+    @property
+    def env(self) -> str:
+        return PREFIX + self.name.upper()
+
+    @property
+    def help(self) -> str:
+        return self.doc.text
 
 
-def _check_seconds(name: str, value: float, maximum: float) -> None:
-    if not 0 < value <= maximum:
-        raise ValueError(f"{name} must be above 0 and at most {maximum:.0f} seconds, got {value}")
+@functools.cache
+def describe_settings() -> tuple[SettingInfo, ...]:
+    found = []
+    for field in msgspec.structs.fields(Settings):
+        kind, doc = get_args(field.type)
+        found.append(SettingInfo(field.name, kind, field.default, doc))
+    return tuple(found)
 
 
 @functools.cache
 def _warn_if_unknown(variable: str) -> None:
-    """A variable that is misspelt does nothing; that is told once in a process."""
+    """Warn once in a process about a RONDE_* variable that has no effect, because it is probably misspelt."""
     name = variable.removeprefix(PREFIX)
-    known = [field.name.upper() for field in dataclasses.fields(Settings)]
+    known = [setting.upper() for setting in Settings.__struct_fields__]
     if name in known or name.startswith(RESERVED_VARIABLES):
         return
     near = difflib.get_close_matches(name, known, n=1)
@@ -196,17 +235,9 @@ def _warn_if_unknown(variable: str) -> None:
     logger.warning("%s is no setting of ronde and does nothing%s", variable, meant)
 
 
-def parse_setting(name: str, text: str, source: str) -> Any:  # the type is the field's
-    """The value of a setting from its text. `source` is what an error calls it: a variable, a flag."""
-    return _parse(source, text, _field_types()[name])
-
-
-@functools.cache
-def _field_types() -> dict[str, type]:
-    return get_type_hints(Settings)
-
-
-def _parse(name: str, text: str, kind: type) -> Any:  # the type is the field's
+def parse_setting(name: str, text: str, source: str) -> Any:  # the type is the setting's
+    """Return the value of a setting from its text. An error calls the setting `source`: a variable or a flag."""
+    kind = next(setting.kind for setting in describe_settings() if setting.name == name)
     if kind is str:
         return text
     if kind is bool:
@@ -214,40 +245,16 @@ def _parse(name: str, text: str, kind: type) -> Any:  # the type is the field's
             return True
         if text.lower() in ("0", "false", "no", "off", ""):
             return False
-        raise ValueError(f"{name} must be 1 or 0, got {text!r}")
+        raise ValueError(f"{source} must be 1 or 0, got {text!r}")
     try:
         return kind(text)
     except ValueError:
-        words = {int: "a whole number", float: "a number"}[kind]
-        raise ValueError(f"{name} must be {words}, got {text!r}") from None
-
-
-@dataclass(frozen=True, slots=True)
-class SettingInfo:
-    """One setting as the reference page shows it."""
-
-    name: str
-    env: str
-    default: object
-    help: str
-
-
-def describe_settings() -> list[SettingInfo]:
-    """All settings with the text written below each field."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(Settings)))
-    body = tree.body[0].body  # type: ignore[attr-defined]  # a class has a body
-    helps: dict[str, str] = {}
-    for before, after in itertools.pairwise(body):
-        if isinstance(before, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant):
-            assert isinstance(before.target, ast.Name)
-            helps[before.target.id] = " ".join(str(after.value.value).split())
-    return [
-        SettingInfo(f.name, PREFIX + f.name.upper(), f.default, helps[f.name]) for f in dataclasses.fields(Settings)
-    ]
+        expected = {int: "a whole number", float: "a number"}[kind]
+        raise ValueError(f"{source} must be {expected}, got {text!r}") from None
 
 
 def config_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Where the user's configuration of ronde is."""
+    """Return the directory of the user's configuration of ronde."""
     environ = os.environ if environ is None else environ
     given = environ.get("XDG_CONFIG_HOME", "")
     return (Path(given) if given.startswith("/") else Path.home() / ".config") / "ronde"

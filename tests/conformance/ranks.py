@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import threading
 import traceback
 from collections.abc import Callable
@@ -85,7 +84,7 @@ def run_threads(size: int, body: Body, *, groups: Groups = (), settings: Setting
 
 def make_places(size: int, groups: Groups, settings: Settings) -> list[JoinedRound]:
     """Places for ranks that are threads: one coordinator and one hub for all of them."""
-    given = [dataclasses.replace(settings, rank=rank, size=size) for rank in range(size)]
+    given = [settings.replace(rank=rank, size=size) for rank in range(size)]
     members = tuple(Member(rank, "here", 1, "") for rank in range(size))
     loopback, hub = InProcessCoordinator(members, groups, given[0]), ThreadsHub()
     return [

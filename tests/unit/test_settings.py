@@ -1,18 +1,23 @@
-"""Settings: what is wrong is told at the start, by its name."""
+"""Settings: a wrong value raises an error at start that names the setting, and the declaration needs no source file."""
 
 from __future__ import annotations
 
-import dataclasses
+import importlib.util
 import logging
+import py_compile
 import re
+import sys
+from pathlib import Path
+from typing import Any
 
 import pytest
 
+import ronde.settings
 from ronde.launch.agent.orphans import COOKIE_VARIABLE
 from ronde.launch.agent.rank import CALL_FD_VARIABLE, RESULT_FD_VARIABLE
 from ronde.settings import PREFIX, Settings
 
-SECONDS = [field.name for field in dataclasses.fields(Settings) if field.name.endswith("_s")]
+SECONDS = [name for name in Settings.__struct_fields__ if name.endswith("_s")]
 
 
 @pytest.mark.parametrize("name", SECONDS)
@@ -29,6 +34,71 @@ def test_only_the_stall_watch_can_be_turned_off(name: str) -> None:
     else:
         with pytest.raises(ValueError, match=f"{name} must be above 0"):
             Settings.load({name: 0}, {})
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"size": 0}, "size must be at least 1, got 0"),
+        ({"rank": 2, "size": 2}, "rank must be from 0 to size - 1 = 1, got 2"),
+        ({"backend": "gloo"}, "backend must be native or mpi, got 'gloo'"),
+        ({"algorithm": "tree"}, "algorithm must be empty, direct, doubling, ring or two_level, got 'tree'"),
+        ({"chunk_bytes": 1}, "chunk_bytes must be at least 4096, got 1"),
+        ({"chunk_bytes": 8192, "slot_bytes": 4096}, "slot_bytes must be at least 8192, got 4096"),
+        ({"key": "abc"}, "key must be 64 hexadecimal digits"),
+    ],
+)
+def test_a_wrong_value_is_refused_by_name(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Settings.load(given, {})
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Settings().replace(**given)
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("RONDE_SIZE", "two", "RONDE_SIZE must be a whole number, got 'two'"),
+        ("RONDE_STALL_S", "soon", "RONDE_STALL_S must be a number, got 'soon'"),
+        ("RONDE_COORDINATOR_HOSTED", "maybe", "RONDE_COORDINATOR_HOSTED must be 1 or 0, got 'maybe'"),
+    ],
+)
+def test_a_text_of_another_type_is_refused_with_its_variable(variable: str, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Settings.load({}, {variable: text})
+
+
+def test_the_environment_wins_over_a_file_and_an_argument_over_both() -> None:
+    environ = {"RONDE_STALL_S": "2", "RONDE_START_S": "2"}
+    settings = Settings.load({"stall_s": 3.0}, environ, {"stall_s": 1.0, "start_s": 1.0, "shutdown_s": 1.0})
+    assert (settings.stall_s, settings.start_s, settings.shutdown_s) == (3.0, 2.0, 1.0)
+    assert Settings.given_names({"size": 2}, environ) == {"size", "stall_s", "start_s"}
+
+
+def test_an_unknown_name_is_refused() -> None:
+    with pytest.raises(TypeError, match="unknown setting stalls"):
+        Settings.load({"stalls": 1}, {})
+
+
+def test_the_key_is_not_shown() -> None:
+    settings = Settings(key="ab" * 32)
+    assert "abab" not in repr(settings)
+    assert "key" not in dict(settings.__rich_repr__())
+
+
+def test_settings_are_described_where_only_compiled_files_are_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = tmp_path / "settings_without_source.pyc"
+    py_compile.compile(ronde.settings.__file__, cfile=str(compiled), doraise=True)
+    spec = importlib.util.spec_from_file_location(compiled.stem, compiled)
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, compiled.stem, module)
+    spec.loader.exec_module(module)
+    shown = [(setting.env, setting.default, setting.help) for setting in module.describe_settings()]
+    assert shown == [(setting.env, setting.default, setting.help) for setting in ronde.settings.describe_settings()]
+    assert all(help_text for _, _, help_text in shown)
 
 
 def test_an_unknown_variable_is_told_once_with_what_it_may_mean(caplog: pytest.LogCaptureFixture) -> None:

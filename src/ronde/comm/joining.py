@@ -17,7 +17,6 @@ job, so ranks on one host, or with a home directory in common, agree on it witho
 
 from __future__ import annotations
 
-import dataclasses
 import ipaddress
 import os
 import secrets
@@ -319,7 +318,7 @@ def settings_from_launcher(
     settings: Settings, launcher: LauncherEnvironment, *, from_mpi: Callable[[Settings], Settings] = settings_from_mpi
 ) -> Settings:
     """The place that the surroundings tell of. A coordinator or key in the settings stays."""
-    settings = dataclasses.replace(settings, rank=launcher.rank, size=launcher.size)
+    settings = settings.replace(rank=launcher.rank, size=launcher.size)
     if not settings.coordinator and not launcher.host:
         return _settings_from_mpi(settings, launcher, from_mpi)
     job = launcher.job
@@ -331,7 +330,7 @@ def settings_from_launcher(
     if not coordinator:
         host = launcher.host if launcher.is_one_host else _reachable_host(launcher.host)
         coordinator = coordinator_port_range(host, launcher.port, job)
-    return dataclasses.replace(settings, coordinator=coordinator, key=key)
+    return settings.replace(coordinator=coordinator, key=key)
 
 
 def _settings_from_mpi(

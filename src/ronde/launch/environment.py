@@ -20,7 +20,6 @@ What every agent is told to start: a rank's command, environment, cores and term
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,7 +29,7 @@ from ronde.launch.job import Job
 from ronde.launch.placement import Placement, bind_cpus, hosts_or_localhost
 from ronde.launch.protocol import RankOrder, StartRanks
 from ronde.net.addresses import format_address
-from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings
+from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings, describe_settings
 
 if TYPE_CHECKING:  # network imports ZeroMQ, which an agent does without
     from ronde.launch.network import HostFacts
@@ -126,8 +125,8 @@ def rank_environment(
     about ronde's settings does not count: job.settings, loaded with Settings.load(), has it already.
     """
     given = {name: value for name, value in base.items() if not name.startswith(FOREIGN_PREFIXES)}
-    for setting in dataclasses.fields(Settings):
-        given.pop(PREFIX + setting.name.upper(), None)
+    for setting in describe_settings():
+        given.pop(setting.env, None)
     given |= _setting_variables(job.settings)
     given |= job.env
     return {
@@ -160,8 +159,8 @@ def login_variables(environ: Mapping[str, str]) -> dict[str, str]:
 def _setting_variables(settings: Settings) -> dict[str, str]:
     """The settings that differ from their defaults, as variables."""
     return {
-        PREFIX + setting.name.upper(): str(getattr(settings, setting.name))
-        for setting in dataclasses.fields(settings)
+        setting.env: str(getattr(settings, setting.name))
+        for setting in describe_settings()
         if setting.name not in ASSIGNED_BY_LAUNCHER and getattr(settings, setting.name) != setting.default
     }
 

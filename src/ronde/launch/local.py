@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import shutil
 import signal
@@ -17,7 +16,7 @@ from ronde.launch.agent.process import ChildProcess, ProcessSpec, spawn
 from ronde.launch.agent.process import StdioTarget as Output
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey, new_job_key
-from ronde.settings import PREFIX, Settings
+from ronde.settings import PREFIX, Settings, describe_settings
 from ronde.text import format_ranks
 from ronde.types import Deadline
 
@@ -178,7 +177,7 @@ def _place(address: str, num_ranks: int, key: str) -> dict[str, str]:
 def _exported(settings: Settings) -> dict[str, str]:
     """The settings that differ from their defaults, as variables."""
     return {
-        f"{PREFIX}{field.name.upper()}": str(getattr(settings, field.name))
-        for field in dataclasses.fields(settings)
-        if field.name not in OF_THE_JOB and getattr(settings, field.name) != field.default
+        setting.env: str(getattr(settings, setting.name))
+        for setting in describe_settings()
+        if setting.name not in OF_THE_JOB and getattr(settings, setting.name) != setting.default
     }

@@ -559,4 +559,4 @@ class Driver:
 
 def _without_timeouts(settings: Settings) -> Settings:
     """For --debug: whoever waits for a rank in a debugger waits for a person."""
-    return replace(settings, start_s=WEEK_S, operation_s=WEEK_S, stall_s=0.0)
+    return settings.replace(start_s=WEEK_S, operation_s=WEEK_S, stall_s=0.0)

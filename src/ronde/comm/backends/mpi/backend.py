@@ -14,7 +14,6 @@ plane (names, groups, stall reports) runs beside it as with every backend, see m
 
 from __future__ import annotations
 
-import dataclasses
 import struct
 import threading
 import time
@@ -159,7 +158,7 @@ def settings_from_mpi(settings: Settings) -> Settings:
             "mpiexec of the MPI library that mpi4py uses"
         )
     if size == 1 or settings.coordinator:
-        return dataclasses.replace(settings, rank=rank, size=size)
+        return settings.replace(rank=rank, size=size)
     deadline = Deadline(settings.start_s)
 
     def check() -> None:
@@ -176,7 +175,7 @@ def settings_from_mpi(settings: Settings) -> Settings:
         chosen[:] = _encode_row(format_address(address, find_free_port(address)), settings.key or new_job_key())
     _wait_or_abandon([world.Ibcast(chosen, 0)], check)
     coordinator, key = _decode_row(chosen)
-    return dataclasses.replace(settings, rank=rank, size=size, coordinator=coordinator, key=key)
+    return settings.replace(rank=rank, size=size, coordinator=coordinator, key=key)
 
 
 def _own_address(hosts: Sequence[Sequence[str]]) -> str:
