@@ -115,3 +115,6 @@ class CheckpointError(RondeError):
 
 class Mismatch(ValueError):
     """The members of a group asked for different things under one name or at one place in their programs."""
+
+    joined: tuple[int, ...] = ()
+    """Ranks that were in join() while others asked for an operation that needs every member."""

@@ -108,8 +108,11 @@ def hash_signature(description: str) -> int:
 
 def mismatch_error(descriptions: Mapping[int, str]) -> Mismatch:
     """The error for members that do not agree, in the same words on all of them; given is what each rank asked for."""
-    hint = "; who calls join() takes part in allreduce only" if "join" in descriptions.values() else ""
-    return Mismatch(f"the members asked for different things: {format_rank_answers(descriptions, verb=': ')}{hint}")
+    joined = tuple(rank for rank, description in descriptions.items() if description == "join")
+    hint = "; who calls join() takes part in allreduce only" if joined else ""
+    error = Mismatch(f"the members asked for different things: {format_rank_answers(descriptions, verb=': ')}{hint}")
+    error.joined = joined
+    return error
 
 
 def _make_signature(kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions) -> Signature:

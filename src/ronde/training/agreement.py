@@ -8,7 +8,6 @@ Used by the Reducer, once per plan.
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
@@ -65,9 +64,6 @@ def first_difference(lists: Mapping[int, Sequence[str]]) -> str:
     return "Every entry is equal"
 
 
-JOINED_PATTERN = re.compile(r": join\b")
-
-
 class PlanProposal(msgspec.Struct, frozen=True):
     """What one rank has to say."""
 
@@ -110,7 +106,7 @@ def explain_joined_ranks() -> Iterator[None]:
     try:
         yield
     except Mismatch as error:
-        if not JOINED_PATTERN.search(str(error)):
+        if not error.joined:
             raise
         raise Mismatch(
             f"{error}. While a rank is in join() only gradients travel that all ranks agreed on before: every rank "

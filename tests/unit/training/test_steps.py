@@ -8,7 +8,7 @@ from ronde.comm.world import World
 from ronde.training.exchange import GradientSettings
 from ronde.training.steps import TrainingStep
 from tests.conformance.ranks import run_threads
-from tests.unit.binding.arrays import ONE_EACH, ArrayBackwardPass, ArrayTraining, weights
+from tests.unit.training.arrays import ONE_EACH, ArrayBackwardPass, ArrayTraining, weights
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])

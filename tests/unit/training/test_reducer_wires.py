@@ -14,7 +14,7 @@ from ronde.training.buckets import GradientBucket
 from ronde.training.compression import BFLOAT16, FLOAT16, Codec, WireArray
 from ronde.training.exchange import GradientSettings
 from tests.conformance.ranks import run_threads
-from tests.unit.binding.arrays import ONE_EACH, ArrayTraining, Weight, weights
+from tests.unit.training.arrays import ONE_EACH, ArrayTraining, Weight, weights
 
 
 @pytest.mark.parametrize("codec", [FLOAT16, BFLOAT16])

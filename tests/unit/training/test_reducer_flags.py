@@ -9,7 +9,7 @@ from ronde.comm.world import World
 from ronde.errors import Mismatch
 from ronde.training.exchange import GradientSettings
 from tests.conformance.ranks import run_threads
-from tests.unit.binding.arrays import ArrayTraining, Weight, weights
+from tests.unit.training.arrays import ArrayTraining, Weight, weights
 
 
 def test_step_without_backward_is_told_on_all_ranks() -> None:

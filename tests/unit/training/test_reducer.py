@@ -8,7 +8,7 @@ from ronde.comm.world import World
 from ronde.errors import Mismatch
 from ronde.training.exchange import GradientSettings
 from tests.conformance.ranks import run_threads
-from tests.unit.binding.arrays import ONE_EACH, ArrayTraining, Weight, weights
+from tests.unit.training.arrays import ONE_EACH, ArrayTraining, Weight, weights
 
 
 @pytest.mark.parametrize("overlap", [True, False])
