@@ -1,10 +1,10 @@
-"""One thread that waits for everything at once: descriptors, timers, and calls from other threads.
+"""An event loop: one thread waits for descriptors, timers and calls from other threads, and runs a callback for each.
 
-Who owns a Loop runs it; everything it watches is then touched by that thread alone, and needs no lock. Used by the
-driver, the agent, and LocalJob.
+Every process of a job is built on it: driver, agent, coordinator, and the control thread of a rank. Whatever is
+registered with a loop is touched only by the thread that runs it, and needs no lock. Method names are asyncio's, which
+is not used because its import takes longer than the whole start of a rank.
 
-Descriptors that are read and written without waiting, on a Loop. Used by the agent for what ranks print and are
-handed, and by launch/remote for the frames. Each owns its descriptor.
+PipeReader and PipeWriter read and write a descriptor without blocking. LoopThread runs a loop in a thread.
 """
 
 from __future__ import annotations
@@ -14,17 +14,34 @@ import errno
 import heapq
 import itertools
 import os
-import selectors
+import select
+import threading
 import time
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 from ronde.net.descriptors import WakeupFd
 
-__all__ = ["EventLoop", "PipeReader", "PipeWriter", "Timer"]
+__all__ = ["EventLoop", "LoopThread", "PipeReader", "PipeWriter", "Timer"]
+
+CALL_TIMEOUT_S = 10.0
+"""LoopThread.call raises after this long. A loop answers within milliseconds unless the host is overloaded."""
+ALIVE_CHECK_S = 0.1
+"""How often LoopThread.call checks that the thread still runs."""
+MAX_READ_BYTES = 64 * 1024
+"""Read at most per turn, so that other callbacks get their turn; a pipe holds no more."""
+MAX_REMAINING_BYTES = 1024 * 1024
+"""Read at most by read_remaining(). Pipes and terminals hold less."""
+MAX_BUFFERS_PER_WRITE = 64
+
+_READ_EVENTS = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
+_WRITE_EVENTS = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
+
+T = TypeVar("T")
 
 
 class Timer:
-    """A call that waits for its time. Made by Loop.at."""
+    """A call at a time in the future. Returned by EventLoop.call_later."""
 
     __slots__ = ("_callback", "due_s")
 
@@ -34,112 +51,249 @@ class Timer:
         self._callback: Callable[[], None] | None = callback
 
     def cancel(self) -> None:
-        """Do not call. Idempotent, and without effect after the call."""
+        """Prevent the call. Idempotent; has no effect after the call."""
         self._callback = None
 
     @property
     def pending(self) -> bool:
-        """Whether the call is still to come."""
         return self._callback is not None
 
     def fire(self) -> None:
-        """Make the call, once."""
-        call, self._callback = self._callback, None
-        if call is not None:
-            call()
+        callback, self._callback = self._callback, None
+        if callback is not None:
+            callback()
 
 
-class _FdCallback:
-    """A descriptor and what to call; its identity tells it from a later watch of the same number."""
+class _Watch:
+    """The callbacks of one descriptor. A descriptor that is closed and opened again gets a new watch."""
 
-    __slots__ = ("callback",)
+    __slots__ = ("fd", "has_input", "reader", "writer")
 
-    def __init__(self, callback: Callable[[], None]) -> None:
-        self.callback = callback
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.reader: Callable[[], None] | None = None
+        self.writer: Callable[[], None] | None = None
+        self.has_input: Callable[[], bool] | None = None
+
+    @property
+    def events(self) -> int:
+        return (select.EPOLLIN if self.reader else 0) | (select.EPOLLOUT if self.writer else 0)
 
 
 class EventLoop:
-    """Calls back when a descriptor is ready, when a time has come, and when another thread asks for it.
+    """Runs callbacks when a descriptor is ready, when a time has come, and when another thread asks for it.
 
-    A call that raises ends run() with its error. All methods but soon() belong to the thread that runs the loop.
+    An exception in a callback ends run_until(), which raises it. All methods but call_soon_threadsafe() are for the
+    thread that runs the loop, or for any thread while none does.
     """
 
     def __init__(self) -> None:
-        # poll, not epoll: it also takes files and /dev/null, which may stand where a pipe is expected.
-        self._selector = selectors.PollSelector()
+        self._epoll = select.epoll()
+        self._watches: dict[int, _Watch] = {}
+        self._files: dict[int, _Watch] = {}
+        """Files and /dev/null, which epoll does not take: always ready."""
+        self._queues: dict[int, _Watch] = {}
+        """Descriptors with a has_input function."""
         self._timers: list[tuple[float, int, Timer]] = []
-        self._order = itertools.count()
+        self._timer_ids = itertools.count()
         self._ready: collections.deque[Callable[[], None]] = collections.deque()
         self._wakeup = WakeupFd()
         self._closed = False
         self.add_reader(self._wakeup.fileno(), self._wakeup.clear)
 
-    def add_reader(self, fd: int, callback: Callable[[], None], *, write: bool = False) -> None:
-        """Call whenever the descriptor can be read (or written, or has come to its end), until unwatch(). A descriptor
-        has one watch; to wait for both, watch a duplicate."""
-        self._selector.register(fd, selectors.EVENT_WRITE if write else selectors.EVENT_READ, _FdCallback(callback))
+    def add_reader(self, fd: int, callback: Callable[[], None], *, has_input: Callable[[], bool] | None = None) -> None:
+        """Call back whenever the descriptor can be read or is at its end, until remove_reader().
+
+        `has_input` is for descriptors that become readable only once per change, as that of a ZeroMQ socket: it is
+        asked before every wait and when the descriptor is readable, and the callback is called when it returns True.
+        """
+        watch = self._watch(fd)
+        assert watch.reader is None, f"descriptor {fd} has a reader"
+        watch.reader, watch.has_input = callback, has_input
+        if has_input is not None:
+            self._queues[fd] = watch
+        self._update(watch)
 
     def remove_reader(self, fd: int) -> None:
-        """No more calls for this descriptor; to be said before it is closed. Fine if it is not watched."""
-        if fd in self._selector.get_map():
-            self._selector.unregister(fd)
+        """Call this before the descriptor is closed. Has no effect without a reader, and after close()."""
+        watch = self._watches.get(fd)
+        if watch is not None and watch.reader is not None:
+            watch.reader = watch.has_input = None
+            self._queues.pop(fd, None)
+            self._update(watch)
+
+    def add_writer(self, fd: int, callback: Callable[[], None]) -> None:
+        """Call back whenever the descriptor can be written or its other end is closed, until remove_writer()."""
+        watch = self._watch(fd)
+        assert watch.writer is None, f"descriptor {fd} has a writer"
+        watch.writer = callback
+        self._update(watch)
+
+    def remove_writer(self, fd: int) -> None:
+        """Call this before the descriptor is closed. Has no effect without a writer, and after close()."""
+        watch = self._watches.get(fd)
+        if watch is not None and watch.writer is not None:
+            watch.writer = None
+            self._update(watch)
 
     def call_later(self, delay_s: float, callback: Callable[[], None]) -> Timer:
-        """Call once, that many seconds from now."""
         timer = Timer(time.monotonic() + delay_s, callback)
-        heapq.heappush(self._timers, (timer.due_s, next(self._order), timer))
+        heapq.heappush(self._timers, (timer.due_s, next(self._timer_ids), timer))
         return timer
 
+    def call_soon(self, callback: Callable[[], None]) -> None:
+        """Call back in this turn, after the callbacks of descriptors; from another call_soon(), in the next turn."""
+        self._ready.append(callback)
+
     def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
-        """Call in the loop's thread, in the order of asking. From any thread and from a signal handler; after close()
-        it is forgotten."""
+        """call_soon() for any thread and for signal handlers. After close() the callback is dropped."""
         self._ready.append(callback)
         self._wakeup.notify()
 
     def run_until(self, condition: Callable[[], bool]) -> None:
-        """Turn until it is true; it is looked at between turns."""
+        """Run until the condition is true. It is checked between turns."""
         while not condition():
             self._run_once()
 
     def close(self) -> None:
-        """Forget everything that waits. The descriptors are their owners' to close. Idempotent."""
+        """Drop all callbacks. The descriptors stay open. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._selector.close()
+            self._epoll.close()
             self._wakeup.close()
-            self._timers.clear()
-            self._ready.clear()
+            for registered in (self._watches, self._files, self._queues, self._timers, self._ready):
+                registered.clear()
+
+    def _watch(self, fd: int) -> _Watch:
+        return self._watches.get(fd) or _Watch(fd)
+
+    def _update(self, watch: _Watch) -> None:
+        fd, events = watch.fd, watch.events
+        known = self._watches.get(fd) is watch
+        if not events:
+            del self._watches[fd]
+            if self._files.pop(fd, None) is None:
+                self._epoll.unregister(fd)
+        elif known and fd not in self._files:
+            self._epoll.modify(fd, events)
+        elif not known:
+            try:
+                self._epoll.register(fd, events)
+            except PermissionError:
+                self._files[fd] = watch
+            self._watches[fd] = watch
 
     def _run_once(self) -> None:
-        for key, _ in self._selector.select(self._select_timeout_s()):
-            # An earlier call of this turn may have ended this watch, and even begun another with its number.
-            now = self._selector.get_map().get(key.fd)
-            if now is not None and now.data is key.data:
-                key.data.callback()
-        for _ in range(len(self._ready)):  # not those that these ask for: descriptors have their turn, too
-            self._ready.popleft()()
+        queues = [watch for watch in self._queues.values() if watch.has_input is not None and watch.has_input()]
+        wait_s = 0.0 if queues or self._ready or self._files else self._until_next_timer_s()
+        # The watches are looked up before any callback: one may close a descriptor, another get its number.
+        found = [(self._watches[fd], events) for fd, events in self._epoll.poll(wait_s) if fd in self._watches]
+        for watch, events in found:
+            if watch.has_input is not None:
+                if watch not in queues and watch.has_input() and watch.reader is not None:
+                    watch.reader()
+                continue
+            if watch.reader is not None and events & _READ_EVENTS:
+                watch.reader()
+            if watch.writer is not None and events & _WRITE_EVENTS:
+                watch.writer()
+        for watch in queues:
+            if watch.reader is not None:
+                watch.reader()
+        for watch in list(self._files.values()):
+            for callback in (watch.reader, watch.writer):
+                if callback is not None:
+                    callback()
+        for _ in range(len(self._ready)):  # not those that these add: descriptors have their turn first
+            if self._ready:  # a callback may close the loop
+                self._ready.popleft()()
         now_s = time.monotonic()
         while self._timers and self._timers[0][0] <= now_s:
             heapq.heappop(self._timers)[2].fire()
 
-    def _select_timeout_s(self) -> float | None:
-        if self._ready:
-            return 0.0
+    def _until_next_timer_s(self) -> float | None:
         while self._timers and not self._timers[0][2].pending:
             heapq.heappop(self._timers)
         return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
 
 
-MAX_READ_BYTES = 64 * 1024
-"""At most so much per turn, so that everybody has his; a pipe holds no more."""
-MAX_REMAINING_BYTES = 1024 * 1024
-"""More than pipes and terminals hold: what a dead process has written is among it."""
-MAX_BUFFERS_PER_WRITE = 64
-"""So many pieces go out with one call."""
+class LoopThread:
+    """A thread that runs an EventLoop until stop() is called or the condition given to start() is true."""
+
+    def __init__(self, name: str) -> None:
+        self.loop = EventLoop()
+        self._name = name
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+
+    def start(self, run: Callable[[], None] | None = None) -> None:
+        """Run the loop in a new thread. `run` replaces what the thread does: it runs the loop itself."""
+        self._thread = threading.Thread(target=run or self._run, name=self._name, daemon=True)
+        self._thread.start()
+
+    def is_running(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def call(self, function: Callable[[], T]) -> T:
+        """Return what the function returns in the loop's thread; raises what it raises. While no thread runs the loop,
+        or in that thread itself, the function is called directly."""
+        if not self.is_running() or threading.current_thread() is self._thread:
+            return function()
+        call = _ThreadCall(function)
+        self.loop.call_soon_threadsafe(call.run)
+        waited_s = 0.0
+        while not call.done.wait(ALIVE_CHECK_S):
+            waited_s += ALIVE_CHECK_S
+            if not self.is_running():
+                return call.result() if call.done.is_set() else function()
+            if waited_s >= CALL_TIMEOUT_S:
+                raise TimeoutError(f"{self._name} did not answer within {CALL_TIMEOUT_S:g} s; its host is very busy")
+        return call.result()
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the end of the thread; returns whether it has ended."""
+        if self._thread is not None and threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
+        return not self.is_running()
+
+    def stop(self) -> None:
+        """End the thread started by start() without `run`, wait for it and close the loop. Idempotent."""
+        self._stopping = True
+        if self._thread is not None and self._thread.is_alive():
+            self.loop.call_soon_threadsafe(lambda: None)
+            if threading.current_thread() is self._thread:
+                return
+            self._thread.join()
+        self.loop.close()
+
+    def _run(self) -> None:
+        self.loop.run_until(lambda: self._stopping)
+
+
+class _ThreadCall(Generic[T]):
+    """A function that one thread calls for another."""
+
+    def __init__(self, function: Callable[[], T]) -> None:
+        self.done = threading.Event()
+        self._function = function
+        self._values: list[T] = []
+        self._error: Exception | None = None
+
+    def run(self) -> None:
+        try:
+            self._values.append(self._function())
+        except Exception as error:  # raised in the thread that asked
+            self._error = error
+        self.done.set()
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._values[0]
 
 
 class PipeReader:
-    """Hands on what comes from a descriptor, in order, until its end."""
+    """Reads a descriptor, which it owns, and hands on the data in order until its end."""
 
     def __init__(self, loop: EventLoop, fd: int, on_data: Callable[[bytes], None], on_eof: Callable[[], None]) -> None:
         os.set_blocking(fd, False)
@@ -151,17 +305,20 @@ class PipeReader:
         self._paused = False
         loop.add_reader(fd, self._on_readable)
 
-    def set_paused(self, paused: bool) -> None:
-        """Leave what comes where it is, so that its writer waits; or go on."""
-        if paused != self._paused and self.fd >= 0:
-            self._paused = paused
-            if paused:
-                self._loop.remove_reader(self.fd)
-            else:
-                self._loop.add_reader(self.fd, self._on_readable)
+    def pause_reading(self) -> None:
+        """Leave data where it is, so that its writer has to wait. Idempotent."""
+        if not self._paused and self.fd >= 0:
+            self._paused = True
+            self._loop.remove_reader(self.fd)
+
+    def resume_reading(self) -> None:
+        """Idempotent."""
+        if self._paused and self.fd >= 0:
+            self._paused = False
+            self._loop.add_reader(self.fd, self._on_readable)
 
     def read_remaining(self) -> None:
-        """Its writer is gone, though others may hold its end: take what it wrote, and end."""
+        """Read what is there, then close. Called when the writer has ended, though other processes may hold its end."""
         num_left = MAX_REMAINING_BYTES
         while self.fd >= 0 and num_left > 0:
             data = self._read_available()
@@ -173,7 +330,7 @@ class PipeReader:
             self._close_at_eof()
 
     def close(self) -> None:
-        """Stop, and free the descriptor; nobody is told. Idempotent."""
+        """Close the descriptor without calling on_eof. Idempotent."""
         if self.fd >= 0:
             self._loop.remove_reader(self.fd)
             os.close(self.fd)
@@ -187,13 +344,13 @@ class PipeReader:
             self._close_at_eof()
 
     def _read_available(self) -> bytes | None:
-        """What is there; nothing at the end, None when there is nothing yet."""
+        """Return what is there; b"" at the end, None when there is nothing yet."""
         try:
             return os.read(self.fd, MAX_READ_BYTES)
         except BlockingIOError:
             return None
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.ECONNRESET):  # a terminal's way to end, and a socket's
+            if error.errno not in (errno.EIO, errno.ECONNRESET):  # the end of a terminal, and of a socket
                 raise
             return b""
 
@@ -203,8 +360,11 @@ class PipeReader:
 
 
 class PipeWriter:
-    """Takes data at once and writes it as the other side reads. `moved` is called when some of it has gone, `broken`
-    once when the other side does not read any more; what still waits is then forgotten."""
+    """Takes data at once and writes it to a descriptor, which it owns, as fast as the other side reads.
+
+    `on_written` is called when some of it was written; `on_broken_pipe` once, when the other side is closed: data that
+    was not written is dropped then.
+    """
 
     def __init__(
         self,
@@ -225,11 +385,11 @@ class PipeWriter:
         """Taken, but not written yet."""
 
     def write(self, data: bytes) -> None:
-        """Take it. Nothing is copied."""
+        """Nothing is copied."""
         if self._fd < 0 or not data:
             return
         if not self._pending:
-            self._loop.add_reader(self._fd, self._on_writable, write=True)
+            self._loop.add_writer(self._fd, self._on_writable)
         self._pending.append(memoryview(data))
         self.pending_bytes += len(data)
 
@@ -240,9 +400,9 @@ class PipeWriter:
             self.close()
 
     def close(self) -> None:
-        """Forget what waits, and free the descriptor. Idempotent."""
+        """Drop what is not written, and close the descriptor. Idempotent."""
         if self._fd >= 0:
-            self._loop.remove_reader(self._fd)
+            self._loop.remove_writer(self._fd)
             os.close(self._fd)
             self._fd = -1
             self._pending.clear()
@@ -254,14 +414,14 @@ class PipeWriter:
         except BlockingIOError:
             return
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO, errno.ECONNRESET):  # the ways of pipes, terminals, sockets
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.ECONNRESET):  # of pipes, terminals, sockets
                 raise
             self.close()
             self._on_broken_pipe()
             return
         self._discard_written(num_written)
         if not self._pending:
-            self._loop.remove_reader(self._fd)
+            self._loop.remove_writer(self._fd)
             if self._eof_requested:
                 self.close()
         self._on_written()

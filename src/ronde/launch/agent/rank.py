@@ -111,7 +111,10 @@ class RankProcess:
         """Leave what it prints where it is, or go on. What a dead rank has left is little, and taken all the same."""
         if self._exit_code is None:
             for reader in self._output_readers.values():
-                reader.set_paused(paused)
+                if paused:
+                    reader.pause_reading()
+                else:
+                    reader.resume_reading()
 
     def kill(self) -> None:
         """The whole group."""

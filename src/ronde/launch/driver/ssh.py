@@ -264,7 +264,7 @@ class SshAgentConnection:
             if not waits:
                 self._write()
                 if self._unsent:
-                    self._loop.add_reader(self._in, self._handle_writable, write=True)
+                    self._loop.add_writer(self._in, self._handle_writable)
 
     def send_heartbeat(self, message: DriverHeartbeat) -> None:
         """See AgentLine."""
@@ -312,7 +312,7 @@ class SshAgentConnection:
         """The agent takes the end of its input for Quit."""
         with self._write_lock:
             if self._in >= 0:
-                self._loop.remove_reader(self._in)
+                self._loop.remove_writer(self._in)
                 self._in = -1
                 self._pipes[0].close()
 
@@ -330,7 +330,7 @@ class SshAgentConnection:
         with self._write_lock:
             self._write()
             if not self._unsent:
-                self._loop.remove_reader(self._in)
+                self._loop.remove_writer(self._in)
         if not self._unsent and self._stopping:
             self._close_stdin()
 

@@ -63,17 +63,17 @@ def test_a_paused_reader_leaves_everything_where_it_is(loop: EventLoop) -> None:
     reading, writing = os.pipe()
     got: list[bytes] = []
     reader = PipeReader(loop, reading, got.append, lambda: None)
-    reader.set_paused(True)
-    reader.set_paused(True)
+    reader.pause_reading()
+    reader.pause_reading()
     os.write(writing, b"x")
     ticks: list[bool] = []
     loop.call_later(0.02, lambda: ticks.append(True))
     loop.run_until(condition=lambda: bool(ticks))
     assert not got
-    reader.set_paused(False)
+    reader.resume_reading()
     loop.run_until(condition=lambda: bool(got))
     reader.close()
-    reader.set_paused(True)
+    reader.pause_reading()
     os.close(writing)
 
 

@@ -42,7 +42,7 @@ def test_what_can_be_read_is_called_until_it_is_unwatched(loop: EventLoop, pipe:
 
 def test_what_can_be_written_is_called(loop: EventLoop, pipe: tuple[int, int]) -> None:
     done = []
-    loop.add_reader(pipe[1], lambda: done.append(True), write=True)
+    loop.add_writer(pipe[1], lambda: done.append(True))
     loop.run_until(condition=lambda: bool(done))
 
 
