@@ -15,10 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ronde.cli.bench.runner import COMPATIBLE, OURS, RANK_PROGRAM, BenchmarkProcesses, OutputFiles, PeerProcesses
+from ronde.cli.bench.runner import COMPATIBLE, OURS, RANK_PROGRAM, BenchmarkProcesses, PeerProcesses
 from ronde.cli.doctor.system_info import check_component
+from ronde.cli.quiet_job import QuietJob
 from ronde.errors import RondeError
-from ronde.launch.local import LocalJob, start_local
+from ronde.launch.job import Job
 from ronde.settings import Settings
 from ronde.types import Deadline
 
@@ -47,37 +48,41 @@ __all__ = [
     "start_job",
 ]
 
+GRACE_PERIOD_S = 0.5
+"""A rank that fails ends its job: the others get this long to end by themselves, and again after SIGTERM."""
+
 
 class RondeProcesses:
-    """A local job as crews see processes."""
+    """A job of ronde as a RankPool sees processes."""
 
-    def __init__(self, job: LocalJob, outputs: OutputFiles) -> None:
-        self._job = job
-        self._outputs = outputs
+    def __init__(self, program: Sequence[str], size: int) -> None:
+        self._job = QuietJob(
+            Job(
+                command=tuple(program),
+                num_ranks=size,
+                env={"OMP_NUM_THREADS": "1"},
+                settings=Settings.load(),
+                grace_s=GRACE_PERIOD_S,
+                terminate_s=GRACE_PERIOD_S,
+            )
+        )
 
     def ended(self) -> str:
-        """Empty while a rank runs: when one ends too early, the coordinator tells the others, and they end too."""
-        try:
-            codes = self._job.wait(Deadline(0))
-        except TimeoutError:
-            return ""
-        return f"all ranks ended with exit codes {codes}"
+        """Empty while a rank runs: when one ends too early, the driver ends the others."""
+        return "" if self._job.wait(Deadline(0)) is None else "all ranks ended"
 
     def tail(self) -> str:
-        """The last lines that they wrote."""
-        return self._outputs.tail()
+        """What the driver says about the end of the job, with the last lines of the rank that failed first."""
+        result = self._job.wait(Deadline(0))
+        return "" if result is None else result.summary
 
     def wait(self, deadline: Deadline) -> None:
         """Until all have ended, or the deadline."""
-        try:
-            self._job.wait(deadline)
-        except TimeoutError:
-            return
+        self._job.wait(deadline)
 
     def close(self) -> None:
-        """End those still running, and the coordinator."""
+        """End those still running."""
         self._job.close()
-        self._outputs.close()
 
 
 @dataclass(frozen=True)
@@ -114,15 +119,7 @@ class HorovodImplementation:
 
 def start_job(program: Sequence[str], size: int) -> RondeProcesses:
     """Start a program as a job of so many ranks, with one thread each."""
-    outputs = OutputFiles(size)
-    try:
-        env = {"OMP_NUM_THREADS": "1"}
-        return RondeProcesses(
-            start_local(program, size, env=env, settings=Settings.load(), stdout=outputs.files), outputs
-        )
-    except BaseException:
-        outputs.close()
-        raise
+    return RondeProcesses(program, size)
 
 
 ALL_PEERS = "gloo,mpi,hvd"

@@ -169,7 +169,7 @@ def _descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
         return []
 
 
-RANK_PROGRAM = str(Path(__file__).with_name("rank.py"))
+RANK_PROGRAM = str(Path(__file__).with_name("allreduce_rank.py"))
 LEAVE_S = 10.0
 READ_BYTES = 1 << 16
 LOOK_S = 0.5
@@ -296,7 +296,7 @@ class RankPool:
     def _failure(self, words: str) -> BenchmarkFailed:
         assert self._started is not None
         # A rank's pipe closes a moment before its process has ended and written its last line.
-        self._started.wait(Deadline(LOOK_S))
+        self._started.wait(Deadline(4 * LOOK_S))
         ended = self._started.ended()
         how = f" ({ended})" if ended and ended not in words else ""
         return BenchmarkFailed("\n".join(filter(None, (f"{self.name}: {words}{how}", self._started.tail()))))

@@ -298,7 +298,7 @@ def beside(name: str) -> ModuleType:
 
 def main(arguments: list[str]) -> None:
     """Join, serve, leave."""
-    rank, models = beside("rank"), beside("models")
+    rank, models = beside("allreduce_rank"), beside("cases")
     rank.forget_neighbours()
     role, directory, *place = arguments
     trainer = join(role, Path(directory), place)
