@@ -1,7 +1,8 @@
-"""A run log as one HTML page with plots: no script, nothing to load from elsewhere. For people, through write_report().
+"""The report of a run: one HTML page that holds its plots, its data, its script and its style, and loads nothing.
 
-What is drawn: every value of the log (one plot per ending of their names), step time per rank, how each rank's time
-divides into computing, waiting and moving, load and memory over time, a table of the ranks, and the facts of the run.
+It shows every value of the log (one plot per ending of their names), the step time per rank, how the time of each rank
+divides into computing, waiting and moving data, resource usage over time, a table of the ranks, and the facts of the
+run. Plots are drawn in the browser by uPlot, from the JSON of a list of PlotData.
 """
 
 from __future__ import annotations
@@ -11,22 +12,55 @@ from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from statistics import fmean, median
+from typing import TypeAlias
 
-from ronde.dash.chart import NUM_COLOURS, Bar, Chart, Point, Series, bar_chart, line_chart
+import msgspec
+
 from ronde.dash.run_log import RankTimeBreakdown, ResourceSample, RunHistory, RunLog, read_log
-from ronde.dash.style import STYLE
 from ronde.text import format_compact_number, format_count, format_duration
 
-__all__ = ["render_report_page", "write_report"]
+__all__ = ["PlotData", "PlotLine", "render_report_page", "write_report"]
 
 TIME_PARTS = {"computing": 0, "moving data": 1, "waiting for other ranks": 7, "between steps (loading data)": 2}
-"""How a rank spends its time, and the colours of that."""
+"""The parts of a rank's time, with the numbers of their colours in report.css."""
 MAX_TILES = 6
 """Headline numbers at the top."""
+MAX_LINES = 8
+"""Lines in one plot: there are so many colours."""
+MAX_POINTS = 2000
+"""Points of one line: a screen cannot show more."""
+STATIC_DIR = Path(__file__).parent / "static"
+UPLOT_DIR = Path(__file__).parent / "vendor" / "uplot"
+
+Point: TypeAlias = tuple[float, float | None]
+"""x and y. Without a y, the line has a gap there."""
+
+
+class PlotLine(msgspec.Struct, frozen=True):
+    name: str
+    x: Sequence[float]
+    y: Sequence[float | None]
+
+
+class PlotData(msgspec.Struct, frozen=True):
+    """Lines over common axes, as report.js reads them."""
+
+    title: str
+    x_label: str
+    y_label: str
+    lines: tuple[PlotLine, ...]
+    y_min: float | None = None
+    """The y axis begins here, or below when a value is smaller. None: near the smallest value."""
+    y_max: float | None = None
+    """The y axis ends here, or above when a value is larger. None: near the largest value."""
+
+    @property
+    def is_empty(self) -> bool:
+        return all(value is None for line in self.lines for value in line.y)
 
 
 def write_report(log: RunLog | Path | str, path: Path | str, *, title: str = "Training run") -> Path:
-    """Write the report of this log; the file is there whole or not at all. Returns its absolute path."""
+    """Write the report of this log and return its absolute path. The file appears whole or not at all."""
     run = read_log(log.path if isinstance(log, RunLog) else log)
     target = Path(path).resolve()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -40,44 +74,61 @@ def write_report(log: RunLog | Path | str, path: Path | str, *, title: str = "Tr
 
 
 def render_report_page(run: RunHistory, *, title: str = "Training run") -> str:
-    """The page as text."""
-    ranks = run.ranks()
-    shares = {rank: [share for _, share in run.breakdowns(rank)] for rank in ranks}
+    plots: list[PlotData] = []
+
+    def section(heading: str, new_plots: Sequence[PlotData], *figures: str) -> str:
+        """Return a section with these plots and figures. Plots are numbered across the page."""
+        drawn = [_plot_figure(plot, len(plots) + index) for index, plot in enumerate(new_plots)]
+        plots.extend(new_plots)
+        figures = (*drawn, *figures)
+        return f'<h2>{heading}</h2><div class="charts">{"".join(figures)}</div>' if figures else ""
+
+    breakdowns = {rank: [breakdown for _, breakdown in run.breakdowns(rank)] for rank in run.ranks()}
     sections = [
         f"<h1>{escape(title)}</h1>",
         f'<p class="lead">{escape(_summary_line(run))}</p>',
         _tiles(run),
-        _section("Values", [line_chart(chart) for chart in _value_charts(run)]),
-        _section("Time", [line_chart(_step_time_chart(run)), _breakdown_chart(run, shares)]),
-        _section("Load", [line_chart(chart) for chart in _usage_charts(run)]),
-        "<h2>Ranks</h2>" + _rank_table(run, shares),
-        "<h2>Facts</h2>" + _table((), [(name, value) for name, value in run.facts.items()]),
+        section("Values", _value_plots(run)),
+        section("Time", [_step_time_plot(run)], _breakdown_figure(run, breakdowns)),
+        section("Load", _usage_plots(run)),
+        "<h2>Ranks</h2>" + _rank_table(run, breakdowns),
+        "<h2>Facts</h2>" + _table((), list(run.facts.items())),
     ]
+    # Inside a script element only "</script" and "<!--" have a meaning; \u003c is "<" in a string of JSON.
+    data = msgspec.json.encode(plots).decode().replace("<", "\\u003c")
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title><style>{STYLE}</style></head><body><main>\n"
+        f"<title>{escape(title)}</title>\n"
+        f"<style>{_read(UPLOT_DIR / 'uPlot.min.css')}\n{_read(STATIC_DIR / 'report.css')}</style></head><body><main>\n"
         + "\n".join(sections)
-        + "\n<footer>made by ronde</footer></main></body></html>\n"
+        + "\n<noscript><p>The plots need JavaScript.</p></noscript><footer>made by ronde</footer></main>\n"
+        f'<script type="application/json" id="plots">{data}</script>\n'
+        f"<script>/*\nuPlot: {_read(UPLOT_DIR / 'LICENSE')}*/\n{_read(UPLOT_DIR / 'uPlot.iife.min.js')}</script>\n"
+        f"<script>{_read(STATIC_DIR / 'report.js')}</script></body></html>\n"
     )
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
 
 
 def _summary_line(run: RunHistory) -> str:
     hosts = list(dict.fromkeys(run.hosts))
-    words = [
+    parts = [
         format_count(len(run.ranks()), "rank"),
         format_count(len(hosts), "host") + (f" ({hosts[0]})" if len(hosts) == 1 else ""),
+        f"{format_duration(run.elapsed_s)} of training",
     ]
-    words.append(f"{format_duration(run.elapsed_s)} of training")
     if run.num_resumes:
-        words.append(f"went on {format_count(run.num_resumes, 'time')} from a checkpoint")
+        parts.append(f"went on {format_count(run.num_resumes, 'time')} from a checkpoint")
     if not run.ended:
-        words.append("has not come to its end")
-    return ", ".join(words)
+        parts.append("has not come to its end")
+    return ", ".join(parts)
 
 
 def _tiles(run: RunHistory) -> str:
-    """The last of each value; those that came last first, since they sum up the run."""
+    """Return the last number of each value. Values that came last stand first, because they sum up the run."""
     last = {name: value for record in run.values for name, value in record.values.items()}
     when = {name: index for index, record in enumerate(run.values) for name in record.values}
     order = sorted(last, key=lambda name: -when[name])[:MAX_TILES]
@@ -85,68 +136,107 @@ def _tiles(run: RunHistory) -> str:
     return f'<ul class="tiles">{"".join(tiles)}</ul>' if tiles else ""
 
 
-def _section(title: str, figures: Sequence[str]) -> str:
-    return f'<h2>{title}</h2><div class="charts">{"".join(figures)}</div>' if figures else ""
+def _plot_figure(plot: PlotData, index: int) -> str:
+    drawing = '<p class="none">no numbers</p>' if plot.is_empty else f'<div data-plot="{index}"></div>'
+    return _figure(plot.title, drawing)
 
 
-def _value_charts(run: RunHistory) -> list[Chart]:
-    """One chart per ending: train/loss and val/loss are lines of the chart "loss"."""
-    charts: dict[str, list[Series]] = {}
+def _figure(title: str, drawing: str) -> str:
+    return f"<figure><figcaption>{escape(title)}</figcaption>{drawing}</figure>"
+
+
+def _make_line(name: str, points: Sequence[Point]) -> PlotLine:
+    """Return a line of at most MAX_POINTS points. Of more, means of neighbours; those without any y stay a gap."""
+    width = -(-len(points) // MAX_POINTS)
+    if width > 1:
+        points = [_mean_point(points[start : start + width]) for start in range(0, len(points), width)]
+    return PlotLine(name, [x for x, _ in points], [y for _, y in points])
+
+
+def _mean_point(points: Sequence[Point]) -> Point:
+    known = [y for _, y in points if y is not None]
+    return points[-1][0], fmean(known) if known else None
+
+
+def _value_plots(run: RunHistory) -> list[PlotData]:
+    """Return a plot per ending: train/loss and val/loss are lines of the plot "loss"."""
+    plots: dict[str, list[PlotLine]] = {}
     for name in run.value_names():
         line, _, plot = name.rpartition("/")
-        charts.setdefault(plot, []).append(Series(line or plot, run.series(name)))
-    return [Chart(plot, "step", plot, tuple(lines), y_low=_lowest(plot)) for plot, lines in charts.items()]
+        plots.setdefault(plot, []).append(_make_line(line or plot, run.series(name)))
+    return [
+        # A rate is compared with 0; of a loss or an accuracy the differences count.
+        PlotData(plot, "step", plot, tuple(lines), y_min=0.0 if plot.endswith("per second") else None)
+        for plot, lines in plots.items()
+    ]
 
 
-def _lowest(plot: str) -> float | None:
-    """A rate is seen against standing still; of a loss or an accuracy the differences count."""
-    return 0.0 if plot.endswith("per second") else None
-
-
-def _step_time_chart(run: RunHistory) -> Chart:
-    lines = _per_rank(run, _step_times)
-    return Chart("Step time per rank", "step", "milliseconds", lines, y_low=0.0)
+def _step_time_plot(run: RunHistory) -> PlotData:
+    lines = _lines_per_rank({rank: _step_times(run, rank) for rank in run.ranks()})
+    return PlotData("Step time per rank", "step", "milliseconds", lines, y_min=0.0)
 
 
 def _step_times(run: RunHistory, rank: int) -> list[Point]:
-    """A share tells the times of its steps, or of a few together; they end at its step."""
+    """Return the times of steps, or of a few steps together, each at its last step."""
     points: list[Point] = []
-    for step, share in run.breakdowns(rank):
-        width = share.num_steps / len(share.step_s) if share.step_s else 0.0
-        first = step - share.num_steps
-        points += [(first + (index + 1) * width, 1e3 * value) for index, value in enumerate(share.step_s)]
+    for last_step, breakdown in run.breakdowns(rank):
+        width = breakdown.num_steps / len(breakdown.step_s) if breakdown.step_s else 0.0
+        first = last_step - breakdown.num_steps
+        points += [(first + (index + 1) * width, 1e3 * value) for index, value in enumerate(breakdown.step_s)]
     return points
 
 
-def _per_rank(run: RunHistory, points: Callable[[RunHistory, int], list[Point]]) -> tuple[Series, ...]:
-    """A line per rank; of many ranks the smallest, middle and largest value at each place."""
-    lines = {rank: points(run, rank) for rank in run.ranks()}
-    if len(lines) <= NUM_COLOURS:
-        return tuple(Series(f"rank {rank}", line) for rank, line in lines.items())
+def _lines_per_rank(points: dict[int, list[Point]]) -> tuple[PlotLine, ...]:
+    """Return a line per rank; for many ranks, the smallest, median and largest value at each x."""
+    if len(points) <= MAX_LINES:
+        return tuple(_make_line(f"rank {rank}", line) for rank, line in points.items())
     columns: dict[float, list[float]] = {}
-    for line in lines.values():
+    for line in points.values():
         for x, y in line:
             if y is not None:
                 columns.setdefault(x, []).append(y)
-    pick: dict[str, Callable[[list[float]], float]] = {"largest": max, "median": median, "smallest": min}
+    choices: dict[str, Callable[[list[float]], float]] = {"largest": max, "median": median, "smallest": min}
     return tuple(
-        Series(f"{name} of {len(lines)} ranks", [(x, choose(column)) for x, column in sorted(columns.items())])
-        for name, choose in pick.items()
+        _make_line(f"{name} of {len(points)} ranks", [(x, choose(column)) for x, column in sorted(columns.items())])
+        for name, choose in choices.items()
     )
 
 
-def _breakdown_chart(run: RunHistory, breakdowns: dict[int, list[RankTimeBreakdown]]) -> str:
-    bars = [Bar(_rank_name(run, rank), _seconds_by_part(mine)) for rank, mine in breakdowns.items()]
-    return bar_chart("Where the time of each rank went", TIME_PARTS, bars)
+def _breakdown_figure(run: RunHistory, breakdowns: dict[int, list[RankTimeBreakdown]]) -> str:
+    """Return a bar per rank, with the parts of its time as shares of the whole."""
+    rows = []
+    for rank, mine in breakdowns.items():
+        seconds = _seconds_by_part(mine)
+        total_s = sum(seconds)
+        if total_s:
+            parts = zip(TIME_PARTS.items(), (100 * part_s / total_s for part_s in seconds), strict=True)
+            bar = "".join(_bar_part(name, colour, percent) for (name, colour), percent in parts)
+            rows.append(f'<tr><th>{escape(_rank_name(run, rank))}</th><td><div class="bar">{bar}</div></td></tr>')
+    title = "Where the time of each rank went"
+    if not rows:
+        return _figure(title, '<p class="none">no numbers</p>')
+    legend = "".join(
+        f'<li><span class="swatch" style="background:var(--c{colour})"></span>{escape(name)}</li>'
+        for name, colour in TIME_PARTS.items()
+    )
+    return _figure(title, f'<ul class="legend">{legend}</ul><table class="bars">{"".join(rows)}</table>')
+
+
+def _bar_part(name: str, colour: int, percent: float) -> str:
+    shown = f"{percent:.0f} %" if percent >= 9 else ""
+    return (
+        f'<span style="width:{percent:.2f}%;background:var(--c{colour})" title="{escape(name)}: {percent:.1f} %">'
+        f"{shown}</span>"
+    )
 
 
 def _seconds_by_part(breakdowns: Sequence[RankTimeBreakdown]) -> tuple[float, float, float, float]:
-    """Seconds, in the order of PARTS."""
+    """Return seconds in the order of TIME_PARTS."""
     return (
-        sum(share.compute_s for share in breakdowns),
-        sum(share.move_s for share in breakdowns),
-        sum(share.wait_s for share in breakdowns),
-        sum(share.between_s for share in breakdowns),
+        sum(each.compute_s for each in breakdowns),
+        sum(each.move_s for each in breakdowns),
+        sum(each.wait_s for each in breakdowns),
+        sum(each.between_s for each in breakdowns),
     )
 
 
@@ -155,35 +245,36 @@ def _rank_name(run: RunHistory, rank: int) -> str:
     return f"rank {rank} · {run.hosts[rank]}" if several else f"rank {rank}"
 
 
-def _usage_charts(run: RunHistory) -> list[Chart]:
-    """Over time, since load has to do with the clock and not with steps."""
-    loads = [load for sample in run.samples for share in sample.ranks for load in share.loads]
-    if not loads:
+def _usage_plots(run: RunHistory) -> list[PlotData]:
+    """Return plots over time, because usage has to do with the clock and not with steps."""
+    samples = [sample for record in run.samples for breakdown in record.ranks for sample in breakdown.loads]
+    if not samples:
         return []
-    charts = [
-        _usage_chart(run, "CPU load per rank", "% of one core", lambda load: load.cpu, 100.0),
-        _usage_chart(run, "Memory per rank", "MB", lambda load: load.memory_bytes / 1e6, None),
+    plots = [
+        _usage_plot(run, "CPU load per rank", "% of one core", lambda sample: sample.cpu, 100.0),
+        _usage_plot(run, "Memory per rank", "MB", lambda sample: sample.memory_bytes / 1e6, None),
     ]
-    if any(load.gpu is not None for load in loads):
-        charts.insert(0, _usage_chart(run, "GPU load per rank", "%", lambda load: load.gpu, 100.0))
-    hosts = {host: index for index, host in reversed(list(enumerate(run.hosts)))}  # its first rank speaks for a host
+    if any(sample.gpu is not None for sample in samples):
+        plots.insert(0, _usage_plot(run, "GPU load per rank", "%", lambda sample: sample.gpu, 100.0))
+    first_ranks = {host: rank for rank, host in reversed(list(enumerate(run.hosts)))}
     lines = tuple(
-        Series(host, _usage_points(run, rank, lambda load: load.host_cpu)) for host, rank in sorted(hosts.items())
+        _make_line(host, _usage_points(run, rank, lambda sample: sample.host_cpu))
+        for host, rank in sorted(first_ranks.items())
     )
-    charts.append(Chart("CPU load per host", "seconds", "% of all cores", lines, y_low=0.0, y_high=100.0))
-    return charts
+    plots.append(PlotData("CPU load per host", "seconds", "% of all cores", lines, y_min=0.0, y_max=100.0))
+    return plots
 
 
-def _usage_chart(
-    run: RunHistory, title: str, y_label: str, value: Callable[[ResourceSample], float | None], y_high: float | None
-) -> Chart:
-    # Ranks look at slightly different moments: whole seconds bring those of many ranks together.
-    lines = _per_rank(run, lambda run, rank: [(float(round(x)), y) for x, y in _usage_points(run, rank, value)])
-    return Chart(title, "seconds", y_label, lines, y_low=0.0, y_high=y_high)
+def _usage_plot(
+    run: RunHistory, title: str, y_label: str, value: Callable[[ResourceSample], float | None], y_max: float | None
+) -> PlotData:
+    lines = _lines_per_rank({rank: _usage_points(run, rank, value) for rank in run.ranks()})
+    return PlotData(title, "seconds", y_label, lines, y_min=0.0, y_max=y_max)
 
 
 def _usage_points(run: RunHistory, rank: int, value: Callable[[ResourceSample], float | None]) -> list[Point]:
-    return [(load.at_s, value(load)) for _, share in run.breakdowns(rank) for load in share.loads]
+    """Return values over time, in whole seconds: ranks are sampled at slightly different moments."""
+    return [(float(round(each.at_s)), value(each)) for _, breakdown in run.breakdowns(rank) for each in breakdown.loads]
 
 
 def _rank_table(run: RunHistory, breakdowns: dict[int, list[RankTimeBreakdown]]) -> str:
@@ -192,10 +283,10 @@ def _rank_table(run: RunHistory, breakdowns: dict[int, list[RankTimeBreakdown]])
 
 
 def _rank_row(run: RunHistory, rank: int, breakdowns: Sequence[RankTimeBreakdown]) -> tuple[str, ...]:
-    num_steps = sum(share.num_steps for share in breakdowns)
+    num_steps = sum(each.num_steps for each in breakdowns)
     compute_s, move_s, wait_s, _ = _seconds_by_part(breakdowns)
     in_steps_s = compute_s + move_s + wait_s
-    loads = [load for share in breakdowns for load in share.loads]
+    samples = [sample for each in breakdowns for sample in each.loads]
 
     def percent(part_s: float) -> str:
         return f"{100 * part_s / in_steps_s:.1f} %" if in_steps_s else "–"
@@ -205,24 +296,24 @@ def _rank_row(run: RunHistory, rank: int, breakdowns: Sequence[RankTimeBreakdown
         run.hosts[rank] if rank < len(run.hosts) else "–",
         str(num_steps),
         f"{1e3 * in_steps_s / num_steps:.1f} ms" if num_steps else "–",
-        f"{1e3 * max(share.longest_s for share in breakdowns):.1f} ms" if num_steps else "–",
+        f"{1e3 * max(each.longest_s for each in breakdowns):.1f} ms" if num_steps else "–",
         percent(compute_s),
         percent(move_s),
         percent(wait_s),
-        f"{fmean(load.cpu for load in loads):.0f} %" if loads else "–",
-        f"{max(load.memory_bytes for load in loads) / 1e6:.0f} MB" if loads else "–",
+        f"{fmean(sample.cpu for sample in samples):.0f} %" if samples else "–",
+        f"{max(sample.memory_bytes for sample in samples) / 1e6:.0f} MB" if samples else "–",
     )
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th{_column(index, names)}>{escape(name)}</th>" for index, name in enumerate(names))
+    head = "".join(f"<th{_alignment(index, names)}>{escape(name)}</th>" for index, name in enumerate(names))
     body = "".join(
-        "<tr>" + "".join(f"<td{_column(i, names)}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
+        "<tr>" + "".join(f"<td{_alignment(i, names)}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
         for row in rows
     )
     return f'<div class="table"><table>{f"<tr>{head}</tr>" if head else ""}{body}</table></div>'
 
 
-def _column(index: int, names: Sequence[str]) -> str:
+def _alignment(index: int, names: Sequence[str]) -> str:
     """Numbers stand at the right; rank and host, and plain facts, at the left."""
     return ' class="number"' if names and index > 1 else ""

@@ -1,10 +1,6 @@
-"""How one rank spends its time: its steps, what it waits for, and how busy its processor is. Used by the run log.
+"""The log of a training run: every rank measures its own steps, rank 0 writes the file, the report reads it back.
 
-A *step* is what stands inside `with meter.step()`. ronde knows for how long a caller was blocked in its operations:
-until a late member came, and while data moved. That is taken off the steps; the rest is computing. Operations that run
-hidden behind the computation cost nothing, and are not counted.
-
-The run log's file: one JSON object per line, and what a whole file adds up to. Written by RunLog, read for reports.
+The file has one JSON object per line:
 
     {"type":"begun","step":0,"at_s":0.0,"facts":{"model":"AlexNet"},"hosts":["a","a"]}
     {"type":"values","step":20,"at_s":3.1,"values":{"train/loss":0.7}}
@@ -15,9 +11,9 @@ Lines are only ever appended, so a run that was killed leaves a readable log; at
 skipped. A run that goes on writes `begun` again with the step it goes on from: what the log has of later steps never
 became part of the training, and is left out.
 
-The log of a training run: every rank measures itself, rank 0 writes. For training loops; see ronde.dash.
-
-Costs: add() is one short line into a file, step() two looks at the clock, gather() one small allgather.
+A step is what stands inside `with log.step()`. ronde knows for how long the caller was blocked in its operations: until
+a late member came, and while data moved. That is taken off the steps; the rest is computing. Operations that run while
+the caller computes cost nothing and are not counted.
 """
 
 from __future__ import annotations
@@ -61,13 +57,13 @@ __all__ = [
 ]
 
 MAX_STEP_TIMES = 32
-"""So many step times per share; of more, means of neighbours."""
+"""Step times in one RankTimeBreakdown; of more, means of neighbours."""
 SAMPLE_INTERVAL_S = 1.0
-"""Looking at the load costs about a tenth of a millisecond."""
+"""A sample takes about a tenth of a millisecond."""
 
 
 class ResourceSample(msgspec.Struct, frozen=True, kw_only=True):
-    """How busy a rank was since the last look."""
+    """How busy a rank was since the sample before."""
 
     at_s: float = 0.0
     """Seconds since the run began."""
@@ -82,7 +78,7 @@ class ResourceSample(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RankTimeBreakdown(msgspec.Struct, frozen=True, kw_only=True):
-    """What one rank did between two gatherings."""
+    """What one rank did between two calls of RunLog.gather()."""
 
     rank: int
     num_steps: int = 0
@@ -100,21 +96,19 @@ class RankTimeBreakdown(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def mean_step_s(self) -> float:
-        """Mean duration of a step; 0 without any."""
         return (self.total_s - self.between_s) / self.num_steps if self.num_steps else 0.0
 
     @property
     def total_s(self) -> float:
-        """All of it: steps, and the time between them."""
         return self.compute_s + self.wait_s + self.move_s + self.between_s
 
 
 @dataclass
 class _Interval:
-    """What is measured from one gathering to the next."""
+    """What is measured from one RunLog.gather() to the next."""
 
     blocked_at_start: tuple[float, float]
-    """Seconds of waiting and moving up to the first step."""
+    """Seconds of waiting and of moving data, before the first step."""
     step_times_s: list[float] = field(default_factory=list)
     samples: list[tuple[float, ResourceSample]] = field(default_factory=list)
     between_s: float = 0.0
@@ -122,7 +116,7 @@ class _Interval:
 
 
 class StepTimer:
-    """Measures one rank. For the thread that trains."""
+    """Measures the steps of one rank. Only the thread that trains uses it."""
 
     def __init__(
         self,
@@ -141,8 +135,8 @@ class StepTimer:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """One step of training. What raises inside is not counted."""
-        if self._interval is None:  # what was done since the last take() is no part of the training
+        """Time one step of training. A step that raises is not counted."""
+        if self._interval is None:  # what was done since take_breakdown() is no part of the training
             self._interval = _Interval(self._read_blocked())
         interval = self._interval
         begin_s = self._clock()
@@ -157,7 +151,7 @@ class StepTimer:
             self._next_sample_s = end_s + SAMPLE_INTERVAL_S
 
     def take_breakdown(self, run_started_s: float) -> RankTimeBreakdown:
-        """What happened since the last take(); times of loads are counted from `began_s`."""
+        """Return what happened since the last call; times of samples are counted from `run_started_s`."""
         interval, self._interval = self._interval, None
         if interval is None:
             return RankTimeBreakdown(rank=self._rank)
@@ -175,31 +169,33 @@ class StepTimer:
             wait_s=wait_s,
             move_s=move_s,
             between_s=interval.between_s,
-            loads=tuple(msgspec.structs.replace(load, at_s=at_s - run_started_s) for at_s, load in interval.samples),
+            loads=tuple(
+                msgspec.structs.replace(sample, at_s=at_s - run_started_s) for at_s, sample in interval.samples
+            ),
         )
 
 
 def limit_to_steps(total_s: float, wait_s: float, move_s: float) -> tuple[float, float]:
-    """Waiting and moving as parts of the steps. Several threads can be blocked at once, and some between steps: if that
-    is more than the steps took, both shrink alike."""
+    """Return waiting and moving as parts of the steps. Several threads can be blocked at once, and some between steps:
+    if that is more than the steps took, both shrink alike."""
     blocked_s = wait_s + move_s
     factor = min(1.0, total_s / blocked_s) if blocked_s > 0.0 else 0.0
     return wait_s * factor, move_s * factor
 
 
 def downsample(values: Sequence[float], max_values: int) -> list[float]:
-    """At most so many values: means of equally many neighbours each (the last of what is left)."""
+    """Return at most `max_values` values: means of equally many neighbours each; the last, of what is left."""
     width = -(-len(values) // max_values)
     return [sum(part) / len(part) for part in (values[i : i + width] for i in range(0, len(values), max(width, 1)))]
 
 
 def process_sampler(gpu: Callable[[], float] | None = None) -> Callable[[], ResourceSample]:
-    """A look at the present process and its host, each since the look before."""
+    """Return a function that samples this process and its host. A sample covers the time since the one before."""
     process = psutil.Process()
     process.cpu_percent()
     psutil.cpu_percent()
 
-    def look() -> ResourceSample:
+    def sample() -> ResourceSample:
         return ResourceSample(
             cpu=process.cpu_percent(),
             host_cpu=psutil.cpu_percent(),
@@ -207,19 +203,19 @@ def process_sampler(gpu: Callable[[], float] | None = None) -> Callable[[], Reso
             gpu=None if gpu is None else float(gpu()),
         )
 
-    return look
+    return sample
 
 
 def read_blocked_times() -> tuple[float, float]:
-    """Seconds that callers of ronde's operations were blocked: waiting for a member, and moving data."""
+    """Return the seconds that callers of ronde's operations were blocked: waiting for a member, and moving data."""
     if not ronde.is_initialized():
         return 0.0, 0.0
-    reading = current_world("RunLog").recorder.sample_activity(time.monotonic_ns(), None)
-    return reading.waiting_ns / 1e9, reading.moving_ns / 1e9
+    sample = current_world("RunLog").recorder.sample_activity(time.monotonic_ns(), None)
+    return sample.waiting_ns / 1e9, sample.moving_ns / 1e9
 
 
 class RunStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
-    """The run begins, or goes on after so many steps."""
+    """The run begins, or goes on after `step` steps."""
 
     step: int = 0
     at_s: float = 0.0
@@ -229,7 +225,7 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True, tag="begun"):
 
 
 class LoggedValues(msgspec.Struct, frozen=True, kw_only=True, tag="values"):
-    """Numbers after so many steps. A number that is none (NaN, infinite) is None."""
+    """Values after so many steps. None stands for NaN and infinity."""
 
     step: int
     at_s: float
@@ -256,12 +252,12 @@ _decoder = msgspec.json.Decoder(RunLogRecord)
 
 
 def encode_record(record: RunLogRecord) -> bytes:
-    """One line."""
+    """Return the record as a line of the file."""
     return msgspec.json.encode(record) + b"\n"
 
 
 def decode_record(line: bytes) -> RunLogRecord:
-    """The record of a line; msgspec.ValidationError or DecodeError says what is wrong with it."""
+    """Return the record of a line. A msgspec.DecodeError says what is wrong with it."""
     record: RunLogRecord = _decoder.decode(line)
     return record
 
@@ -276,31 +272,30 @@ class RunHistory:
     samples: list[RankTimesLogged] = field(default_factory=list)
     num_resumes: int = 0
     num_unreadable_lines: int = 0
-    """Lines that could not be read: each time the run was killed while it wrote, one."""
+    """Each time a run is killed while it writes, it leaves one."""
     ended: bool = False
     elapsed_s: float = 0.0
-    """Seconds of the run, without the time between being killed and going on."""
+    """Duration of the run, without the time between being killed and going on."""
 
     def series(self, name: str) -> list[tuple[int, float | None]]:
-        """All values of this name with their steps. What was told again, after a restart, counts as told last."""
+        """Return the values of this name with their steps. Of two for one step, the later one counts."""
         return list({record.step: record.values[name] for record in self.values if name in record.values}.items())
 
     def value_names(self) -> list[str]:
-        """Names of values, in the order in which they first came."""
+        """Return the names of values, in the order in which they first came."""
         return list(dict.fromkeys(name for record in self.values for name in record.values))
 
     def breakdowns(self, rank: int) -> list[tuple[int, RankTimeBreakdown]]:
-        """What one rank did, with the steps up to which it did it."""
-        return [(sample.step, share) for sample in self.samples for share in sample.ranks if share.rank == rank]
+        """Return what one rank did, each with its last step."""
+        return [(record.step, each) for record in self.samples for each in record.ranks if each.rank == rank]
 
     def ranks(self) -> list[int]:
-        """Ranks that were ever seen."""
-        seen = {share.rank for sample in self.samples for share in sample.ranks}
+        seen = {each.rank for record in self.samples for each in record.ranks}
         return sorted(seen | set(range(len(self.hosts))))
 
 
 def read_log(path: Path | str) -> RunHistory:
-    """A log's file as a whole. Raises ValueError if it is not one."""
+    """Read the whole file of a log. ValueError if it is no log."""
     lines = Path(path).read_bytes().splitlines()
     run = parse_log(lines)
     if lines and run.num_unreadable_lines == len(lines):
@@ -309,7 +304,6 @@ def read_log(path: Path | str) -> RunHistory:
 
 
 def parse_log(lines: Iterable[bytes]) -> RunHistory:
-    """What these lines add up to."""
     run = RunHistory()
     for line in lines:
         try:
@@ -335,10 +329,11 @@ def _apply_record(run: RunHistory, record: RunLogRecord) -> None:
 
 
 class RunLog:
-    """All ranks make one, at the same time; rank 0 has the file.
+    """The log of a running training. Every rank makes one at the same time; rank 0 writes the file.
 
-    `step` is how many steps are done already: above 0 the log of the run so far goes on, otherwise it begins anew.
-    `gpu` tells the load of this rank's GPU in percent, for example `torch.cuda.utilization`.
+    `step` is the number of steps done already: above 0, the log of the run so far is continued, otherwise it is
+    replaced. `gpu` returns the load of this rank's GPU in percent, for example `torch.cuda.utilization`. add() costs
+    one short line in a file, step() two readings of the clock, gather() one small allgather.
     """
 
     def __init__(
@@ -352,28 +347,23 @@ class RunLog:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.path = Path(path)
-        """The file; only rank 0 writes it."""
         self._rank = ronde.rank() if ronde.is_initialized() else 0
         self._allgather = allgather or _allgather_objects
-        """Gives everybody everybody's value, in the order of ranks; tests pass their own."""
         self._clock = clock
         self._file: BinaryIO | None = None
-        every = self._allgather((platform.node(), self._open(step) if self._rank == 0 else 0.0))
-        hosts = tuple(host for host, _ in every)
-        before_s: float = every[0][1]
+        replies = self._allgather((platform.node(), self._open(step) if self._rank == 0 else 0.0))
+        hosts = tuple(host for host, _ in replies)
+        before_s: float = replies[0][1]
         self._started_s: float = clock() - before_s
         self._write(RunStarted(step=step, at_s=before_s, facts=_make_facts(facts or {}, len(hosts)), hosts=hosts))
         self._step_timer = StepTimer(self._rank, clock=clock, sample_resources=process_sampler(gpu))
 
     def step(self) -> AbstractContextManager[None]:
-        """`with log.step():` around one step of training, without the loading of its data.
-
-        Costs two looks at the clock, and one at the load of the processor once a second.
-        """
+        """Time one step: `with log.step():` stands around the training on a batch, without the loading of its data."""
         return self._step_timer.step()
 
     def add(self, step: int, values: Mapping[str, float]) -> None:
-        """Rank 0's numbers after so many steps; on other ranks nothing happens.
+        """Log rank 0's values after so many steps; on other ranks nothing happens.
 
         Names are like `train/loss`: the report draws all that end in `/loss` in one plot, one line per beginning.
         """
@@ -381,27 +371,26 @@ class RunLog:
         self._write(LoggedValues(step=step, at_s=self._now_s(), values=finite))
 
     def gather(self, step: int) -> tuple[RankTimeBreakdown, ...]:
-        """What every rank did since the last time, by rank; rank 0 writes it down. All ranks must call it at the same
-        step: once per epoch, or every so many steps. Call it before validation, which is no part of training."""
-        shares = tuple(self._allgather(self._step_timer.take_breakdown(self._started_s)))
-        self._write(RankTimesLogged(step=step, at_s=self._now_s(), ranks=shares))
-        return shares
+        """Log and return what every rank did since the last call, by rank. Collective: all ranks call it at the same
+        step, once per epoch or every so many steps. Call it before validation, which is no part of training."""
+        breakdowns = tuple(self._allgather(self._step_timer.take_breakdown(self._started_s)))
+        self._write(RankTimesLogged(step=step, at_s=self._now_s(), ranks=breakdowns))
+        return breakdowns
 
     def close(self) -> None:
-        """The run is over. Idempotent."""
+        """Log that the run came to its end, and close the file. Idempotent."""
         if self._file is not None:
             self._write(RunFinished(at_s=self._now_s()))
             self._file.close()
             self._file = None
 
     def __enter__(self) -> RunLog:
-        """Close it at the end of the block."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close it; after an error without saying that the run came to its end."""
+        """Close the file; after an error, without logging that the run came to its end."""
         if kind is None:
             self.close()
         elif self._file is not None:
@@ -409,7 +398,7 @@ class RunLog:
             self._file = None
 
     def _open(self, step: int) -> float:
-        """Open the file; how many seconds the run has had so far."""
+        """Open the file. Return how many seconds the run has had so far."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if step == 0 or not self.path.exists():
             self._file = self.path.open("wb")
@@ -417,16 +406,15 @@ class RunLog:
         data = self.path.read_bytes()
         run = read_log(self.path)
         self._file = self.path.open("ab")
-        if data and not data.endswith(b"\n"):  # torn: end it, so that it spoils no other line
+        if data and not data.endswith(b"\n"):  # a torn line: end it, so that it spoils no other
             self._file.write(b"\n")
-        done_s = [value.at_s for value in run.values if value.step <= step]
-        done_s += [sample.at_s for sample in run.samples if sample.step <= step]
-        return max(done_s, default=0.0)
+        records: list[LoggedValues | RankTimesLogged] = [*run.values, *run.samples]
+        return max((record.at_s for record in records if record.step <= step), default=0.0)
 
     def _write(self, record: RunLogRecord) -> None:
         if self._file is not None:
             self._file.write(encode_record(record))
-            self._file.flush()  # what a killed run did is of interest
+            self._file.flush()  # a run that is killed leaves what it did
 
     def _now_s(self) -> float:
         return self._clock() - self._started_s

@@ -1,4 +1,4 @@
-"""The log of a run: what is written, and what is read after a run was killed and went on."""
+"""The log of a run: how a rank's time is divided, what is written, and what is read after a run was killed."""
 
 from __future__ import annotations
 
@@ -11,21 +11,25 @@ from ronde.dash.run_log import (
     LoggedValues,
     RankTimeBreakdown,
     RankTimesLogged,
+    ResourceSample,
     RunFinished,
     RunLog,
     RunStarted,
+    StepTimer,
     decode_record,
     encode_record,
     parse_log,
+    process_sampler,
     read_log,
 )
 
 
 class Clock:
-    """Time is a number that the test moves."""
+    """Time is a number that the test moves; `blocked` is what ronde's operations add up to."""
 
     def __init__(self) -> None:
-        self.now_s = 1000.0
+        self.now_s = 100.0
+        self.blocked = (0.0, 0.0)
 
     def __call__(self) -> float:
         return self.now_s
@@ -34,6 +38,73 @@ class Clock:
 @pytest.fixture
 def clock() -> Clock:
     return Clock()
+
+
+@pytest.fixture
+def timer(clock: Clock) -> StepTimer:
+    busy = ResourceSample(cpu=90.0, host_cpu=50.0, memory_bytes=1000)
+    return StepTimer(3, clock=clock, sample_resources=lambda: busy, read_blocked=lambda: clock.blocked)
+
+
+def run_step(timer: StepTimer, clock: Clock, seconds: float, wait_s: float = 0.0, move_s: float = 0.0) -> None:
+    with timer.step():
+        clock.now_s += seconds
+        clock.blocked = (clock.blocked[0] + wait_s, clock.blocked[1] + move_s)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "move_s", "expected"),
+    [(0.75, 0.25, (3.0, 0.75, 0.25)), (2.0, 6.0, (0.0, 1.0, 3.0)), (0.0, 0.0, (4.0, 0.0, 0.0))],
+    ids=["blocked for a part", "several threads were blocked for longer than the step", "never blocked"],
+)
+def test_blocked_time_is_taken_off_the_steps(
+    timer: StepTimer, clock: Clock, wait_s: float, move_s: float, expected: tuple[float, float, float]
+) -> None:
+    run_step(timer, clock, 4.0, wait_s=wait_s, move_s=move_s)
+    breakdown = timer.take_breakdown(run_started_s=100.0)
+    assert (breakdown.rank, breakdown.num_steps, breakdown.step_s, breakdown.mean_step_s) == (3, 1, (4.0,), 4.0)
+    assert (breakdown.compute_s, breakdown.wait_s, breakdown.move_s) == expected
+
+
+def test_time_between_steps_counts_up_to_the_last_one(timer: StepTimer, clock: Clock) -> None:
+    run_step(timer, clock, 1.0)
+    clock.now_s += 0.25
+    run_step(timer, clock, 1.0)
+    assert timer.take_breakdown(100.0).between_s == 0.25
+    clock.now_s += 60.0  # validation
+    clock.blocked = (50.0, 50.0)
+    run_step(timer, clock, 1.0, wait_s=0.25)
+    breakdown = timer.take_breakdown(100.0)
+    assert (breakdown.between_s, breakdown.total_s) == (0.0, 1.0)
+    assert (breakdown.compute_s, breakdown.wait_s, breakdown.move_s) == (0.75, 0.25, 0.0)
+
+
+def test_resources_are_sampled_once_a_second_at_most(timer: StepTimer, clock: Clock) -> None:
+    for _ in range(8):
+        run_step(timer, clock, 0.25)
+    assert [sample.at_s for sample in timer.take_breakdown(run_started_s=100.0).loads] == [0.25, 1.25]
+
+
+def test_a_step_that_fails_is_not_counted(timer: StepTimer) -> None:
+    with pytest.raises(ZeroDivisionError), timer.step():
+        raise ZeroDivisionError
+    breakdown = timer.take_breakdown(100.0)
+    assert (breakdown.num_steps, breakdown.mean_step_s) == (0, 0.0)
+
+
+def test_many_steps_are_logged_as_means_of_neighbours(timer: StepTimer, clock: Clock) -> None:
+    for index in range(65):
+        run_step(timer, clock, 1.0 if index % 2 else 4.0)
+    breakdown = timer.take_breakdown(100.0)
+    assert breakdown.step_s == (3.0, 2.0) * 10 + (3.0, 2.5)
+    assert (breakdown.num_steps, breakdown.longest_s) == (65, 4.0)
+
+
+def test_a_sample_of_this_process_has_its_memory_and_the_gpu_that_it_is_told_of() -> None:
+    sample = process_sampler(gpu=lambda: 77)()
+    assert sample.memory_bytes > 1_000_000
+    assert sample.gpu == 77.0
+    assert process_sampler()().gpu is None
 
 
 def values(step: int, loss: float | None, at_s: float = 0.0) -> LoggedValues:
@@ -60,16 +131,18 @@ def test_a_loop_of_one_process_needs_no_job(tmp_path: Path, clock: Clock) -> Non
             with log.step():
                 clock.now_s += 0.5
             log.add(step, {"train/loss": 1.0 / step})
-        shares = log.gather(2)
+        breakdowns = log.gather(2)
+    log.close()  # a second time does nothing
     run = read_log(log.path)
-    assert shares[0].num_steps == 2
+    assert (breakdowns[0].num_steps, breakdowns[0].wait_s) == (2, 0.0)
     assert run.series("train/loss") == [(1, 1.0), (2, 0.5)]
-    assert run.breakdowns(0) == [(2, shares[0])]
+    assert run.breakdowns(0) == [(2, breakdowns[0])]
     assert (run.facts["model"], run.facts["layers"], run.facts["ranks"]) == ("MLP", "3", "1")
     assert (run.elapsed_s, run.ended, run.num_resumes) == (1.0, True, 0)
+    assert log.path.read_bytes().count(b"ended") == 1
 
 
-def test_every_rank_is_written_down(tmp_path: Path, clock: Clock) -> None:
+def test_rank_0_writes_what_every_rank_did(tmp_path: Path, clock: Clock) -> None:
     def exchange(value: object) -> list[object]:
         return (
             [RankTimeBreakdown(rank=0), RankTimeBreakdown(rank=1, num_steps=7)]
@@ -84,14 +157,14 @@ def test_every_rank_is_written_down(tmp_path: Path, clock: Clock) -> None:
     assert run.breakdowns(1)[0][1].num_steps == 7
 
 
-def test_a_number_that_is_none_is_a_gap(tmp_path: Path) -> None:
+def test_nan_and_infinity_are_gaps(tmp_path: Path) -> None:
     with RunLog(tmp_path / "log.jsonl") as log:
         log.add(1, {"train/loss": math.nan})
         log.add(2, {"train/loss": math.inf})
     assert read_log(log.path).series("train/loss") == [(1, None), (2, None)]
 
 
-def test_a_run_that_failed_does_not_say_that_it_ended(tmp_path: Path) -> None:
+def test_the_log_of_a_run_that_failed_has_no_end(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), RunLog(tmp_path / "log.jsonl") as log:
         raise ZeroDivisionError
     assert not read_log(log.path).ended
@@ -127,13 +200,6 @@ def test_a_fresh_run_replaces_an_older_log(tmp_path: Path) -> None:
     assert read_log(path).values == []
 
 
-def test_a_second_close_does_nothing(tmp_path: Path) -> None:
-    log = RunLog(tmp_path / "log.jsonl")
-    log.close()
-    log.close()
-    assert log.path.read_bytes().count(b"ended") == 1
-
-
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("hello\nworld\n")
@@ -141,11 +207,8 @@ def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
         read_log(path)
 
 
-def test_what_is_told_twice_of_a_step_counts_as_told_last() -> None:
-    run = parse_log([encode_record(values(1, 0.5)), encode_record(values(2, 0.4)), encode_record(values(2, 0.3))])
+def test_of_two_values_for_a_step_the_later_counts_and_broken_lines_are_counted() -> None:
+    records = [encode_record(values(1, 0.5)), encode_record(values(2, 0.4)), encode_record(values(2, 0.3))]
+    run = parse_log([*records, b'{"type":"values"}', b"{"])
     assert run.series("train/loss") == [(1, 0.5), (2, 0.3)]
-
-
-def test_lines_that_are_not_records_are_counted() -> None:
-    run = parse_log([encode_record(values(1, 0.5)), b'{"type":"values"}', b"{"])
-    assert (len(run.values), run.num_unreadable_lines) == (1, 2)
+    assert (len(run.values), run.num_unreadable_lines) == (3, 2)
