@@ -1,4 +1,4 @@
-"""The quickstart's script runs as it is printed; the migration guide knows every flag that has no effect."""
+"""The quickstart's script runs as it is printed; the migration guide lists every flag that has no effect."""
 
 from __future__ import annotations
 
@@ -12,25 +12,17 @@ from horovod.runner import launch
 from tests.limits import PATIENCE_S
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
-BEFORE = """
-import torch
-class Net(torch.nn.Linear):
-    def __init__(self) -> None:
-        super().__init__(4, 3)
-data = torch.utils.data.TensorDataset(torch.randn(200, 4), torch.randint(0, 3, (200,)))
-"""
-"""What the reader brings along."""
 
 
 def test_the_quickstart_is_right(tmp_path: Path) -> None:
     found = re.search(r"```python\n(.*?)```", (DOCS / "quickstart.md").read_text(), re.DOTALL)
     assert found
     assert len(re.findall(r"# \d ", found[1])) == 5
-    (tmp_path / "train.py").write_text(BEFORE + found[1])
+    (tmp_path / "train.py").write_text(found[1])
     command = [str(Path(sys.executable).with_name("ronde")), "run", "-np", "2", sys.executable, "train.py"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert done.returncode == 0, done.stderr
-    assert [line.split()[:2] for line in done.stdout.splitlines()] == [["[0]", str(epoch)] for epoch in range(1, 11)]
+    assert re.findall(r"^\[0\] epoch (\d+): loss", done.stdout, re.MULTILINE) == [str(epoch) for epoch in range(1, 11)]
 
 
 def test_the_guide_says_why_a_flag_has_no_effect() -> None:

@@ -1,4 +1,8 @@
-"""The README's example runs as it is printed there, alone and under `ronde run`."""
+"""Every code block of README.md and docs/quickstart.md runs as it is printed.
+
+A block of Python begins with a docstring that names its file. A line of a block of shell is a command that runs here, or
+stands in ELSEWHERE.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,51 @@ from pathlib import Path
 
 import pytest
 
-from tests.limits import PATIENCE_S
+from tests.limits import LONG_S, LONG_TEST_S
 
-README = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).resolve().parents[2]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+QUICKSTART = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")
+ELSEWHERE = {
+    'pip install "./ronde[torch]"',  # tests/jobs/test_wheel.py installs from source and from the wheel
+    'pip install "dist/ronde-0.1.0-py3-none-linux_x86_64.whl[torch]"',
+    "ronde run -H host1:4,host2:4 python train.py",  # tests/jobs/test_hosts.py starts jobs on several hosts
+    "make train",  # tests/jobs/test_examples.py runs the main job
+    "make test",
+}
+pytestmark = pytest.mark.timeout(LONG_TEST_S)
+
+
+def blocks(page: str, language: str) -> list[str]:
+    """The code blocks of a page in this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
+
+
+def commands(page: str) -> list[str]:
+    """The lines of the shell blocks of a page, without comments."""
+    lines = [line.partition(" #")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()]
+    return [line for line in lines if line]
+
+
+def write_scripts(page: str, folder: Path) -> None:
+    """Write every Python block into the file that its docstring names."""
+    for block in blocks(page, "python"):
+        found = re.match(r'"""(\w+\.py): ', block)
+        assert found, f"this block does not name its file:\n{block}"
+        (folder / found[1]).write_text(block, encoding="utf-8")
+
+
+def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user types it in this folder."""
+    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, timeout=LONG_S, check=False
+    )
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with the example in it, as fit.py."""
-    found = re.search(r'```python\n("""fit\.py.*?)```', README, re.DOTALL)
-    assert found
-    (tmp_path / "fit.py").write_text(found[1], encoding="utf-8")
+    write_scripts(README, tmp_path)
     return tmp_path
 
 
@@ -32,15 +70,40 @@ def folder(tmp_path: Path) -> Path:
     ],
 )
 def test_the_example_finds_the_weights(folder: Path, command: str, printed: str) -> None:
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(
-        ["bash", "-c", command],
-        cwd=folder,
-        env=environ,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = run(command, folder)
     assert done.returncode == 0, done.stderr
     assert done.stdout == printed, done.stderr
+
+
+RUN = {
+    ("README", "python train.py"): (0, "epoch 4: loss 0.0"),
+    ("README", "ronde run -np 2 python train.py"): (0, "[0] epoch 4: loss 0.0"),
+    ("README", "ronde run -np 2 python fit.py"): (0, "[0] 2 ranks found [1.0, -2.0, 0.5]"),
+    ("quickstart", "python train.py"): (0, "epoch 10: loss 0."),
+    ("quickstart", "ronde run -np 2 python train.py"): (0, "[0] epoch 10: loss 0."),
+    ("quickstart", "ronde run -np 2 python crash.py"): (
+        1,
+        "rank 1 on host localhost failed first: exited with code 1 (ValueError: batch 7 is empty)\n",
+    ),
+    ("quickstart", "ronde run -np 2 --stall-s 2 --operation-s 5 python hang.py"): (
+        1,
+        "is at hang.py:11 in <module>: time.sleep(3600)\n",
+    ),
+}
+"""The exit code of each command, and a part of what it prints."""
+PAGES = {"README": README, "quickstart": QUICKSTART}
+
+
+@pytest.mark.parametrize(("page", "command"), RUN, ids=" ".join)
+def test_a_command_prints_what_the_page_says(page: str, command: str, tmp_path: Path) -> None:
+    code, part = RUN[page, command]
+    write_scripts(PAGES[page], tmp_path)
+    done = run(command, tmp_path)
+    assert done.returncode == code, done.stderr
+    assert part in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_command_is_left_out(page: str) -> None:
+    shown = set(commands(PAGES[page])) - ELSEWHERE
+    assert shown == {command for name, command in RUN if name == page}
