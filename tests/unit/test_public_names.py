@@ -1,28 +1,29 @@
-"""The public names of ronde are a list, and docs/reference/names.md shows it: adding a name shows in the diff."""
+"""The public names of ronde and ronde.torch are lists, and docs/reference shows them: adding a name shows in the diff."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import ModuleType
+
+import pytest
 
 import ronde
+import ronde.torch
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/reference/names.md"
-
-
-def documented() -> list[str]:
-    """The headings of the page."""
-    return re.findall(r"^## (\w+)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
-
-
-def test_every_public_name_is_documented_and_nothing_else() -> None:
-    assert sorted(documented()) == sorted(ronde.__all__)
+REFERENCE = Path(__file__).resolve().parents[2] / "docs/reference"
+PAGES = pytest.mark.parametrize(
+    ("module", "page"), [(ronde, "names.md"), (ronde.torch, "torch.md")], ids=["ronde", "ronde.torch"]
+)
 
 
-def test_every_public_name_exists() -> None:
-    assert [name for name in ronde.__all__ if not hasattr(ronde, name)] == []
+@PAGES
+def test_every_public_name_is_documented_and_nothing_else(module: ModuleType, page: str) -> None:
+    headings = re.findall(r"^## (\w+)$", (REFERENCE / page).read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(headings) == sorted(module.__all__)
 
 
-def test_every_public_name_is_explained_where_it_is_written() -> None:
-    public = {name: getattr(ronde, name) for name in ronde.__all__}
-    assert [name for name, thing in public.items() if callable(thing) and not thing.__doc__] == []
+@PAGES
+def test_every_public_function_and_class_has_a_docstring(module: ModuleType, page: str) -> None:
+    public = {name: getattr(module, name) for name in module.__all__}  # fails for a name that does not exist
+    assert [name for name, value in public.items() if callable(value) and not value.__doc__] == []
