@@ -28,6 +28,7 @@ __all__ = [
     "format_ranks",
     "shell_exit_code",
     "shorten",
+    "split_proc_stat",
 ]
 
 MAX_TEXT_CHARS = 200
@@ -173,3 +174,9 @@ def describe_exit_code(code: int) -> str:
         return f"killed by signal {-code} ({signal.Signals(-code).name})"
     except ValueError:
         return f"killed by signal {-code}"
+
+
+def split_proc_stat(data: bytes) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third one (the state) on. The second is the name in brackets, which
+    may itself contain brackets and spaces."""
+    return data.decode(errors="replace").rpartition(")")[2].split()

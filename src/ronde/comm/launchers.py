@@ -31,6 +31,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from ronde.text import split_proc_stat
+
 __all__ = [
     "LauncherEnvironment",
     "coordinator_port_range",
@@ -105,8 +107,7 @@ def find_launcher_process(rank_variable: str, process: Path = Path("/proc/self")
 
 
 def _parent_and_start(process: Path) -> tuple[str, str]:
-    # The name in the second field may hold spaces and brackets; after its last bracket all is regular.
-    fields = (process / "stat").read_text().rpartition(")")[2].split()
+    fields = split_proc_stat((process / "stat").read_bytes())
     return fields[1], fields[19]
 
 

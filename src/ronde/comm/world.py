@@ -25,7 +25,7 @@ from ronde.comm.group import Group, GroupChannels
 from ronde.comm.joining import Groups, JoinedRound, complete_settings, join_round
 from ronde.comm.named_operations import NamedOperations, OpenChannels
 from ronde.comm.threads.backend import ThreadsBackend, ThreadsHub
-from ronde.errors import Mismatch, NotInitialized, OperationTimeout, RondeError
+from ronde.errors import Mismatch, NotInitialized, OperationTimeout, PeerLost, RondeError
 from ronde.net.addresses import host_name
 from ronde.net.messages import ChangeGroups, Failure, LeaveRound, TimelineRequest
 from ronde.observe.events import ChannelClosed, ChannelOpened, GroupAdded, GroupRemoved, Started, Stopped
@@ -237,7 +237,8 @@ def _make_leave(orderly: bool, why: str, error: BaseException | None) -> LeaveRo
         failure = Failure.MISMATCH
     elif missing or isinstance(error, OperationTimeout):
         failure = Failure.TIMEOUT
-    return LeaveRound(orderly, why, failure, missing, where_was_raised(error))
+    lost_peer = error.peer if isinstance(error, PeerLost) else None
+    return LeaveRound(orderly, why, failure, missing, where_was_raised(error), lost_peer)
 
 
 logger = logging.getLogger("ronde.comm")

@@ -19,6 +19,7 @@ __all__ = [
     "GroupRegistry",
     "JoinDecision",
     "LeaveReason",
+    "LostPeer",
     "MembershipEnd",
     "PendingRound",
     "decide_round",
@@ -57,6 +58,8 @@ class MembershipEnd:
     """If it timed out: the ranks that it waited for."""
     line: str = ""
     """If it failed: the line of its program."""
+    lost_peer: int | None = None
+    """If it failed because another rank was gone: that rank."""
 
     @classmethod
     def from_leave_message(cls, leave: LeaveRound) -> MembershipEnd:
@@ -64,7 +67,7 @@ class MembershipEnd:
         detail = shorten(leave.reason, 1000)
         if leave.orderly:
             return cls(LeaveReason.SCRIPT_ENDED if detail else LeaveReason.SHUTDOWN, detail)
-        return cls(_FAILURES[leave.failure], detail, leave.missing, shorten(leave.line, 400))
+        return cls(_FAILURES[leave.failure], detail, leave.missing, shorten(leave.line, 400), leave.lost_peer)
 
     @property
     def is_loss(self) -> bool:
@@ -95,12 +98,22 @@ _LEAVE_REASON_TEXTS = {
 
 
 @dataclass(frozen=True, slots=True)
+class LostPeer:
+    """The rank for whose exit another one failed, and the error of that other one."""
+
+    rank: int
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
 class JoinDecision:
     """What becomes of those who have joined so far: a round, a refusal, or more waiting; and why."""
 
     reason: str
     members: tuple[Member, ...] | None = None
     refused: bool = False
+    exited: tuple[int, ...] = ()
+    """Ranks for whose exit the round is refused."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +139,8 @@ def decide_round(view: JoinView, start_timeout_s: float) -> JoinDecision:
     and has left the round before: a member that nobody watches could die without the others hearing of it."""
     fault = _find_refusal_reason(view)
     if fault:
-        return JoinDecision(fault, refused=True)
+        exited = () if view.duplicates else tuple(sorted(view.exited.keys() - view.joins.keys()))
+        return JoinDecision(fault, refused=True, exited=exited)
     missing = [rank for rank in range(view.size) if rank not in view.joins]
     unwatched = [rank for rank in range(view.size) if rank in view.joins and rank not in view.watched]
     if not missing and not unwatched and not view.still_in_round:
@@ -224,7 +238,7 @@ class PendingRound:
     """Ranks that had joined and, still alive, went away again."""
     duplicates: set[int] = field(default_factory=set)
     first_join_ns: int = 0
-    refusal_reason: str = ""
+    refusal: JoinDecision | None = None
     """Why the last round was refused; told to those who come late to it, until one of the refused tries anew."""
     refused_ranks: set[int] = field(default_factory=set)
 
@@ -243,7 +257,7 @@ class PendingRound:
         self.exit_reasons.pop(rank, None)
         self.withdrawn.pop(rank, None)
         if rank in self.refused_ranks:
-            self.refusal_reason = ""
+            self.refusal = None
             self.refused_ranks.clear()
 
     def exited(self, rank: int, why: str) -> None:
@@ -266,8 +280,8 @@ class PendingRound:
         """What becomes of those who have joined; None when nobody has."""
         if not self.joins:
             return None
-        if self.refusal_reason:
-            return JoinDecision(self.refusal_reason, refused=True)
+        if self.refusal is not None:
+            return self.refusal
         waited_s = (now_ns - self.first_join_ns) / 1e9
         gone = {**self.withdrawn, **self.exit_reasons}
         view = JoinView(self.size, self.joins, gone, frozenset(self.duplicates), watched, still_in_round, waited_s)
@@ -277,7 +291,7 @@ class PendingRound:
         """The decision was carried out: nobody waits any more. Returns those whom it concerned."""
         concerned = tuple(sorted(self.joins))
         if decision.refused:
-            self.refusal_reason = decision.reason
+            self.refusal = decision
             self.refused_ranks.update(concerned)
         self.joins.clear()
         self.withdrawn.clear()

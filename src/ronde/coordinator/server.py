@@ -25,7 +25,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
-from ronde.coordinator.membership import JoinDecision, LeaveReason, MembershipEnd, PendingRound
+from ronde.coordinator.membership import JoinDecision, LeaveReason, LostPeer, MembershipEnd, PendingRound
 from ronde.coordinator.negotiation import Send
 from ronde.coordinator.queries import MemberInspector, RankQueries, StackCollection, TraceCollector
 from ronde.coordinator.rounds import NEVER_NS, Round, RoundSettings
@@ -339,6 +339,7 @@ class CoordinatorServer:
         """Of the rounds that are over."""
         self._last_whereabouts: Whereabouts | None = None
         """Of the same round."""
+        self._lost_peers: dict[int, LostPeer] = {}
         self._round: Round | None = None
         self._member_inspector = MemberInspector()
         self._queries = RankQueries(size, self._member_inspector.process_state)
@@ -410,6 +411,10 @@ class CoordinatorServer:
             return current.whereabouts() if current is not None and lost_now else self._last_whereabouts
 
         return self._deferred_calls.call(find, self._is_running)
+
+    def lost_peers(self) -> dict[int, LostPeer]:
+        """By rank, those that failed because another rank was gone, in the newest round. From every thread."""
+        return dict(self._lost_peers)
 
     def activity(self) -> JobActivity:
         """How all ranks are. From every thread."""
@@ -577,6 +582,8 @@ class CoordinatorServer:
 
     def _on_leave(self, rank: int, message: LeaveRound, now_ns: int) -> None:
         departure = MembershipEnd.from_leave_message(message)
+        if departure.lost_peer is not None:
+            self._lost_peers[rank] = LostPeer(departure.lost_peer, departure.description)
         self._reported_exits.pop(rank, None)
         self._liveness.release(rank)
         if self._round is not None and rank in self._round.present:
@@ -639,6 +646,8 @@ class CoordinatorServer:
         elif decision.refused:
             refused = self._pending_round.clear(decision)
             self._send([Send(refused, JoinRefused(decision.reason))])
+            for rank in refused if decision.exited else ():
+                self._lost_peers[rank] = LostPeer(decision.exited[0], f"StartFailed: {decision.reason}")
             for rank in refused:  # each may try anew, and its former connection is not to be in its way
                 self._liveness.release(rank)
 
@@ -648,6 +657,7 @@ class CoordinatorServer:
         groups = self._pending_round.joins[0].groups
         self._member_inspector.begin(self._pending_round.joins.values())
         self._pending_round.clear(decision)
+        self._lost_peers.clear()
         self._round = Round(members, groups, self._round_settings, now_ns)
         self._round.start(self._num_rounds)
         self._queries.start_round(self._round, self._num_rounds, now_ns)

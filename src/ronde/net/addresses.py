@@ -17,6 +17,7 @@ __all__ = [
     "local_address_for",
     "format_address",
     "find_free_port",
+    "find_free_ports",
     "host_identity",
     "host_name",
     "parse_address",
@@ -92,6 +93,17 @@ def find_free_port(host: str) -> int:
     with socket.socket(address_family(place[0]), socket.SOCK_STREAM) as probe:
         probe.bind(place)
         return int(probe.getsockname()[1])
+
+
+def find_free_ports(host: str, num_ports: int) -> tuple[int, ...]:
+    """So many different free TCP ports, see find_free_port."""
+    found: set[int] = set()
+    for _ in range(100 * num_ports):  # the system repeats itself only when it has next to none
+        if len(found) < num_ports:
+            found.add(find_free_port(host))
+    if len(found) < num_ports:
+        raise StartFailed(f"there are no {num_ports} free TCP ports at {host}")
+    return tuple(sorted(found))
 
 
 def candidate_addresses(host: str = "") -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from ronde.net.keys import JobKey
 from ronde.types import Deadline
 
 __all__ = [
+    "ConnectFailed",
     "Connection",
     "HEARTBEAT_S",
     "NotListening",
@@ -44,6 +45,14 @@ SocketAddress: TypeAlias = "tuple[str, int] | str"
 
 _UNIX_PREFIX = "unix:"
 _CREDENTIALS = struct.Struct("3i")
+
+
+class ConnectFailed(StartFailed):
+    """A connection could not be made; `reason` is the message without who wanted it and where."""
+
+    def __init__(self, message: str, reason: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class NotListening(Exception):
@@ -190,7 +199,7 @@ def connect_authenticated(
                     f"{problem}, for {deadline.timeout_s:g} s; is the other side running, and is this its address?"
                 )
     except (StartFailed, HandshakeFailed) as error:
-        raise StartFailed(f"{what}: {error}") from None
+        raise ConnectFailed(f"{what}: {error}", str(error)) from None
 
 
 def _connect_once(

@@ -216,6 +216,8 @@ class LeaveRound(ControlMessage, frozen=True):
     """Whom the operation that ran out of time waited for."""
     line: str = ""
     """The line of the user's code where the error was raised."""
+    lost_peer: int | None = None
+    """If the error is PeerLost: that peer."""
 
 
 WorkerMessage: TypeAlias = (

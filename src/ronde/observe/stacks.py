@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from ronde.text import escape_surrogates, shorten
+from ronde.text import escape_surrogates, shorten, split_proc_stat
 
 __all__ = [
     "GONE",
@@ -149,11 +149,9 @@ def pid_namespace() -> str:
 def process_state(pid: int) -> ProcessState:
     """What the kernel says about a process of this host; "gone" also when it only waits to be reaped."""
     try:
-        text = Path(f"/proc/{pid}/stat").read_bytes().decode(errors="replace")
+        fields = split_proc_stat(Path(f"/proc/{pid}/stat").read_bytes())
     except OSError:  # no such process, or it went while we read
         return "gone"
-    # The name stands in parentheses and may itself contain any character: the state follows the last one.
-    fields = text.rpartition(")")[2].split()
     return _STATES.get(fields[0], "sleeping") if fields else "gone"
 
 
