@@ -67,18 +67,17 @@ def pytest_configure() -> None:
 
 @dataclass(frozen=True)
 class Held:
-    """What this process holds at one moment. Each thing is (what to compare, how to call it in a message)."""
+    """What this process holds at one moment: by what is compared, how it is called in a message."""
 
-    things: frozenset[tuple[str, str]]
+    things: dict[str, str]
 
     @classmethod
     def now(cls) -> Held:
-        """Look at the process."""
-        return cls(frozenset((*_python_threads(), *_native_threads(), *_children(), *_files(), *_shared_memory())))
+        return cls(dict((*_python_threads(), *_native_threads(), *_children(), *_files(), *_shared_memory())))
 
     def beyond(self, before: Held) -> list[str]:
-        """What was not there before, in words."""
-        return sorted(words for _, words in self.things - before.things)
+        """Descriptions of what was not there before."""
+        return sorted(words for thing, words in self.things.items() if thing not in before.things)
 
 
 def _python_threads() -> Iterator[tuple[str, str]]:
@@ -98,12 +97,21 @@ def _native_threads() -> Iterator[tuple[str, str]]:
 
 
 def _children() -> Iterator[tuple[str, str]]:
+    if not _has_children():  # spares a look at every process of the machine
+        return
     for child in psutil.Process().children(recursive=True):
         try:
             words = f"process {child.pid} ({child.status()}): {' '.join(child.cmdline()) or child.name()}"
         except psutil.Error:  # it ended while we looked
             words = f"process {child.pid}"
-        yield f"process {child.pid} {child.create_time()}", words
+        yield f"process {child.pid}", words
+
+
+def _has_children() -> bool:
+    try:
+        return any((task / "children").read_text() for task in Path("/proc/self/task").iterdir())
+    except OSError:  # a thread ended while we looked, or the kernel does not tell
+        return True
 
 
 def _files() -> Iterator[tuple[str, str]]:

@@ -7,6 +7,7 @@ As a program (`python -m tests.conformance.runner ADDRESS`) it is one such rank:
 from __future__ import annotations
 
 import json
+import os
 import selectors
 import socket
 import sys
@@ -19,11 +20,11 @@ from typing import IO
 
 import ronde
 from ronde.comm.world import current_world
-from ronde.launch.local import start_local
 from ronde.settings import Settings
 from ronde.types import Deadline
 from tests.conformance.cases import Case, all_cases
 from tests.conformance.ranks import RanksFailed
+from tests.local_job import LocalJob
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 30.0
@@ -65,13 +66,14 @@ class ProcessRanks:
     def _start(self) -> None:
         with ExitStack() as opened:
             folder = opened.enter_context(tempfile.TemporaryDirectory())
-            self._output = opened.enter_context(tempfile.TemporaryFile("w+"))
+            self._output = opened.enter_context(tempfile.TemporaryFile())
             listener = opened.enter_context(socket.socket(socket.AF_UNIX))
-            listener.bind(f"{folder}/door")
+            listener.bind(f"{folder}/socket")
             listener.listen(self._size)
             listener.settimeout(START_S)
-            argv = [sys.executable, "-W", "error", "-m", "tests.conformance.runner", f"{folder}/door"]
-            opened.enter_context(start_local(argv, self._size, env=self._env, settings=SETTINGS, stdout=self._output))
+            argv = [sys.executable, "-W", "error", "-m", "tests.conformance.runner", f"{folder}/socket"]
+            outputs = [self._output] * self._size
+            opened.enter_context(LocalJob(argv, self._size, env=self._env, settings=SETTINGS, outputs=outputs))
             for _ in range(self._size):
                 sock = opened.enter_context(listener.accept()[0])
                 lines = opened.enter_context(sock.makefile("rw"))
@@ -99,13 +101,11 @@ class ProcessRanks:
 
     def _said(self) -> str:
         self._output.seek(0)
-        return self._output.read()
+        return self._output.read().decode(errors="replace")
 
 
 def host_name(rank: int) -> str:
     """Which host a rank shall think it is on: one for all, each its own, or two that alternate."""
-    import os
-
     return {"one": "", "apart": f"host-{rank}", "two": f"host-{rank % 2}"}[os.environ["RONDE_TEST_HOSTS"]]
 
 

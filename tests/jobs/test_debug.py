@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.jobs.running import RONDE, Terminal
+from tests.jobs.kit import RONDE, Terminal
 from tests.limits import PATIENCE_S
 
 RUN = [RONDE, "run", "-np", "2", "--debug", "1", "--no-color", "--operation-s", "0.5"]

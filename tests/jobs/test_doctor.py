@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from ronde.cli.doctor.report import DoctorReport
-from tests.jobs.hosts import Hosts, ip, needs_hosts
+from tests.jobs.kit import SshHosts, ip, needs_hosts
 from tests.limits import PATIENCE_S
 
 DOCTOR = (sys.executable, "-W", "error", "-m", "ronde.cli.main", "doctor")
@@ -30,13 +30,6 @@ def env(tmp_path: Path) -> dict[str, str]:
 
 def run(command: list[str] | tuple[str, ...], env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
-
-
-def on_hosts(hosts: Hosts, *words: str) -> list[str]:
-    """`ronde doctor` on the first of them, with the flags for ssh."""
-    command = hosts.command(*words)
-    command[command.index("run")] = "doctor"
-    return command
 
 
 def is_running(pid: int) -> bool:
@@ -82,28 +75,28 @@ def test_ctrl_c_ends_it_and_everything_that_it_started(tmp_path: Path, env: dict
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with Hosts(tmp_path_factory.mktemp("hosts")) as hosts:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    with SshHosts(tmp_path_factory.mktemp("hosts")) as hosts:
         yield hosts
 
 
 @needs_hosts
-def test_hosts_that_are_well_are_shown_in_a_table(hosts: Hosts, env: dict[str, str]) -> None:
+def test_hosts_that_are_well_are_shown_in_a_table(hosts: SshHosts, env: dict[str, str]) -> None:
     a, b, _ = hosts.addresses
-    done = run(on_hosts(hosts, "-H", f"{a},{b}"), env)
+    done = run(hosts.command("-H", f"{a},{b}", verb="doctor"), env)
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"host {b}" in done.stdout and done.stdout.count("the same host") == 2
     assert [a, b] in [line.split()[:2] for line in done.stdout.splitlines()]
     assert max(map(len, done.stdout.splitlines())) <= 80
-    hosts.nothing_left()
+    hosts.await_nothing_left()
 
 
 @needs_hosts
-def test_who_is_of_no_use_is_named_and_the_others_are_still_examined(hosts: Hosts, env: dict[str, str]) -> None:
+def test_who_is_of_no_use_is_named_and_the_others_are_still_examined(hosts: SshHosts, env: dict[str, str]) -> None:
     _, b, c = hosts.addresses
     for one, other in ((1, c), (2, b)):
         ip("-n", hosts.names[one], "route", "add", "unreachable", f"{other}/32")
-    done = run(on_hosts(hosts, "-H", f"{b},{c},nowhere.invalid", "--json"), env)
+    done = run(hosts.command("-H", f"{b},{c},nowhere.invalid", "--json", verb="doctor"), env)
     report = parse(done.stdout)
     assert done.returncode == 1 and not report.healthy
     assert [host.facts is not None for host in report.hosts] == [True, True, False]
@@ -112,4 +105,4 @@ def test_who_is_of_no_use_is_named_and_the_others_are_still_examined(hosts: Host
     assert f"{b} cannot reach {c} (tried " in report.pairs[2].trouble
     broken = [problem.where for problem in report.problems if problem.severity == "broken"]
     assert broken == ["nowhere.invalid", f"{b}, {c}"]
-    hosts.nothing_left()
+    hosts.await_nothing_left()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.running import Running
+from tests.jobs.kit import RondeRun
 
 HANGS = """import ronde, numpy, signal
 ronde.init()
@@ -31,7 +31,7 @@ NAMES = pytest.mark.parametrize("name", ["", ", name='grad.3'"], ids=["in progra
 def summary(folder: Path, script: str, *settings: str) -> list[str]:
     path = folder / "train.py"
     path.write_text(script)
-    with Running("-np", "2", "--grace", "1", *settings, sys.executable, str(path)) as job:
+    with RondeRun("-np", "2", "--grace", "1", *settings, sys.executable, str(path)) as job:
         return job.result().summary
 
 

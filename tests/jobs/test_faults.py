@@ -20,7 +20,7 @@ import pytest
 from ronde.coordinator.server import CoordinatorServer
 from ronde.net.keys import JobKey, new_job_key
 from ronde.settings import Settings
-from tests.jobs.jobs import Job, hosted_by_rank_0, started
+from tests.jobs.kit import LocalRanks, hosted_by_rank_0, start_ranks
 from tests.jobs.scripts.faults import OPERATIONS
 from tests.limits import promised_s
 
@@ -82,24 +82,24 @@ class Story:
 def story(death: str, size: int, moment: str, victim: int, host: str = "launcher") -> Story:
     """Let a rank of a job die, and hear what the others have to say."""
     others = [rank for rank in range(size) if rank != victim]
-    with started("faults", size, settings=SETTINGS) as job:
+    with start_ranks("faults", size, settings=SETTINGS) as job:
         settings = {} if host == "launcher" else hosted_by_rank_0()
-        job.tell(range(size), size=size, victim=victim, moment=moment, settings=settings)
-        job.hear_all(range(size) if moment == "inside" else others, "under way")
+        job.send(range(size), size=size, victim=victim, moment=moment, settings=settings)
+        job.receive_all(range(size) if moment == "inside" else others, "under way")
         died_at = kill(job, victim, death)
-        ended = job.hear_all(others, "ended")
+        ended = job.receive_all(others, "ended")
         second = promised_s(1.0)
         anew = begin_anew(job, others)
         codes = job.wait()
-        assert [codes[rank] for rank in others] == [0] * len(others), job.said()
+        assert [codes[rank] for rank in others] == [0] * len(others), job.printed()
     return Story(victim, died_at, ended, anew, second)
 
 
-def kill(job: Job, victim: int, death: str) -> float:
+def kill(job: LocalRanks, victim: int, death: str) -> float:
     """End the victim; when that was."""
     if not death.startswith("SIG"):
-        job.tell([victim], death=death)
-        return float(job.hear(victim, "dying")["at"])
+        job.send([victim], death=death)
+        return float(job.receive(victim, "dying")["at"])
     pid = job.pids[victim]
     if death.startswith("SIGSTOP"):
         os.kill(pid, signal.SIGSTOP)
@@ -109,14 +109,14 @@ def kill(job: Job, victim: int, death: str) -> float:
     return at
 
 
-def begin_anew(job: Job, others: list[int]) -> dict[int, dict[str, Any]]:
+def begin_anew(job: LocalRanks, others: list[int]) -> dict[int, dict[str, Any]]:
     """Let the survivors leave, and be a job of their own."""
     key = new_job_key()
     with CoordinatorServer("127.0.0.1", 0, len(others), JobKey(key), settings=SETTINGS) as coordinator:
         for index, rank in enumerate(others):
             place = {"rank": index, "size": len(others), "coordinator": coordinator.address, "key": key}
-            job.tell([rank], settings={**place, "coordinator_hosted": True})
-        return job.hear_all(others, "anew")
+            job.send([rank], settings={**place, "coordinator_hosted": True})
+        return job.receive_all(others, "anew")
 
 
 @operations

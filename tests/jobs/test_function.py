@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,7 +19,7 @@ import psutil
 import pytest
 
 import ronde
-from tests.jobs.hosts import Hosts, needs_hosts
+from tests.jobs.kit import SshHosts, needs_hosts
 from tests.limits import PATIENCE_S
 
 
@@ -30,7 +31,7 @@ def write(folder: Path, **files: str) -> Path:
     return folder / f"{next(iter(files))}.py"
 
 
-def run_script(script: Path, *words: str, cwd: Path, before: tuple[str, ...] = ()) -> str:
+def run_script(script: Path, *words: str, cwd: Path, before: Sequence[str] = ()) -> str:
     done = subprocess.run(
         [*before, sys.executable, "-W", "error", str(script), *words],
         cwd=cwd,
@@ -247,10 +248,10 @@ OVER_SSH = """
 @needs_hosts
 def test_ranks_may_be_on_other_hosts(tmp_path: Path) -> None:
     script = write(tmp_path / "code", script=OVER_SSH)
-    with Hosts(tmp_path) as hosts:
+    with SshHosts(tmp_path) as hosts:
         a, b, _ = hosts.addresses
         options = (f"UserKnownHostsFile={tmp_path / 'known'}", "IdentitiesOnly=yes", "StrictHostKeyChecking=yes")
         words = (f"{a}:1,{b}:2", str(hosts.port), str(tmp_path / "user"), *options)
-        said = run_script(script, *words, cwd=tmp_path, before=("ip", "netns", "exec", hosts.names[0]))
-        hosts.nothing_left()
+        said = run_script(script, *words, cwd=tmp_path, before=hosts.exec(0))
+        hosts.await_nothing_left()
     assert said == "[(0, 6, True), (1, 6, True), (0, 6, True)]\n"

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.jobs.hosts import Hosts, needs_hosts
-from tests.jobs.jobs import program
+from tests.jobs.kit import SshHosts, needs_hosts, script
 
 pytestmark = needs_hosts
 
@@ -19,32 +18,32 @@ NO_RONDE = "/usr/bin/env"
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
-    with Hosts(tmp_path_factory.mktemp("hosts")) as hosts:
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+    with SshHosts(tmp_path_factory.mktemp("hosts")) as hosts:
         yield hosts
 
 
-def test_ranks_on_three_hosts_meet_and_nobody_sees_their_key(hosts: Hosts) -> None:
+def test_ranks_on_three_hosts_meet_and_nobody_sees_their_key(hosts: SshHosts) -> None:
     a, b, c = hosts.addresses
-    done = hosts.run("-H", f"{a}:1,{b}:2,{c}:1", "-np", "4", *program("hosts"), "add")
+    done = hosts.run("-H", f"{a}:1,{b}:2,{c}:1", "-np", "4", *script("hosts"), "add")
     assert done.returncode == 0, done.stderr
     placed = sorted(line.split("placed ")[1] for line in done.stdout.splitlines())
     assert placed == [f"0 0 1 0 {a}", f"1 0 2 1 {a}", f"2 1 2 0 {a}", f"3 0 1 2 {a}"]
-    hosts.nothing_left()
+    hosts.await_nothing_left()
 
 
-def test_the_driver_need_not_be_on_a_host_with_ranks(hosts: Hosts) -> None:
+def test_the_driver_need_not_be_on_a_host_with_ranks(hosts: SshHosts) -> None:
     _, b, c = hosts.addresses
-    done = hosts.run("-H", f"{b},{c}", "-np", "2", *program("hosts"), "add")
+    done = hosts.run("-H", f"{b},{c}", "-np", "2", *script("hosts"), "add")
     assert done.returncode == 0, done.stderr
     assert sorted(line.split("placed ")[1] for line in done.stdout.splitlines()) == [f"0 0 1 0 {b}", f"1 0 1 1 {b}"]
-    hosts.nothing_left()
+    hosts.await_nothing_left()
 
 
 @pytest.mark.parametrize(
     ("how", "flags", "reason"),
     [
-        ({"identity": "stranger"}, [], "Permission denied"),
+        ({"identity": "other"}, [], "Permission denied"),
         ({"known": "known-otherwise"}, [], "host key is not trusted"),
         ({"port": 9}, [], "Connection refused"),
         ({}, ["--python", "/nowhere/python"], "there is no /nowhere/python"),
@@ -53,7 +52,7 @@ def test_the_driver_need_not_be_on_a_host_with_ranks(hosts: Hosts) -> None:
     ids=["wrong key", "host key", "refused", "no python", "wrong python"],
 )
 def test_a_host_that_cannot_be_used_is_named_with_the_reason(
-    hosts: Hosts, how: dict[str, object], flags: list[str], reason: str
+    hosts: SshHosts, how: dict[str, object], flags: list[str], reason: str
 ) -> None:
     a, b, c = hosts.addresses
     done = hosts.run("-H", f"{a},{b},{c}", "-np", "3", *flags, "true", **how)
@@ -62,38 +61,38 @@ def test_a_host_that_cannot_be_used_is_named_with_the_reason(
     assert lines[0] == "2 of 3 hosts cannot be used:"
     for address, line in zip((b, c), lines[1:], strict=True):
         assert line.startswith(f"  {address}: ") and reason in line
-    hosts.nothing_left()
+    hosts.await_nothing_left()
 
 
-def test_an_unknown_name_is_told_from_hosts_that_are_well(hosts: Hosts) -> None:
+def test_an_unknown_name_is_told_from_hosts_that_are_well(hosts: SshHosts) -> None:
     a, b, _ = hosts.addresses
     done = hosts.run("-H", f"{a},{b},nowhere.invalid", "-np", "3", "true")
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("1 of 3 hosts cannot be used:\n  nowhere.invalid: its name is not known")
-    hosts.nothing_left()
+    hosts.await_nothing_left()
 
 
-def test_when_a_host_dies_its_ranks_are_named_and_the_job_ends(hosts: Hosts) -> None:
+def test_when_a_host_dies_its_ranks_are_named_and_the_job_ends(hosts: SshHosts) -> None:
     a, b, _ = hosts.addresses
-    with hosts.start("-H", f"{a}:1,{b}:2", "-np", "3", "--no-fold", *program("hosts"), "dance") as job:
-        job.await_lines(3)
+    with hosts.start("-H", f"{a}:1,{b}:2", "-np", "3", "--no-fold", *script("hosts"), "dance") as job:
+        job.read_lines(3)
         hosts.hang_up(1)
-        code, said = job.result()
+        code, _, said = job.result()
     assert code == 255, said
     assert f"ranks 1, 2 on host {b} ended when the connection to it was lost" in said
     assert "1 other rank ended in consequence" in said
-    hosts.nothing_left()
+    hosts.await_nothing_left()
 
 
-def test_a_cut_network_ends_the_job_on_both_sides(hosts: Hosts) -> None:
+def test_a_cut_network_ends_the_job_on_both_sides(hosts: SshHosts) -> None:
     a, b, _ = hosts.addresses
-    words = ("-H", f"{a},{b}", "-np", "2", "--no-fold", "--grace", "0.1", *program("hosts"), "stay")
+    words = ("-H", f"{a},{b}", "-np", "2", "--no-fold", "--grace", "0.1", *script("hosts"), "stay")
     with hosts.start(*words, heartbeat_s=3.0) as job:
-        job.await_lines(2)
+        job.read_lines(2)
         hosts.cut(1)
         try:
-            code, said = job.result()
-            hosts.nothing_left(but="sshd:")  # which waits for its network, not for us
+            code, _, said = job.result()
+            hosts.await_nothing_left(ignored="sshd:")  # which waits for its network, not for us
         finally:
             hosts.cut(1, "up")
             hosts.hang_up(1)
@@ -101,21 +100,21 @@ def test_a_cut_network_ends_the_job_on_both_sides(hosts: Hosts) -> None:
     assert f"rank 1 on host {b} ended when the connection to it was lost" in said
 
 
-def test_ctrl_c_ends_every_host_within_seconds(hosts: Hosts) -> None:
+def test_ctrl_c_ends_every_host_within_seconds(hosts: SshHosts) -> None:
     a, b, c = hosts.addresses
-    with hosts.start("-H", f"{a},{b},{c}", "-np", "3", "--no-fold", *program("hosts"), "stay") as job:
-        job.await_lines(3)
+    with hosts.start("-H", f"{a},{b},{c}", "-np", "3", "--no-fold", *script("hosts"), "stay") as job:
+        job.read_lines(3)
         job.driver.send_signal(signal.SIGINT)
-        code, said = job.result()
+        code, _, said = job.result()
     assert code == 130, said
     assert "interrupted by Ctrl-C" in said
-    hosts.nothing_left()
+    hosts.await_nothing_left()
 
 
-def test_a_killed_driver_takes_everything_with_it(hosts: Hosts) -> None:
+def test_a_killed_driver_takes_everything_with_it(hosts: SshHosts) -> None:
     a, b, c = hosts.addresses
-    with hosts.start("-H", f"{a},{b},{c}", "-np", "3", "--no-fold", *program("hosts"), "stay") as job:
-        job.await_lines(3)
+    with hosts.start("-H", f"{a},{b},{c}", "-np", "3", "--no-fold", *script("hosts"), "stay") as job:
+        job.read_lines(3)
         job.driver.kill()
         job.result()
-    hosts.nothing_left()
+    hosts.await_nothing_left()

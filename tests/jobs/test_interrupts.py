@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.jobs.jobs import started
+from tests.jobs.kit import start_ranks
 from tests.limits import promised_s
 
 SOON_S = 1.0
@@ -16,13 +16,13 @@ SOON_S = 1.0
 @pytest.mark.parametrize("how", ["blocking", "work", "named"])
 @pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGUSR1, "Alarm")])
 def test_what_a_signal_handler_raises_ends_a_wait(how: str, number: signal.Signals, error: str) -> None:
-    with started("interrupts", 2, env={"TEST_HOW": how}) as job:
-        job.hear(1, "past the barrier")
-        waiting = job.hear(0, "waiting")
+    with start_ranks("interrupts", 2, env={"TEST_HOW": how}) as job:
+        job.receive(1, "past the barrier")
+        waiting = job.receive(0, "waiting")
         os.kill(job.pids[0], number)
-        raised = job.hear(0, "raised")
+        raised = job.receive(0, "raised")
         assert raised["error"] == error
         assert raised["at"] - waiting["at"] < promised_s(SOON_S)
-        job.tell([1])
-        job.hear_all([0, 1], "over")
+        job.send([1])
+        job.receive_all([0, 1], "over")
         assert job.wait() == [0, 0]

@@ -6,7 +6,7 @@ import statistics
 
 import pytest
 
-from tests.jobs.jobs import hosted_by_rank_0, started
+from tests.jobs.kit import hosted_by_rank_0, start_ranks
 from tests.limits import promised_s
 
 ROUNDS = 200
@@ -19,11 +19,11 @@ ROUND_S = 0.5
 
 @pytest.mark.parametrize("host", ["launcher", "rank 0"])
 def test_nothing_of_a_round_stays_behind(host: str, caplog: pytest.LogCaptureFixture) -> None:
-    with started("rounds", 2) as job:
+    with start_ranks("rounds", 2) as job:
         settings = {} if host == "launcher" else hosted_by_rank_0()
-        job.tell((0, 1), rounds=ROUNDS, look_after=[1, SETTLED, ROUNDS], settings=settings)
-        over = job.hear_all((0, 1), "over")
-        assert job.wait() == [0, 0], job.said()
+        job.send((0, 1), rounds=ROUNDS, look_after=[1, SETTLED, ROUNDS], settings=settings)
+        over = job.receive_all((0, 1), "over")
+        assert job.wait() == [0, 0], job.printed()
         assert caplog.text + job.output(0) + job.output(1) == "", "when all is well, nobody complains"
     for rank, heard in over.items():
         first, settled, last = heard["held"]

@@ -1,5 +1,5 @@
 """`ronde run` as its users see it: the exit code, the summary, every way to end it, what is wrong with a request, and
-what can be learned of a running job. Whatever happens, nothing is left behind: see Running."""
+what can be learned of a running job. Whatever happens, nothing is left behind: see RondeRun."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import pytest
 
 from ronde.launch.driver.driver import SIGNAL_REPEAT_S
 from ronde.types import Deadline
-from tests.jobs.running import RONDE, Running, ask, run, script
+from tests.jobs.kit import RONDE, RondeRun, ask, run, script
 from tests.limits import PATIENCE_S, SECONDS_S
 
 # --- how it ends ---------------------------------------------------------------------------------------------------
@@ -113,15 +113,15 @@ def test_who_does_not_end_after_a_failure_is_told_and_then_killed(tmp_path: Path
 def test_a_signal_ends_all_ranks_and_their_children(
     manner: str, numbers: list[signal.Signals], code: int, why: str
 ) -> None:
-    with Running("-np", "2", "--no-fold", *script("staying", manner)) as job:
-        job.out(2)
+    with RondeRun("-np", "2", "--no-fold", *script("staying", manner)) as job:
+        job.read_lines(2)
         before = time.monotonic()
         for index, number in enumerate(numbers):
             if index:
                 time.sleep(SIGNAL_REPEAT_S[number])  # what comes sooner is no second request
             job.signal(number)
             if manner == "deaf":
-                job.err_until("[ronde] ")
+                job.read_errors_until("[ronde] ")
         done = job.result()
         assert time.monotonic() - before < SECONDS_S
     assert (done.code, done.summary) == (code, [why])
@@ -167,8 +167,8 @@ def test_the_command_timeout_leaves_ranks_the_time_to_save(tmp_path: Path) -> No
 
 
 def test_a_killed_driver_takes_all_with_it_and_the_next_job_may_have_its_name() -> None:
-    with Running("-np", "2", "--no-fold", "--name", "killed", *script("staying", "deaf")) as job:
-        job.out(2)
+    with RondeRun("-np", "2", "--no-fold", "--name", "killed", *script("staying", "deaf")) as job:
+        job.read_lines(2)
         job.signal(signal.SIGKILL)
         job.result()
     assert run("-np", "1", "--name", "killed", "true").code == 0
@@ -177,7 +177,7 @@ def test_a_killed_driver_takes_all_with_it_and_the_next_job_may_have_its_name() 
 def test_ctrl_c_is_heard_before_there_are_ranks(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     os.mkfifo(hosts)
-    with Running("--hostfile", str(hosts), "true") as job, hosts.open("w"):  # open: it is being read
+    with RondeRun("--hostfile", str(hosts), "true") as job, hosts.open("w"):  # open: it is being read
         job.signal(signal.SIGINT)
         assert job.result() == (130, "", "")
 
@@ -188,8 +188,8 @@ CHATTER = ("sh", "-c", "while echo something; do :; done")
 
 
 def test_a_reader_that_leaves_ends_the_job() -> None:
-    with Running("-np", "2", *CHATTER) as job:
-        job.out()
+    with RondeRun("-np", "2", *CHATTER) as job:
+        job.read_lines()
         assert job.driver.stdout is not None
         job.driver.stdout.close()
         assert job.driver.stderr is not None
@@ -207,14 +207,14 @@ def test_output_that_cannot_be_written_ends_the_job_and_says_why() -> None:
 
 @pytest.mark.parametrize(("number", "code", "merged"), [(signal.SIGINT, 130, True), (signal.SIGTERM, 143, False)])
 def test_a_reader_that_stops_does_not_keep_the_job_from_ending(number: signal.Signals, code: int, merged: bool) -> None:
-    with Running("-np", "2", "--no-fold", *CHATTER, merged=merged) as job:
-        job.out()
+    with RondeRun("-np", "2", "--no-fold", *CHATTER, merged=merged) as job:
+        job.read_lines()
         await_silence(job)
         job.signal(number)
         assert job.driver.wait(SECONDS_S) == code
 
 
-def await_silence(job: Running) -> None:
+def await_silence(job: RondeRun) -> None:
     """Until nobody reads from anybody: every rank waits for the driver, and the driver for us."""
     deadline = Deadline(PATIENCE_S)
     before, num_equal = -1.0, 0
@@ -302,14 +302,14 @@ SLOW = 2
 
 
 def is_known(told: dict[str, Any]) -> bool:
-    """Ranks and agents tell about once per second."""
+    """ControlledRanks and agents tell about once per second."""
     return told["slowest"] is not None and all(rank["memory_bytes"] is not None for rank in told["ranks"])
 
 
 def test_a_running_job_tells_who_is_slow_and_where_everybody_is() -> None:
     name = f"watched-{os.getpid()}"
-    with Running("-np", "3", "--no-fold", "--name", name, *script("dragging", str(SLOW))) as job:
-        assert job.out(3) == [f"[{rank}] begun" for rank in range(3)]
+    with RondeRun("-np", "3", "--no-fold", "--name", name, *script("dragging", str(SLOW))) as job:
+        assert job.read_lines(3) == [f"[{rank}] begun" for rank in range(3)]
         taken = run("-np", "1", "--name", name, "true")
         assert taken.code == 2 and f"a job named {name!r} is running already" in taken.err
         deadline = Deadline(PATIENCE_S)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.running import RONDE, Terminal, run, script
+from tests.jobs.kit import RONDE, Terminal, run, script
 from tests.jobs.scripts import printing
 from tests.limits import LONG_S, LONG_TEST_S
 from tests.services import needs

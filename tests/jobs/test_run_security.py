@@ -19,8 +19,7 @@ import psutil
 
 from ronde.net.keys import JobKey
 from ronde.types import Deadline
-from tests.jobs.jobs import Ranks, folder_of_ranks
-from tests.jobs.running import ROOT, Done, Running, run, script
+from tests.jobs.kit import ROOT, ControlledRanks, Result, RondeRun, run, script, short_folder
 from tests.jobs.test_strangers import NOISE, listening_tcp, listening_unix
 from tests.limits import PATIENCE_S, SECONDS_S
 from tests.services import needs
@@ -33,10 +32,10 @@ ZEROMQ = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + 
 needs_root = needs("another user", missing="" if os.geteuid() == 0 else "only root can become somebody else")
 
 
-class Job(Ranks):
+class SecretJob(ControlledRanks):
     """Two ranks of `ronde run`, with lines to the test. All that it may write to is in one folder."""
 
-    running: Running
+    running: RondeRun
     folder: Path
 
     @property
@@ -59,28 +58,28 @@ class Job(Ranks):
         driver, ranks = self.running.driver.pid, list(self.pids.values())
         return {"driver": [driver], "rank": ranks, "other": sorted(everything - {*ranks})}
 
-    def finish(self) -> Done:
+    def finish(self) -> Result:
         """Let it end; it has to, and well: a wrong number anywhere would have failed it."""
-        self.tell(self.pids, stop=True)
-        self.hear_all(self.pids, "over")
+        self.send(self.pids, stop=True)
+        self.receive_all(self.pids, "over")
         done = self.running.result()
         assert (done.code, done.summary) == (0, []), done
         return done
 
 
 @contextmanager
-def started(*flags: str) -> Iterator[Job]:
-    with folder_of_ranks() as (folder, opened), ExitStack() as places:
-        job = Job(2, folder, opened)
+def start_job(*flags: str) -> Iterator[SecretJob]:
+    with short_folder() as (folder, opened), ExitStack() as places:
+        job = SecretJob(2, folder, opened)
         job.folder = folder / "all"
         env = {**job.env, "PYTHONPATH": str(ROOT)}
         for name in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME"):
             (job.folder / name).mkdir(parents=True)
             env[name] = str(job.folder / name)
         words = ("-np", "2", "--no-fold", "--name", "secret", "--output", str(job.folder / "output"), *flags)
-        job.running = places.enter_context(Running(*words, *script("listening"), env=env))
-        job.meet()
-        job.hear_all((0, 1), "open")
+        job.running = places.enter_context(RondeRun(*words, *script("listening"), env=env))
+        job.accept()
+        job.receive_all((0, 1), "open")
         yield job
 
 
@@ -109,7 +108,7 @@ def listening_at(pid: int, kind: str) -> list[str]:
 def test_only_what_the_documentation_lists_listens() -> None:
     wanted = documented()
     assert len(wanted) == 4
-    with started() as job:
+    with start_job() as job:
         for what, pids in job.processes().items():
             of_this = Counter({kind: number for (process, kind), number in wanted.items() if process == what})
             for pid in pids:
@@ -166,7 +165,7 @@ def say(stranger: socket.socket, noise: bytes) -> None:
 
 
 def test_strangers_learn_nothing_and_change_nothing() -> None:
-    with started() as job, ExitStack() as opened:
+    with start_job() as job, ExitStack() as opened:
         places = [each for pids in job.processes().values() for pid in pids for each in listening(pid)]
         (control,) = (port for port in listening_at(job.running.driver.pid, "TCP") if port != job.coordinator)
         callers = [(*each, noise, opened.enter_context(call(*each))) for noise in NOISE.values() for each in places]
@@ -225,7 +224,7 @@ for place in sys.argv[1].split():
 
 @needs_root
 def test_another_user_of_the_host_cannot_even_talk_to_it() -> None:
-    with started() as job:
+    with start_job() as job:
         sockets = [place for pids in job.processes().values() for pid in pids for _, place in listening(pid)]
         path, *names = sorted((place for place in sockets if ":" not in place), key=lambda place: place[0] != "/")
         for folder in (job.folder, job.folder.parent, job.folder / "XDG_RUNTIME_DIR"):
@@ -270,7 +269,7 @@ def open_files(pid: int) -> set[Path]:
 
 def test_the_key_is_on_no_command_line_in_no_file_and_in_no_output(tmp_path: Path) -> None:
     timeline = tmp_path / "timeline.json"
-    with started("--timeline", str(timeline)) as job:
+    with start_job("--timeline", str(timeline)) as job:
         secrets = job.secrets
         job_processes = [pid for pids in job.processes().values() for pid in pids]
         texts = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in job_processes]

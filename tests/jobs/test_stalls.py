@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 
 from ronde.settings import Settings
-from tests.jobs.jobs import Job, hosted_by_rank_0, started
-from tests.jobs.running import Running
+from tests.jobs.kit import LocalRanks, RondeRun, hosted_by_rank_0, start_ranks
 from tests.jobs.scripts import stalls
 from tests.limits import promised_s
 
@@ -35,18 +34,18 @@ def line_of(how: str) -> str:
     return f"stalls.py:{number} in {how}: "
 
 
-def do(job: Job, ranks: list[int], **wanted: int) -> None:
+def do(job: LocalRanks, ranks: list[int], **wanted: int) -> None:
     """Let these ranks start an operation, or wait for reports."""
-    job.tell(ranks, **wanted)
-    job.hear_all(ranks, "done")
+    job.send(ranks, **wanted)
+    job.receive_all(ranks, "done")
 
 
-def finish(job: Job) -> dict[int, dict[str, Any]]:
+def finish(job: LocalRanks) -> dict[int, dict[str, Any]]:
     """Let the late rank come; what the others say in the end."""
-    job.tell([LATE], come=True)
-    job.tell(OTHERS)
-    over = job.hear_all(OTHERS, "over")
-    assert job.wait() == [0, 0, 0], job.said()
+    job.send([LATE], come=True)
+    job.send(OTHERS)
+    over = job.receive_all(OTHERS, "over")
+    assert job.wait() == [0, 0, 0], job.printed()
     for heard in over.values():
         assert heard["totals"] == [9.0, 9.0, 3.0], "the late rank came, and all went well"
         told = [report["op"] for report in heard["reports"]]
@@ -60,10 +59,10 @@ def finish(job: Job) -> dict[int, dict[str, Any]]:
 def test_a_late_rank_is_reported_once_with_the_line_where_it_is(
     how: str, host: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with started("stalls", 3, settings=SETTINGS) as job:
+    with start_ranks("stalls", 3, settings=SETTINGS) as job:
         settings = {} if host == "launcher" else hosted_by_rank_0()
-        job.tell(range(3), late=LATE, how="asleep" if how == "stopped" else how, settings=settings)
-        job.hear(LATE, "late")
+        job.send(range(3), late=LATE, how="asleep" if how == "stopped" else how, settings=settings)
+        job.receive(LATE, "late")
         if how == "stopped":
             os.kill(job.pids[LATE], signal.SIGSTOP)
             os.waitid(os.P_PID, job.pids[LATE], os.WSTOPPED | os.WNOWAIT)
@@ -88,9 +87,9 @@ def test_a_late_rank_is_reported_once_with_the_line_where_it_is(
 
 
 def test_who_comes_to_a_reported_operation_does_not_make_it_new() -> None:
-    with started("stalls", 3, settings=SETTINGS) as job:
-        job.tell(range(3), late=LATE, how="asleep", settings={})
-        job.hear(LATE, "late")
+    with start_ranks("stalls", 3, settings=SETTINGS) as job:
+        job.send(range(3), late=LATE, how="asleep", settings={})
+        job.receive(LATE, "late")
         do(job, [0], start=0)
         do(job, OTHERS, reports=1)
         do(job, [1], start=0)
@@ -108,8 +107,8 @@ ronde.allreduce(numpy.ones(3), name="grad.3")"""
 
 
 def test_the_report_calls_the_host_as_the_users_of_the_launcher_do() -> None:
-    with Running("-np", "2", "--stall-s", "0.3", sys.executable, "-c", HANGS) as job:
-        said = job.err_until(" is at ")
+    with RondeRun("-np", "2", "--stall-s", "0.3", sys.executable, "-c", HANGS) as job:
+        said = job.read_errors_until(" is at ")
         job.signal(signal.SIGTERM)
         job.result()
     assert re.search(

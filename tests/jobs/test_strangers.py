@@ -23,7 +23,7 @@ from ronde.net.keys import JobKey, new_job_key
 from ronde.net.listener import ConnectionRequest
 from ronde.net.messages import LeaveRound, encode
 from ronde.types import Deadline
-from tests.jobs.jobs import Job, started
+from tests.jobs.kit import LocalRanks, start_ranks
 from tests.limits import SECONDS_S
 
 LISTENING = 0x10000
@@ -110,33 +110,33 @@ def others() -> set[tuple[str, int]]:
 
 
 @pytest.fixture
-def job(others: set[tuple[str, int]]) -> Iterator[Job]:
-    with started("strangers", 2) as job:
+def job(others: set[tuple[str, int]]) -> Iterator[LocalRanks]:
+    with start_ranks("strangers", 2) as job:
         yield job
 
 
 @pytest.fixture
-def key(job: Job) -> str:
+def key(job: LocalRanks) -> str:
     return psutil.Process(job.pids[0]).environ()["RONDE_KEY"]
 
 
-def finish(job: Job) -> None:
+def finish(job: LocalRanks) -> None:
     """Let the job end; everything was right, or a rank would have failed."""
-    job.tell((0, 1), stop=True)
-    over = job.hear_all((0, 1), "over")
+    job.send((0, 1), stop=True)
+    over = job.receive_all((0, 1), "over")
     assert over[0]["num_steps"] == over[1]["num_steps"] > 0
-    assert job.wait() == [0, 0], job.said()
+    assert job.wait() == [0, 0], job.printed()
 
 
 def test_strangers_are_turned_away_and_the_job_goes_on(
-    others: set[tuple[str, int]], job: Job, key: str, caplog: pytest.LogCaptureFixture
+    others: set[tuple[str, int]], job: LocalRanks, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job.hear_all((0, 1), "doors")
+    job.receive_all((0, 1), "doors")
     coordinator = listening_tcp(os.getpid()) - others
     places: list[Place] = [place for pid in job.pids.values() for place in listening_tcp(pid)]
     places += [place for pid in job.pids.values() for place in listening_unix(pid)]
     assert len(coordinator) == 2 and len(places) == 4
-    door = ("127.0.0.1", int(job.local.coordinator.address.rpartition(":")[2]))
+    door = ("127.0.0.1", int(job.coordinator.address.rpartition(":")[2]))
     ((_, control_port),) = coordinator - {door}
     with ExitStack() as opened:
         for place in (*coordinator, *places):
@@ -153,26 +153,28 @@ def test_strangers_are_turned_away_and_the_job_goes_on(
         assert "refused a caller" in text
     assert "control client at 127.0.0.1: does not have the job's key" in caplog.text
     assert "a caller at the control port: did not get through the handshake" in caplog.text
-    assert "Traceback" not in caplog.text + job.said()
+    assert "Traceback" not in caplog.text + job.printed()
 
 
-def test_only_what_is_needed_listens_and_only_on_this_host(others: set[tuple[str, int]], job: Job) -> None:
-    doors = job.hear_all((0, 1), "doors")
+def test_only_what_is_needed_listens_and_only_on_this_host(others: set[tuple[str, int]], job: LocalRanks) -> None:
+    doors = job.receive_all((0, 1), "doors")
     for rank, pid in job.pids.items():
         tcp = {f"{host}:{port}" for host, port in listening_tcp(pid)}
         assert tcp == set(doors[rank]["tcp"]) and len(tcp) == 1
         assert listening_unix(pid) == set(doors[rank]["unix"]) and len(doors[rank]["unix"]) == 1
     mine = listening_tcp(os.getpid()) - others
     assert len(mine) == 2, "the coordinator's door and its control port"
-    assert job.local.coordinator.address in {f"{host}:{port}" for host, port in mine}
+    assert job.coordinator.address in {f"{host}:{port}" for host, port in mine}
     everywhere = mine.union(*(listening_tcp(pid) for pid in job.pids.values()))
     assert {host for host, _ in everywhere} == {"127.0.0.1"}
     finish(job)
 
 
-def test_the_key_is_on_no_command_line_and_in_no_log(job: Job, key: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_key_is_on_no_command_line_and_in_no_log(
+    job: LocalRanks, key: str, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("DEBUG")
-    job.hear_all((0, 1), "doors")
+    job.receive_all((0, 1), "doors")
     secrets = [key, JobKey(key).server_secret.decode(), JobKey(key).client_secret.decode()]
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -181,5 +183,5 @@ def test_the_key_is_on_no_command_line_and_in_no_log(job: Job, key: str, caplog:
         except OSError:  # it ended while we looked
             continue
     finish(job)
-    for text in (*commands, caplog.text, job.said()):
+    for text in (*commands, caplog.text, job.printed()):
         assert not any(secret in text for secret in secrets)

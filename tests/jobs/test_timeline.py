@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from ronde.settings import Settings
-from tests.jobs.jobs import started
+from tests.jobs.kit import start_ranks
 from tests.limits import PATIENCE_S, promised_s
 from tests.services import needs
 
@@ -66,11 +66,11 @@ def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -
         pytest.skip("no time namespaces here (needs root and `unshare --time`)")
     path = tmp_path / "trace.json"
     before = {1: OTHER_CLOCK} if clocks == "two clocks" else {}
-    with started("timeline", 2, settings=Settings(timeline=str(path)), before=before) as job:
-        job.hear_all((0, 1), "running")
+    with start_ranks("timeline", 2, settings=Settings(timeline=str(path)), prefixes=before) as job:
+        job.receive_all((0, 1), "running")
         read_until_both_are_there(path)
-        job.tell((0, 1), stop=True)
-        assert job.wait() == [0, 0], job.said()
+        job.send((0, 1), stop=True)
+        assert job.wait() == [0, 0], job.printed()
     trace = json.loads(path.read_bytes())
     check_events(trace)
     mine, other = steps(trace, 0), steps(trace, 1)
@@ -88,12 +88,12 @@ def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -
 
 def test_it_is_complete_when_a_rank_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with started("timeline", 2, settings=Settings(timeline=str(path))) as job:
-        job.hear_all((0, 1), "running")
+    with start_ranks("timeline", 2, settings=Settings(timeline=str(path))) as job:
+        job.receive_all((0, 1), "running")
         read_until_both_are_there(path)
         os.kill(job.pids[1], signal.SIGKILL)
-        job.hear(0, "lost")
-        assert job.wait() == [0, -signal.SIGKILL], job.said()
+        job.receive(0, "lost")
+        assert job.wait() == [0, -signal.SIGKILL], job.printed()
     trace = json.loads(path.read_bytes())
     check_events(trace)
     assert steps(trace, 0).keys() >= steps(trace, 1).keys() != set()
@@ -111,13 +111,13 @@ def num_dropped(data: bytes) -> int:
 
 def test_it_does_not_grow_beyond_its_limit(tmp_path: Path) -> None:
     path, limit = tmp_path / "trace.json", 40
-    with started("timeline", 2, settings=Settings(timeline=str(path), timeline_events=limit)) as job:
-        job.hear_all((0, 1), "running")
+    with start_ranks("timeline", 2, settings=Settings(timeline=str(path), timeline_events=limit)) as job:
+        job.receive_all((0, 1), "running")
         give_up = time.monotonic() + PATIENCE_S
         while not num_dropped(data := path.read_bytes()):
             assert time.monotonic() < give_up, "nothing was ever dropped"
-        job.tell((0, 1), stop=True)
-        assert job.wait() == [0, 0], job.said()
+        job.send((0, 1), stop=True)
+        assert job.wait() == [0, 0], job.printed()
     trace = json.loads(path.read_bytes())
     check_events(trace)
     assert len(trace["traceEvents"]) == trace["otherData"]["written_events"] == limit

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from ronde.settings import Settings
-from tests.jobs.jobs import started
+from tests.jobs.kit import start_ranks
 from tests.jobs.scripts.torch_optimizer import MODULES
 from tests.jobs.torch_checks.checks import CHECKS
 from tests.limits import LONG_S, LONG_TEST_S, OPERATION_S
@@ -35,9 +35,11 @@ def told(job: str) -> dict[str, dict[str, Any]]:
     wanted = [name for name, check in CHECKS.items() if job in check.jobs]
     settings = Settings(operation_s=OPERATION_S, start_s=OPERATION_S)
     one_thread = {"OMP_NUM_THREADS": "1"}
-    with started("torch_optimizer", size, settings=settings, env=one_thread, before=before, patience_s=LONG_S) as ranks:
-        ranks.tell(range(size), checks=wanted)
-        over = ranks.hear_all(range(size), "over")
+    with start_ranks(
+        "torch_optimizer", size, settings=settings, env=one_thread, prefixes=before, patience_s=LONG_S
+    ) as ranks:
+        ranks.send(range(size), checks=wanted)
+        over = ranks.receive_all(range(size), "over")
         ranks.wait()
     ended: dict[str, dict[str, Any]] = {}
     for name in wanted:

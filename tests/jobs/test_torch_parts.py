@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ronde.settings import Settings
-from tests.jobs.jobs import started
+from tests.jobs.kit import start_ranks
 from tests.limits import LONG_S, LONG_TEST_S
 
 pytestmark = pytest.mark.timeout(LONG_TEST_S)
@@ -21,10 +21,10 @@ NUM_SAMPLES = 52
 
 
 def test_a_run_that_died_in_a_checkpoint_goes_on_exactly_with_more_ranks(tmp_path: Path) -> None:
-    with started("torch_parts", 2, settings=SETTINGS, patience_s=LONG_S) as job:
-        job.tell((0, 1), path=str(tmp_path), num_samples=NUM_SAMPLES, die_at=4)
-        first = job.hear_all((0, 1), "trained")
-        assert job.hear(1, "lost")["peer"] == 0
+    with start_ranks("torch_parts", 2, settings=SETTINGS, patience_s=LONG_S) as job:
+        job.send((0, 1), path=str(tmp_path), num_samples=NUM_SAMPLES, die_at=4)
+        first = job.receive_all((0, 1), "trained")
+        assert job.receive(1, "lost")["peer"] == 0
         codes = job.wait()
     assert codes[0] == -9 and all(heard["step"] == 4 for heard in first.values())
     left = {path.name for path in tmp_path.iterdir()}
@@ -32,11 +32,11 @@ def test_a_run_that_died_in_a_checkpoint_goes_on_exactly_with_more_ranks(tmp_pat
     assert "step-000000000005.json" not in left
 
     ranks = (0, 1, 2)
-    with started("torch_parts", 3, settings=SETTINGS, patience_s=LONG_S) as job:
-        job.tell(ranks, path=str(tmp_path), num_samples=NUM_SAMPLES, die_at=None)
-        second = job.hear_all(ranks, "trained")
-        over = job.hear_all(ranks, "over")
-        assert job.wait() == [0, 0, 0], job.said()
+    with start_ranks("torch_parts", 3, settings=SETTINGS, patience_s=LONG_S) as job:
+        job.send(ranks, path=str(tmp_path), num_samples=NUM_SAMPLES, die_at=None)
+        second = job.receive_all(ranks, "trained")
+        over = job.receive_all(ranks, "over")
+        assert job.wait() == [0, 0, 0], job.printed()
     for heard in second.values():
         assert (heard["restored"], heard["step"], heard["epoch"]) == (4, 10, 1)
     used = chain(*(heard["used"] for heard in (*first.values(), *second.values())))

@@ -21,7 +21,7 @@ from ronde.observe.activity import JobActivity
 from ronde.observe.stacks import group_stacks
 from ronde.observe.stragglers import attribute_waits
 from ronde.types import Deadline
-from tests.jobs.jobs import Job, started
+from tests.jobs.kit import LocalRanks, start_ranks
 from tests.jobs.scripts import watching
 from tests.limits import PATIENCE_S, promised_s
 
@@ -46,10 +46,10 @@ def expected_s(times: dict[int, Times]) -> list[float]:
     return total
 
 
-def until(job: Job, condition: Callable[[JobActivity], bool]) -> JobActivity:
+def until(job: LocalRanks, condition: Callable[[JobActivity], bool]) -> JobActivity:
     """The vitals as soon as they fulfil the condition: ranks tell once per second."""
     deadline = Deadline(PATIENCE_S)
-    while not condition(vitals := job.local.coordinator.activity()):
+    while not condition(vitals := job.coordinator.activity()):
         assert not deadline.expired, vitals
         time.sleep(0.02)
     return vitals
@@ -57,12 +57,12 @@ def until(job: Job, condition: Callable[[JobActivity], bool]) -> JobActivity:
 
 @pytest.mark.parametrize("how", ["ordered", "named", "planned"])
 def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) -> None:
-    with started("watching", SIZE) as job:
-        job.tell(range(SIZE), steps=STEPS, slow=SLOW, how=how)
-        begun = {rank: said["operations"] for rank, said in job.hear_all(range(SIZE), "ready").items()}
+    with start_ranks("watching", SIZE) as job:
+        job.send(range(SIZE), steps=STEPS, slow=SLOW, how=how)
+        begun = {rank: said["operations"] for rank, said in job.receive_all(range(SIZE), "ready").items()}
         before = until(job, lambda vitals: all(rank.operations >= begun[rank.rank] for rank in vitals.ranks))
-        job.tell(range(SIZE))
-        times = {rank: said["times"] for rank, said in job.hear_all(range(SIZE), "done").items()}
+        job.send(range(SIZE))
+        times = {rank: said["times"] for rank, said in job.receive_all(range(SIZE), "done").items()}
         expected = expected_s(times)
         assert expected[SLOW] > 2 * STEPS * (watching.LATE_S - watching.OVERLAP_S) * 0.9 / promised_s(1.0)
 
@@ -70,9 +70,9 @@ def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) 
             return all(rank.steps == STEPS for rank in vitals.ranks)
 
         vitals = until(job, is_known)
-        job.tell(range(SIZE))
-        assert job.wait() == [0] * SIZE, job.said()
-        after = job.local.coordinator.activity()
+        job.send(range(SIZE))
+        assert job.wait() == [0] * SIZE, job.printed()
+        after = job.coordinator.activity()
         found = [rank.held_up_s - was.held_up_s for rank, was in zip(after.ranks, before.ranks, strict=True)]
     for rank in range(SIZE):
         assert found[rank] == pytest.approx(expected[rank], rel=0.25, abs=promised_s(CLOSE_S)), (found, expected)
@@ -84,58 +84,58 @@ def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) 
 
 @pytest.mark.parametrize("how", ["ordered", "named", "planned"])
 def test_a_job_that_hangs_shows_on_whom(how: str) -> None:
-    with started("watching", SIZE) as job:
-        job.tell(range(SIZE), steps=1, slow=SLOW, how=how, hangs=True)
-        job.hear_all(range(SIZE), "ready")
-        job.tell(range(SIZE))
+    with start_ranks("watching", SIZE) as job:
+        job.send(range(SIZE), steps=1, slow=SLOW, how=how, hangs=True)
+        job.receive_all(range(SIZE), "ready")
+        job.send(range(SIZE))
         vitals = until(job, lambda vitals: vitals.slowest is not None)
         others = [rank for rank in vitals.ranks if rank.doing]
         assert vitals.slowest == SLOW and others
         for rank in others:
             assert rank.rank != SLOW and f" for rank {SLOW} in " in rank.doing
-        job.tell([SLOW])
-        job.hear_all(range(SIZE), "done")
-        job.tell(range(SIZE))
-        assert job.wait() == [0] * SIZE, job.said()
+        job.send([SLOW])
+        job.receive_all(range(SIZE), "done")
+        job.send(range(SIZE))
+        assert job.wait() == [0] * SIZE, job.printed()
 
 
 def test_a_job_tells_others_of_itself() -> None:
-    with started("watching", SIZE) as job:
+    with start_ranks("watching", SIZE) as job:
         began = time.monotonic()
 
         def status() -> JobStatus:
             facts = [RankProcessInfo(host="here", local_rank=rank, pid=job.pids[rank]) for rank in range(SIZE)]
-            vitals = job.local.coordinator.activity()
+            vitals = job.coordinator.activity()
             return make_job_status("watched", ["python"], vitals, facts, time.monotonic() - began)
 
-        folder = Path(job.env["TEST_TALK"]).parent
-        coordinator = job.local.coordinator
+        folder = Path(job.env["TEST_SOCKET"]).parent
+        coordinator = job.coordinator
         with MonitorServer("watched", status, lambda s: coordinator.collect_stacks(Deadline(s)), jobs_dir=folder):
             found = find_job("watched", folder)
             before = query_stacks(found)
             assert {stack.why for stack in before} == {"has not called ronde.init() yet"}
-            job.tell(range(SIZE), steps=5, slow=SLOW, how="ordered")
-            job.hear_all(range(SIZE), "ready")
-            job.tell(range(SIZE))
-            job.hear_all(range(SIZE), "done")
+            job.send(range(SIZE), steps=5, slow=SLOW, how="ordered")
+            job.receive_all(range(SIZE), "ready")
+            job.send(range(SIZE))
+            job.receive_all(range(SIZE), "done")
             until(job, lambda vitals: all(rank.steps == 5 for rank in vitals.ranks))
             told = query_status(found)
             assert [(rank.state, rank.host, rank.steps) for rank in told.ranks] == [("running", "here", 5)] * SIZE
             ((ranks, stack),) = group_stacks(query_stacks(found))
             assert ranks == tuple(range(SIZE))
-            assert stack.line.startswith("talk.py:") and WAITING in stack.stack
-        job.tell(range(SIZE))
-        assert job.wait() == [0] * SIZE, job.said()
+            assert stack.line.startswith("control.py:") and WAITING in stack.stack
+        job.send(range(SIZE))
+        assert job.wait() == [0] * SIZE, job.printed()
 
 
 def test_a_job_of_one_rank_is_watched_too() -> None:
-    with started("watching", 1) as job:
-        job.tell([0], steps=5, slow=SLOW, how="ordered")
-        job.hear(0, "ready")
-        job.tell([0])
-        job.hear(0, "done")
+    with start_ranks("watching", 1) as job:
+        job.send([0], steps=5, slow=SLOW, how="ordered")
+        job.receive(0, "ready")
+        job.send([0])
+        job.receive(0, "done")
         vitals = until(job, lambda vitals: vitals.ranks[0].steps == 5)
         assert vitals.ranks[0].state == "running"
-        assert WAITING in job.local.coordinator.collect_stacks(Deadline(PATIENCE_S))[0].stack
-        job.tell([0])
-        assert job.wait() == [0], job.said()
+        assert WAITING in job.coordinator.collect_stacks(Deadline(PATIENCE_S))[0].stack
+        job.send([0])
+        assert job.wait() == [0], job.printed()

@@ -17,7 +17,7 @@ import numpy as np
 import ronde
 from ronde.comm.buffers import Array
 from ronde.comm.channel import Channel
-from tests.jobs.scripts.talk import Talk, until
+from tests.jobs.scripts.control import ControlSocket, until
 
 FEW, SOME, MANY = 3 << 10, 3 << 18, 1 << 26
 """Numbers of four bytes in an operation that waits, in one that is under way, and in a large allreduce. The first two
@@ -76,10 +76,10 @@ class Caller:
 class Rank:
     """One rank's part in the job."""
 
-    def __init__(self, talk: Talk, wanted: dict[str, Any]) -> None:
-        self._talk = talk
+    def __init__(self, test: ControlSocket, wanted: dict[str, Any]) -> None:
+        self._test = test
         self._victim: int = wanted["victim"]
-        self._is_victim = talk.rank == self._victim
+        self._is_victim = test.rank == self._victim
         self._inside = wanted["moment"] == "inside"
         everybody = range(wanted["size"])
         self._others = [rank for rank in everybody if rank != self._victim]
@@ -90,7 +90,7 @@ class Rank:
     def run(self) -> None:
         """Be in every operation, until they fail."""
         if self._is_victim and not self._inside:
-            die(self._talk)
+            die(self._test)
         callers = {name: Caller(operate, again=self._inside) for name, operate in self._operations()}
         if self._inside:
             lane = self._group("allreduce").dispatch.ordered_channel
@@ -104,12 +104,12 @@ class Rank:
             for name in IN_ORDER:
                 lane = self._group(name).dispatch.ordered_channel
                 self._until(functools.partial(self._misses_victim, lane), f"all but the victim in {name}", callers)
-        self._talk.say("under way")
+        self._test.send("under way")
         if self._is_victim:
-            die(self._talk)
+            die(self._test)
         for caller in callers.values():
             caller.thread.join()
-        self._talk.say("ended", operations={name: caller.ended for name, caller in callers.items()})
+        self._test.send("ended", operations={name: caller.ended for name, caller in callers.items()})
 
     def _operations(self) -> Iterator[tuple[str, Callable[[], object]]]:
         for name, operate in IN_ORDER.items():
@@ -144,10 +144,10 @@ class Rank:
         return missing(lane) == (self._victim,)
 
 
-def die(talk: Talk) -> NoReturn:
+def die(test: ControlSocket) -> NoReturn:
     """In one of the ways that need our help; or by the signal that comes instead of an order."""
-    death = talk.hear()["death"]
-    talk.say("dying")
+    death = test.receive()["death"]
+    test.send("dying")
     if death == "os._exit":
         os._exit(0)
     if death == "sys.exit":
@@ -161,20 +161,20 @@ def missing(lane: Channel) -> tuple[int, ...] | None:
     return None if looking is None else tuple(lane.members[index] for index in looking.missing)
 
 
-def fail_to_start(talk: Talk, wanted: dict[str, Any]) -> None:
+def fail_to_start(test: ControlSocket, wanted: dict[str, Any]) -> None:
     """The victim ends before it joins: the others are told."""
-    if talk.rank == wanted["victim"]:
-        die(talk)
-    talk.say("under way")
+    if test.rank == wanted["victim"]:
+        die(test)
+    test.send("under way")
     try:
         ronde.init(**wanted["settings"])
     except ronde.StartFailed as error:
-        talk.say("ended", error=str(error))
+        test.send("ended", error=str(error))
 
 
-def begin_anew(talk: Talk) -> None:
+def begin_anew(test: ControlSocket) -> None:
     """Leave the broken round, and take part in a fresh job of those who are left."""
-    wanted = talk.hear()
+    wanted = test.receive()
     began = time.monotonic()
     ronde.shutdown()
     left = time.monotonic()
@@ -182,18 +182,18 @@ def begin_anew(talk: Talk) -> None:
     joined = time.monotonic()
     total = float(ronde.allreduce(np.ones(3)).sum())
     ronde.shutdown()
-    talk.say("anew", leaving_s=left - began, joining_s=joined - left, total=total)
+    test.send("anew", leaving_s=left - began, joining_s=joined - left, total=total)
 
 
 def main() -> None:
     """Do what the test says."""
-    with Talk() as talk:
-        wanted = talk.hear()
+    with ControlSocket() as test:
+        wanted = test.receive()
         if wanted["moment"] == "start":
-            fail_to_start(talk, wanted)
+            fail_to_start(test, wanted)
         else:
-            Rank(talk, wanted).run()
-        begin_anew(talk)
+            Rank(test, wanted).run()
+        begin_anew(test)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from types import FrameType
 import numpy as np
 
 import ronde
-from tests.jobs.scripts.talk import Talk, until
+from tests.jobs.scripts.control import ControlSocket, until
 
 
 class Alarm(Exception):
@@ -32,33 +32,33 @@ def wait_for_nobody(how: str) -> None:
         ronde.allreduce(np.ones(3), name="lonely")
 
 
-def say_when_waiting(talk: Talk, how: str) -> None:
+def say_when_waiting(test: ControlSocket, how: str) -> None:
     """Tell the test when the data plane waits; a named operation waits for the coordinator instead."""
     lane = ronde.world().dispatch.ordered_channel
     if how != "named":
         until(lambda: lane.current_call() is not None, "the operation to wait")
-    talk.say("waiting")
+    test.send("waiting")
 
 
 def main(how: str) -> None:
     """Do what the test says."""
     signal.signal(signal.SIGUSR1, raise_alarm)
-    with Talk() as talk:
+    with ControlSocket() as test:
         ronde.init()
         ronde.barrier()
-        if talk.rank == 0:
-            watcher = threading.Thread(target=say_when_waiting, args=(talk, how))
+        if test.rank == 0:
+            watcher = threading.Thread(target=say_when_waiting, args=(test, how))
             try:
                 watcher.start()
                 wait_for_nobody(how)
             except (KeyboardInterrupt, Alarm) as error:
                 watcher.join()
-                talk.say("raised", error=type(error).__name__)
+                test.send("raised", error=type(error).__name__)
         else:
-            talk.say("past the barrier")  # or rank 0 could end its round while we are still in it
-            talk.hear()
+            test.send("past the barrier")  # or rank 0 could end its round while we are still in it
+            test.receive()
         ronde.shutdown()
-        talk.say("over")
+        test.send("over")
 
 
 if __name__ == "__main__":

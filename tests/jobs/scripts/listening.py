@@ -8,21 +8,21 @@ import os
 
 import ronde
 from ronde.settings import Settings
+from tests.jobs.scripts.control import ControlSocket
 from tests.jobs.scripts.strangers import step
-from tests.jobs.scripts.talk import Talk
 
 
 def main() -> None:
     logging.basicConfig(level=logging.DEBUG)
     logging.debug("these are the settings: %s", Settings.load({}, os.environ))
-    with Talk() as talk:
+    with ControlSocket() as test:
         ronde.init()
-        stop = talk.listen()
-        talk.say("open")
+        stop = test.next_message()
+        test.send("open")
         while not step(stop):
             pass
         ronde.shutdown()
-        talk.say("over")
+        test.send("over")
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 import ronde
-from tests.jobs.scripts.talk import Talk
+from tests.jobs.scripts.control import ControlSocket
 
 MANY = 1 << 22
 
@@ -36,14 +36,14 @@ def collectives() -> None:
         assert (plan.run(0) == total / size).all()
 
 
-def be_cut_off(talk: Talk, moment: str) -> dict[str, Any]:
+def be_cut_off(test: ControlSocket, moment: str) -> dict[str, Any]:
     """Be inside of large operations, or wait for what does not come; how it ended."""
     x = np.ones(MANY, np.float32)
-    talk.say("under way")
+    test.send("under way")
     try:
         while moment == "inside":
             ronde.allreduce(x)
-        if talk.rank:
+        if test.rank:
             ronde.allreduce(x)
         else:
             ronde.allreduce(x, name="of rank 0")
@@ -55,16 +55,16 @@ def be_cut_off(talk: Talk, moment: str) -> dict[str, Any]:
 
 def main() -> None:
     """Do what the test says."""
-    with Talk() as talk:
+    with ControlSocket() as test:
         ronde.init()
         collectives()
-        talk.say("right", place=[ronde.local_rank(), ronde.local_size(), ronde.cross_rank(), ronde.cross_size()])
-        wanted = talk.hear()
+        test.send("right", place=[ronde.local_rank(), ronde.local_size(), ronde.cross_rank(), ronde.cross_size()])
+        wanted = test.receive()
         if wanted["moment"] != "none":
-            talk.say("ended", **be_cut_off(talk, wanted["moment"]))
+            test.send("ended", **be_cut_off(test, wanted["moment"]))
         began = time.monotonic()
         ronde.shutdown()
-        talk.say("left", leaving_s=time.monotonic() - began)
+        test.send("left", leaving_s=time.monotonic() - began)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 
 import ronde
-from tests.jobs.scripts.talk import Talk
+from tests.jobs.scripts.control import ControlSocket
 
 
 def collectives() -> None:
@@ -70,8 +70,8 @@ def _kind(link: Path) -> str:
 
 def main() -> None:
     """As many rounds as the test wants."""
-    with Talk() as talk:
-        wanted = talk.hear()
+    with ControlSocket() as test:
+        wanted = test.receive()
         kept, took = [], []
         for number in range(wanted["rounds"]):
             began = time.monotonic()
@@ -81,7 +81,7 @@ def main() -> None:
             took.append(time.monotonic() - began)
             if number + 1 in wanted["look_after"]:
                 kept.append(held())
-        talk.say("over", held=kept, took=took)
+        test.send("over", held=kept, took=took)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import numpy as np
 
 import ronde
 from ronde.observe.events import StallReported
-from tests.jobs.scripts.talk import Talk, until
+from tests.jobs.scripts.control import ControlSocket, until
 
 ONES = np.ones(3, np.float32)
 
@@ -62,42 +62,42 @@ def facts(event: StallReported) -> dict[str, Any]:
     }
 
 
-def be_late(talk: Talk, how: Callable[[threading.Event], None], plan: ronde.Plan) -> None:
+def be_late(test: ControlSocket, how: Callable[[threading.Event], None], plan: ronde.Plan) -> None:
     """Do not come until the test says so."""
-    released = talk.listen()
-    talk.say("late")
+    released = test.next_message()
+    test.send("late")
     how(released)
     for start in operations(plan):
         start().wait()
 
 
-def wait_for_late(talk: Talk, plan: ronde.Plan) -> None:
+def wait_for_late(test: ControlSocket, plan: ronde.Plan) -> None:
     """Start one operation after the other, and wait for reports, as the test says."""
     works, began = [], []
-    while wanted := talk.hear():
+    while wanted := test.receive():
         if "start" in wanted:
             began.append(time.monotonic())
             works.append(operations(plan)[wanted["start"]]())
         else:
             num_wanted: int = wanted["reports"]
             until(functools.partial(has_heard, num_wanted), f"{num_wanted} reports")
-        talk.say("done")
+        test.send("done")
     totals = [float(work.wait().sum()) for work in works]
-    talk.say("over", began=began, totals=totals, reports=[facts(event) for event in reports()])
+    test.send("over", began=began, totals=totals, reports=[facts(event) for event in reports()])
 
 
 def main() -> None:
     """Do what the test says."""
-    with Talk() as talk:
-        wanted = talk.hear()
+    with ControlSocket() as test:
+        wanted = test.receive()
         ronde.init(**wanted["settings"])
         plan = ronde.plan([ronde.Bucket(count=3)])
         plan.arrays[0][:] = 1.0
         ronde.barrier()
-        if talk.rank == wanted["late"]:
-            be_late(talk, {"asleep": asleep, "busy": busy}[wanted["how"]], plan)
+        if test.rank == wanted["late"]:
+            be_late(test, {"asleep": asleep, "busy": busy}[wanted["how"]], plan)
         else:
-            wait_for_late(talk, plan)
+            wait_for_late(test, plan)
         ronde.shutdown()
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 import ronde
 from ronde.comm.world import current_world
-from tests.jobs.scripts.talk import Talk
+from tests.jobs.scripts.control import ControlSocket
 
 
 def step(stop: threading.Event) -> bool:
@@ -23,16 +23,16 @@ def step(stop: threading.Event) -> bool:
 
 def main() -> None:
     """Do what the test says."""
-    with Talk() as talk:
+    with ControlSocket() as test:
         ronde.init()
-        stop = talk.listen()
-        me = current_world().topology.members[talk.rank]
-        talk.say("doors", unix=[me.unix_socket], tcp=list(me.tcp_addresses))
+        stop = test.next_message()
+        me = current_world().topology.members[test.rank]
+        test.send("doors", unix=[me.unix_socket], tcp=list(me.tcp_addresses))
         num_steps = 1
         while not step(stop):
             num_steps += 1
         ronde.shutdown()
-        talk.say("over", num_steps=num_steps)
+        test.send("over", num_steps=num_steps)
 
 
 if __name__ == "__main__":

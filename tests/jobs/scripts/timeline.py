@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 import ronde
-from tests.jobs.scripts.talk import Talk
+from tests.jobs.scripts.control import ControlSocket
 
 
 def steps(stop: threading.Event) -> None:
@@ -21,14 +21,14 @@ def steps(stop: threading.Event) -> None:
 
 def main() -> None:
     """Do what the test says."""
-    with Talk() as talk:
+    with ControlSocket() as test:
         ronde.init()
-        stop = talk.listen()
-        talk.say("running")
+        stop = test.next_message()
+        test.send("running")
         try:
             steps(stop)
         except ronde.PeerLost:
-            talk.say("lost")
+            test.send("lost")
         ronde.shutdown()
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import ronde
-from tests.jobs.scripts.talk import Talk
+from tests.jobs.scripts.control import ControlSocket
 from tests.jobs.torch_checks import changes, mistakes, models, optimizers, steps, training, wires
 from tests.jobs.torch_checks.checks import CHECKS
 
@@ -19,8 +19,8 @@ MODULES = (training, optimizers, models, changes, steps, wires, mistakes)
 def main() -> None:
     """Tell of each check how it ended."""
     torch.set_num_threads(1)
-    with Talk() as talk:
-        wanted = talk.hear()["checks"]
+    with ControlSocket() as test:
+        wanted = test.receive()["checks"]
         ronde.init()
         told: dict[str, dict[str, Any]] = {}
         for name in wanted:
@@ -29,10 +29,10 @@ def main() -> None:
                 value = CHECKS[name].body()
             except BaseException:  # what pytest.raises() raises is no Exception
                 told[name] = {"failed": traceback.format_exc()[-3000:]}
-                talk.say("over", told=told)
+                test.send("over", told=told)
                 raise SystemExit(1) from None
             told[name] = {"value": value, "took_s": time.monotonic() - began}
-        talk.say("over", told=told)
+        test.send("over", told=told)
         ronde.shutdown()
 
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import ronde
 import ronde.torch as rt
-from tests.jobs.scripts.talk import Talk
+from tests.jobs.scripts.control import ControlSocket
 
 BATCH = 2
 
@@ -44,7 +44,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, x: torch.Tensor) -
     optimizer.step()
 
 
-def run(talk: Talk, path: str, num_samples: int, die_at: int | None) -> None:
+def run(test: ControlSocket, path: str, num_samples: int, die_at: int | None) -> None:
     """Train through one epoch, or up to a death."""
     model, optimizer = build()
     rt.broadcast_parameters(model)
@@ -65,27 +65,27 @@ def run(talk: Talk, path: str, num_samples: int, die_at: int | None) -> None:
         if step == die_at:
             checkpoints.save(step)
             break
-    talk.say("trained", used=used, restored=restored.step if restored else None, step=step, epoch=sampler.epoch)
+    test.send("trained", used=used, restored=restored.step if restored else None, step=step, epoch=sampler.epoch)
     if die_at is not None:
         try:
             checkpoints.save(step + 1, extras={"bomb": Bomb()})
             ronde.barrier()
         except ronde.PeerLost as error:
-            talk.say("lost", peer=error.peer)
+            test.send("lost", peer=error.peer)
     rt.check_in_sync(model)
     metrics = rt.average_metrics({"samples": len(used)}, count=len(used))
-    talk.say("over", weights=[parameter.sum().item() for parameter in model.parameters()], metrics=metrics)
+    test.send("over", weights=[parameter.sum().item() for parameter in model.parameters()], metrics=metrics)
 
 
 def main() -> None:
     """One rank."""
     warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # how a loader starts its workers
     torch.set_num_threads(1)
-    with Talk() as talk:
-        wanted = talk.hear()
+    with ControlSocket() as test:
+        wanted = test.receive()
         ronde.init()
         try:
-            run(talk, wanted["path"], wanted["num_samples"], wanted["die_at"])
+            run(test, wanted["path"], wanted["num_samples"], wanted["die_at"])
         except ronde.RondeError:
             if wanted["die_at"] is None:
                 raise

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import ronde
-from tests.jobs.scripts.talk import Talk
+from tests.jobs.scripts.control import ControlSocket
 
 LATE_S = 0.15
 """How much longer the slow rank computes in each step: much more than a busy machine delays the others."""
@@ -36,23 +36,23 @@ def step(how: str, x: np.ndarray[Any, Any], plan: ronde.Plan) -> tuple[int, int]
 
 
 def main() -> None:
-    with Talk() as talk:
-        wanted = talk.hear()
+    with ControlSocket() as test:
+        wanted = test.receive()
         ronde.init()
         x = np.ones(1000, np.float32)
         plan = ronde.plan([ronde.Bucket(1000), ronde.Bucket(1000)])
-        talk.say("ready", operations=ronde.metrics().total.operations)
-        talk.hear()
+        test.send("ready", operations=ronde.metrics().total.operations)
+        test.receive()
         times = []
         for _ in range(wanted["steps"]):
-            if talk.rank == wanted["slow"]:
+            if test.rank == wanted["slow"]:
                 if wanted.get("hangs"):
-                    talk.hear()
+                    test.receive()
                 time.sleep(LATE_S)
             times.append(step(wanted["how"], x, plan))
             ronde.mark_step()
-        talk.say("done", times=times)
-        talk.hear()  # the line where all of them wait
+        test.send("done", times=times)
+        test.receive()  # the line where all of them wait
         plan.close()
         ronde.shutdown()
 

@@ -20,7 +20,7 @@ from ronde.net.keys import new_job_key
 from ronde.net.listener import ConnectionRequest
 from ronde.net.messages import JoinRefused, RankLost, RoundStarted
 from ronde.types import Deadline
-from tests.jobs.jobs import hosted_by_rank_0
+from tests.jobs.kit import hosted_by_rank_0
 from tests.unit.comm.scripted_ranks import KEY, PATIENCE_S, Job
 
 SLOW_RANK = 1
