@@ -1,6 +1,6 @@
-"""One file per rank and stream with what the rank printed, byte for byte. Used by the Printer for `--output`.
+"""One file per rank and stream with what the rank printed, byte for byte: `ronde run --output`.
 
-A file that cannot be written is left as it is, a true beginning of what was printed: the job goes on.
+After a write fails, the file is left as it is, a true beginning of what was printed, and the job goes on.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ from typing import TypeAlias
 from ronde.errors import StartFailed
 from ronde.launch.protocol import StdStream
 
-__all__ = ["RankOutputFiles"]
+__all__ = ["RankOutputFiles", "RankStream"]
 
-_RankStream: TypeAlias = tuple[int, StdStream]
+RankStream: TypeAlias = tuple[int, StdStream]
+"""One stream of one rank."""
 
 _STREAMS: tuple[StdStream, ...] = ("out", "err")
 _MAX_OPEN_FILES = 128
-"""More files than this are opened again when they are needed: descriptors are for the ranks."""
+"""Files beyond this number are opened again when they are needed: the driver needs its descriptors for ranks."""
 _MAX_PATHS_SHOWN = 8
 _FILE_NAME = re.compile(r"rank-\d+\.(out|err)")
 
 
 class RankOutputFiles:
-    """`rank-0.out`, `rank-0.err` … in a folder, or `rank.0/stdout` … if they are to be `nested`; empty at first. Calls
-    `tell` with words when one cannot be written: once for each kind of error.
+    """Creates empty files `rank-0.out`, `rank-0.err` … in a directory, or `rank.0/stdout` … in the layout of Horovod.
+    When a file cannot be written, print_message is called: once for each kind of error.
 
-    Files of an earlier run with more ranks are removed: the folder shows one run, not parts of two. (Not the nested
-    ones: Horovod leaves them.)"""
+    Files of an earlier run with more ranks are removed, so that the directory shows one run and not parts of two.
+    (Horovod leaves its own, so those are left.)"""
 
     def __init__(
         self, directory: str, *, num_ranks: int, print_message: Callable[[str], None], horovod_layout: bool = False
@@ -41,8 +42,8 @@ class RankOutputFiles:
         self._digits = len(str(num_ranks - 1))
         self._print_message = print_message
         self._reported_errnos: set[int | None] = set()
-        self._open_files: OrderedDict[_RankStream, FileIO] = OrderedDict()
-        self._incomplete: dict[_RankStream, None] = {}
+        self._open_files: OrderedDict[RankStream, FileIO] = OrderedDict()
+        self._incomplete: dict[RankStream, None] = {}
         try:
             for rank in range(num_ranks):
                 self.path(rank, "out").parent.mkdir(parents=True, exist_ok=True)
@@ -54,26 +55,26 @@ class RankOutputFiles:
             self._remove_stale_files(num_ranks)
 
     def path(self, rank: int, stream: StdStream) -> Path:
-        """The file of a rank; names sort by rank."""
+        """Return the file of a stream. Names sort by rank."""
         number = f"{rank:0{self._digits}}"
         name = f"rank.{number}/std{stream}" if self._horovod_layout else f"rank-{number}.{stream}"
         return self._directory / name
 
     def write(self, rank: int, stream: StdStream, data: bytes) -> None:
-        """Append; it can be read at once."""
+        """Append to the file, without buffering."""
         key = (rank, stream)
         if key in self._incomplete:
             return
         try:
             file = self._open_file(key)
-            left = memoryview(data)
-            while left:
-                left = left[file.write(left) :]
+            remaining = memoryview(data)
+            while remaining:
+                remaining = remaining[file.write(remaining) :]
         except OSError as error:
             self._mark_incomplete(key, error)
 
     def close(self) -> None:
-        """Close all, and say which are incomplete. Idempotent."""
+        """Close all files, and print which are incomplete. Idempotent."""
         while self._open_files:
             self._close_file(*self._open_files.popitem())
         if self._incomplete:
@@ -91,7 +92,7 @@ class RankOutputFiles:
         except OSError as error:
             self._print_message(f"files of an earlier run may be left in {self._directory}: {error.strerror}")
 
-    def _open_file(self, key: _RankStream) -> FileIO:
+    def _open_file(self, key: RankStream) -> FileIO:
         file = self._open_files.get(key)
         if file is None:
             if len(self._open_files) >= _MAX_OPEN_FILES:
@@ -100,13 +101,13 @@ class RankOutputFiles:
         self._open_files.move_to_end(key)
         return file
 
-    def _close_file(self, key: _RankStream, file: FileIO) -> None:
+    def _close_file(self, key: RankStream, file: FileIO) -> None:
         try:
             file.close()
-        except OSError as error:  # some file systems tell only now that they are full
+        except OSError as error:  # some file systems report only now that they are full
             self._mark_incomplete(key, error)
 
-    def _mark_incomplete(self, key: _RankStream, error: OSError) -> None:
+    def _mark_incomplete(self, key: RankStream, error: OSError) -> None:
         if key in self._incomplete:
             return
         self._incomplete[key] = None
@@ -114,5 +115,5 @@ class RankOutputFiles:
             self._close_file(key, file)
         if error.errno not in self._reported_errnos:
             self._reported_errnos.add(error.errno)
-            why = error.strerror or str(error)
-            self._print_message(f"cannot write {self.path(*key)}: {why}; the job goes on, the file stays incomplete")
+            reason = error.strerror or str(error)
+            self._print_message(f"cannot write {self.path(*key)}: {reason}; the job goes on, the file stays incomplete")

@@ -1,14 +1,12 @@
-"""One stream of one rank, as far as it can still change: cut into lines, with progress bars taken for what they are.
+"""The output of one stream of one rank, cut into lines; progress bars become the line that they end as.
 
-Most output is plain lines, and they pass in blocks without a look at single characters. The rest is a very small
-terminal: rows, a cursor that can go up again, and `\r`, after which text overwrites its row. A row is *settled* when
-the stream cannot come back to it any more:
+Most output is plain lines, which pass in blocks without a look at single characters. The rest goes through a very small
+terminal: rows, a cursor that can move up, and `\r`, after which text overwrites its row. A row is *final* when the
+stream cannot come back to it:
 
 - in a plain stream, at its end of line;
-- in a *live* stream (the cursor has gone up before, or is hidden, as tqdm and rich do), when the stream draws again
-  below it, when it has scrolled out of reach, or when the stream rests below it for a while.
-
-Used by the Printer.
+- in a *live* stream (its cursor has moved up before, or is hidden, as tqdm and rich do), when the stream draws again
+  below the row, when the row has scrolled out of reach, or when the stream is idle below it for a while.
 """
 
 from __future__ import annotations
@@ -19,54 +17,53 @@ from typing import NamedTuple
 __all__ = ["IDLE_DELAY_S", "LiveRows", "MAX_LINE_BYTES", "OPEN_LINE_DELAY_S", "StreamText"]
 
 MAX_LINE_BYTES = 256 * 1024
-"""A longer line goes on in pieces."""
+"""A longer line is printed in pieces."""
 OPEN_LINE_DELAY_S = 0.25
-"""A line without its end, such as a prompt, is shown after so long."""
+"""A line without its end, such as a prompt, is printed after so long."""
 IDLE_DELAY_S = 0.2
-"""A stream that writes nothing for so long does not come back to the rows above its cursor, unless it hid that."""
+"""A stream that writes nothing for so long does not come back to rows above its cursor, unless it hid the cursor."""
 MAX_ROWS = 64
-"""How far up a stream can go."""
+"""So far up can a cursor move."""
 
 _NON_COLOR_ESCAPE = re.compile(rb"\x1b(?!\[[0-9;:]*m)")
-"""A sequence that does something else."""
+"""An escape sequence other than a colour."""
 _CURSOR_CONTROL = re.compile(rb"(\n|\r|\x08+|\x1b\[[0-9;:<=>?]*[ -/]*[@-ln-~]|\x1b[78DEMc=>])")
-"""What moves the cursor, or may. Colours (which end with m) count as text."""
+"""What moves the cursor, or may move it. Colours (which end with m) count as text."""
 _INCOMPLETE_ESCAPE = re.compile(rb"\x1b(?:\[[0-9;:<=>?]{0,24}[ -/]?)?\Z")
-"""The beginning of a sequence whose rest comes with the next chunk."""
+"""The beginning of an escape sequence whose rest comes with the next chunk."""
 
 
 class StreamText(NamedTuple):
-    """Settled output: whole lines, or a piece of an open one."""
+    """Final output: whole lines, or a piece of an open line."""
 
     data: bytes
-    """Ends with a newline, or the line stays open."""
+    """Without a newline at its end, the last line stays open."""
     continued: bool = False
-    """Begins in the middle of the line that the text before left open; then it holds no other line."""
+    """It continues the line that the text before left open. Then it holds no other line."""
     urgent: bool = False
-    """Has been on the screen already, as a progress bar: better not away for a moment."""
+    """It has been on the terminal already, as a progress bar, and must not vanish for a moment."""
 
     @property
     def is_whole_lines(self) -> bool:
-        """Only whole lines."""
         return not self.continued and self.data.endswith(b"\n")
 
 
 class LiveRows:
-    """Feed it chunks; it answers with what is settled. Open rows either show on a terminal (`visible`), or are handed
-    out in pieces after a moment."""
+    """The rows of a stream that can still change. feed() returns what has become final. On a terminal, open rows are
+    shown in the live region (visible_rows); elsewhere they are printed in pieces after OPEN_LINE_DELAY_S."""
 
     def __init__(self, *, on_terminal: bool) -> None:
         self._on_terminal = on_terminal
         self._rows = [b""]
         self._cursor = 0
-        self._overwrite_next = False  # the next text overwrites the row: \r came
-        self._overwritten = False  # the row has been overwritten
+        self._overwrite_next = False  # after \r: the next text overwrites the row
+        self._overwritten = False  # the row has been overwritten before
         self._live = False
         self._cursor_hidden = False  # only while live
-        self._written = False  # something was, since the cursor came to this row
-        self._moved_up = False  # the cursor went up, and nothing has been written since
-        self._num_unwritten_rows = 0  # so many first rows were made by going up, and nothing was written to them
-        self._emitted_partially = False  # the beginning of the first row was handed out in pieces
+        self._written = False  # something was written since the cursor came to this row
+        self._moved_up = False  # the cursor moved up, and nothing was written since
+        self._num_unwritten_rows = 0  # the first rows, made by moving up, to which nothing was written
+        self._emitted_partially = False  # the beginning of the first row was printed in pieces
         self._incomplete_escape = b""
         self._final: list[StreamText] = []
         self._open_since_s = 0.0  # age of what stands in the open row
@@ -74,11 +71,10 @@ class LiveRows:
 
     @property
     def cursor_hidden(self) -> bool:
-        """Whether the stream hid the cursor."""
         return self._cursor_hidden
 
     def feed(self, data: bytes, now_s: float) -> list[StreamText]:
-        """Take a chunk. Answers what it settled, in order."""
+        """Take a chunk. Return what has become final, in order."""
         empty = not self._rows[0]
         if b"\r\n" in data:  # from a pseudo-terminal
             data = data.replace(b"\r\n", b"\n")
@@ -92,7 +88,7 @@ class LiveRows:
         return self._take_final()
 
     def take_idle(self, now_s: float) -> list[StreamText]:
-        """What is settled because time has passed."""
+        """Return what has become final because time has passed."""
         due_s = self.idle_due_s()
         if due_s is not None and now_s >= due_s:
             if self._live:
@@ -103,16 +99,16 @@ class LiveRows:
         return self._take_final()
 
     def idle_due_s(self) -> float | None:
-        """When `rest` has something to do."""
+        """Return when take_idle() has something to return."""
         if self._live:
-            rests = not self._cursor_hidden and (self._cursor or len(self._rows) == 1)
-            return self._last_fed_s + IDLE_DELAY_S if rests else None
+            can_be_idle = not self._cursor_hidden and (self._cursor or len(self._rows) == 1)
+            return self._last_fed_s + IDLE_DELAY_S if can_be_idle else None
         if self._on_terminal or self._overwritten or not self._rows[0]:
             return None
         return self._open_since_s + OPEN_LINE_DELAY_S
 
     def visible_rows(self, now_s: float) -> tuple[bytes, ...]:
-        """The rows for a terminal's live region."""
+        """Return the rows for the live region of a terminal."""
         if self._emitted_partially:
             return ()
         if not (self._live or self._overwritten) and now_s < self._open_since_s + OPEN_LINE_DELAY_S:
@@ -123,21 +119,20 @@ class LiveRows:
         return tuple(rows)
 
     def change_times_s(self, now_s: float) -> list[float]:
-        """When something of this changes by itself: `rest` has something to do, or more is visible."""
+        """Return when take_idle() or visible_rows() returns something else, if nothing is fed."""
         times = [] if (due_s := self.idle_due_s()) is None else [due_s]
         if self._on_terminal and self._rows[0] and not (self._live or self._overwritten or self._emitted_partially):
             times.append(self._open_since_s + OPEN_LINE_DELAY_S)
         return [moment for moment in times if moment > now_s]
 
     def is_empty(self) -> bool:
-        """Nothing is open."""
         return not (self._live or self._rows[0] or self._incomplete_escape)
 
     def finish(self) -> list[StreamText]:
-        """Nothing more comes: everything is settled."""
+        """Return everything. Called when nothing more comes."""
         if self._incomplete_escape:
-            carry, self._incomplete_escape = self._incomplete_escape, b""
-            self._write_text(carry)
+            escape, self._incomplete_escape = self._incomplete_escape, b""
+            self._write_text(escape)
         if self._live or self._overwritten:
             while len(self._rows) > 1 and not self._rows[-1].strip():
                 self._rows.pop()
@@ -154,10 +149,8 @@ class LiveRows:
         return bool(self._overwrite_next or self._incomplete_escape or self._live)
 
     def _take_final(self) -> list[StreamText]:
-        done, self._final = self._final, []
-        return done
-
-    # --- plain lines -------------------------------------------------------------------------------------------
+        final, self._final = self._final, []
+        return final
 
     def _feed_plain(self, data: bytes) -> None:
         cut = data.rfind(b"\n") + 1
@@ -170,7 +163,7 @@ class LiveRows:
             self._emit_partial()
 
     def _emit_lines(self, lines: bytes) -> None:
-        """Whole lines are settled, the first of them perhaps the end of a spilled one."""
+        """Emit whole lines. The first may be the end of a line whose beginning was emitted before."""
         if self._emitted_partially:
             self._emitted_partially = False
             cut = lines.index(b"\n") + 1
@@ -181,7 +174,7 @@ class LiveRows:
         self._overwritten = False
 
     def _emit_partial(self) -> None:
-        """Hand out the beginning of the open row."""
+        """Emit the beginning of the open row."""
         self._final.append(StreamText(self._rows[0], continued=self._emitted_partially))
         self._rows[0] = b""
         self._emitted_partially = True
@@ -190,8 +183,6 @@ class LiveRows:
         if self._emitted_partially:
             self._emitted_partially = False
             self._final.append(StreamText(b"\n", continued=True))
-
-    # --- with a cursor -----------------------------------------------------------------------------------------
 
     def _feed_controls(self, data: bytes) -> None:
         data = self._incomplete_escape + data
@@ -216,7 +207,7 @@ class LiveRows:
 
     def _write_text(self, text: bytes) -> None:
         if self._moved_up or (self._overwrite_next and self._written):
-            self._emit_rows(self._cursor)  # who goes back to draw again begins at the top of what he draws
+            self._emit_rows(self._cursor)  # who moves back to draw again begins at the top of what is drawn
             self._moved_up = False
         if self._overwrite_next:
             self._end_partial()
@@ -226,7 +217,7 @@ class LiveRows:
         self._written = True
         self._num_unwritten_rows = min(self._num_unwritten_rows, self._cursor)
         if len(self._rows[self._cursor]) > MAX_LINE_BYTES:
-            self._rows.append(self._rows.pop(self._cursor))  # nobody draws such a thing: the others are done
+            self._rows.append(self._rows.pop(self._cursor))  # nobody draws such a row: the others are final
             self._num_unwritten_rows = min(self._num_unwritten_rows, len(self._rows) - 1)
             self._emit_rows(len(self._rows) - 1)
             self._live = self._cursor_hidden
@@ -250,7 +241,7 @@ class LiveRows:
             self._live = self._cursor_hidden
 
     def _emit_rows(self, count: int) -> None:
-        """The first rows are settled."""
+        """Emit the first rows."""
         if count > self._num_unwritten_rows:
             self._emit_lines(b"\n".join(self._rows[self._num_unwritten_rows : count]) + b"\n")
         del self._rows[:count]
@@ -262,7 +253,7 @@ class LiveRows:
         end = len(row)
         for _ in range(min(count, end)):
             end -= 1
-            while end > 0 and row[end] & 0xC0 == 0x80:  # inside a character of UTF-8
+            while end > 0 and row[end] & 0xC0 == 0x80:  # inside a UTF-8 character
                 end -= 1
         self._rows[self._cursor] = row[: max(0, end)]
         self._overwritten = True
@@ -285,12 +276,12 @@ class LiveRows:
                 self._rows[self._cursor] = b""
         elif final in b"hl" and parameters == b"?25":
             self._cursor_hidden = final == b"l"
-            self._live = True  # what was drawn while it was hidden may still be taken back
+            self._live = True  # what was drawn while the cursor was hidden may still be overwritten
 
     def _move_cursor_up(self, count: int) -> None:
         self._end_partial()
         self._cursor -= count
-        if self._cursor < 0:  # rows of before it was live are out of reach: leave room for them
+        if self._cursor < 0:  # rows from before the stream was live are out of reach: leave room for them
             room = min(-self._cursor, MAX_ROWS - len(self._rows))
             self._rows[:0] = [b""] * room
             self._num_unwritten_rows += room
@@ -300,5 +291,5 @@ class LiveRows:
 
 
 def _moves_cursor(data: bytes) -> bool:
-    """More than plain lines with colours."""
+    """Return whether this is more than plain lines with colours."""
     return b"\r" in data or b"\b" in data or (b"\x1b" in data and _NON_COLOR_ESCAPE.search(data) is not None)

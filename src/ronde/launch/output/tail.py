@@ -1,10 +1,7 @@
-"""The Python traceback that says why a rank has ended, in what it printed. Pure; used for the summary of a job that
-failed.
+"""The last output of a rank, for the report of a job that failed: the traceback that explains its exit, or last lines.
 
-Not every traceback is a reason: programs print those of errors that they have got over, too. What tells them apart is
-how the process ended, and how much it has printed since.
-
-The end of what each rank printed, kept for the summary of a job that failed. Used by the Printer.
+Not every traceback explains an exit: programs also print those of errors that they handle. The exit code, and how much
+was printed after the traceback, tell them apart.
 """
 
 from __future__ import annotations
@@ -18,7 +15,7 @@ from ronde.launch.protocol import StdStream
 __all__ = ["OutputTail", "find_fatal_traceback"]
 
 _FAULTHANDLER_HEADER = "Fatal Python error: "
-"""faulthandler's: a crash in native code."""
+"""Printed by faulthandler after a crash in native code."""
 _HEADER = re.compile(
     r"Traceback \(most recent call last\):"
     r"|  \+ Exception Group Traceback \(most recent call last\):"
@@ -35,22 +32,22 @@ _NONFATAL_HEADERS = (
     "Error in atexit._run_exitfuncs",
     "Error in sys.excepthook",
 )
-"""Tracebacks that are not the reason for an end."""
+"""Python prints these before tracebacks that end nothing."""
 _WARNING = re.compile(r"\S+:\d+: \w*Warning: |(\[rank\d+\]:)?\[W\d")
-"""Python's (such as those of leaked semaphores), and PyTorch's."""
+"""Of Python (such as those of leaked semaphores) and of PyTorch."""
 _INTRODUCTION_PREFIXES = ("Exception in thread ", "Process ")
 _FRAME_PREFIXES = (" ", "│", "╭", "╰", "Current thread", "Thread 0x", "Python runtime state: ")
 _UNCAUGHT_CODE = 1
-"""Python's own, after an exception that nobody caught."""
+"""The exit code of Python after an uncaught exception."""
 _MAX_LINES_AFTER = 100
-"""Messages may be long, and more may be printed at exit. With more lines after it, the program went on."""
+"""A message may be long, and more may be printed at exit. With more lines after the traceback, the program went on."""
 _MAX_LINES_AFTER_SHOWN = 24
-"""Of what follows a traceback."""
+"""Lines shown after a traceback."""
 
 
 def find_fatal_traceback(lines: Sequence[str], exit_code: int) -> list[str]:
-    """The last traceback, if it says why a process ended with this code: with the exceptions it came from, the line
-    that introduces it, and what follows it. Otherwise nothing."""
+    """Return the last traceback, if it explains why a process exited with this code: with the exceptions it came from,
+    the line that introduces it, and what follows it. Otherwise nothing."""
     chain = _last_chain(lines)
     if not chain:
         return []
@@ -66,19 +63,20 @@ def find_fatal_traceback(lines: Sequence[str], exit_code: int) -> list[str]:
 
 
 def _last_chain(lines: Sequence[str]) -> list[int]:
-    """The headers of the last exception and of those it came from; asides do not count."""
+    """Return the indices of the headers of the last exception and of those it came from, without nonfatal ones."""
     chains: list[list[int]] = []
     for header in (index for index, line in enumerate(lines) if _HEADER.match(line)):
         if chains and any(line in _CHAIN_LINES for line in lines[chains[-1][-1] + 1 : header]):
             chains[-1].append(header)
         else:
             chains.append([header])
-    meant = [chain for chain in chains if not (chain[0] and lines[chain[0] - 1].startswith(_NONFATAL_HEADERS))]
-    return meant[-1] if meant else []
+    fatal = [chain for chain in chains if not (chain[0] and lines[chain[0] - 1].startswith(_NONFATAL_HEADERS))]
+    return fatal[-1] if fatal else []
 
 
 def _find_end(lines: Sequence[str], header: int) -> int:
-    """After the frames, which are indented, the message follows. Where that ends nobody can tell: its first line."""
+    """Return the index after the first line of the message, which follows the indented frames. Where the message ends
+    cannot be known."""
     frames = header + 1
     while frames < len(lines) and (not lines[frames] or lines[frames].startswith(_FRAME_PREFIXES)):
         frames += 1
@@ -86,7 +84,7 @@ def _find_end(lines: Sequence[str], header: int) -> int:
 
 
 def _signal_of(exit_code: int) -> int:
-    """The signal that ended a process, also one below a shell; 0 for none."""
+    """Return the signal that ended a process, also of a child of a shell; 0 for none."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     return number if 0 < number < signal.NSIG else 0
 
@@ -99,44 +97,44 @@ def _explains(header: str, message: str, exit_code: int) -> bool:
 
 
 def _max_lines_after(exit_code: int) -> int:
-    """So many lines may follow: who exits by itself prints its reason last."""
+    """Return how many lines may follow the traceback. A program that chose its exit code prints the reason last."""
     return _MAX_LINES_AFTER if exit_code == _UNCAUGHT_CODE or _signal_of(exit_code) else 0
 
 
 def _drop_nonfatal(lines: Sequence[str]) -> list[str]:
-    """Without what Python says while it ends, and warnings."""
+    """Return the lines without warnings and the tracebacks that Python prints at exit."""
     kept: list[str] = []
-    aside = message = False  # inside of one; its message is still to come
+    nonfatal = message = False  # inside a nonfatal traceback or warning; its message is still to come
     for line in lines:
         if line.startswith(_NONFATAL_HEADERS) or _WARNING.match(line):
-            aside, message = True, line.startswith(_NONFATAL_HEADERS)
-        elif aside and _HEADER.match(line):
+            nonfatal, message = True, line.startswith(_NONFATAL_HEADERS)
+        elif nonfatal and _HEADER.match(line):
             message = True
-        elif aside and (not line or line in _CHAIN_LINES or line.startswith(_FRAME_PREFIXES)):
+        elif nonfatal and (not line or line in _CHAIN_LINES or line.startswith(_FRAME_PREFIXES)):
             continue
-        elif aside and message:
+        elif nonfatal and message:
             message = False
         else:
-            aside = False
+            nonfatal = False
             kept.append(line)
     return kept
 
 
 def _keep_crashed_thread(lines: Sequence[str]) -> list[str]:
-    """Of a crash only the thread in which it happened: faulthandler shows all there are, in any order."""
+    """Return a crash with only the thread in which it happened: faulthandler prints all threads, in any order."""
     if not any(line.startswith("Current thread 0x") for line in lines):
         return [*lines]
     kept: list[str] = []
-    bystander = False
+    other_thread = False
     for line in lines:
-        bystander = line.startswith("Thread 0x") or (bystander and line != "")
-        if not bystander and not (line == "" and kept[-1:] == [""]) and not line.startswith("Extension modules: "):
+        other_thread = line.startswith("Thread 0x") or (other_thread and line != "")
+        if not other_thread and not (line == "" and kept[-1:] == [""]) and not line.startswith("Extension modules: "):
             kept.append(line)
     return kept
 
 
 def _shorten_lines_after(after: list[str]) -> list[str]:
-    """Where a message began and what was printed last say most."""
+    """Leave out the middle of many lines."""
     num_left_out = len(after) - _MAX_LINES_AFTER_SHOWN
     if num_left_out <= 1:
         return after
@@ -147,7 +145,7 @@ def _shorten_lines_after(after: list[str]) -> list[str]:
 _STREAMS: tuple[StdStream, ...] = ("err", "out")
 _KEPT_BYTES = 64 * 1024
 _MAX_LINES_PER_STREAM = 20
-"""Without a traceback, so many lines of each stream say enough."""
+"""Lines of each stream that are shown when there is no traceback."""
 _MAX_LINES = 160
 _MAX_CHARACTERS = 16 * 1024
 _MAX_LINE_CHARACTERS = 1000
@@ -160,14 +158,14 @@ _ESCAPE = re.compile(
 
 
 class OutputTail:
-    """The last bytes of the two streams of one rank."""
+    """Keeps the last bytes of the two streams of one rank."""
 
     def __init__(self) -> None:
         self._chunks: dict[StdStream, list[bytes]] = {"out": [], "err": []}
         self._num_bytes: dict[StdStream, int] = {"out": 0, "err": 0}
 
     def add(self, stream: StdStream, data: bytes) -> None:
-        """Take a chunk; forget what is too old."""
+        """Add a chunk, and forget what is too old."""
         chunks = self._chunks[stream]
         chunks.append(data[-_KEPT_BYTES:])
         self._num_bytes[stream] += len(chunks[-1])
@@ -176,7 +174,7 @@ class OutputTail:
             self._chunks[stream], self._num_bytes[stream] = [kept], len(kept)
 
     def text(self, exit_code: int) -> str:
-        """Why the rank ended with this code: the traceback that says so, or else the last lines of both streams."""
+        """Return the traceback that explains this exit code, or else the last lines of both streams."""
         err, out = (_readable_lines(b"".join(self._chunks[stream])) for stream in _STREAMS)
         # On a terminal of its own, or after 2>&1, a rank prints its traceback to standard output.
         found = find_fatal_traceback(err or out, exit_code)
@@ -192,7 +190,7 @@ class OutputTail:
 
 
 def _readable_lines(data: bytes) -> list[str]:
-    """Decoded, without colours and control characters, with progress bars as they last stood; no empty lines around."""
+    """Return the lines without control characters, progress bars as they were last, no empty lines around."""
     text = "\n".join(_visible_text(line) for line in data.decode(errors="replace").split("\n")).strip("\n")
     return text.split("\n") if text else []
 
@@ -203,7 +201,7 @@ def _visible_text(line: str) -> str:
 
 
 def _drop_middle(lines: list[str]) -> list[str]:
-    """Leave out the middle of what is too long: where it began and how it ended say most."""
+    """Leave out the middle of what is too long."""
     kept, num_characters = 0, 0
     for line in reversed(lines):
         num_characters += len(line) + 1

@@ -59,21 +59,21 @@ def test_more_ranks_than_descriptors_are_no_problem(tmp_path: Path) -> None:
     assert all((tmp_path / f"rank-{rank:03}.out").read_bytes() == b"abc" for rank in range(300))
 
 
-def test_a_full_disk_is_told_once_and_the_other_files_go_on(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_the_other_files_go_on(tmp_path: Path) -> None:
     for name in ("rank-0.out", "rank-1.out"):
         (tmp_path / name).symlink_to("/dev/full")
-    told: list[str] = []
-    files = RankOutputFiles(str(tmp_path), num_ranks=3, print_message=told.append)
+    messages: list[str] = []
+    files = RankOutputFiles(str(tmp_path), num_ranks=3, print_message=messages.append)
     for rank in (0, 0, 1, 2):
         files.write(rank, "out", b"data")
-    assert told == [
+    assert messages == [
         f"cannot write {tmp_path}/rank-0.out: No space left on device; the job goes on, the file stays incomplete"
     ]
     files.close()
-    assert told[1:] == [f"incomplete output files: {tmp_path}/rank-0.out, {tmp_path}/rank-1.out"]
+    assert messages[1:] == [f"incomplete output files: {tmp_path}/rank-0.out, {tmp_path}/rank-1.out"]
     assert (tmp_path / "rank-2.out").read_bytes() == b"data"
     files.close()
-    assert len(told) == 2
+    assert len(messages) == 2
 
 
 def test_a_file_that_failed_stays_a_true_beginning(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the user of `ronde run` sees."""
+"""What the user of `ronde run` sees: lines, prefixes, open lines, progress bars, files."""
 
 from __future__ import annotations
 
@@ -7,143 +7,175 @@ import os
 import pty
 import threading
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.launch.output.printer import OutputOptions, OutputSink, Printer, horovod_timestamp_prefix, timestamp_prefix
+from ronde.launch.output.printer import (
+    DRIVER,
+    OutputOptions,
+    Printer,
+    horovod_prefix,
+    horovod_timestamp_prefix,
+    line_prefix,
+    prefix_width,
+    timestamp_prefix,
+)
 from ronde.launch.output.terminal import OutputClosed, StandardStreams, TerminalInfo
 from ronde.launch.protocol import StdStream
-from tests.unit.launch.output.screens import FOLDED, PLAIN, TERMINAL, Screens
+from tests.unit.launch.output.memory_printer import FOLDED, PLAIN, TERMINAL, MemoryPrinter
+from tests.unit.launch.output.progress_bars import rich_progress, tqdm_bar, tqdm_nested
 
 SHARED = replace(PLAIN, terminal_info=TerminalInfo(same_file=True))
 
 
-def test_it_is_a_screen() -> None:
-    screen: OutputSink = Screens().printer
-    screen.close()
-
-
 def test_lines_carry_their_rank_and_go_to_their_stream() -> None:
-    screens = Screens(2)
-    screens.say(0, b"a\nb\n")
-    screens.say(1, b"warning\n", stream="err")
-    assert screens.printed() == "[0] a\n[0] b\n"
-    assert screens.err.getvalue() == b"[1] warning\n"
+    printer = MemoryPrinter(2)
+    printer.write(0, b"a\nb\n")
+    printer.write(1, b"warning\n", stream="err")
+    assert printer.printed() == "[0] a\n[0] b\n"
+    assert printer.err.getvalue() == b"[1] warning\n"
 
 
 def test_equal_lines_are_folded_and_the_rest_is_not_held_up() -> None:
-    screens = Screens(4, FOLDED)
+    printer = MemoryPrinter(4, FOLDED)
     for rank in range(4):
-        screens.say(rank, b"loading\nI am %d\nready\n" % rank)
-    screens.wait(0.2)
-    assert screens.printed() == "[0-3] loading\n" + "".join(f"[{r}] I am {r}\n" for r in range(4)) + "[0-3] ready\n"
+        printer.write(rank, b"loading\nI am %d\nready\n" % rank)
+    printer.wait(0.2)
+    assert printer.printed() == "[0-3] loading\n" + "".join(f"[{r}] I am {r}\n" for r in range(4)) + "[0-3] ready\n"
 
 
 def test_one_rank_alone_never_waits() -> None:
-    screens = Screens(1, FOLDED)
-    assert screens.say(0, b"a\n") is None
-    assert screens.printed() == "[0] a\n"
+    printer = MemoryPrinter(1, FOLDED)
+    assert printer.write(0, b"a\n") is None
+    assert printer.printed() == "[0] a\n"
 
 
 def test_timestamps_tell_when_a_line_arrived() -> None:
-    screens = Screens(2, replace(FOLDED, timestamps=True))
-    screens.say(0, b"a\nb\n")
-    screens.wait(1.0)
-    arrived = timestamp_prefix(
-        -100
-    ).decode()  # the wall clock of the test says 0 at each tick; the line waited for 0.1 s
-    assert screens.printed() == f"[0] {arrived}a\n[0] {arrived}b\n"
+    printer = MemoryPrinter(2, replace(FOLDED, timestamps=True))
+    printer.write(0, b"a\nb\n")
+    printer.wait(1.0)
+    arrived = timestamp_prefix(-100).decode()  # the wall clock stands at 0, and the line has waited for 0.1 s
+    assert printer.printed() == f"[0] {arrived}a\n[0] {arrived}b\n"
 
 
 def test_lines_can_begin_as_those_of_horovod_do() -> None:
-    screens = Screens(2, replace(PLAIN, horovod_format=True))
-    screens.say(0, b"a\n\nb\n")
-    screens.say(1, b"warning\n", stream="err")
-    assert screens.printed() == "[0]<stdout>:a\n[0]<stdout>:\n[0]<stdout>:b\n"
-    assert screens.err.getvalue() == b"[1]<stderr>:warning\n"
-
-
-def test_the_time_stands_before_the_label_then() -> None:
-    screens = Screens(1, replace(PLAIN, horovod_format=True, timestamps=True))
-    screens.say(0, b"a\n")
-    assert screens.printed() == f"{horovod_timestamp_prefix(0).decode()}[0]<stdout>:a\n"
+    printer = MemoryPrinter(2, replace(PLAIN, horovod_format=True))
+    printer.write(0, b"a\n\nb\n")
+    printer.write(1, b"warning\n", stream="err")
+    assert printer.printed() == "[0]<stdout>:a\n[0]<stdout>:\n[0]<stdout>:b\n"
+    assert printer.err.getvalue() == b"[1]<stderr>:warning\n"
+    printer = MemoryPrinter(1, replace(PLAIN, horovod_format=True, timestamps=True))
+    printer.write(0, b"a\n")
+    assert printer.printed() == f"{horovod_timestamp_prefix(0).decode()}[0]<stdout>:a\n"
 
 
 def test_colours_are_for_terminals_and_for_those_who_want_them() -> None:
-    assert Screens(1, replace(PLAIN, color=True)).say(0, b"a\n") is None
+    assert MemoryPrinter(1, replace(PLAIN, color=True)).write(0, b"a\n") is None
     for place, color, expected in [
         (TERMINAL, True, b"\x1b[36m[0]\x1b[0m a\n"),
         (TERMINAL, False, b"[0] a\n"),
         (TerminalInfo(), True, b"[0] a\n"),
     ]:
-        screens = Screens(1, OutputOptions(terminal_info=place, color=color))
-        screens.say(0, b"a\n")
-        assert screens.out.getvalue() == expected
+        printer = MemoryPrinter(1, OutputOptions(terminal_info=place, color=color))
+        printer.write(0, b"a\n")
+        assert printer.out.getvalue() == expected
 
 
 def test_colours_of_a_rank_do_not_run_into_the_next_line() -> None:
-    screens = Screens.on_terminal(1)
-    screens.say(0, b"\x1b[31mred\nstill\n")
-    assert screens.out.getvalue() == b"[0] \x1b[31mred\x1b[0m\n[0] still\x1b[0m\n"
+    printer = MemoryPrinter.on_terminal(1)
+    printer.write(0, b"\x1b[31mred\nstill\n")
+    assert printer.out.getvalue() == b"[0] \x1b[31mred\x1b[0m\n[0] still\x1b[0m\n"
 
 
-def test_a_note_comes_after_what_was_printed_before_it() -> None:
-    screens = Screens(2, replace(FOLDED, terminal_info=TerminalInfo(same_file=True)))
-    screens.printer.write(0, "out", b"last words\n")
-    screens.printer.print_message("rank 0 failed\nexit code 1\n")
-    screens.printer.refresh(screens.now_s)
-    assert screens.printed() == "[0] last words\n[ronde] rank 0 failed\n[ronde] exit code 1\n"
+def test_a_message_comes_after_what_was_printed_before_it() -> None:
+    printer = MemoryPrinter(2, replace(FOLDED, terminal_info=TerminalInfo(same_file=True)))
+    printer.sink.write(0, "out", b"goodbye\n")
+    printer.sink.print_message("rank 0 failed\nexit code 1\n")
+    printer.sink.refresh(printer.now_s)
+    assert printer.printed() == "[0] goodbye\n[ronde] rank 0 failed\n[ronde] exit code 1\n"
+
+
+# --- prefixes --------------------------------------------------------------------------------------------------------
+
+
+def test_a_prefix_names_its_ranks_or_the_driver() -> None:
+    assert line_prefix((0, 2, 3), color=False) == b"[0,2-3] "
+    assert line_prefix(DRIVER, color=False) == b"[ronde] "
+
+
+def test_every_rank_has_a_colour_of_its_own_and_folded_lines_have_none() -> None:
+    labels = {line_prefix((rank,), color=True).split(b"m")[0] for rank in range(10)}
+    assert len(labels) == 10
+    assert line_prefix((0, 1), color=True) == b"\x1b[1m[0-1]\x1b[0m "
+
+
+def test_a_timestamp_is_local_time_to_the_millisecond() -> None:
+    moment = datetime(2026, 1, 5, 14, 3, 22, 123_000)
+    assert timestamp_prefix(round(moment.timestamp() * 1000)) == b"2026-01-05 14:03:22.123 "
+
+
+def test_the_width_is_that_of_the_longest_prefix() -> None:
+    assert prefix_width(8) == len("[7] ")
+    assert prefix_width(64, timestamps=True) == len("[63] 2026-01-05 14:03:22.123 ")
+
+
+def test_prefixes_and_times_can_be_those_of_horovod() -> None:
+    assert horovod_prefix((3,), "out") == b"[3]<stdout>:"
+    assert horovod_prefix((12,), "err") == b"[12]<stderr>:"
+    assert horovod_prefix(DRIVER, "err") == b"[ronde] "
+    assert horovod_timestamp_prefix(int(datetime(2026, 1, 5, 14, 3, 22).timestamp())) == b"Mon Jan  5 14:03:22 2026"
 
 
 # --- open lines ----------------------------------------------------------------------------------------------------
 
 
 def test_a_prompt_shows_after_a_moment_and_goes_on() -> None:
-    screens = Screens(2)
-    assert screens.say(0, b"name? ") == pytest.approx(screens.now_s + 0.25)
-    assert screens.printed() == ""
-    screens.wait(0.3)
-    assert screens.printed() == "[0] name? "
-    screens.say(0, b"Ada\n")
-    assert screens.printed() == "[0] name? Ada\n"
+    printer = MemoryPrinter(2)
+    assert printer.write(0, b"name? ") == pytest.approx(printer.now_s + 0.25)
+    assert printer.printed() == ""
+    printer.wait(0.3)
+    assert printer.printed() == "[0] name? "
+    printer.write(0, b"Ada\n")
+    assert printer.printed() == "[0] name? Ada\n"
 
 
 def test_a_line_of_another_rank_ends_an_open_one_first() -> None:
-    screens = Screens(2, SHARED)
-    screens.say(0, b"working ...")
-    screens.wait(0.3)
-    screens.say(1, b"hello\n", stream="err")
-    screens.say(0, b" done\n")
-    assert screens.printed() == "[0] working ...\n[1] hello\n[0]  done\n"
+    printer = MemoryPrinter(2, SHARED)
+    printer.write(0, b"working ...")
+    printer.wait(0.3)
+    printer.write(1, b"hello\n", stream="err")
+    printer.write(0, b" done\n")
+    assert printer.printed() == "[0] working ...\n[1] hello\n[0]  done\n"
 
 
 def test_an_open_line_that_was_ended_by_another_does_not_end_twice() -> None:
-    screens = Screens(2, SHARED)
-    screens.say(0, b"working ...")
-    screens.wait(0.3)
-    screens.say(1, b"hello\n")
-    screens.say(0, b"\n")
-    assert screens.close() == "[0] working ...\n[1] hello\n"
+    printer = MemoryPrinter(2, SHARED)
+    printer.write(0, b"working ...")
+    printer.wait(0.3)
+    printer.write(1, b"hello\n")
+    printer.write(0, b"\n")
+    assert printer.close() == "[0] working ...\n[1] hello\n"
 
 
 def test_streams_that_lead_to_different_places_do_not_end_each_others_lines() -> None:
-    screens = Screens(2)
-    screens.say(0, b"working ...")
-    screens.wait(0.3)
-    screens.say(1, b"hello\n", stream="err")
-    screens.say(0, b" done\n")
-    assert screens.printed() == "[0] working ... done\n"
+    printer = MemoryPrinter(2)
+    printer.write(0, b"working ...")
+    printer.wait(0.3)
+    printer.write(1, b"hello\n", stream="err")
+    printer.write(0, b" done\n")
+    assert printer.printed() == "[0] working ... done\n"
 
 
 def test_what_a_rank_leaves_open_is_ended_with_it() -> None:
-    screens = Screens(2, SHARED)
-    screens.say(0, b"no newline")
-    screens.printer.rank_exited(0)
-    screens.say(1, b"next\n")
-    assert screens.printed() == "[0] no newline\n[1] next\n"
+    printer = MemoryPrinter(2, SHARED)
+    printer.write(0, b"no newline")
+    printer.sink.rank_exited(0)
+    printer.write(1, b"next\n")
+    assert printer.printed() == "[0] no newline\n[1] next\n"
 
 
 def test_a_line_of_50_megabytes_passes_as_one_with_little_memory() -> None:
@@ -168,44 +200,156 @@ def test_a_line_of_50_megabytes_passes_as_one_with_little_memory() -> None:
 
 
 def test_garbage_passes() -> None:
-    screens = Screens(2, FOLDED)
+    printer = MemoryPrinter(2, FOLDED)
     garbage = bytes(byte for byte in range(256) if byte not in b"\r\b\x1b") * 10
-    screens.say(1, garbage)
-    screens.close()
-    lines = screens.out.getvalue().removeprefix(b"[1] ").replace(b"\n[1] ", b"\n")
+    printer.write(1, garbage)
+    printer.close()
+    lines = printer.out.getvalue().removeprefix(b"[1] ").replace(b"\n[1] ", b"\n")
     assert lines == garbage + b"\n"
+
+
+# --- progress bars and prompts ---------------------------------------------------------------------------------------
+
+
+def test_a_bar_on_a_pipe_is_one_line() -> None:
+    printer = MemoryPrinter(2, SHARED)
+    for write in tqdm_bar("train", total=20):
+        printer.write(0, write, stream="err")
+        printer.write(1, b"step\n")
+        printer.wait(0.3)
+    assert printer.printed().count("train") == 1
+    assert printer.printed().count("step") == 22
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3])
+def test_a_bar_stays_at_the_bottom_of_a_terminal(num_ranks: int) -> None:
+    printer = MemoryPrinter.on_terminal(num_ranks)
+    for number, write in enumerate(tqdm_bar("train", total=5)[:-1]):
+        printer.write(0, write, stream="err")
+        printer.write(num_ranks - 1, b"line %d\n" % number)
+        printer.wait(0.2)
+        bar = f"[0] train: {number * 20}%|{'#' * number:<5}| {number}/5"
+        assert printer.visible() == [*(f"[{num_ranks - 1}] line {index}" for index in range(number + 1)), bar]
+    printer.write(0, b"\n", stream="err")
+    printer.write(0, b"done\n")
+    printer.wait(0.2)
+    assert printer.visible()[-2:] == ["[0] train: 100%|#####| 5/5", "[0] done"]
+
+
+def test_bars_of_several_ranks_stand_below_each_other_and_equal_ones_are_folded() -> None:
+    printer = MemoryPrinter.on_terminal(4)
+    for rank, bar in enumerate([b"\r10%", b"\r10%", b"\r20%", b"\r10%"]):
+        printer.write(rank, bar)
+    printer.wait(0.2)
+    assert printer.visible() == ["[0-1,3] 10%", "[2] 20%"]
+
+
+def test_more_bars_than_a_terminal_has_rows_are_counted() -> None:
+    printer = MemoryPrinter.on_terminal(100)
+    for rank in range(100):
+        printer.write(rank, b"\r%d%%" % rank)
+    printer.wait(0.2)
+    assert len(printer.visible()) == 16
+    assert printer.visible()[-1] == "... and 85 more"
+
+
+def test_bars_are_not_drawn_faster_than_one_can_see() -> None:
+    printer = MemoryPrinter.on_terminal(1)
+    for step in range(1000):
+        printer.write(0, b"\r%d" % step)
+        printer.now_s += 0.001
+    assert 15 < printer.out.getvalue().count(b"[0]") < 30
+    printer.wait(0.1)
+    assert printer.visible() == ["[0] 999"]
+
+
+def test_nested_bars_survive_on_a_terminal() -> None:
+    printer = MemoryPrinter.on_terminal(2)
+    for number, write in enumerate(tqdm_nested(outer=2, inner=3)):
+        printer.write(0, write)
+        if number == 16:
+            printer.write(1, b"between\n")
+            printer.wait(0.15)
+            assert printer.visible() == ["[0] outer: 0/2", "[1] between", "[0] outer: 1/2"]
+    printer.close()
+    assert printer.visible() == ["[0] outer: 0/2", "[1] between", "[0] outer: 2/2"]
+
+
+def test_the_bars_of_rich_survive_on_a_terminal() -> None:
+    printer = MemoryPrinter.on_terminal(2)
+    writes = rich_progress(steps=4)
+    for number, write in enumerate(writes):
+        printer.write(0, write)
+        printer.write(1, b"line %d\n" % number)
+        printer.wait(0.2)
+        others = [line for line in printer.visible() if line.startswith("[1]")]
+        assert len(others) == number + 1
+    printer.close()
+    assert [line for line in printer.visible() if line.startswith("[0]")] == ["[0] train 4/4", "[0] check 4/4"]
+
+
+def test_the_cursor_is_hidden_as_the_rank_wants_it_and_shown_in_the_end() -> None:
+    printer = MemoryPrinter.on_terminal(1)
+    printer.write(0, b"\x1b[?25lbar")
+    assert (printer.visible(), printer.cursor_shown()) == (["[0] bar"], False)
+    printer.write(0, b"\x1b[?25h\n")
+    printer.wait(1.0)
+    assert printer.cursor_shown()
+    printer.write(0, b"\x1b[?25lbar")
+    printer.close()
+    assert printer.cursor_shown()
+
+
+def test_a_prompt_stays_below_what_others_print_on_a_terminal() -> None:
+    printer = MemoryPrinter.on_terminal(2)
+    printer.write(0, b"name? ")
+    printer.wait(0.3)
+    printer.write(1, b"hello\n")
+    printer.wait(0.3)
+    assert printer.visible() == ["[1] hello", "[0] name?"]
+    printer.write(0, b"Ada\n")
+    printer.wait(0.3)
+    assert printer.visible() == ["[1] hello", "[0] name? Ada"]
+
+
+def test_a_bar_on_stderr_shows_although_stdout_goes_to_a_file() -> None:
+    printer = MemoryPrinter(1, OutputOptions(terminal_info=TerminalInfo(err_is_terminal=True)))
+    printer.write(0, b"result\n")
+    printer.write(0, b"\r10%", stream="err")
+    assert printer.printed() == "[0] result\n"
+    assert b"[0] 10%" in printer.err.getvalue()
 
 
 # --- the terminal of one rank --------------------------------------------------------------------------------------
 
 
 def test_the_rank_with_the_terminal_gets_it_raw_and_its_prompt_appears_again() -> None:
-    screens = Screens(2, OutputOptions(terminal_info=TERMINAL, debug_rank=1))
-    screens.say(1, b"> train.py(3)\r\n(Pdb) ")
-    screens.say(0, b"hello\n")
-    screens.wait(0.2)
-    screens.say(1, b"n\r\n")
-    assert screens.out.getvalue() == b"> train.py(3)\r\n(Pdb) \x1b[0m\r\n[0] hello\r\n(Pdb) n\r\n"
+    printer = MemoryPrinter(2, OutputOptions(terminal_info=TERMINAL, debug_rank=1))
+    printer.write(1, b"> train.py(3)\r\n(Pdb) ")
+    printer.write(0, b"hello\n")
+    printer.wait(0.2)
+    printer.write(1, b"n\r\n")
+    assert printer.out.getvalue() == b"> train.py(3)\r\n(Pdb) \x1b[0m\r\n[0] hello\r\n(Pdb) n\r\n"
 
 
 # --- files, and what goes wrong ------------------------------------------------------------------------------------
 
 
-def test_files_hold_the_raw_bytes_and_a_full_disk_is_told(tmp_path: Path) -> None:
+def test_files_hold_the_raw_bytes_and_a_full_disk_is_reported(tmp_path: Path) -> None:
     (tmp_path / "rank-1.out").symlink_to("/dev/full")
-    screens = Screens(2, replace(FOLDED, output_dir=str(tmp_path)))
+    printer = MemoryPrinter(2, replace(FOLDED, output_dir=str(tmp_path)))
     for rank in range(2):
-        screens.say(rank, b"\r10%", b"\r100%\r\n")
-    screens.wait(0.2)
-    screens.close()
+        printer.write(rank, b"\r10%", b"\r100%\r\n")
+    printer.wait(0.2)
+    printer.close()
     assert (tmp_path / "rank-0.out").read_bytes() == b"\r10%\r100%\r\n"
-    assert screens.printed() == "[0] 100%\n[1] 100%\n"
-    told = screens.err.getvalue().decode()
+    assert printer.printed() == "[0] 100%\n[1] 100%\n"
+    told = printer.err.getvalue().decode()
     assert told.count("No space left on device") == 1
     assert told.splitlines()[-1] == f"[ronde] incomplete output files: {tmp_path}/rank-1.out"
 
 
-def test_a_reader_that_left_is_told_and_files_go_on(tmp_path: Path) -> None:
+def test_a_reader_that_exited_is_reported_and_files_go_on(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
     with os.fdopen(write, "wb", buffering=0) as pipe:
@@ -225,7 +369,7 @@ def test_a_reader_that_left_is_told_and_files_go_on(tmp_path: Path) -> None:
     assert (tmp_path / "rank-0.out").read_bytes() == b"a\nb\n"
 
 
-def test_a_reader_far_behind_is_told_and_tried_again() -> None:
+def test_a_reader_far_behind_is_reported_and_tried_again() -> None:
     read, write = os.pipe()
     with os.fdopen(write, "wb", buffering=0) as pipe, os.fdopen(read, "rb") as reader:
         printer = Printer(StandardStreams(pipe, io.BytesIO()), num_ranks=1, options=PLAIN)
@@ -244,21 +388,21 @@ def test_a_reader_far_behind_is_told_and_tried_again() -> None:
 
 
 def test_closing_twice_and_printing_after_it_do_nothing() -> None:
-    screens = Screens(2, FOLDED)
-    screens.say(0, b"a\nopen")
-    assert screens.close() == "[0] a\n[0] open\n"
-    screens.say(0, b"late\n")
-    assert screens.close() == "[0] a\n[0] open\n"
+    printer = MemoryPrinter(2, FOLDED)
+    printer.write(0, b"a\nopen")
+    assert printer.close() == "[0] a\n[0] open\n"
+    printer.write(0, b"late\n")
+    assert printer.close() == "[0] a\n[0] open\n"
 
 
 def test_the_tail_of_a_rank_is_known() -> None:
-    screens = Screens(2, FOLDED)
-    screens.say(1, b"ValueError: no\n", stream="err")
-    assert screens.printer.tail(0, 1) == ""
-    assert screens.printer.tail(1, 1) == "last lines of standard error:\nValueError: no"
+    printer = MemoryPrinter(2, FOLDED)
+    printer.write(1, b"ValueError: no\n", stream="err")
+    assert printer.sink.tail(0, 1) == ""
+    assert printer.sink.tail(1, 1) == "last lines of standard error:\nValueError: no"
 
 
-def test_the_place_is_found_by_looking() -> None:
+def test_the_terminal_is_detected() -> None:
     leader, follower = pty.openpty()
     with os.fdopen(follower, "wb", buffering=0) as tty, Path("/dev/null").open("wb") as null:
         both = TerminalInfo.detect(StandardStreams(tty, tty))
@@ -283,26 +427,26 @@ CHUNK = st.tuples(
 def test_what_every_rank_printed_comes_out_whole_and_in_order(
     chunks: list[tuple[int, StdStream, bytes, float]], fold: bool, shared: bool
 ) -> None:
-    screens = Screens(3, OutputOptions(fold=fold, terminal_info=TerminalInfo(same_file=shared)))
-    said: dict[tuple[int, str], bytes] = {}
+    printer = MemoryPrinter(3, OutputOptions(fold=fold, terminal_info=TerminalInfo(same_file=shared)))
+    written: dict[tuple[int, str], bytes] = {}
     for rank, stream, data, pause_s in chunks:
-        screens.say(rank, data, stream=stream)
-        said[rank, stream] = said.get((rank, stream), b"") + data
+        printer.write(rank, data, stream=stream)
+        written[rank, stream] = written.get((rank, stream), b"") + data
         if pause_s:
-            screens.wait(pause_s)
-    screens.close()
+            printer.wait(pause_s)
+    printer.close()
     for rank in range(3):
-        for stream, file in (("out", screens.out), ("err", screens.err)):
+        for stream, file in (("out", printer.out), ("err", printer.err)):
             if not shared:
-                assert said_by(rank, file.getvalue()) == said.get((rank, stream), b"").replace(b"\n", b"")
+                assert printed_by(rank, file.getvalue()) == written.get((rank, stream), b"").replace(b"\n", b"")
     if shared:
         for rank in range(3):
-            everything = b"".join(said.get((rank, stream), b"") for stream in ("out", "err")).replace(b"\n", b"")
-            assert sorted(said_by(rank, screens.out.getvalue())) == sorted(everything)
+            everything = b"".join(written.get((rank, stream), b"") for stream in ("out", "err")).replace(b"\n", b"")
+            assert sorted(printed_by(rank, printer.out.getvalue())) == sorted(everything)
 
 
-def said_by(rank: int, printed: bytes) -> bytes:
-    """What a rank said, without its ends of lines: an open line may have been ended for another rank."""
+def printed_by(rank: int, printed: bytes) -> bytes:
+    """What a rank printed, without its ends of lines: an open line may have been ended for another rank."""
     parts = []
     for line in printed.split(b"\n"):
         name, _, text = line.partition(b"] ")

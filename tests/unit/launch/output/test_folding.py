@@ -16,8 +16,10 @@ def put(fold: LineFolder, rank: int, *lines: str, at_s: float = 0.0) -> None:
     fold.add(rank, "out", StreamText("".join(f"{line}\n" for line in lines).encode()), at_s)
 
 
-def shown(prints: list[FoldedLines]) -> list[str]:
-    return [f"[{format_rank_ranges(p.ranks)}] {line}" for p in prints for line in p.text.data.decode().splitlines()]
+def shown(ready: list[FoldedLines]) -> list[str]:
+    return [
+        f"[{format_rank_ranges(item.ranks)}] {line}" for item in ready for line in item.text.data.decode().splitlines()
+    ]
 
 
 def test_a_line_of_all_ranks_goes_at_once() -> None:
@@ -89,8 +91,8 @@ def test_the_two_streams_do_not_fold_into_each_other_but_keep_their_order() -> N
     for rank in range(2):
         fold.add(rank, "out" if rank else "err", StreamText(b"a\n"), 0.0)
         fold.add(rank, "out", StreamText(b"b\n"), 0.0)
-    prints = fold.take_ready(0.0, flush=True)
-    assert [(p.ranks, p.stream, p.text.data) for p in prints] == [
+    ready = fold.take_ready(0.0, flush=True)
+    assert [(item.ranks, item.stream, item.text.data) for item in ready] == [
         ((0,), "err", b"a\n"),
         ((1,), "out", b"a\n"),
         ((0, 1), "out", b"b\n"),
@@ -103,7 +105,7 @@ def test_a_piece_of_an_open_line_does_not_wait_but_keeps_its_place() -> None:
     fold.add(0, "out", StreamText(b"piece"), 0.0)
     fold.add(0, "out", StreamText(b" end\n", continued=True), 0.0)
     assert fold.take_ready(0.0) == []
-    assert [p.text.data for p in fold.take_ready(FOLD_WINDOW_S)] == [b"before\n", b"piece", b" end\n"]
+    assert [item.text.data for item in fold.take_ready(FOLD_WINDOW_S)] == [b"before\n", b"piece", b" end\n"]
 
 
 def test_what_was_on_the_screen_as_a_bar_does_not_wait() -> None:
@@ -123,7 +125,7 @@ def test_a_print_tells_when_its_first_line_arrived() -> None:
     fold = LineFolder(2)
     put(fold, 1, "a", at_s=1.0)
     put(fold, 0, "a", at_s=1.05)
-    assert [p.received_s for p in fold.take_ready(1.05)] == [1.0]
+    assert [item.received_s for item in fold.take_ready(1.05)] == [1.0]
 
 
 RANKS = 4
@@ -142,23 +144,23 @@ def test_every_rank_keeps_all_its_lines_in_order(
 ) -> None:
     fold = LineFolder(RANKS)
     given_lines: list[list[tuple[str, bytes]]] = [[] for _ in range(RANKS)]
-    prints: list[FoldedLines] = []
+    ready: list[FoldedLines] = []
     now_s = 0.0
     for rank, stream, lines, pause_s in events:
         if lines:
             fold.add(rank, stream, StreamText(b"\n".join([*lines, b""])), now_s)
             given_lines[rank] += [(stream, line) for line in lines]
         now_s += pause_s
-        prints += fold.take_ready(now_s)
+        ready += fold.take_ready(now_s)
         next_s = fold.next_due_s(now_s)
         assert next_s is None or now_s < next_s <= now_s + 2 * FOLD_WINDOW_S
     for rank in ended:
         fold.rank_exited(rank)
-    prints += fold.take_ready(now_s + 2 * FOLD_WINDOW_S)
+    ready += fold.take_ready(now_s + 2 * FOLD_WINDOW_S)
     assert fold.next_due_s(now_s + 2 * FOLD_WINDOW_S) is None
     for rank in range(RANKS):
-        mine = [p for p in prints if rank in p.ranks]
-        assert [(p.stream, line) for p in mine for line in p.text.data.split(b"\n")[:-1]] == given_lines[rank]
+        mine = [item for item in ready if rank in item.ranks]
+        assert [(item.stream, line) for item in mine for line in item.text.data.split(b"\n")[:-1]] == given_lines[rank]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 64, 300])

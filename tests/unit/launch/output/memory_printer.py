@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from ronde.launch.output.printer import OutputOptions, Printer
 from ronde.launch.output.terminal import StandardStreams, TerminalInfo
 from ronde.launch.protocol import StdStream
-from tests.unit.launch.output.terminal import Terminal
+from tests.unit.launch.output.fake_terminal import Terminal
 
 PLAIN = OutputOptions(fold=False)
 FOLDED = OutputOptions(fold=True)
@@ -16,7 +16,7 @@ TERMINAL = TerminalInfo(out_is_terminal=True, err_is_terminal=True, same_file=Tr
 
 
 @dataclass
-class Screens:
+class MemoryPrinter:
     """A Printer, its two files, and a clock that the test moves."""
 
     num_ranks: int = 1
@@ -27,49 +27,47 @@ class Screens:
     terminal: Terminal = field(default_factory=Terminal)
 
     def __post_init__(self) -> None:
-        target = StandardStreams(self.out, self.err)
-        if self.options.terminal_info.same_file:
-            target = StandardStreams(self.out, self.out)
-        self.printer = Printer(target, num_ranks=self.num_ranks, options=self.options, wall_clock=lambda: 0.0)
-        self._seen = 0
+        streams = StandardStreams(self.out, self.out if self.options.terminal_info.same_file else self.err)
+        self.sink = Printer(streams, num_ranks=self.num_ranks, options=self.options, wall_clock=lambda: 0.0)
+        self._num_read = 0
 
     @classmethod
-    def on_terminal(cls, num_ranks: int = 1, **options: bool) -> Screens:
+    def on_terminal(cls, num_ranks: int = 1, **options: bool) -> MemoryPrinter:
         return cls(num_ranks, replace(OutputOptions(terminal_info=TERMINAL), **options))  # type: ignore[arg-type]
 
-    def say(self, rank: int, *chunks: bytes, stream: StdStream = "out") -> float | None:
-        """The rank prints; the printer does what is due."""
+    def write(self, rank: int, *chunks: bytes, stream: StdStream = "out") -> float | None:
+        """Write as a rank, then refresh."""
         for chunk in chunks:
-            self.printer.write(rank, stream, chunk)
-        return self.printer.refresh(self.now_s)
+            self.sink.write(rank, stream, chunk)
+        return self.sink.refresh(self.now_s)
 
     def wait(self, seconds: float) -> float | None:
-        """Time passes, and the printer is called whenever it asked for it."""
+        """Let time pass, and refresh whenever the printer asked for it."""
         end_s = self.now_s + seconds
-        next_s = self.printer.refresh(self.now_s)
+        next_s = self.sink.refresh(self.now_s)
         while next_s is not None and next_s <= end_s:
             assert next_s > self.now_s, "asks for the same time again and again"
             self.now_s = next_s
-            next_s = self.printer.refresh(self.now_s)
+            next_s = self.sink.refresh(self.now_s)
         self.now_s = end_s
-        return self.printer.refresh(end_s)
+        return self.sink.refresh(end_s)
 
     def printed(self) -> str:
-        """What has reached standard output."""
+        """Return what has reached standard output."""
         return self.out.getvalue().decode(errors="replace")
 
-    def seen(self) -> list[str]:
-        """What stands on the terminal."""
+    def visible(self) -> list[str]:
+        """Return the rows of the terminal."""
         data = self.out.getvalue()
-        self.terminal.feed(data[self._seen :])
-        self._seen = len(data)
-        return self.terminal.seen()
+        self.terminal.feed(data[self._num_read :])
+        self._num_read = len(data)
+        return self.terminal.visible()
 
     def cursor_shown(self) -> bool:
-        self.seen()
+        self.visible()
         return self.terminal.cursor_shown
 
     def close(self) -> str:
-        """Close the printer, and answer what has been printed in all."""
-        self.printer.close()
+        """Close the printer. Return all that reached standard output."""
+        self.sink.close()
         return self.printed()

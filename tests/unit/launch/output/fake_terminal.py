@@ -8,7 +8,7 @@ _PART = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])|([\r\n])|([^\x1b\r\n]+)")
 
 
 class Terminal:
-    """Knows what the Console writes, and fails on anything else."""
+    """Understands what TerminalWriter writes, and fails on anything else."""
 
     def __init__(self) -> None:
         self.rows = [""]
@@ -30,7 +30,7 @@ class Terminal:
             else:
                 self._sequence(parameters, final)
 
-    def seen(self) -> list[str]:
+    def visible(self) -> list[str]:
         """The lines, without blanks at their ends and without blank ones at the bottom."""
         lines = [row.rstrip() for row in self.rows]
         while lines and not lines[-1]:

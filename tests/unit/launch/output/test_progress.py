@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ronde.launch.output.progress import IDLE_DELAY_S, MAX_LINE_BYTES, OPEN_LINE_DELAY_S, LiveRows, StreamText
-from tests.unit.launch.output.bars import rich_progress, tqdm_bar, tqdm_nested
+from tests.unit.launch.output.progress_bars import rich_progress, tqdm_bar, tqdm_nested
 
 
 def lines_of(chunks: list[bytes]) -> list[str]:
-    """All that a stream settles, to its end."""
+    """All that a stream makes final, to its end."""
     rows = LiveRows(on_terminal=False)
     texts = [text for chunk in chunks for text in rows.feed(chunk, 0.0)]
     texts += rows.finish()
@@ -27,7 +27,7 @@ def test_whole_lines_pass_in_one_block() -> None:
     assert rows.is_empty()
 
 
-def test_a_line_without_its_end_is_handed_out_after_a_moment_and_continued() -> None:
+def test_a_line_without_its_end_is_printed_after_a_moment_and_continued() -> None:
     rows = LiveRows(on_terminal=False)
     assert rows.feed(b"name? ", 1.0) == []
     assert rows.idle_due_s() == 1.0 + OPEN_LINE_DELAY_S
@@ -43,7 +43,7 @@ def test_the_age_of_an_open_line_begins_with_its_own_first_byte() -> None:
     assert rows.idle_due_s() == 5.0 + OPEN_LINE_DELAY_S
 
 
-def test_a_very_long_line_goes_on_in_pieces() -> None:
+def test_a_very_long_line_is_printed_in_pieces() -> None:
     rows = LiveRows(on_terminal=False)
     size = 0
     for _ in range(100):
@@ -100,14 +100,14 @@ def test_the_bars_of_rich_are_drawn_in_place() -> None:
 
 
 @pytest.mark.parametrize("bars", [1, 2, 3])
-def test_lines_printed_above_the_bars_of_rich_are_settled_when_the_bars_are_drawn_again(bars: int) -> None:
+def test_lines_printed_above_the_bars_of_rich_are_final_when_the_bars_are_drawn_again(bars: int) -> None:
     rows = LiveRows(on_terminal=True)
-    settled: list[str] = []
+    final: list[str] = []
     for chunk in rich_progress(steps=30, bars=bars, log=True):
-        settled += b"".join(text.data for text in rows.feed(chunk, 0.0)).decode().splitlines()
+        final += b"".join(text.data for text in rows.feed(chunk, 0.0)).decode().splitlines()
         assert len(rows.visible_rows(0.0)) <= bars + 1
-    settled += b"".join(text.data for text in rows.finish()).decode().splitlines()
-    assert settled[:-bars] == [f"step \x1b[1;36m{step}\x1b[0m" for step in range(30)]
+    final += b"".join(text.data for text in rows.finish()).decode().splitlines()
+    assert final[:-bars] == [f"step \x1b[1;36m{step}\x1b[0m" for step in range(30)]
 
 
 @pytest.mark.parametrize("bars", [1, 2, 3])
@@ -120,14 +120,14 @@ def test_bars_that_rich_takes_away_leave_nothing() -> None:
     assert lines_of([*rich_progress(steps=5, transient=True), b"done\n"]) == ["done"]
 
 
-def test_a_stream_that_rests_below_its_bars_has_settled_them() -> None:
+def test_a_stream_that_is_idle_below_its_bars_has_finished_them() -> None:
     rows = LiveRows(on_terminal=False)
     for chunk in tqdm_nested(outer=2, inner=2):
         rows.feed(chunk, 0.0)
     rows.feed(b"evaluating\nloss 1\n", 1.0)
     assert rows.idle_due_s() == 1.0 + IDLE_DELAY_S
-    settled = b"".join(text.data for text in rows.take_idle(1.0 + IDLE_DELAY_S))
-    assert settled.split(b"\n")[-3:] == [b"evaluating", b"loss 1", b""]
+    final = b"".join(text.data for text in rows.take_idle(1.0 + IDLE_DELAY_S))
+    assert final.split(b"\n")[-3:] == [b"evaluating", b"loss 1", b""]
     assert rows.feed(b"plain again\n", 9.0) == [StreamText(b"plain again\n")]
 
 
@@ -141,8 +141,8 @@ def test_rows_wait_as_long_as_the_cursor_is_hidden() -> None:
 def test_endless_lines_with_a_hidden_cursor_keep_little() -> None:
     rows = LiveRows(on_terminal=True)
     rows.feed(b"\x1b[?25l", 0.0)
-    num_settled = sum(text.data.count(b"\n") for text in rows.feed(b"line\n" * 10_000, 0.0))
-    assert num_settled > 9_900
+    num_final = sum(text.data.count(b"\n") for text in rows.feed(b"line\n" * 10_000, 0.0))
+    assert num_final > 9_900
 
 
 def test_an_endless_climb_keeps_little() -> None:
