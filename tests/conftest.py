@@ -53,6 +53,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 continue
             why = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
             names = [str(name) for kind, name in report.user_properties if kind == "service"]
+            if not names and outcome == "skipped":
+                names = ["no service"]  # so that no reason is missing in the table
             results += [ServiceResult(name, outcome, why) for name in names]
     if rows := table(results):
         terminalreporter.section("services")

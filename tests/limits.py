@@ -16,6 +16,7 @@ __all__ = [
     "CLOSING_S",
     "LONG_S",
     "LONG_TEST_S",
+    "MAX_SLOWDOWN",
     "OPERATION_S",
     "PATIENCE_S",
     "RANK_S",
@@ -46,9 +47,15 @@ BUILD_TEST_S = 2000.0
 """pytest's limit for a test that does both."""
 
 
+MAX_SLOWDOWN = 4.0
+"""How many times longer a promise may take on a busy machine. Promises are of a second or less, and what breaks one
+costs more than four: the heartbeat, `shutdown_s` (5 s), `start_s`, `operation_s`. So a broken promise is always seen."""
+
+
 def promised_s(seconds: float) -> float:
-    """How long something may take now that on a quiet machine takes at most so many seconds: as many times longer as
-    there are processes per core that want to run. For what ronde promises its users; all else has PATIENCE_S."""
+    """How long something may take now that ronde promises its users within so many seconds on a quiet machine: as many
+    times longer as there are processes per core that want to run, but at most MAX_SLOWDOWN times. What is no promise to
+    users has PATIENCE_S."""
     runnable, _, _ = Path("/proc/loadavg").read_text().split()[3].partition("/")
     per_core = max(os.getloadavg()[0], float(runnable)) / len(os.sched_getaffinity(0))
-    return seconds * max(1.0, per_core)
+    return seconds * min(max(1.0, per_core), MAX_SLOWDOWN)

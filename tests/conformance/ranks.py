@@ -14,14 +14,11 @@ from ronde.coordinator.inprocess import InProcessCoordinator
 from ronde.settings import Settings
 from ronde.types import Member, Topology
 from tests.conformance.cases import Case
+from tests.limits import OPERATION_S, RANK_S
 
 Body: TypeAlias = Callable[[World], Any]
 
-PATIENCE_S = 40.0
-"""Below pytest's own limit, so that the ranks that hang can be named."""
-
-
-QUICK = Settings(operation_s=20.0, start_s=20.0, stall_s=0.0)
+QUICK = Settings(operation_s=OPERATION_S, start_s=OPERATION_S, stall_s=0.0)
 """What hangs should not hang for long."""
 
 
@@ -73,7 +70,7 @@ def run_threads(size: int, body: Body, *, groups: Groups = (), settings: Setting
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(PATIENCE_S)
+        thread.join(RANK_S)
     for rank, thread in enumerate(threads):
         if thread.is_alive():
             failures.setdefault(rank, "it hangs")

@@ -24,14 +24,13 @@ from ronde.settings import Settings
 from ronde.types import Deadline
 from tests.conformance.cases import Case, all_cases
 from tests.conformance.ranks import RanksFailed
+from tests.limits import OPERATION_S, PATIENCE_S, RANK_S
 from tests.local_job import LocalJob
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 30.0
-CASE_S = 40.0
 GRACE_S = 5.0
 """When one rank has failed, the others get this long to fail as well."""
-SETTINGS = Settings(operation_s=20.0, start_s=20.0, stall_s=0.0, shutdown_s=2.0)
+SETTINGS = Settings(operation_s=OPERATION_S, start_s=OPERATION_S, stall_s=0.0, shutdown_s=2.0)
 
 
 class ProcessRanks:
@@ -70,7 +69,7 @@ class ProcessRanks:
             listener = opened.enter_context(socket.socket(socket.AF_UNIX))
             listener.bind(f"{folder}/socket")
             listener.listen(self._size)
-            listener.settimeout(START_S)
+            listener.settimeout(PATIENCE_S)
             argv = [sys.executable, "-W", "error", "-m", "tests.conformance.runner", f"{folder}/socket"]
             outputs = [self._output] * self._size
             opened.enter_context(LocalJob(argv, self._size, env=self._env, settings=SETTINGS, outputs=outputs))
@@ -83,7 +82,7 @@ class ProcessRanks:
 
     def _collect(self) -> dict[int, str]:
         failures: dict[int, str] = {}
-        deadline = Deadline(CASE_S)
+        deadline = Deadline(RANK_S)
         with selectors.DefaultSelector() as selector:
             for rank, sock in self._sockets.items():
                 selector.register(sock, selectors.EVENT_READ, rank)

@@ -37,7 +37,7 @@ def summary(folder: Path, script: str, *settings: str) -> list[str]:
 
 @NAMES
 def test_a_hang_ends_with_the_missing_rank_and_the_line_where_it_is(tmp_path: Path, name: str) -> None:
-    lines = summary(tmp_path, HANGS.format(name), "--operation-s", "5")
+    lines = summary(tmp_path, HANGS.format(name), "--operation-s", "2")
     assert not any("failed first" in line for line in lines), lines
     assert re.match(r"(ronde: )?rank 0 on host localhost waited in vain for rank 1: exited with code 1 \(", lines[0])
     pattern = r"rank 1 on host localhost, pid \d+, did not come: it was at train\.py:4 in <module>: signal\.pause\(\)"

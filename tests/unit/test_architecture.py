@@ -1,4 +1,5 @@
-"""The shape of the code: imports point down, no cycles, one owner for each power, public modules say what is public.
+"""The shape of the code: imports point down, no cycles, one owner for each power, one meaning for each class name, and
+the field's words in the names of files and classes.
 
 Reads the sources with `ast` and imports nothing of ronde, so it also runs when ronde is broken. Imports inside
 functions and under TYPE_CHECKING count like all others.
@@ -7,11 +8,13 @@ functions and under TYPE_CHECKING count like all others.
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -57,6 +60,11 @@ POWERS: dict[str, tuple[str, ...]] = {
 
 POWER_OF_LIBRARY = {"ctypes": "ctypes", "subprocess": "processes", "multiprocessing": "processes", "socket": "sockets"}
 MADE = re.compile(r"^(?:\.git|\.venv.*|build|dist|\.\w+_cache|\.hypothesis|__pycache__)$")
+METAPHORS = set(
+    """accord bell board course crew desk door errand flight gate ground guest knock lane meeting news place pulse
+    seat site sorry story stranger stray talk ticket trouble verdict""".split()
+)
+"""Words that have to be learned, where the field has a word of its own; see CONTRIBUTING.md."""
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
@@ -121,12 +129,11 @@ def _imports(tree: ast.AST, package: str, always: bool = True, in_function: bool
             yield from _imports(node, package, always, in_function)
 
 
-def read_all() -> list[Source]:
+@functools.cache
+def read_all() -> tuple[Source, ...]:
     """Every module of ronde."""
-    return [
-        Source.parse(str(path.relative_to(SOURCES)), path.read_text(encoding="utf-8"))
-        for path in sorted(SOURCES.rglob("*.py"))
-    ]
+    paths = sorted(SOURCES.rglob("*.py"))
+    return tuple(Source.parse(str(path.relative_to(SOURCES)), path.read_text(encoding="utf-8")) for path in paths)
 
 
 def targets(source: Source, modules: set[str]) -> Iterator[tuple[str, Import]]:
@@ -136,7 +143,7 @@ def targets(source: Source, modules: set[str]) -> Iterator[tuple[str, Import]]:
             yield (found.name if found.name in modules else found.name.rpartition(".")[0] or "ronde"), found
 
 
-def upward_imports(sources: list[Source]) -> list[str]:
+def upward_imports(sources: Sequence[Source]) -> list[str]:
     """Imports that point up or aside, and modules that no layer knows."""
     height = {name: index for index, line in enumerate(LAYERS) for name in line}
     wrong = [
@@ -153,7 +160,7 @@ def upward_imports(sources: list[Source]) -> list[str]:
     return wrong
 
 
-def cycles(sources: list[Source]) -> list[str]:
+def cycles(sources: Sequence[Source]) -> list[str]:
     """A cycle of modules that import each other, if there is one."""
     modules = {source.name for source in sources}
     graph = {source.name: {target for target, _ in targets(source, modules)} for source in sources}
@@ -164,7 +171,7 @@ def cycles(sources: list[Source]) -> list[str]:
     return []
 
 
-def foreign_libraries(sources: list[Source]) -> list[str]:
+def foreign_libraries(sources: Sequence[Source]) -> list[str]:
     """Libraries imported where `import ronde` must not need them, and ML libraries outside of their package."""
     wrong = []
     for source in sources:
@@ -199,7 +206,7 @@ def uses_of_powers(source: Source) -> Iterator[tuple[str, int]]:
             yield "print()", node.lineno
 
 
-def stolen_powers(sources: list[Source]) -> list[str]:
+def stolen_powers(sources: Sequence[Source]) -> list[str]:
     """Powers used outside of their owners."""
     return [
         f"{source.path}:{line}: {power} belongs to {' and '.join(POWERS[power])}"
@@ -211,7 +218,7 @@ def stolen_powers(sources: list[Source]) -> list[str]:
     ]
 
 
-def silent_modules(sources: list[Source]) -> list[str]:
+def silent_modules(sources: Sequence[Source]) -> list[str]:
     """Public modules with contents but without __all__."""
     return [
         f"{source.path} has no __all__"
@@ -219,6 +226,25 @@ def silent_modules(sources: list[Source]) -> list[str]:
         if not any(part.startswith("_") for part in source.name.split(".")) and _has_contents(source.tree)
         if not any(isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(source.tree))
     ]
+
+
+def classes(source: Source) -> list[str]:
+    return [node.name for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
+
+
+def shared_class_names(sources: Sequence[Source]) -> dict[str, list[str]]:
+    """Names that several classes have, and where these are."""
+    found = defaultdict(list)
+    for source in sources:
+        for name in classes(source):
+            found[name].append(source.path)
+    return {name: paths for name, paths in found.items() if len(paths) > 1}
+
+
+def metaphors(names: Iterable[str]) -> list[str]:
+    """The names that hold a word of METAPHORS, in the singular or the plural."""
+    parts = {name: {word.lower() for word in re.findall(r"[A-Z]+[a-z]*|[a-z]+", name)} for name in names}
+    return [name for name, words in parts.items() if METAPHORS & (words | {word.removesuffix("s") for word in words})]
 
 
 def _has_contents(tree: ast.Module) -> bool:
@@ -251,6 +277,15 @@ def test_every_public_module_says_what_is_public() -> None:
 
 def test_every_module_says_what_it_is() -> None:
     assert [s.path for s in read_all() if _has_contents(s.tree) and not ast.get_docstring(s.tree)] == []
+
+
+def test_no_two_classes_have_one_name() -> None:
+    assert shared_class_names(read_all()) == {}
+
+
+def test_files_and_classes_have_the_fields_words() -> None:
+    files = [str(path.relative_to(ROOT)) for place in (SOURCES, ROOT / "native") for path in place.rglob("*.*")]
+    assert metaphors([*files, *(name for source in read_all() for name in classes(source))]) == []
 
 
 def written_files() -> Iterator[Path]:
@@ -345,7 +380,7 @@ def test_a_library_in_the_wrong_place_is_found(path: str, text: str, num_wrong: 
         ("from ctypes import c_int", "comm__backends__native_library"),
         ("print(1)", "cli__main"),
         ("import subprocess", "launch__job"),
-        ("from socket import socket", "net__doors"),
+        ("from socket import socket", "net__listeners"),
     ],
 )
 def test_a_power_outside_of_its_owner_is_found(text: str, owner: str) -> None:
@@ -354,5 +389,14 @@ def test_a_power_outside_of_its_owner_is_found(text: str, owner: str) -> None:
 
 
 def test_a_public_module_without_a_list_of_its_names_is_found() -> None:
-    assert silent_modules(parse(net__doors='"""Doors."""\n\ndef open(): ...')) == ["net/doors.py has no __all__"]
-    assert silent_modules(parse(net___doors="def open(): ...", net__door="__all__ = []")) == []
+    assert silent_modules(parse(net__listeners='"""Listeners."""\n\ndef open(): ...')) == [
+        "net/listeners.py has no __all__"
+    ]
+    assert silent_modules(parse(net___listeners="def open(): ...", net__listener="__all__ = []")) == []
+
+
+def test_a_class_name_used_twice_and_a_metaphor_are_found() -> None:
+    sources = parse(net__a="class Link: ...", net__b="class Link: ...\nclass Listener: ...")
+    assert shared_class_names(sources) == {"Link": ["net/a.py", "net/b.py"]}
+    names = ("net/doors.py", "SeatPlan", "_Tickets", "net/listener.py", "Placement", "outdoor.py")
+    assert metaphors(names) == ["net/doors.py", "SeatPlan", "_Tickets"]

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
+import pytest
+
 from tests import limits
 
 
@@ -17,5 +22,12 @@ def test_a_test_has_time_for_several_waits() -> None:
     assert limits.BUILD_TEST_S > 2 * limits.BUILD_S + limits.CLOSING_S
 
 
-def test_a_promise_is_never_shorter_than_on_a_quiet_machine() -> None:
-    assert limits.promised_s(2.0) >= 2.0
+@pytest.mark.parametrize(("load", "expected_s"), [(0.0, 2.0), (3.0, 6.0), (100.0, 8.0)])
+def test_a_promise_grows_with_the_load_up_to_a_bound(
+    load: float, expected_s: float, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    num_cores = len(os.sched_getaffinity(0))
+    (tmp_path / "loadavg").write_text(f"{load} 0.0 0.0 {num_cores * load:.0f}/99 1234")
+    monkeypatch.setattr(limits, "Path", lambda _: tmp_path / "loadavg")
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.0, 0.0, 0.0))
+    assert limits.promised_s(2.0) == expected_s

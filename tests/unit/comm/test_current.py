@@ -16,9 +16,9 @@ import pytest
 
 import ronde
 from ronde.comm import world as current
-from ronde.launch.local import start_local
 from ronde.net.keys import new_job_key
 from ronde.types import Deadline
+from tests.local_job import LocalJob
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -31,12 +31,12 @@ def ended() -> Iterator[None]:
 
 def run_ranks(size: int, script: str) -> tuple[list[int], str]:
     """Exit codes and all output of a script on several ranks."""
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile() as output:
         argv = [sys.executable, "-W", "error", "-c", textwrap.dedent(script)]
-        with start_local(argv, size, env={"PYTHONPATH": str(ROOT / "src")}, stdout=output) as job:
+        with LocalJob(argv, size, env={"PYTHONPATH": str(ROOT / "src")}, outputs=[output] * size) as job:
             codes = job.wait(Deadline(40))
         output.seek(0)
-        return codes, output.read()
+        return codes, output.read().decode()
 
 
 def test_without_init_every_call_says_what_to_do() -> None:
@@ -206,7 +206,7 @@ def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
         sock.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{sock.getsockname()[1]}"
     env = {"RONDE_SIZE": "2", "RONDE_KEY": new_job_key(), "RONDE_COORDINATOR": address, "PYTHONPATH": str(ROOT / "src")}
-    with tempfile.TemporaryFile("w+") as output:
+    with tempfile.TemporaryFile() as output:
         ranks = [
             subprocess.Popen(
                 [sys.executable, "-c", textwrap.dedent(script)],
@@ -218,7 +218,7 @@ def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
         ]
         codes = [rank.wait(40) for rank in ranks]
         output.seek(0)
-        said = output.read()
+        said = output.read().decode()
     assert codes == [0, -9], said
     assert "told: rank 0 lost rank 1" in said and "True" in said
 
