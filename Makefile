@@ -92,7 +92,7 @@ bench: build  ## how fast is an allreduce between two ranks here
 docs: build  ## generate docs/reference from the code
 	$(BIN)/python tools/reference.py
 
-size:  ## what is over the budget: files, functions, packages
+size:  ## modules, classes and lines of each package; what is too long
 	@$(PYTHON) tools/size.py
 
 wheel: .venv/.ready  ## build dist/*.whl

@@ -102,8 +102,8 @@ def _docstring(value: object) -> str:
 def settings_page() -> Iterator[str]:
     yield "# Settings\n"
     yield GENERATED
-    yield "\nA value comes from the first of these that has one: an argument of `ronde.init()` or a flag of `ronde run`,"
-    yield "the environment, the file of `ronde run --config`, the default.\n"
+    yield "\nA value comes from the first of these that has one: an argument of `ronde.init()` or a flag of"
+    yield "`ronde run`, the environment, the file of `ronde run --config`, the default.\n"
     yield "| setting | environment | default | meaning |"
     yield "|---|---|---|---|"
     for setting in ronde.settings.describe_settings():
@@ -115,8 +115,8 @@ def settings_page() -> Iterator[str]:
 def run_page() -> Iterator[str]:
     yield "# ronde run\n"
     yield GENERATED
-    yield "\n`ronde run [FLAGS] [--] COMMAND …` starts a command on every rank. The keys of a file for `--config` are these"
-    yield "flags, with underscores for dashes. The [guide](../guides/launching.md) shows how to use them."
+    yield "\n`ronde run [FLAGS] [--] COMMAND …` starts a command on every rank. The keys of a file for `--config` are"
+    yield "these flags, with underscores for dashes. The [guide](../guides/launching.md) shows how to use them."
     group = ""
     for option in launch_options():
         if option.group != group:

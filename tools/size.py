@@ -1,63 +1,58 @@
-"""The budget of the code: which files, functions and packages are too long. Run by `make size`."""
+"""Print the size of the code: modules, classes and lines of each package, class names used twice, and modules that are too
+long. Run by `make size`."""
 
 from __future__ import annotations
 
 import ast
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
 __all__ = ["main", "report"]
 
 ROOT = Path(__file__).resolve().parent.parent
-FILE_LINES = 400
-FUNCTION_LINES = 40
-PACKAGE_LINES = 1700
+MAX_MODULE_LINES = 700
+PARTS = ("src/ronde", "compat/horovod/src", "tests", "benchmarks", "examples", "tools")
 
 
-def num_lines(path: Path) -> int:
-    """Lines of a text file."""
+def count_lines(path: Path) -> int:
     return len(path.read_text(encoding="utf-8").splitlines())
 
 
-def long_functions(path: Path) -> Iterator[tuple[str, int]]:
-    """Name and length of every function over the budget, decorators not counted."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            length = (node.end_lineno or node.lineno) - node.lineno + 1
-            if length > FUNCTION_LINES:
-                yield node.name, length
-
-
-def packages(root: Path) -> Iterator[tuple[str, int]]:
-    """Every package of src/ronde with the lines in and below it."""
-    for directory in sorted(path for path in (root / "src/ronde").iterdir() if path.is_dir()):
-        lines = sum(num_lines(path) for path in directory.rglob("*.py"))
-        if lines:
-            yield directory.name, lines
+def class_names(path: Path) -> list[str]:
+    return [
+        node.name for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))) if isinstance(node, ast.ClassDef)
+    ]
 
 
 def report(root: Path) -> Iterator[str]:
-    """The budget as lines of text."""
-    python = [path for part in ("src", "tests", "tools") for path in sorted((root / part).rglob("*.py"))]
-    native = sorted((root / "native").rglob("*.cc")) + sorted((root / "native").rglob("*.h"))
-    yield f"files over {FILE_LINES} lines"
-    for path in python + native:
-        if num_lines(path) > FILE_LINES:
-            yield f"  {num_lines(path):5}  {path.relative_to(root)}"
-    yield f"functions over {FUNCTION_LINES} lines"
-    for path in python:
-        for name, length in long_functions(path):
-            yield f"  {length:5}  {path.relative_to(root)}: {name}"
-    yield f"packages (budget {PACKAGE_LINES} lines)"
-    for name, lines in packages(root):
-        yield f"  {lines:5}  {name}{'  over' if lines > PACKAGE_LINES else ''}"
-    yield "lines in all"
-    yield f"  {sum(map(num_lines, python)):5}  Python"
-    yield f"  {sum(map(num_lines, native)):5}  C++"
+    sources = sorted((root / "src/ronde").rglob("*.py"))
+    packages: dict[str, list[Path]] = defaultdict(list)
+    for path in sources:
+        packages[str(path.parent.relative_to(root / "src"))].append(path)
+    yield "modules  classes  lines"
+    for name, paths in packages.items():
+        num_classes = sum(len(class_names(path)) for path in paths)
+        num_modules = sum(path.name != "__init__.py" for path in paths)
+        yield f"{num_modules:7}  {num_classes:7}  {sum(map(count_lines, paths)):5}  {name}"
+    for part in PARTS:
+        paths = sorted((root / part).rglob("*.py"))
+        num_classes = sum(len(class_names(path)) for path in paths)
+        yield f"{len(paths):7}  {num_classes:7}  {sum(map(count_lines, paths)):5}  all of {part}"
+    native = sorted(path for kind in ("*.cc", "*.h", "*.inc") for path in (root / "native").rglob(kind))
+    yield f"{len(native):7}           {sum(map(count_lines, native)):5}  all of native"
+
+    where: dict[str, list[str]] = defaultdict(list)
+    for path in sources:
+        for name in class_names(path):
+            where[name].append(str(path.relative_to(root / "src/ronde")))
+    yield from (f"class {name} is in {', '.join(paths)}" for name, paths in sorted(where.items()) if len(paths) > 1)
+    for path in (*sources, *native):
+        if count_lines(path) > MAX_MODULE_LINES:
+            yield f"{path.relative_to(root)} has {count_lines(path)} lines, more than {MAX_MODULE_LINES}"
 
 
 def main() -> None:
-    """Print the report."""
     for line in report(ROOT):
         print(line)
 
