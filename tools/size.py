@@ -1,5 +1,5 @@
-"""Print the size of the code: modules, classes and lines of each package, class names used twice, and modules that are too
-long. Run by `make size`."""
+"""Print the size of the code: modules, classes and lines of each package, class names that are used twice, and modules
+that are too long. Run by `make size`."""
 
 from __future__ import annotations
 

@@ -1,0 +1,43 @@
+"""The links between the pages of the documentation lead somewhere, and the code that pages name exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [
+    path
+    for path in sorted((*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *ROOT.glob("*/README.md")))
+    if path.name != "CHANGELOG.md"
+]
+MODULE = re.compile(
+    r"`(?:src/ronde/)?((?:cli|comm|coordinator|launch|net|observe|torch|training|dash)/[\w/]*)(?:\.py)?`"
+)
+EACH = [pytest.param(page, id=str(page.relative_to(ROOT))) for page in PAGES]
+
+
+def anchor(heading: str) -> str:
+    """The anchor that a forge makes from a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", EACH)
+def test_every_link_leads_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, fragment = target.partition("#")
+        linked = (page.parent / path).resolve() if path else page
+        assert linked.exists(), target
+        if fragment:
+            headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), re.MULTILINE)
+            assert fragment in map(anchor, headings), target
+
+
+@pytest.mark.parametrize("page", [param for param in EACH if "decisions" not in str(param.id)])  # these are history
+def test_every_module_that_a_page_names_exists(page: Path) -> None:
+    for name in MODULE.findall(page.read_text(encoding="utf-8")):
+        path = ROOT / "src/ronde" / name.rstrip("/")
+        assert path.is_dir() or path.with_suffix(".py").exists(), name
