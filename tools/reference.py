@@ -66,7 +66,8 @@ def _members(kind: type) -> Iterator[str]:
                 yield _entry(f"{ast.unparse(node.target)}{default}", docstring)
         return
     for name, member in vars(kind).items():
-        if not name.startswith("_") and isinstance(member, FunctionType | property):
+        # Members without a docstring are for ronde's own modules.
+        if not name.startswith("_") and isinstance(member, FunctionType | property) and member.__doc__:
             yield _entry(f"{name}()" if isinstance(member, FunctionType) else name, member.__doc__ or "")
 
 

@@ -1,16 +1,28 @@
-"""The vocabulary shared by all layers: element types, operations, members, deadlines."""
+"""The types that all layers share: element types, operations and their rules, members, topology, deadlines."""
 
 from __future__ import annotations
 
 import enum
+import operator
 import time
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = ["Deadline", "DType", "OperationKind", "Member", "Op", "Topology", "parse_op"]
+__all__ = [
+    "DType",
+    "Deadline",
+    "Member",
+    "Op",
+    "OperationKind",
+    "Topology",
+    "check_group_ranks",
+    "find_reduction_error",
+    "parse_op",
+]
 
 
 class DType(enum.IntEnum):
@@ -32,18 +44,16 @@ class DType(enum.IntEnum):
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of one element."""
         return _BYTES[self]
 
     @property
     def is_float(self) -> bool:
-        """Whether it has a fraction, so that Adasum makes sense."""
         return DType.FLOAT16 <= self <= DType.FLOAT64
 
     @property
     def numpy(self) -> np.dtype[np.generic]:
         """The NumPy type with the same memory; bfloat16, which NumPy lacks, travels as uint16."""
-        import numpy as np  # here: who only needs a deadline or a member does not wait for it
+        import numpy as np  # here, because modules that need only deadlines or members must load quickly
 
         return np.dtype("uint16") if self is DType.BFLOAT16 else np.dtype(self.name.lower())
 
@@ -103,6 +113,18 @@ class OperationKind(enum.IntEnum):
     JOIN = 8
 
 
+def find_reduction_error(kind: OperationKind, dtype: DType, op: Op, *, scaled: bool) -> str:
+    """Why a reduction of this kind cannot be done, in words; empty when it can.
+
+    These are the rules of supported() in the native library.
+    """
+    if dtype is DType.BOOL and (op is Op.MEAN or scaled):
+        return "bool has no mean and cannot be scaled; convert it to numbers first"
+    if op is Op.ADASUM and (not dtype.is_float or kind is not OperationKind.ALLREDUCE):
+        return f"adasum is for allreduce of floating-point numbers, got {dtype.name.lower()}"
+    return ""
+
+
 @dataclass(frozen=True, slots=True)
 class Member:
     """One rank of a round, as all others see it."""
@@ -117,65 +139,71 @@ class Member:
     """`address:port` where ranks of other hosts connect; tried in turn."""
 
 
+def check_group_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
+    """The ranks of a group, sorted. ValueError says what is wrong with them in a job of `size` ranks."""
+    given = [operator.index(rank) for rank in ranks]
+    if not given:
+        raise ValueError("a group needs at least one rank")
+    outside = sorted({rank for rank in given if not 0 <= rank < size})
+    if outside:
+        raise ValueError(f"a group's ranks must be from 0 to {size - 1}, got {', '.join(map(str, outside))}")
+    unique = sorted(set(given))
+    if len(unique) < len(given):
+        twice = [rank for rank in unique if given.count(rank) > 1]
+        raise ValueError(f"a group has each rank once, got {', '.join(map(str, twice))} more than once")
+    return tuple(unique)
+
+
 @dataclass(frozen=True, slots=True)
 class Topology:
-    """Where all ranks are. Every rank computes the same from the same members."""
+    """Which rank is on which host, as seen by one rank. Every rank derives the same from the same members."""
 
     members: tuple[Member, ...]
     rank: int
+    host_indices: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """Per rank, the index of its host; hosts are counted by their lowest rank."""
+    local_ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The ranks on this rank's host, itself included."""
+    local_rank: int = field(init=False, repr=False, compare=False)
+    """The position of this rank among local_ranks."""
+    cross_ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)
+    """The ranks with the same local rank, one per host that has so many."""
+    cross_rank: int = field(init=False, repr=False, compare=False)
+    """The position of this rank among cross_ranks."""
+
+    def __post_init__(self) -> None:
+        by_host: dict[str, list[int]] = {}
+        for member in self.members:
+            by_host.setdefault(member.host, []).append(member.rank)
+        index_of = {host: index for index, host in enumerate(by_host)}
+        local_ranks = tuple(by_host[self.members[self.rank].host])
+        local_rank = local_ranks.index(self.rank)
+        cross_ranks = tuple(sorted(ranks[local_rank] for ranks in by_host.values() if len(ranks) > local_rank))
+        derived = {
+            "host_indices": tuple(index_of[member.host] for member in self.members),
+            "local_ranks": local_ranks,
+            "local_rank": local_rank,
+            "cross_ranks": cross_ranks,
+            "cross_rank": cross_ranks.index(self.rank),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
         return len(self.members)
 
     @property
-    def host_indices(self) -> tuple[int, ...]:
-        """Per rank, the index of its host, hosts counted by their lowest rank."""
-        seen: dict[str, int] = {}
-        return tuple(seen.setdefault(member.host, len(seen)) for member in self.members)
-
-    @property
-    def local_ranks(self) -> tuple[int, ...]:
-        """Ranks on my host, myself included."""
-        mine = self.members[self.rank].host
-        return tuple(member.rank for member in self.members if member.host == mine)
-
-    @property
-    def local_rank(self) -> int:
-        """My index among the ranks of my host."""
-        return self.local_ranks.index(self.rank)
-
-    @property
     def local_size(self) -> int:
-        """Number of ranks on my host."""
         return len(self.local_ranks)
 
     @property
-    def cross_ranks(self) -> tuple[int, ...]:
-        """The ranks with my local rank, one per host that has so many."""
-        position: dict[str, int] = {}
-        found = []
-        for member in self.members:
-            index = position.get(member.host, 0)
-            position[member.host] = index + 1
-            if index == self.local_rank:
-                found.append(member.rank)
-        return tuple(found)
-
-    @property
-    def cross_rank(self) -> int:
-        """My index among them."""
-        return self.cross_ranks.index(self.rank)
-
-    @property
     def cross_size(self) -> int:
-        """Their number."""
         return len(self.cross_ranks)
 
 
 class Deadline:
-    """A point in time made once at the top and handed down, so that waits add up to what was promised."""
+    """A point in time, made once where a wait begins and handed down, so that all waits together end in time."""
 
     __slots__ = ("_expires_at_s", "timeout_s")
 
@@ -185,15 +213,13 @@ class Deadline:
 
     @property
     def remaining_s(self) -> float:
-        """Seconds left, never negative."""
-        left_s = self._expires_at_s - time.monotonic()
-        return left_s if left_s > 0.0 else 0.0
+        """Seconds until then, never negative."""
+        remaining_s = self._expires_at_s - time.monotonic()
+        return remaining_s if remaining_s > 0.0 else 0.0
 
     @property
     def expired(self) -> bool:
-        """Whether time is up."""
         return time.monotonic() >= self._expires_at_s
 
     def __repr__(self) -> str:
-        """For messages and debugging."""
         return f"Deadline({self.timeout_s} s, {self.remaining_s:.3f} s left)"

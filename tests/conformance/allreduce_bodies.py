@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from ronde.comm.buffers import Bfloat16View
-from ronde.comm.threads.arithmetic import reduce
 from ronde.comm.world import World
 from ronde.types import DType, Op
 from tests.conformance.cases import on_ranks
+from tests.conformance.reference_arithmetic import reduce
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

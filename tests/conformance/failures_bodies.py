@@ -113,7 +113,7 @@ def closing_ends_the_waits_of_other_threads(world: World) -> None:
 
 @on_ranks(2, spoils=True)
 def a_late_member_is_named_when_time_is_over(world: World) -> None:
-    world.group.dispatch.ordered_channel._operation_timeout_s = 0.2
+    world.group.ordered_channel._operation_timeout_s = 0.2
     if world.rank == 0:
         with raises(OperationTimeout, match=r"allreduce sum float64\[3\].*rank 1"):
             world.group.allreduce(np.ones(3))

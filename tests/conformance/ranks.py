@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any, Protocol, TypeAlias
 
 from ronde.comm.joining import Groups, JoinedRound
-from ronde.comm.threads.backend import ThreadsBackend, ThreadsHub
 from ronde.comm.world import World
 from ronde.coordinator.inprocess import InProcessCoordinator
 from ronde.settings import Settings
 from ronde.types import Member, Topology
 from tests.conformance.cases import Case
+from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
 from tests.limits import OPERATION_S, RANK_S
 
 Body: TypeAlias = Callable[[World], Any]

@@ -11,10 +11,10 @@ from mpi4py import MPI
 
 from ronde.comm.backends.base import ChannelSpec
 from ronde.comm.backends.mpi.backend import MpiBackend, settings_from_mpi
-from ronde.comm.threads.arithmetic import reduce
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded, StartFailed
 from ronde.settings import Settings
 from ronde.types import Deadline, DType, Op, OperationKind
+from tests.conformance.reference_arithmetic import reduce
 from tests.jobs.mpi_kit import (
     EVERYBODY,
     LONG_S,

@@ -11,8 +11,8 @@ from ronde.comm.backends.mpi import collectives as moves
 from ronde.comm.backends.mpi.backend import MpiBackend
 from ronde.comm.buffers import Array, address_of
 from ronde.comm.call import Call, Span
-from ronde.comm.threads.arithmetic import reduce
 from ronde.types import DType, Op, OperationKind
+from tests.conformance.reference_arithmetic import reduce
 from tests.jobs.mpi_kit import (
     EVERYBODY,
     RANK,

@@ -22,7 +22,10 @@ __all__ = [
     "address_of",
     "as_send_buffer",
     "as_receive_buffer",
+    "aligned_zeros",
     "array_at",
+    "bfloat16_from_float32",
+    "float32_from_bfloat16",
     "new_receive_buffer",
 ]
 
@@ -31,6 +34,8 @@ Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 NUMPY_DTYPES: dict[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in DType if dtype is not DType.BFLOAT16}
 CPU_DEVICES = (1, 3)
 """DLPack: plain memory, and memory pinned for a GPU, which the CPU reads as well."""
+ALIGNMENT = 64
+"""Of buckets: a cache line, so that no line has two writers."""
 
 
 class Bfloat16View:
@@ -50,12 +55,11 @@ class Bfloat16View:
         self.bits: Array = array
 
     def __repr__(self) -> str:
-        """Shape only: the bits mean little to a reader."""
         return f"Bfloat16View(shape={self.bits.shape})"
 
 
 class SendBuffer:
-    """What a member gives: contiguous memory, and what kind of thing the caller handed in."""
+    """Contiguous memory to read from, and whether the caller passed a Bfloat16View."""
 
     __slots__ = ("array", "dtype", "is_view")
 
@@ -65,12 +69,12 @@ class SendBuffer:
         self.is_view = is_view
 
     def wrap(self, array: Array) -> object:
-        """A result that is of the same kind as what was given."""
+        """The result as the caller passed the input: as an array or as a Bfloat16View."""
         return Bfloat16View(array) if self.is_view else array
 
 
 class ReceiveBuffer:
-    """Where a result goes: contiguous memory, and the caller's own array when that is another."""
+    """Contiguous memory for a result, and the caller's own array when that is another."""
 
     __slots__ = ("_copy_to", "_result", "array")
 
@@ -80,7 +84,7 @@ class ReceiveBuffer:
         self._copy_to = copy_to
 
     def finish(self) -> object:
-        """Copy to where the caller wants it, and hand that back."""
+        """Copy the result into the caller's array, if that is another; what the caller gets."""
         if self._copy_to is not None:
             self._copy_to[...] = self.array
             self._copy_to = None
@@ -96,7 +100,7 @@ def as_send_buffer(x: object, what: str) -> SendBuffer:
 
 
 def as_receive_buffer(out: object, send_buffer: SendBuffer, what: str) -> ReceiveBuffer:
-    """Memory to write a result like `source` into; None allocates it."""
+    """Memory for a result like `send_buffer`; `out` None allocates it."""
     if out is None:
         return new_receive_buffer(send_buffer, send_buffer.array.shape)
     if isinstance(out, np.generic | int | float):
@@ -116,9 +120,30 @@ def as_receive_buffer(out: object, send_buffer: SendBuffer, what: str) -> Receiv
 
 
 def new_receive_buffer(send_buffer: SendBuffer, shape: Sequence[int]) -> ReceiveBuffer:
-    """New memory for a result of this shape and of the source's dtype."""
+    """New memory for a result of this shape, and of the dtype of send_buffer."""
     array = np.empty(shape, send_buffer.array.dtype)
     return ReceiveBuffer(array, send_buffer.wrap(array), None)
+
+
+def aligned_zeros(num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """New memory for buckets."""
+    memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
+    start = -address_of(memory) % ALIGNMENT
+    return memory[start : start + num_bytes]
+
+
+def float32_from_bfloat16(bits: Array) -> Array:
+    """The numbers whose bfloat16 bits are given as uint16."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+def bfloat16_from_float32(numbers: Array) -> Array:
+    """The bits of the nearest bfloat16 numbers as uint16, ties to even."""
+    bits = numbers.view(np.uint32)
+    high = bits >> 16
+    rounded = (bits + np.uint32(0x7FFF) + (high & 1)) >> 16
+    # A NaN keeps its upper bits: rounding could make it infinite.
+    return np.where(np.isnan(numbers), high | 0x40, rounded).astype(np.uint16)
 
 
 class _ArrayInterface:
@@ -129,7 +154,7 @@ class _ArrayInterface:
 
 
 def array_at(start: int, count: int, dtype: np.dtype[Any]) -> Array:
-    """The reverse of address(): a flat array over memory that somebody else keeps alive."""
+    """The reverse of address_of(): a flat array over memory that the caller keeps alive."""
     if count == 0:
         return np.empty(0, dtype)
     return np.asarray(_ArrayInterface(start, count, dtype))

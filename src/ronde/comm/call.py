@@ -1,7 +1,7 @@
-"""What a member asks for, in words and as a number that is equal on all members when they ask for the same.
+"""Signature and Call: what a member asks for, and what a channel executes.
 
-Used by every collective. A form is made once per kind, shapes, dtype and options, and found again in a dictionary:
-that keeps repeated calls cheap.
+A signature has all that must be equal on the members, as fields, in words and as a hash. It is made once per kind,
+shapes, dtype and options and then found in a dictionary, which keeps repeated operations cheap. A call adds the memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 
 from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
-from ronde.types import DType, Op, OperationKind, parse_op
+from ronde.types import DType, Op, OperationKind, find_reduction_error, parse_op
 
 __all__ = ["Call", "CallOptions", "Shapes", "Signature", "SignatureCache", "Span", "hash_signature", "mismatch_error"]
 
@@ -23,11 +23,11 @@ Shapes = tuple[tuple[int, ...], ...]
 
 MAX_SIGNATURES = 4096
 MAX_DESCRIPTION_BYTES = 120
-"""The native library keeps 127 bytes of a text."""
+"""The native library keeps 127 bytes of a description."""
 
 
 class CallOptions(NamedTuple):
-    """How a collective is to be done; not all kinds use all of them."""
+    """The options of a collective; not all kinds use all of them."""
 
     op: str | Op = "sum"
     prescale: float = 1.0
@@ -37,7 +37,7 @@ class CallOptions(NamedTuple):
 
 
 class Signature(msgspec.Struct, frozen=True, gc=False):
-    """One kind of call with all that is equal each time it is made."""
+    """What an operation asks for, apart from its memory."""
 
     kind: OperationKind
     dtype: DType
@@ -46,13 +46,13 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
     prescale: float
     postscale: float
     root: int
-    """A broadcast's root, as a rank of the world; otherwise -1."""
+    """The root of a broadcast, as a rank of the world; otherwise -1."""
     label: str
     """The kind's name, for events."""
     description: str
     hash: int
     num_bytes: int
-    """Of what this member gives."""
+    """Size of this member's input."""
 
     def make_call(
         self,
@@ -65,7 +65,6 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
         pre_agreed: bool = False,
         description: str = "",
     ) -> Call:
-        """The call that a channel takes."""
         return Call(
             self.kind,
             self.dtype,
@@ -84,13 +83,13 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
 
 
 class SignatureCache:
-    """The forms of one group that were used lately."""
+    """The signatures that a group used lately."""
 
     def __init__(self) -> None:
         self._signatures: dict[tuple[object, ...], Signature] = {}
 
     def find(self, kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions) -> Signature:
-        """The form for these, made and checked when it is new."""
+        """The signature of these, made when it is new. ValueError when the options make no sense."""
         key = (kind, dtype, shapes, options)
         found = self._signatures.get(key)
         if found is None:
@@ -102,12 +101,12 @@ class SignatureCache:
 
 
 def hash_signature(description: str) -> int:
-    """64 bits that are equal in every process for an equal text."""
+    """64 bits that are equal in every process for an equal description."""
     return int.from_bytes(hashlib.blake2b(description.encode(), digest_size=8).digest(), "little")
 
 
 def mismatch_error(descriptions: Mapping[int, str]) -> Mismatch:
-    """The error for members that do not agree, in the same words on all of them; given is what each rank asked for."""
+    """The error for members that asked for different things, by rank; its words are the same on all of them."""
     joined = tuple(rank for rank, description in descriptions.items() if description == "join")
     hint = "; who calls join() takes part in allreduce only" if joined else ""
     error = Mismatch(f"the members asked for different things: {format_rank_answers(descriptions, verb=': ')}{hint}")
@@ -118,16 +117,13 @@ def mismatch_error(descriptions: Mapping[int, str]) -> Mismatch:
 def _make_signature(kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions) -> Signature:
     op = parse_op(options.op)
     _check_options(kind, dtype, op, options)
-    # Members may give different numbers of rows in these two, so those are no part of what must agree.
-    free_rows = kind in (OperationKind.ALLGATHER, OperationKind.ALLTOALL)
-    full = _describe(kind, dtype, shapes, options._replace(op=op), free_rows)
-    signature = hash_signature(full)
-    # A text that was cut must still differ where the full one does.
-    text = (
-        full
-        if len(full.encode()) <= MAX_DESCRIPTION_BYTES
-        else f"{full[: MAX_DESCRIPTION_BYTES - 20]}… #{signature:016x}"
-    )
+    # Members may give different numbers of rows in these two, so the rows are not compared.
+    any_rows = kind in (OperationKind.ALLGATHER, OperationKind.ALLTOALL)
+    description = _describe(kind, dtype, shapes, options._replace(op=op), any_rows)
+    hash = hash_signature(description)
+    if len(description.encode()) > MAX_DESCRIPTION_BYTES:
+        # A description that was cut must still differ where the full one does.
+        description = f"{description[: MAX_DESCRIPTION_BYTES - 20]}… #{hash:016x}"
     return Signature(
         kind=kind,
         dtype=dtype,
@@ -137,8 +133,8 @@ def _make_signature(kind: OperationKind, dtype: DType, shapes: Shapes, options: 
         postscale=float(options.postscale),
         root=options.root,
         label=kind.name.lower(),
-        description=text,
-        hash=signature,
+        description=description,
+        hash=hash,
         num_bytes=sum(math.prod(shape) for shape in shapes) * dtype.num_bytes,
     )
 
@@ -149,17 +145,15 @@ def _check_options(kind: OperationKind, dtype: DType, op: Op, options: CallOptio
         if not math.isfinite(getattr(options, field)):
             raise ValueError(f"{name}: {field} must be a finite number, got {getattr(options, field)}")
     scaled = options.prescale != 1.0 or options.postscale != 1.0
-    if dtype is DType.BOOL and (op is Op.MEAN or scaled):
-        raise ValueError(f"{name}: bool has no mean and cannot be scaled; convert it to numbers first")
-    if op is Op.ADASUM and (not dtype.is_float or kind is not OperationKind.ALLREDUCE):
-        raise ValueError(f"{name}: adasum is for allreduce of floating-point numbers, got {dtype.name.lower()}")
+    if problem := find_reduction_error(kind, dtype, op, scaled=scaled):
+        raise ValueError(f"{name}: {problem}")
 
 
-def _describe(kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions, free_rows: bool) -> str:
+def _describe(kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions, any_rows: bool) -> str:
     words = [kind.name.lower()]
     if kind in (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER):
         words.append(parse_op(options.op).name.lower())
-    shown = [("*", *shape[1:]) if free_rows else shape for shape in shapes]
+    shown = [("*", *shape[1:]) if any_rows else shape for shape in shapes]
     if shown:
         words.append(dtype.name.lower() + " ".join(f"[{', '.join(map(str, shape))}]" for shape in shown))
     if options.root >= 0:
@@ -172,7 +166,7 @@ def _describe(kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOp
 
 
 class Span(msgspec.Struct, frozen=True, gc=False):
-    """A piece of memory: address and number of elements. Whoever makes it keeps the memory alive."""
+    """A contiguous piece of memory: addresses and number of elements. Its maker keeps the memory alive."""
 
     input: int
     output: int
@@ -180,14 +174,14 @@ class Span(msgspec.Struct, frozen=True, gc=False):
 
 
 class Call(msgspec.Struct, frozen=True, gc=True):
-    """One collective as one member asks for it. Field for field the C header's rd_call."""
+    """One call of one member, as a channel executes it. Field for field the C header's rd_call."""
 
     kind: OperationKind
     dtype: DType = DType.UINT8
     op: Op = Op.SUM
     spans: tuple[Span, ...] = ()
     peer: int = -1
-    """A broadcast's root or the other side of send and receive, as an index among the members."""
+    """The root of a broadcast, or the other side of send and receive, as an index among the members."""
     prescale: float = 1.0
     postscale: float = 1.0
     counts: tuple[int, ...] | None = None
@@ -195,10 +189,10 @@ class Call(msgspec.Struct, frozen=True, gc=True):
     splits: tuple[int, ...] | None = None
     """alltoall: elements I give to each member."""
     description: str = ""
-    """In words, for errors and events."""
+    """For errors and events."""
     signature_hash: int = 0
-    """Equal on all members, or the call is a Mismatch."""
+    """Must be equal on all members."""
     pre_agreed: bool = False
-    """Members agreed on this call before (negotiated, planned): no need to compare again."""
+    """Whether the members agreed on this call before, by name: they need not compare it again."""
     owners: object = None
-    """Owners of the memory behind parts, kept until the call is over."""
+    """Owners of the memory behind spans, kept until the call has ended."""

@@ -13,9 +13,9 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from ronde.comm.named_operations import NamedOperations, NamedWork, NegotiationWaits, OpenChannels
+from ronde.comm.named_operations import OpenChannels
 from ronde.comm.telemetry import ActivityReporter, ChannelStallInspector, TraceSender
-from ronde.comm.wording import ranks_text
+from ronde.comm.work import NegotiationWaits, Work
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.net.connect import describe_disconnect, socket_error
 from ronde.net.messages import (
@@ -46,6 +46,7 @@ from ronde.observe.clock import ClockOffset
 from ronde.observe.events import PeerGone, StallReported
 from ronde.observe.recorder import Recorder
 from ronde.observe.stacks import dump_stacks
+from ronde.text import format_ranks
 from ronde.types import Deadline
 
 __all__ = ["ControlConnection", "ControlThread"]
@@ -82,7 +83,7 @@ class ControlConnection(Protocol):
 
 
 class ControlThread:
-    """One thread does everything; others may only call announce, ask, ask_trace, leave and stop."""
+    """One thread does everything; others may only call waits.enqueue, request_groups, request_timeline, leave and stop."""
 
     def __init__(
         self,
@@ -110,7 +111,7 @@ class ControlThread:
         self._clock = ClockOffset()
         self._offset_ns = 0
         self._num_heartbeat_replies = 0
-        self._queue: deque[NamedWork | WorkerMessage] = deque()
+        self._queue: deque[Work | WorkerMessage] = deque()
         self._is_sleeping = False
         self._stopping = False
         self._leave_confirmed = threading.Event()
@@ -129,11 +130,6 @@ class ControlThread:
 
     # --- for other threads -----------------------------------------------------------------------------------------
 
-    def announce(self, named_operations: NamedOperations, work: NamedWork) -> None:
-        """This rank is ready for a named operation."""
-        named_operations.add(work)
-        self._enqueue(work)
-
     def request_groups(self, change: ChangeGroups, deadline: Deadline) -> GroupsChanged:
         """Ask for a change of groups, and wait until all ranks have."""
         self._enqueue(change)
@@ -147,7 +143,7 @@ class ControlThread:
                 if self._open_channels.closed_error is not None:
                     raise self._open_channels.closed_error
                 if not changed.wait(deadline.remaining_s) and deadline.expired:
-                    what = f"remove group {change.id}" if change.id else f"make a group of {ranks_text(change.ranks)}"
+                    what = f"remove group {change.id}" if change.id else f"make a group of {format_ranks(change.ranks)}"
                     raise OperationTimeout(f"not every rank of the job asked to {what} within {deadline.timeout_s:g} s")
 
     def request_timeline(self, request: TimelineRequest, deadline: Deadline) -> str:
@@ -180,7 +176,7 @@ class ControlThread:
             self._control.notify()
             self._thread.join()
 
-    def _enqueue(self, item: NamedWork | WorkerMessage) -> None:
+    def _enqueue(self, item: Work | WorkerMessage) -> None:
         self._queue.append(item)
         # The engine says that it sleeps before it looks at the queue for the last time; we look whether it sleeps
         # after filling the queue. So one of us always sees the other.
@@ -236,7 +232,7 @@ class ControlThread:
         known: list[int] = []
         while queue:
             item = queue.popleft()
-            if isinstance(item, NamedWork):
+            if isinstance(item, Work):
                 named = self._open_channels.named_operations_of(item.group)
                 how = None if named is None else named.make_request(item)
                 if isinstance(how, int):

@@ -1,10 +1,8 @@
-"""Where the operations of one group start on this rank: its channels, and the two ways onto them. Used by the group,
-which prepares operations, and by plans, which have channels of their own.
+"""A group of ranks, the operations they can do together, and the channels these run on. The module-level functions of
+ronde are one line over this.
 
-A group of ranks and what they can do together. The module-level functions of ronde are one line over this.
-
-Without a name an operation is matched by program order and goes straight to the group's ordered channel. With a name
-it may come in any order: the members announce it, and it runs on the negotiated channel when all have.
+An operation without a name is matched by program order and goes straight to the group's ordered channel. One with a
+name may come in any order: the members announce it, and it runs on the negotiated channel when all have.
 """
 
 from __future__ import annotations
@@ -12,15 +10,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from ronde.comm.buffers import Array, SendBuffer, address_of, as_receive_buffer, as_send_buffer
+from ronde.comm.buffers import Array, ReceiveBuffer, SendBuffer, address_of, as_receive_buffer, as_send_buffer
 from ronde.comm.call import Call, CallOptions, Signature, SignatureCache, Span, hash_signature
-from ronde.comm.channel import CallRecord, Channel
+from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlThread
-from ronde.comm.named_operations import NamedOperations, NamedWork
+from ronde.comm.named_operations import NamedOperations, OpenChannels
 from ronde.comm.operations import (
     AllgatherOperation,
     AllreduceOperation,
@@ -29,160 +27,20 @@ from ronde.comm.operations import (
     BroadcastOperation,
     JoinOperation,
     Operation,
+    PointToPointOperation,
     ReduceScatterOperation,
-    RowCountsCall,
+    RowCountsOperation,
     SingleArrayAllreduceOperation,
 )
-from ronde.comm.wording import ranks_text
 from ronde.comm.work import Work
 from ronde.errors import RoundEnded
+from ronde.text import format_ranks
 from ronde.types import DType, Op, OperationKind
 
-__all__ = ["ChannelOpener", "Group", "GroupChannels", "split_by_counts"]
+__all__ = ["Group", "split_by_counts"]
 
 JOIN_TIMEOUT_S = 10 * 365 * 86400.0
-"""join() waits for as long as others have data. Losses end it, not the clock."""
-
-
-class ChannelOpener(Protocol):
-    """What a group needs of its world."""
-
-    control_thread: ControlThread
-    operation_timeout_s: float
-    """How long one operation may take."""
-
-    def open_channel(
-        self, group: int, suffix: str, members: tuple[int, ...], *, bucket_bytes: int = 0, point_to_point: bool = False
-    ) -> Channel:
-        """Open a channel, together with the other members."""
-
-    def close_channel(self, channel: Channel) -> None:
-        """Close it. Idempotent."""
-
-    def add_named_operations(self, named_operations: NamedOperations) -> None:
-        """Let the engine listen for these named operations."""
-
-    def remove_named_operations(self, group: int) -> None:
-        """No more of this group."""
-
-
-class GroupChannels:
-    """The channels of one group of which this rank is a member."""
-
-    def __init__(self, opener: ChannelOpener, group: int, members: tuple[int, ...], member_index: int) -> None:
-        self.member_index = member_index
-        """My index among the members."""
-        self._opener = opener
-        self._group = group
-        self._members = members
-        self.operation_timeout_s = opener.operation_timeout_s
-        """How long one operation may take."""
-        self._control_thread = opener.control_thread
-        self._plan_channels: list[Channel] = []
-        self._num_plans = 0
-        self._closed_error: Exception | None = None
-        self._ordered_channel = opener.open_channel(group, "ordered", members, point_to_point=True)
-        try:
-            negotiated = opener.open_channel(group, "negotiated", members)
-        except BaseException:
-            opener.close_channel(self._ordered_channel)
-            raise
-        self._named_operations = NamedOperations(group, negotiated, SignatureCache(), self._control_thread.waits)
-        opener.add_named_operations(self._named_operations)
-
-    @property
-    def ordered_channel(self) -> Channel:
-        """The channel of operations in program order."""
-        if self._closed_error is not None:
-            raise self._closed_error
-        return self._ordered_channel
-
-    def start(self, operation: Operation, name: str | None, wait: bool) -> Any:  # result or Work
-        """Start an operation: announced when it has a name, else in program order."""
-        if name is None:
-            return self._start_ordered(operation, wait)
-        work = self._announce(operation, name)
-        return work.wait() if wait else work
-
-    def join(self, signature: Signature) -> int:
-        """Stand by with zeros, among named operations, those in program order, and plans. The rank that came last."""
-        lane = self.ordered_channel
-        operation = JoinOperation(signature, self._control_thread.now_ns())
-        work = self._announce(operation, "join")
-        call = signature.make_call((), None)
-        flights = tuple(each.submit(call, (), timeout_s=JOIN_TIMEOUT_S) for each in (lane, *self._plan_channels))
-        Work(flights, _no_value, JOIN_TIMEOUT_S).wait()
-        work.wait(JOIN_TIMEOUT_S)
-        ahead = RowCountsCall(operation, len(self._members))
-        lane.run(ahead.call, signature.label, 8)
-        return max(zip(ahead.row_counts(), self._members, strict=True))[1]
-
-    def send_or_receive(self, call: Call, num_bytes: int, finish: Callable[[], Any], wait: bool) -> Any:
-        """A message between two members, which stands outside of the order of the others."""
-        label = call.kind.name.lower()
-        if wait:
-            self.ordered_channel.send_or_receive(call, label, num_bytes)
-            return finish()
-        return Work(
-            (self.ordered_channel.submit(call, (CallRecord(label, "", num_bytes),)),), finish, self.operation_timeout_s
-        )
-
-    def open_plan_channel(self, bucket_bytes: int) -> Channel:
-        """A channel of its own for a plan; all members open theirs in the same order."""
-        self._num_plans += 1
-        suffix = f"plan.{self._num_plans}"
-        lane = self._opener.open_channel(self._group, suffix, self._members, bucket_bytes=bucket_bytes)
-        self._plan_channels.append(lane)
-        return lane
-
-    def close_plan_channel(self, channel: Channel) -> None:
-        """Close a plan's channel. Idempotent."""
-        if channel in self._plan_channels:
-            self._plan_channels.remove(channel)
-        self._opener.close_channel(channel)
-
-    def close(self, removed: bool) -> None:
-        """Nothing starts here any more: the group was removed, or the round is over. Idempotent."""
-        if self._closed_error is not None:
-            return
-        if removed:
-            self._closed_error = ValueError(f"group {self._group} was removed; nothing can be done in it any more")
-        else:
-            self._closed_error = RoundEnded("the round is over: shutdown() was called")
-        self._named_operations.abort(RoundEnded(str(self._closed_error)))
-        self._opener.remove_named_operations(self._group)
-        for lane in (*self._plan_channels, self._named_operations.channel, self._ordered_channel):
-            self._opener.close_channel(lane)
-
-    def _announce(self, operation: Operation, name: str) -> NamedWork:
-        if self._closed_error is not None:
-            raise self._closed_error
-        if not isinstance(name, str) or not name:
-            raise TypeError(f"name must be a text that is not empty, got {name!r}")
-        work = NamedWork(operation, self._group, name, self._control_thread.waits, self.operation_timeout_s)
-        self._control_thread.announce(self._named_operations, work)
-        return work
-
-    def _start_ordered(self, operation: Operation, wait: bool) -> Any:
-        lane, form = self.ordered_channel, operation.signature
-        rows = None
-        if operation.own_rows is not None:
-            ahead = RowCountsCall(operation, len(self._members))
-            lane.run(ahead.call, f"{form.label} rows", 8 * len(operation.own_rows))
-            rows = ahead.row_counts()
-        calls = operation.calls(rows, "", False)
-        if wait and len(calls) == 1:
-            lane.run(calls[0], form.label, form.num_bytes)
-            return operation.result()
-        entry = CallRecord(form.label, "", form.num_bytes)
-        flights = tuple([lane.submit(call, (entry,) if call is calls[-1] else ()) for call in calls])
-        work = Work(flights, operation.result, self.operation_timeout_s)
-        return work.wait() if wait else work
-
-
-def _no_value() -> None:
-    """The result of a call that only has to end."""
-
+"""join() waits for as long as others have data. The loss of a rank ends it, not the clock."""
 
 MAX_CACHED_ALLREDUCES = 1024
 
@@ -190,7 +48,10 @@ MAX_CACHED_ALLREDUCES = 1024
 class Group:
     """Some ranks of the world, in order. Made by ronde.init() and ronde.add_group(), which all ranks call alike."""
 
-    def __init__(self, id: int, ranks: tuple[int, ...], rank: int, channels: GroupChannels | None) -> None:
+    def __init__(
+        self, id: int, ranks: tuple[int, ...], rank: int, open_channels: OpenChannels, control_thread: ControlThread
+    ) -> None:
+        # Opens the group's channels, together with the other members, when this rank is one.
         self.id = id
         """Its number; 0 is the world."""
         self.ranks = ranks
@@ -198,11 +59,28 @@ class Group:
         self.size = len(ranks)
         """Number of members."""
         self.rank = ranks.index(rank) if rank in ranks else None
-        """My index among the members; None when I am not one."""
+        """The index of this rank among the members; None when it is not one."""
+        self.operation_timeout_s = open_channels.operation_timeout_s
+        """How long one operation may take."""
         self._world_rank = rank
-        self._channels = channels
+        self._open_channels = open_channels
+        self._control_thread = control_thread
         self._signatures = SignatureCache()
         self._cached_allreduces: dict[tuple[object, ...], _CachedAllreduce] = {}
+        self._plan_channels: list[Channel] = []
+        self._num_plans = 0
+        self._closed_error: Exception | None = None
+        self._ordered_channel: Channel | None = None
+        self._named_operations: NamedOperations | None = None
+        if self.rank is not None:
+            self._ordered_channel = open_channels.open(id, "ordered", ranks, point_to_point=True)
+            try:
+                negotiated_channel = open_channels.open(id, "negotiated", ranks)
+            except BaseException:
+                open_channels.close(self._ordered_channel)
+                raise
+            self._named_operations = NamedOperations(id, negotiated_channel, control_thread.waits)
+            open_channels.add_named_operations(self._named_operations)
 
     @property
     def included(self) -> bool:
@@ -210,8 +88,7 @@ class Group:
         return self.rank is not None
 
     def __repr__(self) -> str:
-        """For messages and debugging."""
-        return f"<Group {self.id}: {ranks_text(self.ranks)}>"
+        return f"<Group {self.id}: {format_ranks(self.ranks)}>"
 
     def allreduce(
         self,
@@ -228,30 +105,30 @@ class Group:
 
         A list or tuple of arrays of one dtype travels as a unit; then the result is a list, and out a list too.
         """
-        dispatch = self.dispatch
         if type(x) is np.ndarray and (out is None or out is x):
-            quick = self._cached_allreduces.get((x.shape, x.dtype, op, prescale, postscale))
+            cached = self._cached_allreduces.get((x.shape, x.dtype, op, prescale, postscale))
             flags = x.flags
-            if quick is not None and flags.c_contiguous and (out is None or flags.writeable):
+            if cached is not None and flags.c_contiguous and (out is None or flags.writeable):
                 if name is None and wait:
-                    return quick.run(x, out)
-                return dispatch.start(SingleArrayAllreduceOperation(quick.signature, x, out), name, wait)
-        sources, many = self._as_send_buffers(x, "allreduce")
+                    return cached.run(x, out)
+                return self._start(SingleArrayAllreduceOperation(cached.signature, x, out, _check_name(name)), wait)
+        channel = self.ordered_channel
+        sources, is_list = self._as_send_buffers(x, "allreduce")
         if out is None:
             outs = [None] * len(sources)
-        elif many and (not isinstance(out, list | tuple) or len(out) != len(sources)):
+        elif is_list and (not isinstance(out, list | tuple) or len(out) != len(sources)):
             raise ValueError(f"allreduce: out must be a list of {len(sources)} arrays, as x is")
         else:
-            outs = list(out) if many else [out]
+            outs = list(out) if is_list else [out]
         targets = [as_receive_buffer(given, source, "allreduce") for given, source in zip(outs, sources, strict=True)]
-        form = self._signature_of(OperationKind.ALLREDUCE, sources, CallOptions(op, prescale, postscale))
+        signature = self._signature_of(OperationKind.ALLREDUCE, sources, CallOptions(op, prescale, postscale))
         if type(x) is np.ndarray:
             if len(self._cached_allreduces) >= MAX_CACHED_ALLREDUCES:
                 self._cached_allreduces.clear()
             self._cached_allreduces[x.shape, x.dtype, op, prescale, postscale] = _CachedAllreduce(
-                form, _make_cached_run(form, dispatch.ordered_channel)
+                signature, _make_cached_run(signature, channel)
             )
-        return dispatch.start(AllreduceOperation(form, sources, targets, many), name, wait)
+        return self._start(AllreduceOperation(signature, sources, targets, is_list, _check_name(name)), wait)
 
     def allgather(self, x: Any, *, name: str | None = None, wait: bool = True) -> Any:
         """The members' arrays, one after the other along the first dimension, in which they may differ.
@@ -259,10 +136,10 @@ class Group:
         A scalar counts as one row. A list or tuple gives a list. Without a name, wait=False still waits until every
         member has called, for only then is it known how much will come.
         """
-        dispatch = self.dispatch
-        sources, many = self._as_send_buffers(x, "allgather", scalars_as_rows=True)
-        form = self._signature_of(OperationKind.ALLGATHER, sources, CallOptions())
-        return dispatch.start(AllgatherOperation(form, sources, many), name, wait)
+        self._check_open()
+        sources, is_list = self._as_send_buffers(x, "allgather", scalars_as_rows=True)
+        signature = self._signature_of(OperationKind.ALLGATHER, sources, CallOptions())
+        return self._start(AllgatherOperation(signature, sources, is_list, _check_name(name)), wait)
 
     def broadcast(
         self,
@@ -274,12 +151,12 @@ class Group:
         wait: bool = True,
     ) -> Any:
         """The root's array for everybody, in a new array or in `out`. root is a rank of the world."""
-        dispatch = self.dispatch
-        peer = self._member_index_of(root, "broadcast: root")
+        self._check_open()
+        root_index = self._member_index_of(root, "broadcast: root")
         source = self._as_send_buffer(x, "broadcast")
         target = as_receive_buffer(out, source, "broadcast")
-        form = self._signature_of(OperationKind.BROADCAST, [source], CallOptions(root=root))
-        return dispatch.start(BroadcastOperation(form, source, target, peer), name, wait)
+        signature = self._signature_of(OperationKind.BROADCAST, [source], CallOptions(root=root))
+        return self._start(BroadcastOperation(signature, source, target, root_index, _check_name(name)), wait)
 
     def reduce_scatter(
         self,
@@ -292,12 +169,12 @@ class Group:
         wait: bool = True,
     ) -> Any:
         """My rows of the sum: the first dimension is shared out, the first members get one row more if need be."""
-        dispatch = self.dispatch
+        self._check_open()
         source = self._as_send_buffer(x, "reduce_scatter")
         if not source.array.shape:
             raise ValueError("reduce_scatter shares out rows: it needs an array of at least 1 dimension, got a scalar")
-        form = self._signature_of(OperationKind.REDUCE_SCATTER, [source], CallOptions(op, prescale, postscale))
-        return dispatch.start(ReduceScatterOperation(form, source, dispatch.member_index, self.size), name, wait)
+        signature = self._signature_of(OperationKind.REDUCE_SCATTER, [source], CallOptions(op, prescale, postscale))
+        return self._start(ReduceScatterOperation(signature, source, self._index, self.size, _check_name(name)), wait)
 
     def alltoall(
         self,
@@ -312,69 +189,142 @@ class Group:
         Returns the rows that came, in the order of the members, and how many came from each. As allgather, without a
         name it waits until every member has called.
         """
-        dispatch = self.dispatch
+        self._check_open()
         source = self._as_send_buffer(x, "alltoall")
         if not source.array.shape:
             raise ValueError("alltoall shares out rows: it needs an array of at least 1 dimension, got a scalar")
-        mine = self._check_splits(splits, source.array.shape[0])
-        form = self._signature_of(OperationKind.ALLTOALL, [source], CallOptions())
-        return dispatch.start(AlltoallOperation(form, source, mine, dispatch.member_index), name, wait)
+        own_splits = self._check_splits(splits, source.array.shape[0])
+        signature = self._signature_of(OperationKind.ALLTOALL, [source], CallOptions())
+        return self._start(AlltoallOperation(signature, source, own_splits, self._index, _check_name(name)), wait)
 
     def barrier(self, *, name: str | None = None, wait: bool = True) -> Any:
         """Return when every member has come here."""
-        form = self._signatures.find(OperationKind.BARRIER, DType.UINT8, (), CallOptions())
-        return self.dispatch.start(BarrierOperation(form), name, wait)
+        signature = self._signatures.find(OperationKind.BARRIER, DType.UINT8, (), CallOptions())
+        return self._start(BarrierOperation(signature, _check_name(name)), wait)
 
     def join(self) -> int:
         """Out of data: give zeros to the others' allreduces until every member has joined. The rank that did last."""
-        return self.dispatch.join(self._signatures.find(OperationKind.JOIN, DType.UINT8, (), CallOptions()))
+        channel = self.ordered_channel
+        assert self._named_operations is not None
+        signature = self._signatures.find(OperationKind.JOIN, DType.UINT8, (), CallOptions())
+        operation = JoinOperation(signature, self._control_thread.now_ns())
+        work = self._named_operations.announce(operation, JOIN_TIMEOUT_S)
+        call = signature.make_call((), None)
+        running_calls = tuple(each.submit(call, timeout_s=JOIN_TIMEOUT_S) for each in (channel, *self._plan_channels))
+        Work(operation, JOIN_TIMEOUT_S, running_calls).wait()
+        work.wait()
+        joined_at_ns = self._exchange_row_counts(operation, signature.label)
+        return max(zip(joined_at_ns, self.ranks, strict=True))[1]
 
     def send(self, x: Any, to: int, *, wait: bool = True) -> Any:
         """Give an array to one member (a rank of the world), which calls receive()."""
-        dispatch = self.dispatch
+        self._check_open()
         source = self._as_send_buffer(x, "send")
-        part = Span(address_of(source.array), 0, source.array.size)
-        call = self._point_to_point_call(OperationKind.SEND, source, part, to, source)
-        return dispatch.send_or_receive(call, source.array.nbytes, _no_result, wait)
+        span = Span(address_of(source.array), 0, source.array.size)
+        return self._start_message(self._make_message(OperationKind.SEND, source, span, to, source), wait)
 
     def receive(self, out: Any, source: int, *, wait: bool = True) -> Any:
         """Fill the array `out` with what one member (a rank of the world) sends, and return it."""
-        dispatch = self.dispatch
+        self._check_open()
         given = self._as_send_buffer(out, "receive")
         target = as_receive_buffer(out, given, "receive")
-        part = Span(0, address_of(target.array), target.array.size)
-        call = self._point_to_point_call(OperationKind.RECEIVE, given, part, source, target)
-        return dispatch.send_or_receive(call, target.array.nbytes, target.finish, wait)
+        span = Span(0, address_of(target.array), target.array.size)
+        return self._start_message(self._make_message(OperationKind.RECEIVE, given, span, source, target), wait)
 
     # --- for the world, plans and objects --------------------------------------------------------------------------
 
     def allgather_each(self, x: Array) -> list[Array]:
-        """As allgather of a flat array, but one array per member."""
+        # As allgather of a flat array, but the result is one array per member.
         sources, _ = self._as_send_buffers(x, "allgather")
         operation = AllgatherOperation(
             self._signature_of(OperationKind.ALLGATHER, sources, CallOptions()), sources, False
         )
-        everything: Array = self.dispatch.start(operation, None, True)
+        everything: Array = self._start(operation, True)
         return split_by_counts(everything, operation.counts)
 
     @property
-    def dispatch(self) -> GroupChannels:
-        """Where operations start. Raises when there is nothing to start here."""
-        if self._channels is None:
-            raise ValueError(f"rank {self._world_rank} is not a member of group {self.id} ({ranks_text(self.ranks)})")
-        return self._channels
+    def ordered_channel(self) -> Channel:
+        # The channel of operations in program order. Raises when this rank can start nothing in the group.
+        if self._closed_error is not None:
+            raise self._closed_error
+        if self._ordered_channel is None:
+            raise ValueError(f"rank {self._world_rank} is not a member of group {self.id} ({format_ranks(self.ranks)})")
+        return self._ordered_channel
+
+    def open_plan_channel(self, bucket_bytes: int) -> Channel:
+        # A channel for one plan; all members open theirs in the same order.
+        self._num_plans += 1
+        channel = self._open_channels.open(self.id, f"plan.{self._num_plans}", self.ranks, bucket_bytes=bucket_bytes)
+        self._plan_channels.append(channel)
+        return channel
+
+    def close_plan_channel(self, channel: Channel) -> None:
+        # Idempotent.
+        if channel in self._plan_channels:
+            self._plan_channels.remove(channel)
+        self._open_channels.close(channel)
 
     def close(self, removed: bool = False) -> None:
-        """Nothing starts here any more. Idempotent."""
-        if self._channels is not None:
-            self._channels.close(removed)
+        # Nothing starts here any more: the group was removed, or the round is over. Idempotent.
         self._cached_allreduces.clear()
+        if self._closed_error is not None or self._ordered_channel is None or self._named_operations is None:
+            return
+        if removed:
+            self._closed_error = ValueError(f"group {self.id} was removed; nothing can be done in it any more")
+        else:
+            self._closed_error = RoundEnded("the round is over: shutdown() was called")
+        self._named_operations.abort(RoundEnded(str(self._closed_error)))
+        self._open_channels.remove_named_operations(self.id)
+        for channel in (*self._plan_channels, self._named_operations.channel, self._ordered_channel):
+            self._open_channels.close(channel)
 
-    # --- inside ----------------------------------------------------------------------------------------------------
+    # --- starting an operation ---------------------------------------------------------------------------------------
+
+    def _check_open(self) -> None:
+        """Raise, before arguments are looked at, when this rank can start nothing in the group."""
+        _ = self.ordered_channel
+
+    def _start(self, operation: Operation, wait: bool) -> Any:  # the result, or a Work
+        """Announce an operation that has a name; start any other one in program order."""
+        channel = self.ordered_channel
+        if operation.name:
+            assert self._named_operations is not None
+            work = self._named_operations.announce(operation, self.operation_timeout_s)
+            return work.wait() if wait else work
+        row_counts = None if operation.own_rows is None else self._exchange_row_counts(operation)
+        calls = operation.calls(row_counts)
+        if wait and len(calls) == 1:
+            channel.run(calls[0], operation.signature)
+            return operation.result()
+        running_calls = [channel.submit(call) for call in calls[:-1]]
+        running_calls.append(channel.submit(calls[-1], (operation,)))
+        work = Work(operation, self.operation_timeout_s, tuple(running_calls))
+        return work.wait() if wait else work
+
+    def _exchange_row_counts(self, operation: Operation, label: str = "") -> tuple[int, ...]:
+        ahead = RowCountsOperation(operation, self.size, label or f"{operation.signature.label} rows")
+        self.ordered_channel.run(ahead.calls()[0], ahead.signature)
+        return ahead.result()
+
+    def _start_message(self, operation: PointToPointOperation, wait: bool) -> Any:  # the result, or a Work
+        """Start a send or receive, which is not part of the order of the collectives."""
+        (call,) = operation.calls()
+        if wait:
+            self.ordered_channel.send_or_receive(call, operation.signature)
+            return operation.result()
+        running_call = self.ordered_channel.submit(call, (operation,))
+        return Work(operation, self.operation_timeout_s, (running_call,))
+
+    @property
+    def _index(self) -> int:
+        assert self.rank is not None
+        return self.rank
+
+    # --- checking the caller's arguments -------------------------------------------------------------------------------
 
     def _as_send_buffers(self, x: object, what: str, scalars_as_rows: bool = False) -> tuple[list[SendBuffer], bool]:
-        """The arrays of an operation, and whether there may be several."""
-        many = isinstance(x, list | tuple)
+        """The arrays of an operation, and whether they were given as a list."""
+        is_list = isinstance(x, list | tuple)
         sources = [as_send_buffer(each, what) for each in (x if isinstance(x, list | tuple) else (x,))]
         if not sources:
             raise ValueError(f"{what}: the list of arrays is empty")
@@ -384,7 +334,7 @@ class Group:
         if scalars_as_rows:
             for source in sources:
                 source.array = np.atleast_1d(source.array)
-        return sources, many
+        return sources, is_list
 
     def _as_send_buffer(self, x: object, what: str) -> SendBuffer:
         if isinstance(x, list | tuple):
@@ -397,7 +347,7 @@ class Group:
 
     def _member_index_of(self, rank: int, what: str) -> int:
         if rank not in self.ranks:
-            raise ValueError(f"{what} must be a member of group {self.id} ({ranks_text(self.ranks)}), got {rank!r}")
+            raise ValueError(f"{what} must be a member of group {self.id} ({format_ranks(self.ranks)}), got {rank!r}")
         return self.ranks.index(rank)
 
     def _check_splits(self, splits: object, num_rows: int) -> tuple[int, ...]:
@@ -414,60 +364,69 @@ class Group:
             raise ValueError(f"alltoall: splits ask for {int(given.sum())} rows of an array with {num_rows}")
         return tuple(given.tolist())
 
-    def _point_to_point_call(
-        self, kind: OperationKind, data: SendBuffer, span: Span, peer_rank: int, owners: object
-    ) -> Call:
+    def _make_message(
+        self, kind: OperationKind, data: SendBuffer, span: Span, peer_rank: int, buffer: SendBuffer | ReceiveBuffer
+    ) -> PointToPointOperation:
         what, word = ("send: to", "to") if kind is OperationKind.SEND else ("receive: source", "from")
         peer = self._member_index_of(peer_rank, what)
         if peer == self.rank:
             raise ValueError(f"{what} is this very rank, {peer_rank}; a message needs two")
-        amount = f"{data.dtype.name.lower()}{list(data.array.shape)}"
-        text = f"{kind.name.lower()} {amount} {word} rank {peer_rank}"
-        return Call(
+        label, amount = kind.name.lower(), f"{data.dtype.name.lower()}{list(data.array.shape)}"
+        signature = Signature(
             kind=kind,
             dtype=data.dtype,
-            spans=(span,),
-            peer=peer,
-            description=text,
-            signature_hash=hash_signature(f"message of {amount}"),
-            owners=owners,
+            shapes=(data.array.shape,),
+            op=Op.SUM,
+            prescale=1.0,
+            postscale=1.0,
+            root=-1,
+            label=label,
+            description=f"{label} {amount} {word} rank {peer_rank}",
+            hash=hash_signature(f"message of {amount}"),
+            num_bytes=data.array.nbytes,
         )
+        return PointToPointOperation(signature, span, peer, buffer)
+
+
+def _check_name(name: str | None) -> str:
+    """The name of an operation; empty without one."""
+    if name is None:
+        return ""
+    if not isinstance(name, str) or not name:
+        raise TypeError(f"name must be a text that is not empty, got {name!r}")
+    return name
 
 
 class _CachedAllreduce(NamedTuple):
-    """All that is known about an allreduce from the last time it was asked for."""
+    """What is known about an allreduce from the last time it was asked for."""
 
     signature: Signature
     run: Callable[[Array, Array | None], Array]
-    """Do it now, in program order."""
+    """Runs it in program order and waits."""
 
 
-def _make_cached_run(call_signature: Signature, channel: Channel) -> Callable[[Array, Array | None], Array]:
-    """The shortest way for the most frequent call: all that is equal each time is looked up and checked here, once."""
-    run, label, num_bytes = channel.run, call_signature.label, call_signature.num_bytes
-    kind, dtype, op, text, signature = (
-        call_signature.kind,
-        call_signature.dtype,
-        call_signature.op,
-        call_signature.description,
-        call_signature.hash,
+def _make_cached_run(signature: Signature, channel: Channel) -> Callable[[Array, Array | None], Array]:
+    """The shortest path for the most frequent call: all that is equal each time is looked up and checked here, once."""
+    run = channel.run
+    kind, dtype, op, prescale, postscale = (
+        signature.kind,
+        signature.dtype,
+        signature.op,
+        signature.prescale,
+        signature.postscale,
     )
-    prescale, postscale, count = call_signature.prescale, call_signature.postscale, math.prod(call_signature.shapes[0])
+    description, signature_hash, count = signature.description, signature.hash, math.prod(signature.shapes[0])
 
     def allreduce(x: Array, out: Array | None) -> Array:
         source = target = address_of(x)
         if out is None:
             out = np.empty_like(x)
             target = address_of(out)
-        parts = (Span(source, target, count),)
-        run(Call(kind, dtype, op, parts, -1, prescale, postscale, None, None, text, signature), label, num_bytes)
+        spans = (Span(source, target, count),)
+        run(Call(kind, dtype, op, spans, -1, prescale, postscale, None, None, description, signature_hash), signature)
         return out
 
     return allreduce
-
-
-def _no_result() -> None:
-    """The result of a send."""
 
 
 def split_by_counts(data: Array, counts: Sequence[int]) -> list[Array]:

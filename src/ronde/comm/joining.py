@@ -29,9 +29,9 @@ from typing import Any, NamedTuple
 from ronde.comm.backends.base import Backend
 from ronde.comm.backends.mpi.backend import MpiBackend, settings_from_mpi
 from ronde.comm.backends.native import NativeBackend
+from ronde.comm.backends.single_rank import SingleRankBackend
 from ronde.comm.control_thread import ControlConnection
 from ronde.comm.launchers import LauncherEnvironment, coordinator_port_range, detect_launcher, find_launcher_process
-from ronde.comm.threads.backend import ThreadsBackend, ThreadsHub
 from ronde.coordinator.inprocess import InProcessCoordinator
 from ronde.coordinator.server import CoordinatorServer, LivenessConnection, is_closed
 from ronde.errors import StartFailed
@@ -223,7 +223,7 @@ def join_single(settings: Settings, groups: Groups) -> JoinedRound:
     """A job of one: no sockets, nobody to wait for."""
     member = Member(0, settings.host or host_identity(), os.getpid(), "")
     control = InProcessCoordinator((member,), groups, settings).client(0)
-    return JoinedRound(settings, Topology((member,), 0), control, ThreadsBackend(ThreadsHub()))
+    return JoinedRound(settings, Topology((member,), 0), control, SingleRankBackend())
 
 
 def _join_with_others(settings: Settings, groups: Groups, round: int, resources: ExitStack) -> JoinedRound:

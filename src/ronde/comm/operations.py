@@ -1,8 +1,10 @@
-"""One class per collective: what it asks of a channel, and what it gives back. Used by groups and the engine.
+"""One class per collective: the operation that a caller asked for, with its signature and arrays. Used by groups, plans
+and named operations.
 
-An operation is made from the caller's arrays. Where members may give different numbers of rows (allgather, alltoall),
-`rows` are mine; somebody finds out everybody's, and calls() takes those: from the coordinator for a named operation,
-from a small call ahead for one in program order. Memory for results is made only then.
+An operation turns into the calls that a channel executes, and makes the caller's result when they have ended. Where
+members may give different numbers of rows (allgather, alltoall), `own_rows` are those of this rank; calls() needs those
+of all members. They come from the coordinator for an operation with a name, and from a small call ahead
+(RowCountsOperation) for one in program order. Memory for results is allocated only then.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from ronde.comm.buffers import Array, ReceiveBuffer, SendBuffer, address_of, new_receive_buffer
@@ -18,17 +21,17 @@ from ronde.comm.call import Call, Signature, Span
 from ronde.types import DType, Op, OperationKind
 
 __all__ = [
+    "AllgatherOperation",
+    "AllreduceOperation",
+    "AlltoallOperation",
     "BarrierOperation",
     "BroadcastOperation",
-    "AlltoallOperation",
-    "AllgatherOperation",
     "JoinOperation",
     "Operation",
-    "AllreduceOperation",
-    "SingleArrayAllreduceOperation",
-    "RowCountsCall",
+    "PointToPointOperation",
     "ReduceScatterOperation",
-    "even_split",
+    "RowCountsOperation",
+    "SingleArrayAllreduceOperation",
     "zeros_for_joined",
 ]
 
@@ -36,52 +39,73 @@ __all__ = [
 class Operation:
     """What all collectives have in common."""
 
-    __slots__ = ("signature",)
+    __slots__ = ("name", "signature")
 
     own_rows: tuple[int, ...] | None = None
-    """Mine, when members may differ in them."""
+    """The numbers of rows that this rank gives, when members may differ in them."""
     splits: tuple[int, ...] | None = None
-    """alltoall: as the caller gave them."""
+    """Of alltoall, as the caller gave them."""
 
-    def __init__(self, signature: Signature) -> None:
+    def __init__(self, signature: Signature, name: str = "") -> None:
         self.signature = signature
+        self.name = name
+        """Empty for an operation that is matched by program order."""
 
-    def calls(self, row_counts: tuple[int, ...] | None, description: str, pre_agreed: bool) -> tuple[Call, ...]:
-        """What to run, in this order; rows are everybody's, member by member."""
+    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        """What a channel executes, in this order; row_counts are those of all members, in their order."""
         raise NotImplementedError
 
-    def result(self) -> Any:  # what the caller gets
-        """After the calls: what the caller gets."""
+    def result(self) -> Any:  # arrays, lists of them, or None
+        """What the caller gets when the calls have ended."""
         return None
+
+    def make_call(
+        self,
+        spans: tuple[Span, ...],
+        *,
+        peer: int = -1,
+        counts: tuple[int, ...] | None = None,
+        splits: tuple[int, ...] | None = None,
+    ) -> Call:
+        """A call on this memory that keeps the operation, and so the memory, alive. The members of an operation with a
+        name have agreed on it before."""
+        name, description = self.name, self.signature.description
+        return self.signature.make_call(
+            spans,
+            self,
+            peer=peer,
+            counts=counts,
+            splits=splits,
+            pre_agreed=bool(name),
+            description=f"{name!r}: {description}" if name else description,
+        )
 
 
 class BarrierOperation(Operation):
-    """Everybody has come this far."""
+    """barrier: a call without memory."""
 
     __slots__ = ()
 
-    def calls(self, row_counts: tuple[int, ...] | None, description: str, pre_agreed: bool) -> tuple[Call, ...]:
-        """One call without memory."""
-        return (self.signature.make_call((), None, pre_agreed=pre_agreed, description=description),)
+    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        return (self.make_call(()),)
 
 
 class JoinOperation(Operation):
-    """Out of data. Among named operations there is nothing to run; the coordinator says when everybody has joined."""
+    """join among named operations: nothing to execute; the coordinator says when every member has joined."""
 
     __slots__ = ("own_rows",)
 
     def __init__(self, signature: Signature, at_ns: int) -> None:
-        super().__init__(signature)
+        super().__init__(signature, "join")
         self.own_rows = (at_ns,)
-        """When this rank joined, on the coordinator's clock: who was last is found by comparing."""
+        """When this rank joined, on the coordinator's clock: the members compare who was last."""
 
-    def calls(self, row_counts: tuple[int, ...] | None, description: str, pre_agreed: bool) -> tuple[Call, ...]:
-        """Nothing."""
+    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
         return ()
 
 
 class AllreduceOperation(Operation):
-    """allreduce of one array or of several as a unit."""
+    """allreduce of one array, or of several as a unit."""
 
     __slots__ = ("_is_list", "_receive_buffers", "_send_buffers", "spans")
 
@@ -91,8 +115,9 @@ class AllreduceOperation(Operation):
         send_buffers: Sequence[SendBuffer],
         receive_buffers: Sequence[ReceiveBuffer],
         is_list: bool,
+        name: str = "",
     ) -> None:
-        super().__init__(signature)
+        super().__init__(signature, name)
         self._send_buffers = send_buffers
         self._receive_buffers = receive_buffers
         self._is_list = is_list
@@ -101,16 +126,14 @@ class AllreduceOperation(Operation):
             for source, target in zip(send_buffers, receive_buffers, strict=True)
         )
 
-    def calls(self, row_counts: tuple[int, ...] | None, description: str, pre_agreed: bool) -> tuple[Call, ...]:
-        """All arrays in one call; Adasum looks at each array as a whole, so there each is a call."""
-        lots = [(part,) for part in self.spans] if self.signature.op is Op.ADASUM else [self.spans]
-        return tuple(
-            [self.signature.make_call(lot, self, pre_agreed=pre_agreed, description=description) for lot in lots]
-        )
+    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        """All arrays in one call; for adasum, which looks at each array as a whole, one call per array."""
+        if self.signature.op is Op.ADASUM:
+            return tuple([self.make_call((span,)) for span in self.spans])
+        return (self.make_call(self.spans),)
 
     def result(self) -> Any:  # one array, or a list of them
-        """The sums."""
-        results = [target.finish() for target in self._receive_buffers]
+        results = [buffer.finish() for buffer in self._receive_buffers]
         return results if self._is_list else results[0]
 
 
@@ -119,8 +142,9 @@ class SingleArrayAllreduceOperation(AllreduceOperation):
 
     __slots__ = ("_out", "_x")
 
-    def __init__(self, signature: Signature, x: Array, out: Array | None) -> None:
+    def __init__(self, signature: Signature, x: Array, out: Array | None, name: str = "") -> None:
         self.signature = signature
+        self.name = name
         self._x = x
         source = target = address_of(x)
         if out is None:
@@ -130,38 +154,36 @@ class SingleArrayAllreduceOperation(AllreduceOperation):
         self.spans = (Span(source, target, x.size),)
 
     def result(self) -> Array:
-        """The sum."""
         return self._out
 
 
-def zeros_for_joined(signature: Signature) -> AllreduceOperation:
-    """The part in others' allreduce of a rank that has joined: zeros."""
+def zeros_for_joined(signature: Signature, name: str) -> AllreduceOperation:
+    """What a rank that has joined contributes to an allreduce of the others."""
     zeros = [np.zeros(shape, signature.dtype.numpy) for shape in signature.shapes]
-    sources = [SendBuffer(array, signature.dtype, False) for array in zeros]
-    return AllreduceOperation(signature, sources, [ReceiveBuffer(array, array, None) for array in zeros], True)
+    send_buffers = [SendBuffer(array, signature.dtype, False) for array in zeros]
+    receive_buffers = [ReceiveBuffer(array, array, None) for array in zeros]
+    return AllreduceOperation(signature, send_buffers, receive_buffers, True, name)
 
 
 class BroadcastOperation(Operation):
-    """The root's array to everybody."""
+    """broadcast: the root's array for all members."""
 
-    __slots__ = ("_peer", "_receive_buffer", "_send_buffer")
+    __slots__ = ("_receive_buffer", "_root_index", "_send_buffer")
 
-    def __init__(self, signature: Signature, send_buffer: SendBuffer, receive_buffer: ReceiveBuffer, peer: int) -> None:
-        super().__init__(signature)
+    def __init__(
+        self, signature: Signature, send_buffer: SendBuffer, receive_buffer: ReceiveBuffer, root_index: int, name: str
+    ) -> None:
+        super().__init__(signature, name)
         self._send_buffer = send_buffer
         self._receive_buffer = receive_buffer
-        self._peer = peer
+        self._root_index = root_index
 
-    def calls(self, row_counts: tuple[int, ...] | None, description: str, pre_agreed: bool) -> tuple[Call, ...]:
-        """One call."""
+    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
         array = self._send_buffer.array
-        part = Span(address_of(array), address_of(self._receive_buffer.array), array.size)
-        return (
-            self.signature.make_call((part,), self, peer=self._peer, pre_agreed=pre_agreed, description=description),
-        )
+        span = Span(address_of(array), address_of(self._receive_buffer.array), array.size)
+        return (self.make_call((span,), peer=self._root_index),)
 
     def result(self) -> object:
-        """What the root gave."""
         return self._receive_buffer.finish()
 
 
@@ -170,8 +192,8 @@ class AllgatherOperation(Operation):
 
     __slots__ = ("_is_list", "_receive_buffers", "_send_buffers", "counts", "own_rows")
 
-    def __init__(self, signature: Signature, send_buffers: Sequence[SendBuffer], is_list: bool) -> None:
-        super().__init__(signature)
+    def __init__(self, signature: Signature, send_buffers: Sequence[SendBuffer], is_list: bool, name: str = "") -> None:
+        super().__init__(signature, name)
         self.own_rows = tuple(shape[0] for shape in signature.shapes)
         self.counts: tuple[int, ...] = ()
         """After calls(): elements of the (last) array per member."""
@@ -179,55 +201,46 @@ class AllgatherOperation(Operation):
         self._receive_buffers: list[ReceiveBuffer] = []
         self._is_list = is_list
 
-    def calls(self, row_counts: tuple[int, ...] | None, description: str, pre_agreed: bool) -> tuple[Call, ...]:
+    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
         """One call per array."""
         assert row_counts is not None
         made = []
         for index, source in enumerate(self._send_buffers):
-            mine = row_counts[index :: len(self._send_buffers)]
+            num_rows = row_counts[index :: len(self._send_buffers)]
             row_shape = source.array.shape[1:]
-            target = new_receive_buffer(source, (sum(mine), *row_shape))
+            target = new_receive_buffer(source, (sum(num_rows), *row_shape))
             self._receive_buffers.append(target)
-            self.counts = tuple(num_rows * math.prod(row_shape) for num_rows in mine)
-            part = Span(address_of(source.array), address_of(target.array), source.array.size)
-            made.append(
-                self.signature.make_call(
-                    (part,), self, counts=self.counts, pre_agreed=pre_agreed, description=description
-                )
-            )
+            self.counts = tuple(rows * math.prod(row_shape) for rows in num_rows)
+            span = Span(address_of(source.array), address_of(target.array), source.array.size)
+            made.append(self.make_call((span,), counts=self.counts))
         return tuple(made)
 
     def result(self) -> Any:  # one array, or a list of them
-        """Everybody's rows, in the order of the members."""
-        results = [target.finish() for target in self._receive_buffers]
+        results = [buffer.finish() for buffer in self._receive_buffers]
         return results if self._is_list else results[0]
 
 
 class ReduceScatterOperation(Operation):
-    """reduce_scatter: everybody gets its rows of the sum."""
+    """reduce_scatter: each member gets its rows of the reduction."""
 
     __slots__ = ("_counts", "_receive_buffer", "_send_buffer")
 
-    def __init__(self, signature: Signature, send_buffer: SendBuffer, member_index: int, num_members: int) -> None:
-        super().__init__(signature)
-        shares = even_split(send_buffer.array.shape[0], num_members)
+    def __init__(
+        self, signature: Signature, send_buffer: SendBuffer, member_index: int, num_members: int, name: str
+    ) -> None:
+        super().__init__(signature, name)
+        num_rows = _even_split(send_buffer.array.shape[0], num_members)
         row_shape = send_buffer.array.shape[1:]
         self._send_buffer = send_buffer
-        self._receive_buffer = new_receive_buffer(send_buffer, (shares[member_index], *row_shape))
-        self._counts = tuple(share * math.prod(row_shape) for share in shares)
+        self._receive_buffer = new_receive_buffer(send_buffer, (num_rows[member_index], *row_shape))
+        self._counts = tuple(rows * math.prod(row_shape) for rows in num_rows)
 
-    def calls(self, row_counts: tuple[int, ...] | None, description: str, pre_agreed: bool) -> tuple[Call, ...]:
-        """One call."""
+    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
         array = self._send_buffer.array
-        part = Span(address_of(array), address_of(self._receive_buffer.array), array.size)
-        return (
-            self.signature.make_call(
-                (part,), self, counts=self._counts, pre_agreed=pre_agreed, description=description
-            ),
-        )
+        span = Span(address_of(array), address_of(self._receive_buffer.array), array.size)
+        return (self.make_call((span,), counts=self._counts),)
 
     def result(self) -> object:
-        """My rows of the sum."""
         return self._receive_buffer.finish()
 
 
@@ -237,69 +250,89 @@ class AlltoallOperation(Operation):
     __slots__ = ("_member_index", "_receive_buffer", "_received_rows", "_send_buffer", "own_rows", "splits")
 
     def __init__(
-        self, signature: Signature, send_buffer: SendBuffer, splits: tuple[int, ...], member_index: int
+        self, signature: Signature, send_buffer: SendBuffer, splits: tuple[int, ...], member_index: int, name: str
     ) -> None:
-        super().__init__(signature)
+        super().__init__(signature, name)
         self.own_rows = self.splits = splits
         self._send_buffer = send_buffer
         self._member_index = member_index
         self._received_rows: tuple[int, ...] = ()
         self._receive_buffer: ReceiveBuffer | None = None
 
-    def calls(self, row_counts: tuple[int, ...] | None, description: str, pre_agreed: bool) -> tuple[Call, ...]:
-        """One call. Of everybody's rows, those that are for me come in."""
+    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
         assert row_counts is not None and self.splits is not None
-        num_members = len(self.splits)
-        self._received_rows = row_counts[self._member_index :: num_members]
+        self._received_rows = row_counts[self._member_index :: len(self.splits)]
         array = self._send_buffer.array
         row_shape = array.shape[1:]
-        width = math.prod(row_shape)
+        row_size = math.prod(row_shape)
         self._receive_buffer = new_receive_buffer(self._send_buffer, (sum(self._received_rows), *row_shape))
-        part = Span(address_of(array), address_of(self._receive_buffer.array), sum(self.splits) * width)
-        counts = tuple(num_rows * width for num_rows in self._received_rows)
-        splits = tuple(num_rows * width for num_rows in self.splits)
-        return (
-            self.signature.make_call(
-                (part,), self, counts=counts, splits=splits, pre_agreed=pre_agreed, description=description
-            ),
-        )
+        span = Span(address_of(array), address_of(self._receive_buffer.array), sum(self.splits) * row_size)
+        counts = tuple(rows * row_size for rows in self._received_rows)
+        return (self.make_call((span,), counts=counts, splits=tuple(rows * row_size for rows in self.splits)),)
 
     def result(self) -> tuple[object, Array]:
-        """The rows that came, and how many from whom."""
+        """The rows that came, and how many from each member."""
         assert self._receive_buffer is not None
         return self._receive_buffer.finish(), np.array(self._received_rows, np.int64)
 
 
-class RowCountsCall:
-    """The small call ahead in which members tell each other their numbers of rows.
+class PointToPointOperation(Operation):
+    """send or receive."""
 
-    It has the signature of the operation it belongs to, so members that ask for different things differ here already.
+    __slots__ = ("_buffer", "_peer", "_span")
+
+    def __init__(self, signature: Signature, span: Span, peer: int, buffer: SendBuffer | ReceiveBuffer) -> None:
+        super().__init__(signature)
+        self._span = span
+        self._peer = peer
+        self._buffer = buffer
+
+    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        return (self.make_call((self._span,), peer=self._peer),)
+
+    def result(self) -> object:
+        """The array that was received; None after a send."""
+        return self._buffer.finish() if isinstance(self._buffer, ReceiveBuffer) else None
+
+
+class RowCountsOperation(Operation):
+    """The small call ahead of another operation, in which members tell each other their numbers of rows.
+
+    Its hash is made from that of the other operation, so members that ask for different things differ here already.
     """
 
-    __slots__ = ("_row_counts", "call")
+    __slots__ = ("_num_members", "_own", "_row_counts")
 
-    def __init__(self, operation: Operation, num_members: int) -> None:
+    def __init__(self, operation: Operation, num_members: int, label: str) -> None:
         assert operation.own_rows is not None
-        mine = np.array(operation.own_rows, np.int64)
-        self._row_counts = np.empty(num_members * mine.size, np.int64)
-        form = operation.signature
-        self.call = Call(
+        self._own = np.array(operation.own_rows, np.int64)
+        self._row_counts = np.empty(num_members * self._own.size, np.int64)
+        self._num_members = num_members
+        ahead_of = operation.signature
+        signature = msgspec.structs.replace(
+            ahead_of,
             kind=OperationKind.ALLGATHER,
             dtype=DType.INT64,
-            spans=(Span(address_of(mine), address_of(self._row_counts), mine.size),),
-            counts=(mine.size,) * num_members,
-            description=form.description,
-            # Another number than the second call's, or the two could be taken for each other.
-            signature_hash=form.hash ^ form.kind ^ 1 << 63,
-            owners=(mine, self._row_counts),
+            op=Op.SUM,
+            prescale=1.0,
+            postscale=1.0,
+            label=label,
+            num_bytes=self._own.nbytes,
+            # Another number than that of the operation itself, or the two could be taken for each other.
+            hash=ahead_of.hash ^ ahead_of.kind ^ 1 << 63,
         )
+        super().__init__(signature)
 
-    def row_counts(self) -> tuple[int, ...]:
-        """Everybody's, member by member."""
+    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        span = Span(address_of(self._own), address_of(self._row_counts), self._own.size)
+        return (self.make_call((span,), counts=(self._own.size,) * self._num_members),)
+
+    def result(self) -> tuple[int, ...]:
+        """The row counts of all members, in their order."""
         return tuple(self._row_counts.tolist())
 
 
-def even_split(num_rows: int, num_members: int) -> tuple[int, ...]:
+def _even_split(num_rows: int, num_members: int) -> tuple[int, ...]:
     """As even as possible: the first members get one row more."""
     least, more = divmod(num_rows, num_members)
     return tuple(least + (index < more) for index in range(num_members))

@@ -14,10 +14,11 @@ from types import TracebackType
 import msgspec
 import numpy as np
 
-from ronde.comm.buffers import Array, address_of
+from ronde.comm.buffers import ALIGNMENT, Array, address_of
 from ronde.comm.call import Call, CallOptions, Signature, SignatureCache, Span
-from ronde.comm.channel import CallRecord, Channel
-from ronde.comm.group import Group, GroupChannels
+from ronde.comm.channel import Channel
+from ronde.comm.group import Group
+from ronde.comm.operations import Operation
 from ronde.comm.work import Work
 from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
@@ -25,13 +26,10 @@ from ronde.types import DType, Op, OperationKind
 
 __all__ = ["Bucket", "Plan"]
 
-ALIGNMENT = 64
-"""Buckets begin at a cache line, so that no line has two writers."""
-
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """One array that is reduced as a whole: so many numbers of this dtype, combined in this way."""
+    """One array that is reduced as a whole: the number and type of its elements, and how they are combined."""
 
     count: int
     """Number of elements, at least 1."""
@@ -49,7 +47,6 @@ class Bucket:
     """How many elements each of the arrays in it has, for adasum, which weighs every array by itself; else empty."""
 
     def __post_init__(self) -> None:
-        """Check at once what can be checked here; Forms checks the rest."""
         if not isinstance(self.count, int) or self.count < 1:
             raise ValueError(f"bucket {self.name!r}: count must be a whole number from 1, got {self.count!r}")
         if self.dtype.upper() not in DType.__members__:
@@ -60,12 +57,12 @@ class Bucket:
 
     @property
     def number(self) -> DType:
-        """The dtype as the channel knows it."""
+        """The element type as channels know it."""
         return DType[self.dtype.upper()]
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Size of the bucket."""
         return self.count * self.number.num_bytes
 
 
@@ -80,62 +77,71 @@ class Plan:
         """What was agreed on."""
         if not self.buckets:
             raise ValueError("a plan needs at least one bucket")
-        self._channels: GroupChannels = group.dispatch
-        self._operation_timeout_s = self._channels.operation_timeout_s
-        forms = [_signature_of(bucket) for bucket in self.buckets]
-        texts = [
-            _describe(index, bucket, form) for index, (bucket, form) in enumerate(zip(self.buckets, forms, strict=True))
-        ]
-        _check_plans_match(group, texts)
+        self._group = group
+        signatures = [_signature_of(index, bucket) for index, bucket in enumerate(self.buckets)]
+        _check_plans_match(group, [signature.description for signature in signatures])
         starts = _starts(self.buckets)
-        self._channel: Channel = self._channels.open_plan_channel(starts[-1])
+        self._channel: Channel = group.open_plan_channel(starts[-1])
         memory = self._channel.backend_channel.bucket()
         self.arrays: tuple[Array, ...] = tuple(
             memory[start : start + bucket.num_bytes].view(bucket.number.numpy)
             for start, bucket in zip(starts, self.buckets, strict=False)
         )
-        """My buckets, in memory shared with the other ranks of this host; zeros at first."""
-        self._calls: tuple[Call, ...] = tuple(
-            form.make_call(_spans(bucket, address_of(array)), None, description=text)
-            for bucket, form, array, text in zip(self.buckets, forms, self.arrays, texts, strict=True)
-        )
-        self._records = tuple(
-            (CallRecord("bucket", bucket.name or str(index), bucket.num_bytes),)
-            for index, bucket in enumerate(self.buckets)
+        """The buckets of this rank, in memory shared with the other ranks of its host; zeros at first."""
+        self._operations = tuple(
+            _BucketOperation(signature, bucket.name or str(index), array, _spans(bucket, address_of(array)))
+            for index, (signature, bucket, array) in enumerate(zip(signatures, self.buckets, self.arrays, strict=True))
         )
 
     def start(self, index: int) -> Work:
         """Reduce bucket `index` in the background; the work's result is its array."""
-        array = self.arrays[index]
-        flight = self._channel.submit(self._calls[index], self._records[index])
-        return Work((flight,), lambda: array, self._operation_timeout_s)
+        operation = self._operations[index]
+        running_call = self._channel.submit(operation.call, (operation,))
+        return Work(operation, self._group.operation_timeout_s, (running_call,))
 
     def run(self, index: int) -> Array:
         """Reduce bucket `index` and wait for it."""
-        entry = self._records[index][0]
-        self._channel.run(self._calls[index], entry.label, entry.num_bytes)
+        operation = self._operations[index]
+        self._channel.run(operation.call, operation.signature)
         return self.arrays[index]
 
     def close(self) -> None:
-        """Close the channel. The arrays stay usable as memory of one's own. Idempotent; all members close theirs."""
-        self._channels.close_plan_channel(self._channel)
+        """Close the channel. The arrays stay usable as memory of this rank. Idempotent; all members close theirs."""
+        self._group.close_plan_channel(self._channel)
 
     def __enter__(self) -> Plan:
-        """Itself."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Close it."""
         self.close()
 
 
-def _signature_of(bucket: Bucket) -> Signature:
+class _BucketOperation(Operation):
+    """The allreduce of one bucket, with its call: both are made once and used for every start."""
+
+    __slots__ = ("_array", "call")
+
+    def __init__(self, signature: Signature, name: str, array: Array, spans: tuple[Span, ...]) -> None:
+        super().__init__(signature, name)
+        self._array = array
+        self.call: Call = signature.make_call(spans, None)
+
+    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        return (self.call,)
+
+    def result(self) -> Array:
+        return self._array
+
+
+def _signature_of(index: int, bucket: Bucket) -> Signature:
     options = CallOptions(bucket.op, bucket.prescale, bucket.postscale)
-    return SignatureCache().find(
-        OperationKind.ALLREDUCE, bucket.number, tuple((count,) for count in _counts(bucket)), options
-    )
+    shapes = tuple((count,) for count in _counts(bucket))
+    signature = SignatureCache().find(OperationKind.ALLREDUCE, bucket.number, shapes, options)
+    name = f" {bucket.name!r}" if bucket.name else ""
+    description = f"bucket {index}{name}: {signature.description}"
+    return msgspec.structs.replace(signature, label="bucket", description=description)
 
 
 def _counts(bucket: Bucket) -> tuple[int, ...]:
@@ -143,21 +149,16 @@ def _counts(bucket: Bucket) -> tuple[int, ...]:
 
 
 def _spans(bucket: Bucket, start: int) -> tuple[Span, ...]:
-    """The bucket in place, which begins at this address."""
-    parts = []
+    """The arrays of a bucket that begins at this address; each is reduced in place."""
+    spans = []
     for count in _counts(bucket):
-        parts.append(Span(start, start, count))
+        spans.append(Span(start, start, count))
         start += count * bucket.number.num_bytes
-    return tuple(parts)
-
-
-def _describe(index: int, bucket: Bucket, signature: Signature) -> str:
-    named = f" {bucket.name!r}" if bucket.name else ""
-    return f"bucket {index}{named}: {signature.description}"
+    return tuple(spans)
 
 
 def _starts(buckets: Sequence[Bucket]) -> list[int]:
-    """Where each bucket begins, and behind the last one the size of all."""
+    """The offset of each bucket, and after the last one the size of all."""
     starts = [0]
     for bucket in buckets:
         starts.append(starts[-1] + -(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT)

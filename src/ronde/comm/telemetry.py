@@ -16,7 +16,8 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ronde.comm.channel import Channel
-from ronde.comm.named_operations import NegotiationWaits, OpenChannels
+from ronde.comm.named_operations import OpenChannels
+from ronde.comm.work import NegotiationWaits
 from ronde.net.messages import (
     ActivityReport,
     ArrivalSamples,

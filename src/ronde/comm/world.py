@@ -1,15 +1,13 @@
-"""Everything between init() and shutdown(), as one object: the groups, the engine, the recorder, and what they need.
+"""Everything between init() and shutdown(): the world, and the current one of this process.
 
-A process usually has one, the current one (comm/current). Nothing here is global, so tests run many side by side.
-
-The world of this process: init() makes it, shutdown() ends it. The only place that knows which one is current.
+A World has the groups, the control thread, the recorder and what they need. Tests run many of them side by side; init()
+makes the current one, which the module-level functions use, and shutdown() ends it.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import operator
 import os
 import sys
 import threading
@@ -18,24 +16,21 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ronde.comm.backends.base import ChannelSpec
-from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlThread
-from ronde.comm.group import Group, GroupChannels
+from ronde.comm.group import Group
 from ronde.comm.joining import Groups, JoinedRound, complete_settings, join_round
-from ronde.comm.named_operations import NamedOperations, OpenChannels
-from ronde.comm.threads.backend import ThreadsBackend, ThreadsHub
+from ronde.comm.named_operations import OpenChannels
 from ronde.errors import Mismatch, NotInitialized, OperationTimeout, PeerLost, RondeError
 from ronde.net.addresses import host_name
 from ronde.net.messages import ChangeGroups, Failure, LeaveRound, TimelineRequest
-from ronde.observe.events import ChannelClosed, ChannelOpened, GroupAdded, GroupRemoved, Started, Stopped
+from ronde.observe.events import GroupAdded, GroupRemoved, Started, Stopped
 from ronde.observe.recorder import Recorder
 from ronde.observe.stacks import where_was_raised
 from ronde.observe.timeline import TraceStyle
 from ronde.text import shorten
-from ronde.types import Deadline
+from ronde.types import Deadline, check_group_ranks
 
-__all__ = ["World", "check_group_ranks", "current_world", "init", "is_initialized", "resolve_group", "shutdown"]
+__all__ = ["World", "current_world", "init", "is_initialized", "resolve_group", "shutdown"]
 
 
 class World:
@@ -45,17 +40,12 @@ class World:
         settings, self.topology = joined_round.settings, joined_round.topology
         self.settings = settings
         self.rank = self.topology.rank
-        """This rank."""
         self.size = self.topology.size
-        """Number of ranks."""
-        self.operation_timeout_s = settings.operation_s
         self._host_name = host_name(self.topology.members[self.rank].host)
         self.recorder = Recorder(self.rank)
         self.recorder.set_tracing(bool(settings.timeline), label=self._host_name)
         self._joined_round = joined_round
-        self._open_timeout_s = settings.start_s
-        self._single_rank_backend = ThreadsBackend(ThreadsHub())
-        self._open_channels = OpenChannels(self.rank, self.size, joined_round.backend)
+        self._open_channels = OpenChannels(self.rank, self.size, joined_round.backend, self.recorder, settings)
         self._close_lock = threading.Lock()
         self._timeline_lock = threading.Lock()
         self._closed = False
@@ -77,7 +67,7 @@ class World:
         except BaseException as error:
             self.close(orderly=False, why=f"it could not start: {error}")
             raise
-        self._open_timeout_s = settings.operation_s
+        self._open_channels.open_timeout_s = settings.operation_s
         self._record_start()
 
     @property
@@ -87,14 +77,13 @@ class World:
 
     @property
     def groups(self) -> list[Group]:
-        """The groups there are, the world first."""
         return list(self._groups.values())
 
     def add_group(self, ranks: Iterable[int]) -> Group:
         """A new group of these ranks. Every rank of the world calls it, with the same ranks and in the same order."""
-        wanted = ChangeGroups(check_group_ranks(ranks, self.size))
-        id = self._request_groups(wanted)
-        group = self._groups[id] = self._make_group(id, wanted.ranks)
+        members = check_group_ranks(ranks, self.size)
+        id = self._request_groups(ChangeGroups(members))
+        group = self._groups[id] = self._make_group(id, members)
         return group
 
     def remove_group(self, group: Group) -> None:
@@ -133,73 +122,29 @@ class World:
             self._joined_round.resources.close()
 
     def close_in_child(self) -> None:
-        """In a forked child: hold the lifeline no longer. Everything else stays as the parent left it."""
+        """In a forked child: close its copy of the liveness connection. Everything else stays as the parent left it."""
         if self._joined_round.liveness_fd >= 0:
             os.close(self._joined_round.liveness_fd)
-
-    # --- what groups need ------------------------------------------------------------------------------------------
-
-    def open_channel(
-        self, group: int, suffix: str, members: tuple[int, ...], *, bucket_bytes: int = 0, point_to_point: bool = False
-    ) -> Channel:
-        """Open a channel together with the other members, and watch over it."""
-        backend = self._single_rank_backend if len(members) == 1 else self._joined_round.backend
-        spec = ChannelSpec(
-            id=f"{group}.{suffix}",
-            members=members,
-            member_index=members.index(self.rank),
-            bucket_bytes=bucket_bytes,
-            point_to_point=point_to_point,
-        )
-        try:
-            channel = backend.open_channel(spec, Deadline(self._open_timeout_s))
-        except RondeError as error:
-            raise (self._open_channels.closed_error or error) from None
-        lane = Channel(
-            channel, group, self.recorder, self.operation_timeout_s, sample_arrivals=self.settings.coordinator_hosted
-        )
-        self._open_channels.add(lane)
-        at_ns = time.monotonic_ns()
-        self.recorder.record_event(ChannelOpened(at_ns=at_ns, rank=self.rank, channel=spec.id, members=members))
-        return lane
-
-    def close_channel(self, channel: Channel) -> None:
-        """Close a channel. Idempotent."""
-        if channel in self._open_channels.channels:
-            self._open_channels.remove(channel)
-            channel.close()
-            at_ns = time.monotonic_ns()
-            self.recorder.record_event(
-                ChannelClosed(at_ns=at_ns, rank=self.rank, channel=channel.backend_channel.spec.id)
-            )
-
-    def add_named_operations(self, named_operations: NamedOperations) -> None:
-        """Let the engine listen for a group's named operations."""
-        self._open_channels.add_named_operations(named_operations)
-
-    def remove_named_operations(self, group: int) -> None:
-        """No more of this group."""
-        self._open_channels.remove_named_operations(group)
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _make_group(self, id: int, ranks: tuple[int, ...]) -> Group:
-        dispatch = GroupChannels(self, id, ranks, ranks.index(self.rank)) if self.rank in ranks else None
+        group = Group(id, ranks, self.rank, self._open_channels, self.control_thread)
         if id:
             self.recorder.record_event(GroupAdded(at_ns=time.monotonic_ns(), rank=self.rank, group=id, ranks=ranks))
-        return Group(id, ranks, self.rank, dispatch)
+        return group
 
     def _request_groups(self, change: ChangeGroups) -> int:
-        answer = self.control_thread.request_groups(change, Deadline(self.operation_timeout_s))
-        if answer.reason:
-            raise self._open_channels.error_for(range(self.size)) or Mismatch(answer.reason)
-        return answer.id
+        reply = self.control_thread.request_groups(change, Deadline(self.settings.operation_s))
+        if reply.reason:
+            raise self._open_channels.error_for(range(self.size)) or Mismatch(reply.reason)
+        return reply.id
 
     def _request_timeline(self, request: TimelineRequest) -> None:
         with self._timeline_lock:
-            why = self.control_thread.request_timeline(request, Deadline(self.operation_timeout_s))
-        if why:
-            raise ValueError(why)
+            reason = self.control_thread.request_timeline(request, Deadline(self.settings.operation_s))
+        if reason:
+            raise ValueError(reason)
 
     def _record_start(self) -> None:
         self.recorder.record_event(
@@ -212,20 +157,6 @@ class World:
                 backend=self._joined_round.backend.name,
             )
         )
-
-
-def check_group_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
-    """The members of a group, sorted. ValueError names those that cannot be."""
-    given = [operator.index(rank) for rank in ranks]
-    if not given:
-        raise ValueError("a group needs at least one rank")
-    outside = sorted({rank for rank in given if not 0 <= rank < size})
-    if outside:
-        raise ValueError(f"a group's ranks must be from 0 to {size - 1}, got {', '.join(map(str, outside))}")
-    twice = sorted({rank for rank in given if given.count(rank) > 1})
-    if twice:
-        raise ValueError(f"a group has each rank once, got {', '.join(map(str, twice))} more than once")
-    return tuple(sorted(given))
 
 
 def _make_leave(orderly: bool, why: str, error: BaseException | None) -> LeaveRound:
@@ -245,7 +176,7 @@ logger = logging.getLogger("ronde.comm")
 
 
 class _ProcessState:
-    """What this process remembers between calls."""
+    """The current world, and what survives it."""
 
     world: World | None = None
     num_rounds = 0
@@ -268,9 +199,9 @@ def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # s
         return
     loaded = complete_settings(settings)
     sorted_groups = tuple(check_group_ranks(ranks, loaded.size) for ranks in groups)
-    place = join_round(loaded, sorted_groups, _state.num_rounds)
+    joined_round = join_round(loaded, sorted_groups, _state.num_rounds)
     _state.num_rounds += 1
-    _state.world = World(place, sorted_groups)
+    _state.world = World(joined_round, sorted_groups)
     if not _state.hooks_registered:
         _state.hooks_registered = True
         atexit.register(_leave_at_exit)
@@ -303,7 +234,7 @@ def resolve_group(group: Group | None) -> Group:
 
 
 def _leave_at_exit() -> None:
-    """The process ends without shutdown(): tell the others why, so that they need not guess.
+    """Leave the round when the process ends without shutdown(), and give the reason to the others.
 
     Most scripts just end. That is leaving in good order, unless an exception ended them.
     """
@@ -314,18 +245,19 @@ def _leave_at_exit() -> None:
     try:
         why = "exited without shutdown" if error is None else _describe_error(error)
         world.close(orderly=error is None, why=why, error=error)
-    except Exception:  # the process's edge: its own end matters more than how it said goodbye
+    except Exception:  # the process ends in any case
         logger.exception("leaving the round failed")
 
 
 def _describe_error(error: BaseException) -> str:
-    """In one line, as Python ends a traceback; its message may be a page long."""
+    """The last line of a traceback; the message of an error may be a page long."""
     kind, text = type(error).__name__, str(error).strip()
     return shorten(f"{kind}: {text.splitlines()[0]}" if text else kind)
 
 
 def _forget_world_in_child() -> None:
-    """A forked child is no member. The lifeline must not live on in it, or nobody would see its parent die."""
+    """Make a forked child no member. The liveness connection must not stay open in it, or the coordinator would not
+    notice when its parent dies."""
     world, _state.world = _state.world, None
     _state.parent_world = world or _state.parent_world
     if world is not None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from ronde.net.messages import VERSION, ChangeGroups, Failure, GroupsChanged, JoinRound, LeaveRound
 from ronde.text import format_rank_answers, format_ranks, shorten
-from ronde.types import Member
+from ronde.types import Member, check_group_ranks
 
 __all__ = [
     "GroupRegistry",
@@ -168,13 +168,11 @@ def decide_round(view: JoinView, start_timeout_s: float) -> JoinDecision:
 
 def find_group_error(ranks: tuple[int, ...], size: int) -> str:
     """What is wrong with a group of these ranks, or nothing."""
-    if not ranks:
-        return "a group needs at least one rank"
-    if list(ranks) != sorted(set(ranks)):
-        return f"the ranks of a group must be sorted and different, got {_format_rank_list(ranks)}"
-    if ranks[0] < 0 or ranks[-1] >= size:
-        return f"the ranks of a group must be from 0 to {size - 1}, got {_format_rank_list(ranks)}"
-    return ""
+    try:
+        checked = check_group_ranks(ranks, size)
+    except ValueError as error:
+        return shorten(str(error))
+    return "" if checked == ranks else f"the ranks of a group must be sorted, got {_format_rank_list(ranks)}"
 
 
 def _find_refusal_reason(view: JoinView) -> str:

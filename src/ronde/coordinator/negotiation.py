@@ -35,7 +35,7 @@ from ronde.net.messages import (
     UnknownOperationId,
 )
 from ronde.text import format_rank_answers, format_ranks, shorten
-from ronde.types import DType, Op, OperationKind
+from ronde.types import DType, Op, OperationKind, find_reduction_error
 
 __all__ = [
     "Negotiator",
@@ -175,19 +175,11 @@ def _find_invalid(request: OperationRequest, members: tuple[int, ...]) -> str:
 
 
 def _find_invalid_op(request: OperationRequest) -> str:
-    """The same rules as supported() of the native library."""
     if request.op not in Op.__members__.values():
         return f"{_format_op(request)} is not known"
-    dtype = DType(request.dtype)
-    if request.op == Op.ADASUM:
-        if request.kind != OperationKind.ALLREDUCE:
-            return "Adasum is for allreduce only"
-        return "" if dtype.is_float else f"Adasum needs floating-point numbers, got {dtype.name.lower()}"
-    if dtype == DType.BOOL and request.op == Op.MEAN:
-        return "there is no mean of bool"
-    if dtype == DType.BOOL and (request.prescale, request.postscale) != (1.0, 1.0):
-        return "bool cannot be scaled"
-    return ""
+    scaled = (request.prescale, request.postscale) != (1.0, 1.0)
+    kind, dtype, op = OperationKind(request.kind), DType(request.dtype), Op(request.op)
+    return find_reduction_error(kind, dtype, op, scaled=scaled)
 
 
 def _find_invalid_splits(request: OperationRequest, num_members: int) -> str:

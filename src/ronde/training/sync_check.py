@@ -17,8 +17,8 @@ import numpy as np
 from ronde.comm import objects
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
-from ronde.comm.wording import ranks_text
 from ronde.errors import OutOfSync
+from ronde.text import format_ranks
 from ronde.training.agreement import all_equal, fingerprint, first_difference
 
 __all__ = ["ChecksumDifference", "TensorChecksums", "checksum", "compare_checksums", "find_difference"]
@@ -67,10 +67,10 @@ class ChecksumDifference:
         others = [rank for rank in self.ranks if rank not in self.minority_ranks]
         if self.minority_ranks:
             word = "differs" if len(self.minority_ranks) == 1 else "differ"
-            who = f"{ranks_text(self.minority_ranks)} {word} from {ranks_text(others)}, which agree"
-            who = who if len(others) > 1 else f"{ranks_text(self.minority_ranks)} {word} from {ranks_text(others)}"
+            who = f"{format_ranks(self.minority_ranks)} {word} from {format_ranks(others)}, which agree"
+            who = who if len(others) > 1 else f"{format_ranks(self.minority_ranks)} {word} from {format_ranks(others)}"
         else:
-            who = f"{ranks_text(self.ranks)} differ, with no majority"
+            who = f"{format_ranks(self.ranks)} differ, with no majority"
         return f"{self.tensor!r}: {who} ({self.num_different} of {self.num_tensors} tensors differ)"
 
 

@@ -93,7 +93,7 @@ class Rank:
             die(self._test)
         callers = {name: Caller(operate, again=self._inside) for name, operate in self._operations()}
         if self._inside:
-            lane = self._group("allreduce").dispatch.ordered_channel
+            lane = self._group("allreduce").ordered_channel
             rest = [caller for name, caller in callers.items() if name != "allreduce"]
             self._until(
                 lambda: missing(lane) == () and all(each.num_done for each in rest), "everybody inside", callers
@@ -102,7 +102,7 @@ class Rank:
             # The coordinator hears things in order: when this is over, it has heard of what was announced before.
             ronde.groups()[1].barrier(name="heard")
             for name in IN_ORDER:
-                lane = self._group(name).dispatch.ordered_channel
+                lane = self._group(name).ordered_channel
                 self._until(functools.partial(self._misses_victim, lane), f"all but the victim in {name}", callers)
         self._test.send("under way")
         if self._is_victim:

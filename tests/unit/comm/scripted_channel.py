@@ -6,37 +6,52 @@ import threading
 
 import numpy as np
 
-from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall
-from ronde.comm.call import Call
-from ronde.errors import OperationTimeout
-from ronde.types import Deadline
+from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, RunningCall
+from ronde.comm.call import Call, CallOptions, SignatureCache
+from ronde.comm.operations import Operation
+from ronde.types import Deadline, DType, OperationKind
 
-OUTCOME = CallTiming(1, 2, 3)
+TIMING = CallTiming(1, 2, 3)
+SIGNATURE = SignatureCache().find(OperationKind.ALLREDUCE, DType.FLOAT32, ((2,),), CallOptions())
 
 
-class ScriptedRunningCall:
-    """One call: under way until ended."""
+class ScriptedOperation(Operation):
+    """An allreduce of 8 bytes whose result is a text."""
 
-    def __init__(self, call: Call) -> None:
-        self.call = call
+    def __init__(self, name: str = "") -> None:
+        super().__init__(SIGNATURE, name)
+        self.num_results = 0
+
+    def result(self) -> str:
+        self.num_results += 1
+        return "result"
+
+
+class ScriptedRunningCall(RunningCall):
+    """One call: under way until the test ends it."""
+
+    def __init__(self, call: Call, timing: CallTiming = TIMING) -> None:
+        super().__init__(call)
+        self.submitted = call
         self.num_waits = 0
-        self._over = threading.Event()
-        self._error: Exception | None = None
+        self._ended = threading.Event()
+        self._own_timing = timing
+        self._own_error: Exception | None = None
 
     def end(self, error: Exception | None = None) -> None:
-        self._error = error
-        self._over.set()
+        self._own_error = error
+        self._ended.set()
 
-    def done(self) -> bool:
-        return self._over.is_set()
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
 
-    def wait(self, deadline: Deadline) -> CallTiming:
+    def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
         self.num_waits += 1
-        if not self._over.wait(deadline.remaining_s):
-            raise OperationTimeout("not yet")
-        if self._error is not None:
-            raise self._error
-        return OUTCOME
+        if not self._ended.wait(deadline.remaining_s):
+            return None
+        if self._own_error is not None:
+            raise self._own_error
+        return self._own_timing
 
 
 class ScriptedChannel:
@@ -45,6 +60,8 @@ class ScriptedChannel:
     def __init__(self, members: tuple[int, ...] = (0, 1)) -> None:
         self.spec = ChannelSpec(id="0.ordered", members=members, member_index=0)
         self.running_calls: list[ScriptedRunningCall] = []
+        self.timing = TIMING
+        """Of the next call."""
         self.refusal: Exception | None = None
         self.reported_call: CurrentCall | None = None
         self.aborted: list[tuple[int, str]] = []
@@ -53,12 +70,12 @@ class ScriptedChannel:
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         if self.refusal is not None:
             raise self.refusal
-        return OUTCOME
+        return self.timing
 
     def submit(self, call: Call, deadline: Deadline) -> ScriptedRunningCall:
         if self.refusal is not None:
             raise self.refusal
-        self.running_calls.append(ScriptedRunningCall(call))
+        self.running_calls.append(ScriptedRunningCall(call, self.timing))
         return self.running_calls[-1]
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:

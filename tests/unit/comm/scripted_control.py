@@ -12,15 +12,17 @@ import numpy as np
 from ronde.comm.call import CallOptions, SignatureCache
 from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlThread
-from ronde.comm.named_operations import NamedOperations, NamedWork, OpenChannels
+from ronde.comm.named_operations import NamedOperations, OpenChannels
 from ronde.comm.operations import SingleArrayAllreduceOperation
-from ronde.comm.threads.backend import ThreadsBackend, ThreadsHub
+from ronde.comm.work import Work
 from ronde.net.messages import (
     CoordinatorMessage,
     WorkerMessage,
 )
 from ronde.observe.recorder import Recorder
+from ronde.settings import Settings
 from ronde.types import DType, OperationKind
+from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
 from tests.unit.comm.scripted_channel import ScriptedChannel
 
 M = TypeVar("M")
@@ -97,7 +99,7 @@ class Stage:
     def __init__(self, coordinator_rank: int = -1, *, watched: bool = False) -> None:
         self.control = ScriptedControl()
         self.recorder = Recorder(0)
-        self.presence = OpenChannels(0, 3, ThreadsBackend(ThreadsHub()))
+        self.presence = OpenChannels(0, 3, ThreadsBackend(ThreadsHub()), self.recorder, Settings())
         self.engine = ControlThread(
             self.control,
             self.presence,
@@ -109,19 +111,17 @@ class Stage:
         self.channel = ScriptedChannel(members=(0, 1, 2))
         lane = Channel(self.channel, 0, self.recorder, 10.0)
         self.presence.add(lane)
-        self.named = NamedOperations(0, lane, SignatureCache(), self.engine.waits)
+        self.named = NamedOperations(0, lane, self.engine.waits)
         self.presence.add_named_operations(self.named)
         self.forms = SignatureCache()
         self.engine.start()
 
-    def announce(self, name: str, count: int = 3) -> NamedWork:
+    def announce(self, name: str, count: int = 3) -> Work:
         form = self.forms.find(OperationKind.ALLREDUCE, DType.FLOAT32, ((count,),), CallOptions())
         x = np.ones(count, np.float32)
-        work = NamedWork(SingleArrayAllreduceOperation(form, x, x), 0, name, self.engine.waits, 10.0)
-        self.engine.announce(self.named, work)
-        return work
+        return self.named.announce(SingleArrayAllreduceOperation(form, x, x, name), 10.0)
 
-    def finish(self, *works: NamedWork) -> None:
+    def finish(self, *works: Work) -> None:
         for ticket in self.channel.running_calls:
             ticket.end()
         for work in works:

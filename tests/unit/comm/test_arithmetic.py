@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from ronde.comm.threads.arithmetic import adasum, reduce
 from ronde.types import DType, Op
+from tests.conformance.reference_arithmetic import adasum, reduce
 
 
 def test_whole_numbers_wrap_and_truncate() -> None:

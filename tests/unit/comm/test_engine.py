@@ -45,8 +45,8 @@ def test_what_is_queued_together_is_announced_together(stage: Stage) -> None:
     stage.control.tell(RunOperations(0, tuple(AgreedOperation(index + 1, str(index)) for index in range(50))))
     works[0]._wait_for_start(Deadline(10))
     assert len(stage.channel.running_calls) == 1
-    assert len(stage.channel.running_calls[0].call.spans) == 50
-    assert stage.channel.running_calls[0].call.pre_agreed
+    assert len(stage.channel.running_calls[0].submitted.spans) == 50
+    assert stage.channel.running_calls[0].submitted.pre_agreed
     stage.finish(*works)
     assert stage.recorder.metrics().of(0, "allreduce").operations == 50
 
@@ -110,7 +110,7 @@ def test_a_rank_that_has_joined_gives_zeros(stage: Stage) -> None:
     request = stage.control.expect(AnnounceOperations).new[0]
     stage.control.tell(RunOperations(0, (AgreedOperation(1, "mine"), AgreedOperation(2, "theirs", request))))
     work._wait_for_start(Deadline(10))
-    call = stage.channel.running_calls[0].call
+    call = stage.channel.running_calls[0].submitted
     assert [part.count for part in call.spans] == [3, 3]
     stage.finish(work)
 

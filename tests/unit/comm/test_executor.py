@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from ronde.comm.backends.base import CallTiming
-from ronde.comm.backends.mpi.channel import CallQueue
+from ronde.comm.backends.mpi.channel import CallQueue, WaitReason
 from ronde.comm.call import Call
 from ronde.errors import OperationTimeout, RoundEnded
 from ronde.types import Deadline, OperationKind
@@ -109,13 +109,12 @@ def test_a_wait_that_takes_too_long_leaves_the_call_under_way(executor: CallQueu
 
 
 def test_a_wait_that_takes_too_long_says_what_for(work: Work) -> None:
-    made = CallQueue(
-        "test", work.execute, describe_wait=lambda call: f", {call.description} waits for rank 7", grace_s=0.01
-    )
+    made = CallQueue("test", work.execute, explain=lambda call: WaitReason("a", (7,)), grace_s=0.01)
     work.may_go.clear()
     made.submit(call("a"), Deadline(SOON))
-    with pytest.raises(OperationTimeout, match=r"b is still under way after a wait of 0.0 s, b waits for rank 7"):
+    with pytest.raises(OperationTimeout, match=r"after a wait of 0.0 s, behind a, waiting for rank 7") as raised:
         made.run(call("b"), Deadline(0))
+    assert raised.value.missing == (7,)
     work.may_go.set()
     assert made.close(Deadline(SOON))
 

@@ -142,10 +142,10 @@ def test_all_ranks_may_be_wrong_together() -> None:
     ("ranks", "words"),
     [
         ((), "at least one rank"),
-        ((1, 0), "sorted and different, got [1, 0]"),
-        ((1, 1), "sorted and different, got [1, 1]"),
-        ((0, 3), "from 0 to 2, got [0, 3]"),
-        ((-1, 0), "from 0 to 2, got [-1, 0]"),
+        ((1, 0), "must be sorted, got [1, 0]"),
+        ((1, 1), "each rank once, got 1 more than once"),
+        ((0, 3), "from 0 to 2, got 3"),
+        ((-1, 0), "from 0 to 2, got -1"),
     ],
 )
 def test_a_group_that_cannot_be_is_refused(ranks: tuple[int, ...], words: str) -> None:
@@ -217,7 +217,7 @@ def test_ranks_that_ask_for_different_changes_are_told_what_each_asked_for() -> 
 @pytest.mark.parametrize(
     ("wanted", "words"),
     [
-        (ChangeGroups((2, 5)), "from 0 to 1, got [2, 5]"),
+        (ChangeGroups((2, 5)), "from 0 to 1, got 2, 5"),
         (ChangeGroups((), 3), "group 3 does not exist, or was removed"),
         (ChangeGroups((0, 1), 0), ""),
     ],

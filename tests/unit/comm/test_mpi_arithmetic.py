@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ronde.comm.backends.mpi.reduction import check_supported, combine_adasum, from_wire, to_wire, wire_op
+from ronde.comm.backends.mpi.reduction import combine_adasum, from_wire, to_wire, wire_op
 from ronde.comm.buffers import Array
-from ronde.comm.threads.arithmetic import reduce
 from ronde.types import DType, Op
+from tests.conformance.reference_arithmetic import reduce
 
 MPI_OPS = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
 PAIRS = [(dtype, op) for dtype in DType for op in MPI_OPS] + [(d, Op.MEAN) for d in DType if d is not DType.BOOL]
@@ -102,13 +102,3 @@ def test_adasum_of_equal_vectors_is_the_vector_and_of_orthogonal_ones_the_sum() 
     combine_adasum(sum_, y)
     combine_adasum(with_zero, np.zeros(2, np.float32))
     assert same.tolist() == [3, 0] and sum_.tolist() == [3, 2] and with_zero.tolist() == [3, 0]
-
-
-@pytest.mark.parametrize(
-    ("dtype", "op", "scaled"),
-    [(DType.BOOL, Op.MEAN, False), (DType.BOOL, Op.SUM, True), (DType.INT32, Op.ADASUM, False)],
-)
-def test_what_makes_no_sense_is_refused(dtype: DType, op: Op, scaled: bool) -> None:
-    with pytest.raises(ValueError, match=r"bool|adasum"):
-        check_supported(dtype, op, scaled=scaled)
-    check_supported(DType.FLOAT32, op, scaled=scaled)

@@ -29,7 +29,7 @@ def changed(call: Call, **fields: object) -> Call:
 
 
 def test_a_header_survives_the_way() -> None:
-    header = CallHeader.from_call(changed(SUM, prescale=0.1, text="w" * 300))
+    header = CallHeader.from_call(changed(SUM, prescale=0.1, description="w" * 300))
     data = header.encode()
     assert len(data) == HEADER_BYTES
     assert CallHeader.decode(data).compared_fields() == header.compared_fields()
@@ -37,13 +37,13 @@ def test_a_header_survives_the_way() -> None:
 
 
 def test_a_text_cut_inside_a_character_is_still_text() -> None:
-    assert CallHeader.decode(CallHeader.from_call(changed(SUM, text="ä" * 100)).encode()).description.startswith(
+    assert CallHeader.decode(CallHeader.from_call(changed(SUM, description="ä" * 100)).encode()).description.startswith(
         "ä" * 63
     )
 
 
 def test_members_that_ask_for_the_same_agree() -> None:
-    found = match_collective(together(SUM, changed(SUM, text="in other words")), (0, 1))
+    found = match_collective(together(SUM, changed(SUM, description="in other words")), (0, 1))
     assert found is not None and (found.kind, found.count) == (OperationKind.ALLREDUCE, 7)
 
 
@@ -53,8 +53,8 @@ def test_members_that_ask_for_the_same_agree() -> None:
         {"kind": OperationKind.BARRIER},
         {"dtype": DType.INT32},
         {"op": Op.MAX},
-        {"parts": (Span(0, 0, 8),)},
-        {"signature": 10},
+        {"spans": (Span(0, 0, 8),)},
+        {"signature_hash": 10},
         {"prescale": 2.0},
         {"postscale": 2.0},
     ],
@@ -62,7 +62,7 @@ def test_members_that_ask_for_the_same_agree() -> None:
 )
 def test_a_difference_in_anything_is_a_mismatch_that_names_both_sides(other: dict[str, object]) -> None:
     with pytest.raises(Mismatch, match=r"rank 7: something else") as error:
-        match_collective(together(SUM, changed(SUM, text="something else", **other), SUM), (5, 7, 8))
+        match_collective(together(SUM, changed(SUM, description="something else", **other), SUM), (5, 7, 8))
     assert "ranks 5, 8: allreduce float32[7]" in str(error.value)
 
 

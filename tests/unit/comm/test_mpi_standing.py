@@ -46,7 +46,7 @@ def board() -> RecordedNotices:
 @pytest.fixture
 def standing(board: RecordedNotices, monkeypatch: pytest.MonkeyPatch) -> FailureDetector:
     """Of member 1, which is rank 20, of the ranks 10, 20 and 30."""
-    monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.VERDICT_S", 0.0)
+    monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.LOSS_REASON_S", 0.0)
     return FailureDetector(
         ChannelSpec(id="1.ordered", members=(10, 20, 30), member_index=1), cast(NoticeExchange, board)
     )
@@ -67,7 +67,7 @@ def test_a_call_that_the_closing_member_has_finished_goes_on(standing: FailureDe
 def test_why_a_member_closed_may_come_a_moment_later(
     standing: FailureDetector, board: RecordedNotices, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.VERDICT_S", SOON)
+    monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.LOSS_REASON_S", SOON)
     board.final_notices[0] = PeerNotice(NoticeKind.CLOSED, 0, why="rank 10 has closed it")
     standing.check(BARRIER)
     standing.abort(10, "killed")
@@ -122,8 +122,9 @@ def test_a_passed_deadline_ends_the_wait_and_names_the_operation_and_who_is_miss
     monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.NOTICE_DELAY_S", -1.0)
     monkeypatch.setattr("ronde.comm.backends.mpi.failure_detection.MIN_WAIT_TO_NAME_S", -1.0)
     board.waiting_at = {0: 0}
-    with pytest.raises(OperationTimeout, match="barrier took over 0 s, waiting for rank 30"):
+    with pytest.raises(OperationTimeout, match="barrier took over 0 s, waiting for rank 30") as raised:
         MpiWait(standing, BARRIER, Deadline(0)).check()
+    assert raised.value.missing == (30,)
 
 
 def test_a_wait_that_begins_after_its_deadline_tells_at_once_and_ends_when_it_can_name_who_is_missing(

@@ -121,6 +121,9 @@ def test_a_difference_is_told_with_what_each_gave(one: OperationRequest, other: 
     assert why(one, other).endswith(f"ranks disagree on {words}")
 
 
+BOOL_RULE = "bool has no mean and cannot be scaled; convert it to numbers first"
+
+
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
@@ -129,10 +132,16 @@ def test_a_difference_is_told_with_what_each_gave(one: OperationRequest, other: 
         (make(OperationKind.REDUCE_SCATTER, ()), "it needs arrays of at least 1 dimension, got a scalar"),
         (make(OperationKind.REDUCE_SCATTER, (2,), (2,)), "it takes one array, got 2"),
         (make(OperationKind.BROADCAST, root=5), "root 5 is not a member (ranks 0, 1)"),
-        (make(OperationKind.ALLREDUCE, dtype=BOOL, op=Op.MEAN), "there is no mean of bool"),
-        (make(OperationKind.ALLREDUCE, dtype=BOOL, prescale=0.5), "bool cannot be scaled"),
-        (make(OperationKind.ALLREDUCE, dtype=I32, op=Op.ADASUM), "Adasum needs floating-point numbers, got int32"),
-        (make(OperationKind.REDUCE_SCATTER, op=Op.ADASUM), "Adasum is for allreduce only"),
+        (make(OperationKind.ALLREDUCE, dtype=BOOL, op=Op.MEAN), BOOL_RULE),
+        (make(OperationKind.ALLREDUCE, dtype=BOOL, prescale=0.5), BOOL_RULE),
+        (
+            make(OperationKind.ALLREDUCE, dtype=I32, op=Op.ADASUM),
+            "adasum is for allreduce of floating-point numbers, got int32",
+        ),
+        (
+            make(OperationKind.REDUCE_SCATTER, op=Op.ADASUM),
+            "adasum is for allreduce of floating-point numbers, got float32",
+        ),
         (make(OperationKind.ALLREDUCE, op=77), "op 77 is not known"),
         (make(OperationKind.ALLREDUCE, dtype=99), "dtype 99 is not known"),
         (make(OperationKind.ALLREDUCE, (-1,)), "a dimension below 0 in (-1,)"),

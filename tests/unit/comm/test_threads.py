@@ -12,9 +12,9 @@ import pytest
 from ronde.comm.backends.base import BackendChannel, ChannelSpec
 from ronde.comm.buffers import address_of
 from ronde.comm.call import Call, Span
-from ronde.comm.threads.backend import ThreadsBackend, ThreadsHub
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded, StartFailed
 from ronde.types import Deadline, DType, OperationKind
+from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
 
 Array = np.ndarray[Any, np.dtype[Any]]
 

@@ -1,12 +1,15 @@
-"""The seam between collectives and what moves the bytes: native (C++), threads (tests), mpi, and one day nccl.
+"""The seam between collectives and what moves the bytes: native (C++), mpi, and single_rank for groups of one.
 
-A backend opens *channels*. A channel is one total order of calls among its members, agreed by all of them;
-channels never wait for each other. To add an engine, write these two classes in a module of its own and give it a
-name in `comm/world.py`.
+A backend opens *channels*. A channel is one total order of calls, agreed by all its members; channels never wait for
+each other. To add a backend, write a Backend, a BackendChannel and a RunningCall in a module of their own, allow its
+name in `settings.py` (backend), and create it in `comm/joining.py`.
 """
 
 from __future__ import annotations
 
+import threading
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -14,21 +17,22 @@ import msgspec
 import numpy as np
 
 from ronde.comm.call import Call
+from ronde.errors import OperationTimeout, RondeError
 from ronde.net.messages import LEAVE_GRACE_S
 from ronde.types import Deadline
 
 __all__ = [
     "Backend",
     "BackendChannel",
-    "BackendRunningCall",
     "CallTiming",
     "ChannelSpec",
     "CurrentCall",
     "LOSS_REASON_S",
+    "RunningCall",
 ]
 
 LOSS_REASON_S = LEAVE_GRACE_S + 0.5
-"""How long a call that failed waits for the words of the coordinator, which knows how a member ended."""
+"""How long a call that failed waits for the coordinator's reason: it knows how a member ended."""
 
 
 class CallTiming(msgspec.Struct, frozen=True, gc=False):
@@ -36,14 +40,14 @@ class CallTiming(msgspec.Struct, frozen=True, gc=False):
 
     start_ns: int
     ready_ns: int
-    """Every member had arrived: until here it waited for others, from here it moved data."""
+    """When every member had arrived: the call waited for others until here, and moved data from here on."""
     end_ns: int
     algorithm: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class CurrentCall:
-    """What a channel is doing right now, for the stall watch."""
+    """The call that a channel executes right now, for the stall watch."""
 
     description: str
     since_ns: int
@@ -55,49 +59,118 @@ class CurrentCall:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelSpec:
-    """Which channel to open. Equal on all members but for nothing: `members` are ranks of the world."""
+    """Which channel to open. All but member_index is equal on all members."""
 
     id: str
     """Unique in the round, such as "0.ordered" or "3.plan.2"."""
     members: tuple[int, ...]
+    """Ranks of the world."""
     member_index: int
-    """My index in members."""
+    """The index of this rank in members."""
     bucket_bytes: int = 0
     point_to_point: bool = False
     """Whether send and receive are needed."""
 
 
-class BackendRunningCall(Protocol):
-    """A call under way on a channel."""
+class RunningCall:
+    """A submitted call, until its end and after. Any number of threads may wait for it.
+
+    Each backend has a subclass with has_ended() and wait_for_end(). The call, which owns the memory it works on, is
+    kept until a wait has seen its end; the thread that waited reports the end to `on_end`, once.
+    """
+
+    __slots__ = ("_error", "_lock", "call", "on_end", "on_wait", "timing", "waiting_since_ns")
+
+    def __init__(self, call: Call) -> None:
+        self.call: Call | None = call
+        self.timing: CallTiming | None = None
+        """Set when the call has succeeded, and somebody has waited for it."""
+        self.waiting_since_ns = 0
+        """Since when a thread waits for it; 0 when none does."""
+        self.on_wait: Callable[[int, int], object] | None = None
+        """Called after every wait, with its begin and end."""
+        self.on_end: Callable[[CallTiming | Exception], None] | None = None
+        """Called with what the call ended in."""
+        self._lock = threading.Lock()
+        self._error: Exception | None = None
 
     def done(self) -> bool:
         """Whether wait() would return at once."""
+        return self.timing is not None or self._error is not None or self.has_ended()
 
     def wait(self, deadline: Deadline) -> CallTiming:
-        """Wait for the call; raises what it ended in. OperationTimeout here leaves the call under way."""
+        """Wait for the call; raises what it ended in. OperationTimeout leaves a call under way that is not done()."""
+        if self.timing is None and self._error is None:
+            if not self._lock.acquire(timeout=deadline.remaining_s):
+                raise self.make_timeout(deadline)
+            try:
+                if self.timing is None and self._error is None:
+                    self._complete(deadline)
+            finally:
+                self._lock.release()
+        if self._error is not None:
+            raise self._error
+        assert self.timing is not None
+        return self.timing
+
+    def _complete(self, deadline: Deadline) -> None:
+        began_ns = self.waiting_since_ns = time.monotonic_ns()
+        outcome: CallTiming | Exception | None
+        try:
+            outcome = self.wait_for_end(deadline)
+        except (RondeError, ValueError, TypeError) as error:
+            outcome = error
+        finally:
+            self.waiting_since_ns = 0
+            if self.on_wait is not None:
+                self.on_wait(began_ns, time.monotonic_ns())
+        if outcome is None:
+            raise self.make_timeout(deadline)
+        if self.on_end is not None:
+            self.on_end(outcome)
+        if isinstance(outcome, CallTiming):
+            self.timing = outcome
+        else:
+            self._error = outcome
+        self.call = self.on_end = self.on_wait = None
+
+    def make_timeout(self, deadline: Deadline) -> OperationTimeout:
+        """The error for a wait that took too long."""
+        description = self.call.description if self.call is not None else "the operation"
+        return OperationTimeout(f"{description} is still under way after {deadline.timeout_s:g} s")
+
+    # --- what a backend implements -----------------------------------------------------------------------------------
+
+    def has_ended(self) -> bool:
+        """Whether wait_for_end() would return at once."""
+        raise NotImplementedError
+
+    def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
+        """Wait for the call, in one thread at a time; raises what it ended in. None: it is still under way."""
+        raise NotImplementedError
 
 
 class BackendChannel(Protocol):
-    """One total order of calls. run() and submit() raise, or the ticket's wait() does: ValueError, TypeError, Mismatch
-    for the caller's mistakes; PeerLost, RoundEnded, OperationTimeout for the world's."""
+    """One total order of calls. run(), submit() or the wait for a submitted call raise ValueError, TypeError or
+    Mismatch for the caller's mistakes, and PeerLost, RoundEnded or OperationTimeout when the others are the reason."""
 
     spec: ChannelSpec
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         """Execute the call and wait for it."""
 
-    def submit(self, call: Call, deadline: Deadline) -> BackendRunningCall:
+    def submit(self, call: Call, deadline: Deadline) -> RunningCall:
         """Queue the call behind those before it."""
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """My bucket memory, spec.bucket_bytes long."""
+        """This member's bucket memory, spec.bucket_bytes long."""
 
     def current_call(self) -> CurrentCall | None:
         """The call under way, or None when idle."""
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
-        """End all waits at once: PeerLost(lost, why), or RoundEnded(why) when nobody is lost. lost is a rank of the
-        world. The first abort wins; safe from any thread."""
+        """End all waits at once: with PeerLost when a rank of the world is lost, else with RoundEnded. The first abort
+        counts; safe from any thread."""
 
     def close(self) -> None:
         """Abort what is under way and free everything. Idempotent."""

@@ -1,8 +1,8 @@
-"""The native backend: opens the C++ data plane's channels with sockets and memory that were authenticated here.
+"""The native backend: connects the members of a channel and hands sockets and memory to the C++ data plane.
 
-Members of one host share a memory file, made by the lowest of them and handed over a Unix socket. Members of different
-hosts get TCP sockets, knocked for by the higher rank at the lower one's door: one alarm, some for data, and one more
-where send and receive are wanted.
+Members of one host share a memory file, made by the lowest of them and passed over a Unix socket. Members of different
+hosts get TCP sockets, for which the higher rank connects to the listener of the lower one: one for aborts, some for
+data, and one more where send and receive are wanted. All of them were authenticated with the job's key.
 """
 
 from __future__ import annotations
@@ -10,14 +10,25 @@ from __future__ import annotations
 import os
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import ExitStack
-from typing import TypeVar
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 
-from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, CurrentCall
-from ronde.comm.backends.native_library import ChannelHandle, ChannelParams, NativeError, NativeStatus
+from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, CurrentCall, RunningCall
+from ronde.comm.backends.native_library import (
+    ALGORITHMS,
+    ChannelParams,
+    NativeError,
+    NativeHandle,
+    NativeStatus,
+    call_structs,
+    get_bucket,
+    get_current_call,
+    get_member_descriptions,
+    load_library,
+    open_channel,
+)
 from ronde.comm.call import Call, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, connect_authenticated, describe_disconnect
@@ -29,7 +40,8 @@ from ronde.types import Deadline, Topology
 
 __all__ = ["NativeBackend", "NativeChannel"]
 
-T = TypeVar("T")
+WAIT_SLICE_S = 0.2
+"""A wait for a submitted call returns to Python this often, which then runs its signal handlers."""
 
 
 class NativeBackend:
@@ -46,28 +58,29 @@ class NativeBackend:
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> NativeChannel:
         """Connect the members and open the channel. Collective among them."""
-        layout = self._make_params(spec)
+        params = self._make_params(spec)
         with ExitStack() as stack:
-            segment = self._share_segment(spec, layout, deadline)
+            segment = self._share_segment(spec, params, deadline)
             if segment >= 0:
                 stack.callback(os.close, segment)
-            sockets = self._connect_members(spec, layout, stack, deadline)
+            connections = self._connect_members(spec, params, stack, deadline)
             num = self._settings.num_sockets + 1
-            data = {member: [sock.detach() for sock in row[:num]] for member, row in sockets.items()}
-            direct = {member: row[num].detach() for member, row in sockets.items() if len(row) > num}
+            sockets = {member: [each.detach() for each in row[:num]] for member, row in connections.items()}
+            point_to_point = {member: row[num].detach() for member, row in connections.items() if len(row) > num}
             try:
-                return NativeChannel(spec, ChannelHandle(layout, segment, data, direct, self._settings.algorithm))
-            except NativeError as ending:
-                raise RondeError(f"the native library could not open channel {spec.id}: {ending}") from None
+                handle = open_channel(params, segment, sockets, point_to_point)
+            except NativeError as error:
+                raise RondeError(f"the native library could not open channel {spec.id}: {error}") from None
+            return NativeChannel(spec, handle, self._settings.algorithm)
 
     def rank_lost(self, rank: int, why: str) -> None:
-        """Nobody waits at the door for a rank that is gone, or at its own."""
+        """End the waits for a rank that is gone, for its connection as for its listener."""
         lost = PeerLost(rank=self._topology.rank, peer=rank, op="opening a channel", why=why)
         self._lost[rank] = lost
         self._listener.fail_rank(rank, lost)
 
     def close(self) -> None:
-        """Nothing of its own: the door belongs to the world."""
+        """The listener belongs to the round."""
 
     def _make_params(self, spec: ChannelSpec) -> ChannelParams:
         world = self._topology.host_indices
@@ -82,7 +95,7 @@ class NativeBackend:
         )
 
     def _share_segment(self, spec: ChannelSpec, params: ChannelParams, deadline: Deadline) -> int:
-        """The descriptor of my host's memory; -1 when I am alone there."""
+        """The descriptor of the memory that the members of this host share; -1 when there is one member."""
         local = [spec.members[index] for index in params.local_members]
         if len(local) == 1:
             return -1
@@ -104,8 +117,8 @@ class NativeBackend:
     def _connect_members(
         self, spec: ChannelSpec, params: ChannelParams, stack: ExitStack, deadline: Deadline
     ) -> dict[int, list[Connection]]:
-        """Sockets to the members of other hosts. Knocks at all lower ranks first, then opens for the higher ones: doors
-        answer by themselves, so no two members can wait for each other."""
+        """Sockets to the members of other hosts. Connects to all lower ranks first, then accepts the higher ones:
+        listeners answer by themselves, so no two members can wait for each other."""
         num = self._settings.num_sockets + 1 + (1 if spec.point_to_point else 0)
         rows: dict[int, list[Connection]] = {}
         for index, rank in enumerate(spec.members):
@@ -122,14 +135,14 @@ class NativeBackend:
 
     def _connect_to(self, rank: int, purpose: str, deadline: Deadline) -> Connection:
         failures = []
-        doors = self._topology.members[rank].tcp_addresses
-        for number, address in enumerate(doors):
-            patience = Deadline(deadline.remaining_s / (len(doors) - number))
+        addresses = self._topology.members[rank].tcp_addresses
+        for number, address in enumerate(addresses):
+            limit = Deadline(deadline.remaining_s / (len(addresses) - number))
             try:
-                return self._connect_to_address(rank, address, purpose, patience)
+                return self._connect_to_address(rank, address, purpose, limit)
             except StartFailed as failure:
                 failures.append(str(failure))
-        reasons = "; ".join(failures) or "it has no TCP door"
+        reasons = "; ".join(failures) or "it has no TCP address"
         raise StartFailed(f"rank {self._topology.rank} cannot reach rank {rank}: {reasons}")
 
     def _connect_to_address(self, rank: int, address: str, purpose: str, deadline: Deadline) -> Connection:
@@ -137,10 +150,10 @@ class NativeBackend:
             if rank in self._lost:
                 raise self._lost[rank]
 
-        caller = ConnectionRequest(purpose, self._topology.rank)
+        request = ConnectionRequest(purpose, self._topology.rank)
         heartbeat_s = self._settings.heartbeat_s
         sock, _ = connect_authenticated(
-            address, self._key, caller, deadline, heartbeat_s=heartbeat_s, before_retry=give_up_when_lost
+            address, self._key, request, deadline, heartbeat_s=heartbeat_s, before_retry=give_up_when_lost
         )
         return sock
 
@@ -148,41 +161,81 @@ class NativeBackend:
 class NativeChannel:
     """A channel of the C++ data plane."""
 
-    def __init__(self, spec: ChannelSpec, handle: ChannelHandle) -> None:
+    def __init__(self, spec: ChannelSpec, handle: NativeHandle, algorithm: str) -> None:
         self.spec = spec
-        self._handle: ChannelHandle | None = handle
-        # One entry per thread that uses the handle, which is freed when they have left. A deque, because on the path of
-        # every call a lock would cost more than all the rest: who enters is seen by close(), or sees that it is closed.
+        self._library = load_library()
+        self._handle: NativeHandle | None = handle
+        self._algorithm = ALGORITHMS.index(algorithm)
+        # One entry per thread that uses the handle, which is freed when all have left. A deque, because a lock would
+        # cost more than all the rest of a call: a thread that enters is seen by close(), or sees that it is closed.
         self._users: deque[None] = deque()
-        self._changed = threading.Condition()  # guards _end, and tells of it and of the last one who left
+        self._changed = threading.Condition()
+        """Guards _abort_reason; notified when that is set, and when the last user of a closed channel has left."""
         self._abort_reason: tuple[int, str] | None = None
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
-        """Execute the call and wait for it."""
         handle = self._acquire_handle()
         try:
-            return handle.run(call, deadline.remaining_s)
-        except NativeError as ending:
-            raise self._make_error(call.description, ending, deadline, handle) from None
+            structs = call_structs
+            keep = structs.fill(call, self._algorithm)
+            status = self._library.rd_run(handle, structs.call_address, structs.result_address, deadline.remaining_s)
+            del keep
+            return structs.timing_or_raise(status)
+        except NativeError as error:
+            raise self._make_error(call.description, error, deadline, handle) from None
         finally:
             self._release_handle()
 
     def submit(self, call: Call, deadline: Deadline) -> NativeRunningCall:
-        """Queue the call behind those before it."""
+        handle = self._acquire_handle()
         try:
-            number = self._with_handle(lambda handle: handle.submit(call, deadline.remaining_s))
-        except NativeError as ending:
-            raise ValueError(f"{call.description}: the arguments do not fit together ({ending})") from None
-        return NativeRunningCall(self, number, call)
+            structs = call_structs
+            keep = structs.fill(call, self._algorithm)
+            status = self._library.rd_submit(handle, structs.call_address, deadline.remaining_s, structs.work_address)
+            del keep
+        finally:
+            self._release_handle()
+        if status != NativeStatus.OK:
+            raise ValueError(f"{call.description}: the arguments do not fit together (status {status})")
+        return NativeRunningCall(self, structs.work.value, call)
+
+    def has_ended(self, work: int) -> bool:
+        """Whether a submitted call has ended."""
+        try:
+            handle = self._acquire_handle()
+        except RoundEnded:
+            return True
+        try:
+            return bool(self._library.rd_done(handle, work))
+        finally:
+            self._release_handle()
+
+    def wait_for_end(self, work: int, call: Call, deadline: Deadline) -> CallTiming | None:
+        """Wait for a submitted call, which the library then forgets. None when it is still under way."""
+        handle = self._acquire_handle()
+        try:
+            structs = call_structs
+            while True:
+                slice_s = min(WAIT_SLICE_S, deadline.remaining_s)
+                status = self._library.rd_wait(handle, work, structs.result_address, slice_s)
+                try:
+                    return structs.timing_or_raise(status)
+                except NativeError as error:
+                    if not error.still_running:
+                        raise self._make_error(call.description, error, deadline, handle) from None
+                    if deadline.expired:
+                        return None
+        finally:
+            self._release_handle()
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """My bucket memory."""
-        return self._with_handle(lambda handle: handle.bucket(self.spec.bucket_bytes))
+        with self._using_handle() as handle:
+            return get_bucket(handle, self.spec.bucket_bytes)
 
     def current_call(self) -> CurrentCall | None:
-        """The call under way, or None when idle."""
         try:
-            return self._with_handle(lambda handle: handle.current_call())
+            with self._using_handle() as handle:
+                return get_current_call(handle, len(self.spec.members))
         except RoundEnded:
             return None
 
@@ -194,7 +247,8 @@ class NativeChannel:
             self._changed.notify_all()
         member = self.spec.members.index(lost_rank) if lost_rank in self.spec.members else -1
         try:
-            self._with_handle(lambda handle: handle.abort(member))
+            with self._using_handle() as handle:
+                self._library.rd_abort(handle, member)
         except RoundEnded:
             return
 
@@ -207,13 +261,13 @@ class NativeChannel:
             if self._abort_reason is None:
                 self._abort_reason = (-1, f"channel {self.spec.id} was closed")
             if self._users:
-                handle.abort(-1)
+                self._library.rd_abort(handle, -1)
             while self._users:
-                self._changed.wait()  # an abort ends every call inside within moments
-        handle.close()
+                self._changed.wait()  # an abort ends every call within moments
+        self._library.rd_close(handle)
 
-    def _acquire_handle(self) -> ChannelHandle:
-        """The handle, kept from being freed until _leave()."""
+    def _acquire_handle(self) -> NativeHandle:
+        """The handle, which is not freed before _release_handle()."""
         self._users.append(None)
         handle = self._handle
         if handle is None:
@@ -227,52 +281,41 @@ class NativeChannel:
             with self._changed:
                 self._changed.notify_all()
 
-    def _with_handle(self, use: Callable[[ChannelHandle], T]) -> T:
+    @contextmanager
+    def _using_handle(self) -> Iterator[NativeHandle]:
         handle = self._acquire_handle()
         try:
-            return use(handle)
+            yield handle
         finally:
             self._release_handle()
 
-    def _wait(self, work: int, call: Call, deadline: Deadline) -> CallTiming:
-        handle = self._acquire_handle()
-        try:
-            return handle.wait(work, deadline.remaining_s)
-        except NativeError as ending:
-            if ending.still_running:
-                raise WaitTimedOut(f"{call.description} is still under way after {deadline.timeout_s:g} s") from None
-            raise self._make_error(call.description, ending, deadline, handle) from None
-        finally:
-            self._release_handle()
-
-    def _make_error(self, description: str, error: NativeError, deadline: Deadline, handle: ChannelHandle) -> Exception:
-        """What the caller sees."""
-        members, me = self.spec.members, self.spec.members[self.spec.member_index]
+    def _make_error(self, description: str, error: NativeError, deadline: Deadline, handle: NativeHandle) -> Exception:
+        """The error that the caller sees."""
+        members, rank = self.spec.members, self.spec.members[self.spec.member_index]
         blamed = members[error.member] if error.member >= 0 else -1
         if error.status == NativeStatus.MISMATCH:
-            return mismatch_error(
-                {rank: said for rank, said in zip(members, handle.member_descriptions(), strict=True) if said}
-            )
+            asked = get_member_descriptions(handle, len(members))
+            return mismatch_error({rank: text for rank, text in zip(members, asked, strict=True) if text})
         if error.status == NativeStatus.BAD_CALL:
             return ValueError(f"{description}: the arguments do not fit together")
         if error.status == NativeStatus.TIMEOUT:
             late = f": rank {blamed} did not come in time" if blamed >= 0 else ""
             timeout: RondeError = (
-                OperationTimeout(f"{description} did not finish within {deadline.timeout_s:g} s on rank {me}{late}")
+                OperationTimeout(f"{description} did not finish within {deadline.timeout_s:g} s on rank {rank}{late}")
                 if deadline.expired
-                else RoundEnded(f"{description} on rank {me}: an operation timed out on another member{late}")
+                else RoundEnded(f"{description} on rank {rank}: an operation timed out on another member{late}")
             )
             timeout.missing = (blamed,) if blamed >= 0 else ()
             return timeout
         if error.status == NativeStatus.SYSTEM:
-            return RondeError(f"{description} failed on rank {me}: {os.strerror(error.detail)}")
+            return RondeError(f"{description} failed on rank {rank}: {os.strerror(error.detail)}")
         lost, why = self._loss_reason(blamed, error.detail)
         if lost >= 0:
-            return PeerLost(rank=me, peer=lost, op=description, why=why)
-        return RoundEnded(f"{description} on rank {me}: {why}")
+            return PeerLost(rank=rank, peer=lost, op=description, why=why)
+        return RoundEnded(f"{description} on rank {rank}: {why}")
 
     def _loss_reason(self, member_rank: int, errno_code: int) -> tuple[int, str]:
-        """Who is to blame and why, as seen by whoever saw it; that may arrive a moment after the sockets closed."""
+        """The rank to blame and why. The coordinator's reason may arrive a moment after the sockets closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._abort_reason is not None, timeout=LOSS_REASON_S)
             if self._abort_reason is not None:
@@ -282,41 +325,19 @@ class NativeChannel:
         return member_rank, describe_disconnect(errno_code) or "its connection closed"
 
 
-class WaitTimedOut(OperationTimeout):
-    """Only the wait ended: the call is still under way."""
+class NativeRunningCall(RunningCall):
+    """A submitted call of a native channel."""
 
-
-class NativeRunningCall:
-    """A call under way on a native channel."""
-
-    __slots__ = ("_call", "_channel", "_lock", "_result", "_work")
+    __slots__ = ("_channel", "_work")
 
     def __init__(self, channel: NativeChannel, work: int, call: Call) -> None:
+        super().__init__(call)
         self._channel = channel
         self._work = work
-        self._call = call
-        self._lock = threading.Lock()  # one thread asks the library, which forgets the call then
-        self._result: CallTiming | Exception | None = None
 
-    def done(self) -> bool:
-        """Whether wait() would return at once."""
-        if self._result is not None:
-            return True
-        try:
-            return self._channel._with_handle(lambda handle: handle.done(self._work))
-        except RoundEnded:
-            return True
+    def has_ended(self) -> bool:
+        return self._channel.has_ended(self._work)
 
-    def wait(self, deadline: Deadline) -> CallTiming:
-        """Wait for the call; raises what it ended in."""
-        with self._lock:
-            if self._result is None:
-                try:
-                    self._result = self._channel._wait(self._work, self._call, deadline)
-                except WaitTimedOut:
-                    raise
-                except Exception as error:
-                    self._result = error
-        if isinstance(self._result, Exception):
-            raise self._result
-        return self._result
+    def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
+        assert self.call is not None
+        return self._channel.wait_for_end(self._work, self.call, deadline)

@@ -1,9 +1,7 @@
-"""The C++ data plane through ctypes: types, functions, and the errors its status codes stand for.
+"""The C++ data plane through ctypes: its functions, its structs and its status codes. Used by the native backend and,
+for addresses and kernels, by other modules of comm.
 
-With comm/_handle the only module that knows ctypes. Calls drop the GIL while they run. Used by comm/_handle and, for
-its kernels and memory views, by the other backends.
-
-One open channel of the C++ data plane, in Python's terms. Used by comm/native, which adds who, when and why.
+The only module that knows ctypes. Calls drop the GIL while they run.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -25,17 +23,22 @@ import numpy as np
 from ronde.comm.backends.base import CallTiming, CurrentCall
 from ronde.comm.call import Call
 from ronde.errors import RondeError
-from ronde.types import Deadline, OperationKind
+from ronde.types import OperationKind
 
 __all__ = [
-    "ChannelHandle",
+    "ALGORITHMS",
     "ChannelParams",
     "NativeError",
+    "NativeHandle",
     "NativeLibrary",
     "NativeStatus",
     "address_of",
-    "bytes_at",
+    "call_structs",
+    "get_bucket",
+    "get_current_call",
+    "get_member_descriptions",
     "load_library",
+    "open_channel",
     "reduce",
 ]
 
@@ -97,7 +100,6 @@ class RdCurrentCall(ctypes.Structure):
 
 
 _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
-    "rd_abi": (c_uint32, ()),
     "rd_version": (c_char_p, ()),
     "rd_cpu": (c_char_p, ()),
     "rd_segment_bytes": (c_uint64, (POINTER(RdChannelParams),)),
@@ -111,7 +113,7 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "rd_release_bucket": (None, (c_void_p,)),
     # Hot: structs go as addresses, which ctypes passes on without making an object.
     "rd_run": (c_int, (c_void_p, c_void_p, c_void_p, c_double)),
-    "rd_submit": (c_int, (c_void_p, c_void_p, c_double, POINTER(c_uint64))),
+    "rd_submit": (c_int, (c_void_p, c_void_p, c_double, c_void_p)),
     "rd_wait": (c_int, (c_void_p, c_uint64, c_void_p, c_double)),
     "rd_done": (c_int, (c_void_p, c_uint64)),
     "rd_get_mismatch": (c_int, (c_void_p, POINTER(RdMemberCall))),
@@ -130,14 +132,16 @@ class NativeLibrary(ctypes.CDLL):
 
     def __init__(self, path: Path) -> None:
         super().__init__(str(path))
+        # Another version may lack functions, so they are looked up after this check.
+        if (abi := self.rd_abi()) != ABI:
+            raise RondeError(f"{path} has ABI {abi}, this ronde needs {ABI}; reinstall ronde or run `make build`")
         for name, (returns, takes) in _FUNCTIONS.items():
-            function = getattr(self, name)
+            try:
+                function = getattr(self, name)
+            except AttributeError:
+                raise RondeError(f"{path} has no {name}(); reinstall ronde or run `make build`") from None
             function.restype = returns
             function.argtypes = takes
-        if self.rd_abi() != ABI:
-            raise RondeError(
-                f"{path} has ABI {self.rd_abi()}, this ronde needs {ABI}; reinstall ronde or run `make build`"
-            )
 
 
 def _python_functions() -> ctypes.Array[c_void_p]:
@@ -164,18 +168,11 @@ _first_byte = c_char.from_buffer
 
 
 def address_of(array: np.ndarray[Any, np.dtype[Any]]) -> int:
-    """Where a contiguous array begins. NumPy's own ways to ask take five times as long."""
+    """The address of a contiguous array. NumPy's own attributes take five times as long."""
     try:
         return ctypes.addressof(_first_byte(array))  # type: ignore[arg-type]  # the stubs of NumPy hide its buffer
     except (TypeError, ValueError):  # read-only, empty, or of a dtype that buffers do not know
         return int(array.__array_interface__["data"][0])
-
-
-def bytes_at(address: int, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """Writable bytes at an address. The caller knows that they live long enough."""
-    if num_bytes == 0:
-        return np.empty(0, np.uint8)
-    return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 
 def reduce(
@@ -188,7 +185,7 @@ def reduce(
     prescale: float = 1.0,
     postscale: float = 1.0,
 ) -> None:
-    """targets[*] = postscale * op(prescale * sources[*]), on addresses, by the native kernels."""
+    """outputs[*] = postscale * op(prescale * inputs[*]), on addresses, by the native kernels."""
     ins = (c_void_p * len(inputs))(*inputs)
     outs = (c_void_p * len(outputs))(*outputs)
     status = load_library().rd_reduce(dtype, op, prescale, postscale, ins, len(inputs), outs, len(outputs), count)
@@ -197,7 +194,7 @@ def reduce(
 
 
 class ChannelParams:
-    """Who the members of a channel are and where they sit."""
+    """The members of a channel and the hosts they are on."""
 
     def __init__(
         self,
@@ -210,22 +207,22 @@ class ChannelParams:
         bucket_bytes: int,
     ) -> None:
         self.hosts = tuple(hosts)
-        self.local_members = tuple(index for index, place in enumerate(hosts) if place == hosts[member_index])
-        """Members at my place."""
-        numbers = (c_uint32 * len(hosts))(*hosts)
+        self.local_members = tuple(index for index, host in enumerate(hosts) if host == hosts[member_index])
+        """The members on the host of this rank."""
+        host_numbers = (c_uint32 * len(hosts))(*hosts)
         slot_bytes, chunk_bytes = slot_bytes // 64 * 64, chunk_bytes // 64 * 64
         self.struct = RdChannelParams(
-            ABI, len(hosts), member_index, num_cores, numbers, slot_bytes, chunk_bytes, bucket_bytes
+            ABI, len(hosts), member_index, num_cores, host_numbers, slot_bytes, chunk_bytes, bucket_bytes
         )
 
     def segment_bytes(self) -> int:
-        """Bytes of shared memory that my place needs."""
+        """Bytes of shared memory that the members of this host need."""
         num_bytes: int = load_library().rd_segment_bytes(self.struct)
         return num_bytes
 
 
 class NativeError(Exception):
-    """How a call ended when it did not end well; comm/native turns it into the error the caller sees."""
+    """A status of the library other than OK; the native backend turns it into the error that the caller sees."""
 
     def __init__(self, status: int, member: int = -1, detail: int = 0, *, still_running: bool = False) -> None:
         super().__init__(f"status {status}, member {member}, detail {detail}")
@@ -233,180 +230,155 @@ class NativeError(Exception):
         self.member = member
         self.detail = detail
         self.still_running = still_running
-        """Only the wait ran out of time: the call is still under way."""
+        """Whether only the time of the wait was over: the call is still under way."""
+
+
+# --- an open channel ---------------------------------------------------------------------------------------------------
+
+NativeHandle: TypeAlias = c_void_p
+
+
+def open_channel(
+    params: ChannelParams, segment: int, sockets: Mapping[int, Sequence[int]], point_to_point: Mapping[int, int]
+) -> NativeHandle:
+    """Open a channel. The library takes over the descriptors in `sockets` (the one for aborts first, then those for
+    data; as many for each member) and in `point_to_point`."""
+    num_members = len(params.hosts)
+    num_sockets = max((len(row) for row in sockets.values()), default=0)
+    table = (c_int * (num_members * num_sockets or 1))(*[-1] * (num_members * num_sockets))
+    for member, row in sockets.items():
+        table[member * num_sockets : (member + 1) * num_sockets] = [*row]
+    pairs = (c_int * num_members)(*[point_to_point.get(member, -1) for member in range(num_members)])
+    handle = c_void_p()
+    status = load_library().rd_open(params.struct, segment, table, num_sockets, pairs, ctypes.byref(handle))
+    if status != NativeStatus.OK:
+        raise NativeError(status)
+    return handle
+
+
+def get_member_descriptions(handle: NativeHandle, num_members: int) -> list[str]:
+    """What each member asked for in this thread's last call that was a mismatch."""
+    rows = (RdMemberCall * num_members)()
+    load_library().rd_get_mismatch(handle, rows)
+    return [row.description.decode(errors="replace") for row in rows]
+
+
+def get_current_call(handle: NativeHandle, num_members: int) -> CurrentCall | None:
+    """The call under way, or None when idle."""
+    now = RdCurrentCall()
+    missing = (c_uint32 * num_members)()
+    load_library().rd_get_current_call(handle, ctypes.byref(now), missing)
+    if now.start_ns == 0:
+        return None
+    sequence = -1 if now.kind in (OperationKind.SEND, OperationKind.RECEIVE) else now.sequence
+    description = now.description.decode(errors="replace")
+    return CurrentCall(description, now.start_ns, tuple(missing[: now.num_missing]), sequence)
+
+
+def get_bucket(handle: NativeHandle, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    """The bucket memory of this member. It lives for as long as an array uses it, even after the channel is closed."""
+    if num_bytes == 0:
+        return np.empty(0, np.uint8)
+    library = load_library()
+    start = library.rd_get_bucket(handle)
+    memory = (ctypes.c_uint8 * num_bytes).from_address(start)
+    weakref.finalize(memory, library.rd_release_bucket, start).atexit = False
+    return np.ctypeslib.as_array(memory)
+
+
+# --- the structs of a call ---------------------------------------------------------------------------------------------
+
+MAX_DESCRIPTIONS = 1024
 
 
 class _CallStructs(threading.local):
-    """A thread's own structs, filled anew for every call."""
+    """A thread's own structs for a call and its result, filled for every call."""
 
     def __init__(self) -> None:
-        self.span = ctypes.create_string_buffer(SPAN.size)
-        self.span_address = ctypes.addressof(self.span)
         self.call = ctypes.create_string_buffer(RD_CALL.size)
         self.call_address = ctypes.addressof(self.call)
         self.result = ctypes.create_string_buffer(RD_RESULT.size)
         self.result_address = ctypes.addressof(self.result)
-        self.last_call: Call | None = None  # what self.call holds, when it is a call with one part and no more
-        self.last_algorithm = 0
-        self.descriptions: dict[str, tuple[c_char_p, int]] = {}
+        self.work = c_uint64()
+        """Where rd_submit() writes the number of the submitted call."""
+        self.work_address = ctypes.addressof(self.work)
+        self._span = ctypes.create_string_buffer(SPAN.size)
+        self._span_address = ctypes.addressof(self._span)
+        self._last_call: Call | None = None
+        """What self.call holds, if that is a call with one span and no more."""
+        self._last_algorithm = 0
+        self._descriptions: dict[str, tuple[c_char_p, int]] = {}
 
-    def description_address(self, description: str) -> int:
-        """Address of a call's text in C; most calls are made again and again."""
-        found = self.descriptions.get(description)
-        if found is None:
-            if len(self.descriptions) >= MAX_DESCRIPTIONS:
-                self.descriptions.clear()
-            pointer = c_char_p(description.encode(errors="replace"))
-            found = self.descriptions[description] = (pointer, ctypes.cast(pointer, c_void_p).value or 0)
-        return found[1]
+    def fill(self, call: Call, algorithm: int) -> object:
+        """Write the call into the struct. The caller keeps what is returned until the library has read the struct."""
+        spans = call.spans
+        if len(spans) == 1:
+            span = spans[0]
+            SPAN.pack_into(self._span, 0, span.input, span.output, span.count)
+            last = self._last_call
+            if last is not None and _differ_only_in_memory(call, last) and self._last_algorithm == algorithm:
+                return None  # the most frequent case: the same call with other memory
+        return self._fill_all_fields(call, algorithm)
 
-
-MAX_DESCRIPTIONS = 1024
-WAIT_SLICE_S = 0.2
-_call_structs = _CallStructs()
-
-
-class ChannelHandle:
-    """An open channel of the library. The caller sees to it that nothing is called after or during close()."""
-
-    def __init__(
-        self,
-        params: ChannelParams,
-        segment: int,
-        sockets: Mapping[int, Sequence[int]],
-        point_to_point: Mapping[int, int],
-        algorithm: str,
-    ) -> None:
-        """Takes over the descriptors in sockets (the alarm first, then data; as many for each member) and direct."""
-        self._library = load_library()
-        self._num_members = len(params.hosts)
-        self._algorithm = ALGORITHMS.index(algorithm)
-        num_sockets = max((len(row) for row in sockets.values()), default=0)
-        table = (c_int * (self._num_members * num_sockets or 1))(*[-1] * (self._num_members * num_sockets))
-        for member, row in sockets.items():
-            table[member * num_sockets : (member + 1) * num_sockets] = [*row]
-        ones = (c_int * self._num_members)(*[point_to_point.get(member, -1) for member in range(self._num_members)])
-        handle = c_void_p()
-        status = self._library.rd_open(params.struct, segment, table, num_sockets, ones, ctypes.byref(handle))
+    def timing_or_raise(self, status: int) -> CallTiming:
+        """The timing of a call that succeeded, from the result struct; else NativeError, or what a signal raised."""
+        _, member, detail, algorithm, start_ns, ready_ns, end_ns = RD_RESULT.unpack_from(self.result)
         if status != NativeStatus.OK:
-            raise NativeError(status)
-        self._handle = handle
+            if detail == errno.EINTR:
+                _raise_pending_exception()
+            still_running = status == NativeStatus.TIMEOUT and end_ns == 0
+            raise NativeError(status, member, detail, still_running=still_running)
+        return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm])
 
-    def run(self, call: Call, remaining_s: float) -> CallTiming:
-        """Execute the call and wait for it."""
-        scratch = _call_structs
-        keep = self._fill_call(scratch, call)
-        status = self._library.rd_run(self._handle, scratch.call_address, scratch.result_address, remaining_s)
-        del keep
-        return _timing_or_raise(status, scratch)
-
-    def submit(self, call: Call, remaining_s: float) -> int:
-        """Queue the call; the number is for wait() and done()."""
-        scratch = _call_structs
-        keep = self._fill_call(scratch, call)
-        number = c_uint64()
-        status = self._library.rd_submit(self._handle, scratch.call_address, remaining_s, ctypes.byref(number))
-        del keep
-        if status != NativeStatus.OK:
-            raise NativeError(status)
-        return number.value
-
-    def wait(self, work: int, remaining_s: float) -> CallTiming:
-        """Wait for a queued call and forget it. In slices, between which Python looks for signals."""
-        scratch, deadline = _call_structs, Deadline(remaining_s)
-        while True:
-            slice_s = min(WAIT_SLICE_S, deadline.remaining_s)
-            status = self._library.rd_wait(self._handle, work, scratch.result_address, slice_s)
-            try:
-                return _timing_or_raise(status, scratch)
-            except NativeError as ending:
-                if not ending.still_running or deadline.expired:
-                    raise
-
-    def done(self, work: int) -> bool:
-        """Whether a queued call has ended."""
-        return bool(self._library.rd_done(self._handle, work))
-
-    def member_descriptions(self) -> list[str]:
-        """What each member asked for in this thread's last call that was a mismatch."""
-        rows = (RdMemberCall * self._num_members)()
-        self._library.rd_get_mismatch(self._handle, rows)
-        return [row.description.decode(errors="replace") for row in rows]
-
-    def current_call(self) -> CurrentCall | None:
-        """The call under way, or None when idle."""
-        now = RdCurrentCall()
-        missing = (c_uint32 * self._num_members)()
-        self._library.rd_get_current_call(self._handle, ctypes.byref(now), missing)
-        if now.start_ns == 0:
-            return None
-        number = -1 if now.kind in (OperationKind.SEND, OperationKind.RECEIVE) else now.sequence
-        return CurrentCall(
-            now.description.decode(errors="replace"), now.start_ns, tuple(missing[: now.num_missing]), number
-        )
-
-    def bucket(self, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """My bucket memory. It stays for as long as an array looks into it, even after close()."""
-        if num_bytes == 0:
-            return np.empty(0, np.uint8)
-        start = self._library.rd_get_bucket(self._handle)
-        memory = (ctypes.c_uint8 * num_bytes).from_address(start)
-        weakref.finalize(memory, self._library.rd_release_bucket, start).atexit = False
-        return np.ctypeslib.as_array(memory)
-
-    def abort(self, member: int) -> None:
-        """End all waits of all members; `member` is to blame, or -1."""
-        self._library.rd_abort(self._handle, member)
-
-    def close(self) -> None:
-        """Free everything."""
-        self._library.rd_close(self._handle)
-
-    def _fill_call(self, structs: _CallStructs, call: Call) -> object:
-        """Put the call into the thread's struct. Returns what must live until the library has read it."""
-        parts = call.spans
-        if len(parts) == 1:
-            part = parts[0]
-            SPAN.pack_into(structs.span, 0, part.input, part.output, part.count)
-            last = structs.last_call
-            if last is not None and _differ_only_in_memory(call, last) and structs.last_algorithm == self._algorithm:
-                return None  # as so often: the same again, with other memory
-        return self._fill_all_fields(structs, call)
-
-    def _fill_all_fields(self, structs: _CallStructs, call: Call) -> object:
-        parts = call.spans
+    def _fill_all_fields(self, call: Call, algorithm: int) -> object:
+        spans = call.spans
         keep: list[object] = []
-        if len(parts) == 1:
-            parts_at = structs.span_address
+        if len(spans) == 1:
+            spans_address = self._span_address
         else:
-            parts_at = _copy_bytes(keep, b"".join([SPAN.pack(part.input, part.output, part.count) for part in parts]))
+            spans_address = _copy_bytes(
+                keep, b"".join([SPAN.pack(span.input, span.output, span.count) for span in spans])
+            )
         RD_CALL.pack_into(
-            structs.call,
+            self.call,
             0,
             call.kind,
             call.dtype,
             call.op,
-            self._algorithm if call.kind == OperationKind.ALLREDUCE else 0,
+            algorithm if call.kind == OperationKind.ALLREDUCE else 0,
             PRE_AGREED if call.pre_agreed else 0,
             call.peer,
             call.prescale,
             call.postscale,
             call.signature_hash,
-            structs.description_address(call.description),
-            parts_at,
-            len(parts),
+            self._description_address(call.description),
+            spans_address,
+            len(spans),
             0 if call.counts is None else _copy_bytes(keep, struct.pack(f"@{len(call.counts)}Q", *call.counts)),
             0 if call.splits is None else _copy_bytes(keep, struct.pack(f"@{len(call.splits)}Q", *call.splits)),
         )
-        # Without the memory behind the call, which must not be kept.
-        structs.last_call = None if keep else msgspec.structs.replace(call, spans=(), owners=None)
-        structs.last_algorithm = self._algorithm
+        # Without the memory of the call, which must not be kept alive here.
+        self._last_call = None if keep else msgspec.structs.replace(call, spans=(), owners=None)
+        self._last_algorithm = algorithm
         return keep
+
+    def _description_address(self, description: str) -> int:
+        """The address of the text in C; most calls are made again and again."""
+        found = self._descriptions.get(description)
+        if found is None:
+            if len(self._descriptions) >= MAX_DESCRIPTIONS:
+                self._descriptions.clear()
+            pointer = c_char_p(description.encode(errors="replace"))
+            found = self._descriptions[description] = (pointer, ctypes.cast(pointer, c_void_p).value or 0)
+        return found[1]
+
+
+call_structs = _CallStructs()
 
 
 def _differ_only_in_memory(call: Call, last: Call) -> bool:
-    """Whether two calls differ in nothing but their memory. Kind, dtype and options are of the form that owns the text:
-    the very same text is the very same form."""
+    """Kind, dtype and options are those of the signature that owns the description: the very same description is the
+    very same signature."""
     return (
         call.description is last.description
         and call.kind is last.kind
@@ -420,19 +392,10 @@ def _differ_only_in_memory(call: Call, last: Call) -> bool:
 
 
 def _copy_bytes(owners: list[object], data: bytes) -> int:
-    """Address of a copy of the data that lives as long as the list."""
+    """The address of a copy of the data that lives as long as the list."""
     memory = ctypes.create_string_buffer(data, max(1, len(data)))
     owners.append(memory)
     return ctypes.addressof(memory)
-
-
-def _timing_or_raise(status: int, structs: _CallStructs) -> CallTiming:
-    _, member, detail, algorithm, start_ns, ready_ns, end_ns = RD_RESULT.unpack_from(structs.result)
-    if status != NativeStatus.OK:
-        if detail == errno.EINTR:
-            _raise_pending_exception()
-        raise NativeError(status, member, detail, still_running=status == NativeStatus.TIMEOUT and end_ns == 0)
-    return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm])
 
 
 def _raise_pending_exception() -> None:
@@ -442,4 +405,4 @@ def _raise_pending_exception() -> None:
         restore = ctypes.pythonapi.PyErr_Restore
         restore.argtypes = (c_void_p, c_void_p, c_void_p)
         restore.restype = None
-        restore(*raised)  # ctypes raises what is set when a function of Python's own returns
+        restore(*raised)  # ctypes raises the pending exception when a function of Python's own returns

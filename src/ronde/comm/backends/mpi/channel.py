@@ -1,12 +1,10 @@
-"""Calls in order, one at a time. For channels whose backend has no thread of its own; the native ones do.
+"""One channel of the mpi backend: a communicator of its own, calls in order, deadlines, aborts. Made by MpiBackend.
 
-A call runs in the thread of its caller when nothing is before it. Only calls that were submitted, or that found the
-executor busy, go through a thread, which is started when the first of them comes.
+For a collective the members exchange headers, compare them, and move the data; a call that they agreed on before goes
+without headers. Sends and receives wait only for the other side.
 
-One channel of the mpi backend: a communicator of its own, calls in order, deadlines, aborts. Made by mpi/backend.
-
-A collective call is a *round*: the members exchange headers, compare them, and move the data. A call that they agreed
-on before goes without headers. Sends and receives wait for nothing but their other side.
+Calls that must keep an order share a CallQueue. A call runs in the thread of its caller when nothing is before it. Only
+calls that were submitted, or that find the queue busy, run in a thread of the queue, which starts with the first one.
 """
 
 from __future__ import annotations
@@ -15,11 +13,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ronde.comm.backends.base import BackendRunningCall, CallTiming, ChannelSpec, CurrentCall
+from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, RunningCall
 from ronde.comm.backends.mpi.collectives import MpiCollectives, check_call
 from ronde.comm.backends.mpi.failure_detection import (
     MIN_WAIT_TO_NAME_S,
@@ -31,77 +29,95 @@ from ronde.comm.backends.mpi.failure_detection import (
     queue_key,
 )
 from ronde.comm.backends.mpi.matching import HEADER_BYTES, CallHeader, match_collective, match_pair
-from ronde.comm.buffers import address_of
+from ronde.comm.buffers import aligned_zeros
 from ronde.comm.call import Call
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
+from ronde.text import format_ranks
 from ronde.types import Deadline, OperationKind
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CallQueue", "MpiChannel", "MpiRunningCall"]
+__all__ = ["CallQueue", "MpiChannel", "MpiRunningCall", "WaitReason"]
 
 ExecuteCall = Callable[[Call, Deadline], CallTiming]
-DescribeWait = Callable[[Call], str]
-"""What a call waits for, as the end of a sentence that says that it takes too long."""
 
 
-class MpiRunningCall:
-    """A call in the queue or under way: the Ticket of those who submitted it."""
+class WaitReason(NamedTuple):
+    """What a call waits for."""
 
-    def __init__(self, call: Call, deadline: Deadline, describe_wait: DescribeWait) -> None:
-        self.call = call
-        self.deadline = deadline
-        self._describe_wait = describe_wait
+    behind: str = ""
+    """Description of the call before it that is under way; empty when it has begun itself."""
+    missing: tuple[int, ...] = ()
+    """Ranks that have not come, as far as that is known."""
+
+
+class MpiRunningCall(RunningCall):
+    """A call in a queue or under way."""
+
+    __slots__ = ("_deadline", "_done_event", "_explain", "_outcome")
+
+    def __init__(self, call: Call, deadline: Deadline, explain: Callable[[Call], WaitReason]) -> None:
+        super().__init__(call)
+        self._deadline = deadline
+        self._explain = explain
         self._done_event = threading.Event()
-        self._timing: CallTiming | None = None
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Whether wait() would return at once."""
-        return self._done_event.is_set()
-
-    def wait(self, deadline: Deadline, grace_s: float = 0.0) -> CallTiming:
-        """Wait for the call; raises what it ended in. OperationTimeout here leaves the call under way. `grace_s` is
-        added to the deadline, for a call that ends at the same deadline by itself, with more to tell; and once more
-        when nothing explains the wait: what is before the call may just be ending."""
-        for limit_s in (deadline.remaining_s + grace_s, grace_s):
-            if self._done_event.wait(limit_s):
-                break
-            if why := self._describe_wait(self.call):
-                raise self._timeout(deadline, why)
-        else:
-            raise self._timeout(deadline, "")
-        if self._error is not None:
-            raise self._error
-        assert self._timing is not None
-        return self._timing
-
-    def _timeout(self, deadline: Deadline, why: str) -> OperationTimeout:
-        return OperationTimeout(
-            f"{self.call.description} is still under way after a wait of {deadline.timeout_s:.1f} s{why}"
-        )
+        self._outcome: CallTiming | BaseException | None = None
 
     def execute(self, execute: ExecuteCall) -> None:
-        """Carry it out and keep the result or the error for wait()."""
+        """Carry the call out, in the queue's thread, and keep the timing or the error for those who wait."""
+        assert self.call is not None
         try:
-            self._timing = execute(self.call, self.deadline)
-        except BaseException as error:  # the edge of the thread: whoever waits raises it
-            self._error = error
+            self._outcome = execute(self.call, self._deadline)
+        except BaseException as error:  # raised again in the thread that waits
+            self._outcome = error
         self._done_event.set()
+
+    def has_ended(self) -> bool:
+        return self._done_event.is_set()
+
+    def wait_for_end(self, deadline: Deadline, grace_s: float = 0.0) -> CallTiming | None:
+        """`grace_s` is added to the deadline, for a call that ends at the same deadline by itself with a better error;
+        and once more when nothing explains the wait: the call before it may be about to end."""
+        if not self._done_event.wait(deadline.remaining_s + grace_s) and (
+            self._wait_reason() != WaitReason() or not self._done_event.wait(grace_s)
+        ):
+            return None
+        if isinstance(self._outcome, BaseException):
+            raise self._outcome
+        return self._outcome
+
+    def make_timeout(self, deadline: Deadline) -> OperationTimeout:
+        reason = self._wait_reason()
+        description = self.call.description if self.call is not None else "the operation"
+        behind = f", behind {reason.behind}" if reason.behind else ""
+        waiting = f", waiting for {format_ranks(reason.missing)}" if reason.missing else ""
+        error = OperationTimeout(
+            f"{description} is still under way after a wait of {deadline.timeout_s:.1f} s{behind}{waiting}"
+        )
+        error.missing = reason.missing
+        return error
+
+    def _wait_reason(self) -> WaitReason:
+        return WaitReason() if self.call is None else self._explain(self.call)
 
 
 class CallQueue:
     """Runs calls one after the other, in the order in which they came. `execute` carries one out and ends by itself
-    when its owner aborts; calls behind it are then executed, too, so that each ends in its own error. `execute` may
-    take up to `grace_s` longer than the deadline says. `explain` is called from any thread."""
+    when the channel is aborted; calls behind it are then executed, too, so that each ends in its own error. `execute`
+    may take up to `grace_s` longer than the deadline says. `explain` is called from any thread."""
 
     def __init__(
-        self, name: str, execute: ExecuteCall, *, describe_wait: DescribeWait = lambda _: "", grace_s: float = 0.0
+        self,
+        name: str,
+        execute: ExecuteCall,
+        *,
+        explain: Callable[[Call], WaitReason] = lambda _: WaitReason(),
+        grace_s: float = 0.0,
     ) -> None:
         self.name = name
         self._execute = execute
-        self._describe_wait = describe_wait
+        self._explain = explain
         self._grace_s = grace_s
         self._changed = threading.Condition()
         self._queue: deque[MpiRunningCall] = deque()
@@ -128,7 +144,10 @@ class CallQueue:
                 queued = None
                 self._current = (call, time.monotonic_ns())
         if queued is not None:
-            return queued.wait(deadline, self._grace_s)
+            timing = queued.wait_for_end(deadline, self._grace_s)
+            if timing is None:
+                raise queued.make_timeout(deadline)
+            return timing
         try:
             return self._execute(call, deadline)
         finally:
@@ -141,7 +160,7 @@ class CallQueue:
             return self._enqueue(call, deadline)
 
     def close(self, deadline: Deadline) -> bool:
-        """Take no more calls, let those under way end (their owner has aborted them), end the thread. Whether all of
+        """Take no more calls, let those under way end (the channel has aborted them), end the thread. Whether all of
         that was done before the deadline. Idempotent."""
         with self._changed:
             self._closed = True
@@ -158,10 +177,10 @@ class CallQueue:
 
     def _enqueue(self, call: Call, deadline: Deadline) -> MpiRunningCall:
         if self._thread is None:
-            # Owned by this executor. Touches only the queue and what execute() touches; results leave by QueuedCall.
+            # Owned by this queue. Touches only the queue and what execute() touches; results go into MpiRunningCall.
             self._thread = threading.Thread(target=self._loop, name=f"ronde-{self.name}", daemon=True)
             self._thread.start()
-        queued = MpiRunningCall(call, deadline, self._describe_wait)
+        queued = MpiRunningCall(call, deadline, self._explain)
         self._queue.append(queued)
         self._changed.notify_all()
         return queued
@@ -178,6 +197,7 @@ class CallQueue:
                 if not self._queue:
                     return
                 queued = self._queue.popleft()
+                assert queued.call is not None
                 self._current = (queued.call, time.monotonic_ns())
             queued.execute(self._execute)
             self._finish_current()
@@ -188,21 +208,20 @@ TAG_SENDER = 2
 TAG_RECEIVER = 3
 
 MAX_BYTES_WITHOUT_BARRIER = 64 * 1024
-"""A trusted call up to this size goes without asking whether everybody is there: the question would take as long."""
+"""A pre-agreed call up to this size goes without a barrier before it: that would take as long as the call."""
 
 CLOSE_TIMEOUT_S = 5.0
-ALIGNMENT = 64
 
 
 class MpiChannel:
-    """One total order of collective calls, over a communicator with the members in their order. `retire` takes the
-    communicator when the channel was closed in good order."""
+    """One total order of collective calls, over a communicator with the members in their order. `on_closed` is called
+    with the communicator's notices when the channel was closed in good order."""
 
     def __init__(self, spec: ChannelSpec, comm: MPI.Intracomm, on_closed: Callable[[NoticeExchange], None]) -> None:
         self.spec = spec
         self._comm = comm
         self._failure_detector = FailureDetector(spec, NoticeExchange(comm))
-        self._bucket = _aligned_zeros(spec.bucket_bytes)
+        self._bucket = aligned_zeros(spec.bucket_bytes)
         self._lock = threading.Lock()
         self._queues: dict[QueueKey, CallQueue] = {}
         self._waits: dict[QueueKey, MpiWait] = {}
@@ -210,26 +229,23 @@ class MpiChannel:
         self._closed = False
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
-        """Execute the call and wait for it."""
         try:
             return self._queue_for(call).run(call, deadline)
         except OperationTimeout as error:  # perhaps of a call that was still in the queue
             self._abort_after_error(error)
             raise
 
-    def submit(self, call: Call, deadline: Deadline) -> BackendRunningCall:
-        """Queue the call behind those before it."""
+    def submit(self, call: Call, deadline: Deadline) -> MpiRunningCall:
         return self._queue_for(call).submit(call, deadline)
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """My bucket memory."""
         return self._bucket
 
     def current_call(self) -> CurrentCall | None:
         """The oldest call under way, or None when idle."""
         oldest: CurrentCall | None = None
-        for lane, executor in list(self._queues.items()):
-            current, wait = executor.current_call(), self._waits.get(lane)
+        for key, queue in list(self._queues.items()):
+            current, wait = queue.current_call(), self._waits.get(key)
             if current is not None and (oldest is None or current[1] < oldest.since_ns):
                 oldest = CurrentCall(current[0].description, current[1], wait.missing() if wait is not None else ())
         return oldest
@@ -249,33 +265,30 @@ class MpiChannel:
             self._closed = True
         if MPI.Is_finalized():
             return
-        executors = list(self._queues.values())
+        queues = list(self._queues.values())
         why = f"rank {self._failure_detector.rank} has closed channel {self.spec.id}"
-        if any(executor.is_busy() for executor in executors):
+        if any(queue.is_busy() for queue in queues):
             self._failure_detector.abort(-1, why)
         elif self._failure_detector.aborted is None:
             self._failure_detector.send_notice(NoticeKind.CLOSED, why=why)
         deadline = Deadline(CLOSE_TIMEOUT_S)
-        idle = all([executor.close(deadline) for executor in executors])
+        idle = all([queue.close(deadline) for queue in queues])
         # A communicator with calls that never complete cannot be freed; it stays with them until the process ends.
         if idle and not self._failure_detector.broken and self._failure_detector.aborted is None:
             self._on_closed(self._failure_detector.notices)
 
     def _queue_for(self, call: Call) -> CallQueue:
-        """The executor of the call's lane; refuses calls that make no sense before anything is sent."""
+        """The queue of the call; refuses calls that make no sense before anything is sent."""
         check_call(call, len(self.spec.members), self.spec.member_index)
-        lane = queue_key(call)
+        key = queue_key(call)
         with self._lock:
             if self._closed:
                 raise RoundEnded(f"{call.description}: channel {self.spec.id} is closed")
-            if lane not in self._queues:
-                self._queues[lane] = CallQueue(
-                    f"mpi-{self.spec.id}",
-                    self._execute,
-                    describe_wait=self._describe_wait,
-                    grace_s=2 * MIN_WAIT_TO_NAME_S,
+            if key not in self._queues:
+                self._queues[key] = CallQueue(
+                    f"mpi-{self.spec.id}", self._execute, explain=self._explain, grace_s=2 * MIN_WAIT_TO_NAME_S
                 )
-            return self._queues[lane]
+            return self._queues[key]
 
     def _execute(self, call: Call, deadline: Deadline) -> CallTiming:
         from mpi4py import MPI
@@ -299,15 +312,14 @@ class MpiChannel:
         end_ns = time.monotonic_ns()
         return CallTiming(start_ns, wait.ready_ns or end_ns, end_ns, "mpi")
 
-    def _describe_wait(self, call: Call) -> str:
-        """Behind which call this one is, if it has not begun, and for whom both wait."""
+    def _explain(self, call: Call) -> WaitReason:
         wait = self._waits.get(queue_key(call))
         if wait is None:
-            return ""
-        return f"{'' if wait.call is call else f', behind {wait.call.description}'}{wait.describe_missing()}"
+            return WaitReason()
+        return WaitReason("" if wait.call is call else wait.call.description, wait.missing_ranks())
 
     def _abort_after_error(self, error: BaseException) -> None:
-        """Something is left half done: nobody can use this channel any more."""
+        """A call is left half done: nobody can use this channel any more."""
         if isinstance(error, PeerLost):
             self._failure_detector.abort(error.peer, error.why)
         else:
@@ -324,42 +336,43 @@ class MpiChannel:
             )
         return RondeError(f"MPI failed during {call.description}: {error.Get_error_string()}")
 
-    # --- rounds -------------------------------------------------------------------------------------------------
+    # --- execution ----------------------------------------------------------------------------------------------
 
     def _run_collectives(self, wait: MpiWait) -> None:
-        """Do the call: one round, or for a member that has joined as many as the others want."""
-        call, lane = wait.call, queue_key(wait.call)
-        moves = MpiCollectives(self._comm, wait.until)
+        """Do the call: one collective, or for a member that has joined as many as the others want."""
+        call, key = wait.call, queue_key(wait.call)
+        collectives = MpiCollectives(self._comm, wait.until)
         while True:
             try:
                 header = self._match(wait)
-            except Mismatch:  # the same for all members: the round is over, the channel goes on
-                self._failure_detector.num_finished[lane] += 1
+            except Mismatch:  # on all members alike: the call has ended, the channel goes on
+                self._failure_detector.num_finished[key] += 1
                 raise
             if call.kind is not OperationKind.JOIN:
-                moves.run(call)
+                collectives.run(call)
             elif header is not None:
-                moves.allreduce_zeros(header.to_call(), header.count)
-            self._failure_detector.num_finished[lane] += 1
+                collectives.allreduce_zeros(header.to_call(), header.count)
+            self._failure_detector.num_finished[key] += 1
             if call.kind is not OperationKind.JOIN or header is None:
                 return
             wait.next_collective()
 
     def _match(self, wait: MpiWait) -> CallHeader | None:
-        """Wait for everybody and compare what they want. What that is; None when it is known, or all have joined.
+        """Wait for all members and compare what they ask for. The header that they share; None when it is known, or
+        all have joined.
 
-        Members agree on a call by name without those that joined; but those keep to a plan, so planned calls must ask.
+        Members that have joined contribute to named calls without this, but in a plan they need the header.
         """
         call, found = wait.call, None
         if call.kind in (OperationKind.SEND, OperationKind.RECEIVE):
             if not call.pre_agreed:
                 self._match_pair(wait)
         elif call.kind is OperationKind.JOIN or not call.pre_agreed or self.spec.bucket_bytes:
-            mine = CallHeader.from_call(call).encode()
-            everybody = bytearray(len(mine) * len(self.spec.members))
-            wait.until([self._comm.Iallgather(mine, everybody)])
+            own = CallHeader.from_call(call).encode()
+            headers = bytearray(len(own) * len(self.spec.members))
+            wait.until([self._comm.Iallgather(own, headers)])
             wait.mark_ready()
-            found = match_collective(bytes(everybody), self.spec.members)
+            found = match_collective(bytes(headers), self.spec.members)
         elif not self._is_small(call):
             wait.until([self._comm.Ibarrier()])
             wait.mark_ready()
@@ -377,14 +390,8 @@ class MpiChannel:
         match_pair(*((me, peer) if sending else (peer, me)))
 
     def _is_small(self, call: Call) -> bool:
-        """Equal on all members, so never by what one of them alone gives or gets."""
+        """Whether the call goes without a barrier. Computed only from what is equal on all members."""
         if call.kind in (OperationKind.BARRIER, OperationKind.ALLTOALL):
             return False
-        count = sum(call.counts) if call.counts is not None else sum(part.count for part in call.spans)
+        count = sum(call.counts) if call.counts is not None else sum(span.count for span in call.spans)
         return count * call.dtype.num_bytes <= MAX_BYTES_WITHOUT_BARRIER
-
-
-def _aligned_zeros(num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    room = np.zeros(num_bytes + ALIGNMENT, np.uint8)
-    start = -address_of(room) % ALIGNMENT
-    return room[start : start + num_bytes]

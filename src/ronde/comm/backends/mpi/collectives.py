@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ronde.comm.backends.mpi.reduction import check_supported, combine_adasum, from_wire, to_wire, wire_op
+from ronde.comm.backends.mpi.reduction import combine_adasum, from_wire, to_wire, wire_op
 from ronde.comm.buffers import Array, address_of, array_at
 from ronde.comm.call import Call
-from ronde.types import DType, Op, OperationKind
+from ronde.types import DType, Op, OperationKind, find_reduction_error
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -206,9 +206,9 @@ def check_call(call: Call, size: int, member_index: int) -> None:
     """Raises ValueError for what no member can do, before anything is sent."""
     name = call.description or call.kind.name.lower()
     if call.kind in (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER):
-        check_supported(call.dtype, call.op, scaled=call.prescale != 1.0 or call.postscale != 1.0)
-    if call.kind is OperationKind.REDUCE_SCATTER and call.op is Op.ADASUM:
-        raise ValueError(f"{name}: adasum is for allreduce only")
+        scaled = call.prescale != 1.0 or call.postscale != 1.0
+        if problem := find_reduction_error(call.kind, call.dtype, call.op, scaled=scaled):
+            raise ValueError(f"{name}: {problem}")
     if call.kind in (OperationKind.BROADCAST, OperationKind.SEND, OperationKind.RECEIVE) and not 0 <= call.peer < size:
         raise ValueError(f"{name}: peer must be from 0 to {size - 1}, got {call.peer}")
     if call.kind not in (OperationKind.ALLGATHER, OperationKind.REDUCE_SCATTER, OperationKind.ALLTOALL):

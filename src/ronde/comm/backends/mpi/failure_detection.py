@@ -1,14 +1,12 @@
-"""What the members of an mpi channel tell each other beside their calls: that they wait, have left, or gave up.
+"""Which waits of an mpi channel can still end: notices between its members, and one call's wait.
 
-MPI only says that a call is not complete, never because of whom. So a member that waits for long tells the others
-where it is; those that tell nothing are the missing ones. A member that aborts or closes its channel says so, and how
-far it came: calls that it has finished will complete for the others too, those behind never will.
+MPI only says that a call is not complete, never because of whom. So a member that waits for long sends a notice to the
+others; those that sent none are the missing ones. A member that aborts or closes its channel sends how many calls it
+has finished: these will complete for the others too, later ones never will.
 
 CLOSED is also the last message of a member on the channel. A communicator may be freed only when that of every member
 was received: Open MPI hands a message that comes too late to the next communicator with the same number, and then loses
 one of its own.
-
-How a channel of the mpi backend stands: what was finished here, who left, who gave up. And one call's waiting.
 
 Which waits end when a member is gone:
 
@@ -56,8 +54,6 @@ TAG_NOTICE = 1
 
 
 class NoticeKind(enum.IntEnum):
-    """What a notice says."""
-
     WAITING = 0
     CLOSED = 1
     ABORTED = 2
@@ -68,21 +64,19 @@ class PeerNotice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     kind: NoticeKind
     num_collectives: int
-    """Collective calls I have finished."""
+    """Collectives that the sender has finished."""
     num_sent: int = 0
-    """Messages to you that I have finished sending."""
+    """Messages to the receiver that the sender has finished sending."""
     num_received: int = 0
-    """Messages from you that I have finished receiving."""
+    """Messages from the receiver that the sender has finished receiving."""
     lost_rank: int = -1
     why: str = ""
 
     def encode(self) -> bytes:
-        """Bytes for the wire."""
         return msgspec.msgpack.encode(self)
 
     @staticmethod
     def decode(data: bytes) -> PeerNotice:
-        """What encode() made."""
         return msgspec.msgpack.decode(data, type=PeerNotice)
 
 
@@ -95,19 +89,19 @@ class NoticeExchange:
         self._sent: list[MpiRequest] = []
         self._freed = False
         self.waiting_at: dict[int, int] = {}
-        """Per member: the collective call at which it told to be waiting, counted from 0."""
+        """Per member: the collective, counted from 0, in which it sent that it waits."""
         self.final_notices: dict[int, PeerNotice] = {}
         """Members that closed or aborted the channel."""
 
     def send(self, member: int, notice: PeerNotice) -> None:
-        """Send a notice; returns at once. After free() nobody listens any more."""
+        """Send a notice; returns at once. After free() it does nothing."""
         with self._lock:
             if not self._freed:
                 self._sent.append(self._comm.Isend(notice.encode(), member, TAG_NOTICE))
                 self._sent = [sent for sent in self._sent if not sent.Test()]
 
     def receive(self) -> None:
-        """Take in what has come."""
+        """Store the notices that have arrived."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -134,7 +128,7 @@ class NoticeExchange:
     def _store(self, member: int, data: bytes) -> None:
         try:
             notice = PeerNotice.decode(data)
-        except msgspec.DecodeError:  # of a program that uses our communicator: not ours to answer for
+        except msgspec.DecodeError:  # sent by a program that uses our communicator
             return
         if notice.kind is NoticeKind.WAITING:
             self.waiting_at[member] = notice.num_collectives
@@ -143,27 +137,26 @@ class NoticeExchange:
 
 
 QueueKey: TypeAlias = tuple[OperationKind, int]
-"""Calls of one lane are in order. All collectives are one; so is each direction of each pair of members."""
+"""Calls with the same key run in order: all collectives; and the messages of each pair of members in each direction."""
 
 COLLECTIVE_QUEUE: QueueKey = (OperationKind.BARRIER, -1)
 
 NOTICE_DELAY_S = 0.1
-"""After this long a wait is told to the others; after twice as long, who told nothing is missing."""
+"""After this long a wait is sent to the others; after twice as long, members that sent nothing are missing."""
 
 MIN_WAIT_TO_NAME_S = 5 * NOTICE_DELAY_S
 """A collective call is not given up before it has waited this long, whatever is left of its time limit: the others need
-that long to tell that they wait, on a busy machine too, and a timeout has to name those that do not."""
+that long to send that they wait, on a busy machine too, and a timeout has to name those that do not."""
 
 MAX_REASON_CHARS = 1024
 
 
 def queue_key(call: Call) -> QueueKey:
-    """The lane in which a call runs."""
     return (call.kind, call.peer) if call.kind in (OperationKind.SEND, OperationKind.RECEIVE) else COLLECTIVE_QUEUE
 
 
 class FailureDetector:
-    """What all waits of a channel look at. Safe from any thread."""
+    """What is known about the members of a channel, for all its waits. Safe from any thread."""
 
     def __init__(self, spec: ChannelSpec, notices: NoticeExchange) -> None:
         self.spec = spec
@@ -185,7 +178,7 @@ class FailureDetector:
         self.send_notice(NoticeKind.ABORTED, lost_rank, why)
 
     def send_notice(self, kind: NoticeKind, lost_rank: int = -1, why: str = "") -> None:
-        """A notice to all other members, to each with what was finished between us."""
+        """Send a notice to all other members, to each with the number of messages finished between the two."""
         for member in range(len(self.spec.members)):
             if member != self.spec.member_index:
                 notice = PeerNotice(
@@ -199,7 +192,7 @@ class FailureDetector:
                 self.notices.send(member, notice)
 
     def check(self, call: Call) -> None:
-        """Raises when this call, the next one of its lane, can never complete."""
+        """Raises when this call, the next one of its queue, can never complete."""
         if self.aborted is not None:
             raise self._make_error(call, *self.aborted)
         self.notices.receive()
@@ -210,13 +203,13 @@ class FailureDetector:
                 raise self._make_error(call, notice.lost_rank, notice.why)
 
     def missing(self) -> tuple[int, ...]:
-        """Members that did not tell that they wait in the same collective call as I do."""
+        """Members that did not send that they wait in the same collective as this one."""
         here = self.num_finished[COLLECTIVE_QUEUE]
         others = (member for member in range(len(self.spec.members)) if member != self.spec.member_index)
         return tuple(member for member in others if self.notices.waiting_at.get(member, -1) < here)
 
     def _needs_member(self, member: int, notice: PeerNotice, queue: QueueKey) -> bool:
-        """Whether the lane's next call needs something of a member that is gone."""
+        """Whether the next call of a queue needs something of a member that is gone."""
         kind, peer = queue
         if queue == COLLECTIVE_QUEUE:
             return notice.num_collectives <= self.num_finished[queue]
@@ -237,7 +230,7 @@ class FailureDetector:
 
 
 class MpiWait:
-    """The waiting of one call: until when, and what for."""
+    """The wait of one call."""
 
     def __init__(self, failure_detector: FailureDetector, call: Call, deadline: Deadline) -> None:
         self.call = call
@@ -248,7 +241,7 @@ class MpiWait:
         self._notice_sent = False
 
     def until(self, requests: Sequence[MpiRequest]) -> None:
-        """Wait for requests; when they never will complete, raises why and leaves them behind."""
+        """Wait for requests; when they never will complete, raises why and abandons them."""
         try:
             wait_all(requests, self.check, MAX_ACTIVE_SLEEP_S if self.ready_ns else MAX_IDLE_SLEEP_S)
         except BaseException:
@@ -261,21 +254,23 @@ class MpiWait:
         self.ready_ns = time.monotonic_ns()
 
     def next_collective(self) -> None:
-        """For a member that has joined: wait for what the others do next. The deadline is for each round: how long
-        they go on is not this member's business."""
+        """For a member that has joined: wait for the next collective of the others. Each has a deadline of its own: how
+        long the others go on does not matter."""
         self.ready_ns = 0
         self._deadline = Deadline(self._deadline.timeout_s)
         self._since = time.monotonic()
         self._notice_sent = False
 
     def check(self) -> None:
-        """Raises when waiting has no sense any more; tells the others when it takes long."""
+        """Raises when the call cannot complete or took too long; sends a notice to the others when it takes long."""
         self._failure_detector.check(self.call)
         is_late = self._deadline.expired
         if is_late and self._missing_is_known():
-            raise OperationTimeout(
-                f"{self.call.description} took over {self._deadline.timeout_s:g} s{self.describe_missing()}"
-            )
+            missing = self.missing_ranks()
+            waiting = f", waiting for {format_ranks(missing)}" if missing else ""
+            error = OperationTimeout(f"{self.call.description} took over {self._deadline.timeout_s:g} s{waiting}")
+            error.missing = missing
+            raise error
         if (
             not self._notice_sent
             and (is_late or self._waited_s() > NOTICE_DELAY_S)
@@ -284,22 +279,17 @@ class MpiWait:
             self._notice_sent = True
             self._failure_detector.send_notice(NoticeKind.WAITING)
 
-    def describe_missing(self) -> str:
-        """The missing members as the end of a sentence: ", waiting for rank 1"; empty when none is known."""
-        missing = self.missing()
-        return (
-            f", waiting for {format_ranks(self._failure_detector.spec.members[each] for each in missing)}"
-            if missing
-            else ""
-        )
+    def missing_ranks(self) -> tuple[int, ...]:
+        """The members that have not arrived, as ranks of the world; none as long as that is not known."""
+        return tuple(self._failure_detector.spec.members[index] for index in self.missing())
 
     def missing(self) -> tuple[int, ...]:
-        """Members that have not arrived; none as long as that is not known."""
-        lane = queue_key(self.call)
+        """The members (indices) that have not arrived; none as long as that is not known."""
+        key = queue_key(self.call)
         if self.ready_ns:
             return ()
-        if lane != COLLECTIVE_QUEUE:
-            return (lane[1],)
+        if key != COLLECTIVE_QUEUE:
+            return (key[1],)
         return self._failure_detector.missing() if self._waited_s() > 2 * NOTICE_DELAY_S else ()
 
     def _missing_is_known(self) -> bool:

@@ -1,4 +1,4 @@
-"""Element-wise arithmetic in NumPy around a reduction that somebody else does. Used by the mpi backend.
+"""Element types and operators that MPI lacks: element-wise arithmetic in NumPy before and after an MPI reduction.
 
 The same rules as the native kernels (native/src/reduce/reduce.h). A reduction has three steps:
 
@@ -20,10 +20,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from ronde.comm.buffers import Array
+from ronde.comm.buffers import Array, bfloat16_from_float32, float32_from_bfloat16
 from ronde.types import DType, Op
 
-__all__ = ["check_supported", "combine_adasum", "from_wire", "to_wire", "wire_op"]
+__all__ = ["combine_adasum", "from_wire", "to_wire", "wire_op"]
 
 BLOCK_ELEMENTS = 1 << 16
 """Elements that are turned into doubles at a time."""
@@ -32,14 +32,6 @@ MIN_SQUARE = 2.0**-511
 """Below this a vector's square has no precision left to divide by."""
 
 _ORDERED = (Op.MIN, Op.MAX)
-
-
-def check_supported(dtype: DType, op: Op, *, scaled: bool) -> None:
-    """The rules of supported() in the native library."""
-    if op is Op.ADASUM and not dtype.is_float:
-        raise ValueError(f"adasum needs floating-point numbers, got {dtype.name.lower()}")
-    if dtype is DType.BOOL and (op is Op.MEAN or scaled):
-        raise ValueError("bool has no mean and cannot be scaled; convert it to numbers first")
 
 
 def wire_op(dtype: DType, op: Op) -> Op:
@@ -104,7 +96,7 @@ def _widen(data: Array, dtype: DType) -> Array:
     if dtype is DType.FLOAT16:
         return data.astype(np.float32)
     if dtype is DType.BFLOAT16:
-        return (data.astype(np.uint32) << 16).view(np.float32)
+        return float32_from_bfloat16(data)
     return data
 
 
@@ -113,11 +105,7 @@ def _narrow(wire: Array, dtype: DType) -> Array:
         with np.errstate(all="ignore"):
             return wire.astype(np.float16)
     if dtype is DType.BFLOAT16:
-        bits = wire.view(np.uint32)
-        high = bits >> 16
-        # To nearest, ties to even. A NaN keeps its upper bits: rounding could make it infinite.
-        rounded = (bits + np.uint32(0x7FFF) + (high & 1)) >> 16
-        return np.where(np.isnan(wire), high | 0x40, rounded).astype(np.uint16)
+        return bfloat16_from_float32(wire)
     return wire
 
 

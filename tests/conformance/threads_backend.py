@@ -1,8 +1,8 @@
-"""Ranks as threads of one process: the reference backend, in NumPy. Used by tests and by groups of one member.
+"""Ranks as threads of one process: the reference backend, in NumPy, for tests.
 
-A *hub* stands for the whole job; each rank makes its backend from it. A channel's members share a *meeting*, where
-each has a queue of calls. Whoever brings the last missing call does the work for everybody, so there is no thread
-here, and a member that leaves after its call is over harms nobody.
+A ThreadsHub stands for the whole job; each rank makes its backend from it. The members of a channel share the calls of
+each; the thread that brings the last missing call does the work for all, so there is no other thread here, and a member
+that leaves after its call has ended harms nobody.
 """
 
 from __future__ import annotations
@@ -14,16 +14,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, CurrentCall
+from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, CurrentCall, RunningCall
+from ronde.comm.buffers import aligned_zeros
 from ronde.comm.call import Call, mismatch_error
-from ronde.comm.threads.reference import check_calls_match, copy_message, run_calls
-from ronde.comm.wording import ranks_text
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
+from ronde.text import format_ranks
 from ronde.types import Deadline, OperationKind
+from tests.conformance.reference_collectives import check_calls_match, copy_message, run_calls
 
 __all__ = ["ThreadsHub", "ThreadsBackend"]
-
-ALIGNMENT = 64
 
 
 class ThreadsHub:
@@ -35,23 +34,23 @@ class ThreadsHub:
         self._lost: dict[int, str] = {}
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> _SharedChannel:
-        """Come to the meeting, and wait for all its members."""
+        """Wait for all members of the channel."""
         with self._changed:
-            meeting = self._channels.setdefault(spec.id, _SharedChannel(spec.id, spec.members))
-            if meeting.members != spec.members:
-                sides = f"{ranks_text(meeting.members)} and {ranks_text(spec.members)}"
+            channel = self._channels.setdefault(spec.id, _SharedChannel(spec.id, spec.members))
+            if channel.members != spec.members:
+                sides = f"{format_ranks(channel.members)} and {format_ranks(spec.members)}"
                 raise ValueError(f"channel {spec.id} was opened for different members: {sides}")
-            meeting.present.add(spec.member_index)
+            channel.present.add(spec.member_index)
             self._changed.notify_all()
             try:
-                self._wait_for_all(meeting, spec, deadline)
+                self._wait_for_all(channel, spec, deadline)
             except RondeError:
                 self._channels.pop(spec.id, None)
                 raise
-            return meeting
+            return channel
 
     def close_channel(self, channel: _SharedChannel, member_index: int) -> None:
-        """The last one to leave ends the meeting."""
+        """The last member to leave ends the channel."""
         with self._changed:
             channel.present.discard(member_index)
             if not channel.present:
@@ -72,7 +71,7 @@ class ThreadsHub:
                 if rank in self._lost:
                     raise PeerLost(rank=spec.members[spec.member_index], peer=rank, op=opening, why=self._lost[rank])
             if missing and not self._changed.wait(deadline.remaining_s) and deadline.expired:
-                raise StartFailed(f"{opening}: {ranks_text(missing)} did not come within {deadline.timeout_s:g} s")
+                raise StartFailed(f"{opening}: {format_ranks(missing)} did not come within {deadline.timeout_s:g} s")
         self._changed.notify_all()
 
 
@@ -223,7 +222,7 @@ class _SharedChannel:
         own, call = member_call.deadline.expired, member_call.call
         late = [index for index, queue in enumerate(self._queues) if not queue]
         missing = [call.peer] if call.kind in (OperationKind.SEND, OperationKind.RECEIVE) else late
-        waiting = f", waiting for {ranks_text(self.members[index] for index in missing)}" if missing else ""
+        waiting = f", waiting for {format_ranks(self.members[index] for index in missing)}" if missing else ""
         error = OperationTimeout(
             f"{call.description} took over {(member_call.deadline if own else deadline).timeout_s:g} s{waiting}"
         )
@@ -239,31 +238,33 @@ def _finish(member_call: _MemberCall, ready_ns: int, error: Exception | None) ->
     member_call.end_ns = time.monotonic_ns()
 
 
-class _ThreadsRunningCall:
-    """A call under way."""
-
+class _ThreadsRunningCall(RunningCall):
     def __init__(self, channel: _SharedChannel, member_call: _MemberCall) -> None:
+        super().__init__(member_call.call)
         self._channel = channel
         self._member_call = member_call
 
-    def done(self) -> bool:
+    def has_ended(self) -> bool:
         return self._channel.done(self._member_call)
 
-    def wait(self, deadline: Deadline) -> CallTiming:
-        return self._channel.wait(self._member_call, deadline)
+    def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
+        try:
+            return self._channel.wait(self._member_call, deadline)
+        except OperationTimeout:
+            if self.has_ended():
+                raise
+            return None
 
 
 class _ThreadsChannel:
-    """One member's place in a meeting."""
+    """A channel as one member sees it."""
 
     def __init__(self, hub: ThreadsHub, spec: ChannelSpec, shared: _SharedChannel) -> None:
         self.spec = spec
         self._hub = hub
         self._shared = shared
         self._closed = False
-        room = np.zeros(spec.bucket_bytes + ALIGNMENT, np.uint8)
-        start = -room.__array_interface__["data"][0] % ALIGNMENT
-        self._bucket = room[start : start + spec.bucket_bytes]
+        self._bucket = aligned_zeros(spec.bucket_bytes)
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         return self._shared.wait(self._shared.submit(self.spec.member_index, call, deadline), deadline)

@@ -1,6 +1,6 @@
-"""What each kind of call does, carried out on the memory of all members at once. Used by the in-process backend.
+"""What each kind of call does, carried out on the memory of all members at once. Used by the threads backend.
 
-The whole data plane in the fewest words: what another backend must leave in the members' memory is what this does.
+What any backend must leave in the memory of the members is what this does.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import numpy as np
 
 from ronde.comm.buffers import Array, array_at
 from ronde.comm.call import Call, Span, mismatch_error
-from ronde.comm.threads.arithmetic import reduce
 from ronde.types import DType, Op, OperationKind
+from tests.conformance.reference_arithmetic import reduce
 
 __all__ = ["run_calls", "check_calls_match", "copy_message"]
 

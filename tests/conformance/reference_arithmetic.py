@@ -1,5 +1,5 @@
-"""What the members' numbers add up to, in NumPy. Used by the in-process backend; the native library is written to
-give the same results.
+"""What the members' numbers add up to, in NumPy. Used by the threads backend; the native library is written to give the
+same results.
 
 16-bit floats are folded in float32 and rounded once. Integers wrap; a mean of integers divides exactly and truncates.
 For bool, sum and max are "or", product and min are "and".
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ronde.comm.buffers import Array
+from ronde.comm.buffers import Array, bfloat16_from_float32, float32_from_bfloat16
 from ronde.types import DType, Op
 
 __all__ = ["adasum", "reduce"]
@@ -102,7 +102,7 @@ def _widen(array: Array, dtype: DType) -> Array:
     if dtype is DType.FLOAT16:
         return array.astype(np.float32)
     if dtype is DType.BFLOAT16:
-        return (array.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return float32_from_bfloat16(array.view(np.uint16))
     return array
 
 
@@ -110,12 +110,5 @@ def _narrow(array: Array, dtype: DType) -> Array:
     if dtype is DType.FLOAT16:
         return array.astype(np.float16)
     if dtype is DType.BFLOAT16:
-        return _bfloat16_bits(array)
+        return bfloat16_from_float32(array)
     return array
-
-
-def _bfloat16_bits(array: Array) -> Array:
-    bits = array.view(np.uint32)
-    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16  # to nearest, ties to even
-    quiet = (bits >> 16) | 0x40
-    return np.where(np.isnan(array), quiet, rounded).astype(np.uint16)

@@ -1,0 +1,99 @@
+"""The backend for groups of one member: every call is over at once, in the caller's thread. Used by a job of one rank,
+and for groups of one member in any job."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+
+from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, RunningCall
+from ronde.comm.backends.native_library import reduce
+from ronde.comm.buffers import Array, address_of, aligned_zeros, array_at
+from ronde.comm.call import Call
+from ronde.errors import RoundEnded
+from ronde.types import Deadline, Op, OperationKind
+
+__all__ = ["SingleRankBackend", "SingleRankChannel"]
+
+
+class SingleRankBackend:
+    """Opens channels with one member."""
+
+    name = "single_rank"
+
+    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> SingleRankChannel:
+        return SingleRankChannel(spec)
+
+    def rank_lost(self, rank: int, why: str) -> None:
+        """There is no other rank."""
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class SingleRankChannel:
+    """What a collective leaves behind when nobody else takes part: the input, scaled."""
+
+    def __init__(self, spec: ChannelSpec) -> None:
+        self.spec = spec
+        self._bucket = aligned_zeros(spec.bucket_bytes)
+        self._end_reason = ""
+
+    def run(self, call: Call, deadline: Deadline) -> CallTiming:
+        if self._end_reason:
+            raise RoundEnded(f"{call.description} cannot finish: {self._end_reason}")
+        start_ns = time.monotonic_ns()
+        if call.kind not in (OperationKind.BARRIER, OperationKind.JOIN):
+            _copy_scaled(call)
+        return CallTiming(start_ns, start_ns, time.monotonic_ns(), "single_rank")
+
+    def submit(self, call: Call, deadline: Deadline) -> RunningCall:
+        return _EndedCall(call, self.run(call, deadline))
+
+    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        return self._bucket
+
+    def current_call(self) -> CurrentCall | None:
+        return None
+
+    def abort(self, *, lost_rank: int = -1, why: str) -> None:
+        self._end_reason = self._end_reason or why
+
+    def close(self) -> None:
+        self.abort(why=f"channel {self.spec.id} is closed")
+
+
+class _EndedCall(RunningCall):
+    """A call that was over when it was submitted."""
+
+    __slots__ = ("_own_timing",)
+
+    def __init__(self, call: Call, timing: CallTiming) -> None:
+        super().__init__(call)
+        self._own_timing = timing
+
+    def has_ended(self) -> bool:
+        return True
+
+    def wait_for_end(self, deadline: Deadline) -> CallTiming:
+        return self._own_timing
+
+
+def _copy_scaled(call: Call) -> None:
+    inputs = [array_at(span.input, span.count, call.dtype.numpy) for span in call.spans]
+    outputs = [array_at(span.output, span.count, call.dtype.numpy) for span in call.spans]
+    if call.prescale != 1.0 or call.postscale != 1.0:
+        inputs = [_scale(array, call) for array in inputs]
+    elif len(inputs) > 1:  # an output may overlap with another input
+        inputs = [array.copy() for array in inputs]
+    for source, target in zip(inputs, outputs, strict=True):
+        target[:] = source
+
+
+def _scale(array: Array, call: Call) -> Array:
+    """The array with both factors. Of one input every operation is the sum."""
+    scaled = np.empty_like(array)
+    addresses = ([address_of(array)], [address_of(scaled)])
+    reduce(call.dtype, Op.SUM, *addresses, array.size, prescale=call.prescale, postscale=call.postscale)
+    return scaled

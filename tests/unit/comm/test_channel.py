@@ -1,0 +1,321 @@
+"""A channel over a scripted backend: works waited for any number of times, by any thread or by nobody; and what is
+recorded: when this rank came to operations, and when its callers were blocked."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from ronde.comm.backends.base import CallTiming, CurrentCall
+from ronde.comm.call import Call
+from ronde.comm.channel import SEQUENCE_EPOCH, Channel
+from ronde.comm.work import Work
+from ronde.errors import OperationTimeout, PeerLost
+from ronde.observe.recorder import Recorder
+from ronde.types import Deadline, OperationKind
+from tests.unit.comm.scripted_channel import SIGNATURE, ScriptedChannel, ScriptedOperation
+
+MS = 1_000_000
+ANY_LABEL = SIGNATURE.label
+
+
+class Clock:
+    """Replaces the module time of the seam."""
+
+    def __init__(self) -> None:
+        self.moments: list[int] = []
+
+    def monotonic_ns(self) -> int:
+        return self.moments.pop(0) if self.moments else 0
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr("ronde.comm.backends.base.time", made)
+    return made
+
+
+@pytest.fixture
+def backend() -> ScriptedChannel:
+    return ScriptedChannel(members=(0, 1))
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder(0)
+
+
+@pytest.fixture
+def channel(backend: ScriptedChannel, recorder: Recorder) -> Channel:
+    return Channel(backend, 0, recorder, 10.0, sample_arrivals=True)
+
+
+def call(kind: OperationKind = OperationKind.ALLREDUCE, peer: int = -1) -> Call:
+    return Call(kind=kind, peer=peer, description=kind.name.lower())
+
+
+def start(channel: Channel, kind: OperationKind = OperationKind.ALLREDUCE, num_operations: int = 1) -> Work:
+    operations = tuple(ScriptedOperation() for _ in range(num_operations))
+    return Work(operations[0], 10.0, (channel.submit(call(kind, peer=1), operations),))
+
+
+def start_timed(
+    channel: Channel,
+    backend: ScriptedChannel,
+    *at_ms: int,
+    kind: OperationKind = OperationKind.ALLREDUCE,
+    num_operations: int = 1,
+    ended: bool = True,
+) -> Work:
+    """A call in the background that starts, is ready and ends at these times."""
+    begin, ready, end = at_ms
+    backend.timing = CallTiming(begin * MS, ready * MS, end * MS)
+    work = start(channel, kind, num_operations)
+    if ended:
+        backend.running_calls[-1].end()
+    return work
+
+
+def num_recorded(recorder: Recorder) -> int:
+    return recorder.metrics().of(0, ANY_LABEL).operations
+
+
+def samples(channel: Channel) -> list[tuple[int, int, int, int]]:
+    return [
+        (sample.sequence, sample.arrived_ns, sample.waited_ns, sample.blocked_ns)
+        for sample in channel.arrival_sampler.take_samples()
+    ]
+
+
+def blocked_ms(recorder: Recorder) -> tuple[float, float]:
+    reading = recorder.sample_activity(0, None)
+    return round(reading.waiting_ns / MS, 3), round(reading.moving_ns / MS, 3)
+
+
+# --- works -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_work_gives_the_same_result_each_time(backend: ScriptedChannel, channel: Channel, recorder: Recorder) -> None:
+    operation = ScriptedOperation()
+    work = Work(operation, 10.0, (channel.submit(call(), (operation,)),))
+    assert not work.done()
+    with pytest.raises(ValueError, match="still under way; wait"):
+        work.result()
+    backend.running_calls[0].end()
+    assert work.done()
+    assert work.wait() == work.wait() == work.result() == "result"
+    assert operation.num_results == num_recorded(recorder) == 1
+
+
+def test_a_work_gives_the_same_error_each_time(backend: ScriptedChannel, channel: Channel, recorder: Recorder) -> None:
+    work = start(channel)
+    backend.running_calls[0].end(PeerLost(rank=0, peer=1))
+    for _ in range(2):
+        with pytest.raises(PeerLost):
+            work.wait()
+    assert work.done()
+    assert [event.words() for event in recorder.events()] == [
+        "allreduce (group 0) failed: rank 0 lost rank 1; start a new round, or look at the output of rank 1"
+    ]
+
+
+def test_a_wait_that_takes_too_long_can_be_repeated(backend: ScriptedChannel, channel: Channel) -> None:
+    work = start(channel)
+    for _ in range(2):
+        with pytest.raises(OperationTimeout, match=r"allreduce is still under way after 0.001 s"):
+            work.wait(0.001)
+    backend.running_calls[0].end()
+    assert work.wait() == "result"
+
+
+def test_an_operation_that_ran_out_of_time_stays_so(backend: ScriptedChannel, channel: Channel) -> None:
+    work = start(channel)
+    backend.running_calls[0].end(OperationTimeout("its own deadline"))
+    for _ in range(2):
+        with pytest.raises(OperationTimeout, match="its own deadline"):
+            work.wait(0.001)
+    assert work.done()
+
+
+def test_a_work_of_several_calls_waits_for_all(backend: ScriptedChannel, channel: Channel) -> None:
+    work = Work(ScriptedOperation(), 10.0, tuple(channel.submit(call()) for _ in range(3)))
+    for running_call in backend.running_calls[:2]:
+        running_call.end()
+    assert not work.done()
+    backend.running_calls[2].end(ValueError("the last one"))
+    with pytest.raises(ValueError, match="the last one"):
+        work.wait()
+
+
+def test_threads_may_wait_for_the_same_call(backend: ScriptedChannel, channel: Channel, recorder: Recorder) -> None:
+    running_call = channel.submit(call(), (ScriptedOperation(),))
+    works = [Work(ScriptedOperation(), 10.0, (running_call,)) for _ in range(8)]
+    with ThreadPoolExecutor(8) as threads:
+        waits = [threads.submit(work.wait) for work in works]
+        backend.running_calls[0].end()
+        assert [wait.result(10) for wait in waits] == ["result"] * 8
+    assert backend.running_calls[0].num_waits == num_recorded(recorder) == 1
+
+
+def test_what_nobody_waits_for_is_recorded_and_forgotten(
+    backend: ScriptedChannel, channel: Channel, recorder: Recorder
+) -> None:
+    done: list[int] = []
+    for index in range(3):
+        channel.submit(call(), (ScriptedOperation(),), on_done=functools.partial(done.append, index))
+    backend.running_calls[0].end()
+    backend.running_calls[1].end(ValueError("nobody waits"))
+    channel.submit(call())
+    assert done == [0, 1]
+    assert num_recorded(recorder) == 1
+
+
+def test_memory_is_kept_until_the_call_has_ended(backend: ScriptedChannel, channel: Channel) -> None:
+    class Memory:
+        pass
+
+    memory = Memory()
+    alive = weakref.ref(memory)
+    channel.submit(Call(kind=OperationKind.BARRIER, owners=memory))
+    running_call = backend.running_calls.pop()
+    del memory, running_call.submitted
+    assert alive() is not None
+    running_call.end()
+    channel.submit(call())
+    assert alive() is None
+
+
+def test_a_failed_call_is_an_event(backend: ScriptedChannel, channel: Channel, recorder: Recorder) -> None:
+    backend.refusal = ValueError("no")
+    with pytest.raises(ValueError, match="no"):
+        channel.run(call(), SIGNATURE)
+    assert [event.words() for event in recorder.events()] == ["allreduce (group 0) failed: no"]
+
+
+def test_a_channel_closes_once_and_then_does_nothing(backend: ScriptedChannel, channel: Channel) -> None:
+    channel.close()
+    channel.close()
+    channel.abort(why="late")
+    assert backend.closed == 1 and backend.aborted == [] and channel.current_call() is None
+
+
+# --- what is recorded ------------------------------------------------------------------------------------------------
+
+
+def test_a_blocking_operation_is_sampled_with_its_number(
+    channel: Channel, backend: ScriptedChannel, recorder: Recorder
+) -> None:
+    for at in (10, 20):
+        backend.timing = CallTiming(at * MS, (at + 3) * MS, (at + 4) * MS)
+        channel.run(call(), SIGNATURE)
+    assert samples(channel) == [(0, 10 * MS, 3 * MS, 3 * MS), (1, 20 * MS, 3 * MS, 3 * MS)]
+    assert blocked_ms(recorder) == (6, 2)
+
+
+def test_a_message_between_two_has_no_number_and_names_the_other(
+    channel: Channel, backend: ScriptedChannel, recorder: Recorder
+) -> None:
+    backend.timing = CallTiming(10 * MS, 15 * MS, 16 * MS)
+    channel.send_or_receive(call(OperationKind.RECEIVE, peer=1), SIGNATURE)
+    channel.run(call(), SIGNATURE)
+    assert [number for number, *_ in samples(channel)] == [0]
+    assert recorder.sample_activity(0, None).waited_for == ((1, 5 * MS),)
+
+
+@pytest.mark.parametrize(
+    ("wait_ms", "sampled_ms", "recorded_ms"),
+    [((15, 31), 5, (5, 10)), ((50, 50), 0, (0, 0))],
+    ids=["from-the-middle", "after-the-end"],
+)
+def test_in_the_background_only_the_time_of_a_blocked_caller_counts(
+    channel: Channel,
+    backend: ScriptedChannel,
+    recorder: Recorder,
+    clock: Clock,
+    wait_ms: tuple[int, int],
+    sampled_ms: int,
+    recorded_ms: tuple[int, int],
+) -> None:
+    work = start_timed(channel, backend, 10, 20, 30)
+    clock.moments = [moment * MS for moment in wait_ms]
+    work.wait()
+    assert samples(channel) == [(0, 10 * MS, 10 * MS, sampled_ms * MS)]
+    assert blocked_ms(recorder) == recorded_ms
+
+
+def test_a_wait_for_the_second_call_is_one_for_the_first_too(
+    channel: Channel, backend: ScriptedChannel, recorder: Recorder, clock: Clock
+) -> None:
+    first = start_timed(channel, backend, 10, 20, 30, ended=False)
+    second = start_timed(channel, backend, 30, 32, 40)
+    backend.running_calls[0].end()
+    clock.moments = [15 * MS, 40 * MS]
+    second.wait()
+    clock.moments = [50 * MS, 50 * MS + 1000]
+    first.wait()
+    assert sorted(samples(channel)) == [(0, 10 * MS, 10 * MS, 5 * MS), (1, 30 * MS, 2 * MS, 2 * MS)]
+    assert blocked_ms(recorder) == (7, 18)
+
+
+def test_several_operations_of_one_call_have_waited_once(
+    channel: Channel, backend: ScriptedChannel, recorder: Recorder, clock: Clock
+) -> None:
+    work = start_timed(channel, backend, 10, 20, 30, num_operations=5)
+    clock.moments = [10 * MS, 30 * MS]
+    work.wait()
+    assert blocked_ms(recorder) == (10, 10)
+    assert recorder.metrics().total.operations == 5
+
+
+def test_after_a_join_numbers_begin_at_the_next_epoch(
+    channel: Channel, backend: ScriptedChannel, recorder: Recorder, clock: Clock
+) -> None:
+    channel.run(call(), SIGNATURE)
+    work = start_timed(channel, backend, 10, 10, 90, kind=OperationKind.JOIN)
+    clock.moments = [10 * MS, 90 * MS]
+    work.wait()
+    assert blocked_ms(recorder) == (80, 0), "the time in join is waiting"
+    channel.run(call(), SIGNATURE)
+    assert [number for number, *_ in samples(channel)] == [0, SEQUENCE_EPOCH]
+
+
+def test_without_a_launcher_nothing_is_sampled(backend: ScriptedChannel, recorder: Recorder) -> None:
+    channel = Channel(backend, 0, recorder, 10.0)
+    backend.timing = CallTiming(0, 10**12, 10**12)
+    channel.run(call(), SIGNATURE)
+    start_timed(channel, backend, 10, 10**6, 10**6).wait()
+    assert samples(channel) == []
+
+
+# --- what a caller is blocked in right now ---------------------------------------------------------------------------
+
+
+def test_a_blocking_operation_under_way_is_reported(channel: Channel, backend: ScriptedChannel) -> None:
+    assert channel.blocked_operation() is None
+    for missing in ((1,), ()):
+        backend.reported_call = CurrentCall("allreduce sum float32[3]", 5 * MS, missing)
+        blocked = channel.blocked_operation()
+        assert blocked is not None
+        assert (blocked.op, blocked.since_ns) == ("allreduce sum float32[3]", 5 * MS)
+        assert (blocked.missing, blocked.is_waiting) == (missing, bool(missing))
+
+
+def test_an_operation_in_the_background_blocks_only_who_waits_for_it(
+    channel: Channel, backend: ScriptedChannel
+) -> None:
+    work = start(channel)
+    backend.reported_call = CurrentCall("bucket 0", 5 * MS, (1,))
+    assert channel.blocked_operation() is None, "its caller computes"
+    waiter = threading.Thread(target=work.wait)
+    waiter.start()
+    deadline = Deadline(10.0)
+    while (blocked := channel.blocked_operation()) is None:
+        assert not deadline.expired
+    assert blocked.since_ns > 5 * MS
+    backend.running_calls[0].end()
+    waiter.join()
