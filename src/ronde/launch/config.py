@@ -209,24 +209,34 @@ def _merge(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     return {
         **file,
         **given,
-        "env": (*file.get("env", ()), *given.get("env", ())),  # of two, the last counts
+        "env": (*file.get("env", ()), *((text, "-x") for text in given.get("env", ()))),  # of two, the last counts
         "ssh_option": (*given.get("ssh_option", ()), *file.get("ssh_option", ())),  # of two, ssh takes the first
     }
 
 
 def read_config(path: str) -> dict[str, Any]:
     """The checked values of a YAML file. ValueError names the file and the key."""
-    found = _load_yaml(path)
+    found, env_lines = _load_yaml(path)
     if found is None:
         return {}
     if not isinstance(found, dict):
         raise ValueError(f"{path} must hold keys and values, as in `num_ranks: 4`, got a {type(found).__name__}")
     known = {option.name: option for option in launch_options() if option.name != "config"}
-    return {name: _read_key(path, name, value, known) for name, value in found.items() if value is not None}
+    values = {name: _read_key(path, name, value, known) for name, value in found.items() if value is not None}
+    if "env" in values:
+        values["env"] = tuple((text, _env_source(path, text, env_lines)) for text in values["env"])
+    return values
 
 
-def _load_yaml(path: str) -> object:
-    """What is in the file, where no key may stand twice: YAML itself would take the last."""
+def _env_source(path: str, text: str, env_lines: Mapping[str, int]) -> str:
+    """Where a file sets this variable (NAME or NAME=VALUE); without the line where YAML took it from elsewhere."""
+    line = env_lines.get(text) or env_lines.get(text.partition("=")[0])
+    return f"{path}, line {line}: env:" if line else f"{path}: env:"
+
+
+def _load_yaml(path: str) -> tuple[object, dict[str, int]]:
+    """The value of the file, in which no key may stand twice (YAML itself would take the last), and the line of each
+    entry of `env`."""
     import yaml  # only who has a file waits for it
 
     try:
@@ -240,7 +250,15 @@ def _load_yaml(path: str) -> object:
         raise ValueError(f"{path} is no YAML: {' '.join(str(error).split())}") from None
     if twice:
         raise ValueError(f"{path}, {twice}")
-    return found
+    return found, _find_env_lines(root)
+
+
+def _find_env_lines(root: Any) -> dict[str, int]:  # a node of YAML, or None
+    env = next((value for key, value in _mapping_items(root) if key.value == "env"), None)
+    if env is None:
+        return {}
+    entries = [key for key, _ in _mapping_items(env)] or (env.value if env.id == "sequence" else [env])
+    return {str(entry.value): entry.start_mark.line + 1 for entry in entries}
 
 
 def _find_duplicate_key(root: Any) -> str:  # a node of YAML, or None
@@ -441,13 +459,14 @@ def _absolute_path(path: str) -> str:
     return str(Path(path) if Path(path).is_absolute() else Path(working_directory(), path))
 
 
-def _parse_variables(texts: Sequence[str], environ: Mapping[str, str]) -> dict[str, str]:
+def _parse_variables(entries: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> dict[str, str]:
+    """Variables by name, from NAME=VALUE or NAME and where that was written; of two, the last counts."""
     variables = {}
-    for text in texts:
+    for text, source in entries:
         name, equals, value = text.partition("=")
         if not name or "\0" in text:
-            raise ValueError(f"-x {text!r}: a variable is NAME=VALUE, or NAME for its value here")
+            raise ValueError(f"{source} {text!r}: a variable is NAME=VALUE, or NAME for its value here")
         if not equals and name not in environ:
-            raise ValueError(f"-x {name}: there is no such variable here; give it a value, as in {name}=1")
+            raise ValueError(f"{source} {name}: there is no such variable here; give it a value, as in {name}=1")
         variables[name] = value if equals else environ[name]
     return variables

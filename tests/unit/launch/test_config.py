@@ -209,6 +209,25 @@ def test_a_wrong_file_is_named_with_the_key(path: Path, text: str, words: str) -
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("name: a\nenv: {A: 1, GONE: }", 2),
+        ("env:\n  A: 1\n  GONE:\n", 3),
+        ("env:\n- A=1\n- GONE\n", 3),
+        ("env: GONE", 1),
+    ],
+)
+def test_a_variable_of_a_file_that_is_not_set_is_named_with_its_line(path: Path, text: str, line: int) -> None:
+    path.write_text(text)
+    with pytest.raises(ValueError) as caught:
+        make_launch_config({"config": str(path)}, COMMAND, {})
+    assert str(caught.value).startswith(
+        f"{path}, line {line}: env: GONE: there is no such variable here; give it a value"
+    )
+    assert make_launch_config({"config": str(path)}, COMMAND, {"GONE": "3"}).job.env["GONE"] == "3"
+
+
 def test_an_empty_file_says_nothing(path: Path) -> None:
     path.write_text("# later\n")
     assert read_config(str(path)) == {}
