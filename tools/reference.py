@@ -1,12 +1,14 @@
-"""Write docs/reference from the code. Run by `make docs`; a test fails when a page is stale."""
+"""Write docs/reference, and the state machines of docs/internals, from the code. Run by `make docs`; a test fails when
+a page is stale."""
 
 from __future__ import annotations
 
 import ast
+import enum
 import inspect
 import itertools
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import FunctionType, ModuleType
@@ -16,6 +18,7 @@ import ronde.errors
 import ronde.settings
 import ronde.torch
 from ronde.launch.config import launch_options
+from ronde.launch.driver import termination
 from ronde.observe import events
 
 __all__ = ["main", "pages"]
@@ -155,6 +158,24 @@ def _field_list(kind: type[events.Event]) -> str:
     return ", ".join(f"`{name}`" for name in kind.__struct_fields__ if name in own)
 
 
+def state_machines_page() -> Iterator[str]:
+    yield "# State machines\n"
+    yield GENERATED
+    yield "\nThe diagrams are made from the tables in the code. An event that a state does not list changes nothing."
+    yield "\n## The end of a job\n\n`launch/driver/termination`; [Launching](launching.md) explains the stages.\n"
+    yield from _diagram((old, event, new) for (old, event), new in termination.TRANSITIONS.items())
+
+
+def _diagram(transitions: Iterable[tuple[enum.Enum, enum.Enum, enum.Enum]]) -> Iterator[str]:
+    """A diagram of Mermaid, which forges draw. The events that lead from one state to another share an arrow."""
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for old, event, new in transitions:
+        arrows.setdefault((old.name, new.name), []).append(event.name)
+    yield "```mermaid\nstateDiagram-v2"
+    yield from (f"    {old} --> {new}: {', '.join(names)}" for (old, new), names in arrows.items())
+    yield "```"
+
+
 def pages() -> dict[Path, str]:
     """Every generated page, as path and text."""
     made = {
@@ -165,7 +186,8 @@ def pages() -> dict[Path, str]:
         "errors.md": errors_page(),
         "events.md": events_page(),
     }
-    return {FOLDER / name: "\n".join(lines) + "\n" for name, lines in made.items()}
+    texts = {FOLDER / name: "\n".join(lines) + "\n" for name, lines in made.items()}
+    return texts | {FOLDER.parent / "internals/state-machines.md": "\n".join(state_machines_page()) + "\n"}
 
 
 def main() -> None:
