@@ -47,7 +47,7 @@ def test_the_driver_need_not_be_on_a_host_with_ranks(hosts: SshHosts) -> None:
         ({"known": "known-otherwise"}, [], "host key is not trusted"),
         ({"port": 9}, [], "Connection refused"),
         ({}, ["--python", "/nowhere/python"], "there is no /nowhere/python"),
-        ({}, ["--python", NO_RONDE], "its agent ended with status"),
+        ({}, ["--python", NO_RONDE], "its agent has ended (exited with code"),
     ],
     ids=["wrong key", "host key", "refused", "no python", "wrong python"],
 )

@@ -56,7 +56,7 @@ def test_a_rank_that_leaves_the_others_alone_is_named_though_its_code_is_0() -> 
     assert done.code == 1
     left, then = done.summary
     assert left == "rank 1 on host localhost left too early: exited with code 0 (exited without shutdown)"
-    assert then.startswith("rank 0 then exited with code 1: ronde.errors.PeerLost: rank 0 lost rank 1 during allreduce")
+    assert then.startswith("rank 0 then exited with code 1: PeerLost: rank 0 lost rank 1 during allreduce")
 
 
 GOES_ON = """

@@ -95,11 +95,10 @@ class Round:
         self._send(self.present, RoundStarted(number, self.members))
 
     @property
-    def first_lost(self) -> tuple[int, str] | None:
-        """The first member that others may have missed, and why: who left by shutdown() has told them before."""
-        departures = tuple(self.ended_members.items())  # at once: other threads ask, too
-        missed = ((rank, gone.description) for rank, gone in departures if gone.reason is not LeaveReason.SHUTDOWN)
-        return next(missed, None)
+    def first_lost(self) -> tuple[int, MembershipEnd] | None:
+        """The first member that others may have missed, and how it went: who left by shutdown() has told them before."""
+        ended = tuple(self.ended_members.items())  # at once: other threads ask, too
+        return next(((rank, end) for rank, end in ended if end.reason is not LeaveReason.SHUTDOWN), None)
 
     def whereabouts(self) -> Whereabouts | None:
         """Where ranks were when the first one failed; None when that was for no operation."""

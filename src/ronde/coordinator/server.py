@@ -335,7 +335,7 @@ class CoordinatorServer:
         self._shutdown_s = settings.shutdown_s
         self._rounds_left = rounds
         self._num_rounds = 0
-        self._first_lost: tuple[int, str] | None = None
+        self._first_lost: tuple[int, MembershipEnd] | None = None
         """Of the rounds that are over."""
         self._last_whereabouts: Whereabouts | None = None
         """Of the same round."""
@@ -394,8 +394,8 @@ class CoordinatorServer:
         """A rank's process has ended, says who started it. From every thread; also when the rank had left before."""
         self._deferred_calls.defer(lambda now_ns: self._on_process_exit(rank, why, now_ns))
 
-    def first_lost(self) -> tuple[int, str] | None:
-        """The first rank that was lost in the newest round that lost one, and why. From every thread.
+    def first_lost(self) -> tuple[int, MembershipEnd] | None:
+        """The first rank that was lost in the newest round that lost one, and how. From every thread.
 
         Its peers may have ended before it: they were told of the loss while it was still printing its traceback.
         """

@@ -1,9 +1,6 @@
-"""The environment of a rank: ronde's own variables, and what other systems read, so that their scripts start unchanged.
-Pure; used by the driver.
+"""The environment of a rank, and the order with which an agent starts it. Pure; used by the driver.
 
-The driver asks wanted_ports() how many free ports it has to find on each host, makes one Meeting of them with
-arrange(), and calls rank_variables() for every rank, with portable(os.environ) as the base on other hosts. An agent on
-another host adds from its own environment what only that host knows: own_words().
+A rank gets ronde's own variables, and those that other systems read, so that their scripts start unchanged:
 
     ronde              RONDE_*
     torch.distributed  RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE NODE_RANK
@@ -14,25 +11,23 @@ another host adds from its own environment what only that host knows: own_words(
                        HOROVOD_CROSS_SIZE HOROVOD_HOSTNAME (scripts read them before hvd.init())
     OpenMP, MKL        OMP_NUM_THREADS, unless the user has set it
     Python             PYTHONUNBUFFERED, PYTHONFAULTHANDLER, unless the user has set them
-
-What every agent is told to start: a rank's command, environment, cores and terminal. Pure. Used by the driver.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ronde.launch.job import Job
-from ronde.launch.placement import Placement, bind_cpus, hosts_or_localhost
+from ronde.launch.placement import Placement, bind_cpus
 from ronde.launch.protocol import RankOrder, StartRanks
 from ronde.net.addresses import format_address
 from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings, describe_settings
 
 if TYPE_CHECKING:  # network imports ZeroMQ, which an agent does without
-    from ronde.launch.network import HostFacts
+    from ronde.launch.network import HostFacts, JobNetwork
 
 __all__ = [
     "JobEndpoints",
@@ -46,7 +41,7 @@ __all__ = [
 ]
 
 LOGIN_VARIABLES = ("HOME", "LOGNAME", "MAIL", "SHELL", "TMPDIR", "USER")
-"""Another host, or another user there, has its own."""
+"""Every host, and every user, has their own."""
 
 HOST_SPECIFIC_PREFIXES = (
     *("BASH_FUNC_", "DBUS_", "SSH_", "SYSTEMD_", "TMUX", "XDG_RUNTIME_", "XDG_SEAT", "XDG_SESSION_", "XDG_VTNR"),
@@ -54,21 +49,21 @@ HOST_SPECIFIC_PREFIXES = (
     *("DISPLAY", "HOSTNAME", "INVOCATION_ID", "JOURNAL_STREAM", "OLDPWD", "PWD", "SHLVL", "STY"),
     *("WAYLAND_DISPLAY", "WINDOWID", "XAUTHORITY"),
 )
-"""Beginnings of names that mean nothing, or something else, on another host."""
+"""Beginnings of the names of variables that mean nothing, or something else, on another host."""
 
 FOREIGN_PREFIXES = ("TORCHELASTIC_",)
-"""Left by a torchrun around us: torch would look for that one's store instead of ours."""
+"""Left by a torchrun that started the driver: torch would look for its store instead of ours."""
 
 NUM_SHARED_PORTS = 2
-"""On the host of rank 0: torch's store and JAX's coordinator."""
+"""Ports on the host of rank 0: torch's store and JAX's coordinator."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobEndpoints:
-    """Where the ranks of a job meet: the same for all of them."""
+    """Addresses where the ranks of a job meet, the same for all of them."""
 
     coordinator: str
-    """`address:port` of ronde's, hosted by the driver."""
+    """`address:port` of the driver's coordinator."""
     key: str = field(repr=False)
     torch_store: tuple[str, int]
     """Address and port for torch's store, on the host of rank 0."""
@@ -78,51 +73,40 @@ class JobEndpoints:
     """`address:port` of every rank, for TF_CONFIG; empty without."""
 
 
-def count_ports(job: Job, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """How many free TCP ports are needed on each host that is used."""
-    wanted = [0] * placements[0].num_hosts
-    wanted[0] = NUM_SHARED_PORTS
+def count_ports(job: Job) -> tuple[int, ...]:
+    """Return how many free TCP ports the job needs on each host that it uses."""
+    counts = [0] * len(job.used_hosts)
+    counts[0] = NUM_SHARED_PORTS
     if job.tf_config:
-        for seat in placements:
-            wanted[seat.host_index] += 1
-    return tuple(wanted)
+        for placement in job.placements:
+            counts[placement.host_index] += 1
+    return tuple(counts)
 
 
-def make_endpoints(
-    placements: Sequence[Placement],
-    *,
-    coordinator: str,
-    key: str,
-    addresses: Sequence[str],
-    ports: Sequence[Sequence[int]],
-) -> JobEndpoints:
-    """The meeting of these seats; for each host that is used, its address for the others and the ports found there."""
-    free = [iter(of_host) for of_host in ports]
-    master, jax = next(free[0]), next(free[0])
-    chosen = [(addresses[seat.host_index], next(free[seat.host_index], None)) for seat in placements]
+def make_endpoints(job: Job, network: JobNetwork, *, coordinator: str, key: str) -> JobEndpoints:
+    """Distribute the free ports that were found on each host; `coordinator` is the address of the driver's own."""
+    addresses = network.addresses
+    free_ports = [iter(facts.free_ports) for facts in network.host_facts]
+    torch_port, jax_port = next(free_ports[0]), next(free_ports[0])
     return JobEndpoints(
         coordinator=coordinator,
         key=key,
-        torch_store=(addresses[0], master),
-        jax_coordinator=format_address(addresses[0], jax),
-        tf_workers=tuple(format_address(address, port) for address, port in chosen if port is not None),
+        torch_store=(addresses[0], torch_port),
+        jax_coordinator=format_address(addresses[0], jax_port),
+        tf_workers=tuple(
+            format_address(addresses[placement.host_index], next(free_ports[placement.host_index]))
+            for placement in (job.placements if job.tf_config else ())
+        ),
     )
 
 
 def rank_environment(
-    job: Job,
-    placement: Placement,
-    endpoints: JobEndpoints,
-    *,
-    base: Mapping[str, str],
-    num_cores: int,
-    address: str = "",
+    job: Job, placement: Placement, endpoints: JobEndpoints, host_facts: HostFacts, *, base: Mapping[str, str]
 ) -> dict[str, str]:
-    """The whole environment of one rank.
+    """Make the whole environment of one rank.
 
-    `base` is the driver's environment, or portable() of it for another host; `num_cores` the number of cores that the
-    rank's host has for us; `address` where other hosts reach this one (empty on a single machine). What `base` says
-    about ronde's settings does not count: job.settings, loaded with Settings.load(), has it already.
+    `base` is the driver's environment, or exportable_variables() of it for another host. Its RONDE_* settings do not
+    count: they are in job.settings already.
     """
     given = {name: value for name, value in base.items() if not name.startswith(FOREIGN_PREFIXES)}
     for setting in describe_settings():
@@ -132,9 +116,9 @@ def rank_environment(
     return {
         "PYTHONUNBUFFERED": "1",
         "PYTHONFAULTHANDLER": "1",
-        "OMP_NUM_THREADS": str(omp_num_threads(num_cores, placement.local_size)),
+        "OMP_NUM_THREADS": str(omp_num_threads(host_facts.effective_cpu_count, placement.local_size)),
         **given,
-        **_ronde_variables(job, placement, endpoints, address),
+        **_ronde_variables(job, placement, endpoints, host_facts.address),
         **_torch_variables(job, placement, endpoints),
         **_jax_variables(job, placement, endpoints),
         **_tensorflow_variables(job, placement, endpoints),
@@ -142,8 +126,13 @@ def rank_environment(
     }
 
 
+def omp_num_threads(num_cpus: int, local_size: int) -> int:
+    """Return how many threads a rank should compute with: its share of the CPUs that its host may use."""
+    return max(1, num_cpus // local_size)
+
+
 def exportable_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What of an environment makes sense on another host."""
+    """Return the variables that make sense on another host."""
     return {
         name: value
         for name, value in environ.items()
@@ -152,12 +141,12 @@ def exportable_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def login_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """What an agent's own environment says that nobody else could: to be put below the variables of its ranks."""
+    """Return the variables that only an agent's own environment has. The variables of its ranks override them."""
     return {name: environ[name] for name in LOGIN_VARIABLES if name in environ}
 
 
 def _setting_variables(settings: Settings) -> dict[str, str]:
-    """The settings that differ from their defaults, as variables."""
+    """Return the settings that differ from their defaults."""
     return {
         setting.env: str(getattr(settings, setting.name))
         for setting in describe_settings()
@@ -166,7 +155,7 @@ def _setting_variables(settings: Settings) -> dict[str, str]:
 
 
 def _ronde_variables(job: Job, placement: Placement, endpoints: JobEndpoints, address: str) -> dict[str, str]:
-    """The key travels only here: an environment is private to its user."""
+    # The key is nowhere but in the environment, which is private to its user.
     variables = {
         "RANK": str(placement.rank),
         "SIZE": str(job.num_ranks),
@@ -216,43 +205,30 @@ def _horovod_variables(job: Job, placement: Placement) -> dict[str, str]:
         "LOCAL_SIZE": str(placement.local_size),
         "CROSS_RANK": str(placement.cross_rank),
         "CROSS_SIZE": str(placement.cross_size),
-        "HOSTNAME": hosts_or_localhost(job.hosts, job.num_ranks)[placement.host_index].name,
+        "HOSTNAME": placement.host.name,
     }
     return {"HOROVOD_" + name: value for name, value in variables.items()}
 
 
 def make_rank_orders(
-    job: Job,
-    placements: Sequence[Placement],
-    endpoints: JobEndpoints,
-    host_facts: Sequence[HostFacts],
-    *,
-    environ: Mapping[str, str],
-    tty_fds: Collection[int],
+    job: Job, network: JobNetwork, endpoints: JobEndpoints, *, environ: Mapping[str, str], tty_fds: Collection[int]
 ) -> dict[int, StartRanks]:
-    """One Launch per host. `environ` is the driver's, and what belongs to its machine alone goes no further;
-    `terminals` says which of its standard streams are terminals: with output and errors, rank 0 may draw as on one."""
+    """Make the message for the agent of each host, by host index. `environ` is the driver's environment; `tty_fds` are
+    those of its standard streams that are terminals: if output and error are, rank 0 may draw progress bars."""
     orders: dict[int, list[RankOrder]] = {}
-    bases = {True: environ, False: exportable_variables(environ)}
-    for seat in placements:
-        site = host_facts[seat.host_index]
-        env = rank_environment(
-            job, seat, endpoints, base=bases[site.is_local], num_cores=len(site.cpus), address=site.address
-        )
+    exportable = exportable_variables(environ)
+    for placement in job.placements:
+        facts = network.host_facts[placement.host_index]
+        has_terminal = placement.rank == job.debug_rank
         order = RankOrder(
-            rank=seat.rank,
+            rank=placement.rank,
             argv=job.command,
-            env=env,
+            env=rank_environment(job, placement, endpoints, facts, base=environ if facts.is_local else exportable),
             cwd=job.cwd,
-            cpus=bind_cpus(site.cpus, seat.local_rank, seat.local_size) if job.bind == "core" else (),
-            tty=seat.rank == job.debug_rank,
-            stdin_pipe=seat.rank == job.debug_rank and 0 not in tty_fds,
-            output_ptys={1, 2} <= set(tty_fds) and seat.rank == 0 and job.debug_rank is None,
+            cpus=bind_cpus(facts.cpus, placement.local_rank, placement.local_size) if job.bind == "core" else (),
+            tty=has_terminal,
+            stdin_pipe=has_terminal and 0 not in tty_fds,
+            output_ptys={1, 2} <= set(tty_fds) and placement.rank == 0 and job.debug_rank is None,
         )
-        orders.setdefault(seat.host_index, []).append(order)
+        orders.setdefault(placement.host_index, []).append(order)
     return {index: StartRanks(tuple(of_host), job.pickled_call) for index, of_host in orders.items()}
-
-
-def omp_num_threads(num_cores: int, local_size: int) -> int:
-    """How many threads a rank should compute with: its part of the host's cores."""
-    return max(1, num_cores // local_size)

@@ -1,4 +1,4 @@
-"""What a job is: its command, its hosts, its environment. Made by the command line, a YAML file, or ronde.run; carried
+"""What a job is: its command, its hosts, its environment. Made by the command line, a YAML file or ronde.run; carried
 out by the driver. Values only."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from ronde.errors import StartFailed
-from ronde.launch.placement import Host
+from ronde.launch.placement import Host, Placement, place_ranks
 from ronde.settings import Settings
 
 __all__ = ["CpuBinding", "Job", "Ssh", "SshOptions", "working_directory"]
@@ -18,7 +18,7 @@ CpuBinding: TypeAlias = Literal["none", "core"]
 
 
 def working_directory() -> str:
-    """This process's own. StartFailed when somebody has deleted it."""
+    """Return this process's own. StartFailed when it was deleted."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:
@@ -27,12 +27,11 @@ def working_directory() -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SshOptions:
-    """How other hosts are reached."""
+    """How other hosts are reached. What is left empty is left to ssh's own configuration."""
 
     port: int = 0
-    """0 leaves it to ssh's own configuration."""
     identity: str = ""
-    """File of the private key; empty leaves it to ssh."""
+    """File of the private key."""
     options: tuple[str, ...] = ()
     """Further `-o` options, such as `StrictHostKeyChecking=no`."""
     start_s: float = 20.0
@@ -45,7 +44,7 @@ Ssh = SshOptions
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """Everything about a run that its user decides."""
+    """Everything about a run that its user decides. ValueError when the hosts have too few slots."""
 
     command: tuple[str, ...]
     num_ranks: int
@@ -65,12 +64,22 @@ class Job:
     bind: CpuBinding = "none"
     """Whether a rank is bound to cores of its own."""
     debug_rank: int | None = None
-    """This rank gets the terminal; nobody times out."""
+    """This rank gets the terminal, and no operation times out."""
     pickled_call: bytes = b""
-    """The pickled function of ronde.run; the command is launch/function's then."""
+    """The pickled function of ronde.run; the command is function.FUNCTION_RANK_COMMAND then."""
     name: str = ""
     """For `ronde top NAME`; empty: the driver's process id."""
     grace_s: float = 10.0
-    """After the first rank has failed, the others get so long to end by themselves."""
+    """After the first rank has failed, how long the others get to exit by themselves."""
     terminate_s: float = 5.0
     """Between SIGTERM and SIGKILL."""
+    placements: tuple[Placement, ...] = field(init=False, repr=False, compare=False)
+    """Which rank runs where, by rank."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "placements", place_ranks(self.hosts, self.num_ranks))
+
+    @property
+    def used_hosts(self) -> tuple[Host, ...]:
+        """The hosts that get ranks, by host index."""
+        return tuple(placement.host for placement in self.placements if placement.local_rank == 0)

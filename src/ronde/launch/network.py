@@ -1,13 +1,8 @@
-"""At which address each host is reached, chosen from what answered when everybody tried everybody. Pure. Used by the
-driver before any rank starts.
+"""Which hosts of a job reach each other, found out by trying, and the addresses that are chosen from that.
 
-A *place* is a host with ranks, or the driver's machine. Ranks call the driver (the coordinator is there) and each
-other; so every place with ranks calls, and every place is called.
-
-Which hosts reach each other, by trying: opens doors that only this job's hosts can enter, and knocks at those of
-others. Used by launch/agent.
-
-All of it waits for the network, so it happens in threads; answers leave through the `answer` callable.
+Before any rank starts, each agent listens at all addresses of its host and connects to those of all others
+(NetworkProber); the driver then chooses for each host an address that all others reach (choose_addresses). Ranks
+connect to each other and to the coordinator in the driver, so a driver whose machine has no ranks is probed, too.
 """
 
 from __future__ import annotations
@@ -19,13 +14,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from ronde.errors import StartFailed
-from ronde.launch.protocol import (
-    ProbeReply,
-    ProbeRequest,
-    RankStartFailed,
-)
-from ronde.net.addresses import candidate_addresses, find_free_port, format_address, parse_address
-from ronde.net.connect import Connection, connect_authenticated
+from ronde.launch.protocol import AgentError, ProbeReply, ProbeRequest
+from ronde.launch.timeouts import PROBE_ATTEMPT_TIMEOUT_S
+from ronde.net.addresses import candidate_addresses, find_free_ports, format_address, parse_address
+from ronde.net.connect import ConnectFailed, Connection, connect_authenticated
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.types import Deadline
@@ -44,76 +36,102 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
+class HostFacts:
+    """What the driver has found out about one host."""
+
+    cpus: tuple[int, ...]
+    """CPUs that ranks may use."""
+    effective_cpu_count: int
+    """How many of them the CPU quota of the agent's container allows to use at a time."""
+    address: str = ""
+    """Where ranks of other hosts reach it; empty when there are none."""
+    free_ports: tuple[int, ...] = ()
+    is_local: bool = True
+    """Whether it is the driver's own machine."""
+
+
+@dataclass(frozen=True, slots=True)
+class JobNetwork:
+    """The driver's address that all ranks reach, and the facts of each host, by host index."""
+
+    driver_address: str
+    host_facts: tuple[HostFacts, ...]
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """The address at which every rank reaches each host."""
+        return tuple(facts.address or LOOPBACK for facts in self.host_facts)
+
+
+@dataclass(frozen=True, slots=True)
 class ProbeResult:
-    """What one place has, and what it found of the others."""
+    """The addresses of one host, and which addresses of the others it reaches."""
 
     name: str
     addresses: tuple[str, ...]
     """Its own candidates as `address:port`, best first."""
     has_ranks: bool = True
-    """Whether it has ranks, which will call the others."""
+    """Whether it has ranks, which connect to all others."""
     reachable: tuple[tuple[str, ...], ...] = ()
-    """For each place in turn, the candidates that answered."""
+    """For each host in turn, the candidates that answered."""
     errors: tuple[str, ...] = ()
-    """For each place in turn, why the others did not."""
+    """For each host in turn, why the others did not."""
 
 
 def choose_addresses(results: Sequence[ProbeResult]) -> tuple[str, ...]:
-    """For each place, the best of its addresses that all its callers reach; empty where nobody calls. StartFailed names
-    every pair that cannot talk, and what was tried."""
+    """Choose for each host the best of its addresses that all hosts with ranks reach; an empty text where there are no
+    others. StartFailed names every pair that cannot connect, and what was tried."""
     chosen: list[str] = []
     problems: list[str] = []
-    for index, place in enumerate(results):
-        callers = [other for other in results if other is not place and other.has_ranks]
-        common = [door for door in place.addresses if all(door in caller.reachable[index] for caller in callers)]
-        if callers and not common:
-            problems += _describe_unreachable(place, index, callers)
-        chosen.append(parse_address(common[0])[0] if callers and common else "")
+    for index, host in enumerate(results):
+        clients = [other for other in results if other is not host and other.has_ranks]
+        common = [each for each in host.addresses if all(each in client.reachable[index] for client in clients)]
+        if clients and not common:
+            problems += _describe_unreachable(host, index, clients)
+        chosen.append(parse_address(common[0])[0] if clients and common else "")
     if problems:
         raise StartFailed("\n".join(["the hosts of this job cannot all reach each other:", *problems]))
     return tuple(chosen)
 
 
-def _describe_unreachable(target: ProbeResult, index: int, clients: Sequence[ProbeResult]) -> list[str]:
-    """In words, a line each, why there is no address that all of them reach."""
-    if not target.addresses:
-        return [f"  {target.name} has no address where others could call it; check its network interfaces"]
-    cut_off = [caller for caller in clients if not caller.reachable[index]]
+def _describe_unreachable(host: ProbeResult, index: int, clients: Sequence[ProbeResult]) -> list[str]:
+    """Say, a line each, why there is no address of this host that all clients reach."""
+    if not host.addresses:
+        return [f"  {host.name} has no address where others could connect; check its network interfaces"]
+    cut_off = [client for client in clients if not client.reachable[index]]
     if cut_off:
         return [
-            f"  {caller.name} cannot reach {target.name} (tried {', '.join(target.addresses)})"
-            f"{f': {caller.errors[index]}' if index < len(caller.errors) and caller.errors[index] else ''}"
-            for caller in cut_off
+            f"  {client.name} cannot reach {host.name} (tried {', '.join(host.addresses)})"
+            f"{f': {client.errors[index]}' if index < len(client.errors) and client.errors[index] else ''}"
+            for client in cut_off
         ]
-    ways = "; ".join(f"{caller.name} reaches {', '.join(caller.reachable[index])}" for caller in clients)
-    return [f"  {target.name} has no address that all others reach: {ways}"]
+    reached = "; ".join(f"{client.name} reaches {', '.join(client.reachable[index])}" for client in clients)
+    return [f"  {host.name} has no address that all others reach: {reached}"]
 
 
 MAX_PARALLEL_PROBES = 128
-"""At a time."""
-ATTEMPT_TIMEOUT_S = 2.0
-"""A silent address is called again after so long, so that close() does not wait longer than this."""
 PROBE_PURPOSE = "probe"
 
 
 class NetworkProber:
-    """Carries out the probes of one agent, one after the other. `answer` is called in its thread."""
+    """Carries out the probes of one agent, one after the other. They wait for the network, so they run in threads;
+    `on_reply` is called there."""
 
-    def __init__(self, on_reply: Callable[[ProbeReply | RankStartFailed], None]) -> None:
+    def __init__(self, on_reply: Callable[[ProbeReply | AgentError], None]) -> None:
         self._on_reply = on_reply
         self._listeners: list[Listener] = []
         self._closed = threading.Event()
-        # Owned by the prober, and made with the first probe. Touches the doors; close() does so after its end.
+        # Owned by the prober, made with the first probe. Touches the listeners; close() does so after the pool's end.
         self._pool: ThreadPoolExecutor | None = None
 
     def probe(self, request: ProbeRequest) -> None:
-        """Begin; the answer comes when it is done."""
+        """Begin; the reply comes when it is done."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ronde-probe")
         self._pool.submit(self._run, request)
 
     def close(self) -> None:
-        """Close the doors, and give up what is under way. Idempotent."""
+        """Close the listeners and abandon probes that run. Idempotent."""
         self._closed.set()
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
@@ -125,7 +143,7 @@ class NetworkProber:
             key = JobKey(request.key)
             found = self._probe_all(request, key) if request.targets else self._open_listeners(request, key)
         except Exception as error:  # the thread's edge: the driver has to learn of it
-            self._on_reply(RankStartFailed(-1, f"the network could not be looked at: {error}"))
+            self._on_reply(AgentError(f"the network could not be probed: {error}"))
         else:
             if not self._closed.is_set():
                 self._on_reply(found)
@@ -135,42 +153,43 @@ class NetworkProber:
         opened, failed = [], []
         for address in candidate_addresses():
             try:
-                door = Listener(key, unix=False, tcp_host=address, on_connection=_close_accepted)
+                listener = Listener(key, unix=False, tcp_host=address, on_connection=_close_accepted)
             except StartFailed as error:
                 failed.append(str(error))
                 continue
-            self._listeners.append(door)
-            opened.append(format_address(address, door.tcp_port))
-        first = parse_address(opened[0])[0] if opened else "127.0.0.1"
-        return ProbeReply((tuple(opened),), ("; ".join(failed),), _find_free_ports(first, request.num_ports))
+            self._listeners.append(listener)
+            opened.append(format_address(address, listener.tcp_port))
+        first = parse_address(opened[0])[0] if opened else LOOPBACK
+        return ProbeReply((tuple(opened),), ("; ".join(failed),), find_free_ports(first, request.num_ports))
 
     def _close_listeners(self) -> None:
-        for door in self._listeners:
-            door.close()
+        for listener in self._listeners:
+            listener.close()
         self._listeners.clear()
 
     def _probe_all(self, request: ProbeRequest, key: JobKey) -> ProbeReply:
         deadline = Deadline(request.timeout_s)
-        everywhere = [address for host in request.targets for address in host]
-        with ThreadPoolExecutor(
-            max(1, min(MAX_PARALLEL_PROBES, len(everywhere))), thread_name_prefix="ronde-knock"
-        ) as pool:
+        addresses = [address for host in request.targets for address in host]
+        num_threads = max(1, min(MAX_PARALLEL_PROBES, len(addresses)))
+        with ThreadPoolExecutor(num_threads, thread_name_prefix="ronde-probe-address") as pool:
             problems = dict(
-                zip(everywhere, pool.map(partial(self._probe_address, key, deadline), everywhere), strict=True)
+                zip(addresses, pool.map(partial(self._probe_address, key, deadline), addresses), strict=True)
             )
         return make_probe_reply(request.targets, problems)
 
     def _probe_address(self, key: JobKey, deadline: Deadline, address: str) -> str:
-        """Why it does not answer; nothing if it does."""
+        """Return why it does not answer; an empty text if it does."""
         while not deadline.expired and not self._closed.is_set():
-            patience = Deadline(min(ATTEMPT_TIMEOUT_S, deadline.remaining_s))
+            attempt = Deadline(min(PROBE_ATTEMPT_TIMEOUT_S, deadline.remaining_s))
             try:
                 sock, _ = connect_authenticated(
-                    address, key, ConnectionRequest(PROBE_PURPOSE, 0), patience, before_retry=_refuse_retry
+                    address, key, ConnectionRequest(PROBE_PURPOSE, 0), attempt, before_retry=_refuse_retry
                 )
-            except (StartFailed, ValueError) as error:
-                if not patience.expired:  # it has answered, if not as we wished
-                    return str(error).rpartition(f"{PROBE_PURPOSE!r}: ")[2]
+            except ConnectFailed as error:
+                if not attempt.expired:  # it has answered, if only with a refusal
+                    return error.reason
+            except ValueError as error:
+                return str(error)
             else:
                 sock.close()
                 return ""
@@ -178,7 +197,7 @@ class NetworkProber:
 
 
 def make_probe_reply(targets: Sequence[Sequence[str]], problems: Mapping[str, str]) -> ProbeReply:
-    """The answer for these hosts: which addresses have no problem, and the problems of the rest in words."""
+    """Sort the addresses of each host into those without a problem and the problems of the others."""
     reached = tuple(tuple(address for address in host if not problems[address]) for host in targets)
     errors = tuple(
         "; ".join(f"{address}: {problems[address]}" for address in host if problems[address]) for host in targets
@@ -187,50 +206,11 @@ def make_probe_reply(targets: Sequence[Sequence[str]], problems: Mapping[str, st
 
 
 def _refuse_retry() -> None:
-    """Doors were opened before anybody was asked to knock: whoever finds none need not try again."""
+    # All agents listen before any of them is told to connect: trying again is useless.
     raise StartFailed("the connection was refused or cut; does a firewall reject it?")
 
 
-def _close_accepted(caller: ConnectionRequest, sock: Connection) -> bool:
-    """To have been let in was all that the caller wanted."""
+def _close_accepted(request: ConnectionRequest, sock: Connection) -> bool:
+    # To be accepted was all that the other side wanted to know.
     sock.close()
     return True
-
-
-def _find_free_ports(host: str, num_ports: int) -> tuple[int, ...]:
-    found: set[int] = set()
-    for _ in range(100 * num_ports):  # the system repeats itself only when it has next to none
-        if len(found) < num_ports:
-            found.add(find_free_port(host))
-    if len(found) < num_ports:
-        raise StartFailed(f"there are no {num_ports} free TCP ports at {host}")
-    return tuple(sorted(found))
-
-
-@dataclass(frozen=True, slots=True)
-class HostFacts:
-    """What was found out about one host."""
-
-    cpus: tuple[int, ...]
-    """Cores that ranks may use."""
-    address: str = ""
-    """Where ranks of other hosts reach it; empty when there are none."""
-    free_ports: tuple[int, ...] = ()
-    """TCP ports that nobody uses there."""
-    is_local: bool = True
-    """Whether it is the driver's own machine."""
-
-
-@dataclass(frozen=True, slots=True)
-class JobNetwork:
-    """What has to be known before ranks start."""
-
-    driver_address: str
-    """The driver's address that all ranks reach."""
-    host_facts: tuple[HostFacts, ...]
-    """By host."""
-
-    @property
-    def addresses(self) -> tuple[str, ...]:
-        """Where every rank reaches each host."""
-        return tuple(site.address or LOOPBACK for site in self.host_facts)

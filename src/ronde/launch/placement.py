@@ -1,21 +1,23 @@
-"""Lists of hosts, as people write them: `-H a:2,b:4` and hostfiles. Used by launch/config and whoever else
-takes hosts from people.
+"""Hosts as people write them, and which rank runs on which host and CPUs. Pure.
+
+`-H a:2,b:4` and hostfiles are written as:
 
     host            one slot
     host:4          four slots
     user@host:4     as another user
     [fe80::7]:4     an IPv6 address stands in brackets
     host slots=4    hostfiles only; there a `#` begins a comment
-
-Which rank sits where. Pure; used by the driver before it starts anything, and by launch/config to check a job.
 """
 
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from ronde.text import format_count
 
 __all__ = [
     "Host",
@@ -35,8 +37,23 @@ _HOST = re.compile(rf"(?P<user>{_WORD}@)?(?:\[(?P<v6>[^\s\[\],]+)\]|(?P<name>{_W
 _HOST_SYNTAX = "a host is name, name:slots or [address]:slots"
 
 
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A machine and how many ranks it may take."""
+
+    name: str
+    """As ssh knows it, `user@` allowed; `localhost` and this machine's own names need no ssh."""
+    slots: int = 1
+
+    def __post_init__(self) -> None:
+        if not self.name or self.name.startswith("-") or any(c.isspace() for c in self.name):
+            raise ValueError(f"a host needs a name without spaces that does not begin with '-', got {self.name!r}")
+        if self.slots < 1:
+            raise ValueError(f"host {self.name}: slots must be at least 1, got {self.slots}")
+
+
 def parse_hosts(text: str) -> tuple[Host, ...]:
-    """Hosts of a comma-separated list. A host that is named again adds its slots to the first mention."""
+    """Parse a comma-separated list. A host that is named again adds its slots to the first mention."""
     items = [item.strip() for item in text.split(",")]
     if not any(items):
         raise ValueError(f"the list of hosts is empty: {text!r}")
@@ -46,7 +63,7 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
 
 
 def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
-    """Hosts of a hostfile, one per line. Errors name the source and the line."""
+    """Parse the text of a hostfile, one host per line. Errors name the source and the line."""
     hosts = []
     for number, line in enumerate(text.splitlines(), start=1):
         words = line.partition("#")[0].split()
@@ -61,7 +78,6 @@ def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
 
 
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
-    """Hosts of a file."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -71,12 +87,12 @@ def read_hostfile(path: str | Path) -> tuple[Host, ...]:
 
 
 def format_hosts(hosts: Iterable[Host]) -> str:
-    """The text that parse_hosts reads."""
+    """Write hosts as parse_hosts reads them."""
     return ",".join(format_host(host.name, str(host.slots)) for host in hosts)
 
 
 def format_host(name: str, slots: str) -> str:
-    """One of them. The brackets of an IPv6 address are added where they are missing."""
+    """Write one host, with the brackets of an IPv6 address."""
     return f"{_bracketed(name)}:{slots}"
 
 
@@ -107,7 +123,7 @@ def _parse_host(item: str) -> Host:
 def _parse_slots(name: str, text: str) -> int:
     if not (text.isascii() and text.isdigit()):
         raise ValueError(f"host {name}: slots must be a whole number, got {text!r}")
-    return int(text)  # Host says what is wrong with 0
+    return int(text)  # Host raises for 0
 
 
 def _merge_hosts(hosts: Iterable[Host]) -> tuple[Host, ...]:
@@ -124,29 +140,29 @@ def _bracketed(name: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of one rank."""
+    """Where one rank runs, and its numbers among the other ranks."""
 
     rank: int
+    host: Host
     host_index: int
-    """Which of the hosts, from 0. Hosts that are used come first."""
+    """The host's number among the hosts that get ranks."""
     local_rank: int
-    """Its number among the ranks of its host."""
+    """The rank's number among the ranks of its host."""
     local_size: int
     cross_rank: int
-    """Its number among the ranks that have the same local rank on their hosts."""
+    """The rank's number among the ranks that have the same local rank on their hosts."""
     cross_size: int
     num_hosts: int
-    """How many hosts are used."""
+    """How many hosts get ranks."""
 
 
 def hosts_or_localhost(hosts: Sequence[Host], num_ranks: int) -> tuple[Host, ...]:
-    """The hosts of a job that may name none: then it is this machine, with as many slots as needed."""
+    """Return the hosts of a job; if it names none, this machine with as many slots as needed."""
     return tuple(hosts) or (Host("localhost", num_ranks),)
 
 
 def place_ranks(hosts: Sequence[Host], num_ranks: int) -> tuple[Placement, ...]:
-    """A seat for every rank: hosts are filled in their order. No hosts: this machine. ValueError says by how much the
-    slots are short."""
+    """Place every rank: hosts are filled in their order. ValueError says how many slots are missing."""
     if num_ranks < 1:
         raise ValueError(f"a job needs at least 1 rank, got {num_ranks}")
     hosts = hosts_or_localhost(hosts, num_ranks)
@@ -154,63 +170,43 @@ def place_ranks(hosts: Sequence[Host], num_ranks: int) -> tuple[Placement, ...]:
     if num_ranks > num_slots:
         short = num_ranks - num_slots
         raise ValueError(
-            f"{num_ranks} ranks, but only {num_slots} slot{'s' * (num_slots != 1)} ({format_hosts(hosts)}): "
-            f"{short} slot{'s' * (short != 1)} short; add hosts or slots, or start fewer ranks"
+            f"{num_ranks} ranks, but only {format_count(num_slots, 'slot')} ({format_hosts(hosts)}): "
+            f"{format_count(short, 'slot')} short; add hosts or slots, or start fewer ranks"
         )
-    local_sizes = _fill_slots(hosts, num_ranks)
-    seats: list[Placement] = []
+    local_sizes: list[int] = []
+    num_placed = 0
+    while num_placed < num_ranks:
+        local_sizes.append(min(hosts[len(local_sizes)].slots, num_ranks - num_placed))
+        num_placed += local_sizes[-1]
+    cross_sizes = Counter(local_rank for local_size in local_sizes for local_rank in range(local_size))
+    cross_ranks = Counter[int]()
+    placements: list[Placement] = []
     for host_index, local_size in enumerate(local_sizes):
         for local_rank in range(local_size):
-            mates = [index for index, size in enumerate(local_sizes) if size > local_rank]
-            seats.append(
+            placements.append(
                 Placement(
-                    rank=len(seats),
+                    rank=len(placements),
+                    host=hosts[host_index],
                     host_index=host_index,
                     local_rank=local_rank,
                     local_size=local_size,
-                    cross_rank=mates.index(host_index),
-                    cross_size=len(mates),
+                    cross_rank=cross_ranks[local_rank],
+                    cross_size=cross_sizes[local_rank],
                     num_hosts=len(local_sizes),
                 )
             )
-    return tuple(seats)
-
-
-def _fill_slots(hosts: Sequence[Host], num_ranks: int) -> list[int]:
-    """How many ranks each host gets; only hosts that get some."""
-    sizes = []
-    left = num_ranks
-    for host in hosts:
-        if left:
-            sizes.append(min(host.slots, left))
-            left -= sizes[-1]
-    return sizes
-
-
-@dataclass(frozen=True, slots=True)
-class Host:
-    """A machine and how many ranks it may take."""
-
-    name: str
-    """As ssh knows it, `user@` allowed; `localhost` and this machine's own names need no ssh."""
-    slots: int = 1
-
-    def __post_init__(self) -> None:
-        """Check it at once."""
-        if not self.name or self.name.startswith("-") or any(c.isspace() for c in self.name):
-            raise ValueError(f"a host needs a name without spaces that does not begin with '-', got {self.name!r}")
-        if self.slots < 1:
-            raise ValueError(f"host {self.name}: slots must be at least 1, got {self.slots}")
+            cross_ranks[local_rank] += 1
+    return tuple(placements)
 
 
 def bind_cpus(cpus: Sequence[int], local_rank: int, local_size: int) -> tuple[int, ...]:
-    """The cores of one rank, for `--bind core`: neighbours in `cpus` stay together, and nobody shares as long as there
-    is one for each. With fewer cores than ranks, ranks take turns on single cores."""
+    """Choose the CPUs of one rank, for `--bind core`: neighbours in `cpus` stay together, and no two ranks share one as
+    long as there is one for each. With fewer CPUs than ranks, several ranks share a single one."""
     if not cpus:
         return ()
     if len(cpus) < local_size:
         return (cpus[local_rank % len(cpus)],)
     each, more = divmod(len(cpus), local_size)
-    # The first `more` ranks get one core more.
+    # The first `more` ranks get one CPU more.
     first = local_rank * each + min(local_rank, more)
     return tuple(cpus[first : first + each + (local_rank < more)])

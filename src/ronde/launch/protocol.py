@@ -1,43 +1,39 @@
-"""What the driver and its agents say to each other. Over ssh, as frames on the agent's standard input and output; in
-the driver's own process, as calls with the same values.
+"""The messages that the driver and its agents exchange. With the agent of another host they travel as frames through
+the pipes of ssh, which has authenticated and encrypted the connection; with the agent in the driver's own process they
+are passed as values. A frame is its length (4 bytes, big endian) and the message in msgpack.
 
-ssh has authenticated and encrypted the way; decoding is strict all the same. A frame is its length (4 bytes, big
-endian) and the message. Used by the driver (launch/driver, launch/ssh) and the agent (launch/agent, launch/remote).
-
-Messages as frames in a stream of bytes: a length (4 bytes, big endian), then msgpack. Used at both ends of the ssh
-connection: launch/remote and launch/ssh.
-
-The shell that starts an agent may print to the same stream first (a banner, what ~/.bashrc says). So an agent opens
-with MARK, and the driver's reader skips what comes before it, and keeps its end: when no agent ever speaks, that is
-the best explanation there is.
+The shell that starts an agent may print to the same stream first (a banner, output of ~/.bashrc). So an agent begins
+with PREAMBLE; the driver's reader skips what comes before it and keeps its end, which explains best why no agent came.
 """
 
 from __future__ import annotations
 
+import enum
 import struct
 from typing import Generic, Literal, TypeAlias, TypeVar
 
 import msgspec
 
 from ronde.errors import ProtocolError
-from ronde.text import NOT_STARTED_CODE
 
 __all__ = [
+    "AgentError",
     "AgentHello",
     "AgentMessage",
     "DriverHeartbeat",
     "DriverMessage",
+    "ExitReason",
     "FrameReader",
     "FunctionResult",
     "MAX_FRAME_BYTES",
     "PREAMBLE",
+    "PauseOutput",
     "ProbeReply",
     "ProbeRequest",
-    "RankExited",
+    "RankExit",
     "RankInput",
     "RankOrder",
     "RankOutput",
-    "RankStartFailed",
     "RankStarted",
     "ResizeTerminal",
     "SignalRanks",
@@ -61,37 +57,38 @@ class LaunchMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class RankOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One rank to start: everything is decided, the agent only carries it out."""
+    """Everything that an agent needs to start one rank."""
 
     rank: int
     argv: tuple[str, ...]
-    """With a call, an empty first word stands for the Python that runs the agent."""
+    """If there is a pickled call, an empty first word stands for the Python that runs the agent."""
     env: dict[str, str]
-    """The whole environment of the rank; on another host, on top of what only that host knows (HOME, USER …)."""
+    """The whole environment of the rank; on another host, on top of that host's login variables (HOME, USER …)."""
     cwd: str
     cpus: tuple[int, ...] = ()
-    """Cores it may use; empty for all."""
+    """CPUs that the rank may use; empty for all."""
     tty: bool = False
-    """Give it a terminal of its own (a pty): Input reaches it, and everything it prints comes as stream "out"."""
+    """Start the rank in a pty: RankInput reaches it, and all its output is reported as stream "out"."""
     stdin_pipe: bool = False
-    """Input reaches it through a pipe instead, which has an end: the driver's standard input is no terminal either."""
+    """With tty: RankInput reaches the rank through a pipe instead, because the driver's standard input is no terminal
+    either and has an end."""
     output_ptys: bool = False
-    """Let its output look like a terminal's (ptys for out and err), so that progress bars show."""
+    """Give the rank ptys as standard output and error, so that it shows progress bars."""
     pickled_call: bytes = b""
-    """A function to call, as `ronde.run` pickles it: handed to the rank on a pipe of its own, see launch/rank."""
+    """The function call of `ronde.run`, which the rank reads from a pipe of its own (agent/rank)."""
 
 
 class ProbeRequest(LaunchMessage, frozen=True):
-    """Open a door at each of your addresses, or (with `others`) say at which of these addresses you reach them."""
+    """Without targets: listen at each address of this host. With targets: connect to them and report which answer."""
 
     key: str
-    """The job's secret: only a door of this job counts as reached."""
+    """The job's key: only listeners of this job count as reached."""
     targets: tuple[tuple[str, ...], ...] = ()
-    """`address:port` candidates, a tuple per host; empty to be asked for one's own."""
+    """`address:port` candidates, one tuple per host."""
     timeout_s: float = 5.0
     num_ports: int = 0
-    """With one's own doors: so many further TCP ports that nobody uses here now (Probed.ports), all different. They
-    become MASTER_PORT and the ports in TF_CONFIG, which other systems open themselves."""
+    """Without targets: how many free TCP ports to find as well (ProbeReply.free_ports). They become MASTER_PORT and the
+    ports in TF_CONFIG, which other systems open themselves."""
 
 
 class StartRanks(LaunchMessage, frozen=True):
@@ -99,44 +96,51 @@ class StartRanks(LaunchMessage, frozen=True):
 
     orders: tuple[RankOrder, ...]
     pickled_call: bytes = b""
-    """What RankOrder.call is to be for all of them: said here, it travels once."""
+    """RankOrder.pickled_call of all of them, sent once."""
 
 
 class SignalRanks(LaunchMessage, frozen=True):
-    """Send a signal to the process groups of these ranks, as far as they run."""
+    """Send a signal to the process groups of those of these ranks that run."""
 
     ranks: tuple[int, ...]
     number: int
 
 
 class RankInput(LaunchMessage, frozen=True):
-    """Bytes for the terminal of a rank; empty ends it."""
+    """Bytes for the terminal of a rank; no bytes are the end of its input."""
 
     rank: int
     data: bytes
 
 
 class ResizeTerminal(LaunchMessage, frozen=True):
-    """The driver's terminal has so many rows and columns now."""
+    """The driver's terminal has this size now."""
 
     rank: int
     rows: int
     columns: int
 
 
+class PauseOutput(LaunchMessage, frozen=True):
+    """Stop reading what ranks print, so that they wait, or go on. Everything else is still reported at once: the driver
+    never stops reading from an agent, so that an exit is not kept behind output that nobody reads."""
+
+    paused: bool
+
+
 class DriverHeartbeat(LaunchMessage, frozen=True):
-    """The driver lives. Sent over ssh again and again, the first right after Hello came: a cut network closes nothing,
-    so an agent (launch/remote) that has heard a Beat and then hears nothing at all for silence_s quits."""
+    """The driver lives. Sent over ssh at intervals, first right after AgentHello: a cut network closes no connection,
+    so an agent that has got a heartbeat and then receives nothing for timeout_s stops."""
 
     timeout_s: float
 
 
 class StopAgent(LaunchMessage, frozen=True):
-    """Kill what still runs, and end. The end of the connection means the same."""
+    """Kill the ranks that still run, and exit. The end of the connection means the same."""
 
 
 DriverMessage: TypeAlias = (
-    ProbeRequest | StartRanks | SignalRanks | RankInput | ResizeTerminal | DriverHeartbeat | StopAgent
+    ProbeRequest | StartRanks | SignalRanks | RankInput | ResizeTerminal | PauseOutput | DriverHeartbeat | StopAgent
 )
 
 
@@ -144,30 +148,31 @@ DriverMessage: TypeAlias = (
 
 
 class AgentHello(LaunchMessage, frozen=True, forbid_unknown_fields=False, tag="Hello"):
-    """I am here. The first message; its shape must stay readable for other versions of ronde: they may add to its
-    end."""
+    """The first message of an agent. Other versions of ronde must be able to read it: they may add fields at its end."""
 
     version: str
-    """ronde's."""
     python: str
     host_identity: str
     """net.addresses.host_identity(): equal where ranks share memory."""
-    pid: int
-    num_cores: int
     cpus: tuple[int, ...]
-    """Cores that this process may use."""
-    addresses: tuple[str, ...] = ()
-    """Where others may reach this host, best first."""
+    """CPUs that this process may use, neighbours beside each other."""
+    effective_cpu_count: int
+    """How many of them the CPU quota of the agent's container allows to use at a time."""
 
 
 class ProbeReply(LaunchMessage, frozen=True):
-    """Answer to Probe: my own doors as `address:port`; or for each host in turn the candidates that answered."""
+    """Answer to ProbeRequest: this host's own listeners; or for each host in turn the candidates that answered."""
 
     reachable: tuple[tuple[str, ...], ...]
     errors: tuple[str, ...] = ()
-    """For each host in turn, why the candidates that did not answer failed, in words."""
+    """For each host in turn, why the other candidates did not answer."""
     free_ports: tuple[int, ...] = ()
-    """Probe.num_ports free ones."""
+
+
+class AgentError(LaunchMessage, frozen=True):
+    """Something failed on this host that concerns no single rank."""
+
+    reason: str
 
 
 class RankStarted(LaunchMessage, frozen=True):
@@ -177,17 +182,8 @@ class RankStarted(LaunchMessage, frozen=True):
     pid: int
 
 
-class RankStartFailed(LaunchMessage, frozen=True):
-    """The rank could not be started (rank -1: something else failed on this host)."""
-
-    rank: int
-    reason: str
-    exit_code: int = NOT_STARTED_CODE
-    """The rank's exit code, as shells have it."""
-
-
 class RankOutput(LaunchMessage, frozen=True):
-    """What a rank printed, as it came. All of it is sent before the rank's Exited."""
+    """Bytes that a rank printed. All of them are sent before the rank's RankExit."""
 
     rank: int
     stream: StdStream
@@ -195,39 +191,61 @@ class RankOutput(LaunchMessage, frozen=True):
 
 
 class FunctionResult(LaunchMessage, frozen=True):
-    """What the function of a rank returned or raised, as launch/function pickled it."""
+    """The return value or exception of a rank's function, as function_rank pickled it."""
 
     rank: int
     data: bytes
 
 
-class RankExited(LaunchMessage, frozen=True):
-    """The rank's process has ended, and everything in its process group with it. A signal counts below 0."""
+class ExitReason(enum.Enum):
+    """Why a rank has ended."""
+
+    EXITED = "exited"
+    """Its process ended, by itself or by a signal: see the exit code."""
+    OOM_KILLED = "oom_killed"
+    """The kernel killed it because memory ran out."""
+    OOM_SUSPECTED = "oom_suspected"
+    """It exited while the kernel killed some process, perhaps one of its own, because memory ran out."""
+    NOT_STARTED = "not_started"
+    """Its process could not be started."""
+    HOST_LOST = "host_lost"
+    """The connection to its host ended, and with it the agent and its ranks."""
+
+
+class RankExit(LaunchMessage, frozen=True):
+    """The rank's process and everything in its process group have ended, or it could not be started."""
 
     rank: int
     exit_code: int
+    """Below 0: the signal that ended it."""
+    reason: ExitReason = ExitReason.EXITED
     detail: str = ""
-    """What else is known of the end, such as that the host ran out of memory."""
+    """For NOT_STARTED and HOST_LOST: what is known about it, as text for people."""
+    host: str = ""
+    """The host's name as the user wrote it. Added by the driver."""
+    requested: bool = False
+    """Whether the rank ended after the driver had told it to. Added by the driver."""
 
 
 class UsageReport(LaunchMessage, frozen=True):
-    """What the ranks of this host use; about once per second. (rank, CPU share of one core, resident bytes)."""
+    """What the ranks of this host use; about once per second."""
 
     ranks: tuple[tuple[int, float, int], ...]
+    """(rank, CPU share of one core, resident bytes)"""
     gpus: tuple[tuple[float, int], ...] = ()
     """(share busy, bytes used) per GPU of the host, where there is one."""
 
 
 AgentMessage: TypeAlias = (
-    AgentHello | ProbeReply | RankStarted | RankStartFailed | RankOutput | FunctionResult | RankExited | UsageReport
+    AgentHello | ProbeReply | AgentError | RankStarted | RankOutput | FunctionResult | RankExit | UsageReport
 )
 
 PREAMBLE = b"\0ronde agent\0"
 """What an agent sends before its first frame. No shell prints it by accident."""
 MAX_FRAME_BYTES = 2**32 - 1
-"""What the length can say."""
+"""The largest length that 4 bytes can hold."""
 MAX_TEXT_BEFORE_PREAMBLE_BYTES = 4096
-"""So much of what came before MARK is kept."""
+"""How much of what came before the preamble is kept."""
 
 _LENGTH = struct.Struct("!I")
 _encoder = msgspec.msgpack.Encoder()
@@ -238,7 +256,6 @@ T = TypeVar("T")
 
 
 def encode_frame(message: DriverMessage | AgentMessage) -> bytes:
-    """One message for the wire."""
     data = bytearray(_LENGTH.size)
     _encoder.encode_into(message, data, _LENGTH.size)
     size = len(data) - _LENGTH.size
@@ -252,33 +269,32 @@ def encode_frame(message: DriverMessage | AgentMessage) -> bytes:
 
 
 class FrameReader(Generic[T]):
-    """Collects bytes as they come and gives out whole messages. Made by from_agent() or from_driver()."""
+    """Collects bytes and returns whole messages. Made by make_agent_message_reader or make_driver_message_reader."""
 
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], *, preamble: bytes = b"") -> None:
         self._decoder = decoder
         self._preamble = preamble
         self._partial_preamble = b""
-        """What may be the beginning of the mark."""
+        """Bytes that may be the beginning of the preamble."""
         self._parts: list[bytes] = []
         self._num_bytes = 0
-        """Of all parts."""
         self._num_needed_bytes = _LENGTH.size
-        """With fewer there is no whole message."""
+        """With fewer bytes there is no whole message."""
         self.text_before_preamble = b""
-        """The end of what came before the mark: not from an agent."""
+        """The end of what came before the preamble: not from an agent."""
 
     def feed(self, data: bytes) -> list[T]:
-        """The messages that are whole now. Raises ProtocolError when it is none; nothing after that makes sense."""
+        """Return the messages that are complete now. After a ProtocolError the rest of the stream is unreadable."""
         if self._preamble:
             data = self._skip_to_preamble(data)
         self._parts.append(data)
         self._num_bytes += len(data)
-        if self._num_bytes < self._num_needed_bytes:  # put together once: a frame may have hundreds of megabytes
+        if self._num_bytes < self._num_needed_bytes:  # joined once: a frame may have hundreds of megabytes
             return []
         return self._split_frames(b"".join(self._parts))
 
     def _split_frames(self, data: bytes) -> list[T]:
-        found: list[T] = []
+        messages: list[T] = []
         start, self._num_needed_bytes = 0, _LENGTH.size
         with memoryview(data) as view:
             while len(data) - start >= self._num_needed_bytes:
@@ -286,15 +302,15 @@ class FrameReader(Generic[T]):
                 if end > len(data):
                     self._num_needed_bytes = end - start
                     break
-                found.append(self._decode(view[start + _LENGTH.size : end]))
+                messages.append(self._decode(view[start + _LENGTH.size : end]))
                 start = end
         self._parts, self._num_bytes = [data[start:]], len(data) - start
-        return found
+        return messages
 
     def _skip_to_preamble(self, data: bytes) -> bytes:
-        """What comes after the mark; nothing as long as it has not come."""
-        before, mark, after = (self._partial_preamble + data).partition(self._preamble)
-        if mark:
+        """Return what comes after the preamble; nothing as long as that has not come."""
+        before, found, after = (self._partial_preamble + data).partition(self._preamble)
+        if found:
             self._preamble, self._partial_preamble = b"", b""
         else:
             first = max(0, len(before) - len(self._preamble) + 1)
@@ -312,10 +328,8 @@ class FrameReader(Generic[T]):
 
 
 def make_agent_message_reader() -> FrameReader[AgentMessage]:
-    """Reads what an agent sends."""
     return FrameReader(_agent_message_decoder, preamble=PREAMBLE)
 
 
 def make_driver_message_reader() -> FrameReader[DriverMessage]:
-    """Reads what the driver sends."""
     return FrameReader(_driver_message_decoder)

@@ -1,8 +1,4 @@
-"""The terminal of `ronde run`, handed to one rank: what is typed goes to it unread. Used by the driver for --debug.
-
-Pseudo-terminals: one that a rank can be debugged in, and ones that only make its output look like a terminal's.
-Used by launch/rank.
-"""
+"""Pseudo-terminals for ranks, and the driver's own terminal in raw mode for `--debug`."""
 
 from __future__ import annotations
 
@@ -21,7 +17,7 @@ READ_BYTES = 4096
 
 
 class RawTerminalInput:
-    """Reads standard input as it is typed, until close(). Also Ctrl-C and Ctrl-Z are for the rank."""
+    """Reads standard input as it is typed, until close(). Ctrl-C and Ctrl-Z are passed on to the rank, too."""
 
     def __init__(self, loop: EventLoop, on_input: Callable[[bytes], None], fd: int = 0) -> None:
         self._loop = loop
@@ -29,7 +25,7 @@ class RawTerminalInput:
         self._fd = fd
         self._saved_attributes = termios.tcgetattr(fd) if os.isatty(fd) else None
         if self._saved_attributes is not None:
-            # Output, too: a full-screen debugger counts on it. The Printer ends its own lines accordingly (raw_rank).
+            # Output, too: a full-screen debugger needs it. The Printer ends its own lines accordingly (debug_rank).
             tty.setraw(fd, termios.TCSADRAIN)
         loop.add_reader(fd, self._read)
 
@@ -53,38 +49,37 @@ class RawTerminalInput:
 
 
 EOF_CHARACTER = b"\x04"
-"""What Ctrl-D types: the end of the input."""
+"""Ctrl-D: the end of the input."""
 DEFAULT_ROWS, DEFAULT_COLUMNS = 24, 80
-"""Until the driver says how large its own is."""
+"""Until the driver sends the size of its own terminal."""
 
 _WINDOW_SIZE = struct.Struct("HHHH")
 
-# The leader of a session gets its controlling terminal by opening one, and only the process itself can do that. Without
+# The leader of a session gets its controlling terminal by opening one, which only the process itself can do. Without
 # it, Ctrl-C would be a character like any other.
 _TAKE_TERMINAL_SCRIPT = ': <>"$1"; shift; exec "$@"'
 
 
 def open_pty(*, raw: bool) -> tuple[int, int]:
-    """Our end and the process's; raw: what is written comes out unchanged."""
-    ours, theirs = os.openpty()
+    """Open a pty; return the parent's and the child's descriptor. Raw: what is written comes out unchanged."""
+    parent_fd, child_fd = os.openpty()
     try:
-        set_window_size(ours, DEFAULT_ROWS, DEFAULT_COLUMNS)
+        set_window_size(parent_fd, DEFAULT_ROWS, DEFAULT_COLUMNS)
         if raw:
-            tty.setraw(theirs)
+            tty.setraw(child_fd)
     except BaseException:
-        os.close(ours)
-        os.close(theirs)
+        os.close(parent_fd)
+        os.close(child_fd)
         raise
-    return ours, theirs
+    return parent_fd, child_fd
 
 
 def set_window_size(fd: int, rows: int, columns: int) -> None:
-    """Set the size of the window; programs in it are told."""
     fcntl.ioctl(
         fd, termios.TIOCSWINSZ, _WINDOW_SIZE.pack(*(max(1, min(each, 0xFFFF)) for each in (rows, columns)), 0, 0)
     )
 
 
-def with_controlling_terminal(child_fd: int, argv: Sequence[str]) -> list[str]:
-    """The command that makes this terminal its session's own, and becomes `argv`."""
-    return ["/bin/sh", "-c", _TAKE_TERMINAL_SCRIPT, "sh", os.ttyname(child_fd), *argv]
+def with_controlling_terminal(child_fd: int, argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the command that makes this pty the controlling terminal of its session, and then becomes `argv`."""
+    return ("/bin/sh", "-c", _TAKE_TERMINAL_SCRIPT, "sh", os.ttyname(child_fd), *argv)

@@ -10,6 +10,7 @@ import time
 import pytest
 
 from ronde.comm.joining import connect_to_coordinator
+from ronde.coordinator.membership import LeaveReason
 from ronde.coordinator.rounds import Round
 from ronde.errors import StartFailed
 from ronde.net.messages import (
@@ -77,7 +78,8 @@ def test_a_rank_whose_script_just_ends_is_missed_but_not_shown_as_lost(job: Job)
     assert ranks[0].hear(RankLost) == RankLost(1, "exited without shutdown")
     shown = job.coordinator.activity().ranks[1]
     assert (shown.state, shown.why) == ("left", "has come to the end of its script")
-    assert job.coordinator.first_lost() == (1, "exited without shutdown")
+    lost = job.coordinator.first_lost()
+    assert lost is not None and (lost[0], lost[1].reason) == (1, LeaveReason.SCRIPT_ENDED)
 
 
 def test_what_is_asked_of_a_lost_rank_fails(job: Job) -> None:

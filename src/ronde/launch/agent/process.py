@@ -1,8 +1,7 @@
-"""A process with a process group of its own: started, signalled and reaped here, and nowhere else. Used by
-launch/rank (the agent's ranks) and launch/local.
+"""A child process with a process group of its own: spawned, signalled and reaped here. Used for ranks.
 
-The leader of a group keeps its number until it is reaped, so that is when what it left behind can be ended without
-hitting a stranger: reap() kills the group first.
+The leader of a process group keeps its process id until it is reaped. So until then what is left of the group can be
+killed without hitting an unrelated process: reap() kills the group first.
 """
 
 from __future__ import annotations
@@ -13,53 +12,37 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import IO, TypeAlias
+from collections.abc import Collection, Iterator
 
 from ronde.errors import StartFailed
 from ronde.launch.agent.orphans import OrphanKiller
+from ronde.launch.protocol import RankOrder
 from ronde.types import Deadline
 
-__all__ = ["ChildProcess", "CommandNotExecutable", "ProcessSpec", "StdioTarget", "describe_spawn_error", "spawn"]
-
-StdioTarget: TypeAlias = "int | IO[bytes] | IO[str] | None"
-"""What a standard stream becomes, as subprocess takes it; None leaves it as ours is."""
+__all__ = ["ChildProcess", "CommandNotExecutable", "describe_spawn_error", "spawn"]
 
 
 class CommandNotExecutable(StartFailed):
-    """The command is there, and is no program that may be run."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ProcessSpec:
-    """What to run, where."""
-
-    argv: Sequence[str]
-    env: Mapping[str, str]
-    """All of its environment."""
-    cwd: str | None = None
-    """None: where this process is."""
-    cpus: Collection[int] = ()
-    """Cores it may use; empty for all."""
+    """The command exists but is no program that may be run."""
 
 
 def spawn(
-    spec: ProcessSpec,
+    order: RankOrder,
     orphan_killer: OrphanKiller,
     *,
-    stdin: StdioTarget,
-    stdout: StdioTarget,
-    stderr: StdioTarget,
+    stdin: int,
+    stdout: int,
+    stderr: int,
     inherited_fds: Collection[int] = (),
 ) -> ChildProcess:
-    """Start it as the leader of a new session and process group. StartFailed says what to do when that fails."""
+    """Start the order's command as the leader of a new session and process group. StartFailed says why it cannot be
+    started, and what to do."""
     try:
-        with _cpu_affinity(spec.cpus):
+        with _cpu_affinity(order.cpus):
             popen = subprocess.Popen(
-                spec.argv,
-                env={**spec.env, **orphan_killer.cookie},
-                cwd=spec.cwd,
+                order.argv,
+                env={**order.env, **orphan_killer.cookie},
+                cwd=order.cwd or None,
                 stdin=stdin,
                 stdout=stdout,
                 stderr=stderr,
@@ -67,13 +50,13 @@ def spawn(
                 start_new_session=True,
             )
     except (OSError, ValueError) as error:
-        raise describe_spawn_error(error, spec) from None
+        raise describe_spawn_error(error, order) from None
     return ChildProcess(popen, orphan_killer)
 
 
 class ChildProcess:
-    """A running process, and all that it starts and that stays in its group; the guard knows of the rest. Not for
-    several threads at once."""
+    """A running process and all processes that it starts in its group; the orphan killer finds those that left it. Not
+    for several threads at once."""
 
     def __init__(self, popen: subprocess.Popen[bytes], orphan_killer: OrphanKiller) -> None:
         self.pid = popen.pid
@@ -83,21 +66,21 @@ class ChildProcess:
         orphan_killer.watch_group(popen.pid)
         try:
             self.pidfd = os.pidfd_open(popen.pid)
-            """Readable when the process has ended: then reap() does not wait. -1 afterwards."""
+            """Readable when the process has ended: then reap() does not wait. -1 after that."""
         except OSError as error:
             self.pidfd = -1
             self.reap()
             raise StartFailed(f"process {popen.pid} cannot be watched ({error.strerror}); raise ulimit -n") from None
 
     def signal(self, number: int) -> None:
-        """Send it to the whole group, as long as its leader is not reaped."""
+        """Send a signal to the whole group, unless its leader was reaped."""
         if self._exit_code is None:
-            # Ended in between; or all that is left runs as another user.
+            # It ended in between; or all that is left runs as another user.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, number)
 
     def wait(self, deadline: Deadline) -> bool:
-        """Wait for its end; whether it came in time."""
+        """Wait for the end of the process; return whether it came in time."""
         if self._exit_code is not None:
             return True
         poll = select.poll()
@@ -105,7 +88,7 @@ class ChildProcess:
         return bool(poll.poll(deadline.remaining_s * 1000))
 
     def reap(self) -> int:
-        """Kill what is left of the group and return the leader's exit code; a signal counts below 0. Idempotent."""
+        """Kill what is left of the group and return the leader's exit code, below 0 for a signal. Idempotent."""
         if self._exit_code is None:
             self.signal(signal.SIGKILL)
             self._orphan_killer.forget_group(self.pid)
@@ -114,7 +97,7 @@ class ChildProcess:
         return self._exit_code
 
     def close(self) -> None:
-        """Stop watching it; for one that does not even end when it is killed. Idempotent."""
+        """Stop watching the process, even if it has not ended. Idempotent."""
         if self.pidfd >= 0:
             os.close(self.pidfd)
             self.pidfd = -1
@@ -122,7 +105,7 @@ class ChildProcess:
 
 @contextlib.contextmanager
 def _cpu_affinity(cpus: Collection[int]) -> Iterator[None]:
-    """A child inherits the cores of the thread that starts it; other threads are not touched, so nobody races."""
+    # A child inherits the affinity of the thread that starts it; other threads keep theirs.
     if not cpus:
         yield
         return
@@ -149,17 +132,17 @@ LIMIT_ADVICE = {
 }
 
 
-def describe_spawn_error(error: OSError | ValueError, spec: ProcessSpec) -> StartFailed:
-    """Why a process could not be started, and what to do."""
-    if not isinstance(error, OSError):  # a null byte, or text that is no text
+def describe_spawn_error(error: OSError | ValueError, order: RankOrder) -> StartFailed:
+    """Make the exception that says why a process could not be started, and what to do."""
+    if not isinstance(error, OSError):  # a null byte, or text that cannot be encoded
         return StartFailed(f"its command or its environment cannot be handed to a process: {error}")
     host = f"host {_host_name()}"
     if error.errno in LIMIT_ADVICE:
         return StartFailed(f"{host}: {LIMIT_ADVICE[error.errno]}")
-    if spec.cwd is not None and error.filename == spec.cwd:
+    if order.cwd and error.filename == order.cwd:
         problem = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be entered ({error.strerror})"
-        return StartFailed(f"the working directory {spec.cwd} {problem} on {host}; choose one that every host has")
-    name = spec.argv[0] if spec.argv else ""
+        return StartFailed(f"the working directory {order.cwd} {problem} on {host}; choose one that every host has")
+    name = order.argv[0] if order.argv else ""
     if isinstance(error, FileNotFoundError):
         return StartFailed(
             f"there is no command {name!r} on {host}; give its full path, or check PATH there "

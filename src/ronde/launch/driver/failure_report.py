@@ -7,67 +7,58 @@ coordinator, and for them the order of exits is all there is.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from ronde.coordinator.membership import LeaveReason, LostPeer, MembershipEnd
+from ronde.launch.protocol import ExitReason, RankExit
 from ronde.observe.stacks import RankStack
 from ronde.observe.stalls import Whereabouts
 from ronde.text import describe_exit_code, format_ranks, shell_exit_code, shorten
 
-__all__ = ["FailureReport", "RankExit", "StopRequest", "make_failure_report"]
+__all__ = ["FailureReport", "StopRequest", "describe_exit", "make_failure_report"]
 
 MAX_LINE_CHARS = 500
-"""Characters of one error that is told in passing."""
-PEER_LEFT_ERROR = re.compile(
-    r"[\w.]+: (?:rank \d+ lost rank (\d+)\b|ranks? (\d+)\b[\d, -]* ended before the round began)"
-)
-"""An error that names the rank it is about: the words of PeerLost, and of the coordinator when nobody can start."""
+"""Characters of an error that is quoted in passing."""
 
 ReadTail: TypeAlias = Callable[[int, int], str]
-"""The last words of a rank that ended with this code: Screen.tail."""
-
-
-@dataclass(frozen=True, slots=True)
-class RankExit:
-    """How one rank has ended."""
-
-    rank: int
-    host: str
-    exit_code: int
-    """A signal counts below 0."""
-    reason: str = ""
-    """In words, when the code is not the story: it could not be started, its host was lost."""
-    detail: str = ""
-    """What else is known, such as that the host ran out of memory."""
-    requested: bool = False
-    """It ended after the driver had told it to."""
-
-    @property
-    def description(self) -> str:
-        """For the summary and for the coordinator."""
-        return (self.reason or describe_exit_code(self.exit_code)) + (f" ({self.detail})" if self.detail else "")
+"""The last output of a rank that ended with this code: OutputSink.tail."""
 
 
 @dataclass(frozen=True, slots=True)
 class StopRequest:
-    """The job was ended from outside."""
+    """Somebody has ended the job from outside."""
 
     exit_code: int
     reason: str
-    """Empty when its user wants no word of it."""
+    """Empty when the user needs no explanation."""
 
 
 @dataclass(frozen=True, slots=True)
 class FailureReport:
-    """The end of the job."""
+    """How the job has ended."""
 
     exit_code: int
     first_failed_rank: int | None = None
-    """The rank that failed first."""
     lines: tuple[str, ...] = ()
-    """Who, where and why, with its last words; then what became of the others. Empty when all is well."""
+    """Which rank failed, where and why, with its last output; then what became of the others. Empty after a success."""
+
+
+def describe_exit(rank_exit: RankExit) -> str:
+    """Say how a rank has ended; the rank is the subject."""
+    match rank_exit.reason:
+        case ExitReason.NOT_STARTED:
+            return f"could not be started: {rank_exit.detail}"
+        case ExitReason.HOST_LOST:
+            return f"ended when the connection to it was lost ({rank_exit.detail})"
+        case ExitReason.OOM_KILLED:
+            more = " (the host ran out of memory)"
+        case ExitReason.OOM_SUSPECTED:
+            more = " (the host ran out of memory and the kernel killed a process, perhaps one of this rank's)"
+        case ExitReason.EXITED:
+            more = ""
+    return describe_exit_code(rank_exit.exit_code) + more
 
 
 def make_failure_report(
@@ -75,88 +66,102 @@ def make_failure_report(
     *,
     num_ranks: int,
     tail: ReadTail = lambda rank, code: "",
-    first_lost: tuple[int, str] | None = None,
+    first_lost: tuple[int, MembershipEnd] | None = None,
+    lost_peers: Mapping[int, LostPeer] | None = None,
     whereabouts: Whereabouts | None = None,
     stop_request: StopRequest | None = None,
 ) -> FailureReport:
-    """What to make of these ends, which are in the order in which they came."""
-    by_themselves = [end for end in exits if not end.requested]
-    failed = [end for end in by_themselves if end.exit_code != 0]
-    missing = sorted(set(range(num_ranks)) - {end.rank for end in exits})
-    never_ended = [f"{format_ranks(missing)} did not end, not even when killed; look at their hosts"] if missing else []
+    """Report on these exits, which are in the order in which they came. The coordinator knows `first_lost`, the rank
+    that it lost first and how, and `lost_peers`, by rank those that failed because another one was gone."""
+    lost_peers = lost_peers or {}
+    unrequested = [each for each in exits if not each.requested]
+    failed = [each for each in unrequested if each.exit_code != 0]
+    still_running = sorted(set(range(num_ranks)) - {each.rank for each in exits})
+    last_lines = []
+    if still_running:
+        last_lines.append(f"{format_ranks(still_running)} did not end, not even when killed; look at their hosts")
     stopped = [stop_request.reason] if stop_request is not None and stop_request.reason else []
     if not failed:
-        code = 1 if missing else 0
-        return FailureReport(code if stop_request is None else stop_request.exit_code, None, (*stopped, *never_ended))
-    lost = next((end for end in by_themselves if first_lost is not None and end.rank == first_lost[0]), None)
-    culprit = lost if lost is not None and lost.exit_code != 0 else failed[0]
-    # Several that could not be started, or whose host was lost: one story.
-    together = [end for end in failed if end.reason and end.reason == culprit.reason] or [culprit]
-    why = first_lost[1] if first_lost is not None and lost is not None else ""
-    said = tail(culprit.rank, culprit.exit_code)
-    left, error = _find_early_exit(said, by_themselves)
-    absent: tuple[RankStack, ...] = ()
-    if left is not None:
+        code = 1 if still_running else 0
+        return FailureReport(code if stop_request is None else stop_request.exit_code, None, (*stopped, *last_lines))
+    lost = next((each for each in unrequested if first_lost is not None and each.rank == first_lost[0]), None)
+    membership_end = first_lost[1] if first_lost is not None else None
+    first = lost if lost is not None and lost.exit_code != 0 else failed[0]
+    # Several ranks that could not be started, or whose host was lost, are one failure.
+    together = [each for each in failed if _is_one_failure(each, first)] or [first]
+    exited_early = _find_early_exit(lost_peers.get(first.rank), unrequested)
+    missing: tuple[RankStack, ...] = ()
+    if exited_early is not None:
         lines = [
-            f"{_format_ranks_and_hosts([left])} left too early: {_append_reason(left.description, why if left is lost else '')}"
+            f"{_format_ranks_and_hosts([exited_early])} left too early: "
+            + _describe_end(exited_early, membership_end if exited_early is lost else None),
+            *_quote_lines(tail(exited_early.rank, exited_early.exit_code)),
+            f"rank {first.rank} then {describe_exit(first)}: {shorten(lost_peers[first.rank].error, MAX_LINE_CHARS)}",
         ]
-        lines += _quote_lines(tail(left.rank, left.exit_code))
-        lines += [f"rank {culprit.rank} then {culprit.description}: {shorten(error, MAX_LINE_CHARS)}"]
     else:
-        where = whereabouts if whereabouts is not None and whereabouts.first == culprit.rank else None
-        absent = where.missing if where is not None else ()
+        where = whereabouts if whereabouts is not None and whereabouts.first == first.rank else None
+        missing = where.missing if where is not None else ()
         lines = [
-            _describe_first_failure(culprit, together, why if lost is culprit else "", absent),
-            *_quote_lines(said),
+            _describe_first_failure(together, membership_end if lost is first else None, missing),
+            *_quote_lines(tail(first.rank, first.exit_code)),
+            *_describe_disagreement(where.disagreeing if where is not None else ()),
         ]
-        lines += _disagreements(where.disagreeing if where is not None else ())
-        if lost is not None and lost.exit_code == 0:
-            # Perhaps the reason, perhaps not: so it is said, no more.
-            lines += [
-                f"before that, {_format_ranks_and_hosts([lost])} had left the others: {_append_reason(lost.description, why)}"
-            ]
-    late = {each.rank for each in absent}
-    others = [end for end in exits if end.exit_code != 0 and end not in together and end.rank not in late]
-    # Once the coordinator has lost one, or one has left too early, the others fail for that, with any code.
-    same = (
-        []
-        if first_lost is not None or left is not None
-        else [end for end in others if _is_same_failure(end, culprit, tail)]
+        if lost is not None and lost.exit_code == 0:  # perhaps the reason, perhaps not
+            how = _describe_end(lost, membership_end)
+            lines.append(f"before that, {_format_ranks_and_hosts([lost])} had left the others: {how}")
+    late = {each.rank for each in missing}
+    others = [each for each in exits if each.exit_code != 0 and each not in together and each.rank not in late]
+    # Once the coordinator has lost a rank, or one has left too early, the others fail because of that, with any code.
+    alike = (
+        [each for each in others if _is_same_exit(each, first) and each.rank not in lost_peers]
+        if first_lost is None and exited_early is None
+        else []
     )
-    lines += _count_others(len(same), f"failed, too: {describe_exit_code(culprit.exit_code)}")
-    lines += _count_others(len(others) - len(same), "ended in consequence")
-    return FailureReport(
-        shell_exit_code(culprit.exit_code), culprit.rank, (*lines, *never_ended, *stopped, *map(_absence, absent))
+    lines += _count_others(len(alike), f"failed, too: {describe_exit_code(first.exit_code)}")
+    lines += _count_others(len(others) - len(alike), "ended in consequence")
+    lines += [*last_lines, *stopped, *map(_describe_missing, missing)]
+    return FailureReport(shell_exit_code(first.exit_code), first.rank, tuple(lines))
+
+
+def _is_one_failure(rank_exit: RankExit, first: RankExit) -> bool:
+    own_reason = first.reason in (ExitReason.NOT_STARTED, ExitReason.HOST_LOST)
+    return own_reason and (rank_exit.reason, rank_exit.detail) == (first.reason, first.detail)
+
+
+def _is_same_exit(rank_exit: RankExit, first: RankExit) -> bool:
+    by_itself = (ExitReason.EXITED, ExitReason.OOM_KILLED, ExitReason.OOM_SUSPECTED)
+    return (
+        not rank_exit.requested
+        and rank_exit.reason in by_itself
+        and first.reason in by_itself
+        and rank_exit.exit_code == first.exit_code
     )
 
 
-def _find_early_exit(output: str, exits: Sequence[RankExit]) -> tuple[RankExit | None, str]:
-    """Whoever ended well, but too early, says the error of one that needed it; and that error."""
-    well = {end.rank: end for end in exits if end.exit_code == 0}
-    for line in output.split("\n"):
-        found = PEER_LEFT_ERROR.match(line)
-        if found is not None and (left := well.get(int(found[1] or found[2]))) is not None:
-            return left, line
-    return None, ""
+def _find_early_exit(lost_peer: LostPeer | None, exits: Sequence[RankExit]) -> RankExit | None:
+    """Return the exit of the rank that the first failed rank missed, if that one had ended with code 0."""
+    if lost_peer is None:
+        return None
+    return next((each for each in exits if each.rank == lost_peer.rank and each.exit_code == 0), None)
 
 
 def _describe_first_failure(
-    first_failure: RankExit, together: Sequence[RankExit], reason: str, missing: Sequence[RankStack]
+    together: Sequence[RankExit], membership_end: MembershipEnd | None, missing: Sequence[RankStack]
 ) -> str:
-    who = _format_ranks_and_hosts(together)
-    if first_failure.reason:
-        return f"{who} {first_failure.description}"
+    who, first = _format_ranks_and_hosts(together), together[0]
+    if first.reason in (ExitReason.NOT_STARTED, ExitReason.HOST_LOST):
+        return f"{who} {describe_exit(first)}"
     failed = f"waited in vain for {format_ranks(each.rank for each in missing)}" if missing else "failed first"
-    return f"{who} {failed}: {_append_reason(first_failure.description, reason)}"
+    return f"{who} {failed}: {_describe_end(first, membership_end)}"
 
 
-def _absence(missing: RankStack) -> str:
+def _describe_missing(missing: RankStack) -> str:
     where = f"it was at {missing.line}" if missing.line else f"it {missing.why}"
     return f"rank {missing.rank} on host {missing.host}, pid {missing.pid}, did not come: {where}"
 
 
-def _disagreements(stacks: Sequence[RankStack]) -> list[str]:
-    """The lines that did not fit together, and whose they are."""
+def _describe_disagreement(stacks: Sequence[RankStack]) -> list[str]:
+    """Return the lines of code that did not fit together, each with its ranks."""
     by_line: dict[str, list[int]] = {}
     for each in stacks:
         by_line.setdefault(each.line or "a line that is not known", []).append(each.rank)
@@ -166,31 +171,21 @@ def _disagreements(stacks: Sequence[RankStack]) -> list[str]:
 
 
 def _format_ranks_and_hosts(exits: Sequence[RankExit]) -> str:
-    hosts = list(dict.fromkeys(end.host for end in exits))
-    return f"{format_ranks(end.rank for end in exits)} on host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
+    hosts = list(dict.fromkeys(each.host for each in exits))
+    return f"{format_ranks(each.rank for each in exits)} on host{'s' * (len(hosts) > 1)} {', '.join(hosts)}"
 
 
 def _quote_lines(output: str) -> list[str]:
     return [f"  | {line}" for line in output.rstrip("\n").split("\n")] if output.strip() else []
 
 
-def _append_reason(description: str, reason: str) -> str:
-    """What the coordinator heard of it, unless it is what we told it."""
-    return description if reason in ("", description) else f"{description} ({reason})"
+def _describe_end(rank_exit: RankExit, membership_end: MembershipEnd | None) -> str:
+    """Describe an exit, with what the coordinator knows about it, unless it knows that from the driver."""
+    description = describe_exit(rank_exit)
+    if membership_end is None or membership_end.reason is LeaveReason.PROCESS_ENDED:
+        return description
+    return f"{description} ({membership_end.description})"
 
 
-def _is_same_failure(rank_exit: RankExit, first_failure: RankExit, tail: ReadTail) -> bool:
-    """Whether it ended as the culprit did, by itself, and does not say that it lost somebody."""
-    told = (
-        rank_exit.requested
-        or rank_exit.reason
-        or first_failure.reason
-        or rank_exit.exit_code != first_failure.exit_code
-    )
-    return not told and not any(
-        PEER_LEFT_ERROR.match(line) for line in tail(rank_exit.rank, rank_exit.exit_code).split("\n")
-    )
-
-
-def _count_others(num: int, description: str) -> list[str]:
-    return [f"{num} other rank{'s' * (num > 1)} {description}"] if num else []
+def _count_others(count: int, description: str) -> list[str]:
+    return [f"{count} other rank{'s' * (count > 1)} {description}"] if count else []

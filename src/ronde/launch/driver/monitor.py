@@ -29,6 +29,7 @@ from ronde.errors import ProtocolError, RondeError, StartFailed
 from ronde.net.unix_server import MAX_SOCKET_PATH_BYTES, UnixLineServer, listening_pid, query_monitor
 from ronde.observe.activity import JobActivity, RankActivity, RankState
 from ronde.observe.stacks import RankStack
+from ronde.text import describe_exit_code
 from ronde.types import Deadline
 
 __all__ = [
@@ -150,8 +151,7 @@ def _choose_rank_state(activity: RankActivity, process_info: RankProcessInfo) ->
         )
     if activity.state == "lost":
         return "lost", activity.why
-    ended = f"killed by signal {-code}" if code < 0 else f"exited with code {code}"
-    return ("left" if code == 0 else "lost"), ended
+    return ("left" if code == 0 else "lost"), describe_exit_code(code)
 
 
 SOCKET_SUFFIX = ".sock"

@@ -1,10 +1,10 @@
-"""How a job is brought to its end: who is asked, told and killed, and when. A table; the driver carries it out.
+"""How a job is brought to its end: who gets which signal, and when. A table; the driver carries it out.
 
-RUNNING ── a rank failed ──► GRACE ── time ──► TERMINATE ── time ──► KILL ── time ──► GIVEN_UP
+RUNNING ── a rank failed ──► GRACE ── time ──► TERMINATE ── time ──► KILL ── time ──► ABANDONED
    └────── Ctrl-C ─────────► INTERRUPT ── time ──┘                    ▲
                                  └── Ctrl-C again: at once ───────────┘
 
-Repeats of a signal within moments do not get here, see signals.REPEAT_S.
+The driver does not pass on repeats of a signal within moments, see driver.SIGNAL_REPEAT_S.
 """
 
 from __future__ import annotations
@@ -13,39 +13,29 @@ import enum
 import signal
 from dataclasses import dataclass
 
-__all__ = ["Termination", "TerminationEvent", "TerminationStage", "TerminationStep"]
+from ronde.launch.timeouts import INTERRUPT_TIMEOUT_S, INTERRUPTED_TERMINATE_TIMEOUT_S, KILL_TIMEOUT_S
 
-INTERRUPT_TIMEOUT_S = 3.0
-"""After Ctrl-C, ranks get so long to end by themselves."""
-INTERRUPTED_TERMINATE_TIMEOUT_S = 2.0
-"""Who has pressed Ctrl-C does not want to wait: most between SIGTERM and SIGKILL then."""
-KILL_TIMEOUT_S = 5.0
-"""A killed process ends at once, unless the kernel is busy for it."""
+__all__ = ["Termination", "TerminationEvent", "TerminationStage", "TerminationStep"]
 
 
 class TerminationStage(enum.Enum):
-    """How far it has come."""
-
     RUNNING = enum.auto()
     GRACE = enum.auto()
-    """A rank has failed; the others end by themselves, as the coordinator has told them."""
+    """A rank has failed; the others end by themselves, because the coordinator tells them."""
     INTERRUPT = enum.auto()
     TERMINATE = enum.auto()
     KILL = enum.auto()
     ABANDONED = enum.auto()
-    """Some did not even end when killed: their host does not answer."""
+    """Some ranks have not ended even when killed: their host does not answer."""
 
 
 class TerminationEvent(enum.Enum):
-    """What moves it."""
-
     RANK_FAILED = enum.auto()
-    """A rank has ended, and not well."""
     INTERRUPTED = enum.auto()
     STOP_REQUESTED = enum.auto()
     """The driver itself is to end: SIGTERM, SIGHUP, stop()."""
     TIMED_OUT = enum.auto()
-    """What was given for this stage is over."""
+    """The time of this stage is over."""
 
 
 TRANSITIONS: dict[tuple[TerminationStage, TerminationEvent], TerminationStage] = {
@@ -63,7 +53,7 @@ TRANSITIONS: dict[tuple[TerminationStage, TerminationEvent], TerminationStage] =
     (TerminationStage.TERMINATE, TerminationEvent.TIMED_OUT): TerminationStage.KILL,
     (TerminationStage.KILL, TerminationEvent.TIMED_OUT): TerminationStage.ABANDONED,
 }
-"""What is not in it changes nothing."""
+"""Any other event changes nothing."""
 
 STAGE_SIGNALS = {
     TerminationStage.INTERRUPT: signal.SIGINT,
@@ -78,13 +68,13 @@ class TerminationStep:
 
     stage: TerminationStage
     signal: signal.Signals | None
-    """For all ranks that still run."""
+    """To send to all ranks that still run."""
     timeout_s: float | None
-    """When On.TIME is due; None for never."""
+    """After which TIMED_OUT is due; None for never."""
 
 
 class Termination:
-    """The stage of one job."""
+    """The stage of one job. handle_event() returns what to do now, if anything."""
 
     def __init__(self, *, grace_s: float, terminate_s: float) -> None:
         self.stage = TerminationStage.RUNNING
@@ -96,7 +86,6 @@ class Termination:
         }
 
     def handle_event(self, event: TerminationEvent) -> TerminationStep | None:
-        """What to do now, if anything."""
         stage = TRANSITIONS.get((self.stage, event))
         if stage is None:
             return None

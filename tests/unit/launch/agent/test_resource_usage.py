@@ -1,4 +1,4 @@
-"""What ranks use, and whether memory ran out: read from files that look like the kernel's."""
+"""What ranks may use and do use, and whether memory ran out: read from files that look like the kernel's."""
 
 from __future__ import annotations
 
@@ -10,28 +10,23 @@ from pathlib import Path
 import pytest
 
 from ronde.launch.agent.resource_usage import (
+    CgroupLimits,
     GpuMonitor,
     OomKillCounter,
     ProcessUsage,
     UsageSampler,
+    available_cpus,
     effective_cpu_count,
-    parse_proc_stat,
+    read_cgroup_limits,
     read_session_usage,
+    sort_by_topology,
 )
-
-TICKS = os.sysconf("SC_CLK_TCK")
-PAGE = os.sysconf("SC_PAGE_SIZE")
-
-
-def stat(name: str, session: int, *ticks: int, pages: int) -> str:
-    fields = ["S", "1", "1", str(session), *"0 -1 0 0 0 0 0".split(), *map(str, ticks), *"20 0 1 0 5 999".split()]
-    return f"42 ({name}) {' '.join([*fields, str(pages), '0'])}\n"
+from ronde.text import split_proc_stat
 
 
 @pytest.mark.parametrize("name", ["python", "a b) S (c", "((", ")"])
-def test_a_line_of_the_kernel_is_read_whatever_the_name(name: str) -> None:
-    text = stat(name, 7, TICKS, 2 * TICKS, 3 * TICKS, 4 * TICKS, pages=5)
-    assert parse_proc_stat(text) == (7, ProcessUsage(10.0, 5 * PAGE))
+def test_a_line_of_the_kernel_is_read_whatever_the_name_of_the_process(name: str) -> None:
+    assert split_proc_stat(f"42 ({name}) S 1 2 7\n".encode()) == ["S", "1", "2", "7"]
 
 
 def test_our_own_session_is_found_and_uses_something() -> None:
@@ -125,3 +120,69 @@ def test_a_limit_of_a_container_counts_as_its_number_of_cores(tmp_path: Path, mi
 def test_where_nobody_tells_nothing_is_claimed(tmp_path: Path) -> None:
     assert not OomKillCounter(tmp_path).has_increased()
     assert effective_cpu_count(8, tmp_path) == 8
+
+
+CASES = {
+    "no control groups": ({}, CgroupLimits()),
+    "version 2, without limits": (
+        {
+            "proc/self/cgroup": "0::/user\n",
+            "sys/fs/cgroup/user/cpu.max": "max 100000\n",
+            "sys/fs/cgroup/user/memory.max": "max\n",
+            "sys/fs/cgroup/user/pids.max": "max\n",
+        },
+        CgroupLimits(),
+    ),
+    "version 2, a limit above counts too": (
+        {
+            "proc/self/cgroup": "0::/pod/box\n",
+            "sys/fs/cgroup/pod/cpu.max": "150000 100000\n",
+            "sys/fs/cgroup/pod/box/cpu.max": "400000 100000\n",
+            "sys/fs/cgroup/pod/memory.max": "1000\n",
+            "sys/fs/cgroup/pod/memory.current": "900\n",
+            "sys/fs/cgroup/pod/box/memory.max": "500\n",
+            "sys/fs/cgroup/pod/box/memory.current": "200\n",
+            "sys/fs/cgroup/pod/box/pids.max": "77\n",
+        },
+        CgroupLimits(1.5, 500, 100, 77),
+    ),
+    "version 1, whose paths are the host's": (
+        {
+            "proc/self/cgroup": "4:memory:/docker/1234\n2:cpu,cpuacct:/docker/1234\n0::/\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "50000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "4096\n",
+            "sys/fs/cgroup/memory/memory.usage_in_bytes": "5000\n",
+        },
+        CgroupLimits(0.5, 4096, 0),
+    ),
+    "version 1, without limits": (
+        {
+            "proc/self/cgroup": "4:memory:/\n2:cpu:/\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": "9223372036854771712\n",
+        },
+        CgroupLimits(),
+    ),
+}
+
+
+@pytest.mark.parametrize(("files", "limits"), CASES.values(), ids=CASES)
+def test_the_smallest_limits_wins(tmp_path: Path, files: dict[str, str], limits: CgroupLimits) -> None:
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert read_cgroup_limits(tmp_path) == limits
+
+
+def test_threads_of_one_core_are_beside_each_other() -> None:
+    def topology(cpu: int) -> tuple[int, int]:
+        return (cpu % 4 // 2, cpu % 4)  # four cores of two threads, on two sockets: 0 and 4 are one core
+
+    assert sort_by_topology(range(8), topology) == (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def test_only_cpus_that_this_process_may_use_are_listed() -> None:
+    assert set(available_cpus()) == os.sched_getaffinity(0)

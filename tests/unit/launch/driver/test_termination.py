@@ -7,15 +7,13 @@ import signal
 import pytest
 
 from ronde.launch.driver.termination import (
-    INTERRUPT_TIMEOUT_S,
-    INTERRUPTED_TERMINATE_TIMEOUT_S,
-    KILL_TIMEOUT_S,
     TRANSITIONS,
     Termination,
     TerminationEvent,
     TerminationStage,
     TerminationStep,
 )
+from ronde.launch.timeouts import INTERRUPT_TIMEOUT_S, INTERRUPTED_TERMINATE_TIMEOUT_S, KILL_TIMEOUT_S
 
 
 def ending() -> Termination:

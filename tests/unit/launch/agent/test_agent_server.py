@@ -18,22 +18,22 @@ import pytest
 
 from ronde.launch.protocol import (
     PREAMBLE,
+    AgentError,
     AgentHello,
     AgentMessage,
     DriverHeartbeat,
     DriverMessage,
-    RankExited,
+    RankExit,
     RankOrder,
     RankOutput,
     RankStarted,
-    RankStartFailed,
     StartRanks,
     StopAgent,
     encode_frame,
     make_agent_message_reader,
 )
 from ronde.types import Deadline
-from tests.unit.launch.agents import PATIENCE_S, ends, python
+from tests.unit.launch.agent.watched_agent import PATIENCE_S, ends, python
 
 T = TypeVar("T")
 
@@ -100,9 +100,9 @@ def a_line(**environ: str) -> Iterator[Line]:
 
 def test_it_says_hello_starts_a_rank_and_tells_its_end() -> None:
     with a_line() as line:
-        assert line.hear(AgentHello).pid == line.process.pid
+        line.hear(AgentHello)
         line.launch("sh", "-c", "echo out; exit 3")
-        assert line.hear(RankExited).exit_code == 3
+        assert line.hear(RankExit).exit_code == 3
         assert line.printed() == b"out\n"
         line.send(StopAgent())
         assert line.process.wait(PATIENCE_S) == 0
@@ -111,7 +111,7 @@ def test_it_says_hello_starts_a_rank_and_tells_its_end() -> None:
 def test_the_user_of_the_host_keeps_his_own_variables() -> None:
     with a_line(HOME="/home/there", SHELL="/bin/there", SECRET="x") as line:
         line.launch("/usr/bin/env", env={"SHELL": "/bin/given"})
-        line.hear(RankExited)
+        line.hear(RankExit)
         told = line.printed().decode().split()
         assert "HOME=/home/there" in told and "SHELL=/bin/given" in told and "SECRET=x" not in told
 
@@ -167,14 +167,14 @@ def test_a_driver_that_goes_on_beating_is_waited_for() -> None:
             assert line.process.poll() is None
             select.select([], [], [], 0.1)
         line.launch("true")
-        assert line.hear(RankExited).exit_code == 0
+        assert line.hear(RankExit).exit_code == 0
 
 
 def test_orders_that_make_no_sense_are_told_and_end_it() -> None:
     with a_line() as line:
         line.hear(AgentHello)
         line.orders.write(b"\0\0\0\4what")
-        assert "did not understand its orders: not a message" in line.hear(RankStartFailed).reason
+        assert "did not understand its orders: not a message" in line.hear(AgentError).reason
         assert line.process.wait(PATIENCE_S) == 0
 
 
@@ -189,7 +189,7 @@ def test_a_driver_that_does_not_read_makes_ranks_wait_and_loses_nothing() -> Non
             select.select([], [], [], 0.1)
             before, now = now, rank.io_counters().write_chars
         assert 0 < now < 8_000_000
-        assert line.hear(RankExited).exit_code == 0
+        assert line.hear(RankExit).exit_code == 0
         assert line.printed() == b"".join(b"%08d" % n * 1250 for n in range(num))
 
 

@@ -11,17 +11,18 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.agent.agent import describe_oom_kill
+from ronde.launch.agent.agent import choose_exit_reason
 from ronde.launch.agent.orphans import COOKIE_VARIABLE
 from ronde.launch.protocol import (
     AgentHello,
+    ExitReason,
     FunctionResult,
-    RankExited,
+    PauseOutput,
+    RankExit,
     RankInput,
     RankOrder,
     RankOutput,
     RankStarted,
-    RankStartFailed,
     ResizeTerminal,
     SignalRanks,
     StartRanks,
@@ -30,7 +31,7 @@ from ronde.launch.protocol import (
 )
 from ronde.net.addresses import host_identity
 from ronde.types import Deadline
-from tests.unit.launch.agents import an_agent, ends, order, python
+from tests.unit.launch.agent.watched_agent import an_agent, ends, order, python
 
 FLOOD = "import os\nfor n in range({num}): os.write(1, b'%08d|' % n + bytes(range(256)) * 40); os.write(2, b'%08d' % n)"
 
@@ -45,9 +46,8 @@ def test_it_says_hello_first() -> None:
     with an_agent() as watched:
         hello = watched.first(AgentHello)
         assert watched.reports == [hello]
-        assert (hello.host_identity, hello.pid) == (host_identity(), os.getpid())
-        assert 1 <= hello.num_cores <= len(hello.cpus)
-        assert hello.addresses
+        assert hello.host_identity == host_identity()
+        assert 1 <= hello.effective_cpu_count <= len(hello.cpus)
 
 
 def test_a_rank_is_started_heard_and_its_end_told_in_this_order(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_a_rank_is_started_heard_and_its_end_told_in_this_order(tmp_path: Path) 
         assert watched.printed(5, "out") == f"b in {tmp_path}\n".encode()
         assert watched.printed(5, "err") == b"oops\n"
         kinds = [type(report) for report in watched.reports]
-        assert kinds[:2] == [AgentHello, RankStarted] and kinds[-1] is RankExited
+        assert kinds[:2] == [AgentHello, RankStarted] and kinds[-1] is RankExit
 
 
 def test_a_rank_has_the_environment_of_its_order_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,16 +72,17 @@ def test_a_rank_has_the_environment_of_its_order_and_no_other(monkeypatch: pytes
 def test_what_cannot_be_started_is_told_and_the_others_run() -> None:
     with an_agent() as watched:
         watched.agent.handle(StartRanks((order(("no-such-command",), 0), order(("true",), 1))))
-        assert watched.first(RankExited).rank == 1
-        assert (
-            watched.first(RankStartFailed).rank == 0 and "there is no command" in watched.first(RankStartFailed).reason
-        )
+        watched.until(lambda: len(watched.all(RankExit)) == 2)
+        failed, ended = watched.all(RankExit)
+        assert (failed.rank, failed.exit_code, failed.reason) == (0, 127, ExitReason.NOT_STARTED)
+        assert "there is no command" in failed.detail
+        assert ended == RankExit(1, 0)
 
 
 def test_a_rank_that_runs_is_not_started_twice() -> None:
     with an_agent() as watched:
         watched.agent.handle(StartRanks((order(("sleep", "300")), order(("true",)))))
-        assert "still runs" in watched.first(RankStartFailed).reason
+        assert "still runs" in watched.first(RankExit).detail
 
 
 def test_a_rank_may_be_started_again_after_its_end() -> None:
@@ -139,20 +140,20 @@ def test_pausing_makes_ranks_wait_and_loses_nothing() -> None:
     with an_agent() as watched:
         watched.agent.handle(StartRanks((order(python(FLOOD.format(num=400))),)))
         watched.first(RankOutput)
-        watched.agent.set_reading_paused(True)
+        watched.agent.handle(PauseOutput(True))
         before = len(watched.all(RankOutput))
         ticks: list[int] = []
         watched.loop.call_later(0.2, lambda: ticks.append(1))
         watched.until(lambda: bool(ticks))
         assert len(watched.all(RankOutput)) == before
-        watched.agent.set_reading_paused(False)
-        assert watched.first(RankExited).exit_code == 0
+        watched.agent.handle(PauseOutput(False))
+        assert watched.first(RankExit).exit_code == 0
         assert (watched.printed(0, "out"), watched.printed(0, "err")) == flood(400)
 
 
 def test_a_rank_that_ends_during_a_pause_is_heard_to_its_last_word() -> None:
     with an_agent() as watched:
-        watched.agent.set_reading_paused(True)
+        watched.agent.handle(PauseOutput(True))
         watched.run(order(("sh", "-c", "echo last words")))
         assert watched.printed() == b"last words\n"
 
@@ -163,11 +164,11 @@ def test_signals_reach_the_ranks_that_are_meant() -> None:
         watched.agent.handle(StartRanks(tuple(order(("sh", "-c", script), rank) for rank in range(2))))
         watched.until(lambda: all(watched.printed(rank) for rank in range(2)))
         watched.agent.handle(SignalRanks((1, 99), signal.SIGUSR1))
-        end = watched.first(RankExited)
+        end = watched.first(RankExit)
         assert (end.rank, end.exit_code) == (1, 7)
         watched.agent.handle(SignalRanks((0, 1), signal.SIGKILL))
-        watched.until(lambda: len(watched.all(RankExited)) == 2)
-        assert watched.all(RankExited)[1] == RankExited(0, -9, "")
+        watched.until(lambda: len(watched.all(RankExit)) == 2)
+        assert watched.all(RankExit)[1] == RankExit(0, -9)
 
 
 def test_output_can_look_like_a_terminals_and_stay_as_it_is() -> None:
@@ -196,7 +197,7 @@ def test_a_rank_with_a_terminal_reads_what_is_typed() -> None:
         watched.agent.handle(RankInput(0, b"you\r"))
         watched.until(lambda: b"hello you" in watched.printed())
         watched.agent.handle(RankInput(0, b""))
-        assert watched.first(RankExited).exit_code == 0
+        assert watched.first(RankExit).exit_code == 0
         assert watched.printed().endswith(b"''\r\n")
 
 
@@ -206,7 +207,7 @@ def test_ctrl_c_typed_into_a_terminal_interrupts() -> None:
         watched.agent.handle(StartRanks((order(python(text), tty=True),)))
         watched.until(lambda: b"go" in watched.printed())
         watched.agent.handle(RankInput(0, b"\x03"))
-        assert watched.first(RankExited).exit_code == 0
+        assert watched.first(RankExit).exit_code == 0
         assert b"stopped" in watched.printed()
 
 
@@ -217,7 +218,7 @@ def test_a_terminal_follows_the_size_of_the_drivers(terminal: bool) -> None:
         watched.agent.handle(StartRanks((order(python(text), tty=terminal, output_ptys=not terminal),)))
         watched.first(RankOutput)
         watched.agent.handle(ResizeTerminal(0, 50, 132))
-        assert watched.first(RankExited).exit_code == 0
+        assert watched.first(RankExit).exit_code == 0
 
 
 CALL = """
@@ -233,7 +234,7 @@ def test_a_call_of_many_megabytes_goes_there_and_back() -> None:
         text = CALL.format(result="len(data).to_bytes(8, 'big') + data[::-1]")
         assert watched.run(order(python(text), pickled_call=call)) == {0: 0}
         assert watched.all(FunctionResult) == [FunctionResult(0, call[::-1])]
-        assert isinstance(watched.reports[-1], RankExited)
+        assert isinstance(watched.reports[-1], RankExit)
 
 
 def test_a_result_that_was_not_finished_is_none() -> None:
@@ -263,18 +264,19 @@ def test_the_load_of_a_rank_and_its_children_is_told() -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "killed", "short", "words"),
+    ("code", "killed_by_agent", "oom_killed", "reason"),
     [
-        (-9, False, True, "the host ran out of memory"),
-        (-9, True, True, ""),
-        (-9, False, False, ""),
-        (1, False, True, "perhaps one of this rank's"),
-        (0, False, True, ""),
+        (-9, False, True, ExitReason.OOM_KILLED),
+        (-9, True, True, ExitReason.EXITED),
+        (-9, False, False, ExitReason.EXITED),
+        (1, False, True, ExitReason.OOM_SUSPECTED),
+        (0, False, True, ExitReason.EXITED),
     ],
 )
-def test_want_of_memory_is_named_when_it_explains_an_end(code: int, killed: bool, short: bool, words: str) -> None:
-    note = describe_oom_kill(code, killed_by_agent=killed, oom_killed=short)
-    assert words in note and bool(words) == bool(note)
+def test_want_of_memory_is_named_when_it_explains_an_exit(
+    code: int, killed_by_agent: bool, oom_killed: bool, reason: ExitReason
+) -> None:
+    assert choose_exit_reason(code, killed_by_agent=killed_by_agent, oom_killed=oom_killed) is reason
 
 
 @pytest.mark.parametrize("how", ["close", "quit"])
@@ -289,7 +291,7 @@ def test_closing_kills_ranks_that_do_not_want_to_end_and_their_children(how: str
         pids = [each.pid for each in watched.all(RankStarted)] + [int(watched.printed(rank)) for rank in range(3)]
         assert all(ends(pid, 1.0) for pid in pids)
         watched.agent.handle(StartRanks((order(("true",)),)))
-        assert not watched.all(RankExited)
+        assert not watched.all(RankExit)
 
 
 def test_whoever_hears_of_a_start_may_close_the_agent() -> None:
@@ -302,7 +304,7 @@ def test_whoever_hears_of_a_start_may_close_the_agent() -> None:
 HOLDER = """
 import sys
 sys.path.insert(0, {root!r})
-from tests.unit.launch.agents import *
+from tests.unit.launch.agent.watched_agent import *
 with an_agent() as watched:
     script = "trap '' TERM; (sleep 300; true) & echo $$ $!; wait"
     orders = [order(("sh", "-c", script), rank, output_ptys=rank == 0) for rank in range(4)]
@@ -314,7 +316,7 @@ with an_agent() as watched:
 
 
 def test_a_killed_agent_takes_its_ranks_and_their_children_along_within_a_second() -> None:
-    text = HOLDER.format(root=str(Path(__file__).resolve().parents[3])).strip()
+    text = HOLDER.format(root=str(Path(__file__).resolve().parents[4])).strip()
     with subprocess.Popen([sys.executable, "-c", text], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         pids: list[int] = []

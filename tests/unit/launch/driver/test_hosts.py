@@ -1,4 +1,4 @@
-"""Hosts called together: all at once, each that cannot be used with its reason. ssh is a script here."""
+"""The agents of all hosts: started at once, each that cannot be used with its reason. ssh is a script here."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import StartFailed
-from ronde.launch.driver.hosts import AgentGroup, StartCancelled
+from ronde.launch.driver.hosts import (
+    LOCALHOST_NAMES,
+    AgentGroup,
+    LocalMachine,
+    StartCancelled,
+    find_local_hosts,
+)
 from ronde.launch.job import Job, SshOptions
-from ronde.launch.network import LOOPBACK, HostFacts
+from ronde.launch.network import LOOPBACK
 from ronde.launch.placement import Host
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import new_job_key
@@ -29,15 +35,15 @@ esac
 """
 BEGIN = """
 import os, sys
-from ronde.launch.protocol import PREAMBLE, AgentHello, RankStartFailed, encode_frame
+from ronde.launch.protocol import PREAMBLE, AgentError, AgentHello, encode_frame
 """
 HELLO = f"""{BEGIN}
 version, python = ("0.0.1", "3.10.1") if sys.argv[1] == "old" else ("{{version}}", "3.99.0")
-os.write(1, PREAMBLE + encode_frame(AgentHello(version, python, "elsewhere", 1, 1, (0,))))
+os.write(1, PREAMBLE + encode_frame(AgentHello(version, python, "elsewhere", (0,), 1)))
 os.read(0, 1)
 """
 FAILED = f"""{BEGIN}
-os.write(1, PREAMBLE + encode_frame(RankStartFailed(-1, "its disk is full")))
+os.write(1, PREAMBLE + encode_frame(AgentError("its disk is full")))
 os.read(0, 1)
 """
 
@@ -54,7 +60,7 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextmanager
-def crew(names: Sequence[str], *, start_s: float = 20.0, call: bytes = b"") -> Iterator[AgentGroup]:
+def agents_of(names: Sequence[str], *, start_s: float = 20.0, call: bytes = b"") -> Iterator[AgentGroup]:
     hosts = tuple(Host(name) for name in names)
     job = Job(
         command=("true",),
@@ -64,33 +70,34 @@ def crew(names: Sequence[str], *, start_s: float = 20.0, call: bytes = b"") -> I
         cwd="/",
         pickled_call=call,
     )
-    with closing(EventLoop()) as loop, closing(AgentGroup(loop, job, hosts, python=sys.executable)) as crew:
-        yield crew
+    with closing(EventLoop()) as loop, closing(AgentGroup(loop, job, python=sys.executable)) as agents:
+        yield agents
 
 
 def test_this_machine_alone_needs_no_ssh_and_no_probing() -> None:
-    with crew(["localhost"]) as alone:
+    with agents_of(["localhost"]) as alone:
         alone.start_agents()
-        ground = alone.probe_network(new_job_key(), [3])
-    assert ground.driver_address == LOOPBACK and ground.addresses == (LOOPBACK,)
-    (site,) = ground.host_facts
-    assert (site.address, len(set(site.free_ports)), site.is_local) == ("", 3, True)
-    assert site == HostFacts(alone.hellos[0].cpus, free_ports=site.free_ports)
+        network = alone.probe_network(new_job_key(), [3])
+    assert network.driver_address == LOOPBACK and network.addresses == (LOOPBACK,)
+    (facts,) = network.host_facts
+    assert (facts.address, len(set(facts.free_ports)), facts.is_local) == ("", 3, True)
+    hello = alone.hellos[0]
+    assert (facts.cpus, facts.effective_cpu_count) == (hello.cpus, hello.effective_cpu_count)
 
 
 def test_a_host_behind_ssh_and_the_driver_find_where_they_reach_each_other() -> None:
     # Both are this machine, so the way is never in doubt: what matters is that everybody is asked.
-    with crew(["other"]) as both:
+    with agents_of(["other"]) as both:
         both.start_agents()
-        ground = both.probe_network(new_job_key(), [2])
+        network = both.probe_network(new_job_key(), [2])
     assert (both.driver_index, sorted(both.hellos)) == (1, [0, 1])
-    (site,) = ground.host_facts
-    assert (site.address, len(site.free_ports), site.is_local) == ("", 2, False)
-    assert ground.driver_address and ground.addresses == (LOOPBACK,)
+    (facts,) = network.host_facts
+    assert (facts.address, len(facts.free_ports), facts.is_local) == ("", 2, False)
+    assert network.driver_address and network.addresses == (LOOPBACK,)
 
 
 def test_every_host_that_cannot_be_used_is_listed_with_its_reason() -> None:
-    with crew(["localhost", "refused", "broken", "silent", "other"], start_s=2.0) as some:
+    with agents_of(["localhost", "refused", "broken", "silent", "other"], start_s=2.0) as some:
         with pytest.raises(StartFailed) as failed:
             some.start_agents()
     lines = str(failed.value).splitlines()
@@ -109,26 +116,69 @@ def test_every_host_that_cannot_be_used_is_listed_with_its_reason() -> None:
     ids=["ronde", "python", "twice"],
 )
 def test_a_host_that_does_not_suit_is_told_from_one_that_cannot_be_reached(name: str, call: bytes, reason: str) -> None:
-    with crew(["localhost", name], call=call) as two:
+    with agents_of(["localhost", name], call=call) as two:
         with pytest.raises(StartFailed) as failed:
             two.start_agents()
     assert f"1 of 2 hosts cannot be used:\n  {name}: {reason}" in str(failed.value)
 
 
 def test_another_python_is_fine_for_commands() -> None:
-    with crew(["localhost", "newer"]) as two:
+    with agents_of(["localhost", "newer"]) as two:
         two.start_agents()
 
 
 def test_a_missing_ssh_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "ssh").unlink()
     monkeypatch.setenv("PATH", str(tmp_path))
-    with crew(["other"]) as one, pytest.raises(StartFailed, match="install OpenSSH's client"):
+    with agents_of(["other"]) as one, pytest.raises(StartFailed, match="install OpenSSH's client"):
         one.start_agents()
 
 
 def test_who_wants_to_stop_does_not_wait_for_hosts() -> None:
-    with crew(["silent"]) as one:
+    with agents_of(["silent"]) as one:
         one.cancel_start()
         with pytest.raises(StartCancelled):
             one.start_agents()
+
+
+# --- which hosts are this machine ---------------------------------------------------------------------------------
+
+MACHINE = LocalMachine("me", LOCALHOST_NAMES | {"node1", "10.0.0.1"})
+NAMES = {"node1-ib": ["10.0.0.1"], "node2": ["10.0.0.2"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "is_local"),
+    [
+        ("localhost", True),
+        ("127.0.0.1", True),
+        ("::1", True),
+        ("node1", True),
+        ("10.0.0.1", True),
+        ("me@node1", True),
+        ("somebody@node1", False),
+        ("node1-ib", True),
+        ("me@node1-ib", True),
+        ("node2", False),
+        ("nobody-knows", False),
+    ],
+)
+def test_a_host_is_local_by_name_by_address_and_by_what_its_name_stands_for(name: str, is_local: bool) -> None:
+    assert find_local_hosts([Host(name)], MACHINE, lambda asked: NAMES.get(asked, [])) == (is_local,)
+
+
+def test_only_names_that_are_not_known_are_looked_up() -> None:
+    asked: list[str] = []
+
+    def look_up(name: str) -> list[str]:
+        asked.append(name)
+        return NAMES.get(name, [])
+
+    hosts = [Host("localhost", 2), Host("you@node2"), Host("node1")]
+    assert find_local_hosts(hosts, MACHINE, look_up) == (True, False, True)
+    assert asked == ["node2"]
+
+
+def test_this_machine_knows_itself() -> None:
+    assert LocalMachine.detect().matches(Host("localhost"))
+    assert not LocalMachine.detect().matches(Host("nobody-here-has-this-name@localhost"))

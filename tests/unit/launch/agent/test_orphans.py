@@ -8,7 +8,7 @@ import time
 
 from ronde.launch.agent.orphans import OrphanKiller
 from ronde.types import Deadline
-from tests.unit.launch.agents import ends
+from tests.unit.launch.agent.watched_agent import ends
 
 SLEEP = ["sleep", "300"]
 

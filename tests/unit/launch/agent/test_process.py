@@ -14,11 +14,9 @@ import pytest
 
 from ronde.errors import StartFailed
 from ronde.launch.agent.orphans import OrphanKiller
-from ronde.launch.agent.process import ChildProcess, CommandNotExecutable, ProcessSpec, describe_spawn_error, spawn
+from ronde.launch.agent.process import ChildProcess, CommandNotExecutable, describe_spawn_error, spawn
 from ronde.types import Deadline
-from tests.unit.launch.agents import PATIENCE_S, ends, python
-
-EVERYTHING = dict(os.environ)
+from tests.unit.launch.agent.watched_agent import PATIENCE_S, ends, order, python
 
 
 @pytest.fixture
@@ -28,9 +26,10 @@ def guard() -> Iterator[OrphanKiller]:
     made.close()
 
 
-def begin(guard: OrphanKiller, *argv: str, stdout: int = subprocess.DEVNULL, **more: object) -> ChildProcess:
-    command = ProcessSpec(argv=argv, env=EVERYTHING, **more)  # type: ignore[arg-type]
-    return spawn(command, guard, stdin=subprocess.DEVNULL, stdout=stdout, stderr=None)
+def begin(
+    guard: OrphanKiller, *argv: str, stdout: int = subprocess.DEVNULL, cwd: str = "", cpus: tuple[int, ...] = ()
+) -> ChildProcess:
+    return spawn(order(argv, cwd=cwd, cpus=cpus), guard, stdin=subprocess.DEVNULL, stdout=stdout, stderr=2)
 
 
 def read_line(fd: int) -> str:
@@ -111,18 +110,18 @@ def test_a_command_that_cannot_start_says_why_and_what_to_do(guard: OrphanKiller
     garbage.chmod(0o755)
     nowhere = str(tmp_path / "nowhere")
     for argv, cwd, kind, words in (
-        (("no-such-command",), None, StartFailed, "there is no command 'no-such-command' on host .* check PATH"),
+        (("no-such-command",), "", StartFailed, "there is no command 'no-such-command' on host .* check PATH"),
         (
             (str(script),),
-            None,
+            "",
             CommandNotExecutable,
             r"train.py' may not be executed .* start it with python, or chmod \+x",
         ),
-        ((str(garbage),), None, CommandNotExecutable, "garbage' is no program for host"),
+        ((str(garbage),), "", CommandNotExecutable, "garbage' is no program for host"),
         (("true",), nowhere, StartFailed, f"the working directory {nowhere} does not exist on host .* every host has"),
         (("true",), str(script), StartFailed, r"train.py cannot be entered \(Not a directory\)"),
-        (("true", "\0"), None, StartFailed, "cannot be handed to a process: embedded null byte"),
-        (("true", "x" * 10_000_000), None, StartFailed, "larger than the system allows"),
+        (("true", "\0"), "", StartFailed, "cannot be handed to a process: embedded null byte"),
+        (("true", "x" * 10_000_000), "", StartFailed, "larger than the system allows"),
     ):
         with pytest.raises(StartFailed, match=words) as caught:
             begin(guard, *argv, cwd=cwd)
@@ -139,5 +138,5 @@ def test_a_command_that_cannot_start_says_why_and_what_to_do(guard: OrphanKiller
     ],
 )
 def test_what_the_system_lacks_is_told(number: int, words: str) -> None:
-    failed = describe_spawn_error(OSError(number, os.strerror(number)), ProcessSpec(argv=("train",), env={}))
+    failed = describe_spawn_error(OSError(number, os.strerror(number)), order(("train",)))
     assert re.search(words, str(failed))

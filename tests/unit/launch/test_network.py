@@ -1,4 +1,4 @@
-"""Hosts find out where they reach each other: only doors of this job count, and the rest is explained."""
+"""Hosts find out where they reach each other, and addresses are chosen from that."""
 
 from __future__ import annotations
 
@@ -9,12 +9,68 @@ from contextlib import contextmanager
 
 import pytest
 
-from ronde.launch.network import NetworkProber, make_probe_reply
-from ronde.launch.protocol import ProbeReply, ProbeRequest, RankStartFailed
+from ronde.errors import StartFailed
+from ronde.launch.network import NetworkProber, ProbeResult, choose_addresses, make_probe_reply
+from ronde.launch.protocol import AgentError, ProbeReply, ProbeRequest
 from ronde.net.addresses import candidate_addresses, parse_address
 from ronde.net.keys import new_job_key
 from ronde.types import Deadline
-from tests.unit.launch.agents import PATIENCE_S, an_agent
+from tests.unit.launch.agent.watched_agent import PATIENCE_S, an_agent
+
+A = ("10.0.0.1:4001", "192.168.7.1:4002")
+B = ("10.0.0.2:4001", "192.168.7.2:4002")
+C = ("10.0.0.3:4001", "192.168.7.3:4002")
+
+
+def result(name: str, addresses: tuple[str, ...], *reached: tuple[str, ...], has_ranks: bool = True) -> ProbeResult:
+    errors = tuple("" if found else "connection refused" for found in reached)
+    return ProbeResult(name, addresses, has_ranks, reached, errors)
+
+
+def test_the_best_address_that_all_others_reach_is_chosen() -> None:
+    results = [result("a", A, A, B[1:]), result("b", B, A, B)]
+    assert choose_addresses(results) == ("10.0.0.1", "192.168.7.2")
+
+
+def test_one_address_has_to_do_for_all() -> None:
+    results = [result("a", A, A, B, C), result("b", B, A[1:], B, C), result("c", C, A, B[:1], C)]
+    assert choose_addresses(results) == ("192.168.7.1", "10.0.0.2", "10.0.0.3")
+
+
+def test_whether_a_host_reaches_itself_does_not_matter() -> None:
+    assert choose_addresses([result("a", A, (), B), result("b", B, A, ())]) == ("10.0.0.1", "10.0.0.2")
+
+
+def test_a_driver_without_ranks_is_reached_and_connects_to_nobody() -> None:
+    results = [result("a", A, A, C), result("this machine", C, (), C, has_ranks=False)]
+    assert choose_addresses(results) == ("", "10.0.0.3")
+
+
+def test_an_ipv6_address_loses_its_brackets() -> None:
+    listener = ("[fd00::1]:4001",)
+    assert choose_addresses([result("a", listener, listener, B), result("b", B, listener, B)])[0] == "fd00::1"
+
+
+def test_every_pair_that_cannot_talk_is_named_with_what_was_tried() -> None:
+    with pytest.raises(StartFailed) as failed:
+        choose_addresses([result("a", A, A, ()), result("b", B, (), B)])
+    assert str(failed.value).splitlines() == [
+        "the hosts of this job cannot all reach each other:",
+        "  b cannot reach a (tried 10.0.0.1:4001, 192.168.7.1:4002): connection refused",
+        "  a cannot reach b (tried 10.0.0.2:4001, 192.168.7.2:4002): connection refused",
+    ]
+
+
+def test_addresses_that_only_some_reach_are_shown() -> None:
+    results = [result("a", A, A, B, C), result("b", B, A[:1], B, C), result("c", C, A[1:], B, C)]
+    with pytest.raises(StartFailed, match=r"a has no address that all others reach: b reaches .*; c reaches 192"):
+        choose_addresses(results)
+
+
+def test_a_host_without_any_address_is_told_so() -> None:
+    with pytest.raises(StartFailed, match="b has no address where others could connect"):
+        choose_addresses([result("a", A, A, ()), result("b", (), A, ())])
+
 
 KEY = new_job_key()
 
@@ -23,10 +79,10 @@ class Asked:
     """A prober, and a way to wait for its answer."""
 
     def __init__(self) -> None:
-        self._answers: queue.Queue[ProbeReply | RankStartFailed] = queue.Queue()
+        self._answers: queue.Queue[ProbeReply | AgentError] = queue.Queue()
         self.prober = NetworkProber(self._answers.put)
 
-    def ask(self, order: ProbeRequest) -> ProbeReply | RankStartFailed:
+    def ask(self, order: ProbeRequest) -> ProbeReply | AgentError:
         self.prober.probe(order)
         return self._answers.get(timeout=PATIENCE_S)
 
@@ -68,7 +124,7 @@ def test_the_ports_asked_for_are_free_and_all_different() -> None:
 
 
 def test_hosts_reach_each_others_doors_and_say_why_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ronde.launch.network.ATTEMPT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("ronde.launch.network.PROBE_ATTEMPT_TIMEOUT_S", 0.1)
     with two_hosts() as (here, there), silent_port() as silent:
         doors = there.doors().reachable[0]
         gone = here.doors().reachable[0]
@@ -92,7 +148,7 @@ def test_the_door_of_another_job_is_not_reached() -> None:
 def test_a_key_that_is_none_is_told_without_showing_it() -> None:
     with two_hosts() as (here, _):
         found = here.ask(ProbeRequest("secret"))
-        assert isinstance(found, RankStartFailed) and found.rank == -1
+        assert isinstance(found, AgentError)
         assert "64 hexadecimal digits" in found.reason and "secret" not in found.reason.replace("job's secret", "")
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ronde.launch.agent.agent import Agent
-from ronde.launch.protocol import AgentMessage, RankExited, RankOrder, RankOutput, StartRanks, StdStream
+from ronde.launch.protocol import AgentMessage, RankExit, RankOrder, RankOutput, StartRanks, StdStream
 from ronde.net.event_loop import EventLoop
 
 PATIENCE_S = 30.0
@@ -30,7 +30,7 @@ def order(
 
 
 class Watched:
-    """The agent, and what it said so far."""
+    """The agent, and its reports so far."""
 
     def __init__(self) -> None:
         self.loop = EventLoop()
@@ -61,8 +61,8 @@ class Watched:
     def run(self, *orders: RankOrder) -> dict[int, int]:
         """Start these ranks, wait for their ends: their exit codes."""
         self.agent.handle(StartRanks(orders))
-        self.until(lambda: len(self.all(RankExited)) == len(orders))
-        return {each.rank: each.exit_code for each in self.all(RankExited)}
+        self.until(lambda: len(self.all(RankExit)) == len(orders))
+        return {each.rank: each.exit_code for each in self.all(RankExit)}
 
 
 @contextmanager
