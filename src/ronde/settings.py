@@ -74,13 +74,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     coordinator: Annotated[
         str,
         _Doc(
-            "`address:port` of the coordinator; needed when size is above 1 and no launcher tells. With a range of "
+            "`address:port` of the coordinator. Needed when size is above 1 and no launcher sets it. With a range of "
             "ports, as in `10.0.0.1:29500-29515`, rank 0 takes the first free one and the others look for it."
         ),
     ] = ""
     coordinator_hosted: Annotated[
         bool,
-        _Doc("Whether somebody else (the launcher) hosts the coordinator. Otherwise rank 0 does, in a thread."),
+        _Doc("Whether the launcher hosts the coordinator. Otherwise rank 0 hosts it in a thread."),
     ] = False
     key: Annotated[
         str,
@@ -92,13 +92,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[
         str,
         _Doc(
-            "Name of this rank's host. Ranks with equal names share memory; the default tells hosts and network "
-            "namespaces apart by itself."
+            "Name of this rank's host. Ranks with equal names share memory. Empty: a name made from the machine and its "
+            "network namespace."
         ),
     ] = ""
     address: Annotated[
         str,
-        _Doc("Where other ranks reach this one. Empty: at the address from which it talks to the coordinator."),
+        _Doc(
+            "The address at which other ranks reach this one. Empty: the one from which it connects to the coordinator."
+        ),
     ] = ""
     backend: Annotated[str, _Doc("Data plane: `native`, or `mpi` (through mpi4py).", choices=("native", "mpi"))] = (
         "native"
@@ -108,31 +110,31 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         float, _Doc("How long one operation may take before it fails on all members.", max_s=MAX_TIMEOUT_S)
     ] = 1800.0
     shutdown_s: Annotated[
-        float, _Doc("How long shutdown() waits for the others to say goodbye.", max_s=MAX_TIMEOUT_S)
+        float, _Doc("How long shutdown() waits for the other ranks to leave.", max_s=MAX_TIMEOUT_S)
     ] = 5.0
     stall_s: Annotated[
         float,
         _Doc(
-            "An operation that waits for members longer than this is reported, with what those members are doing. 0 "
-            "turns the watch off.",
+            "An operation that waits for members longer than this is reported, with the line where each of them is. 0 "
+            "turns reports off.",
             max_s=MAX_TIMEOUT_S,
             zero_is_off=True,
         ),
     ] = 30.0
-    heartbeat_s: Annotated[float, _Doc("A host that cannot be reached for so long is lost.", max_s=MAX_HEARTBEAT_S)] = (
-        10.0
-    )
-    fusion_bytes: Annotated[int, _Doc("Most bytes of named operations that travel as one.", minimum=0)] = (
-        64 * 1024 * 1024
-    )
-    slot_bytes: Annotated[int, _Doc("Staging room in shared memory per member and slot.")] = 4 * 1024 * 1024
+    heartbeat_s: Annotated[
+        float, _Doc("A host that cannot be reached for this long is lost.", max_s=MAX_HEARTBEAT_S)
+    ] = 10.0
+    fusion_bytes: Annotated[
+        int, _Doc("The most bytes of named operations that are fused into one call.", minimum=0)
+    ] = 64 * 1024 * 1024
+    slot_bytes: Annotated[int, _Doc("Size of each staging slot of a member in shared memory.")] = 4 * 1024 * 1024
     chunk_bytes: Annotated[
         int, _Doc("How much of a slot one step of the shared-memory algorithm uses.", minimum=4096)
     ] = 256 * 1024
     algorithm: Annotated[
         str,
         _Doc(
-            "Force one allreduce algorithm: direct, doubling, ring or two_level. Empty: chosen by size and places.",
+            "Force one allreduce algorithm: direct, doubling, ring or two_level. Empty: chosen by the size and the hosts of the members.",
             choices=("", "direct", "doubling", "ring", "two_level"),
         ),
     ] = ""
