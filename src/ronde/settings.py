@@ -92,8 +92,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     host: Annotated[
         str,
         _Doc(
-            "Name of this rank's host. Ranks with equal names share memory. Empty: a name made from the machine and its "
-            "network namespace."
+            "Name of this rank's host. Ranks with equal names share memory. Empty: a name made from the machine and "
+            "its network namespace."
         ),
     ] = ""
     address: Annotated[
@@ -134,7 +134,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     algorithm: Annotated[
         str,
         _Doc(
-            "Force one allreduce algorithm: direct, doubling, ring or two_level. Empty: chosen by the size and the hosts of the members.",
+            "Force one allreduce algorithm: direct, doubling, ring or two_level. Empty: chosen by the size and the hosts "
+            "of the members.",
             choices=("", "direct", "doubling", "ring", "two_level"),
         ),
     ] = ""

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.config import make_launch_config
 from tests.limits import LONG_S, LONG_TEST_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -108,10 +107,3 @@ def test_a_command_prints_what_the_page_says(page: str, command: str, tmp_path: 
 def test_no_command_is_left_out(page: str) -> None:
     shown = set(commands(PAGES[page])) - ELSEWHERE
     assert shown == {command for name, command in RUN if name == page}
-
-
-def test_the_job_file_of_the_guide_needs_no_variable_of_the_reader(tmp_path: Path) -> None:
-    (block,) = blocks((ROOT / "docs/guides/launching.md").read_text(encoding="utf-8"), "yaml")
-    (tmp_path / "job.yaml").write_text(block)
-    job = make_launch_config({"config": str(tmp_path / "job.yaml")}, (), environ={}).job
-    assert (job.num_ranks, job.command) == (2, ("python", "train.py", "--epochs", "10"))
