@@ -221,7 +221,7 @@ class Round:
             self._missing[rank] = self._stack(
                 rank, why=gone.description if gone is not None else describe_silence(state)
             )
-        self._missing_ticket = self._stall_inspector.new_ticket()
+        self._missing_ticket = self._stall_inspector.new_query_id()
         self._send(asked, StackRequest(self._missing_ticket))
 
     def _stack(self, rank: int, *, line: str = "", why: str = "") -> RankStack:

@@ -1,4 +1,4 @@
-"""What a job can tell about itself: typed events, sums per operation, a timeline of all ranks, stalls, stacks, clocks.
+"""Observation of a running job: typed events, sums per operation, a timeline of all ranks, stalls, stragglers, stacks.
 
-Nothing here opens a socket or starts a thread; comm and net call it and carry what it says.
+Nothing here opens a socket or starts a thread. The ranks and the coordinator call it and send its results.
 """

@@ -1,7 +1,7 @@
-"""How a running job is: what each rank does with its time, and who holds up the others. Pure; kept by the coordinator.
+"""What each rank does with its time, and which rank holds up the others. The coordinator keeps it; pure.
 
-Workers send a Reading about once per second: sums since they started, so that a reading that is missed costs nothing.
-Rates and shares are those of the last seconds, between the oldest reading kept and the newest.
+Ranks send an ActivitySample about once per second. It has sums since the round began, so a lost sample costs nothing.
+Rates and shares are those of the last seconds, between the oldest sample kept and the newest.
 
     wall time = computing + waiting + moving        waiting: blocked, while members were missing
                                                     moving: blocked, while data travelled
@@ -31,13 +31,13 @@ __all__ = [
 ]
 
 WINDOW_NS = 5_000_000_000
-"""What "lately" means in rates and shares."""
+"""The time that rates and shares cover."""
 HELD_UP_WINDOW_NS = 10_000_000_000
-"""The same for held-up time: it is known only when all members have told of an operation."""
-MIN_STUCK_NS = 300_000_000
-"""A wait under way that is shorter than this is a part of the daily work, and may be over by now."""
+"""The same for held-up time, which is known only when all members have reported an operation."""
+MIN_CURRENT_WAIT_NS = 300_000_000
+"""A current wait that is shorter than this is normal, and may be over by now."""
 MIN_SLOW_SHARE = 0.03
-"""A rank for which each other rank waits less than this share of its time is not called slow."""
+"""A rank is called slow when each other rank waits for it at least this share of its time."""
 
 RankState: TypeAlias = Literal["starting", "running", "left", "lost"]
 
@@ -48,11 +48,11 @@ class CurrentOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     op: str
     since_ns: int
     missing: tuple[int, ...] = ()
-    """Ranks that have not come; empty when data moves."""
+    """Members that have not come; empty when data moves."""
     is_waiting: bool = True
-    """Whether it waits for others, or moves data."""
+    """For other members; otherwise data moves."""
     named_operation: tuple[int, str] | None = None
-    """Group and name of an operation that has not begun: only the coordinator knows who is missing."""
+    """Group and name of a named operation that has not started: only the coordinator knows who is missing."""
 
 
 class ActivitySample(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -65,7 +65,7 @@ class ActivitySample(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     waiting_ns: int = 0
     moving_ns: int = 0
     waited_for: tuple[tuple[int, int], ...] = ()
-    """(rank, nanoseconds) as far as this rank knows by itself whom it waited for: named operations and messages."""
+    """(rank, nanoseconds), where this rank knows by itself for whom it waited: named operations and messages."""
     current_operation: CurrentOperation | None = None
 
 
@@ -95,9 +95,9 @@ class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
     holding_up: float = 0.0
     """Share of its time that each other rank has lately waited for this one, on average."""
     doing: str = ""
-    """What it is blocked in right now, in words."""
+    """What it is blocked in right now, as a sentence."""
     silent_s: float | None = None
-    """How long ago it was last heard of."""
+    """Time since its last sample."""
 
 
 class JobActivity(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,27 +107,26 @@ class JobActivity(msgspec.Struct, frozen=True, kw_only=True):
     round: int = -1
     """Number of the round under way, or of the last; -1 before the first."""
     slowest: int | None = None
-    """The rank that the others waited for most lately, if for any."""
+    """The rank for which the others waited most lately, if for any."""
     ranks: tuple[RankActivity, ...] = ()
 
 
 class ActivityTracker:
-    """The readings of one round."""
+    """Keeps the samples of one round."""
 
     def __init__(self, size: int, now_ns: int) -> None:
         self._size = size
         self._stragglers = StragglerDetector()
         self._samples: dict[int, deque[ActivitySample]] = {}
         self._attributed_ns: dict[tuple[int, int], int] = {}
-        """(who waited, for whom): of what it told, how much has been charged."""
+        """(who waited, for whom) -> how much of what it reported has been attributed."""
         self._held_up_history: deque[tuple[int, dict[int, float]]] = deque([(now_ns, {})])
-        """(when, held-up time by rank by then), about one per second."""
+        """(when, held-up time by rank until then), about one per second."""
 
     def add_sample(self, rank: int, sample: ActivitySample) -> None:
-        """A rank tells how it is."""
         kept = self._samples.setdefault(rank, deque())
         if kept and sample.at_ns <= kept[-1].at_ns:
-            return  # its clock was set anew; the next one will do
+            return  # its clock offset has changed; the next sample will do
         kept.append(sample)
         while len(kept) > 2 and sample.at_ns - kept[1].at_ns >= WINDOW_NS:
             kept.popleft()
@@ -140,11 +139,11 @@ class ActivityTracker:
     def add_arrivals(
         self, rank: int, channel: str, members: tuple[int, ...], samples: Iterable[ArrivalSample], now_ns: int
     ) -> None:
-        """A rank tells when it came to operations of a channel."""
+        """Add when a rank came to operations of a channel."""
         self._stragglers.add(rank, channel, members, samples, now_ns)
 
     def held_up_ns(self) -> dict[int, float]:
-        """By rank, how long others have waited for it; waits that are still under way included."""
+        """Return by rank how long others have waited for it, current waits included."""
         found = dict(self._stragglers.held_up_ns)
         for rank, missing in self._find_blocked().items():
             last = self._samples[rank][-1]
@@ -154,7 +153,7 @@ class ActivityTracker:
         return found
 
     def rank_reported(self, rank: int, now_ns: int) -> None:
-        """A rank has told all that it has to tell by now. Remembers who has held up the others."""
+        """Called when a rank has sent all its samples up to now."""
         self._stragglers.rank_reported(rank, now_ns)
         if now_ns - self._held_up_history[-1][0] < 1_000_000_000:
             return
@@ -163,11 +162,11 @@ class ActivityTracker:
             self._held_up_history.popleft()
 
     def finish(self) -> None:
-        """All ranks have left: nobody tells anything any more."""
+        """Called when all ranks have left, and no more samples come."""
         self._stragglers.finish()
 
     def holding_up(self, now_ns: int) -> dict[int, float]:
-        """By rank, the share of its time that each other rank has lately waited for it."""
+        """Return by rank the share of its time that each other rank has lately waited for it."""
         since_ns, before = self._held_up_history[0]
         if self._size < 2 or now_ns <= since_ns:
             return {}
@@ -176,11 +175,11 @@ class ActivityTracker:
         return {rank: max(0.0, scale * (held_ns - before.get(rank, 0.0))) for rank, held_ns in now.items()}
 
     def snapshot(self, now_ns: int) -> list[RankActivity]:
-        """All ranks, as far as readings tell. State, host and process are for others to add."""
-        held_up_ns, holding_up, stuck = self.held_up_ns(), self.holding_up(now_ns), self._find_blocked()
+        """Return all ranks, as far as samples tell. The caller adds state, host and process."""
+        held_up_ns, holding_up, blocked = self.held_up_ns(), self.holding_up(now_ns), self._find_blocked()
         return [
             msgspec.structs.replace(
-                self._rank_snapshot(rank, now_ns, stuck.get(rank)),
+                self._rank_snapshot(rank, now_ns, blocked.get(rank)),
                 held_up_s=held_up_ns.get(rank, 0.0) / 1e9,
                 holding_up=holding_up.get(rank, 0.0),
             )
@@ -218,25 +217,24 @@ class ActivityTracker:
         )
 
     def _find_blocked(self) -> dict[int, tuple[int, ...]]:
-        """The ranks that were blocked for some time when last heard of, each with those that its operation misses.
-
-        A rank may name its neighbour, who waits himself: who is blocked in the same operation is not missing.
-        """
-        together: dict[str, list[tuple[int, CurrentOperation]]] = {}
+        """Return the ranks that were blocked for some time at their last samples, each with the members that its
+        operation misses. A rank may name a neighbour that waits, too: who is blocked in the same operation is not
+        missing."""
+        by_operation: dict[str, list[tuple[int, CurrentOperation]]] = {}
         for rank, kept in self._samples.items():
-            doing = kept[-1].current_operation
-            if doing is not None and kept[-1].at_ns - doing.since_ns >= MIN_STUCK_NS:
-                together.setdefault(doing.op, []).append((rank, doing))
+            current = kept[-1].current_operation
+            if current is not None and kept[-1].at_ns - current.since_ns >= MIN_CURRENT_WAIT_NS:
+                by_operation.setdefault(current.op, []).append((rank, current))
         found: dict[int, tuple[int, ...]] = {}
-        for same in together.values():
-            here = {rank for rank, _ in same}
-            missing = tuple(sorted({other for _, doing in same for other in doing.missing} - here))
-            found.update(dict.fromkeys(here, missing))
+        for same in by_operation.values():
+            present = {rank for rank, _ in same}
+            missing = tuple(sorted({other for _, current in same for other in current.missing} - present))
+            found.update(dict.fromkeys(present, missing))
         return found
 
 
 def find_slowest(holding_up: dict[int, float]) -> int | None:
-    """The rank that the others wait for most, if that is worth telling."""
+    """Return the rank for which the others wait most, if they wait for at least MIN_SLOW_SHARE."""
     if not holding_up:
         return None
     rank = max(holding_up, key=lambda each: (holding_up[each], -each))
@@ -244,7 +242,7 @@ def find_slowest(holding_up: dict[int, float]) -> int | None:
 
 
 def _describe_current_operation(current_operation: CurrentOperation, missing: tuple[int, ...], now_ns: int) -> str:
-    """Such as `waits 3.2 s for rank 2 in allreduce sum float32[3]`."""
+    """Return a sentence such as `waits 3.2 s for rank 2 in allreduce sum float32[3]`."""
     whom = f" for {format_ranks(missing)}" if missing else ""
     what = "waits" if current_operation.is_waiting or missing else "moves data for"
     return f"{what} {max(0, now_ns - current_operation.since_ns) / 1e9:.1f} s{whom} in {shorten(current_operation.op)}"

@@ -1,7 +1,7 @@
-"""How far the coordinator's clock is from ours, so that times of all ranks can stand on one axis. Pure.
+"""The offset of the coordinator's clock to the local one, so that times of all ranks stand on one axis.
 
-Used by each worker with the answers to its heartbeats. Monotonic clocks of two hosts start at different moments, so
-the distance can be anything; on one host they are the same clock.
+Each rank estimates it from the replies to its heartbeats. Monotonic clocks of two hosts start at different moments, so
+the offset can be anything; on one host both are the same clock.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ __all__ = ["ClockOffset"]
 class ClockOffset:
     """The estimate from the sample with the smallest round trip.
 
-    We ask at `sent_ns` and hear at `received_ns` (our clock) that the coordinator answered at `coordinator_ns` (its
-    clock). The answer was given somewhere in between; taking the middle is wrong by at most half the round trip,
+    The request is sent at `sent_ns` and the reply arrives at `received_ns` (local clock); the coordinator replied at
+    `coordinator_ns` (its clock). That was between the two; taking the middle is wrong by at most half the round trip,
     however unequal the two ways are. So the quickest sample is the best one. It grows old as the clocks drift apart,
-    which is added to its error: a fresh sample that is a little slower takes over in time.
+    which is added to its error: a fresh sample that is a little slower replaces it in time.
     """
 
     def __init__(self, *, drift_ppm: float = 20.0) -> None:
@@ -26,17 +26,17 @@ class ClockOffset:
 
     @property
     def offset_ns(self) -> int:
-        """What to add to our clock to get the coordinator's; 0 before the first sample."""
+        """What to add to the local clock to get the coordinator's; 0 before the first sample."""
         return self._offset_ns
 
     def error_ns(self, now_ns: int) -> float | None:
-        """How wrong the offset can be at this moment of our clock; None before the first sample."""
+        """Return how wrong the offset can be at this time of the local clock; None before the first sample."""
         if self._error_ns is None:
             return None
         return self._error_ns + self._drift * max(0, now_ns - self._at_ns)
 
     def add(self, sent_ns: int, coordinator_ns: int, received_ns: int) -> bool:
-        """Take a sample; whether it is the best one now. An answer from before the question is no sample."""
+        """Add a sample. Return whether it is the best one now. A reply from before its request is no sample."""
         round_trip = received_ns - sent_ns
         if round_trip < 0:
             return False

@@ -1,4 +1,4 @@
-"""What happened, as typed values. Emitted through the Recorder; read by ronde.events() and the timeline.
+"""Events: what happened, as typed values. Recorded by the Recorder; returned by ronde.events(), shown in the timeline.
 
 `at_ns` is time.monotonic_ns() of the process that emitted the event.
 """
@@ -16,7 +16,6 @@ __all__ = [
     "Event",
     "GroupAdded",
     "GroupRemoved",
-    "MessageRefused",
     "OperationFailed",
     "PeerGone",
     "StallReported",
@@ -27,7 +26,7 @@ __all__ = [
 ]
 
 COORDINATOR = -1
-"""The rank in events of the coordinator, which is no rank of the job."""
+"""The rank in events of the coordinator."""
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -37,7 +36,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     rank: int
 
     def words(self) -> str:
-        """What happened, without who and when."""
+        """Return what happened in a sentence, without the rank and the time."""
         return type(self).__name__
 
 
@@ -50,7 +49,6 @@ class Started(Event, frozen=True, kw_only=True):
     backend: str = ""
 
     def words(self) -> str:
-        """What happened."""
         through = f", through {shorten(self.backend)}" if self.backend else ""
         return f"started as one of {self.size} on host {shorten(self.host)}, pid {self.pid}{through}"
 
@@ -62,7 +60,6 @@ class Stopped(Event, frozen=True, kw_only=True):
     why: str = ""
 
     def words(self) -> str:
-        """What happened."""
         return ("left in order" if self.orderly else "left out of order") + _reason_suffix(self.why)
 
 
@@ -74,7 +71,6 @@ class OperationFailed(Event, frozen=True, kw_only=True):
     why: str
 
     def words(self) -> str:
-        """What happened."""
         return f"{shorten(self.op)} (group {self.group}) failed{_reason_suffix(self.why)}"
 
 
@@ -85,7 +81,6 @@ class PeerGone(Event, frozen=True, kw_only=True):
     why: str = ""
 
     def words(self) -> str:
-        """What happened."""
         return f"lost rank {self.peer}{_reason_suffix(self.why)}"
 
 
@@ -99,7 +94,6 @@ class StallReported(Event, frozen=True, kw_only=True):
     report: str
 
     def words(self) -> str:
-        """The report as it stands, on several lines."""
         return escape_surrogates(self.report)
 
 
@@ -110,7 +104,6 @@ class GroupAdded(Event, frozen=True, kw_only=True):
     ranks: tuple[int, ...]
 
     def words(self) -> str:
-        """What happened."""
         return f"group {self.group} added: {format_ranks(self.ranks)}"
 
 
@@ -120,7 +113,6 @@ class GroupRemoved(Event, frozen=True, kw_only=True):
     group: int
 
     def words(self) -> str:
-        """What happened."""
         return f"group {self.group} removed"
 
 
@@ -131,7 +123,6 @@ class ChannelOpened(Event, frozen=True, kw_only=True):
     members: tuple[int, ...]
 
     def words(self) -> str:
-        """What happened."""
         return f"channel {shorten(self.channel)} opened: {format_ranks(self.members)}"
 
 
@@ -142,19 +133,7 @@ class ChannelClosed(Event, frozen=True, kw_only=True):
     why: str = ""
 
     def words(self) -> str:
-        """What happened."""
         return f"channel {shorten(self.channel)} closed{_reason_suffix(self.why)}"
-
-
-class MessageRefused(Event, frozen=True, kw_only=True):
-    """A message or a caller was turned away."""
-
-    source: str
-    why: str
-
-    def words(self) -> str:
-        """What happened."""
-        return f"refused a message of {shorten(self.source)}{_reason_suffix(self.why)}"
 
 
 _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
@@ -167,13 +146,12 @@ _decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
     | GroupRemoved
     | ChannelOpened
     | ChannelClosed
-    | MessageRefused
 )
 _encoder = msgspec.json.Encoder()
 
 
 def encode(event: Event) -> bytes:
-    """One JSON object; its "type" is the event's name. Text that UTF-8 cannot hold is written as escapes."""
+    """Return the event as a JSON object; its "type" is the name of the class. What UTF-8 cannot hold is escaped."""
     try:
         return _encoder.encode(event)
     except UnicodeEncodeError:
@@ -183,7 +161,7 @@ def encode(event: Event) -> bytes:
 
 
 def decode(data: bytes) -> Event:
-    """The event that was encoded; msgspec.DecodeError says what is wrong with the data."""
+    """Return the event that was encoded. A msgspec.DecodeError says what is wrong with the data."""
     return _decoder.decode(data)
 
 

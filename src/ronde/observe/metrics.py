@@ -1,8 +1,8 @@
-"""How many operations ran, how many bytes they moved, how long they waited and moved. Summed by the Recorder.
+"""How many operations ran, how many bytes they moved, how long they waited and moved.
 
-`Tally` is on the path of every operation. Each thread adds to sums of its own, so that no thread waits for another and
-none loses an addition of the other; a snapshot adds up all threads. One entry is replaced as a whole (a new tuple), so
-that a snapshot never sees an operation counted but its bytes not.
+OperationCounters are used by every operation. Each thread adds to sums of its own, so that no thread waits for another
+and no addition is lost; a snapshot adds up all threads. An entry is replaced as a whole (a new tuple), so that a
+snapshot never sees an operation without its bytes.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ ZERO_COUNTS: Counts = (0, 0, 0, 0)
 
 
 class MetricsRow(msgspec.Struct, frozen=True, kw_only=True):
-    """What the operations of one kind in one group add up to; in a total, group and kind are None."""
+    """The sums of the operations of one kind in one group; in a total, group and kind are None."""
 
     group: int | None = None
     kind: str | None = None
     operations: int = 0
     bytes: int = 0
     wait_s: float = 0.0
-    """Waiting for the other members to come."""
+    """Until the last member had come."""
     move_s: float = 0.0
-    """From then on to the end."""
+    """From then on until the end."""
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,7 +46,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
     total: MetricsRow = MetricsRow()
 
     def of(self, group: int, kind: str) -> MetricsRow:
-        """The sums of this kind in this group; zeros if none ran."""
+        """Return the sums of this kind in this group; zeros if none ran."""
         for row in self.rows:
             if row.group == group and row.kind == kind:
                 return row
@@ -54,59 +54,54 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class OperationCounters:
-    """Sums that many threads add to at once, none of them lost."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended_threads: CountsByKind = {}
-        """Sums of the threads that are no more."""
         self._threads: list[tuple[weakref.ref[_ThreadMarker], CountsByKind]] = []
         self._this_thread = _ThreadCounts(self._register)
 
     def add(self, group: int, kind: str, num_bytes: int, wait_ns: int, move_ns: int) -> None:
-        """Count one operation."""
         key = (group, kind)
         entries = self._this_thread.entries
         operations, total_bytes, total_wait, total_move = entries.get(key, ZERO_COUNTS)
         entries[key] = (operations + 1, total_bytes + num_bytes, total_wait + wait_ns, total_move + move_ns)
 
     def snapshot(self, rank: int) -> Metrics:
-        """All sums now."""
         with self._lock:
             self._merge_ended_threads()
             merged = self._ended_threads.copy()
             for _, entries in self._threads:
-                _merge(merged, entries.copy())  # a copy: its thread goes on adding keys
+                _merge(merged, entries.copy())  # a copy, because its thread goes on adding keys
         rows = tuple(_make_row(entry, group, kind) for (group, kind), entry in sorted(merged.items()))
         return Metrics(rank=rank, rows=rows, total=_make_row(_total(merged), None, None))
 
-    def _register(self, anchor: _ThreadMarker) -> CountsByKind:
+    def _register(self, marker: _ThreadMarker) -> CountsByKind:
         entries: CountsByKind = {}
         with self._lock:
-            self._merge_ended_threads()  # so that a program with a thread per operation does not keep them all
-            self._threads.append((weakref.ref(anchor), entries))
+            self._merge_ended_threads()  # a program may start a thread per operation
+            self._threads.append((weakref.ref(marker), entries))
         return entries
 
     def _merge_ended_threads(self) -> None:
         running = []
-        for anchor, entries in self._threads:
-            if anchor() is None:
+        for marker, entries in self._threads:
+            if marker() is None:
                 _merge(self._ended_threads, entries)
             else:
-                running.append((anchor, entries))
+                running.append((marker, entries))
         self._threads = running
 
 
 class _ThreadMarker:
-    """Held by a thread's local storage only: when it is gone, so is the thread."""
+    """Referenced only by the local storage of a thread: it is freed when the thread ends."""
 
 
 class _ThreadCounts(threading.local):
-    """The calling thread's sums; Python runs __init__ again in each thread that comes here first."""
+    """The sums of the calling thread. Python runs __init__ in each thread, at its first access."""
 
     def __init__(self, register: Callable[[_ThreadMarker], CountsByKind]) -> None:
-        self.anchor = _ThreadMarker()
-        self.entries = register(self.anchor)
+        self.marker = _ThreadMarker()
+        self.entries = register(self.marker)
 
 
 def _merge(into: CountsByKind, entries: CountsByKind) -> None:

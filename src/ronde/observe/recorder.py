@@ -1,7 +1,7 @@
-"""What one process remembers of its run: recent events, sums, and the trace until it is fetched. One per process.
+"""The Recorder of a process keeps recent events, sums of operations, and the trace until it is sent.
 
-emit() and operation() may be called from any thread and take no lock: appending to a deque is one step for all other
-threads, and the sums are per thread (metrics.Tally).
+record_event() and record_operation() may be called from any thread and take no lock: appending to a deque is atomic,
+and each thread has sums of its own (metrics.OperationCounters).
 """
 
 from __future__ import annotations
@@ -19,15 +19,13 @@ from ronde.observe.timeline import BatchMarker, NegotiationSlice, OperationSlice
 __all__ = ["Recorder"]
 
 OperationTuple: TypeAlias = tuple[str, str, int, int, int, int, int]
-"""An Operation's fields. It becomes one when it is drained: making a plain tuple is quicker."""
+"""The fields of an OperationSlice, which is made only when the trace is drained: a plain tuple is quicker to make."""
 
 TRACE_CAPACITY = 65_536
-"""Operations and events kept for the trace until they are fetched; more are counted and dropped."""
+"""Operations and events kept until drain_trace(); more are dropped and counted."""
 
 
 class Recorder:
-    """Takes down what happens, cheaply; others read it when they like."""
-
     def __init__(self, rank: int, capacity: int = 4096, *, trace_capacity: int = TRACE_CAPACITY) -> None:
         if capacity < 1 or trace_capacity < 1:
             raise ValueError(f"capacities must be at least 1, got {capacity} and {trace_capacity}")
@@ -36,15 +34,15 @@ class Recorder:
         self._counters = OperationCounters()
         self._count_operation = self._counters.add
         self._overlap_counters = OperationCounters()
-        """What the sums contain, but in which no caller was blocked."""
+        """The part of _counters in which no caller was blocked."""
         self._waits_ns: dict[int, float] = {}
         self.steps = 0
-        """Steps of the training, as marked."""
+        """Training steps, as marked by mark_step()."""
         self._tracing = False
         self._trace: deque[OperationTuple | NegotiationSlice | BatchMarker | Event] = deque()
         self._trace_capacity = trace_capacity
         self._lock = threading.Lock()
-        """Guards _dropped and _blame, which are rarely touched."""
+        """Guards _dropped and _waits_ns, which are rarely used."""
         self._dropped = 0
         self._offset_ns = 0
         self._label = ""
@@ -52,7 +50,7 @@ class Recorder:
         self._encoded_trace: deque[bytes] = deque()
 
     def record_event(self, event: Event) -> None:
-        """Take down an event; the oldest makes room."""
+        """Keep an event; when there are too many, the oldest is dropped."""
         self._events.append(event)
         if self._tracing:
             self._add_to_trace(event)
@@ -60,35 +58,35 @@ class Recorder:
     def record_operation(
         self, kind: str, name: str, group: int, num_bytes: int, start_ns: int, ready_ns: int, end_ns: int
     ) -> None:
-        """Take down an operation that ran. On the path of every operation: well below a microsecond."""
+        """Count an operation that ran. Called for every operation, so it takes well below a microsecond."""
         self._count_operation(group, kind, num_bytes, ready_ns - start_ns, end_ns - ready_ns)
         if self._tracing:
             self._add_to_trace((kind, name, group, num_bytes, start_ns, ready_ns, end_ns))
 
     def record_batch_start(self, at_ns: int, negotiated: Iterable[NegotiationSlice]) -> None:
-        """Take down that named operations have taken off together. Only for the trace: ask `tracing` before."""
+        """Keep for the trace that named operations start together. Only called when `tracing`."""
         for each in negotiated:
             self._add_to_trace(each)
         self._add_to_trace(BatchMarker(at_ns))
 
     def mark_step(self) -> None:
-        """One step of the training is done."""
         self.steps += 1
 
     def record_overlap(self, wait_ns: int, move_ns: int) -> None:
-        """So much of what operation() was told passed while no caller was blocked; below 0 if more was blocked."""
+        """Count how much of the time given to record_operation() passed while no caller was blocked; below 0 if callers
+        were blocked for longer."""
         self._overlap_counters.add(0, "", 0, wait_ns, move_ns)
 
     def record_waits(self, waits_ns: Mapping[int, float]) -> None:
-        """A caller has waited for these ranks so long, in nanoseconds."""
+        """Count how many nanoseconds a caller has waited for each of these ranks."""
         with self._lock:
             for rank, waited_ns in waits_ns.items():
                 self._waits_ns[rank] = self._waits_ns.get(rank, 0.0) + waited_ns
 
     def sample_activity(self, at_ns: int, current_operation: CurrentOperation | None) -> ActivitySample:
-        """The sums so far, for the coordinator. What is under way counts as far as it has come."""
-        total, unblocked = self._counters.snapshot(self.rank).total, self._overlap_counters.snapshot(self.rank).total
-        waiting_s, moving_s = total.wait_s - unblocked.wait_s, total.move_s - unblocked.move_s
+        """Return the sums so far, for the coordinator. They include the current operation up to now."""
+        total, overlap = self._counters.snapshot(self.rank).total, self._overlap_counters.snapshot(self.rank).total
+        waiting_s, moving_s = total.wait_s - overlap.wait_s, total.move_s - overlap.move_s
         if current_operation is not None and current_operation.is_waiting:
             waiting_s += (at_ns - current_operation.since_ns) / 1e9
         elif current_operation is not None:
@@ -107,27 +105,25 @@ class Recorder:
         )
 
     def events(self) -> list[Event]:
-        """The most recent events, oldest first."""
-        return list(self._events.copy())  # the copy is one step for other threads; walking through it is not
+        """Return the most recent events, oldest first."""
+        return list(self._events.copy())  # the copy is atomic; iterating over the deque is not
 
     def metrics(self) -> Metrics:
-        """The sums of all operations so far."""
         return self._counters.snapshot(self.rank)
 
     def set_clock_offset(self, offset_ns: int) -> None:
-        """What to add to our clock in the trace. Counts for all that has not been drained yet."""
+        """Set what is added to the local clock in the trace. It applies to all that is not drained yet."""
         self._offset_ns = offset_ns
 
     @property
     def tracing(self) -> bool:
-        """Whether operations and events are kept for the trace."""
         return self._tracing
 
     def set_tracing(self, enabled: bool, label: str = "", style: TraceStyle | None = None) -> None:
-        """Keep operations and events for a trace from now on, or stop. The label names this process in it, also in
-        later ones. By the thread that drains."""
+        """Keep operations and events for a trace from now on, or stop. The label names this process in this trace and
+        in later ones. Called by the thread that calls drain_trace()."""
         self._label = label or self._label
-        if enabled:  # a new one, also when another is being written
+        if enabled:  # a new trace, also when another is being written
             self._trace.clear()
             self._encoded_trace.clear()
             self._trace_encoder = TraceEncoder(self.rank, self._label, style)
@@ -135,8 +131,8 @@ class Recorder:
         self._tracing = enabled
 
     def drain_trace(self, limit: int) -> tuple[list[bytes], int]:
-        """At most `limit` trace events (JSON objects) in the order they were kept, and how many records were dropped
-        since the last call. For one thread at a time."""
+        """Return at most `limit` trace events (JSON objects) in the order they were kept, and how many records were
+        dropped since the last call. Called by one thread at a time."""
         while self._trace and len(self._encoded_trace) < limit:
             self._encoded_trace.extend(self._encode_record(self._trace.popleft()))
         events = [self._encoded_trace.popleft() for _ in range(min(limit, len(self._encoded_trace)))]

@@ -1,8 +1,8 @@
-"""Where a process is right now: its Python lines, and whether it runs at all.
+"""Where a process is right now: its Python stacks, and the state of the process.
 
-A worker answers the coordinator's StackQuery with `where_is_main_thread()`, from a thread of its own, while the main
-thread waits or computes. `process_state` looks at a process that does not answer. `ronde stack` shows the stacks of all
-ranks, equal ones together.
+A rank replies to the coordinator's StackQuery with dump_stacks(), from its control thread, while the main thread waits
+or computes. process_state() is for a process that does not reply. `ronde stack` shows the stacks of all ranks, equal
+ones together.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ __all__ = [
 
 MAX_SOURCE_CHARS = 120
 MAX_FRAMES = 100
-"""Innermost frames shown of one thread: endless recursion is deeper than anyone reads."""
+"""Innermost frames of one thread: endless recursion is deeper than anyone reads."""
 MAX_STACK_CHARS = 64 * 1024
-"""Characters of the whole text, for it travels in one message."""
+"""The whole text travels in one message."""
 
 ProcessState: TypeAlias = Literal["running", "sleeping", "blocked", "stopped", "gone"]
 GONE: ProcessState = "gone"
@@ -55,18 +55,18 @@ _STATES: dict[str, ProcessState] = {
 }
 
 _OWN_THREAD_PREFIX = "ronde-"
-"""They only wait for messages, on every rank alike."""
+"""These threads only wait for messages, on every rank alike."""
 _RONDE_PATH = str(Path(__file__).parents[1]) + os.sep
 # os.__file__ is the standard library by the name it was imported under; sysconfig knows what symbolic links hide.
 _STDLIB_PATHS = tuple(
     {path + os.sep for path in (str(Path(os.__file__).parent), *map(sysconfig.get_path, ("stdlib", "platstdlib")))}
 )
 _LIBRARY_PATH_PARTS = [f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"]
-"""Parts of the paths of packages, which are not the user's code."""
+"""In the paths of packages, which are not the user's code."""
 
 
 class RankStack(msgspec.Struct, frozen=True, kw_only=True):
-    """Where one rank is; or `why` that is not known, as words that follow the rank's name."""
+    """Where one rank is; or in `why` the reason why that is not known, to follow the name of the rank."""
 
     rank: int
     host: str = ""
@@ -74,12 +74,12 @@ class RankStack(msgspec.Struct, frozen=True, kw_only=True):
     line: str = ""
     """The innermost line of the user's code in the main thread."""
     stack: str = ""
-    """Of all threads, main thread first."""
+    """The stacks of all threads, main thread first."""
     why: str = ""
 
 
 def group_stacks(stacks: Iterable[RankStack]) -> list[tuple[tuple[int, ...], RankStack]]:
-    """Ranks that are at the same place together: the ranks, and the stack of the first of them. Most ranks first."""
+    """Return groups of ranks with equal stacks: the ranks, and the stack of the first. The largest group is first."""
     groups: dict[tuple[str, str, str], list[RankStack]] = {}
     for stack in stacks:
         groups.setdefault((stack.line, stack.stack, stack.why), []).append(stack)
@@ -88,7 +88,7 @@ def group_stacks(stacks: Iterable[RankStack]) -> list[tuple[tuple[int, ...], Ran
 
 
 class _Frame(NamedTuple):
-    """One frame as it was when looked at; the thread goes on."""
+    """One frame as it was when it was read; the thread goes on."""
 
     file: str
     line: int
@@ -101,19 +101,19 @@ class _Frame(NamedTuple):
 
 
 def treat_as_library(directory: str | os.PathLike[str]) -> None:
-    """What is in this folder is a package like those of site-packages, wherever it lies: a line in it is not where the
-    user's code is. For packages on top of ronde, which may be run from a checkout."""
+    """Treat what is in this directory like packages in site-packages: a line in it is not the user's code. Called by
+    packages on top of ronde, which may be run from a checkout."""
     path = os.fspath(directory) + os.sep
     if path not in _LIBRARY_PATH_PARTS:
         _LIBRARY_PATH_PARTS.append(path)
 
 
 def dump_stacks() -> tuple[str, str]:
-    """The innermost line of the user's code in the main thread, such as `train.py:42 in step: loss.backward()`, and the
-    stacks of all threads but ronde's own, main thread first, as text."""
+    """Return the innermost line of the user's code in the main thread, such as `train.py:42 in step: loss.backward()`,
+    and the stacks of all threads but ronde's own, main thread first."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    # Look at all threads before reading any source: reading lets the other threads go on.
+    # Read the frames of all threads before any source: reading source lets the other threads go on.
     seen = {ident: _read_frames(frame) for ident, frame in sys._current_frames().items()}
     frames = seen.pop(main, []) if main is not None else []
     line = _describe_frame(_user_frame(frames)) if frames else "the end of its main thread"
@@ -130,7 +130,7 @@ def dump_stacks() -> tuple[str, str]:
 
 
 def where_was_raised(error: BaseException) -> str:
-    """The innermost line of the user's code in the error's traceback; empty when it was never raised."""
+    """Return the innermost line of the user's code in the error's traceback; empty when it was never raised."""
     frames = [
         _Frame(frame.f_code.co_filename, line, frame.f_code.co_name, frame.f_globals)
         for frame, line in traceback.walk_tb(error.__traceback__)
@@ -139,7 +139,7 @@ def where_was_raised(error: BaseException) -> str:
 
 
 def pid_namespace() -> str:
-    """Where this process's id means something: equal for processes that can look at each other by id; "" if unknown."""
+    """Return the namespace of this process's id. It is equal for processes that see each other's ids; "" if unknown."""
     try:
         return str(Path("/proc/self/ns/pid").readlink())
     except OSError:  # hidden in some containers
@@ -147,16 +147,16 @@ def pid_namespace() -> str:
 
 
 def process_state(pid: int) -> ProcessState:
-    """What the kernel says about a process of this host; "gone" also when it only waits to be reaped."""
+    """Return the state of a process of this host; "gone" also when it only waits to be reaped."""
     try:
         fields = split_proc_stat(Path(f"/proc/{pid}/stat").read_bytes())
-    except OSError:  # no such process, or it went while we read
+    except OSError:  # no such process, or it exited meanwhile
         return "gone"
     return _STATES.get(fields[0], "sleeping") if fields else "gone"
 
 
 def _read_frames(frame: FrameType | None) -> list[_Frame]:
-    """The frames of a thread, innermost first."""
+    """Return the frames of a thread, innermost first."""
     frames: list[_Frame] = []
     while frame is not None and len(frames) < MAX_FRAMES:
         code = frame.f_code
@@ -166,7 +166,7 @@ def _read_frames(frame: FrameType | None) -> list[_Frame]:
 
 
 def _user_frame(frames: list[_Frame]) -> _Frame:
-    """The innermost frame that is the user's; else one of an installed package; else the innermost of all."""
+    """Return the innermost frame of the user's code; else of an installed package; else the innermost of all."""
     outside = [frame for frame in frames if not frame.file.startswith((_RONDE_PATH, "<frozen "))]
     installed = [frame for frame in outside if any(part in frame.file for part in _LIBRARY_PATH_PARTS)]
     own = [frame for frame in outside if frame not in installed and not frame.file.startswith(_STDLIB_PATHS)]
@@ -175,11 +175,11 @@ def _user_frame(frames: list[_Frame]) -> _Frame:
 
 def _describe_frame(frame: _Frame) -> str:
     source = frame.source
-    place = f"{shorten(Path(frame.file).name)}:{frame.line} in {shorten(frame.function)}"
-    return f"{place}: {shorten(source, MAX_SOURCE_CHARS)}" if source else place
+    location = f"{shorten(Path(frame.file).name)}:{frame.line} in {shorten(frame.function)}"
+    return f"{location}: {shorten(source, MAX_SOURCE_CHARS)}" if source else location
 
 
 def _format_stack(title: str, frames: list[_Frame]) -> str:
-    """As in a traceback: outermost first."""
+    """Return the frames as in a traceback: outermost first."""
     lines = [(frame.file, frame.line, frame.function, frame.source) for frame in reversed(frames)]
     return f"{title}:\n{''.join(traceback.format_list(lines))}"

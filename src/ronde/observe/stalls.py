@@ -1,10 +1,11 @@
-"""Which operations wait too long, and what the ranks they wait for are doing. Pure; run by the coordinator.
+"""Which operations wait too long, and what the ranks they wait for are doing. The coordinator runs it; pure.
 
-    every tick         for stall in watch.due(now_ns, waits): send StackQuery(stall.ticket) to each of stall.asked
-    on a StackReply    watch.answer(ticket, rank, line)
-    every tick         for stall in watch.finished(now_ns): log report(stall, now_ns, …)
+    at every tick       for stall in inspector.overdue(now_ns, operations):
+                            send StackQuery(stall.query_id) to each of stall.asked_ranks
+    on a StackReply     inspector.add_reply(query_id, rank, line)
+    at every tick       for stall in inspector.take_finished(now_ns): log describe_stall(stall, now_ns, …)
 
-All times are on one clock, the coordinator's.
+All times are on the clock of the coordinator.
 """
 
 from __future__ import annotations
@@ -24,67 +25,65 @@ __all__ = ["Stall", "StallInspector", "WaitingOperation", "Whereabouts", "descri
 MAX_SHOWN = 16
 """Ranks and operations named one by one in a report; the others are counted."""
 MAX_REMEMBERED = 4096
-"""Reported operations that are remembered, so that a job of many days does not grow."""
+"""Reported operations that are remembered: the memory of a long job is bounded."""
 
 
 class WaitingOperation(msgspec.Struct, frozen=True, kw_only=True):
-    """An operation in which some members wait for others, as the coordinator or one of the members sees it."""
+    """An operation in which members wait for others, as the coordinator or one of the members sees it."""
 
     op: str
-    """In words, such as `allreduce 'grad.3' sum float32[1024]`."""
+    """Such as `allreduce 'grad.3' sum float32[1024]`."""
     group: int
     since_ns: int
     missing: tuple[int, ...]
     present: tuple[int, ...] = ()
     call: str = ""
-    """What tells it from a later operation of the same name; empty when nothing does."""
+    """Distinguishes it from a later operation of the same name; empty when nothing does."""
 
     @property
     def key(self) -> tuple[int, str, str]:
-        """The same for all who wait in it."""
+        """Equal for all members that wait in it."""
         return self.group, self.op, self.call
 
 
 @dataclass(slots=True)
 class Stall:
-    """Operations that became late together, and what the ranks they wait for have answered."""
+    """Operations that became overdue together, and the replies of the ranks they wait for."""
 
     query_id: int
     operations: tuple[WaitingOperation, ...]
-    """Those of one group that miss the same ranks; the one that has waited longest first."""
+    """Of one group, for the same missing ranks; the one that has waited longest first."""
     asked_ns: int
     lines: dict[int, str] = dataclasses.field(default_factory=dict)
-    """Per rank, the line it is at."""
+    """By rank, the line it is at."""
 
     @property
     def longest_waiting(self) -> WaitingOperation:
-        """The one that has waited longest."""
         return self.operations[0]
 
     @property
     def asked_ranks(self) -> tuple[int, ...]:
-        """The ranks to ask where they are."""
         return self.longest_waiting.missing[:MAX_SHOWN]
 
     def waited_s(self, now_ns: int) -> float:
-        """How long the first has waited."""
         return (now_ns - self.longest_waiting.since_ns) / 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Whereabouts:
-    """Where ranks were when a round failed: for the summary of the job."""
+    """Where ranks were when a round failed, for the report of the job."""
 
     first: int
     """The rank that failed first."""
     missing: tuple[RankStack, ...] = ()
-    """If an operation ran out of time there: the ranks that it waited for."""
+    """If an operation timed out there: the ranks for which it waited."""
     disagreeing: tuple[RankStack, ...] = ()
-    """If the members of an operation had asked for different things: all that said so."""
+    """If the members of an operation had asked for different things: all that reported it."""
 
 
 class StallInspector:
-    """Reports each operation once: when it has waited for limit_s. The same operation of a later step counts anew."""
+    """Finds each operation once, when it has waited for timeout_s. The same operation of a later step is another one.
+    A timeout of 0 turns it off."""
 
     def __init__(self, timeout_s: float, *, reply_timeout_s: float = 2.0) -> None:
         self._timeout_ns = int(timeout_s * 1e9)
@@ -93,55 +92,53 @@ class StallInspector:
         self._open: dict[int, Stall] = {}
         self._last_query_id = 0
 
-    def new_ticket(self) -> int:
-        """For a question that no stall asks."""
+    def new_query_id(self) -> int:
         self._last_query_id += 1
         return self._last_query_id
 
     def overdue(self, now_ns: int, operations: Iterable[WaitingOperation]) -> list[Stall]:
-        """The operations that have become late since the last call. A limit of 0 turns the watch off."""
+        """Return the operations that have become overdue since the last call."""
         if self._timeout_ns <= 0:
             return []
-        together: dict[tuple[int, tuple[int, ...]], list[WaitingOperation]] = {}
-        for wait in _merge_reports(operations):
-            if now_ns - wait.since_ns >= self._timeout_ns and self._is_new(wait):
-                self._remember(wait, now_ns)
-                together.setdefault((wait.group, wait.missing), []).append(wait)
-        return [self._open_stall(group_of, now_ns) for group_of in together.values()]
+        by_missing: dict[tuple[int, tuple[int, ...]], list[WaitingOperation]] = {}
+        for operation in _merge_reports(operations):
+            if now_ns - operation.since_ns >= self._timeout_ns and self._is_new(operation):
+                self._remember(operation, now_ns)
+                by_missing.setdefault((operation.group, operation.missing), []).append(operation)
+        return [self._open_stall(same, now_ns) for same in by_missing.values()]
 
     def add_reply(self, query_id: int, rank: int, line: str) -> None:
-        """A rank says where it is. Answers nobody waits for any more are dropped."""
+        """Add the line at which a rank is. Replies that come too late are dropped."""
         stall = self._open.get(query_id)
         if stall is not None and rank in stall.asked_ranks:
             stall.lines[rank] = line
 
     def take_finished(self, now_ns: int) -> list[Stall]:
-        """The stalls whose ranks have all answered, or had the time to."""
-        done = [
+        """Return the stalls whose ranks have all replied, or have had the time to."""
+        finished = [
             stall
             for stall in self._open.values()
             if len(stall.lines) == len(stall.asked_ranks) or now_ns - stall.asked_ns >= self._reply_timeout_ns
         ]
-        for stall in done:
+        for stall in finished:
             del self._open[stall.query_id]
-        return done
+        return finished
 
-    def _is_new(self, wait: WaitingOperation) -> bool:
-        reported_ns = self._reported.get(wait.key)
-        if reported_ns is None or wait.call:
+    def _is_new(self, operation: WaitingOperation) -> bool:
+        reported_ns = self._reported.get(operation.key)
+        if reported_ns is None or operation.call:
             return reported_ns is None
-        # Without its call, an operation that began after the report of one of its name is the next of them. The one
-        # that was reported is meant by all who waited in it by then.
-        return wait.since_ns > reported_ns
+        # Without its call, an operation is another one if it began after the report of one of the same name.
+        return operation.since_ns > reported_ns
 
-    def _remember(self, wait: WaitingOperation, now_ns: int) -> None:
-        self._reported.pop(wait.key, None)  # to the end of the order
-        self._reported[wait.key] = now_ns
+    def _remember(self, operation: WaitingOperation, now_ns: int) -> None:
+        self._reported.pop(operation.key, None)  # to the end of the order
+        self._reported[operation.key] = now_ns
         if len(self._reported) > MAX_REMEMBERED:
             del self._reported[next(iter(self._reported))]
 
-    def _open_stall(self, waits: list[WaitingOperation], now_ns: int) -> Stall:
-        stall = Stall(self.new_ticket(), tuple(sorted(waits, key=lambda wait: wait.since_ns)), now_ns)
+    def _open_stall(self, operations: list[WaitingOperation], now_ns: int) -> Stall:
+        stall = Stall(self.new_query_id(), tuple(sorted(operations, key=lambda each: each.since_ns)), now_ns)
         self._open[stall.query_id] = stall
         return stall
 
@@ -154,13 +151,14 @@ def describe_stall(
     process_state: Callable[[Member], str] = lambda member: "",
     host_name: Callable[[Member], str] = lambda member: member.host,
 ) -> str:
-    """The stall in words, a line per missing rank. `state` tells what the process of a silent member is doing, or ""
-    if that cannot be known from here; `host_name` what people call its host."""
-    wait = stall.longest_waiting
-    there = f" ({format_ranks(wait.present)} {'is' if len(wait.present) == 1 else 'are'} there)" if wait.present else ""
+    """Return a report with a line per missing rank. `process_state` returns the state of a member that does not reply,
+    or "" if it is not known; `host_name` returns what people call its host."""
+    operation = stall.longest_waiting
+    missing, present = operation.missing, operation.present
+    there = f" ({format_ranks(present)} {'is' if len(present) == 1 else 'are'} there)" if present else ""
     lines = [
-        f"{shorten(wait.op)} (group {wait.group}) has waited {stall.waited_s(now_ns):.1f} s "
-        f"for {_format_missing(wait.missing)}{there}"
+        f"{shorten(operation.op)} (group {operation.group}) has waited {stall.waited_s(now_ns):.1f} s "
+        f"for {_format_missing(missing)}{there}"
     ]
     by_rank = {member.rank: member for member in members}
     for rank in stall.asked_ranks:
@@ -170,8 +168,8 @@ def describe_stall(
         else:
             where = _describe_member(member, stall.lines.get(rank), process_state)
             lines.append(f"  rank {rank} on host {shorten(host_name(member))}, pid {member.pid}, {where}")
-    if len(wait.missing) > len(stall.asked_ranks):
-        lines.append(f"  and {len(wait.missing) - len(stall.asked_ranks)} more ranks, not asked")
+    if len(missing) > len(stall.asked_ranks):
+        lines.append(f"  and {len(missing) - len(stall.asked_ranks)} more ranks, not asked")
     others = stall.operations[1:]
     if others:
         named = ", ".join(shorten(other.op) for other in others[:MAX_SHOWN])
@@ -180,32 +178,25 @@ def describe_stall(
     return "\n".join(lines)
 
 
-def _merge_reports(waits: Iterable[WaitingOperation]) -> list[WaitingOperation]:
-    """One Wait per operation. Members report at different moments: who waits there himself is not missing."""
-    reports: dict[tuple[int, str, str], list[WaitingOperation]] = {}
-    for wait in waits:
-        reports.setdefault(wait.key, []).append(wait)
+def _merge_reports(reports: Iterable[WaitingOperation]) -> list[WaitingOperation]:
+    """Return one report per operation. Members report at different moments: who waits in it is not missing."""
+    by_key: dict[tuple[int, str, str], list[WaitingOperation]] = {}
+    for report in reports:
+        by_key.setdefault(report.key, []).append(report)
     merged = []
-    for (group, op, call), same in reports.items():
-        present = {rank for wait in same for rank in wait.present}
-        missing = {rank for wait in same for rank in wait.missing} - present
+    for same in by_key.values():
+        present = {rank for report in same for rank in report.present}
+        missing = {rank for report in same for rank in report.missing} - present
         if missing:
-            since_ns = min(wait.since_ns for wait in same)
             merged.append(
-                WaitingOperation(
-                    op=op,
-                    group=group,
-                    since_ns=since_ns,
-                    missing=_sorted(missing),
-                    present=_sorted(present),
-                    call=call,
+                msgspec.structs.replace(
+                    same[0],
+                    since_ns=min(report.since_ns for report in same),
+                    missing=tuple(sorted(missing)),
+                    present=tuple(sorted(present)),
                 )
             )
     return merged
-
-
-def _sorted(ranks: set[int]) -> tuple[int, ...]:
-    return tuple(sorted(ranks))
 
 
 def _format_missing(ranks: tuple[int, ...]) -> str:
@@ -221,5 +212,5 @@ def _describe_member(member: Member, line: str | None, state: Callable[[Member],
 
 
 def describe_silence(state: str) -> str:
-    """Words that follow the name of a rank that does not say where it is. The state is "" if it is not known."""
+    """Return what follows the name of a rank that does not reply. The state is "" if it is not known."""
     return "does not answer" + (f"; its process is {state}" if state else "")

@@ -1,9 +1,9 @@
 """The timeline of all ranks as a Chrome trace (load it in Perfetto or chrome://tracing).
 
-`Tracks` turns what one rank recorded into trace events, in the worker; `TimelineWriter` collects those of all ranks in
-one file, in the coordinator. A rank is a process of the trace, a group is a thread in it; an operation is a slice that
-holds two others, `wait` (for the members to come) and `move`. Named operations have been negotiated before: that is an
-asynchronous slice, because many overlap.
+In each rank, a TraceEncoder turns what the rank recorded into trace events; in the coordinator, a TimelineWriter writes
+those of all ranks to one file. A rank is a process of the trace, a group is a thread in it; an operation is a slice
+that holds two others, `wait` (until all members have come) and `move`. Named operations are negotiated before: that is
+an asynchronous slice, because many overlap.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ MAX_EVENT_BYTES = 16 * 1024
 MAX_ARGUMENT_CHARS = 1000
 TRACKS_PER_GROUP = 16
 COORDINATOR_PROCESS = 1_000_000
-"""The coordinator's process number in the trace, below all ranks."""
+"""The process number of the coordinator in the trace. It is shown below all ranks."""
 
 HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 
 
 class OperationSlice(NamedTuple):
-    """An operation that ran, as recorded: times of the local clock."""
+    """An operation that ran. Times are of the local clock."""
 
     kind: str
     name: str
@@ -48,7 +48,7 @@ class OperationSlice(NamedTuple):
 
 
 class NegotiationSlice(NamedTuple):
-    """A named operation between its announcement here and its departure."""
+    """A named operation between its announcement on this rank and its start."""
 
     kind: str
     name: str
@@ -58,22 +58,22 @@ class NegotiationSlice(NamedTuple):
 
 
 class BatchMarker(NamedTuple):
-    """Named operations have taken off, one or several as one."""
+    """One named operation starts, or several as one."""
 
     at_ns: int
 
 
 class TraceStyle(NamedTuple):
-    """How things are called in a trace, and what is in it."""
+    """The names in a trace, and what is in it."""
 
     horovod: bool = False
     """NEGOTIATE_ALLREDUCE, ALLREDUCE and so on, as in Horovod's timeline."""
     batch_markers: bool = False
-    """Mark departures."""
+    """Show BatchMarkers."""
 
 
 class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
-    """One element of traceEvents. The names are the format's own; times are microseconds."""
+    """One element of traceEvents. The field names are those of the format; times are microseconds."""
 
     name: str
     ph: Literal["X", "i", "M", "b", "e"]
@@ -84,9 +84,9 @@ class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, 
     dur: float | None = None
     cat: str = ""
     s: Literal["p"] | None = None
-    """An instant's reach: the process."""
+    """The scope of an instant: the process."""
     id: str | None = None
-    """What an asynchronous slice's begin and end have in common."""
+    """Equal for begin and end of an asynchronous slice."""
     args: dict[str, Any] = {}
 
 
@@ -95,7 +95,7 @@ _decoder: msgspec.json.Decoder[TraceEvent] = msgspec.json.Decoder(TraceEvent)
 
 
 class TraceEncoder:
-    """Turns what one rank recorded into trace events, as JSON. Used by one thread at a time."""
+    """Turns what one rank recorded into trace events, as JSON. One thread at a time uses it."""
 
     def __init__(self, rank: int, label: str = "", style: TraceStyle | None = None) -> None:
         self._style = style or TraceStyle()
@@ -105,7 +105,7 @@ class TraceEncoder:
         self._busy_until: dict[int, list[int]] = {}
 
     def encode_names(self) -> list[bytes]:
-        """What the rank is called: comes first."""
+        """Return the names of the process. They come first in the trace."""
         return [
             self._metadata("process_name", 0, {"name": shorten(self._label)}),
             self._metadata("process_sort_index", 0, {"sort_index": self._process}),
@@ -113,25 +113,25 @@ class TraceEncoder:
         ]
 
     def encode_operation(self, operation: OperationSlice, offset_ns: int) -> list[bytes]:
-        """The operation's slice and the two inside it; before a track's first, the track's name."""
+        """Return the slice of the operation and the two inside it. Before the first of a track comes its name."""
         start, end = operation.start_ns, max(operation.start_ns, operation.end_ns)
         ready = min(max(start, operation.ready_ns), end)
-        lane, is_new = self._find_track(operation.group, start, end)
-        track = 1 + operation.group * TRACKS_PER_GROUP + lane
-        described = {"bytes": operation.num_bytes, "group": operation.group}
-        shown, wait, move = self._slice_names(operation.kind, operation.name)
+        index, is_new = self._find_track(operation.group, start, end)
+        track = 1 + operation.group * TRACKS_PER_GROUP + index
+        args = {"bytes": operation.num_bytes, "group": operation.group}
+        title, wait, move = self._slice_names(operation.kind, operation.name)
         slices = [
-            self._slice(shorten(shown), operation.kind, track, start + offset_ns, end - start, described),
+            self._slice(shorten(title), operation.kind, track, start + offset_ns, end - start, args),
             self._slice(wait, "wait", track, start + offset_ns, ready - start, {}),
             self._slice(move, "move", track, ready + offset_ns, end - ready, {}),
         ]
         if is_new:
-            beside = f" ({lane + 1})" if lane else ""
-            slices.insert(0, self._metadata("thread_name", track, {"name": f"group {operation.group}{beside}"}))
+            number = f" ({index + 1})" if index else ""
+            slices.insert(0, self._metadata("thread_name", track, {"name": f"group {operation.group}{number}"}))
         return slices
 
     def encode_negotiation(self, negotiation: NegotiationSlice, offset_ns: int) -> list[bytes]:
-        """The begin and the end of its slice."""
+        """Return the begin and the end of an asynchronous slice."""
         kind, name, group, start_ns, end_ns = negotiation
         self._num_negotiated += 1
         title = f"NEGOTIATE_{_horovod_name(kind)}" if self._style.horovod else f"negotiate {kind}"
@@ -149,30 +149,29 @@ class TraceEncoder:
                     tid=0,
                     cat="negotiation",
                     id=f"{self._process}.{self._num_negotiated}",
-                    args=said,
+                    args=args,
                 )
             )
-            for phase, at_ns, said in phases
+            for phase, at_ns, args in phases
         ]
 
-    def encode_batch_marker(self, departure: BatchMarker, offset_ns: int) -> list[bytes]:
-        """A mark, if they are wanted."""
+    def encode_batch_marker(self, marker: BatchMarker, offset_ns: int) -> list[bytes]:
         if not self._style.batch_markers:
             return []
         name = "CYCLE_START" if self._style.horovod else "departure"
-        return [self._instant(name, departure.at_ns + offset_ns, {})]
+        return [self._instant(name, marker.at_ns + offset_ns, {})]
 
     def encode_event(self, event: Event, offset_ns: int) -> bytes:
-        """The event as an instant with all it says."""
-        said = {
+        """Return the event as an instant, with its fields as arguments."""
+        args = {
             field: _make_argument(getattr(event, field))
             for field in event.__struct_fields__
             if field not in ("at_ns", "rank")
         }
-        return self._instant(type(event).__name__, event.at_ns + offset_ns, said)
+        return self._instant(type(event).__name__, event.at_ns + offset_ns, args)
 
     def _slice_names(self, kind: str, name: str) -> tuple[str, str, str]:
-        """What the slices of an operation are called: the whole, its wait, its move."""
+        """Return the names of the slices of an operation: the whole, its wait, its move."""
         if self._style.horovod:
             return name or _horovod_name(kind), "WAIT", _horovod_name(kind)
         return f"{kind} {name}" if name else kind, "wait", "move"
@@ -183,15 +182,15 @@ class TraceEncoder:
         )
 
     def _find_track(self, group: int, start_ns: int, end_ns: int) -> tuple[int, bool]:
-        """Operations of one group may run at the same time on different channels; slices of one thread of the trace
-        must not cross. So those that would cross lie side by side, on the group's first free lane."""
-        lanes = self._busy_until.setdefault(group, [])
-        for lane, busy_until in enumerate(lanes):
-            if start_ns >= busy_until or lane == TRACKS_PER_GROUP - 1:
-                lanes[lane] = max(end_ns, busy_until)
-                return lane, False
-        lanes.append(end_ns)
-        return len(lanes) - 1, True
+        """Return the index of the group's first free track, and whether it is new. Operations of one group may run at
+        the same time on different channels, and slices of one track must not cross."""
+        tracks = self._busy_until.setdefault(group, [])
+        for index, busy_until in enumerate(tracks):
+            if start_ns >= busy_until or index == TRACKS_PER_GROUP - 1:
+                tracks[index] = max(end_ns, busy_until)
+                return index, False
+        tracks.append(end_ns)
+        return len(tracks) - 1, True
 
     def _slice(self, name: str, category: str, track: int, at_ns: int, duration_ns: int, args: dict[str, Any]) -> bytes:
         return _encoder.encode(
@@ -212,13 +211,13 @@ class TraceEncoder:
 
 
 class TimelineWriter:
-    """A trace file that is complete after every add(), so it can be loaded while the job runs or after it was killed.
+    """Writes a trace file that is complete after every add(), so it can be loaded while the job runs or after a kill.
 
-    Each add() is one write, which begins where the closing brackets are and ends in new ones. The brackets and the
-    counts between them have a fixed length: when the disk is full, they can be put back in the place they had.
+    Each add() is one write, which overwrites the closing brackets and ends with new ones (the tail). The tail has a
+    fixed length: when the disk is full, it can be written again where it was.
 
-    Known weakness: SIGKILL *during* a write lets the kernel end it at the border of a memory page; then the last
-    batch is cut and the brackets are missing.
+    Known weakness: after SIGKILL *during* a write the kernel may end it at the border of a memory page; then the last
+    events are cut and the tail is missing.
     """
 
     def __init__(self, path: str | os.PathLike[str], max_events: int) -> None:
@@ -227,9 +226,9 @@ class TimelineWriter:
         self._disk_full = False
         self.num_written = 0
         self.num_dropped = 0
-        """Beyond the limit, malformed, lost before they came here, or not written because the disk was full."""
+        """Beyond the limit, malformed, dropped by the rank, or not written because the disk was full."""
         self._start_us = (time.time_ns() - time.monotonic_ns()) // 1000
-        """The wall clock at the trace's time 0."""
+        """The wall clock at time 0 of the trace."""
         self._file: int | None = _open_timeline_file(self._path)
         self._tail_offset = 0
         try:
@@ -239,15 +238,15 @@ class TimelineWriter:
             raise ValueError(f"timeline {self._path} cannot be written: {error.strerror}") from None
 
     def add(self, events: Sequence[bytes], dropped: int = 0) -> None:
-        """Append trace events of any rank, and count those the rank had to drop. Malformed ones are dropped: a peer
+        """Append trace events of any rank, and count those that the rank dropped. Malformed ones are dropped: a rank
         cannot spoil the file."""
         self._open_file()
-        room = 0 if self._disk_full else self._max_events - self.num_written
-        kept = [event for event in events if _is_trace_event(event)][:room] if room else []
-        lost = dropped + len(events) - len(kept)
-        if not kept and not lost:
+        limit = 0 if self._disk_full else self._max_events - self.num_written
+        kept = [event for event in events if _is_trace_event(event)][:limit] if limit else []
+        dropped += len(events) - len(kept)
+        if not kept and not dropped:
             return
-        self.num_dropped += lost
+        self.num_dropped += dropped
         self.num_written += len(kept)
         between = b",\n" if kept and self.num_written > len(kept) else b""
         try:
@@ -258,21 +257,18 @@ class TimelineWriter:
             self._stop_writing(error)
 
     def close(self) -> None:
-        """Close the file; it was complete before."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def __enter__(self) -> TimelineWriter:
-        """The writer itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        """Close it."""
         self.close()
 
     def _write(self, body: bytes) -> None:
-        """Put the body where the tail is, and the tail behind it."""
+        """Write the body where the tail is, and the tail after it."""
         file = self._open_file()
         data = memoryview(body + self._tail())
         done = 0
@@ -281,7 +277,7 @@ class TimelineWriter:
         self._tail_offset += len(body)
 
     def _stop_writing(self, error: OSError) -> None:
-        """From now on only count. The tail's place is still ours."""
+        """Only count events from now on, and write the tail where it was."""
         if not self._disk_full:
             logger.warning("timeline %s ends here, later events are only counted: %s", self._path, error.strerror)
         self._disk_full = True
@@ -309,7 +305,7 @@ def _horovod_name(kind: str) -> str:
 
 def _open_timeline_file(path: Path) -> int:
     try:
-        # Not blocking: a named pipe without a reader would hold us up for ever.
+        # Not blocking: opening a named pipe without a reader would wait for ever.
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except (OSError, ValueError) as error:
         why = error.strerror if isinstance(error, OSError) else str(error)

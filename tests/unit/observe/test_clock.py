@@ -1,3 +1,5 @@
+"""The clock offset: its error bound holds, and the quickest sample wins."""
+
 from __future__ import annotations
 
 from random import Random
@@ -39,9 +41,9 @@ def test_the_error_bound_holds_however_unequal_the_ways(offset: int, ways: list[
 
 def test_the_quickest_sample_wins_over_slow_lopsided_ones() -> None:
     clock, random, offset = ClockOffset(), Random(7), 5_000 * MS
-    for beat in range(100):
-        sent = beat * 100 * MS
-        there, back = (10_000, 12_000) if beat == 40 else (random.randrange(5 * MS, 20 * MS), 100_000)
+    for index in range(100):
+        sent = index * 100 * MS
+        there, back = (10_000, 12_000) if index == 40 else (random.randrange(5 * MS, 20 * MS), 100_000)
         clock.add(sent, sent + there + offset, sent + there + back)
     assert abs(clock.offset_ns - offset) <= 1_000
 
@@ -59,7 +61,7 @@ def test_an_old_sample_gives_way_when_the_clocks_have_drifted() -> None:
 
 
 @pytest.mark.parametrize("coordinator_ns", [0, 10**18])
-def test_an_answer_from_before_the_question_is_no_sample(coordinator_ns: int) -> None:
+def test_a_reply_from_before_its_request_is_no_sample(coordinator_ns: int) -> None:
     clock = ClockOffset()
     assert not clock.add(sent_ns=2000, coordinator_ns=coordinator_ns, received_ns=1999)
     assert clock.error_ns(0) is None

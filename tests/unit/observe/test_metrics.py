@@ -1,3 +1,5 @@
+"""Sums of operations: kept per group and kind, and no addition of any thread is lost."""
+
 from __future__ import annotations
 
 import pickle
@@ -28,11 +30,11 @@ def run_all(work: Callable[[], None], num_threads: int) -> None:
 
 
 def test_sums_are_kept_per_group_and_kind() -> None:
-    tally = OperationCounters()
-    tally.add(1, "broadcast", 7, 0, 500_000_000)
-    tally.add(0, "allreduce", 100, 1_000_000_000, 2_000_000_000)
-    tally.add(0, "allreduce", 50, 500_000_000, 0)
-    metrics = tally.snapshot(rank=3)
+    counters = OperationCounters()
+    counters.add(1, "broadcast", 7, 0, 500_000_000)
+    counters.add(0, "allreduce", 100, 1_000_000_000, 2_000_000_000)
+    counters.add(0, "allreduce", 50, 500_000_000, 0)
+    metrics = counters.snapshot(rank=3)
     assert metrics.rank == 3
     assert metrics.rows == (
         MetricsRow(group=0, kind="allreduce", operations=2, bytes=150, wait_s=1.5, move_s=2.0),
@@ -48,25 +50,25 @@ def test_nothing_ran_is_a_snapshot_too() -> None:
 
 
 def test_a_snapshot_can_be_sent() -> None:
-    tally = OperationCounters()
-    tally.add(0, "allreduce", 100, 10**9, 0)
-    metrics = tally.snapshot(0)
+    counters = OperationCounters()
+    counters.add(0, "allreduce", 100, 10**9, 0)
+    metrics = counters.snapshot(0)
     assert pickle.loads(pickle.dumps(metrics)) == metrics
 
 
 @pytest.mark.usefixtures("frantic_switching")
 def test_no_addition_of_many_threads_is_lost_and_no_snapshot_is_torn() -> None:
-    tally = OperationCounters()
+    counters = OperationCounters()
     torn: list[MetricsRow] = []
 
     def work() -> None:
         for index in range(2000):
-            tally.add(index % 3, "allreduce", 10, 3, 4)
+            counters.add(index % 3, "allreduce", 10, 3, 4)
             if index % 100 == 0:
-                torn.extend(row for row in tally.snapshot(0).rows if row.bytes != 10 * row.operations)
+                torn.extend(row for row in counters.snapshot(0).rows if row.bytes != 10 * row.operations)
 
     run_all(work, num_threads=8)
-    total = tally.snapshot(0).total
+    total = counters.snapshot(0).total
     assert torn == []
     assert total.operations == 16_000
     assert total.bytes == 160_000
@@ -75,8 +77,8 @@ def test_no_addition_of_many_threads_is_lost_and_no_snapshot_is_torn() -> None:
 
 
 def test_threads_that_ended_are_added_up_and_forgotten() -> None:
-    tally = OperationCounters()
+    counters = OperationCounters()
     for _ in range(50):
-        run_all(lambda: tally.add(0, "barrier", 0, 1, 1), num_threads=1)
-    assert tally.snapshot(0).total.operations == 50
-    assert len(tally._threads) <= 2  # ours, and the last one if it is just ending
+        run_all(lambda: counters.add(0, "barrier", 0, 1, 1), num_threads=1)
+    assert counters.snapshot(0).total.operations == 50
+    assert len(counters._threads) <= 2  # ours, and the last one if it is just ending

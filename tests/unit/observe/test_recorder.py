@@ -1,10 +1,12 @@
+"""The Recorder: recent events, sums, and the trace until it is drained."""
+
 from __future__ import annotations
 
 import json
-import threading
 from typing import Any
 
 import pytest
+import threading
 
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.events import Event, PeerGone
@@ -27,7 +29,7 @@ def test_the_most_recent_events_are_kept_in_order() -> None:
     assert recorder.events() == [gone(2), gone(3), gone(4)]
 
 
-def test_a_room_for_nothing_is_refused() -> None:
+def test_a_capacity_of_0_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 1, got 0"):
         Recorder(0, capacity=0)
 
@@ -89,7 +91,7 @@ def test_the_clock_offset_of_the_moment_of_draining_counts() -> None:
     assert times == [("barrier", 0.0), ("wait", 0.0), ("move", 2.0), ("PeerGone", 4.0)]
 
 
-def test_draining_in_small_bites_gives_the_same_trace() -> None:
+def test_draining_in_small_parts_gives_the_same_trace() -> None:
     def filled() -> Recorder:
         recorder = Recorder(0)
         recorder.set_tracing(True)
@@ -97,12 +99,12 @@ def test_draining_in_small_bites_gives_the_same_trace() -> None:
             recorder.record_operation("barrier", "", 0, 0, 1000 * step, 1000 * step + 10, 1000 * step + 20)
         return recorder
 
-    bitten = filled()
-    bites = []
-    while bite := drained(bitten, limit=2):
-        assert len(bite) <= 2
-        bites += bite
-    assert bites == drained(filled())
+    drained_in_parts = filled()
+    parts = []
+    while part := drained(drained_in_parts, limit=2):
+        assert len(part) <= 2
+        parts += part
+    assert parts == drained(filled())
 
 
 def test_what_does_not_fit_in_the_trace_is_counted_once_and_still_summed() -> None:
@@ -117,17 +119,17 @@ def test_what_does_not_fit_in_the_trace_is_counted_once_and_still_summed() -> No
     assert recorder.metrics().total.operations == 25
 
 
-# --- for those who watch the job --------------------------------------------------------------------------------------
+# --- samples for the coordinator --------------------------------------------------------------------------------------
 
 
-def test_a_reading_has_the_sums_so_far() -> None:
+def test_a_sample_has_the_sums_so_far() -> None:
     recorder = Recorder(0)
     recorder.record_operation("allreduce", "", 0, 100, 0, 3_000, 4_000)
     recorder.record_operation("allreduce", "", 0, 100, 5_000, 6_000, 8_000)
     recorder.mark_step()
-    reading = recorder.sample_activity(9_000, None)
-    assert (reading.at_ns, reading.steps, reading.operations, reading.bytes) == (9_000, 1, 2, 200)
-    assert (reading.waiting_ns, reading.moving_ns) == pytest.approx((4_000, 3_000), abs=1)
+    sample = recorder.sample_activity(9_000, None)
+    assert (sample.at_ns, sample.steps, sample.operations, sample.bytes) == (9_000, 1, 2, 200)
+    assert (sample.waiting_ns, sample.moving_ns) == pytest.approx((4_000, 3_000), abs=1)
 
 
 def test_time_in_which_no_caller_was_blocked_does_not_count_as_waiting() -> None:
@@ -135,8 +137,8 @@ def test_time_in_which_no_caller_was_blocked_does_not_count_as_waiting() -> None
     recorder.record_operation("bucket", "", 0, 100, 0, 3_000, 4_000)
     recorder.record_overlap(2_000, 1_000)
     recorder.record_overlap(-500, 0)
-    reading = recorder.sample_activity(9_000, None)
-    assert (reading.waiting_ns, reading.moving_ns) == pytest.approx((1_500, 0), abs=1)
+    sample = recorder.sample_activity(9_000, None)
+    assert (sample.waiting_ns, sample.moving_ns) == pytest.approx((1_500, 0), abs=1)
 
 
 def test_what_is_under_way_counts_as_far_as_it_has_come() -> None:

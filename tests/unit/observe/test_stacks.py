@@ -1,3 +1,5 @@
+"""Stacks: the line of the user's code is found, and processes that do not reply have a state."""
+
 from __future__ import annotations
 
 import os
@@ -21,8 +23,8 @@ Ask = Callable[[], tuple[str, str]]
 RONDE = Path(ronde.observe.__file__).parents[1]
 
 
-def asked_from_another_thread() -> tuple[str, str]:
-    with ThreadPoolExecutor(1, thread_name_prefix="asker") as pool:
+def dumped_from_another_thread() -> tuple[str, str]:
+    with ThreadPoolExecutor(1, thread_name_prefix="dumper") as pool:
         return pool.submit(dump_stacks).result(30)  # here
 
 
@@ -35,7 +37,7 @@ def function_in(file: str) -> Callable[[Ask], tuple[str, str]]:
 
 @pytest.fixture
 def ask() -> Ask:
-    """As asked_from_another_thread, but no line of it is the user's."""
+    """As dumped_from_another_thread, but no line of it is the user's."""
     names: dict[str, Ask] = {}
     code = (
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -49,12 +51,12 @@ def ask() -> Ask:
 
 
 def test_the_users_line_is_found_while_it_waits_in_the_standard_library() -> None:
-    line, stack = asked_from_another_thread()
+    line, stack = dumped_from_another_thread()
     assert line.startswith("test_stacks.py:")
-    assert line.endswith(" in asked_from_another_thread: return pool.submit(dump_stacks).result(30)  # here")
+    assert line.endswith(" in dumped_from_another_thread: return pool.submit(dump_stacks).result(30)  # here")
     assert stack.startswith("main thread:\n")
     assert f'File "{__file__}"' in stack
-    assert "asker" not in stack
+    assert "dumper" not in stack
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_other_threads_are_in_the_stack_by_name() -> None:
     thread.start()
     try:
         assert entered.wait(30)
-        _, stack = asked_from_another_thread()
+        _, stack = dumped_from_another_thread()
     finally:
         leave.set()
         thread.join()
@@ -108,10 +110,10 @@ def test_other_threads_are_in_the_stack_by_name() -> None:
 
 def test_endless_recursion_gives_a_stack_one_can_send() -> None:
     def deeper(depth: int) -> tuple[str, str]:
-        return deeper(depth - 1) if depth else asked_from_another_thread()
+        return deeper(depth - 1) if depth else dumped_from_another_thread()
 
     line, stack = deeper(500)
-    assert "in asked_from_another_thread" in line
+    assert "in dumped_from_another_thread" in line
     assert len(stack) <= MAX_STACK_CHARS
 
 
@@ -182,7 +184,7 @@ def test_ranks_at_the_same_place_are_shown_together() -> None:
 
 def test_the_threads_of_ronde_are_not_shown() -> None:
     over = threading.Event()
-    threads = [threading.Thread(target=over.wait, name=name) for name in ("ronde-door", "loader")]
+    threads = [threading.Thread(target=over.wait, name=name) for name in ("ronde-control", "loader")]
     for thread in threads:
         thread.start()
     try:
@@ -191,4 +193,4 @@ def test_the_threads_of_ronde_are_not_shown() -> None:
         over.set()
         for thread in threads:
             thread.join()
-    assert "thread loader" in stack and "ronde-door" not in stack
+    assert "thread loader" in stack and "ronde-control" not in stack

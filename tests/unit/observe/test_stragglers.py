@@ -1,4 +1,4 @@
-"""Who is waited for: the arrivals tell, not the waiting time that everybody sees."""
+"""Stragglers: the arrivals tell for whom the others wait, not the waiting time that everybody sees."""
 
 from __future__ import annotations
 
@@ -7,48 +7,53 @@ import random
 import pytest
 
 from ronde.observe.stragglers import (
+    MAX_BLOCKED_INTERVALS,
     MAX_OPEN_OPERATIONS,
+    MIN_BLOCKED_NS,
     REPORT_GRACE_NS,
     REPORT_TIMEOUT_NS,
     ArrivalSample,
     ArrivalSampler,
+    BlockedIntervals,
     StragglerDetector,
     attribute_waits,
     long_wait_ns,
+    max_samples_per_s,
+    next_sampled,
 )
 
 MS = 1_000_000
 ALL = (0, 1, 2, 3)
 
 
-def notes_of(arrivals: dict[int, int], *, number: int = 0, level: int = 0) -> dict[int, ArrivalSample]:
-    """What the members tell of an operation to which they came at these times, and waited in from then on."""
+def samples_of(arrivals: dict[int, int], *, sequence: int = 0, level: int = 0) -> dict[int, ArrivalSample]:
+    """What the members report of an operation to which they came at these times, and waited in from then on."""
     ready = max(arrivals.values())
-    return {rank: ArrivalSample(number, level, at, ready - at, ready - at) for rank, at in arrivals.items()}
+    return {rank: ArrivalSample(sequence, level, at, ready - at, ready - at) for rank, at in arrivals.items()}
 
 
-def tell(
-    stragglers: StragglerDetector, notes: dict[int, ArrivalSample], *, members: tuple[int, ...] = ALL, now: int = 0
+def report(
+    detector: StragglerDetector, samples: dict[int, ArrivalSample], *, members: tuple[int, ...] = ALL, now: int = 0
 ) -> None:
-    for rank, note in notes.items():
-        stragglers.add(rank, "0.ordered", members, [note], now)
+    for rank, sample in samples.items():
+        detector.add(rank, "0.ordered", members, [sample], now)
 
 
-def held_up_ms(stragglers: StragglerDetector) -> dict[int, float]:
-    return {rank: round(held_ns / MS, 6) for rank, held_ns in sorted(stragglers.held_up_ns.items())}
+def held_up_ms(detector: StragglerDetector) -> dict[int, float]:
+    return {rank: round(held_ns / MS, 6) for rank, held_ns in sorted(detector.held_up_ns.items())}
 
 
 # --- one operation ---------------------------------------------------------------------------------------------------
 
 
-def test_one_slow_of_four_is_blamed_for_the_time_of_the_three() -> None:
+def test_one_slow_of_four_is_charged_for_the_time_of_the_three() -> None:
     assert attribute_waits({0: 0, 1: 0, 2: 30, 3: 0}, [(0, 30), (0, 30), (0, 30)]) == {0: 0, 1: 0, 2: 90, 3: 0}
 
 
 def test_two_slow_ones_share_the_time_in_which_both_are_missing() -> None:
     # Until 10 both miss, and two wait; from then on three wait for rank 3 alone.
-    blamed = attribute_waits({0: 0, 1: 0, 2: 10, 3: 30}, [(0, 30), (0, 30), (10, 30)])
-    assert blamed == {0: 0, 1: 0, 2: 10, 3: 10 + 60}
+    waited_for_ns = attribute_waits({0: 0, 1: 0, 2: 10, 3: 30}, [(0, 30), (0, 30), (10, 30)])
+    assert waited_for_ns == {0: 0, 1: 0, 2: 10, 3: 10 + 60}
 
 
 def test_time_in_which_a_caller_computes_is_nobodys_fault() -> None:
@@ -60,107 +65,199 @@ def test_time_after_the_last_arrival_is_nobodys_fault() -> None:
     assert attribute_waits({0: 0, 1: 10}, [(0, 50), (10, 50)]) == {0: 0, 1: 10}
 
 
-def test_without_arrivals_nobody_is_to_blame() -> None:
+def test_without_arrivals_nobody_is_charged() -> None:
     assert attribute_waits({}, [(0, 50)]) == {}
 
 
-def test_the_blame_of_all_is_the_time_that_all_have_lost() -> None:
+def test_the_time_of_all_is_the_time_that_all_have_lost() -> None:
     draw = random.Random(7)
     for _ in range(200):
         arrivals = {rank: draw.randrange(1000) for rank in range(draw.randrange(2, 9))}
         ready = max(arrivals.values())
         blocked = [(draw.randrange(at, ready + 1), ready) for at in arrivals.values()]
-        blamed = attribute_waits(arrivals, blocked)
-        assert sum(blamed.values()) == pytest.approx(sum(end - begin for begin, end in blocked))
-        assert blamed[min(arrivals, key=lambda rank: arrivals[rank])] == 0
+        waited_for_ns = attribute_waits(arrivals, blocked)
+        assert sum(waited_for_ns.values()) == pytest.approx(sum(end - begin for begin, end in blocked))
+        assert waited_for_ns[min(arrivals, key=lambda rank: arrivals[rank])] == 0
 
 
 # --- many operations -------------------------------------------------------------------------------------------------
 
 
 def test_the_one_that_is_always_late_is_found() -> None:
-    stragglers = StragglerDetector()
-    for number in range(10):
-        tell(stragglers, notes_of({0: 0, 1: 1 * MS, 2: 20 * MS, 3: 0}, number=number))
+    detector = StragglerDetector()
+    for sequence in range(10):
+        report(detector, samples_of({0: 0, 1: 1 * MS, 2: 20 * MS, 3: 0}, sequence=sequence))
     # In the first millisecond of each, two wait for ranks 1 and 2.
-    assert held_up_ms(stragglers) == {1: 10.0, 2: 10 * (1 + 19 * 3.0)}
+    assert held_up_ms(detector) == {1: 10.0, 2: 10 * (1 + 19 * 3.0)}
 
 
-def test_those_that_are_late_in_turn_are_blamed_alike() -> None:
-    stragglers = StragglerDetector()
-    for number in range(10):
-        late = 1 + number % 2
-        tell(stragglers, notes_of({rank: 20 * MS * (rank == late) for rank in ALL}, number=number))
-    assert held_up_ms(stragglers) == {1: 5 * 60.0, 2: 5 * 60.0}
+def test_those_that_are_late_in_turn_are_charged_alike() -> None:
+    detector = StragglerDetector()
+    for sequence in range(10):
+        late = 1 + sequence % 2
+        report(detector, samples_of({rank: 20 * MS * (rank == late) for rank in ALL}, sequence=sequence))
+    assert held_up_ms(detector) == {1: 5 * 60.0, 2: 5 * 60.0}
 
 
 def test_channels_do_not_mix() -> None:
-    stragglers = StragglerDetector()
-    notes = notes_of({0: 0, 1: 9 * MS})
-    stragglers.add(0, "1.ordered", (0, 1), [notes[0]], 0)
-    stragglers.add(1, "2.ordered", (0, 1), [notes[1]], 0)
-    assert held_up_ms(stragglers) == {}
-    stragglers.add(1, "1.ordered", (0, 1), [notes[1]], 0)
-    assert held_up_ms(stragglers) == {1: 9.0}
+    detector = StragglerDetector()
+    samples = samples_of({0: 0, 1: 9 * MS})
+    detector.add(0, "1.ordered", (0, 1), [samples[0]], 0)
+    detector.add(1, "2.ordered", (0, 1), [samples[1]], 0)
+    assert held_up_ms(detector) == {}
+    detector.add(1, "1.ordered", (0, 1), [samples[1]], 0)
+    assert held_up_ms(detector) == {1: 9.0}
 
 
-def test_a_short_operation_that_was_drawn_stands_for_its_block() -> None:
-    stragglers = StragglerDetector()
-    tell(stragglers, notes_of({0: 0, 1: MS // 2}, level=3), members=(0, 1))
-    assert held_up_ms(stragglers) == {1: 8 * 0.5}
+def test_a_short_operation_that_was_sampled_stands_for_its_block() -> None:
+    detector = StragglerDetector()
+    report(detector, samples_of({0: 0, 1: MS // 2}, level=3), members=(0, 1))
+    assert held_up_ms(detector) == {1: 8 * 0.5}
 
 
 def test_a_long_operation_stands_for_itself_at_every_level() -> None:
-    stragglers = StragglerDetector()
-    tell(stragglers, notes_of({0: 0, 1: 50 * MS}, level=3), members=(0, 1))
-    assert held_up_ms(stragglers) == {1: 50.0}
+    detector = StragglerDetector()
+    report(detector, samples_of({0: 0, 1: 50 * MS}, level=3), members=(0, 1))
+    assert held_up_ms(detector) == {1: 50.0}
 
 
-def test_who_has_not_noted_a_long_operation_came_at_its_end() -> None:
-    stragglers = StragglerDetector()
-    notes = notes_of({0: 0, 1: 2 * MS, 2: 50 * MS, 3: 0}, level=5)
-    del notes[2]  # it has not waited, and the operation was not drawn
-    tell(stragglers, notes, now=100)
+def test_who_has_not_sampled_a_long_operation_came_at_its_end() -> None:
+    detector = StragglerDetector()
+    samples = samples_of({0: 0, 1: 2 * MS, 2: 50 * MS, 3: 0}, level=5)
+    del samples[2]  # it has not waited, and the operation was not sampled
+    report(detector, samples, now=100)
     for rank in ALL[:-1]:
-        stragglers.rank_reported(rank, 100 + REPORT_GRACE_NS)
-        assert held_up_ms(stragglers) == {}, "the last one may still tell of it"
-    stragglers.rank_reported(3, 100 + REPORT_GRACE_NS)
-    assert held_up_ms(stragglers) == {1: 2.0, 2: 2.0 + 48 * 3}
+        detector.rank_reported(rank, 100 + REPORT_GRACE_NS)
+        assert held_up_ms(detector) == {}, "the last one may still report it"
+    detector.rank_reported(3, 100 + REPORT_GRACE_NS)
+    assert held_up_ms(detector) == {1: 2.0, 2: 2.0 + 48 * 3}
 
 
-def test_a_short_operation_that_not_all_have_noted_counts_for_nothing() -> None:
-    stragglers = StragglerDetector()
-    tell(stragglers, {0: notes_of({0: 0, 1: MS})[0]}, members=(0, 1))
-    stragglers.finish()
-    assert held_up_ms(stragglers) == {}
+def test_a_short_operation_that_not_all_have_sampled_counts_for_nothing() -> None:
+    detector = StragglerDetector()
+    report(detector, {0: samples_of({0: 0, 1: MS})[0]}, members=(0, 1))
+    detector.finish()
+    assert held_up_ms(detector) == {}
 
 
-def test_the_last_operations_count_when_nobody_tells_any_more() -> None:
-    stragglers = StragglerDetector()
-    tell(stragglers, {0: notes_of({0: 0, 1: 50 * MS})[0]}, members=(0, 1))
-    stragglers.finish()
-    assert held_up_ms(stragglers) == {1: 50.0}
+def test_the_last_operations_count_when_no_more_samples_come() -> None:
+    detector = StragglerDetector()
+    report(detector, {0: samples_of({0: 0, 1: 50 * MS})[0]}, members=(0, 1))
+    detector.finish()
+    assert held_up_ms(detector) == {1: 50.0}
 
 
 def test_a_member_that_stays_silent_is_not_waited_for_without_end() -> None:
-    stragglers = StragglerDetector()
-    tell(stragglers, {0: notes_of({0: 0, 1: 50 * MS})[0]}, members=(0, 1))
-    stragglers.rank_reported(0, REPORT_TIMEOUT_NS - 1)
-    assert held_up_ms(stragglers) == {}
-    stragglers.rank_reported(0, REPORT_TIMEOUT_NS)
-    assert held_up_ms(stragglers) == {1: 50.0}
+    detector = StragglerDetector()
+    report(detector, {0: samples_of({0: 0, 1: 50 * MS})[0]}, members=(0, 1))
+    detector.rank_reported(0, REPORT_TIMEOUT_NS - 1)
+    assert held_up_ms(detector) == {}
+    detector.rank_reported(0, REPORT_TIMEOUT_NS)
+    assert held_up_ms(detector) == {1: 50.0}
 
 
 def test_what_is_kept_is_bounded() -> None:
-    stragglers = StragglerDetector()
-    stragglers.add(
-        0, "0.ordered", (0, 1), [ArrivalSample(number, 0, 0, 0, 0) for number in range(MAX_OPEN_OPERATIONS + 100)], 0
+    detector = StragglerDetector()
+    detector.add(
+        0,
+        "0.ordered",
+        (0, 1),
+        [ArrivalSample(sequence, 0, 0, 0, 0) for sequence in range(MAX_OPEN_OPERATIONS + 100)],
+        0,
     )
-    stragglers.rank_reported(0, 1)
-    assert len(stragglers._open) == MAX_OPEN_OPERATIONS
+    detector.rank_reported(0, 1)
+    assert len(detector._open) == MAX_OPEN_OPERATIONS
 
 
-# --- with what ranks note --------------------------------------------------------------------------------------------
+# --- which operations are sampled: the same on all members, not too many, without a period ----------------------------
+
+
+def sampled(level: int, limit: int) -> list[int]:
+    found, sequence = [], -1
+    while (sequence := next_sampled(sequence, level)) < limit:
+        found.append(sequence)
+    return found
+
+
+def test_at_level_0_every_operation_is_sampled() -> None:
+    assert sampled(0, 50) == list(range(50))
+
+
+@pytest.mark.parametrize("level", [1, 3, 8])
+def test_one_of_each_block_is_sampled(level: int) -> None:
+    blocks = [sequence >> level for sequence in sampled(level, 1 << (level + 6))]
+    assert blocks == list(range(64))
+
+
+@pytest.mark.parametrize("level", [0, 3, 7])
+def test_what_is_sampled_at_a_higher_level_is_sampled_at_a_lower_one(level: int) -> None:
+    assert set(sampled(level + 1, 5000)) < set(sampled(level, 5000))
+
+
+@pytest.mark.parametrize("period", [2, 8, 64, 100, 1024])
+def test_the_choice_has_no_period_in_common_with_a_step_of_the_training(period: int) -> None:
+    firsts = [sequence for sequence in sampled(3, 8 * 20_000) if sequence % period == 0]
+    expected = 20_000 / period
+    assert abs(len(firsts) - expected) < 5 * expected**0.5 + 1
+
+
+def fill(sampler: ArrivalSampler, sequences: range, waited_ns: int = 0) -> None:
+    for sequence in sequences:
+        if sequence >= sampler.next_sequence or waited_ns >= sampler.long_wait_ns:
+            sampler.add(sequence, sequence, waited_ns, waited_ns)
+
+
+def test_a_busy_channel_samples_a_part_and_a_calm_one_all() -> None:
+    sampler = ArrivalSampler(2)
+    fill(sampler, range(100_000))
+    first = sampler.take_samples()
+    assert max_samples_per_s(2) <= len(first) < 8 * max_samples_per_s(2)
+    assert [sample.sequence for sample in first[: max_samples_per_s(2)]] == list(range(max_samples_per_s(2)))
+    sequence = 100_000
+    for _ in range(20):
+        fill(sampler, range(sequence, sequence + 100))
+        sequence += 100
+        sampler.take_samples()
+    fill(sampler, range(sequence, sequence + 100))
+    assert len(sampler.take_samples()) == 100
+
+
+def test_a_long_wait_is_sampled_at_every_level() -> None:
+    sampler = ArrivalSampler(2)
+    fill(sampler, range(100_000))
+    sampler.take_samples()
+    fill(sampler, range(100_000, 100_100), waited_ns=long_wait_ns(2))
+    assert [sample.sequence for sample in sampler.take_samples()] == list(range(100_000, 100_100))
+
+
+def test_the_clock_of_the_coordinator_is_used() -> None:
+    sampler = ArrivalSampler(2)
+    sampler.add(0, arrived_ns=500, waited_ns=20, blocked_ns=10)
+    (sample,) = sampler.take_samples(offset_ns=-100)
+    assert (sample.arrived_ns, sample.waited_ns, sample.blocked_ns) == (400, 20, 10)
+
+
+@pytest.mark.parametrize("num_members", [0, 1])
+def test_nothing_is_sampled_where_nobody_waits(num_members: int) -> None:
+    sampler = ArrivalSampler(num_members)
+    fill(sampler, range(1000), waited_ns=10**12)
+    assert sampler.take_samples() == ()
+
+
+def test_sequences_that_begin_anew_are_sampled() -> None:
+    sampler = ArrivalSampler(2)
+    fill(sampler, range(10))
+    sampler.skip_to(1 << 32)
+    fill(sampler, range(1 << 32, (1 << 32) + 5))
+    assert [sample.sequence for sample in sampler.take_samples()][10:] == [(1 << 32) + index for index in range(5)]
+
+
+def test_many_members_sample_less_each() -> None:
+    assert max_samples_per_s(2) == max_samples_per_s(64) > max_samples_per_s(256) > max_samples_per_s(2000)
+    assert long_wait_ns(64) == pytest.approx(1e6, rel=0.05) and long_wait_ns(256) > long_wait_ns(64)
+
+
+# --- with the samples of ranks ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("offset_ms", [0, 5_000_000, -77])
@@ -170,41 +267,75 @@ def test_the_time_is_right_however_many_operations_a_step_has_and_whatever_the_c
 ) -> None:
     """Rank 2 computes 20 ms longer; the first operation of each step takes all of the waiting."""
     members = (0, 1, 2)
-    books = {rank: ArrivalSampler(len(members)) for rank in members}
+    samplers = {rank: ArrivalSampler(len(members)) for rank in members}
     clocks = {0: 0, 1: offset_ms * MS, 2: 3 * offset_ms * MS}
-    stragglers = StragglerDetector()
-    now, number, num_steps = 1000 * MS, 0, 40
+    detector = StragglerDetector()
+    now, sequence, num_steps = 1000 * MS, 0, 40
     for step in range(num_steps):
         for index in range(per_step):
             late = 20 * MS if index == 0 else 0
             for rank in members:
                 arrived = now + (late if rank == 2 else 0)
                 waited = now + late - arrived
-                book = books[rank]
-                if number >= book.next_sequence or waited >= book.long_wait_ns:
-                    book.add(number, arrived + clocks[rank], waited, waited)
+                sampler = samplers[rank]
+                if sequence >= sampler.next_sequence or waited >= sampler.long_wait_ns:
+                    sampler.add(sequence, arrived + clocks[rank], waited, waited)
             now += late + MS // 100
-            number += 1
+            sequence += 1
         if step % 10 == 9:
             for rank in members:
-                stragglers.add(rank, "0.ordered", members, books[rank].take_samples(-clocks[rank]), now)
-                stragglers.rank_reported(rank, now)
-    stragglers.finish()
-    assert held_up_ms(stragglers) == {2: pytest.approx(num_steps * 20 * 2)}
+                detector.add(rank, "0.ordered", members, samplers[rank].take_samples(-clocks[rank]), now)
+                detector.rank_reported(rank, now)
+    detector.finish()
+    assert held_up_ms(detector) == {2: pytest.approx(num_steps * 20 * 2)}
 
 
-def test_short_waits_are_estimated_from_those_that_were_drawn() -> None:
-    """Too many to note them all, and each too short to be noted in any case."""
+def test_short_waits_are_estimated_from_those_that_were_sampled() -> None:
+    """Too many to sample them all, and each too short to be sampled in any case."""
     members = (0, 1)
-    books = {rank: ArrivalSampler(len(members)) for rank in members}
-    stragglers = StragglerDetector()
+    samplers = {rank: ArrivalSampler(len(members)) for rank in members}
+    detector = StragglerDetector()
     num, waited = 100_000, long_wait_ns(2) // 4
-    for number in range(num):
+    for sequence in range(num):
         for rank in members:
-            if number >= books[rank].next_sequence:
+            if sequence >= samplers[rank].next_sequence:
                 late = waited if rank == 0 else 0
-                books[rank].add(number, number * MS - late, late, late)
-        if number % 20_000 == 19_999:
+                samplers[rank].add(sequence, sequence * MS - late, late, late)
+        if sequence % 20_000 == 19_999:
             for rank in members:
-                stragglers.add(rank, "0.ordered", members, books[rank].take_samples(), 0)
-    assert stragglers.held_up_ns[1] == pytest.approx(num * waited, rel=0.1)
+                detector.add(rank, "0.ordered", members, samplers[rank].take_samples(), 0)
+    assert detector.held_up_ns[1] == pytest.approx(num * waited, rel=0.1)
+
+
+# --- blocked intervals ------------------------------------------------------------------------------------------------
+
+
+def test_only_the_blocked_time_inside_counts() -> None:
+    intervals = BlockedIntervals()
+    intervals.add(10 * MS, 30 * MS)
+    assert intervals.blocked_ns_between(0, 5 * MS) == 0
+    assert intervals.blocked_ns_between(0, 20 * MS) == 10 * MS
+    assert intervals.blocked_ns_between(20 * MS, 25 * MS) == 5 * MS
+    assert intervals.blocked_ns_between(20 * MS, 90 * MS) == 10 * MS
+
+
+def test_two_callers_at_once_count_as_one() -> None:
+    intervals = BlockedIntervals()
+    for begin, end in ((20, 40), (0, 30), (5, 10)):
+        intervals.add(begin * MS, end * MS)
+    assert intervals.blocked_ns_between(0, 100 * MS) == 40 * MS
+
+
+def test_a_very_short_interval_is_no_wait() -> None:
+    intervals = BlockedIntervals()
+    intervals.add(0, MIN_BLOCKED_NS - 1)
+    intervals.add(5 * MS, 4 * MS)
+    assert intervals.blocked_ns_between(0, 10 * MS) == 0
+
+
+def test_old_intervals_are_forgotten() -> None:
+    intervals = BlockedIntervals()
+    for index in range(MAX_BLOCKED_INTERVALS + 1):
+        intervals.add(2 * index * MS, (2 * index + 1) * MS)
+    assert intervals.blocked_ns_between(0, 1 * MS) == 0
+    assert intervals.blocked_ns_between(0, 1000 * MS) == MAX_BLOCKED_INTERVALS * MS

@@ -1,3 +1,5 @@
+"""The timeline: the file is complete at any time, and its events are well-formed whatever ranks send."""
+
 from __future__ import annotations
 
 import json
@@ -18,7 +20,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.observe.events import COORDINATOR, GroupAdded, MessageRefused, StallReported
+from ronde.observe.events import COORDINATOR, ChannelClosed, GroupAdded, StallReported
 from ronde.observe.timeline import (
     MAX_EVENT_BYTES,
     TRACKS_PER_GROUP,
@@ -70,7 +72,8 @@ def test_a_killed_process_leaves_a_complete_file(tmp_path: Path) -> None:
         from ronde.observe.timeline import OperationSlice, TimelineWriter, TraceEncoder
         writer = TimelineWriter(sys.argv[1], 10_000)
         for step in range(500):
-            writer.add(TraceEncoder(0).encode_operation(OperationSlice("allreduce", "w", 0, 64, step, step + 1, step + 2), 0))
+            slices = OperationSlice("allreduce", "w", 0, 64, step, step + 1, step + 2)
+            writer.add(TraceEncoder(0).encode_operation(slices, 0))
         print(writer.num_written, flush=True)
         input()
     """
@@ -94,14 +97,6 @@ def test_the_limit_holds_and_the_rest_is_counted(tmp_path: Path) -> None:
         writer.add([], dropped=100)
     assert len(load(path)["traceEvents"]) == 7
     assert dropped(path) == 105
-
-
-def test_adding_nothing_changes_nothing(tmp_path: Path) -> None:
-    path = tmp_path / "t.json"
-    with TimelineWriter(path, 7) as writer:
-        before = path.read_bytes()
-        writer.add([])
-        assert path.read_bytes() == before
 
 
 @pytest.mark.parametrize(
@@ -189,7 +184,7 @@ def parsed(events: list[bytes]) -> list[dict[str, Any]]:
     return [json.loads(event) for event in events]
 
 
-def test_a_rank_has_a_name_and_a_place() -> None:
+def test_a_rank_has_a_name_and_a_position() -> None:
     names = parsed(TraceEncoder(3, 'rank 3 on "a"\n').encode_names())
     assert [(event["name"], event["args"]) for event in names] == [
         ("process_name", {"name": 'rank 3 on "a"\\n'}),
@@ -219,24 +214,24 @@ def test_times_out_of_order_give_no_negative_length() -> None:
 @settings(deadline=None)  # a busy machine is slow, not wrong
 @given(st.lists(st.tuples(st.integers(0, 100), st.integers(0, 30)), max_size=TRACKS_PER_GROUP))
 def test_slices_of_one_track_never_cross(spans: list[tuple[int, int]]) -> None:
-    tracks = TraceEncoder(0)
+    encoder = TraceEncoder(0)
     by_track: dict[int, list[tuple[float, float]]] = {}
     for start, took in sorted(spans, key=lambda span: span[0] + span[1]):
         operation = OperationSlice("allreduce", "", 0, 0, 1000 * start, 1000 * start, 1000 * (start + took))
-        whole = next(event for event in parsed(tracks.encode_operation(operation, 0)) if event["name"] == "allreduce")
+        whole = next(event for event in parsed(encoder.encode_operation(operation, 0)) if event["name"] == "allreduce")
         by_track.setdefault(whole["tid"], []).append((whole["ts"], whole["ts"] + whole["dur"]))
     for found in by_track.values():
         assert all(before[1] <= after[0] for before, after in pairwise(found))
 
 
 def test_groups_have_tracks_of_their_own() -> None:
-    tracks = TraceEncoder(0)
+    encoder = TraceEncoder(0)
     ids = set()
     for group in range(4):
         for _ in range(TRACKS_PER_GROUP + 5):
             ids |= {
                 event["tid"]
-                for event in parsed(tracks.encode_operation(OperationSlice("send", "", group, 0, 0, 5, 9), 0))
+                for event in parsed(encoder.encode_operation(OperationSlice("send", "", group, 0, 0, 5, 9), 0))
             }
     assert len(ids) == 4 * TRACKS_PER_GROUP
 
@@ -245,12 +240,12 @@ def test_groups_have_tracks_of_their_own() -> None:
 @given(ANY_TEXT)
 def test_any_name_makes_a_good_trace(tmp_path_factory: pytest.TempPathFactory, name: str) -> None:
     path = tmp_path_factory.getbasetemp() / "names.json"
-    tracks = TraceEncoder(0, label=name)
-    refused = MessageRefused(at_ns=1, rank=0, source=name, why=name)
+    encoder = TraceEncoder(0, label=name)
+    closed = ChannelClosed(at_ns=1, rank=0, channel=name, why=name)
     with TimelineWriter(path, 100) as writer:
-        writer.add(tracks.encode_names())
-        writer.add(tracks.encode_operation(OperationSlice("allreduce", name, 0, 0, 1, 2, 3), 0))
-        writer.add([tracks.encode_event(refused, 0)])
+        writer.add(encoder.encode_names())
+        writer.add(encoder.encode_operation(OperationSlice("allreduce", name, 0, 0, 1, 2, 3), 0))
+        writer.add([encoder.encode_event(closed, 0)])
         assert writer.num_dropped == 0
     found = load(path)["traceEvents"]
     assert found[4]["name"] == shorten(f"allreduce {name}" if name else "allreduce")
@@ -259,12 +254,12 @@ def test_any_name_makes_a_good_trace(tmp_path_factory: pytest.TempPathFactory, n
 @pytest.mark.parametrize("letter", ["x", '"', "\n", "\0", "\udc80", "😀"])
 def test_a_name_of_a_megabyte_is_cut(tmp_path: Path, letter: str) -> None:
     name, many = letter * 1_000_000, tuple(range(0, 100_000, 2))
-    tracks = TraceEncoder(0, label=name)
+    encoder = TraceEncoder(0, label=name)
     with TimelineWriter(tmp_path / "t.json", 100) as writer:
-        writer.add(tracks.encode_names())
-        writer.add(tracks.encode_operation(OperationSlice("allreduce", name, 0, 0, 1, 2, 3), 0))
+        writer.add(encoder.encode_names())
+        writer.add(encoder.encode_operation(OperationSlice("allreduce", name, 0, 0, 1, 2, 3), 0))
         stall = StallReported(at_ns=1, rank=0, op=name, group=0, waited_s=31.0, missing=many, report=name)
-        writer.add([tracks.encode_event(stall, 0)])
+        writer.add([encoder.encode_event(stall, 0)])
         assert writer.num_dropped == 0
     assert all(len(event["name"]) <= 200 for event in load(tmp_path / "t.json")["traceEvents"])
 
@@ -275,33 +270,33 @@ def test_an_event_is_an_instant_with_all_it_says() -> None:
     assert instant["args"] == {"group": 2, "ranks": "ranks 0-2"}
 
 
-# --- negotiations, and Horovod's words ---------------------------------------------------------------------------
+# --- negotiations, and Horovod's names ---------------------------------------------------------------------------
 
 NEGOTIATION = NegotiationSlice("reduce_scatter", "grad", 2, 5_000, 9_000)
 
 
 def test_a_negotiation_is_a_slice_of_its_own_because_many_overlap() -> None:
-    tracks = TraceEncoder(3)
-    begin, end = map(json.loads, tracks.encode_negotiation(NEGOTIATION, 1_000))
+    encoder = TraceEncoder(3)
+    begin, end = map(json.loads, encoder.encode_negotiation(NEGOTIATION, 1_000))
     assert (begin["ph"], begin["ts"], end["ph"], end["ts"]) == ("b", 6.0, "e", 10.0)
     assert begin["name"] == end["name"] == "negotiate reduce_scatter"
     assert begin["args"] == {"name": "grad", "group": 2}
-    assert begin["id"] == end["id"] != json.loads(tracks.encode_negotiation(NEGOTIATION, 0)[0])["id"]
+    assert begin["id"] == end["id"] != json.loads(encoder.encode_negotiation(NEGOTIATION, 0)[0])["id"]
 
 
-def test_departures_are_marked_only_if_that_is_wanted() -> None:
+def test_batches_are_marked_only_if_that_is_wanted() -> None:
     assert TraceEncoder(0).encode_batch_marker(BatchMarker(1_000), 0) == []
     (mark,) = TraceEncoder(0, style=TraceStyle(batch_markers=True)).encode_batch_marker(BatchMarker(1_000), 0)
     assert (json.loads(mark)["name"], json.loads(mark)["ts"]) == ("departure", 1.0)
 
 
 def test_things_can_be_called_as_in_horovods_timeline(tmp_path: Path) -> None:
-    tracks = TraceEncoder(0, style=TraceStyle(horovod=True, batch_markers=True))
+    encoder = TraceEncoder(0, style=TraceStyle(horovod=True, batch_markers=True))
     events = [
-        *tracks.encode_operation(OperationSlice("reduce_scatter", "grad", 0, 64, 1, 2, 3), 0),
-        *tracks.encode_operation(OperationSlice("barrier", "", 0, 0, 4, 5, 6), 0),
-        *tracks.encode_negotiation(NEGOTIATION, 0),
-        *tracks.encode_batch_marker(BatchMarker(7), 0),
+        *encoder.encode_operation(OperationSlice("reduce_scatter", "grad", 0, 64, 1, 2, 3), 0),
+        *encoder.encode_operation(OperationSlice("barrier", "", 0, 0, 4, 5, 6), 0),
+        *encoder.encode_negotiation(NEGOTIATION, 0),
+        *encoder.encode_batch_marker(BatchMarker(7), 0),
     ]
     with TimelineWriter(tmp_path / "t.json", 100) as writer:
         writer.add(events)
@@ -314,9 +309,9 @@ def test_things_can_be_called_as_in_horovods_timeline(tmp_path: Path) -> None:
     ]
 
 
-def test_the_file_tells_what_time_it_was(tmp_path: Path) -> None:
+def test_the_file_has_the_wall_clock(tmp_path: Path) -> None:
     before_us = (time.time_ns() - time.monotonic_ns()) // 1000
     with TimelineWriter(tmp_path / "t.json", 100):
         pass
-    told_us = load(tmp_path / "t.json")["otherData"]["start_time_since_epoch_in_micros"]
-    assert abs(told_us - before_us) < 10_000_000
+    wall_us = load(tmp_path / "t.json")["otherData"]["start_time_since_epoch_in_micros"]
+    assert abs(wall_us - before_us) < 10_000_000

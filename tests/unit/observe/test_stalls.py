@@ -1,3 +1,5 @@
+"""Stalls: each operation that waits too long is reported once, with what the missing ranks do."""
+
 from __future__ import annotations
 
 import msgspec
@@ -23,64 +25,64 @@ def member(rank: int, host: str = "a") -> Member:
 
 
 @pytest.fixture
-def watch() -> StallInspector:
+def inspector() -> StallInspector:
     return StallInspector(30, reply_timeout_s=2)
 
 
-def test_an_operation_is_late_at_the_limit_and_reported_once(watch: StallInspector) -> None:
-    assert watch.overdue(int(29.9 * S), [wait()]) == []
-    assert [stall.longest_waiting.op for stall in watch.overdue(30 * S, [wait()])] == ["allreduce 'w'"]
-    assert watch.overdue(31 * S, [wait()]) == []
-    assert watch.overdue(500 * S, [wait()]) == []
+def test_an_operation_is_late_at_the_limit_and_reported_once(inspector: StallInspector) -> None:
+    assert inspector.overdue(int(29.9 * S), [wait()]) == []
+    assert [stall.longest_waiting.op for stall in inspector.overdue(30 * S, [wait()])] == ["allreduce 'w'"]
+    assert inspector.overdue(31 * S, [wait()]) == []
+    assert inspector.overdue(500 * S, [wait()]) == []
 
 
-def test_a_member_that_comes_after_the_report_does_not_make_it_news(watch: StallInspector) -> None:
-    assert watch.overdue(30 * S, [wait(missing=(2, 5))])
-    assert watch.overdue(70 * S, [wait(missing=(2, 5)), wait(present=5, since_s=35)]) == []
+def test_a_member_that_comes_after_the_report_does_not_report_it_again(inspector: StallInspector) -> None:
+    assert inspector.overdue(30 * S, [wait(missing=(2, 5))])
+    assert inspector.overdue(70 * S, [wait(missing=(2, 5)), wait(present=5, since_s=35)]) == []
 
 
-def test_a_call_is_reported_once_and_the_next_one_is_another(watch: StallInspector) -> None:
+def test_a_call_is_reported_once_and_the_next_one_is_another(inspector: StallInspector) -> None:
     first, next_one = (msgspec.structs.replace(wait(since_s=s), call=f"0.ordered {s}") for s in (0, 31))
-    assert watch.overdue(30 * S, [first])
+    assert inspector.overdue(30 * S, [first])
     late = msgspec.structs.replace(first, present=(1,), since_ns=32 * S)  # a member that came after the report
-    assert watch.overdue(62 * S, [late]) == []
-    assert [stall.longest_waiting for stall in watch.overdue(63 * S, [next_one])] == [next_one]
+    assert inspector.overdue(62 * S, [late]) == []
+    assert [stall.longest_waiting for stall in inspector.overdue(63 * S, [next_one])] == [next_one]
 
 
-def test_a_gap_in_what_is_heard_does_not_make_it_news(watch: StallInspector) -> None:
-    assert watch.overdue(30 * S, [wait()])
-    assert watch.overdue(40 * S, []) == []
-    assert watch.overdue(41 * S, [wait()]) == []
+def test_the_same_operation_of_a_later_step_is_reported(inspector: StallInspector) -> None:
+    assert inspector.overdue(30 * S, [wait()])
+    assert inspector.overdue(50 * S, [wait(since_s=40)]) == []
+    assert inspector.overdue(71 * S, [wait(since_s=40)])
 
 
-def test_the_same_operation_of_a_later_step_is_news(watch: StallInspector) -> None:
-    assert watch.overdue(30 * S, [wait()])
-    assert watch.overdue(50 * S, [wait(since_s=40)]) == []
-    assert watch.overdue(71 * S, [wait(since_s=40)])
+def test_one_name_in_two_groups_is_two_operations(inspector: StallInspector) -> None:
+    assert [stall.longest_waiting.group for stall in inspector.overdue(30 * S, [wait(group=1), wait(group=2)])] == [
+        1,
+        2,
+    ]
 
 
-def test_one_name_in_two_groups_is_two_operations(watch: StallInspector) -> None:
-    assert [stall.longest_waiting.group for stall in watch.overdue(30 * S, [wait(group=1), wait(group=2)])] == [1, 2]
-
-
-def test_a_limit_of_nothing_turns_the_watch_off() -> None:
+def test_a_limit_of_nothing_turns_it_off() -> None:
     assert StallInspector(0).overdue(10**6 * S, [wait()]) == []
 
 
-def test_who_waits_there_himself_is_not_missing(watch: StallInspector) -> None:
-    (stall,) = watch.overdue(40 * S, [wait(missing=(1, 2, 5)), wait(present=1, since_s=5, missing=(2, 5))])
+def test_who_waits_in_it_is_not_missing(inspector: StallInspector) -> None:
+    (stall,) = inspector.overdue(40 * S, [wait(missing=(1, 2, 5)), wait(present=1, since_s=5, missing=(2, 5))])
     assert stall.longest_waiting == WaitingOperation(
         op="allreduce 'w'", group=0, since_ns=0, missing=(2, 5), present=(0, 1)
     )
 
 
-def test_nobody_missing_is_no_stall(watch: StallInspector) -> None:
-    assert watch.overdue(40 * S, [wait(missing=(1,)), wait(present=1, missing=(0,)), wait("barrier", missing=())]) == []
+def test_nobody_missing_is_no_stall(inspector: StallInspector) -> None:
+    assert (
+        inspector.overdue(40 * S, [wait(missing=(1,)), wait(present=1, missing=(0,)), wait("barrier", missing=())])
+        == []
+    )
 
 
-def test_operations_that_wait_for_the_same_ranks_are_one_stall(watch: StallInspector) -> None:
+def test_operations_that_wait_for_the_same_ranks_are_one_stall(inspector: StallInspector) -> None:
     waits = [wait(f"allreduce 'grad.{index}'", since_s=-index) for index in range(200)]
-    (stall,) = watch.overdue(30 * S, waits)
+    (stall,) = inspector.overdue(30 * S, waits)
     assert stall.longest_waiting.op == "allreduce 'grad.199'"
     assert len(stall.operations) == 200
     last = describe_stall(stall, 30 * S, members=[member(2)]).splitlines()[-1]
@@ -88,24 +90,24 @@ def test_operations_that_wait_for_the_same_ranks_are_one_stall(watch: StallInspe
     assert last.endswith(" and 183 more")
 
 
-def test_a_stall_is_finished_when_all_ranks_have_answered(watch: StallInspector) -> None:
-    (stall,) = watch.overdue(30 * S, [wait(missing=(2, 5))])
+def test_a_stall_is_finished_when_all_ranks_have_answered(inspector: StallInspector) -> None:
+    (stall,) = inspector.overdue(30 * S, [wait(missing=(2, 5))])
     assert stall.asked_ranks == (2, 5)
-    watch.add_reply(stall.query_id, 2, "a.py:1 in f")
-    watch.add_reply(stall.query_id, 7, "nobody asked me")
-    watch.add_reply(stall.query_id + 1, 5, "of another stall")
-    assert watch.take_finished(31 * S) == []
-    watch.add_reply(stall.query_id, 5, "b.py:1 in g")
-    assert watch.take_finished(31 * S) == [stall]
+    inspector.add_reply(stall.query_id, 2, "a.py:1 in f")
+    inspector.add_reply(stall.query_id, 7, "nobody asked me")
+    inspector.add_reply(stall.query_id + 1, 5, "of another stall")
+    assert inspector.take_finished(31 * S) == []
+    inspector.add_reply(stall.query_id, 5, "b.py:1 in g")
+    assert inspector.take_finished(31 * S) == [stall]
     assert stall.lines == {2: "a.py:1 in f", 5: "b.py:1 in g"}
-    assert watch.take_finished(99 * S) == []
+    assert inspector.take_finished(99 * S) == []
 
 
-def test_a_stall_is_finished_when_patience_is_over(watch: StallInspector) -> None:
-    (stall,) = watch.overdue(30 * S, [wait()])
-    assert watch.take_finished(int(31.9 * S)) == []
-    assert watch.take_finished(32 * S) == [stall]
-    watch.add_reply(stall.query_id, 2, "too late")
+def test_a_stall_is_finished_after_the_reply_timeout(inspector: StallInspector) -> None:
+    (stall,) = inspector.overdue(30 * S, [wait()])
+    assert inspector.take_finished(int(31.9 * S)) == []
+    assert inspector.take_finished(32 * S) == [stall]
+    inspector.add_reply(stall.query_id, 2, "too late")
     assert stall.lines == {}
 
 
@@ -139,8 +141,8 @@ def test_the_report_says_what_it_does_not_know() -> None:
     )
 
 
-def test_a_thousand_missing_ranks_make_a_report_one_can_read(watch: StallInspector) -> None:
-    (stall,) = watch.overdue(30 * S, [wait(missing=tuple(range(1, 1000)))])
+def test_a_thousand_missing_ranks_make_a_report_one_can_read(inspector: StallInspector) -> None:
+    (stall,) = inspector.overdue(30 * S, [wait(missing=tuple(range(1, 1000)))])
     text = describe_stall(stall, 30 * S, members=[member(rank) for rank in range(1000)])
     assert text.startswith("allreduce 'w' (group 0) has waited 30.0 s for ranks 1-999 (rank 0 is there)\n")
     assert text.endswith(f"\n  and {999 - MAX_SHOWN} more ranks, not asked")
@@ -156,12 +158,12 @@ def test_no_name_and_no_line_can_break_the_report(op: str, line: str) -> None:
     text.encode()
 
 
-def test_the_memory_of_a_long_job_is_bounded(watch: StallInspector) -> None:
+def test_the_memory_of_a_long_job_is_bounded(inspector: StallInspector) -> None:
     for hour in range(20):
         now = (hour + 1) * 3600 * S
         waits = [wait(f"allreduce '{hour}.{index}'", since_s=hour * 3600) for index in range(500)]
-        assert watch.overdue(now, waits)
-        assert watch.overdue(now, waits) == []
-        watch.take_finished(now + 2 * S)
-    assert len(watch._reported) == 4096
-    assert not watch._open
+        assert inspector.overdue(now, waits)
+        assert inspector.overdue(now, waits) == []
+        inspector.take_finished(now + 2 * S)
+    assert len(inspector._reported) == 4096
+    assert not inspector._open
