@@ -1,16 +1,18 @@
-"""Every exception ronde raises by itself. The caller's own mistakes are plain ValueError and TypeError.
+"""Every exception that ronde raises. A mistake of the caller is a plain ValueError or TypeError.
 
-RondeError                 the world's fault
-├── NotInitialized         a call that needs ronde.init() first
-├── StartFailed            the members did not find each other
-├── RoundEnded             this round is over; a new one may begin
-│   └── PeerLost           … because a member is gone
-├── OperationTimeout       an operation's deadline passed
-├── ProtocolError          a message that no ronde of this version sends
-├── JobFailed              a job that ronde.run started has ended badly
-├── OutOfSync              ranks hold different parameters
-└── CheckpointError        a checkpoint cannot be written or read
-Mismatch (ValueError)      members asked for different things; the same on every member
+RuntimeError
+└── RondeError             something went wrong that the caller did not cause
+    ├── NotInitialized     a call needs ronde.init() first
+    ├── StartFailed        the members of the job did not find each other
+    ├── RoundEnded         this round is over; a new one may begin
+    │   └── PeerLost       this round is over because a member is gone
+    ├── OperationTimeout   the deadline of an operation passed
+    ├── ProtocolError      a message that no ronde of this version sends
+    ├── JobFailed          a job that ronde.run() started has failed
+    ├── OutOfSync          ranks hold different parameters
+    └── CheckpointError    a checkpoint cannot be written or read
+ValueError
+└── Mismatch               members asked for different things; raised on every member
 """
 
 from __future__ import annotations
@@ -31,25 +33,25 @@ __all__ = [
 
 
 class RondeError(RuntimeError):
-    """Something in the world went wrong: not the caller's mistake."""
+    """Something went wrong that the caller did not cause: a process, a host, the network, a file. If an operation timed
+    out, `missing` has the ranks that did not come to it, as far as they are known; otherwise it is empty."""
 
     missing: tuple[int, ...] = ()
-    """Ranks that did not come to the operation that ran out of time, as far as they are known."""
 
 
 class NotInitialized(RondeError):
-    """An operation was called outside of init() … shutdown()."""
+    """An operation was called before init() or after shutdown()."""
 
     def __init__(self, what: str = "this call") -> None:
         super().__init__(f"{what} needs a running round; call ronde.init() first")
 
 
 class StartFailed(RondeError):
-    """The members of a job did not come together."""
+    """The members of a job did not find each other in time, or could not be started."""
 
 
 class RoundEnded(RondeError):
-    """The round this operation belonged to is over."""
+    """The round of this operation is over."""
 
 
 class PeerLost(RoundEnded):
@@ -67,7 +69,7 @@ class PeerLost(RoundEnded):
         )
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keyword-only arguments do not survive the default pickling."""
+        # The default pickling does not keep keyword-only arguments.
         return (_peer_lost, (self.rank, self.peer, self.op, self.why))
 
 
@@ -80,11 +82,11 @@ class OperationTimeout(RondeError):
 
 
 class ProtocolError(RondeError):
-    """A message was truncated, too large, of another version, or makes no sense."""
+    """A message was truncated, too large, or of another version of ronde."""
 
 
 class JobFailed(RondeError):
-    """A job failed without an exception of its own to raise: a rank was killed, or a host was lost."""
+    """A job of ronde.run() failed and no rank raised an exception: a rank was killed, or a host was lost."""
 
     def __init__(self, message: str, *, code: int = 1) -> None:
         super().__init__(message)
@@ -92,7 +94,7 @@ class JobFailed(RondeError):
         """Exit code of the job."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        """Keyword-only arguments do not survive the default pickling."""
+        # The default pickling does not keep keyword-only arguments.
         return (_job_failed, (str(self), self.code))
 
 
@@ -101,7 +103,7 @@ def _job_failed(message: str, code: int) -> JobFailed:
 
 
 class OutOfSync(RondeError):
-    """Ranks hold different parameters. `tensor` is the first that differs, `ranks` are the odd ones out."""
+    """Ranks hold different parameters. `tensor` is the first one that differs, `ranks` are those in the minority."""
 
     def __init__(self, message: str, *, tensor: str = "", ranks: tuple[int, ...] = ()) -> None:
         self.tensor = tensor
@@ -114,7 +116,7 @@ class CheckpointError(RondeError):
 
 
 class Mismatch(ValueError):
-    """The members of a group asked for different things under one name or at one place in their programs."""
+    """The members of a group asked for different things in the same operation. Raised on every member."""
 
     joined: tuple[int, ...] = ()
     """Ranks that were in join() while others asked for an operation that needs every member."""

@@ -1,4 +1,4 @@
-"""ronde.text"""
+"""Values as text for people: names of users, ranks, numbers, sizes, durations, exit codes."""
 
 from __future__ import annotations
 
@@ -9,17 +9,14 @@ from collections.abc import Iterable, Mapping
 __all__ = [
     "BINARY_UNITS",
     "LOST_CODE",
-    "MAX_TEXT_CHARS",
     "NOT_EXECUTABLE_CODE",
     "NOT_STARTED_CODE",
-    "THOUSAND",
     "describe_exit_code",
     "escape_surrogates",
     "format_bytes",
     "format_compact_number",
     "format_count",
     "format_duration",
-    "format_elapsed",
     "format_exact_bytes",
     "format_microseconds",
     "format_number",
@@ -28,7 +25,6 @@ __all__ = [
     "format_ranks",
     "shell_exit_code",
     "shorten",
-    "split_proc_stat",
 ]
 
 MAX_TEXT_CHARS = 200
@@ -39,17 +35,16 @@ THOUSAND = 999.5
 BINARY_UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
 
 NOT_EXECUTABLE_CODE = 126
-"""As shells say of a file that is no program."""
-
+"""The exit code of shells for a file that is no program."""
 NOT_STARTED_CODE = 127
-"""As they say of a command that is not there; here, of all else that keeps a rank from starting."""
-
+"""The exit code of shells for a command that does not exist; here for every other reason why a rank cannot start."""
 LOST_CODE = 255
-"""As ssh says of a connection that has ended: how the rank itself ended, nobody knows."""
+"""The exit code of ssh for a lost connection: how the rank itself ended is not known."""
 
 
 def shorten(text: str, limit: int = MAX_TEXT_CHARS) -> str:
-    """One line of at most `limit` printable characters: a user's name must not break a log or a file."""
+    """Return one line of at most `limit` printable characters: a name that a user chose must not break a log or a
+    file."""
     # Cut first: a name may be a megabyte long.
     shown = text if len(text) <= limit else text[: limit - 1] + "…"
     if shown.isprintable():
@@ -59,38 +54,38 @@ def shorten(text: str, limit: int = MAX_TEXT_CHARS) -> str:
 
 
 def escape_surrogates(text: str) -> str:
-    """The text with what UTF-8 cannot hold (bytes of a file name, half a pair) as escapes; lines stay."""
+    """Return the text with what UTF-8 cannot hold (bytes of a file name, half a surrogate pair) as escapes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """`rank 2`, or `ranks 0, 1, 4-7`: three or more in a row as a range, so that a thousand stay readable."""
-    runs: list[list[int]] = []
-    for rank in sorted(set(ranks)):
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    if not runs:
+    """Return `rank 2` or `ranks 0, 1, 4-7`: three or more in a row are a range, so that a thousand stay readable."""
+    parts: list[str] = []
+    for first, last in _consecutive_runs(sorted(set(ranks))):
+        parts += [f"{first}-{last}"] if last - first > 1 else map(str, range(first, last + 1))
+    if not parts:
         return "no ranks"
-    one = len(runs) == 1 and len(runs[0]) == 1
-    words = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    return f"{'rank' if one else 'ranks'} {', '.join(words)}"
+    return f"rank {parts[0]}" if parts[0].isdecimal() and len(parts) == 1 else f"ranks {', '.join(parts)}"
 
 
 def format_rank_ranges(ranks: Iterable[int]) -> str:
-    """Ranks in ascending order as `0,2-3`."""
-    spans: list[list[int]] = []
+    """Return ranks, which are in ascending order, as `0,2-3`."""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in _consecutive_runs(ranks))
+
+
+def _consecutive_runs(ranks: Iterable[int]) -> list[tuple[int, int]]:
+    """Return the first and the last of each run of consecutive ranks."""
+    runs: list[tuple[int, int]] = []
     for rank in ranks:
-        if spans and rank == spans[-1][1] + 1:
-            spans[-1][1] = rank
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1] = (runs[-1][0], rank)
         else:
-            spans.append([rank, rank])
-    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+            runs.append((rank, rank))
+    return runs
 
 
 def format_rank_answers(answers: Mapping[int, str], verb: str = " gave ") -> str:
-    """What each rank said, equal answers together: `ranks 0, 2 gave (3, 4); rank 1 gave (3, 5)`."""
+    """Return what each rank answered, equal answers together: `ranks 0, 2 gave (3, 4); rank 1 gave (3, 5)`."""
     by_answer: dict[str, list[int]] = {}
     for rank in sorted(answers):
         by_answer.setdefault(answers[rank], []).append(rank)
@@ -98,30 +93,12 @@ def format_rank_answers(answers: Mapping[int, str], verb: str = " gave ") -> str
 
 
 def format_number(value: float) -> str:
-    """Three digits, and more only in front of the point: 0.125, 12.5, 1250."""
+    """Return three digits, and more only before the point: 0.125, 12.5, 1250."""
     return f"{value:.3g}" if value < THOUSAND else f"{value:.0f}"
 
 
-def format_bytes(num_bytes: float) -> str:
-    """In the unit one would say it in: 1.25 GB."""
-    size, unit = num_bytes, "B"
-    for unit in ("B", "KB", "MB", "GB", "TB"):
-        if size < THOUSAND or unit == "TB":
-            break
-        size /= 1000
-    return f"{format_number(size)} {unit}"
-
-
-def format_exact_bytes(num_bytes: int) -> str:
-    """A size as one would type it."""
-    for unit, value in reversed(BINARY_UNITS.items()):
-        if num_bytes >= value and num_bytes % value == 0:
-            return f"{num_bytes // value}{unit}"
-    return str(num_bytes)
-
-
 def format_compact_number(value: float | None) -> str:
-    """A number for people: three or four digits that count, thousands as k, M, G; a dash for none."""
+    """Return three or four digits, thousands as k, M, G: 0.125, 1250, 12.5k; a dash for None and NaN."""
     if value is None or not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -137,7 +114,26 @@ def format_count(number: int, noun: str) -> str:
     return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
+def format_bytes(num_bytes: float) -> str:
+    """Return a size with a decimal unit: 1.25 GB."""
+    size, unit = num_bytes, "B"
+    for unit in ("B", "KB", "MB", "GB", "TB"):
+        if size < THOUSAND or unit == "TB":
+            break
+        size /= 1000
+    return f"{format_number(size)} {unit}"
+
+
+def format_exact_bytes(num_bytes: int) -> str:
+    """Return a size as one types it, with a binary unit: 4M, 1536."""
+    for unit, value in reversed(BINARY_UNITS.items()):
+        if num_bytes >= value and num_bytes % value == 0:
+            return f"{num_bytes // value}{unit}"
+    return str(num_bytes)
+
+
 def format_duration(seconds: float) -> str:
+    """Return `42.1 s`, `3 min 5 s` or `2 h 7 min`."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     if hours:
@@ -145,16 +141,8 @@ def format_duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
 
 
-def format_elapsed(value: float) -> str:
-    if value < 100:
-        return f"{value:.1f} s"
-    minutes, seconds = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
-
-
 def format_microseconds(us: float) -> str:
-    """Microseconds in the unit one would say them in."""
+    """Return a measured time: `4.2 µs`, `1.25 ms` or `3.50 s`."""
     for unit, size in (("s", 1e6), ("ms", 1e3)):
         if us >= size:
             return f"{us / size:.2f} {unit}"
@@ -162,21 +150,15 @@ def format_microseconds(us: float) -> str:
 
 
 def shell_exit_code(code: int) -> int:
-    """The job's, for a rank's."""
+    """Return the exit code that a shell shows for a process: 128 + the signal that killed it, if one did."""
     return 128 - code if code < 0 else code
 
 
 def describe_exit_code(code: int) -> str:
-    """In words."""
+    """Return `exited with code 3` or, for a code below 0, `killed by signal 9 (SIGKILL)`."""
     if code >= 0:
         return f"exited with code {code}"
     try:
         return f"killed by signal {-code} ({signal.Signals(-code).name})"
     except ValueError:
         return f"killed by signal {-code}"
-
-
-def split_proc_stat(data: bytes) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third one (the state) on. The second is the name in brackets, which
-    may itself contain brackets and spaces."""
-    return data.decode(errors="replace").rpartition(")")[2].split()

@@ -23,7 +23,7 @@ from rich.text import Text
 
 from ronde.errors import RondeError
 from ronde.launch.driver.monitor import JobStatus, NoSuchJob, RankStatus, RunningJob, find_job, query_status
-from ronde.text import format_bytes, format_elapsed, format_number, shorten
+from ronde.text import format_bytes, format_duration, format_number, shorten
 
 __all__ = ["LiveStatusTable", "app", "render_status_table"]
 
@@ -68,7 +68,7 @@ COLUMNS = (
     StatusColumn("memory", lambda rank: _format_optional_size(rank.memory_bytes)),
     StatusColumn("GPU", lambda rank: _format_percent(rank.gpu), optional=True),
     StatusColumn("GPU mem", lambda rank: _format_optional_size(rank.gpu_bytes), wide=True, optional=True),
-    StatusColumn("waited for", lambda rank: format_elapsed(rank.held_up_s)),
+    StatusColumn("waited for", lambda rank: format_duration(rank.held_up_s)),
     StatusColumn("lately", lambda rank: _format_percent(rank.holding_up), wide=True),
 )
 
@@ -129,7 +129,7 @@ def _make_table(status: JobStatus, num_hidden: int, is_wide: bool) -> Table:
     if num_hidden:
         words.append(f"{num_hidden} more ranks not shown")
     table = Table(
-        title=Text(f"job {status.name}: {status.size} ranks, {format_elapsed(status.elapsed_s)}"),
+        title=Text(f"job {status.name}: {status.size} ranks, {format_duration(status.elapsed_s)}"),
         caption=Text("\n".join(words)),
         title_justify="left",
         caption_justify="left",

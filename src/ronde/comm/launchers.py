@@ -31,7 +31,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ronde.text import split_proc_stat
+from ronde.observe.stacks import split_proc_stat
 
 __all__ = [
     "LauncherEnvironment",

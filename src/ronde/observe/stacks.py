@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from ronde.text import escape_surrogates, shorten, split_proc_stat
+from ronde.text import escape_surrogates, shorten
 
 __all__ = [
     "GONE",
@@ -30,6 +30,7 @@ __all__ = [
     "group_stacks",
     "pid_namespace",
     "process_state",
+    "split_proc_stat",
     "dump_stacks",
     "where_was_raised",
 ]
@@ -153,6 +154,12 @@ def process_state(pid: int) -> ProcessState:
     except OSError:  # no such process, or it exited meanwhile
         return "gone"
     return _STATES.get(fields[0], "sleeping") if fields else "gone"
+
+
+def split_proc_stat(data: bytes) -> list[str]:
+    """Return the fields of /proc/PID/stat from the third one (the state) on. The second is the name in brackets, which
+    may itself contain brackets and spaces."""
+    return data.decode(errors="replace").rpartition(")")[2].split()
 
 
 def _read_frames(frame: FrameType | None) -> list[_Frame]:

@@ -70,7 +70,7 @@ def test_an_error_inside_a_rank_is_passed_on() -> None:
 
 def test_ranks_that_do_not_start_are_reported_with_their_last_words() -> None:
     with pytest.raises(
-        BenchmarkFailed, match=r"process 0 ended with exit code 1 while starting\n(.|\n)*no such library"
+        BenchmarkFailed, match=r"process 0 ended \(exited with code 1\) while starting\n(.|\n)*no such library"
     ):
         crew("raise SystemExit('no such library')")
 

@@ -46,7 +46,7 @@ def row(text: str, start: str) -> list[str]:
 @pytest.mark.parametrize("width", [80, 150])
 def test_a_row_has_everything_about_its_rank(width: int) -> None:
     text = drawn(status_of(running(0, cpu=1.5, memory_bytes=1_230_000_000, held_up_s=7.25)), width=width)
-    assert text.startswith("job demo: 1 ranks, 75.0 s")
+    assert text.startswith("job demo: 1 ranks, 1 min 15 s")
     shown = row(text, "0 ")
     assert shown[:14] == "0 here running 20 50 % 40 % 10 % 150 % 1.23 GB".split()
     assert "7.2 s" in text

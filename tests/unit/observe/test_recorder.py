@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+import threading
 from typing import Any
 
 import pytest
-import threading
 
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.events import Event, PeerGone

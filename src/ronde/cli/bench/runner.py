@@ -19,7 +19,6 @@ from __future__ import annotations
 import json
 import os
 import selectors
-import signal
 import statistics
 import subprocess
 import tempfile
@@ -34,6 +33,7 @@ import psutil
 
 from ronde.cli.bench.cases import Workload, buckets
 from ronde.errors import RondeError
+from ronde.text import describe_exit_code
 from ronde.types import Deadline
 
 __all__ = [
@@ -128,8 +128,7 @@ class PeerProcesses:
             code = process.poll()
             if code is not None:
                 which = f"process {index}" if len(self._running) > 1 else "the process"
-                how = f"by {signal.Signals(-code).name}" if code < 0 else f"with exit code {code}"
-                return f"{which} ended {how}"
+                return f"{which} ended ({describe_exit_code(code)})"
         return ""
 
     def tail(self) -> str:

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ronde.text import split_proc_stat
+from ronde.observe.stacks import split_proc_stat
 
 __all__ = [
     "CgroupLimits",

@@ -21,7 +21,7 @@ from ronde.launch.agent.resource_usage import (
     read_session_usage,
     sort_by_topology,
 )
-from ronde.text import split_proc_stat
+from ronde.observe.stacks import split_proc_stat
 
 
 @pytest.mark.parametrize("name", ["python", "a b) S (c", "((", ")"])
