@@ -134,8 +134,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     algorithm: Annotated[
         str,
         _Doc(
-            "Force one allreduce algorithm: direct, doubling, ring or two_level. Empty: chosen by the size and the hosts "
-            "of the members.",
+            "Force one allreduce algorithm: direct, doubling, ring or two_level. Empty: chosen by the size and by the "
+            "hosts of the members.",
             choices=("", "direct", "doubling", "ring", "two_level"),
         ),
     ] = ""

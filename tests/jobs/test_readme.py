@@ -1,7 +1,7 @@
 """Every code block of README.md and docs/quickstart.md runs as it is printed.
 
-A block of Python begins with a docstring that names its file. A line of a block of shell is a command that runs here, or
-stands in ELSEWHERE.
+A block of Python begins with a docstring that names its file. A line of a block of shell is a command that runs here,
+or stands in ELSEWHERE.
 """
 
 from __future__ import annotations
