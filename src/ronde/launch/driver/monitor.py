@@ -1,11 +1,11 @@
 """A running job as `ronde top` shows it and other programs read it: what the ranks tell (observe/vitals) and what their
-driver knows besides. Values only; as JSON, docs/internals/watching.md describes it field by field.
+driver knows besides. Values only; as JSON, docs/reference/json.md describes it field by field.
 
 Where a driver answers questions about its job, and how others find it. Used by launch/driver on one side, by
 `ronde top`, `ronde stack` and a dashboard on the other.
 
 Each job has a Unix socket in a directory that only its user can enter; the kernel tells both sides that the other one
-is the same user. A question is a JSON object on a line, and so is the answer: see docs/internals/watching.md.
+is the same user. A question is a JSON object on a line, and so is the answer: see docs/internals/monitoring.md.
 """
 
 from __future__ import annotations
