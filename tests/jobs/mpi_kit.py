@@ -47,11 +47,11 @@ def call(
 ) -> Call:
     """A call on one array."""
     if x is None:
-        return Call(kind, description=str(more.pop("text", kind.name.lower())), **more)  # type: ignore[arg-type]
+        return Call(kind, description=str(more.pop("description", kind.name.lower())), **more)  # type: ignore[arg-type]
     out = x if out is None else out
     dtype = DType[x.dtype.name.upper()] if dtype is None else dtype
     parts = (Span(address_of(x), address_of(out), x.size),)
-    text = str(more.pop("text", f"{kind.name.lower()} {dtype.name.lower()}[{x.size}]"))
+    text = str(more.pop("description", f"{kind.name.lower()} {dtype.name.lower()}[{x.size}]"))
     return Call(kind, dtype, spans=parts, owners=(x, out), description=text, **more)  # type: ignore[arg-type]
 
 

@@ -77,8 +77,8 @@ def messages_wait_for_nothing_but_their_other_side(backend: MpiBackend) -> None:
     with channel(backend) as opened:
         for count in (1, 100_000):  # beyond what MPI sends without being asked for
             x, y = np.full(count, RANK, np.float16), np.empty(count, np.float16)
-            sent = opened.submit(call(OperationKind.SEND, x, peer=after, text="message"), Deadline(LONG_S))
-            got = opened.submit(call(OperationKind.RECEIVE, y, peer=before, text="message"), Deadline(LONG_S))
+            sent = opened.submit(call(OperationKind.SEND, x, peer=after, description="message"), Deadline(LONG_S))
+            got = opened.submit(call(OperationKind.RECEIVE, y, peer=before, description="message"), Deadline(LONG_S))
             run(opened, call(OperationKind.BARRIER))  # in another order than the messages on some ranks
             got.wait(Deadline(LONG_S))
             sent.wait(Deadline(LONG_S))
@@ -98,7 +98,7 @@ def members_that_disagree_all_get_the_same_error(backend: MpiBackend) -> None:
         with raises(Mismatch) as more:
             run(opened, call(OperationKind.BARRIER) if RANK else call(OperationKind.BROADCAST, np.ones(2), peer=0))
         with raises(Mismatch) as signatures:
-            run(opened, call(OperationKind.BARRIER, signature=RANK, text=f"barrier of rank {RANK}"))
+            run(opened, call(OperationKind.BARRIER, signature_hash=RANK, description=f"barrier of rank {RANK}"))
         y = np.ones(2)
         run(opened, call(OperationKind.ALLREDUCE, y))
         assert y[0] == SIZE, "the channel goes on"
@@ -113,7 +113,7 @@ def a_sender_and_a_receiver_that_disagree_both_know(backend: MpiBackend) -> None
             with raises(Mismatch, says="rank 0: send float32[1]; rank 1: receive float32[2]"):
                 run(opened, call(kind, np.ones(1 + RANK, np.float32), peer=1 - RANK))
             x = np.full(1, RANK)
-            run(opened, call(kind, x, peer=1 - RANK, text="message"))
+            run(opened, call(kind, x, peer=1 - RANK, description="message"))
             assert x[0] == 0
         run(opened, call(OperationKind.BARRIER))
 
@@ -189,8 +189,8 @@ def a_deadline_ends_the_call_for_all_and_names_who_is_missing(backend: MpiBacken
 def a_call_whose_time_was_over_before_its_turn_names_who_is_missing(backend: MpiBackend) -> None:
     with channel(backend) as opened:
         if RANK:
-            first = opened.submit(call(OperationKind.BARRIER, text="first"), Deadline(LONG_S))
-            second = opened.submit(call(OperationKind.BARRIER, text="second"), Deadline(0.0))
+            first = opened.submit(call(OperationKind.BARRIER, description="first"), Deadline(LONG_S))
+            second = opened.submit(call(OperationKind.BARRIER, description="second"), Deadline(0.0))
             MPI.COMM_WORLD.barrier()
             first.wait(Deadline(LONG_S))
             with raises(OperationTimeout, RoundEnded) as words:
@@ -198,7 +198,7 @@ def a_call_whose_time_was_over_before_its_turn_names_who_is_missing(backend: Mpi
             assert re.search("waiting for ranks? 0", words[0]), words
         else:
             MPI.COMM_WORLD.barrier()
-            run(opened, call(OperationKind.BARRIER, text="first"))
+            run(opened, call(OperationKind.BARRIER, description="first"))
         MPI.COMM_WORLD.barrier()
 
 
@@ -207,9 +207,9 @@ def a_call_behind_one_that_waits_names_for_whom(backend: MpiBackend) -> None:
     with channel(backend) as opened:
         run(opened, call(OperationKind.BARRIER))
         if RANK:
-            first = opened.submit(call(OperationKind.BARRIER, text="first"), Deadline(LONG_S))
+            first = opened.submit(call(OperationKind.BARRIER, description="first"), Deadline(LONG_S))
             with raises(OperationTimeout, RoundEnded) as words:
-                run(opened, call(OperationKind.BARRIER, text="second"), 0.1)
+                run(opened, call(OperationKind.BARRIER, description="second"), 0.1)
             assert re.search("waiting for ranks? 0", words[0]), words
             with raises(OperationTimeout, RoundEnded):
                 first.wait(Deadline(LONG_S))
@@ -238,7 +238,7 @@ def an_abort_ends_the_waits_of_all_members(backend: MpiBackend) -> None:
         ticket = None
         if RANK:
             ticket = opened.submit(
-                call(OperationKind.ALLREDUCE, np.ones(100_000), text="allreduce 'w'"), Deadline(LONG_S)
+                call(OperationKind.ALLREDUCE, np.ones(100_000), description="allreduce 'w'"), Deadline(LONG_S)
             )
         MPI.COMM_WORLD.barrier()
         if not RANK:
@@ -294,7 +294,7 @@ def closing_right_after_a_call_harms_nobody(backend: MpiBackend) -> None:
 def a_look_names_who_is_missing(backend: MpiBackend) -> None:
     with channel(backend) as opened:
         assert opened.current_call() is None
-        ticket = opened.submit(call(OperationKind.BARRIER, text="barrier 7"), Deadline(LONG_S)) if RANK else None
+        ticket = opened.submit(call(OperationKind.BARRIER, description="barrier 7"), Deadline(LONG_S)) if RANK else None
         deadline = Deadline(LONG_S)
         while ticket is not None:
             look = opened.current_call()

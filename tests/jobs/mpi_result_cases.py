@@ -37,15 +37,15 @@ def ops_of(dtype: DType) -> list[Op]:
 @case
 def allreduce_is_right_for_every_dtype_and_op(backend: MpiBackend) -> None:
     with channel(backend) as opened:
-        for dtype, count, trusted in itertools.product(DType, (0, 1, 33), (False, True)):
+        for dtype, count, pre_agreed in itertools.product(DType, (0, 1, 33), (False, True)):
             for op in ops_of(dtype):
                 everybody = [data(rank, count, dtype) for rank in EVERYBODY]
                 expected = reduce(everybody, dtype, op, 1.0, 1.0)
                 x, out = everybody[RANK].copy(), np.zeros_like(everybody[RANK])
-                run(opened, call(OperationKind.ALLREDUCE, x, out, dtype, op=op, trusted=trusted))
+                run(opened, call(OperationKind.ALLREDUCE, x, out, dtype, op=op, pre_agreed=pre_agreed))
                 close_enough(out, expected, dtype, exact=op is not Op.ADASUM)
                 expect_equal(x, everybody[RANK], "the input stays")
-                run(opened, call(OperationKind.ALLREDUCE, x, x, dtype, op=op, trusted=trusted))
+                run(opened, call(OperationKind.ALLREDUCE, x, x, dtype, op=op, pre_agreed=pre_agreed))
                 expect_equal(x, out, "in place")
         expect_same_bits_everywhere(opened, x)
 
@@ -76,7 +76,7 @@ def large_floats_have_the_same_bits_on_all_ranks(backend: MpiBackend) -> None:
         for dtype, op in itertools.product((DType.FLOAT32, DType.FLOAT64, DType.FLOAT16), (Op.MEAN, Op.ADASUM)):
             everybody = [data(rank, 30_011, dtype, exact=False) for rank in EVERYBODY]
             x = everybody[RANK].copy()
-            run(opened, call(OperationKind.ALLREDUCE, x, op=op, trusted=dtype is DType.FLOAT64))
+            run(opened, call(OperationKind.ALLREDUCE, x, op=op, pre_agreed=dtype is DType.FLOAT64))
             close_enough(x, reduce(everybody, dtype, op, 1.0, 1.0), dtype)
             expect_same_bits_everywhere(opened, x)
 
@@ -111,28 +111,31 @@ def several_parts_are_one_array(backend: MpiBackend) -> None:
             expect_equal(out, np.full(array.size, 1 + array.size, np.float32), "broadcast")
 
 
-def all_moves(opened: BackendChannel, dtype: DType, *, trusted: bool) -> None:
+def all_moves(opened: BackendChannel, dtype: DType, *, pre_agreed: bool) -> None:
     """Each kind that moves data, with sizes that differ between members."""
     counts = (*((rank * 7 + 3) % 11 for rank in EVERYBODY[:-1]), 0)
     pieces = [data(rank, count, dtype) for rank, count in enumerate(counts)]
     total = sum(counts)
     out = np.zeros(total, dtype.numpy)
-    run(opened, call(OperationKind.ALLGATHER, pieces[RANK], out, dtype, counts=counts, trusted=trusted))
+    run(opened, call(OperationKind.ALLGATHER, pieces[RANK], out, dtype, counts=counts, pre_agreed=pre_agreed))
     expect_equal(out, np.concatenate(pieces), "allgather")
     for root in EVERYBODY:
         x = data(RANK, total, dtype)
-        run(opened, call(OperationKind.BROADCAST, x, dtype=dtype, peer=root, trusted=trusted))
+        run(opened, call(OperationKind.BROADCAST, x, dtype=dtype, peer=root, pre_agreed=pre_agreed))
         expect_equal(x, data(root, total, dtype), "broadcast")
     everybody = [data(rank, total, dtype) for rank in EVERYBODY]
     out = np.zeros(counts[RANK], dtype.numpy)
-    run(opened, call(OperationKind.REDUCE_SCATTER, everybody[RANK].copy(), out, dtype, counts=counts, trusted=trusted))
+    run(
+        opened,
+        call(OperationKind.REDUCE_SCATTER, everybody[RANK].copy(), out, dtype, counts=counts, pre_agreed=pre_agreed),
+    )
     start = sum(counts[:RANK])
     expect_equal(out, reduce(everybody, dtype, Op.SUM, 1.0, 1.0)[start : start + counts[RANK]], "reduce_scatter")
-    alltoall(opened, dtype, trusted=trusted)
-    run(opened, call(OperationKind.BARRIER, trusted=trusted))
+    alltoall(opened, dtype, pre_agreed=pre_agreed)
+    run(opened, call(OperationKind.BARRIER, pre_agreed=pre_agreed))
 
 
-def alltoall(opened: BackendChannel, dtype: DType, *, trusted: bool) -> None:
+def alltoall(opened: BackendChannel, dtype: DType, *, pre_agreed: bool) -> None:
     def given(source: int, target: int) -> Array:
         return data(source * SIZE + target, (source * 5 + target * 3) % 13, dtype)
 
@@ -141,15 +144,15 @@ def alltoall(opened: BackendChannel, dtype: DType, *, trusted: bool) -> None:
     splits = tuple(given(RANK, rank).size for rank in EVERYBODY)
     counts = tuple(given(rank, RANK).size for rank in EVERYBODY)
     out = np.zeros_like(expected)
-    run(opened, call(OperationKind.ALLTOALL, x, out, dtype, counts=counts, splits=splits, trusted=trusted))
+    run(opened, call(OperationKind.ALLTOALL, x, out, dtype, counts=counts, splits=splits, pre_agreed=pre_agreed))
     expect_equal(out, expected, "alltoall")
 
 
 @case
 def data_moves_right_for_every_kind_and_dtype(backend: MpiBackend) -> None:
     with channel(backend) as opened:
-        for dtype, trusted in itertools.product(DType, (False, True)):
-            all_moves(opened, dtype, trusted=trusted)
+        for dtype, pre_agreed in itertools.product(DType, (False, True)):
+            all_moves(opened, dtype, pre_agreed=pre_agreed)
 
 
 @case
@@ -158,7 +161,7 @@ def arrays_beyond_the_limit_of_one_mpi_call_travel_in_pieces(backend: MpiBackend
     try:
         with channel(backend) as opened:
             for dtype in (DType.FLOAT32, DType.BFLOAT16, DType.UINT8):
-                all_moves(opened, dtype, trusted=False)
+                all_moves(opened, dtype, pre_agreed=False)
                 for op in ops_of(dtype):
                     everybody = [data(rank, 15, dtype) for rank in EVERYBODY]
                     x = everybody[RANK].copy()
@@ -174,5 +177,5 @@ def buckets_are_memory_of_my_own(backend: MpiBackend) -> None:
         bucket = opened.bucket().view(np.float32)
         assert bucket.nbytes == 4096
         bucket[:] = RANK
-        run(opened, call(OperationKind.ALLREDUCE, bucket, op=Op.MEAN, trusted=True))
+        run(opened, call(OperationKind.ALLREDUCE, bucket, op=Op.MEAN, pre_agreed=True))
         expect_equal(bucket, np.full(1024, sum(EVERYBODY) / SIZE, np.float32), "bucket")
