@@ -1,9 +1,10 @@
-"""Collectives: groups, operations, the engine, and the backends that move the bytes.
+"""Collectives: groups, operations, named operations, and the backends that move the bytes.
 
-world, current     everything between init() and shutdown(); the one of this process
-group, collectives the operations, as methods and as functions; objects, plan: for Python objects and for buckets
-dispatch, lane     a group's channels and what is under way on them; work: a caller's handle
-engine, named      the thread that talks to the coordinator; named operations in flight
-coordination/      the coordinator's side
-backend            the seam below: native (C++), threads/, mpi/
+world, joining, launchers    between init() and shutdown(); how a rank finds its round; who started the process
+collectives, group, objects  the operations as functions and as methods, and for Python objects
+operations, call, buffers    what the caller asked for, what a channel executes, the memory of both
+channel, work, plan          calls under way on a channel; the caller's handle; buckets that are agreed once
+named_operations             operations that are matched by name, and all open channels
+control_thread, telemetry    the thread that talks to the coordinator, and what it reports
+backends/                    native (C++), mpi, single_rank
 """

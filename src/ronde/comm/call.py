@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import NamedTuple
 
 import msgspec
@@ -17,7 +18,7 @@ from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
 from ronde.types import DType, Op, OperationKind, find_reduction_error, parse_op
 
-__all__ = ["Call", "CallOptions", "Shapes", "Signature", "SignatureCache", "Span", "hash_signature", "mismatch_error"]
+__all__ = ["Call", "CallOptions", "Shapes", "Signature", "Span", "get_signature", "hash_signature", "mismatch_error"]
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -82,24 +83,6 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
         )
 
 
-class SignatureCache:
-    """The signatures that a group used lately."""
-
-    def __init__(self) -> None:
-        self._signatures: dict[tuple[object, ...], Signature] = {}
-
-    def find(self, kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions) -> Signature:
-        """The signature of these, made when it is new. ValueError when the options make no sense."""
-        key = (kind, dtype, shapes, options)
-        found = self._signatures.get(key)
-        if found is None:
-            found = _make_signature(kind, dtype, shapes, options)
-            if len(self._signatures) >= MAX_SIGNATURES:
-                self._signatures.clear()
-            self._signatures[key] = found
-        return found
-
-
 def hash_signature(description: str) -> int:
     """64 bits that are equal in every process for an equal description."""
     return int.from_bytes(hashlib.blake2b(description.encode(), digest_size=8).digest(), "little")
@@ -114,7 +97,9 @@ def mismatch_error(descriptions: Mapping[int, str]) -> Mismatch:
     return error
 
 
-def _make_signature(kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions) -> Signature:
+@lru_cache(maxsize=MAX_SIGNATURES)
+def get_signature(kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions) -> Signature:
+    """The signature of these, the same object each time. ValueError when the options make no sense."""
     op = parse_op(options.op)
     _check_options(kind, dtype, op, options)
     # Members may give different numbers of rows in these two, so the rows are not compared.

@@ -1,4 +1,4 @@
-"""The collectives as functions of the current world: each is one line over a group's method of the same name."""
+"""The collectives as functions: each is one line over the method of a group, by default the group of all ranks."""
 
 from __future__ import annotations
 
@@ -63,12 +63,12 @@ def local_size() -> int:
 
 
 def cross_rank() -> int:
-    """This host's number among those with a rank of my local number."""
+    """This host's number among those that have a rank with the same local number."""
     return current_world("cross_rank()").topology.cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts with a rank of my local number."""
+    """Number of hosts that have a rank with the same local number."""
     return current_world("cross_size()").topology.cross_size
 
 
@@ -127,7 +127,7 @@ def broadcast(
     name: str | None = None,
     wait: bool = True,
 ) -> Any:
-    """The root's array for everybody, in a new array or in `out`. root is a rank of the job."""
+    """The root's array for all members, in a new array or in `out`. root is a rank of the job."""
     return resolve_group(group).broadcast(x, root=root, out=out, name=name, wait=wait)
 
 
@@ -141,7 +141,7 @@ def reduce_scatter(
     postscale: float = 1.0,
     wait: bool = True,
 ) -> Any:
-    """My rows of the sum: the first dimension is shared out, the first members get one row more if need be."""
+    """This member's rows of the reduction: as even shares as possible, the first members get one row more."""
     members = resolve_group(group)
     return members.reduce_scatter(x, op=op, name=name, prescale=prescale, postscale=postscale, wait=wait)
 
@@ -154,12 +154,15 @@ def alltoall(
     name: str | None = None,
     wait: bool = True,
 ) -> Any:
-    """splits[i] of my rows go to member i (default: equal shares). The rows that came, and how many from each."""
+    """splits[i] of this member's rows go to member i (default: equal shares).
+
+    Returns the rows received, in the order of the members, and how many came from each.
+    """
     return resolve_group(group).alltoall(x, splits=splits, name=name, wait=wait)
 
 
 def barrier(*, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
-    """Return when every member has come here."""
+    """Return when every member has called it."""
     return resolve_group(group).barrier(name=name, wait=wait)
 
 
@@ -179,7 +182,7 @@ def receive(out: Any, source: int, *, group: Group | None = None, wait: bool = T
 
 
 def plan(buckets: Sequence[Bucket], *, group: Group | None = None) -> Plan:
-    """Agree with the other members on buckets that are reduced over and over."""
+    """Agree with the other members on buckets that are reduced in every step."""
     return Plan(buckets, resolve_group(group))
 
 

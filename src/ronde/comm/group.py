@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ronde.comm.buffers import Array, ReceiveBuffer, SendBuffer, address_of, as_receive_buffer, as_send_buffer
-from ronde.comm.call import Call, CallOptions, Signature, SignatureCache, Span, hash_signature
+from ronde.comm.call import Call, CallOptions, Signature, Span, get_signature, hash_signature
 from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlThread
 from ronde.comm.named_operations import NamedOperations, OpenChannels
@@ -65,7 +65,6 @@ class Group:
         self._world_rank = rank
         self._open_channels = open_channels
         self._control_thread = control_thread
-        self._signatures = SignatureCache()
         self._cached_allreduces: dict[tuple[object, ...], _CachedAllreduce] = {}
         self._plan_channels: list[Channel] = []
         self._num_plans = 0
@@ -121,7 +120,7 @@ class Group:
         else:
             outs = list(out) if is_list else [out]
         targets = [as_receive_buffer(given, source, "allreduce") for given, source in zip(outs, sources, strict=True)]
-        signature = self._signature_of(OperationKind.ALLREDUCE, sources, CallOptions(op, prescale, postscale))
+        signature = _signature_of(OperationKind.ALLREDUCE, sources, CallOptions(op, prescale, postscale))
         if type(x) is np.ndarray:
             if len(self._cached_allreduces) >= MAX_CACHED_ALLREDUCES:
                 self._cached_allreduces.clear()
@@ -138,7 +137,7 @@ class Group:
         """
         self._check_open()
         sources, is_list = self._as_send_buffers(x, "allgather", scalars_as_rows=True)
-        signature = self._signature_of(OperationKind.ALLGATHER, sources, CallOptions())
+        signature = _signature_of(OperationKind.ALLGATHER, sources, CallOptions())
         return self._start(AllgatherOperation(signature, sources, is_list, _check_name(name)), wait)
 
     def broadcast(
@@ -150,12 +149,12 @@ class Group:
         name: str | None = None,
         wait: bool = True,
     ) -> Any:
-        """The root's array for everybody, in a new array or in `out`. root is a rank of the world."""
+        """The root's array for all members, in a new array or in `out`. root is a rank of the world."""
         self._check_open()
         root_index = self._member_index_of(root, "broadcast: root")
         source = self._as_send_buffer(x, "broadcast")
         target = as_receive_buffer(out, source, "broadcast")
-        signature = self._signature_of(OperationKind.BROADCAST, [source], CallOptions(root=root))
+        signature = _signature_of(OperationKind.BROADCAST, [source], CallOptions(root=root))
         return self._start(BroadcastOperation(signature, source, target, root_index, _check_name(name)), wait)
 
     def reduce_scatter(
@@ -168,12 +167,12 @@ class Group:
         postscale: float = 1.0,
         wait: bool = True,
     ) -> Any:
-        """My rows of the sum: the first dimension is shared out, the first members get one row more if need be."""
+        """This member's rows of the reduction: as even shares as possible, the first members get one row more."""
         self._check_open()
         source = self._as_send_buffer(x, "reduce_scatter")
         if not source.array.shape:
             raise ValueError("reduce_scatter shares out rows: it needs an array of at least 1 dimension, got a scalar")
-        signature = self._signature_of(OperationKind.REDUCE_SCATTER, [source], CallOptions(op, prescale, postscale))
+        signature = _signature_of(OperationKind.REDUCE_SCATTER, [source], CallOptions(op, prescale, postscale))
         return self._start(ReduceScatterOperation(signature, source, self._index, self.size, _check_name(name)), wait)
 
     def alltoall(
@@ -184,7 +183,7 @@ class Group:
         name: str | None = None,
         wait: bool = True,
     ) -> Any:
-        """Rows from each member to each: splits[i] of mine go to member i (default: equal shares).
+        """Rows from each member to each: splits[i] of this member's rows go to member i (default: equal shares).
 
         Returns the rows that came, in the order of the members, and how many came from each. As allgather, without a
         name it waits until every member has called.
@@ -194,19 +193,19 @@ class Group:
         if not source.array.shape:
             raise ValueError("alltoall shares out rows: it needs an array of at least 1 dimension, got a scalar")
         own_splits = self._check_splits(splits, source.array.shape[0])
-        signature = self._signature_of(OperationKind.ALLTOALL, [source], CallOptions())
+        signature = _signature_of(OperationKind.ALLTOALL, [source], CallOptions())
         return self._start(AlltoallOperation(signature, source, own_splits, self._index, _check_name(name)), wait)
 
     def barrier(self, *, name: str | None = None, wait: bool = True) -> Any:
-        """Return when every member has come here."""
-        signature = self._signatures.find(OperationKind.BARRIER, DType.UINT8, (), CallOptions())
+        """Return when every member has called it."""
+        signature = get_signature(OperationKind.BARRIER, DType.UINT8, (), CallOptions())
         return self._start(BarrierOperation(signature, _check_name(name)), wait)
 
     def join(self) -> int:
         """Out of data: give zeros to the others' allreduces until every member has joined. The rank that did last."""
         channel = self.ordered_channel
         assert self._named_operations is not None
-        signature = self._signatures.find(OperationKind.JOIN, DType.UINT8, (), CallOptions())
+        signature = get_signature(OperationKind.JOIN, DType.UINT8, (), CallOptions())
         operation = JoinOperation(signature, self._control_thread.now_ns())
         work = self._named_operations.announce(operation, JOIN_TIMEOUT_S)
         call = signature.make_call((), None)
@@ -236,9 +235,7 @@ class Group:
     def allgather_each(self, x: Array) -> list[Array]:
         # As allgather of a flat array, but the result is one array per member.
         sources, _ = self._as_send_buffers(x, "allgather")
-        operation = AllgatherOperation(
-            self._signature_of(OperationKind.ALLGATHER, sources, CallOptions()), sources, False
-        )
+        operation = AllgatherOperation(_signature_of(OperationKind.ALLGATHER, sources, CallOptions()), sources, False)
         everything: Array = self._start(operation, True)
         return split_by_counts(everything, operation.counts)
 
@@ -320,7 +317,7 @@ class Group:
         assert self.rank is not None
         return self.rank
 
-    # --- checking the caller's arguments -------------------------------------------------------------------------------
+    # --- checking the caller's arguments -----------------------------------------------------------------------------
 
     def _as_send_buffers(self, x: object, what: str, scalars_as_rows: bool = False) -> tuple[list[SendBuffer], bool]:
         """The arrays of an operation, and whether they were given as a list."""
@@ -340,10 +337,6 @@ class Group:
         if isinstance(x, list | tuple):
             raise TypeError(f"{what} takes one array, got a {type(x).__name__}; call it once per array")
         return as_send_buffer(x, what)
-
-    def _signature_of(self, kind: OperationKind, send_buffers: Sequence[SendBuffer], options: CallOptions) -> Signature:
-        shapes = tuple([source.array.shape for source in send_buffers])
-        return self._signatures.find(kind, send_buffers[0].dtype, shapes, options)
 
     def _member_index_of(self, rank: int, what: str) -> int:
         if rank not in self.ranks:
@@ -386,6 +379,11 @@ class Group:
             num_bytes=data.array.nbytes,
         )
         return PointToPointOperation(signature, span, peer, buffer)
+
+
+def _signature_of(kind: OperationKind, send_buffers: Sequence[SendBuffer], options: CallOptions) -> Signature:
+    shapes = tuple([buffer.array.shape for buffer in send_buffers])
+    return get_signature(kind, send_buffers[0].dtype, shapes, options)
 
 
 def _check_name(name: str | None) -> str:

@@ -1,12 +1,12 @@
-"""Who started this process, if not `ronde run`: rank, size and meeting place from the variables of other launchers.
-Used by comm/guest at the start of a round; what RONDE_* variables and arguments say is stronger, and decided there.
+"""Which launcher other than `ronde run` started this process: rank, size and the coordinator's host from its variables.
+Used by comm/joining, where RONDE_* variables and arguments take precedence.
 
-look_around() is a pure function of the environment. In this order, the first that fits:
+detect_launcher() is a pure function of the environment. In this order, the first that fits:
 
-    launcher        recognised by                                     meeting place
+    launcher        recognised by                                     where the coordinator is
     torchrun        TORCHELASTIC_RUN_ID, and the variables below      MASTER_ADDR, the ports behind MASTER_PORT
     Open MPI        OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE        this machine, a port from the job's id; on several
-    MPICH (Hydra)   PMI_RANK, PMI_SIZE                                hosts unknown: MPI itself has to tell
+    MPICH (Hydra)   PMI_RANK, PMI_SIZE                                hosts unknown: mpi4py has to be asked
     srun            SLURM_STEP_ID, SLURM_PROCID, SLURM_STEP_NUM_TASKS first host of the step, a port from the job's id
     torch by hand   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT        as torchrun
     Horovod's       HOROVOD_RANK, HOROVOD_SIZE and                    HOROVOD_GLOO_RENDEZVOUS_ADDR, the ports behind
@@ -52,25 +52,25 @@ LOCALHOST = "127.0.0.1"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LauncherEnvironment:
-    """What another launcher told this process."""
+    """What the variables of another launcher mean."""
 
     launcher: str
     rank: int
     size: int
     job: str = ""
-    """Equal on all ranks of the job and on no others; empty: the launcher does not say."""
+    """Equal on all ranks of the job and on no others; empty when it is not known."""
     host: str = ""
-    """Where rank 0 is; empty: unknown."""
+    """The host of rank 0; empty when it is not known."""
     is_one_host: bool = False
-    """Whether all ranks are known to be on this one."""
+    """Whether all ranks are known to be on this host."""
     port: int = 0
-    """Port that the launcher chose for others; the ones behind it are probably free. 0: there is none."""
+    """A port that the launcher chose for its own use; the next ones are probably free. 0 when there is none."""
     rank_variable: str = ""
-    """A variable that the ranks have, and the launcher itself has not."""
+    """A variable that the ranks have and the launcher itself does not have."""
 
 
 def detect_launcher(environ: Mapping[str, str] | None = None) -> LauncherEnvironment | None:
-    """What another launcher tells this process; None when none has started it."""
+    """The launcher that started this process; None when there is none that it knows."""
     environ = os.environ if environ is None else environ
     torch = _detect_torch(environ)
     if torch is not None and "TORCHELASTIC_RUN_ID" in environ:
@@ -83,7 +83,7 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> LauncherEnviron
 
 
 def coordinator_port_range(host: str, port: int, job: str) -> str:
-    """`host:first-last`: where the ranks of a job look for each other; the setting `coordinator` takes it."""
+    """`host:first-last`: where the ranks of a job look for the coordinator, as the setting `coordinator` takes it."""
     if port:
         first = port + 1 if port + NUM_PORTS <= 65535 else port - NUM_PORTS
     else:
@@ -94,8 +94,8 @@ def coordinator_port_range(host: str, port: int, job: str) -> str:
 
 
 def find_launcher_process(rank_variable: str, process: Path = Path("/proc/self")) -> str:
-    """A name for the process that started the ranks of this host: the nearest one above us whose environment has no
-    `mark`. With the time of its start, so that its number counts only once. Empty when that cannot be seen."""
+    """Pid and start time of the process that started the ranks of this host: the nearest ancestor without
+    `rank_variable` in its environment. The start time makes it unique. Empty when /proc does not show it."""
     prefix = rank_variable.encode() + b"="
     try:
         while any(line.startswith(prefix) for line in (process / "environ").read_bytes().split(b"\0")):
@@ -123,16 +123,16 @@ def _detect_torch(environ: Mapping[str, str]) -> LauncherEnvironment | None:
 
 
 def _detect_horovod(environ: Mapping[str, str]) -> LauncherEnvironment | None:
-    """A launcher of somebody's own that was written for Horovod."""
-    meeting = "HOROVOD_GLOO_RENDEZVOUS_"
-    names = ("HOROVOD_RANK", "HOROVOD_SIZE", f"{meeting}ADDR", f"{meeting}PORT")
+    """A user's own launcher that was written for Horovod."""
+    names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
     return _from_rendezvous_variables(environ, "Horovod's variables", names, "HOROVOD_LOCAL_SIZE")
 
 
 def _from_rendezvous_variables(
     environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str], local_size: str, run: str = ""
 ) -> LauncherEnvironment | None:
-    """Of launchers that say where to meet: the names of rank, size, address and port, and of the ranks per host."""
+    """For launchers that have a rendezvous address: the variables of rank, size, address and port, and of the ranks per
+    host."""
     if not _has(environ, *names):
         return None
     rank, size = _rank_and_size(environ, *names[:2])
@@ -203,7 +203,7 @@ def _detect_slurm(environ: Mapping[str, str]) -> LauncherEnvironment | None:
 
 
 def first_slurm_host(nodes: str) -> str:
-    """The first host of Slurm's short form, `gpu[07-12,20],cpu1` → `gpu07`."""
+    """The first host of a Slurm node list, `gpu[07-12,20],cpu1` → `gpu07`."""
     depth = 0
     for index, character in enumerate(nodes):
         depth += (character == "[") - (character == "]")

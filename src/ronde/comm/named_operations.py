@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from ronde.comm.backends.base import Backend, ChannelSpec, RunningCall
 from ronde.comm.backends.single_rank import SingleRankBackend
-from ronde.comm.call import CallOptions, Signature, SignatureCache
+from ronde.comm.call import CallOptions, Signature, get_signature
 from ronde.comm.channel import Channel
 from ronde.comm.operations import AllreduceOperation, Operation, zeros_for_joined
 from ronde.comm.work import BatchStart, NegotiationWaits, Work
@@ -47,7 +47,6 @@ class NamedOperations:
         self.group = group
         self.channel = channel
         self._waits = waits
-        self._signatures = SignatureCache()
         self._closed_error: RondeError | None = None
         """Why nothing can be announced any more."""
         self._works: dict[str, Work] = {}
@@ -103,7 +102,7 @@ class NamedOperations:
         for item in agreed:
             if item.request is not None:  # not announced here: this rank has joined
                 self._cached_requests.pop(item.name, None)
-                operations.append(zeros_for_joined(self._signature_of(item.request), item.name))
+                operations.append(zeros_for_joined(_signature_of(item.request), item.name))
             else:
                 work = self._works[item.name]
                 self._cache_request(work, item.id)
@@ -181,10 +180,6 @@ class NamedOperations:
             self._cached_requests.clear()
         self._cached_requests[work.name] = _CachedRequest(id, work.operation.signature, work.operation.splits)
 
-    def _signature_of(self, request: OperationRequest) -> Signature:
-        options = CallOptions(Op(request.op), request.prescale, request.postscale, request.root)
-        return self._signatures.find(OperationKind(request.kind), DType(request.dtype), request.shapes, options)
-
     def _fail_works(self, works: list[Work], error: Exception) -> None:
         with self._waits.condition:
             for work in works:
@@ -197,6 +192,11 @@ class NamedOperations:
             for work in works:
                 if self._works.get(work.name) is work:
                     del self._works[work.name]
+
+
+def _signature_of(request: OperationRequest) -> Signature:
+    options = CallOptions(Op(request.op), request.prescale, request.postscale, request.root)
+    return get_signature(OperationKind(request.kind), DType(request.dtype), request.shapes, options)
 
 
 class OpenChannels:

@@ -1,7 +1,7 @@
-"""Python objects instead of arrays: pickled, sent as bytes, unpickled on arrival. Public as ronde.objects.
+"""Collectives on Python objects: pickled, sent as bytes, unpickled on arrival. Public as ronde.objects.
 
-Only members of the job can be at the other end: the data plane's sockets were authenticated with the job's key before
-anything was read from them. Matched by program order, as operations without a name. Without a group: the world.
+What is unpickled was sent by a member of the job: the sockets of the data plane were authenticated with the job's key
+before anything was read from them. All of them are matched by program order; without a group they are for all ranks.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ __all__ = ["allgather", "alltoall", "broadcast", "gather", "receive", "send"]
 
 
 def broadcast(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # any object
-    """The root's object for everybody; what the others pass is ignored. root is a rank of the world."""
+    """The root's object for all members; what the others pass is ignored. root is a rank of the world."""
     members = resolve_group(group)
     is_root = _is(members, root)
-    mine = _pickle(obj) if is_root else np.empty(0, np.uint8)
-    size = members.broadcast(np.array([mine.size], np.int64), root=root)
-    data = members.broadcast(mine if is_root else np.empty(int(size[0]), np.uint8), root=root)
+    pickled = _pickle(obj) if is_root else np.empty(0, np.uint8)
+    size = members.broadcast(np.array([pickled.size], np.int64), root=root)
+    data = members.broadcast(pickled if is_root else np.empty(int(size[0]), np.uint8), root=root)
     return obj if is_root else _unpickle(data)
 
 
 def allgather(obj: Any, *, group: Group | None = None) -> list[Any]:
-    """Everybody's objects, in the order of the members."""
+    """The objects of all members, in their order."""
     return [_unpickle(data) for data in resolve_group(group).allgather_each(_pickle(obj))]
 
 
 def gather(obj: Any, root: int = 0, *, group: Group | None = None) -> list[Any] | None:
-    """Everybody's objects on the root, in the order of the members; None on the others."""
+    """The objects of all members on the root, in their order; None on the others."""
     members = resolve_group(group)
     if root not in members.ranks:
         raise ValueError(f"gather: root must be a member of {members!r}, got {root!r}")
-    mine = _pickle(obj)
-    data, sizes = members.alltoall(mine, splits=[mine.size if rank == root else 0 for rank in members.ranks])
+    pickled = _pickle(obj)
+    data, sizes = members.alltoall(pickled, splits=[pickled.size if rank == root else 0 for rank in members.ranks])
     return [_unpickle(piece) for piece in split_by_counts(data, sizes.tolist())] if _is(members, root) else None
 
 
 def alltoall(objects: Sequence[Any], *, group: Group | None = None) -> list[Any]:
-    """objects[i] goes to member i; what the members had for me comes back, in their order."""
+    """objects[i] goes to member i; the objects that the members gave to this one, in their order."""
     members = resolve_group(group)
     if len(objects) != members.size:
         raise ValueError(f"alltoall: needs {members.size} objects, one per member of {members!r}, got {len(objects)}")
-    mine = [_pickle(obj) for obj in objects]
-    data, sizes = members.alltoall(np.concatenate(mine), splits=[piece.size for piece in mine])
+    pickled = [_pickle(obj) for obj in objects]
+    data, sizes = members.alltoall(np.concatenate(pickled), splits=[piece.size for piece in pickled])
     return [_unpickle(piece) for piece in split_by_counts(data, sizes.tolist())]
 
 

@@ -1,7 +1,7 @@
-"""Buckets that are agreed on once and then reduced over and over. For distributed optimizers, through ronde.plan().
+"""Buckets that are agreed on once and then reduced in every step. For distributed optimizers, through ronde.plan().
 
-A plan has a channel of its own, so it never waits for other operations, and its buckets live in memory that the ranks
-of a host share. After the members have compared their plans nothing is negotiated any more.
+A plan has a channel of its own, so it never waits for other operations, and its buckets are in memory that the ranks of
+a host share. After the members have compared their plans nothing is negotiated any more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 
 from ronde.comm.buffers import ALIGNMENT, Array, address_of
-from ronde.comm.call import Call, CallOptions, Signature, SignatureCache, Span
+from ronde.comm.call import Call, CallOptions, Signature, Span, get_signature
 from ronde.comm.channel import Channel
 from ronde.comm.group import Group
 from ronde.comm.operations import Operation
@@ -67,7 +67,7 @@ class Bucket:
 
 
 class Plan:
-    """Buckets under one agreement. Write into `arrays[i]`, then start(i) or run(i): the result is in the same place.
+    """Buckets that the members agreed on. Write into `arrays[i]`, then start(i) or run(i): the result is there, too.
 
     All members must make the same plan and start its buckets in the same order.
     """
@@ -138,7 +138,7 @@ class _BucketOperation(Operation):
 def _signature_of(index: int, bucket: Bucket) -> Signature:
     options = CallOptions(bucket.op, bucket.prescale, bucket.postscale)
     shapes = tuple((count,) for count in _counts(bucket))
-    signature = SignatureCache().find(OperationKind.ALLREDUCE, bucket.number, shapes, options)
+    signature = get_signature(OperationKind.ALLREDUCE, bucket.number, shapes, options)
     name = f" {bucket.name!r}" if bucket.name else ""
     description = f"bucket {index}{name}: {signature.description}"
     return msgspec.structs.replace(signature, label="bucket", description=description)
@@ -167,8 +167,8 @@ def _starts(buckets: Sequence[Bucket]) -> list[int]:
 
 def _check_plans_match(group: Group, descriptions: list[str]) -> None:
     """Raise Mismatch, the same on every member, naming the first bucket in which the members' plans differ."""
-    mine = np.frombuffer(msgspec.json.encode(descriptions), np.uint8)
-    plans = [msgspec.json.decode(data.tobytes(), type=list[str]) for data in group.allgather_each(mine)]
+    own = np.frombuffer(msgspec.json.encode(descriptions), np.uint8)
+    plans = [msgspec.json.decode(data.tobytes(), type=list[str]) for data in group.allgather_each(own)]
     for index, row in enumerate(zip_longest(*plans, fillvalue="no such bucket")):
         if len(set(row)) > 1:
             sides = format_rank_answers(dict(zip(group.ranks, row, strict=True)), verb=": ")

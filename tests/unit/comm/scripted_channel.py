@@ -7,12 +7,12 @@ import threading
 import numpy as np
 
 from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, RunningCall
-from ronde.comm.call import Call, CallOptions, SignatureCache
+from ronde.comm.call import Call, CallOptions, get_signature
 from ronde.comm.operations import Operation
 from ronde.types import Deadline, DType, OperationKind
 
 TIMING = CallTiming(1, 2, 3)
-SIGNATURE = SignatureCache().find(OperationKind.ALLREDUCE, DType.FLOAT32, ((2,),), CallOptions())
+SIGNATURE = get_signature(OperationKind.ALLREDUCE, DType.FLOAT32, ((2,),), CallOptions())
 
 
 class ScriptedOperation(Operation):

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from ronde.comm.call import CallOptions, SignatureCache
+from ronde.comm.call import CallOptions, get_signature
 from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlThread
 from ronde.comm.named_operations import NamedOperations, OpenChannels
@@ -113,13 +113,12 @@ class Stage:
         self.presence.add(lane)
         self.named = NamedOperations(0, lane, self.engine.waits)
         self.presence.add_named_operations(self.named)
-        self.forms = SignatureCache()
         self.engine.start()
 
     def announce(self, name: str, count: int = 3) -> Work:
-        form = self.forms.find(OperationKind.ALLREDUCE, DType.FLOAT32, ((count,),), CallOptions())
+        signature = get_signature(OperationKind.ALLREDUCE, DType.FLOAT32, ((count,),), CallOptions())
         x = np.ones(count, np.float32)
-        return self.named.announce(SingleArrayAllreduceOperation(form, x, x, name), 10.0)
+        return self.named.announce(SingleArrayAllreduceOperation(signature, x, x, name), 10.0)
 
     def finish(self, *works: Work) -> None:
         for ticket in self.channel.running_calls:

@@ -233,7 +233,7 @@ class NativeError(Exception):
         """Whether only the time of the wait was over: the call is still under way."""
 
 
-# --- an open channel ---------------------------------------------------------------------------------------------------
+# --- an open channel -------------------------------------------------------------------------------------------------
 
 NativeHandle: TypeAlias = c_void_p
 
@@ -286,7 +286,7 @@ def get_bucket(handle: NativeHandle, num_bytes: int) -> np.ndarray[tuple[int], n
     return np.ctypeslib.as_array(memory)
 
 
-# --- the structs of a call ---------------------------------------------------------------------------------------------
+# --- the structs of a call -------------------------------------------------------------------------------------------
 
 MAX_DESCRIPTIONS = 1024
 

@@ -1,15 +1,14 @@
 """The mpi backend: the job's own MPI library (through mpi4py) moves the data. Chosen with `backend = "mpi"`.
 
-Programs are started by that library's own mpiexec: `mpiexec -n 4 python train.py`. MPI says who is who; ronde's control
-plane (names, groups, stall reports) runs beside it as with every backend, see mpi_settings().
+Programs are started by that library's own mpiexec: `mpiexec -n 4 python train.py`. Rank and size come from MPI; ronde's
+control plane (names, groups, stall reports) runs beside it as with every backend, see settings_from_mpi().
 
-    requests         loading MPI, waiting for its requests with a deadline and an abort
-    notices          what members tell each other beside their calls
-    standing         who left, who gave up, and which waits that ends
-    header           comparing what the members ask for
-    arithmetic       element types and operations that MPI does not have
-    moves            the data of each kind of call
-    channel          one channel: calls in order
+    requests            loading MPI, waiting for its requests with a deadline and an abort
+    failure_detection   notices between the members: who waits, left or aborted, and which waits that ends
+    matching            comparing what the members ask for
+    reduction           element types and operators that MPI does not have
+    collectives         the data of each kind of call
+    channel             one channel: calls in order
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ if TYPE_CHECKING:
 __all__ = ["MpiBackend", "settings_from_mpi"]
 
 ROW_BYTES = 512
-"""Room for what ranks tell each other at the start: names and addresses."""
+"""Size of what each rank sends at the start: names and addresses."""
 
 _MEMBERS_CHECK = struct.Struct("<I")
 """A checksum of the channel's members."""
@@ -65,7 +64,7 @@ class MpiBackend:
         self._closed_channels: list[NoticeExchange] = []
         self._shutdown_s = settings.shutdown_s
         self._closed = self._broken = False
-        # A communicator of our own: what the program itself sends over MPI is never mixed up with ours.
+        # A communicator of its own, so that it never receives what the program itself sends over MPI.
         deadline = Deadline(settings.start_s)
         self._comm, request = given.Idup()
         _wait_or_abandon([request], lambda: _check_start_deadline(deadline, topology.rank, topology.size))
@@ -73,22 +72,20 @@ class MpiBackend:
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> MpiChannel:
         """Wait for all members, then make a communicator of them."""
         self._free_closed_channels()
-        hello = _MEMBERS_CHECK.pack(zlib.crc32(repr(spec.members).encode()))
-        if any(answer != hello for answer in self._exchange_members(spec, hello, deadline)):
+        check = _MEMBERS_CHECK.pack(zlib.crc32(repr(spec.members).encode()))
+        if any(answer != check for answer in self._exchange_members(spec, check, deadline)):
             raise ValueError(f"channel {spec.id} was opened for different members, here {format_ranks(spec.members)}")
-        # This call blocks, but not for long: all members are on their way into it.
+        # This call blocks, but not for long: all members are about to make it.
         group = self._comm.Get_group().Incl(list(spec.members))
         comm = self._comm.Create_group(group, self._tag(spec))
         group.Free()
         return MpiChannel(spec, comm, self._closed_channels.append)
 
     def rank_lost(self, rank: int, why: str) -> None:
-        """A rank is gone: waits inside open_channel that need it end with PeerLost."""
         with self._lock:
             self._lost.setdefault(rank, why)
 
     def close(self) -> None:
-        """Free everything. Idempotent; channels were closed before."""
         from mpi4py import MPI
 
         with self._lock:
@@ -104,13 +101,13 @@ class MpiBackend:
             self._comm.Free()
 
     def _free_closed_channels(self) -> bool:
-        """Free what closed channels left, as far as all their members closed them. Whether nothing is left."""
+        """Free the communicators of channels that all members have closed. Whether none is left."""
         with self._lock:
-            self._closed_channels[:] = [board for board in self._closed_channels if not board.free()]
+            self._closed_channels[:] = [notices for notices in self._closed_channels if not notices.free()]
             return not self._closed_channels
 
     def _exchange_members(self, spec: ChannelSpec, members_check: bytes, deadline: Deadline) -> list[bytes]:
-        """Everybody's hello, in the order of the members. Each tells each, so that each can name who is missing."""
+        """The checksums of all members, in their order. Each sends to each, so that each can name who is missing."""
         tag = self._tag(spec)
         answers = [bytearray(_MEMBERS_CHECK.size) for _ in spec.members]
         incoming = [self._comm.Irecv(answer, rank, tag) for rank, answer in zip(spec.members, answers, strict=True)]
@@ -119,7 +116,7 @@ class MpiBackend:
             wait_all(incoming + outgoing, lambda: self._check_members(spec, incoming, deadline))
         except BaseException:
             self._broken = True
-            for request in incoming:  # another try must find the messages that are meant for it
+            for request in incoming:  # or they would receive the messages of a later attempt
                 if not request.Test():
                     request.Cancel()
             abandon(incoming + outgoing, None)
@@ -145,8 +142,8 @@ class MpiBackend:
 
 
 def settings_from_mpi(settings: Settings) -> Settings:
-    """Settings completed by what MPI knows: rank and size, and, unless a coordinator is given, from rank 0 a key and an
-    address where it will host one. Collective among all ranks of the world."""
+    """The settings with rank and size from MPI, and, unless a coordinator is given, with a key and an address where
+    rank 0 will host one. Collective among all ranks of the world."""
     load_mpi()
     from mpi4py import MPI
 
@@ -164,11 +161,10 @@ def settings_from_mpi(settings: Settings) -> Settings:
     def check() -> None:
         _check_start_deadline(deadline, rank, size)
 
-    places = bytearray(ROW_BYTES * size)
-    _wait_or_abandon(
-        [world.Iallgather(_encode_row(settings.host or host_identity(), candidate_addresses()[0]), places)], check
-    )
-    hosts = [_decode_row(places[start : start + ROW_BYTES]) for start in range(0, len(places), ROW_BYTES)]
+    rows = bytearray(ROW_BYTES * size)
+    own_row = _encode_row(settings.host or host_identity(), candidate_addresses()[0])
+    _wait_or_abandon([world.Iallgather(own_row, rows)], check)
+    hosts = [_decode_row(rows[start : start + ROW_BYTES]) for start in range(0, len(rows), ROW_BYTES)]
     chosen = bytearray(ROW_BYTES)
     if rank == 0:
         address = _own_address(hosts)
@@ -179,10 +175,11 @@ def settings_from_mpi(settings: Settings) -> Settings:
 
 
 def _own_address(hosts: Sequence[Sequence[str]]) -> str:
-    """Where the others reach me, the first one: all are here, or by the way to the first one that is not."""
-    mine, _ = hosts[0]
-    elsewhere = [address for host, address in hosts if host != mine]
-    return local_address_for(elsewhere[0]) if elsewhere else "127.0.0.1"
+    """The address of rank 0 for the others: the loopback when all are on one host, else the one that this host uses to
+    reach the first other one."""
+    own_host, _ = hosts[0]
+    others = [address for host, address in hosts if host != own_host]
+    return local_address_for(others[0]) if others else "127.0.0.1"
 
 
 def _encode_row(*texts: str) -> bytes:

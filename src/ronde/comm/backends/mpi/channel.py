@@ -380,14 +380,15 @@ class MpiChannel:
 
     def _match_pair(self, wait: MpiWait) -> None:
         call = wait.call
-        mine, theirs = CallHeader.from_call(call), bytearray(HEADER_BYTES)
+        own, received = CallHeader.from_call(call), bytearray(HEADER_BYTES)
         sending = call.kind is OperationKind.SEND
-        my_tag, their_tag = (TAG_SENDER, TAG_RECEIVER) if sending else (TAG_RECEIVER, TAG_SENDER)
-        out = self._comm.Isend(mine.encode(), call.peer, my_tag)
-        wait.until([out, self._comm.Irecv(theirs, call.peer, their_tag)])
+        own_tag, peer_tag = (TAG_SENDER, TAG_RECEIVER) if sending else (TAG_RECEIVER, TAG_SENDER)
+        out = self._comm.Isend(own.encode(), call.peer, own_tag)
+        wait.until([out, self._comm.Irecv(received, call.peer, peer_tag)])
         wait.mark_ready()
-        me, peer = (self._failure_detector.rank, mine), (self.spec.members[call.peer], CallHeader.decode(bytes(theirs)))
-        match_pair(*((me, peer) if sending else (peer, me)))
+        this_side = (self._failure_detector.rank, own)
+        other_side = (self.spec.members[call.peer], CallHeader.decode(bytes(received)))
+        match_pair(*((this_side, other_side) if sending else (other_side, this_side)))
 
     def _is_small(self, call: Call) -> bool:
         """Whether the call goes without a barrier. Computed only from what is equal on all members."""

@@ -1,7 +1,7 @@
 """How each kind of call moves its data over MPI. Used by the mpi channel, once all members agreed on the call.
 
-Only nonblocking MPI calls: every wait goes through the `wait` it was given, which knows deadlines and aborts. MPI
-counts elements in 32 bits, so long arrays travel in pieces.
+Only nonblocking MPI calls: every wait goes through `wait`, which knows deadlines and aborts. MPI counts elements in 32
+bits, so long arrays are sent in pieces.
 
 Members get equal bits: results are computed once and copied, or by Iallreduce, for which MPI only recommends equal
 results on all ranks; Open MPI and MPICH follow that for the operations used here.
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 __all__ = ["MpiCollectives", "check_call"]
 
 MAX_ELEMENTS_PER_CALL = 1 << 30
-"""Most elements in one MPI call."""
-
 TAG_DATA = 4
 """Data of send and receive; tags below are those of the channel's headers and notices."""
 TAG_ALLTOALL = 5
@@ -50,8 +48,7 @@ class MpiCollectives:
         self._ops = {Op.SUM: MPI.SUM, Op.MIN: MPI.MIN, Op.MAX: MPI.MAX, Op.PRODUCT: MPI.PROD}
 
     def run(self, call: Call) -> None:
-        """Do what the call asks for."""
-        moves = {
+        run_by_kind = {
             OperationKind.ALLREDUCE: self._allreduce,
             OperationKind.ALLGATHER: self._allgather,
             OperationKind.BROADCAST: self._broadcast,
@@ -60,11 +57,11 @@ class MpiCollectives:
             OperationKind.SEND: self._send,
             OperationKind.RECEIVE: self._receive,
         }
-        if call.kind in moves:  # a barrier has no data
-            moves[call.kind](call)
+        if call.kind in run_by_kind:  # a barrier has no data
+            run_by_kind[call.kind](call)
 
     def allreduce_zeros(self, call: Call, count: int) -> None:
-        """Take part in the others' allreduce without data of my own."""
+        """Take part in an allreduce of the others, for a member that has joined."""
         self._reduce(call, np.zeros(count, call.dtype.numpy), None)
 
     # --- reductions ---------------------------------------------------------------------------------------------
@@ -77,13 +74,13 @@ class MpiCollectives:
         _write_spans(call, self._reduce(call, data, target))
 
     def _reduce(self, call: Call, data: Array, target: Array | None) -> Array:
-        """The reduction of everybody's data, in `target` when there is one, else possibly in the memory of data."""
+        """The reduction of the data of all members, in `target` when there is one, else possibly in that of `data`."""
         wire = to_wire(data, call.dtype, call.op, call.prescale)
-        untouchable = target is not None and np.may_share_memory(wire, data)
+        must_keep = target is not None and np.may_share_memory(wire, data)
         if call.op is Op.ADASUM:
-            wire = wire.copy() if untouchable else wire
-            self._adasum(wire, [part.count for part in call.spans])
-        elif untouchable and target is not None:
+            wire = wire.copy() if must_keep else wire
+            self._adasum(wire, [span.count for span in call.spans])
+        elif must_keep and target is not None:
             result = target.view(wire.dtype)
             self._allreduce_array(call, wire, result)
             wire = result
@@ -98,10 +95,9 @@ class MpiCollectives:
             self._wait([self._comm.Iallreduce(given, result[piece], op)])
 
     def _adasum(self, data: Array, counts: Sequence[int]) -> None:
-        # Every array is weighed by itself.
-        # Members beyond the largest power of two are folded into the first ones. Then neighbours at distance 1, 2, 4, …
-        # mix, the lower one keeping the result, until member 0 has it all and gives it to everybody. Each mix is
-        # computed once, so that different processors cannot come to different bits.
+        # Members beyond the largest power of two are combined with the first ones. Then neighbours at distance 1, 2, 4,
+        # … are combined, the lower one keeping the result, until member 0 has it and broadcasts it. Each combination is
+        # computed once, so that different processors cannot come to different bits. Each array has its own weights.
         full = 1 << (self._size.bit_length() - 1)
         if self._member_index >= full:
             self._send_or_receive(data, self._member_index - full, sending=True)
@@ -120,25 +116,25 @@ class MpiCollectives:
         other = np.empty_like(data)
         self._send_or_receive(other, peer, sending=False)
         ends = np.cumsum(counts)[:-1]
-        for mine, theirs in zip(np.split(data, ends), np.split(other, ends), strict=True):
-            combine_adasum(mine, theirs)
+        for own_array, other_array in zip(np.split(data, ends), np.split(other, ends), strict=True):
+            combine_adasum(own_array, other_array)
 
     def _reduce_scatter(self, call: Call) -> None:
         counts = call.counts
         assert counts is not None
         wire = to_wire(_read_spans(call), call.dtype, call.op, call.prescale)
         op = self._ops[wire_op(call.dtype, call.op)]
-        mine = np.empty(counts[self._member_index], wire.dtype)
+        own = np.empty(counts[self._member_index], wire.dtype)
         if len(wire) <= MAX_ELEMENTS_PER_CALL:
-            self._wait([self._comm.Ireduce_scatter(wire, mine, counts, op)])
+            self._wait([self._comm.Ireduce_scatter(wire, own, counts, op)])
         else:
             for member, start in enumerate(_starts(counts)):
                 for piece in _pieces(counts[member]):
                     share = wire[start : start + counts[member]][piece]
-                    received = mine[piece] if member == self._member_index else None
+                    received = own[piece] if member == self._member_index else None
                     self._wait([self._comm.Ireduce(share, received, op, member)])
-        result = from_wire(mine, call.dtype, call.op, call.postscale, self._size)
-        _array_at(call.spans[0].output, len(mine), call.dtype)[:] = result
+        result = from_wire(own, call.dtype, call.op, call.postscale, self._size)
+        _array_at(call.spans[0].output, len(own), call.dtype)[:] = result
 
     # --- data that only moves -----------------------------------------------------------------------------------
 
@@ -148,7 +144,7 @@ class MpiCollectives:
         elif len(call.spans) == 1:
             data = _array_at(call.spans[0].output, call.spans[0].count, call.dtype)
         else:
-            data = np.empty(sum(part.count for part in call.spans), call.dtype.numpy)
+            data = np.empty(sum(span.count for span in call.spans), call.dtype.numpy)
         self._broadcast_data(data, call.peer)
         _write_spans(call, data)
 
@@ -157,9 +153,9 @@ class MpiCollectives:
         assert counts is not None
         starts = _starts(counts)
         target = _as_unsigned(_array_at(call.spans[0].output, sum(counts), call.dtype))
-        mine = target[starts[self._member_index] : starts[self._member_index] + counts[self._member_index]]
+        own = target[starts[self._member_index] :][: counts[self._member_index]]
         # NumPy copies correctly where the two overlap; MPI would not.
-        mine[:] = _as_unsigned(_array_at(call.spans[0].input, counts[self._member_index], call.dtype))
+        own[:] = _as_unsigned(_array_at(call.spans[0].input, counts[self._member_index], call.dtype))
         if len(target) <= MAX_ELEMENTS_PER_CALL:
             self._wait([self._comm.Iallgatherv(self._in_place, [target, (counts, starts)])])
             return
@@ -176,18 +172,19 @@ class MpiCollectives:
             source = source.copy()
         requests = []
         for distance in range(self._size):
-            giver, taker = (self._member_index - distance) % self._size, (self._member_index + distance) % self._size
-            taken = target[_starts(counts)[giver] :][: counts[giver]]
-            given = source[_starts(splits)[taker] :][: splits[taker]]
-            requests += [self._comm.Irecv(taken[p], giver, TAG_ALLTOALL) for p in _pieces(counts[giver])]
-            requests += [self._comm.Isend(given[p], taker, TAG_ALLTOALL) for p in _pieces(splits[taker])]
+            sender = (self._member_index - distance) % self._size
+            receiver = (self._member_index + distance) % self._size
+            received = target[_starts(counts)[sender] :][: counts[sender]]
+            sent = source[_starts(splits)[receiver] :][: splits[receiver]]
+            requests += [self._comm.Irecv(received[p], sender, TAG_ALLTOALL) for p in _pieces(counts[sender])]
+            requests += [self._comm.Isend(sent[p], receiver, TAG_ALLTOALL) for p in _pieces(splits[receiver])]
         self._wait(requests)
 
     def _send(self, call: Call) -> None:
         self._send_or_receive(_read_spans(call), call.peer, sending=True, tag=TAG_DATA)
 
     def _receive(self, call: Call) -> None:
-        data = np.empty(sum(part.count for part in call.spans), call.dtype.numpy)
+        data = np.empty(sum(span.count for span in call.spans), call.dtype.numpy)
         if len(call.spans) == 1:
             data = _array_at(call.spans[0].output, call.spans[0].count, call.dtype)
         self._send_or_receive(data, call.peer, sending=False, tag=TAG_DATA)
@@ -217,10 +214,10 @@ def check_call(call: Call, size: int, member_index: int) -> None:
         raise ValueError(f"{name}: counts must have {size} entries, one per member, got {call.counts}")
     if call.kind is OperationKind.ALLTOALL and (call.splits is None or len(call.splits) != size):
         raise ValueError(f"{name}: splits must have {size} entries, one per member, got {call.splits}")
-    if call.kind is OperationKind.REDUCE_SCATTER and sum(part.count for part in call.spans) != sum(call.counts):
+    if call.kind is OperationKind.REDUCE_SCATTER and sum(span.count for span in call.spans) != sum(call.counts):
         raise ValueError(f"{name}: counts {call.counts} do not add up to the number of elements")
     if call.kind is not OperationKind.REDUCE_SCATTER and len(call.spans) != 1:
-        raise ValueError(f"{name}: takes one part, got {len(call.spans)}")
+        raise ValueError(f"{name}: takes one span, got {len(call.spans)}")
     if call.kind is OperationKind.ALLGATHER and call.spans[0].count != call.counts[member_index]:
         raise ValueError(f"{name}: gives {call.spans[0].count} elements, but counts say {call.counts[member_index]}")
 
@@ -238,24 +235,23 @@ def _array_at(start: int, count: int, dtype: DType) -> Array:
 
 
 def _as_unsigned(data: Array) -> Array:
-    """As unsigned integers of the same size: MPI libraries know those, but not float16 and the like."""
+    """The same bits as unsigned integers, which MPI libraries know; they do not know float16 and the like."""
     return data.view(f"u{data.itemsize}")
 
 
 def _read_spans(call: Call) -> Array:
-    """The sources of all parts in a row: a view when there is one part, else a copy."""
-    sources = [_array_at(part.input, part.count, call.dtype) for part in call.spans]
+    """The inputs of all spans as one array: a view when there is one span, else a copy."""
+    sources = [_array_at(span.input, span.count, call.dtype) for span in call.spans]
     if len(sources) == 1:
         return sources[0]
     return np.concatenate(sources) if sources else np.empty(0, call.dtype.numpy)
 
 
 def _write_spans(call: Call, data: Array) -> None:
-    """Write the row back to the targets of all parts; nothing to do where data is the target's own memory."""
+    """Copy the data to the outputs of all spans, except where it is already there."""
     start = 0
-    for part in call.spans:
-        target = _array_at(part.output, part.count, call.dtype)
-        piece = data[start : start + part.count]
-        if part.count and address_of(piece) != part.output:
-            target[:] = piece
-        start += part.count
+    for span in call.spans:
+        piece = data[start : start + span.count]
+        if span.count and address_of(piece) != span.output:
+            _array_at(span.output, span.count, call.dtype)[:] = piece
+        start += span.count

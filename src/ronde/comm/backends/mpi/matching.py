@@ -1,5 +1,5 @@
-"""What each member asks for, exchanged before the data: the mpi channel compares it, so that members that disagree get
-an error and never a wrong number. A member that has joined learns from it what the others do.
+"""Headers that the members of an mpi channel exchange and compare before any data: members that ask for different
+things get an error, never a wrong number. A member that has joined learns from them what the others do.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SHARED_COUNTS = (OperationKind.ALLGATHER, OperationKind.REDUCE_SCATTER)
 
 
 class CallHeader(msgspec.Struct, frozen=True, gc=False):
-    """One member's question. All but the text must be equal on all members."""
+    """What one member asks for. All but the description must be equal on all members."""
 
     signature_hash: int
     kind: int
@@ -37,16 +37,15 @@ class CallHeader(msgspec.Struct, frozen=True, gc=False):
     op: int
     root: int
     count: int
-    """Elements, where all members must have the same number."""
+    """Elements, if all members must have the same number."""
     counts: int
-    """Checksum of the elements per member, where all members must know the same."""
+    """Checksum of the elements per member, if all members must have the same."""
     prescale: float
     postscale: float
     description: str
 
     @classmethod
     def from_call(cls, call: Call) -> CallHeader:
-        """What a call asks for."""
         if call.kind is OperationKind.JOIN:
             return cls(0, call.kind, 0, 0, -1, 0, 0, 1.0, 1.0, call.description or "join")
         shared = call.counts if call.kind in _SHARED_COUNTS and call.counts is not None else ()
@@ -56,7 +55,7 @@ class CallHeader(msgspec.Struct, frozen=True, gc=False):
             call.dtype,
             call.op,
             call.peer if call.kind is OperationKind.BROADCAST else -1,
-            sum(part.count for part in call.spans) if call.kind in _COUNTED else 0,
+            sum(span.count for span in call.spans) if call.kind in _COUNTED else 0,
             zlib.crc32(struct.pack(f"<{len(shared)}Q", *shared)),
             call.prescale,
             call.postscale,
@@ -64,22 +63,20 @@ class CallHeader(msgspec.Struct, frozen=True, gc=False):
         )
 
     def encode(self) -> bytes:
-        """Bytes for the wire, always HEADER_BYTES of them."""
+        """HEADER_BYTES bytes."""
         return _STRUCT.pack(*self.compared_fields(), self.description.encode()[: DESCRIPTION_BYTES - 1])
 
     @classmethod
     def decode(cls, data: bytes) -> CallHeader:
-        """What encode() made."""
         signature, kind, dtype, op, root, count, counts, prescale, postscale, text = _STRUCT.unpack(data)
         numbers = (signature, kind, dtype, op, root, count, counts, prescale, postscale)
         return cls(*numbers, text.rstrip(b"\0").decode(errors="replace"))
 
     def compared_fields(self) -> tuple[object, ...]:
-        """All that must be equal."""
         return msgspec.structs.astuple(self)[:-1]
 
     def to_call(self) -> Call:
-        """The call without its data, for a member that joins in with zeros."""
+        """The call without its memory, for a member that contributes zeros."""
         return Call(
             OperationKind(self.kind),
             DType(self.dtype),
@@ -91,8 +88,8 @@ class CallHeader(msgspec.Struct, frozen=True, gc=False):
 
 
 def match_collective(data: bytes, members: Sequence[int]) -> CallHeader | None:
-    """What all members that have not joined do now, from the headers of all in a row; None when all have joined.
-    Raises Mismatch when they want different things, or something that members who joined cannot take part in."""
+    """The header that all members share which have not joined, from the headers of all; None when all have joined.
+    Raises Mismatch when they ask for different things, or for something that joined members cannot take part in."""
     rows = [data[start : start + HEADER_BYTES] for start in range(0, len(data), HEADER_BYTES)]
     if all(row[:-DESCRIPTION_BYTES] == rows[0][:-DESCRIPTION_BYTES] for row in rows):
         same = CallHeader.decode(rows[0])
@@ -106,7 +103,7 @@ def match_collective(data: bytes, members: Sequence[int]) -> CallHeader | None:
 
 
 def match_pair(sender: tuple[int, CallHeader], receiver: tuple[int, CallHeader]) -> None:
-    """Raises Mismatch unless these two ranks mean the same data."""
+    """Raises Mismatch unless sender and receiver, each given with its rank, ask for the same data."""
     (_, sent), (_, received) = sender, receiver
     if (sent.signature_hash, sent.dtype, sent.count) != (received.signature_hash, received.dtype, received.count):
         raise mismatch_error({rank: header.description for rank, header in (sender, receiver)})

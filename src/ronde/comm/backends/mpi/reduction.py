@@ -2,11 +2,11 @@
 
 The same rules as the native kernels (native/src/reduce/reduce.h). A reduction has three steps:
 
-    wire = to_wire(mine)            a type and an operation that every MPI library reduces in the same way
-    …                               the library reduces the wires of all members with wire_op()
+    wire = to_wire(data)            a type and an operator that every MPI library reduces in the same way
+    …                               MPI reduces the wire arrays of all members with wire_op()
     result = from_wire(wire)        division of a mean, postscale, rounding: once
 
-What the wire is made of:
+Types on the wire:
 
     float16, bfloat16               float32, so that sums are rounded once, at the end
     bool                            uint8 of 0 and 1: "or" is the maximum, "and" the minimum
@@ -35,14 +35,14 @@ _ORDERED = (Op.MIN, Op.MAX)
 
 
 def wire_op(dtype: DType, op: Op) -> Op:
-    """The operation (SUM, MIN, MAX or PRODUCT) with which wires are reduced."""
+    """The operator (SUM, MIN, MAX or PRODUCT) with which MPI reduces the wire arrays."""
     if dtype is DType.BOOL:
         return Op.MAX if op in (Op.SUM, Op.MAX) else Op.MIN
     return Op.SUM if op is Op.MEAN else op
 
 
 def to_wire(data: Array, dtype: DType, op: Op, prescale: float = 1.0) -> Array:
-    """What to hand to the reduction: new memory, or a view of `data` when its bits can be used as they are."""
+    """The array to reduce: new memory, or a view of `data` when its bits can be used as they are."""
     if dtype is DType.BOOL:
         return np.not_equal(data.view(np.uint8), 0).view(np.uint8)
     wire = _widen(data, dtype)
@@ -75,17 +75,17 @@ def from_wire(wire: Array, dtype: DType, op: Op, postscale: float = 1.0, divisor
 
 
 def combine_adasum(a: Array, b: Array) -> None:
-    """a becomes the Adasum of a and b (float32 or float64): the sum, with their overlap taken out of each by half."""
+    """Write the Adasum of a and b (float32 or float64) into a: the sum, with half of the overlap taken from each."""
     dots = np.zeros(3)
     with np.errstate(all="ignore"):
         for start in range(0, len(a), BLOCK_ELEMENTS):
             x = a[start : start + BLOCK_ELEMENTS].astype(np.float64)
             y = b[start : start + BLOCK_ELEMENTS].astype(np.float64)
             dots += (np.dot(x, y), np.dot(x, x), np.dot(y, y))
-        share_a, share_b = _adasum_weight(dots[0], dots[1]), _adasum_weight(dots[0], dots[2])
+        weight_a, weight_b = _adasum_weight(dots[0], dots[1]), _adasum_weight(dots[0], dots[2])
         for start in range(0, len(a), BLOCK_ELEMENTS):
             x = a[start : start + BLOCK_ELEMENTS]
-            x[:] = share_a * x.astype(np.float64) + share_b * b[start : start + BLOCK_ELEMENTS].astype(np.float64)
+            x[:] = weight_a * x.astype(np.float64) + weight_b * b[start : start + BLOCK_ELEMENTS].astype(np.float64)
 
 
 def _adasum_weight(overlap: float, square: float) -> float:
@@ -134,8 +134,8 @@ def _divide(wire: Array, divisor: int) -> Array:
 
 
 def _to_ordered(data: Array, op: Op) -> Array:
-    """Integers in the order of the floats: a float's bits are sign and size, so negative ones need their size
-    turned round."""
+    """Integers in the same order as the floats. The bits of a float are sign and magnitude, so that of negative ones is
+    inverted."""
     bits = data.view(f"i{data.itemsize}")
     info = np.iinfo(bits.dtype)
     ordered = _flip_negative(bits)
@@ -148,7 +148,7 @@ def _from_ordered(ordered: Array) -> Array:
 
 
 def _flip_negative(bits: Array) -> Array:
-    """Its own reverse."""
+    """Invert the magnitude of negative numbers; the inverse of itself."""
     info = np.iinfo(bits.dtype)
-    turned: Array = bits ^ ((bits >> (info.bits - 1)) & info.max)
-    return turned
+    flipped: Array = bits ^ ((bits >> (info.bits - 1)) & info.max)
+    return flipped

@@ -1,6 +1,6 @@
-"""MPI itself: loading it, and waiting for its requests without handing over control. Used by all of the mpi backend.
+"""Loading MPI, and waiting for its requests with a deadline and an abort. Used by all modules of the mpi backend.
 
-A blocking MPI call can be neither timed out nor aborted, and it burns a core while it waits. So everything here is
+A blocking MPI call can be neither timed out nor aborted, and it uses a whole core while it waits. So all requests are
 nonblocking and polled: a few tests at once, then yielding the core, then sleeping a little longer each time.
 """
 
@@ -15,7 +15,7 @@ from ronde.errors import StartFailed
 
 if TYPE_CHECKING:
     from mpi4py import MPI
-if TYPE_CHECKING:
+
     MpiRequest: TypeAlias = MPI.Request
 else:
     MpiRequest = object
@@ -24,12 +24,12 @@ __all__ = ["MAX_ACTIVE_SLEEP_S", "MAX_IDLE_SLEEP_S", "MpiRequest", "abandon", "l
 
 NUM_SPINS = 50
 YIELD_TIME_S = 0.0005
-"""How long to yield only. Other processes get the core, but we are back as soon as nobody wants it."""
+"""How long to yield the core only, which gives it to other processes if they want it."""
 
 MAX_IDLE_SLEEP_S = 0.001
 """Longest sleep while waiting for members to come."""
 MAX_ACTIVE_SLEEP_S = 0.0001
-"""Longest sleep while data moves: MPI moves it on only when asked."""
+"""Longest sleep while data moves: MPI moves it only while it is polled."""
 
 _abandoned: list[tuple[Sequence[MpiRequest], object]] = []
 """Requests that will never complete, with all they may still write to. An MPI collective cannot be cancelled: the
@@ -56,8 +56,8 @@ def load_mpi() -> None:
 
 
 def wait_all(requests: Sequence[MpiRequest], check: Callable[[], None], max_sleep_s: float = MAX_IDLE_SLEEP_S) -> None:
-    """Wait until all requests are complete. `check` is called again and again and ends the wait by raising; whoever
-    catches that has to abandon() the requests or cancel them."""
+    """Wait until all requests are complete. `check` is called repeatedly and ends the wait by raising; the caller that
+    catches this has to abandon() the requests or cancel them."""
     from mpi4py import MPI
 
     test = MPI.Request.Testall
@@ -75,5 +75,5 @@ def wait_all(requests: Sequence[MpiRequest], check: Callable[[], None], max_slee
 
 
 def abandon(requests: Sequence[MpiRequest], owners: object) -> None:
-    """Give up on requests for good; `keep` owns the memory they work on."""
+    """Give up on requests for good; `owners` own the memory they work on."""
     _abandoned.append((requests, owners))

@@ -1,4 +1,4 @@
-"""What is sent is reduced by MPI as it stands; here NumPy stands in for MPI, and the in-process backend is right."""
+"""What is sent is reduced by MPI as it stands; here NumPy stands in for MPI, and the reference arithmetic is right."""
 
 from __future__ import annotations
 
@@ -39,14 +39,14 @@ def assert_same(got: Array, expected: Array, dtype: DType) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda value: value.name.lower())
-def test_a_reduction_gives_what_the_in_process_backend_gives(dtype: DType, op: Op) -> None:
+def test_a_reduction_gives_what_the_reference_gives(dtype: DType, op: Op) -> None:
     inputs = [any_bits(dtype, seed) for seed in range(3)]
     assert_same(reduced(inputs, dtype, op), reduce(inputs, dtype, op, 1.0, 1.0), dtype)
 
 
 @pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BOOL], ids=lambda d: d.name.lower())
 @pytest.mark.parametrize(("prescale", "postscale"), [(0.5, 1.0), (1.0, -0.7), (3.0, 1e30)])
-def test_scales_give_what_the_in_process_backend_gives(dtype: DType, prescale: float, postscale: float) -> None:
+def test_scales_give_what_the_reference_gives(dtype: DType, prescale: float, postscale: float) -> None:
     inputs = [any_bits(dtype, seed) for seed in range(2)]
     expected = reduce(inputs, dtype, Op.MEAN, prescale, postscale)
     assert_same(reduced(inputs, dtype, Op.MEAN, prescale, postscale), expected, dtype)

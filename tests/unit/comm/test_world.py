@@ -1,4 +1,4 @@
-"""init() and shutdown(), and what becomes of a process that forgets the second."""
+"""init() and shutdown(), what happens without the second, and objects. A job of one where that is enough."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 
 import ronde
-from ronde.comm import world as current
+from ronde import objects
+from ronde.comm import world as world_module
 from ronde.net.keys import new_job_key
 from ronde.types import Deadline
 from tests.local_job import LocalJob
@@ -132,15 +133,15 @@ def test_an_uncaught_error_is_told_to_the_others() -> None:
         try:
             ronde.allreduce(np.ones(3))
         except ronde.PeerLost as error:
-            print("told:", error)
+            print("error:", error)
         """,
     )
     assert codes == [0, 1], output
-    assert "told: rank 0 lost rank 1" in output and "ArithmeticError: the last straw" in output.split("told:")[1]
+    assert "error: rank 0 lost rank 1" in output and "ArithmeticError: the last straw" in output.split("error:")[1]
 
 
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "line"),
     [
         (MemoryError(), "MemoryError"),
         (KeyError("a"), "KeyError: 'a'"),
@@ -148,8 +149,8 @@ def test_an_uncaught_error_is_told_to_the_others() -> None:
         (ValueError("x" * 1000), "ValueError: " + "x" * 187 + "…"),
     ],
 )
-def test_an_error_is_told_in_one_line_as_python_prints_it(error: Exception, told: str) -> None:
-    assert current._describe_error(error) == told
+def test_an_error_is_described_in_one_line_as_python_prints_it(error: Exception, line: str) -> None:
+    assert world_module._describe_error(error) == line
 
 
 def test_leaving_without_shutdown_is_told_to_the_others() -> None:
@@ -162,7 +163,7 @@ def test_leaving_without_shutdown_is_told_to_the_others() -> None:
             try:
                 ronde.allreduce(np.ones(3), name="x")
             except ronde.PeerLost as error:
-                print("told:", error)
+                print("error:", error)
             ronde.shutdown()
         """,
     )
@@ -179,9 +180,9 @@ def test_a_script_that_just_ends_leaves_in_good_order_unlike_one_that_breaks(
 ) -> None:
     goodbyes: list[tuple[bool, str]] = []
     world = SimpleNamespace(close=lambda *, orderly, why, error: goodbyes.append((orderly, why)))
-    monkeypatch.setattr(current._state, "world", world)
+    monkeypatch.setattr(world_module._state, "world", world)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
-    current._leave_at_exit()
+    world_module._leave_at_exit()
     assert goodbyes == [goodbye]
 
 
@@ -200,7 +201,7 @@ def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
         try:
             ronde.allreduce(np.ones(3))
         except ronde.PeerLost as error:
-            print("told:", error, time.monotonic() - began < 4)
+            print("error:", error, time.monotonic() - began < 4)
         """
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
@@ -220,7 +221,7 @@ def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
         output.seek(0)
         said = output.read().decode()
     assert codes == [0, -9], said
-    assert "told: rank 0 lost rank 1" in said and "True" in said
+    assert "error: rank 0 lost rank 1" in said and "True" in said
 
 
 def test_a_plain_script_is_a_job_of_one_and_needs_no_shutdown() -> None:
@@ -234,3 +235,25 @@ def test_a_plain_script_is_a_job_of_one_and_needs_no_shutdown() -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
+
+
+# --- objects; between ranks: tests/conformance -----------------------------------------------------------------------
+
+
+def test_objects_come_back_as_they_are() -> None:
+    thing = {"a": [1, 2, {3}], "f": (4.5, None)}
+    with pytest.raises(ronde.NotInitialized, match=r"ronde\.init"):
+        objects.broadcast(thing)
+    ronde.init()
+    assert objects.broadcast(thing) == thing
+    assert objects.allgather(thing) == [thing]
+    assert objects.gather(thing) == [thing]
+    assert objects.alltoall([thing]) == [thing]
+
+
+def test_a_wrong_root_or_number_of_objects_is_refused() -> None:
+    ronde.init()
+    with pytest.raises(ValueError, match="root must be a member"):
+        objects.gather(1, root=3)
+    with pytest.raises(ValueError, match="needs 1 objects, one per member"):
+        objects.alltoall([1, 2])

@@ -1,10 +1,10 @@
-"""What members ask for, in words and as a number that is the same in every process."""
+"""Signatures: what members ask for, in words and as a hash that is the same in every process."""
 
 from __future__ import annotations
 
 import pytest
 
-from ronde.comm.call import MAX_DESCRIPTION_BYTES, CallOptions, SignatureCache, hash_signature, mismatch_error
+from ronde.comm.call import MAX_DESCRIPTION_BYTES, CallOptions, get_signature, hash_signature, mismatch_error
 from ronde.types import DType, Op, OperationKind
 
 
@@ -24,38 +24,35 @@ from ronde.types import DType, Op, OperationKind
         (OperationKind.BARRIER, (), CallOptions(), "barrier"),
     ],
 )
-def test_a_form_says_what_is_asked_for(
+def test_a_signature_describes_what_is_asked_for(
     kind: OperationKind, shapes: tuple[tuple[int, ...], ...], options: CallOptions, text: str
 ) -> None:
-    assert SignatureCache().find(kind, DType.FLOAT32, shapes, options).description == text
+    assert get_signature(kind, DType.FLOAT32, shapes, options).description == text
 
 
-def test_the_number_is_the_same_in_every_process() -> None:
+def test_the_hash_is_the_same_in_every_process() -> None:
     assert hash_signature("allreduce sum float32[3]") == 0x62F35C2A10A46FB
     assert hash_signature("a") != hash_signature("b")
 
 
-def test_a_form_is_made_once() -> None:
-    forms = SignatureCache()
-    first = forms.find(OperationKind.ALLREDUCE, DType.INT32, ((3,),), CallOptions())
-    assert forms.find(OperationKind.ALLREDUCE, DType.INT32, ((3,),), CallOptions()) is first
-    assert forms.find(OperationKind.ALLREDUCE, DType.INT32, ((4,),), CallOptions()) is not first
+def test_a_signature_is_made_once() -> None:
+    first = get_signature(OperationKind.ALLREDUCE, DType.INT32, ((3,),), CallOptions())
+    assert get_signature(OperationKind.ALLREDUCE, DType.INT32, ((3,),), CallOptions()) is first
+    assert get_signature(OperationKind.ALLREDUCE, DType.INT32, ((4,),), CallOptions()) is not first
     assert first.num_bytes == 12
 
 
-def test_rows_that_may_differ_are_no_part_of_the_number() -> None:
-    forms = SignatureCache()
-    some, more = (forms.find(OperationKind.ALLGATHER, DType.INT32, ((rows, 2),), CallOptions()) for rows in (1, 9))
+def test_rows_that_may_differ_are_no_part_of_the_hash() -> None:
+    some, more = (get_signature(OperationKind.ALLGATHER, DType.INT32, ((rows, 2),), CallOptions()) for rows in (1, 9))
     assert some.hash == more.hash and some is not more
-    wider = forms.find(OperationKind.ALLGATHER, DType.INT32, ((1, 3),), CallOptions())
+    wider = get_signature(OperationKind.ALLGATHER, DType.INT32, ((1, 3),), CallOptions())
     assert wider.hash != some.hash
 
 
-def test_texts_that_were_cut_still_differ() -> None:
-    forms = SignatureCache()
+def test_descriptions_that_were_cut_still_differ() -> None:
     shapes = tuple((index,) for index in range(100))
-    one = forms.find(OperationKind.ALLREDUCE, DType.FLOAT32, shapes, CallOptions())
-    other = forms.find(OperationKind.ALLREDUCE, DType.FLOAT32, (*shapes[:-1], (7,)), CallOptions())
+    one = get_signature(OperationKind.ALLREDUCE, DType.FLOAT32, shapes, CallOptions())
+    other = get_signature(OperationKind.ALLREDUCE, DType.FLOAT32, (*shapes[:-1], (7,)), CallOptions())
     assert one.description != other.description
     assert len(one.description.encode()) <= MAX_DESCRIPTION_BYTES + 2
 
@@ -73,12 +70,9 @@ def test_texts_that_were_cut_still_differ() -> None:
 )
 def test_what_makes_no_sense_is_refused(dtype: DType, options: CallOptions, words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        SignatureCache().find(OperationKind.ALLREDUCE, dtype, ((3,),), options)
-
-
-def test_adasum_is_for_allreduce_only() -> None:
+        get_signature(OperationKind.ALLREDUCE, dtype, ((3,),), options)
     with pytest.raises(ValueError, match="reduce_scatter: adasum is for allreduce"):
-        SignatureCache().find(OperationKind.REDUCE_SCATTER, DType.FLOAT32, ((3,),), CallOptions(Op.ADASUM))
+        get_signature(OperationKind.REDUCE_SCATTER, DType.FLOAT32, ((3,),), CallOptions(Op.ADASUM))
 
 
 def test_a_mismatch_puts_equal_answers_together() -> None:

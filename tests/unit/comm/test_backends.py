@@ -1,0 +1,79 @@
+"""The backend for one rank, and the loading of the native library. What channels do: tests/conformance."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ronde.comm.backends.base import ChannelSpec
+from ronde.comm.backends.native_library import ABI, NativeLibrary
+from ronde.comm.backends.single_rank import SingleRankBackend, SingleRankChannel
+from ronde.comm.buffers import Array, address_of
+from ronde.comm.call import Call, Span
+from ronde.errors import RondeError, RoundEnded
+from ronde.types import Deadline, DType, Op, OperationKind
+
+DEADLINE = Deadline(10.0)
+
+
+@pytest.fixture
+def channel() -> SingleRankChannel:
+    spec = ChannelSpec(id="0.ordered", members=(3,), member_index=0, bucket_bytes=1000)
+    return SingleRankBackend().open_channel(spec, DEADLINE)
+
+
+def allreduce(x: Array, out: Array, **more: object) -> Call:
+    span = Span(address_of(x), address_of(out), x.size)
+    dtype = DType[x.dtype.name.upper()]
+    return Call(OperationKind.ALLREDUCE, dtype, spans=(span,), description="allreduce", **more)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("op", list(Op))
+def test_the_reduction_of_one_input_is_the_input_scaled(op: Op, channel: SingleRankChannel) -> None:
+    x, out = np.arange(5.0), np.zeros(5)
+    channel.run(allreduce(x, out, op=op), DEADLINE)
+    assert np.array_equal(out, x)
+    channel.run(allreduce(x, out, op=op, prescale=0.5, postscale=3.0), DEADLINE)
+    assert np.array_equal(out, 1.5 * x)
+
+
+def test_scaled_integers_are_truncated_and_kept_within_their_type(channel: SingleRankChannel) -> None:
+    x = np.array([7, -7, 100], np.int8)
+    channel.run(allreduce(x, x, prescale=1.5), DEADLINE)
+    assert x.tolist() == [10, -10, 127]
+
+
+def test_a_submitted_call_has_ended(channel: SingleRankChannel) -> None:
+    running_call = channel.submit(Call(OperationKind.BARRIER, description="barrier"), DEADLINE)
+    assert running_call.done()
+    timing = running_call.wait(Deadline(0))
+    assert timing.start_ns <= timing.ready_ns <= timing.end_ns
+    assert channel.current_call() is None
+
+
+def test_after_an_abort_or_close_nothing_runs(channel: SingleRankChannel) -> None:
+    channel.abort(why="the round is over")
+    channel.close()
+    for refused in (channel.run, channel.submit):
+        with pytest.raises(RoundEnded, match="barrier cannot finish: the round is over"):
+            refused(Call(OperationKind.BARRIER, description="barrier"), DEADLINE)
+
+
+def test_buckets_are_aligned_and_zero(channel: SingleRankChannel) -> None:
+    assert channel.bucket().size == 1000 and not channel.bucket().any()
+    assert address_of(channel.bucket()) % 64 == 0
+    assert channel.bucket() is channel.bucket()
+
+
+@pytest.mark.parametrize(
+    ("abi", "words"), [(ABI - 1, f"has ABI {ABI - 1}, this ronde needs {ABI}"), (ABI, "has no rd_")]
+)
+def test_a_stale_library_says_what_to_do(abi: int, words: str, tmp_path: Path) -> None:
+    source, library = tmp_path / "stale.c", tmp_path / "libstale.so"
+    source.write_text(f"unsigned rd_abi(void) {{ return {abi}; }}")
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
+    with pytest.raises(RondeError, match=rf"{words}.*run `make build`"):
+        NativeLibrary(library)

@@ -1,0 +1,346 @@
+"""How ranks find their round: settings that another launcher implies, the coordinator at one port or in a range of
+them, and the other members. With real sockets; ranks are threads here."""
+
+from __future__ import annotations
+
+import re
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ronde.comm.joining import (
+    complete_settings,
+    expand_port_range,
+    find_coordinator,
+    host_coordinator,
+    join_round,
+    settings_from_launcher,
+)
+from ronde.comm.launchers import LauncherEnvironment
+from ronde.comm.world import World
+from ronde.errors import PeerLost, StartFailed
+from ronde.net.addresses import candidate_addresses
+from ronde.net.keys import JobKey, new_job_key
+from ronde.settings import Settings
+from ronde.types import Deadline
+
+KEY = new_job_key()
+
+
+def free_address() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{sock.getsockname()[1]}"
+
+
+def run_ranks(
+    size: int,
+    body: Callable[[World], Any],
+    changes: Callable[[int], dict[str, Any]] = lambda rank: {},
+    *,
+    coordinator: str = "",
+    start_s: float = 10.0,
+) -> list[Any]:
+    """Results or errors of the ranks of one job, rank 0 hosting the coordinator."""
+    given = {"coordinator": coordinator or free_address(), "key": KEY, "start_s": start_s, "shutdown_s": 2.0}
+    results: list[Any] = [None] * size
+
+    def one(rank: int) -> None:
+        try:
+            world = World(join_round(Settings(**{**given, "rank": rank, "size": size, **changes(rank)}), (), 0))
+            try:
+                results[rank] = body(world)
+            finally:
+                world.close()
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return results
+
+
+def use(world: World) -> tuple[float, float, int, int]:
+    x = np.ones(3)
+    by_name, in_order = world.group.allreduce(x, name="x"), world.group.allreduce(x)
+    return by_name[0], in_order[0], world.topology.local_rank, world.topology.cross_rank
+
+
+# --- one port --------------------------------------------------------------------------------------------------------
+
+
+def test_ranks_join_at_the_coordinator_of_rank_0() -> None:
+    assert run_ranks(3, use) == [(3, 3, 0, 0), (3, 3, 1, 0), (3, 3, 2, 0)]
+
+
+def test_ranks_of_different_hosts_join_too() -> None:
+    assert run_ranks(3, use, lambda rank: {"host": f"host-{rank % 2}"}) == [(3, 3, 0, 0), (3, 3, 0, 1), (3, 3, 1, 0)]
+
+
+def test_the_address_for_other_ranks_can_be_chosen() -> None:
+    def addresses(world: World) -> list[str]:
+        return [member.tcp_addresses[0].rpartition(":")[0] for member in world.topology.members]
+
+    seen = run_ranks(2, addresses, lambda rank: {"address": f"127.0.0.{rank + 2}"})
+    assert seen == [["127.0.0.2", "127.0.0.3"]] * 2
+
+
+def test_a_job_of_several_ranks_needs_coordinator_and_key() -> None:
+    with pytest.raises(ValueError, match=r"a job of 2 ranks needs coordinator \(RONDE_COORDINATOR\)"):
+        join_round(Settings(size=2), (), 0)
+    with pytest.raises(ValueError, match=r"needs key \(RONDE_KEY\)"):
+        join_round(Settings(size=2, coordinator="127.0.0.1:1"), (), 0)
+
+
+def test_ranks_that_do_not_join_are_named() -> None:
+    settings = Settings(size=3, coordinator=free_address(), key=KEY, start_s=0.5)
+    with pytest.raises(StartFailed, match=r"ranks 1.* of 3 did not join"):
+        join_round(settings, (), 0)
+
+
+def test_a_wrong_key_fails_all_ranks() -> None:
+    results = run_ranks(2, use, lambda rank: {"key": new_job_key()} if rank else {}, start_s=2.0)
+    assert all(isinstance(result, StartFailed) for result in results), results
+    assert "key" in str(results[1])
+
+
+def test_ranks_with_different_sizes_all_fail() -> None:
+    results = run_ranks(2, use, lambda rank: {"size": 3} if rank else {}, start_s=2.0)
+    assert [type(result) for result in results] == [StartFailed, StartFailed]
+    words = "ranks disagree on the number of ranks|rank 1 was told of 3 ranks, the coordinator of 2"
+    assert all(re.search(words, str(result)) for result in results)
+
+
+def test_a_rank_that_leaves_with_an_error_is_named_with_its_reason() -> None:
+    def body(world: World) -> str:
+        if world.rank == 1:
+            world.close(orderly=False, why="ValueError: no more")
+            return "left"
+        with pytest.raises(PeerLost) as caught:
+            world.group.allreduce(np.ones(3))
+        return str(caught.value)
+
+    error, left = run_ranks(2, body)
+    assert left == "left"
+    assert "rank 0 lost rank 1" in error and "ValueError: no more" in error
+
+
+# --- a range of ports ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "addresses"),
+    [
+        ("a:1", ["a:1"]),
+        ("a:7-9", ["a:7", "a:8", "a:9"]),
+        ("a:7-7", ["a:7"]),
+        ("my-host-2:7", ["my-host-2:7"]),
+        ("my-host:7-8", ["my-host:7", "my-host:8"]),
+        ("[::1]:7-8", ["[::1]:7", "[::1]:8"]),
+        ("[fe80::1%eth-0]:7", ["[fe80::1%eth-0]:7"]),
+    ],
+)
+def test_a_range_stands_for_its_ports(text: str, addresses: list[str]) -> None:
+    assert expand_port_range(text) == addresses
+
+
+@pytest.mark.parametrize("text", ["a:9-7", "a:1-5000", "a:7-x", "a:x-7", "a:7-", "a-b", "a:70000-70001", "a:-7"])
+def test_a_range_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        expand_port_range(text)
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    """The first of a few ports in a row; another program listens on it and never answers."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        sock.listen()
+        yield sock.getsockname()[1]
+
+
+def port_range(first: int) -> str:
+    return f"127.0.0.1:{first}-{min(first + 9, 65535)}"
+
+
+def make(rank: int, coordinator: str, start_s: float = 10.0) -> Settings:
+    return Settings(rank=rank, size=2, coordinator=coordinator, key=KEY, start_s=start_s)
+
+
+def test_rank_0_takes_the_first_free_port_and_the_others_find_it(taken_port: int) -> None:
+    sums = run_ranks(2, lambda world: float(world.group.allreduce(np.ones(1))[0]), coordinator=port_range(taken_port))
+    assert sums == [2.0, 2.0]
+
+
+def test_the_coordinator_of_another_job_is_skipped(taken_port: int) -> None:
+    settings = make(0, port_range(taken_port))
+    other = host_coordinator(settings, JobKey(new_job_key()))
+    own = host_coordinator(settings, JobKey(KEY))
+    try:
+        assert other.address != own.address
+        connection, control = find_coordinator(
+            settings.coordinator, settings, JobKey(KEY), round=0, deadline=Deadline(10)
+        )
+        connection.close()
+        assert control.startswith("127.0.0.1:")
+    finally:
+        own.close()
+        other.close()
+
+
+def test_a_coordinator_that_is_not_there_is_named_in_time() -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))  # nobody listens
+        first = sock.getsockname()[1]
+        for coordinator in (f"127.0.0.1:{first}", f"127.0.0.1:{first}-{first}", port_range(first)):
+            with pytest.raises(StartFailed) as caught:
+                join_round(make(1, coordinator, start_s=0.2), (), 0)
+            assert f"127.0.0.1:{first}" in str(caught.value)
+    assert "did not find the coordinator of rank 0" in str(caught.value)
+
+
+def test_a_wrong_key_in_the_whole_range_is_reported_even_if_its_coordinator_has_ended(taken_port: int) -> None:
+    other = host_coordinator(make(0, port_range(taken_port)), JobKey(new_job_key()))
+    errors: list[str] = []
+
+    def search() -> None:
+        with pytest.raises(StartFailed) as caught:
+            join_round(make(1, port_range(taken_port + 1), start_s=1.0), (), 0)
+        errors.append(str(caught.value))
+
+    thread = threading.Thread(target=search)
+    thread.start()
+    while not other._listener.num_refused and thread.is_alive():
+        pass
+    other.close()
+    thread.join()
+    assert re.search(r"refused the job's key.*the same RONDE_KEY, or a home directory", errors[0])
+
+
+def test_a_range_without_a_free_port_is_reported(taken_port: int) -> None:
+    with pytest.raises(StartFailed, match="cannot listen on"):
+        host_coordinator(make(0, f"127.0.0.1:{taken_port}-{taken_port}"), JobKey(KEY))
+
+
+def test_an_unknown_name_is_reported_at_once() -> None:
+    settings, deadline = make(1, "no-such-host.invalid:7-9", start_s=30.0), Deadline(30)
+    with pytest.raises(StartFailed, match="unknown"):
+        find_coordinator(settings.coordinator, settings, JobKey(KEY), round=0, deadline=deadline)
+    assert deadline.remaining_s > 20
+
+
+# --- settings that another launcher implies --------------------------------------------------------------------------
+
+ONE_HOST = LauncherEnvironment(launcher="srun", rank=1, size=2, job="srun 7", host="127.0.0.1", is_one_host=True)
+OTHER_HOST = LauncherEnvironment(launcher="srun", rank=1, size=2, job="srun 7", host="192.0.2.7")
+MPI = LauncherEnvironment(launcher="Open MPI", rank=1, size=2, rank_variable="OMPI_COMM_WORLD_RANK")
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "RONDE_RANK", "RONDE_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path
+
+
+@pytest.fixture
+def torch_variables(no_launcher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_without_a_launcher_it_is_a_job_of_one() -> None:
+    assert complete_settings({}) == Settings()
+
+
+@pytest.mark.usefixtures("torch_variables")
+def test_rank_size_coordinator_and_key_come_from_the_launcher() -> None:
+    settings = complete_settings({"stall_s": 5.0})
+    assert (settings.rank, settings.size, settings.stall_s) == (1, 2, 5.0)
+    assert settings.coordinator == "127.0.0.1:29501-29516"
+    assert len(settings.key) == 64
+
+
+@pytest.mark.usefixtures("torch_variables")
+@pytest.mark.parametrize("name", ["rank", "size"])
+def test_a_given_rank_or_size_replaces_all_that_the_launcher_implies(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert complete_settings({name: int(name == "size")}) == Settings()
+    monkeypatch.setenv(f"RONDE_{name.upper()}", str(int(name == "size")))
+    assert complete_settings({}) == Settings()
+
+
+@pytest.mark.usefixtures("torch_variables")
+def test_a_job_of_one_makes_no_secret(no_launcher: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert complete_settings({}) == Settings()
+    assert not list(no_launcher.iterdir())
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_ranks_derive_the_same_key_and_ports_from_the_same_job() -> None:
+    first = settings_from_launcher(Settings(), ONE_HOST)
+    assert first == settings_from_launcher(Settings(), ONE_HOST)
+    assert first.coordinator.startswith("127.0.0.1:2")
+    other_job = LauncherEnvironment(launcher="srun", rank=1, size=2, job="srun 8", host="127.0.0.1")
+    other = settings_from_launcher(Settings(), other_job)
+    assert other.key != first.key and other.coordinator != first.coordinator
+
+
+def test_a_given_coordinator_or_key_stays() -> None:
+    settings = settings_from_launcher(Settings(coordinator="a:1", key=KEY), ONE_HOST)
+    assert (settings.rank, settings.size, settings.coordinator, settings.key) == (1, 2, "a:1", KEY)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_several_hosts_never_use_the_loopback_that_a_hosts_own_name_may_stand_for() -> None:
+    zero = LauncherEnvironment(launcher="srun", rank=0, size=2, job="srun 7", host="localhost")
+    assert settings_from_launcher(Settings(), OTHER_HOST).coordinator.startswith("192.0.2.7:")
+    host, _, ports = settings_from_launcher(Settings(), zero).coordinator.rpartition(":")
+    assert ports == settings_from_launcher(Settings(), OTHER_HOST).coordinator.rpartition(":")[2]
+    assert host == candidate_addresses()[0]
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_an_unknown_host_of_rank_0_is_named() -> None:
+    unknown = LauncherEnvironment(launcher="srun", rank=0, size=2, job="srun 7", host="no-such-host.invalid")
+    with pytest.raises(StartFailed, match=r"no-such-host\.invalid"):
+        settings_from_launcher(Settings(), unknown)
+
+
+def test_an_mpi_on_several_hosts_is_asked_for_the_coordinator() -> None:
+    def from_mpi(settings: Settings) -> Settings:
+        assert (settings.rank, settings.size) == (1, 2)
+        return Settings(rank=1, size=2, coordinator="from:1", key="0" * 64)
+
+    def without_mpi4py(settings: Settings) -> Settings:
+        raise StartFailed("mpi4py is not there")
+
+    assert settings_from_launcher(Settings(), MPI, from_mpi=from_mpi).coordinator == "from:1"
+    with pytest.raises(StartFailed, match=r"Open MPI started 2 ranks.*mpi4py is not there.*RONDE_COORDINATOR="):
+        settings_from_launcher(Settings(), MPI, from_mpi=without_mpi4py)
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_with_a_coordinator_mpi_is_not_asked_and_the_key_follows_from_it() -> None:
+    def from_mpi(settings: Settings) -> Settings:
+        raise AssertionError("asked")
+
+    settings, again, other = (
+        settings_from_launcher(Settings(coordinator=coordinator), MPI, from_mpi=from_mpi)
+        for coordinator in ("a:1", "a:1", "a:2")
+    )
+    assert settings.coordinator == "a:1"
+    assert settings.key == again.key != other.key
