@@ -25,7 +25,7 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
 
 def test_ranks_on_three_hosts_meet_and_nobody_sees_their_key(hosts: SshHosts) -> None:
     a, b, c = hosts.addresses
-    done = hosts.run("-H", f"{a}:1,{b}:2,{c}:1", "-np", "4", *script("hosts"), "add")
+    done = hosts.run("-H", f"{a}:1,{b}:2,{c}:1", "-np", "4", *script("ronde_run", "add"))
     assert done.returncode == 0, done.stderr
     placed = sorted(line.split("placed ")[1] for line in done.stdout.splitlines())
     assert placed == [f"0 0 1 0 {a}", f"1 0 2 1 {a}", f"2 1 2 0 {a}", f"3 0 1 2 {a}"]
@@ -34,7 +34,7 @@ def test_ranks_on_three_hosts_meet_and_nobody_sees_their_key(hosts: SshHosts) ->
 
 def test_the_driver_need_not_be_on_a_host_with_ranks(hosts: SshHosts) -> None:
     _, b, c = hosts.addresses
-    done = hosts.run("-H", f"{b},{c}", "-np", "2", *script("hosts"), "add")
+    done = hosts.run("-H", f"{b},{c}", "-np", "2", *script("ronde_run", "add"))
     assert done.returncode == 0, done.stderr
     assert sorted(line.split("placed ")[1] for line in done.stdout.splitlines()) == [f"0 0 1 0 {b}", f"1 0 1 1 {b}"]
     hosts.await_nothing_left()
@@ -74,7 +74,7 @@ def test_an_unknown_name_is_told_from_hosts_that_are_well(hosts: SshHosts) -> No
 
 def test_when_a_host_dies_its_ranks_are_named_and_the_job_ends(hosts: SshHosts) -> None:
     a, b, _ = hosts.addresses
-    with hosts.start("-H", f"{a}:1,{b}:2", "-np", "3", "--no-fold", *script("hosts"), "dance") as job:
+    with hosts.start("-H", f"{a}:1,{b}:2", "-np", "3", "--no-fold", *script("ronde_run", "step")) as job:
         job.read_lines(3)
         hosts.hang_up(1)
         code, _, said = job.result()
@@ -86,8 +86,8 @@ def test_when_a_host_dies_its_ranks_are_named_and_the_job_ends(hosts: SshHosts) 
 
 def test_a_cut_network_ends_the_job_on_both_sides(hosts: SshHosts) -> None:
     a, b, _ = hosts.addresses
-    words = ("-H", f"{a},{b}", "-np", "2", "--no-fold", "--grace", "0.1", *script("hosts"), "stay")
-    with hosts.start(*words, heartbeat_s=3.0) as job:
+    words = ("-H", f"{a},{b}", "-np", "2", "--no-fold", "--grace", "0.1", *script("ronde_run", "stay"))
+    with hosts.start(*words, heartbeat_s=1.5) as job:
         job.read_lines(2)
         hosts.cut(1)
         try:
@@ -102,7 +102,7 @@ def test_a_cut_network_ends_the_job_on_both_sides(hosts: SshHosts) -> None:
 
 def test_ctrl_c_ends_every_host_within_seconds(hosts: SshHosts) -> None:
     a, b, c = hosts.addresses
-    with hosts.start("-H", f"{a},{b},{c}", "-np", "3", "--no-fold", *script("hosts"), "stay") as job:
+    with hosts.start("-H", f"{a},{b},{c}", "-np", "3", "--no-fold", *script("ronde_run", "stay")) as job:
         job.read_lines(3)
         job.driver.send_signal(signal.SIGINT)
         code, _, said = job.result()
@@ -113,7 +113,7 @@ def test_ctrl_c_ends_every_host_within_seconds(hosts: SshHosts) -> None:
 
 def test_a_killed_driver_takes_everything_with_it(hosts: SshHosts) -> None:
     a, b, c = hosts.addresses
-    with hosts.start("-H", f"{a},{b},{c}", "-np", "3", "--no-fold", *script("hosts"), "stay") as job:
+    with hosts.start("-H", f"{a},{b},{c}", "-np", "3", "--no-fold", *script("ronde_run", "stay")) as job:
         job.read_lines(3)
         job.driver.kill()
         job.result()

@@ -38,7 +38,7 @@ BOOM = ["Traceback (most recent call last):", "RuntimeError: boom"]
 def test_the_first_that_failed_is_named_with_its_last_words_and_not_its_peers(
     how: str, code: int, reason: str, last_words: list[str]
 ) -> None:
-    done = run("-np", "3", *script("ending", how))
+    done = run("-np", "3", *script("ronde_run", "end", how))
     assert (done.code, done.out) == (code, ""), done
     first, *said, last = done.summary
     assert first == f"rank 1 on host localhost failed first: {reason}"
@@ -52,7 +52,7 @@ def test_the_first_that_failed_is_named_with_its_last_words_and_not_its_peers(
 
 
 def test_a_rank_that_leaves_the_others_alone_is_named_though_its_code_is_0() -> None:
-    done = run("-np", "2", *script("ending", "0"))
+    done = run("-np", "2", *script("ronde_run", "end", "0"))
     assert done.code == 1
     left, then = done.summary
     assert left == "rank 1 on host localhost left too early: exited with code 0 (exited without shutdown)"
@@ -87,7 +87,7 @@ def test_a_rank_that_ends_well_before_others_is_no_failure() -> None:
 
 def test_who_does_not_end_after_a_failure_is_told_and_then_killed(tmp_path: Path) -> None:
     fails = f"until test -e {tmp_path}/1 -a -e {tmp_path}/2; do sleep 0.05; done; exit 4"  # when the others are deaf
-    stays = f"exec {sys.executable} -m tests.jobs.scripts.staying deaf {tmp_path}"
+    stays = f"exec {sys.executable} -m tests.jobs.scripts.ronde_run stay deaf {tmp_path}"
     staying = f"if test $RANK = 0; then {fails}; fi; {stays}"
     done = run("-np", "3", "--grace", "1.5", "--terminate", "0.1", "sh", "-c", staying)
     assert done.code == 4
@@ -113,7 +113,7 @@ def test_who_does_not_end_after_a_failure_is_told_and_then_killed(tmp_path: Path
 def test_a_signal_ends_all_ranks_and_their_children(
     manner: str, numbers: list[signal.Signals], code: int, why: str
 ) -> None:
-    with RondeRun("-np", "2", "--no-fold", *script("staying", manner)) as job:
+    with RondeRun("-np", "2", "--no-fold", *script("ronde_run", "stay", manner)) as job:
         job.read_lines(2)
         before = time.monotonic()
         for index, number in enumerate(numbers):
@@ -167,7 +167,7 @@ def test_the_command_timeout_leaves_ranks_the_time_to_save(tmp_path: Path) -> No
 
 
 def test_a_killed_driver_takes_all_with_it_and_the_next_job_may_have_its_name() -> None:
-    with RondeRun("-np", "2", "--no-fold", "--name", "killed", *script("staying", "deaf")) as job:
+    with RondeRun("-np", "2", "--no-fold", "--name", "killed", *script("ronde_run", "stay", "deaf")) as job:
         job.read_lines(2)
         job.signal(signal.SIGKILL)
         job.result()
@@ -308,7 +308,7 @@ def is_known(told: dict[str, Any]) -> bool:
 
 def test_a_running_job_tells_who_is_slow_and_where_everybody_is() -> None:
     name = f"watched-{os.getpid()}"
-    with RondeRun("-np", "3", "--no-fold", "--name", name, *script("dragging", str(SLOW))) as job:
+    with RondeRun("-np", "3", "--no-fold", "--name", name, *script("ronde_run", "step", str(SLOW))) as job:
         assert job.read_lines(3) == [f"[{rank}] begun" for rank in range(3)]
         taken = run("-np", "1", "--name", name, "true")
         assert taken.code == 2 and f"a job named {name!r} is running already" in taken.err
@@ -325,7 +325,9 @@ def test_a_running_job_tells_who_is_slow_and_where_everybody_is() -> None:
         shown = ask("top", name, "--once")
         assert shown.code == 0 and f"▶ {SLOW}" in shown.out, shown
         stacks = json.loads(ask("stack", name, "--json").out)["ranks"]
-        assert [each["rank"] for each in stacks] == [0, 1, 2] and all("dragging.py" in each["stack"] for each in stacks)
+        assert [each["rank"] for each in stacks] == [0, 1, 2] and all(
+            "ronde_run.py" in each["stack"] for each in stacks
+        )
         job.signal(signal.SIGINT)
         assert job.result().code == 130
     gone = ask("top", name)

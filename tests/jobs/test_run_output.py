@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.jobs.kit import RONDE, Terminal, run, script
-from tests.jobs.scripts import printing
+from tests.jobs.scripts import ronde_run
 from tests.limits import LONG_S, LONG_TEST_S
 from tests.services import needs
 
@@ -33,16 +33,16 @@ def test_64_ranks_meet_and_equal_lines_are_one() -> None:
 
 @pytest.mark.timeout(LONG_TEST_S)
 def test_floods_garbage_and_a_line_of_50_megabytes_come_through_whole(tmp_path: Path) -> None:
-    done = run("-np", "4", "--output", str(tmp_path), *script("printing"), limit_s=LONG_S)
+    done = run("-np", "4", "--output", str(tmp_path), *script("ronde_run", "write"), limit_s=LONG_S)
     assert (done.code, done.summary) == (0, [])
     for rank in range(4):
-        out, err = printing.printed(rank)
+        out, err = ronde_run.printed(rank)
         assert (tmp_path / f"rank-{rank}.out").read_bytes() == out, "byte for byte"
         assert (tmp_path / f"rank-{rank}.err").read_bytes() == err
     pieces = [line for line in done.out.split("\n") if line.startswith("[0] ")]
-    assert "".join(piece.removeprefix("[0] ") for piece in pieces) == "x" * printing.LONG_BYTES
+    assert "".join(piece.removeprefix("[0] ") for piece in pieces) == "x" * ronde_run.LONG_LINE_BYTES
     for rank in (2, 3):
-        for shown, printed in zip((done.out, done.err), printing.printed(rank), strict=True):
+        for shown, printed in zip((done.out, done.err), ronde_run.printed(rank), strict=True):
             wanted = printed.decode().rstrip("\n").split("\n")
             assert lines_of(rank, shown) == wanted, "nothing lost, nothing reordered"
 

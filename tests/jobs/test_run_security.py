@@ -72,14 +72,14 @@ def start_job(*flags: str) -> Iterator[SecretJob]:
     with short_folder() as (folder, opened), ExitStack() as places:
         job = SecretJob(2, folder, opened)
         job.folder = folder / "all"
-        env = {**job.env, "PYTHONPATH": str(ROOT)}
+        env = {**job.env, "PYTHONPATH": str(ROOT), "TEST_STEPS": "logging"}
         for name in ("XDG_RUNTIME_DIR", "TMPDIR", "HOME"):
             (job.folder / name).mkdir(parents=True)
             env[name] = str(job.folder / name)
         words = ("-np", "2", "--no-fold", "--name", "secret", "--output", str(job.folder / "output"), *flags)
-        job.running = places.enter_context(RondeRun(*words, *script("listening"), env=env))
+        job.running = places.enter_context(RondeRun(*words, *script("until_stopped"), env=env))
         job.accept()
-        job.receive_all((0, 1), "open")
+        job.receive_all((0, 1), "running")
         yield job
 
 
@@ -273,7 +273,7 @@ def test_the_key_is_on_no_command_line_in_no_file_and_in_no_output(tmp_path: Pat
         secrets = job.secrets
         job_processes = [pid for pids in job.processes().values() for pid in pids]
         texts = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in job_processes]
-        assert any(b"listening" in text for text in texts), "it can be seen what they run"
+        assert any(b"until_stopped" in text for text in texts), "it can be seen what they run"
         texts += [link.read_bytes() for pid in job_processes for link in open_files(pid)]
         home = job.folder / "XDG_RUNTIME_DIR/ronde"
         assert stat.S_IMODE(home.stat().st_mode) == 0o700

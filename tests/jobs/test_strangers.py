@@ -111,7 +111,7 @@ def others() -> set[tuple[str, int]]:
 
 @pytest.fixture
 def job(others: set[tuple[str, int]]) -> Iterator[LocalRanks]:
-    with start_ranks("strangers", 2) as job:
+    with start_ranks("until_stopped", 2, env={"TEST_STEPS": "connections"}) as job:
         yield job
 
 
@@ -131,7 +131,7 @@ def finish(job: LocalRanks) -> None:
 def test_strangers_are_turned_away_and_the_job_goes_on(
     others: set[tuple[str, int]], job: LocalRanks, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job.receive_all((0, 1), "doors")
+    job.receive_all((0, 1), "running")
     coordinator = listening_tcp(os.getpid()) - others
     places: list[Place] = [place for pid in job.pids.values() for place in listening_tcp(pid)]
     places += [place for pid in job.pids.values() for place in listening_unix(pid)]
@@ -157,7 +157,7 @@ def test_strangers_are_turned_away_and_the_job_goes_on(
 
 
 def test_only_what_is_needed_listens_and_only_on_this_host(others: set[tuple[str, int]], job: LocalRanks) -> None:
-    doors = job.receive_all((0, 1), "doors")
+    doors = job.receive_all((0, 1), "running")
     for rank, pid in job.pids.items():
         tcp = {f"{host}:{port}" for host, port in listening_tcp(pid)}
         assert tcp == set(doors[rank]["tcp"]) and len(tcp) == 1
@@ -174,7 +174,7 @@ def test_the_key_is_on_no_command_line_and_in_no_log(
     job: LocalRanks, key: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("DEBUG")
-    job.receive_all((0, 1), "doors")
+    job.receive_all((0, 1), "running")
     secrets = [key, JobKey(key).server_secret.decode(), JobKey(key).client_secret.decode()]
     commands = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):

@@ -66,7 +66,9 @@ def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -
         pytest.skip("no time namespaces here (needs root and `unshare --time`)")
     path = tmp_path / "trace.json"
     before = {1: OTHER_CLOCK} if clocks == "two clocks" else {}
-    with start_ranks("timeline", 2, settings=Settings(timeline=str(path)), prefixes=before) as job:
+    with start_ranks(
+        "until_stopped", 2, env={"TEST_STEPS": "timeline"}, settings=Settings(timeline=str(path)), prefixes=before
+    ) as job:
         job.receive_all((0, 1), "running")
         read_until_both_are_there(path)
         job.send((0, 1), stop=True)
@@ -88,7 +90,7 @@ def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -
 
 def test_it_is_complete_when_a_rank_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with start_ranks("timeline", 2, settings=Settings(timeline=str(path))) as job:
+    with start_ranks("until_stopped", 2, env={"TEST_STEPS": "timeline"}, settings=Settings(timeline=str(path))) as job:
         job.receive_all((0, 1), "running")
         read_until_both_are_there(path)
         os.kill(job.pids[1], signal.SIGKILL)
@@ -111,7 +113,9 @@ def num_dropped(data: bytes) -> int:
 
 def test_it_does_not_grow_beyond_its_limit(tmp_path: Path) -> None:
     path, limit = tmp_path / "trace.json", 40
-    with start_ranks("timeline", 2, settings=Settings(timeline=str(path), timeline_events=limit)) as job:
+    with start_ranks(
+        "until_stopped", 2, env={"TEST_STEPS": "timeline"}, settings=Settings(timeline=str(path), timeline_events=limit)
+    ) as job:
         job.receive_all((0, 1), "running")
         give_up = time.monotonic() + PATIENCE_S
         while not num_dropped(data := path.read_bytes()):
