@@ -255,13 +255,13 @@ def test_a_directory_of_somebody_else_is_not_used_for_the_socket(tmp_path: Path)
 # --- the key -------------------------------------------------------------------------------------------------------
 
 
-def open_files(pid: int) -> set[Path]:
-    """Regular files that a process has open, by the links that lead to them also when they have no name any more."""
-    found = set()
+def contents_of_open_files(pid: int) -> list[bytes]:
+    """What is in the regular files that a process has open, also in those that have no name any more."""
+    found = []
     for link in Path(f"/proc/{pid}/fd").iterdir():
         try:
             if stat.S_ISREG(link.stat().st_mode) and "memfd:" not in str(link.readlink()):
-                found.add(link)
+                found.append(link.read_bytes())
         except OSError:  # closed while we looked
             continue
     return found
@@ -274,7 +274,7 @@ def test_the_key_is_on_no_command_line_in_no_file_and_in_no_output(tmp_path: Pat
         job_processes = [pid for pids in job.processes().values() for pid in pids]
         texts = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in job_processes]
         assert any(b"until_stopped" in text for text in texts), "it can be seen what they run"
-        texts += [link.read_bytes() for pid in job_processes for link in open_files(pid)]
+        texts += [text for pid in job_processes for text in contents_of_open_files(pid)]
         home = job.folder / "XDG_RUNTIME_DIR/ronde"
         assert stat.S_IMODE(home.stat().st_mode) == 0o700
         assert stat.S_IMODE((home / "secret.sock").stat().st_mode) == 0o600
