@@ -1,1 +1,1 @@
-"""Starting ranks."""
+"""Starting the ranks of a job, on this machine and on other hosts."""

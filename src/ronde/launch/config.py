@@ -1,11 +1,9 @@
-"""What `ronde run` can be asked for: each option once, with its flag, its key in a file, its kind and its meaning. Used
-by the command line for its flags and by launch/config for the keys of a file.
+"""From flags, environment and a YAML file to a Job: flags are stronger than the environment, the environment than the
+file, the file than defaults. Used by `ronde run` and `ronde doctor`.
 
-Every setting that a user may choose is an option too; see ronde.settings.
-
-From what a user asked for to a Job: flags over the environment over a YAML file over defaults. Used by `ronde run`.
-
-A file's keys are the flags with underscores, and `command`:
+launch_options() lists everything that `ronde run` can be asked for, each option once with its flag, its key in a file,
+its kind and its meaning; every setting that a user may choose is one of them. A file's keys are the flags with
+underscores, and `command`:
 
     num_ranks: 6
     hosts: {host1: 2, host2: 4}
@@ -18,15 +16,16 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import os
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, cast
 
 from ronde.launch.job import Job, SshOptions, working_directory
-from ronde.launch.placement import Host, format_host, parse_hosts, place_ranks, read_hostfile
+from ronde.launch.placement import Host, format_host, parse_hosts, read_hostfile
 from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings, describe_settings, parse_setting
 
 __all__ = ["LaunchConfig", "LaunchOption", "OptionKind", "launch_options", "make_launch_config", "read_config"]
@@ -39,27 +38,23 @@ OUTPUT, WATCHING, SETTINGS = "Output", "Watching and ending", "Settings of ronde
 
 @dataclass(frozen=True, slots=True)
 class LaunchOption:
-    """One thing that can be asked for."""
-
     name: str
-    """Its key in a file; the flag is the same with dashes."""
+    """The key in a file; the flag is the same with dashes."""
     kind: OptionKind
     group: str
     help: str
     flags: tuple[str, ...] = ()
-    """Further, shorter flags."""
+    """Shorter flags."""
     metavar: str = ""
     choices: tuple[str, ...] = ()
     minimum: float = 0
 
     @property
     def flag(self) -> str:
-        """As on the command line."""
         return "--" + self.name.replace("_", "-")
 
     @property
     def all_flags(self) -> tuple[str, ...]:
-        """Short ones first."""
         return (*self.flags, self.flag)
 
 
@@ -142,7 +137,6 @@ _RUN_OPTIONS = (
 
 @functools.cache
 def launch_options() -> tuple[LaunchOption, ...]:
-    """All options, in the order of their groups."""
     return (*_RUN_OPTIONS, *_setting_options())
 
 
@@ -164,23 +158,23 @@ EXAMPLE = "ronde run -np 2 python train.py"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LaunchConfig:
-    """What `ronde run` was asked for: a job, and how to show it."""
+    """A job, and how to show it."""
 
     job: Job
     output_dir: str = ""
-    """Directory for what ranks print; empty for none."""
+    """Directory for files with the output of each rank; empty for none."""
     fold: bool = True
     timestamps: bool = False
     color: bool = True
-    """Where there is a terminal."""
+    """If the output is a terminal."""
     top: bool = False
 
 
 def make_launch_config(
     flags: Mapping[str, Any], command: Sequence[str], environ: Mapping[str, str] | None = None
 ) -> LaunchConfig:
-    """The request of these flags (only those that were given, as texts) and the file that they may name. ValueError
-    says in one line what is wrong."""
+    """Combine these flags (only those that were given, as texts) with the file that they may name. ValueError says in
+    one line what is wrong."""
     environ = os.environ if environ is None else environ
     known = {option.name: option for option in launch_options()}
     given = {
@@ -188,24 +182,24 @@ def make_launch_config(
         for name, value in flags.items()
     }
     file = read_config(given["config"]) if "config" in given else {}
-    if {"hosts", "hostfile"} & given.keys():  # said anew: what the file says about hosts is over
+    if {"hosts", "hostfile"} & given.keys():  # these replace the hosts of the file
         file = {name: value for name, value in file.items() if name not in ("hosts", "hostfile")}
-    told = _merge(file, given)
+    values = _merge(file, given)
     command = tuple(command) or file.get("command", ())
     if not command:
         raise ValueError(f"there is no command to run; give one, as in: {EXAMPLE}")
     return LaunchConfig(
-        job=_make_job(told, command, _load_settings(file, given, environ), environ),
-        output_dir=told.get("output", ""),
-        fold=not told.get("no_fold", False),
-        timestamps=told.get("timestamps", False),
-        color=not (told.get("no_color", False) or environ.get("NO_COLOR") or environ.get("TERM") == "dumb"),
-        top=told.get("top", False),
+        job=_make_job(values, command, _load_settings(file, given, environ), environ),
+        output_dir=values.get("output", ""),
+        fold=not values.get("no_fold", False),
+        timestamps=values.get("timestamps", False),
+        color=not (values.get("no_color", False) or environ.get("NO_COLOR") or environ.get("TERM") == "dumb"),
+        top=values.get("top", False),
     )
 
 
 def _merge(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags are stronger than the file; where several values have their place, all count."""
+    """Flags are stronger than the file; where an option may have several values, all count."""
     return {
         **file,
         **given,
@@ -215,7 +209,7 @@ def _merge(file: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_config(path: str) -> dict[str, Any]:
-    """The checked values of a YAML file. ValueError names the file and the key."""
+    """Return the checked values of a YAML file. ValueError names the file and the key."""
     found, env_lines = _load_yaml(path)
     if found is None:
         return {}
@@ -229,15 +223,15 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _env_source(path: str, text: str, env_lines: Mapping[str, int]) -> str:
-    """Where a file sets this variable (NAME or NAME=VALUE); without the line where YAML took it from elsewhere."""
+    """Say where a file sets this variable (NAME or NAME=VALUE); the line is not known of what YAML took from an anchor."""
     line = env_lines.get(text) or env_lines.get(text.partition("=")[0])
     return f"{path}, line {line}: env:" if line else f"{path}: env:"
 
 
 def _load_yaml(path: str) -> tuple[object, dict[str, int]]:
-    """The value of the file, in which no key may stand twice (YAML itself would take the last), and the line of each
-    entry of `env`."""
-    import yaml  # only who has a file waits for it
+    """Return the value of the file, in which no key may stand twice (YAML itself would take the last), and the line of
+    each entry of `env`."""
+    import yaml  # slow; needed only for a file
 
     try:
         loader = yaml.SafeLoader(Path(path).read_text(encoding="utf-8"))
@@ -262,7 +256,7 @@ def _find_env_lines(root: Any) -> dict[str, int]:  # a node of YAML, or None
 
 
 def _find_duplicate_key(root: Any) -> str:  # a node of YAML, or None
-    """The line and the key, among those of the file and of what they hold: nobody reads deeper."""
+    """Return the line and the key, among the keys of the file and of their values: no option is nested deeper."""
     for node in (root, *(value for _, value in _mapping_items(root))):
         seen = set()
         for key, _ in _mapping_items(node):
@@ -273,7 +267,6 @@ def _find_duplicate_key(root: Any) -> str:  # a node of YAML, or None
 
 
 def _mapping_items(node: Any) -> list[tuple[Any, Any]]:  # a node of YAML, or None
-    """Of a mapping; others have none."""
     return node.value if node is not None and node.id == "mapping" else []
 
 
@@ -299,7 +292,7 @@ def _read_command(value: object, source: str) -> tuple[str, ...]:
 
 
 def _format_variable(name: object, value: object, source: str) -> str:
-    """As for -x."""
+    """Write a variable as for -x."""
     return str(name) if value is None else f"{name}={_format_plain(_single_value(value, source))}"
 
 
@@ -311,44 +304,43 @@ def _describe_unknown_key(name: str, known: Sequence[str]) -> str:
 
 
 def _check(option: LaunchOption, value: object, source: str) -> Any:  # as its kind says
-    """The value of an option as its kind wants it. ValueError begins with the source."""
-    return _CHECKS[option.kind](option, value, source)
+    """Return the value of an option as its kind wants it. ValueError begins with the source."""
+    match option.kind:
+        case "whole":
+            if not isinstance(value, int) or isinstance(value, bool) or value < option.minimum:
+                raise ValueError(f"{source} must be a whole number of at least {option.minimum:g}, got {value!r}")
+            return value
+        case "seconds":
+            number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
+            if not option.minimum <= number < math.inf:
+                raise ValueError(f"{source} must be a number of seconds of at least {option.minimum:g}, got {value!r}")
+            return float(number)
+        case "text":
+            return _check_text(value, source)
+        case "many":
+            return tuple(_check_text(each, source) for each in (value if isinstance(value, list | tuple) else [value]))
+        case "choice":
+            if value not in option.choices:
+                raise ValueError(f"{source} must be {' or '.join(option.choices)}, got {value!r}")
+            return value
+        case "switch":
+            if not isinstance(value, bool):
+                raise ValueError(f"{source} must be true or false, got {value!r}")
+            return value
+        case "hosts":  # as for -H, or a list of such texts, or hosts with their slots
+            try:
+                listed = value if isinstance(value, list) else [value]
+                return parse_hosts(",".join(text for each in listed for text in _host_texts(each)))
+            except ValueError as error:
+                raise ValueError(f"{source}: {error}") from None
+        case "setting":
+            return parse_setting(option.name, str(_single_value(value, source)), source)
 
 
-def _parse_number(option: LaunchOption, value: object) -> object:
-    """A number of the command line; what is none is left for the check to refuse."""
-    kind = {"whole": int, "seconds": float}.get(option.kind)
-    try:
-        return kind(value) if kind is not None and isinstance(value, str) else value
-    except ValueError:
-        return value
-
-
-def _check_whole(option: LaunchOption, value: object, source: str) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < option.minimum:
-        raise ValueError(f"{source} must be a whole number of at least {option.minimum:g}, got {value!r}")
-    return value
-
-
-def _check_seconds(option: LaunchOption, value: object, source: str) -> float:
-    if not isinstance(value, int | float) or isinstance(value, bool) or not option.minimum <= value < float("inf"):
-        raise ValueError(f"{source} must be a number of seconds of at least {option.minimum:g}, got {value!r}")
-    return float(value)
-
-
-def _check_text(option: LaunchOption, value: object, source: str) -> str:
+def _check_text(value: object, source: str) -> str:
     if isinstance(value, dict | list) or not _format_plain(value):
         raise ValueError(f"{source} must be a text, got {value!r}")
     return _format_plain(value)
-
-
-def _check_hosts(option: LaunchOption, value: object, source: str) -> tuple[Host, ...]:
-    """As for -H, or a list of such texts, or hosts with their slots."""
-    listed = value if isinstance(value, list) else [value]
-    try:
-        return parse_hosts(",".join(text for each in listed for text in _host_texts(each)))
-    except ValueError as error:
-        raise ValueError(f"{source}: {error}") from None
 
 
 def _host_texts(value: object) -> list[str]:
@@ -357,54 +349,32 @@ def _host_texts(value: object) -> list[str]:
     return [format_host(str(name), str(_single_value(slots, f"host {name}: slots"))) for name, slots in value.items()]
 
 
-def _check_choice(option: LaunchOption, value: object, source: str) -> str:
-    if value not in option.choices:
-        raise ValueError(f"{source} must be {' or '.join(option.choices)}, got {value!r}")
-    return str(value)
-
-
-def _check_switch(option: LaunchOption, value: object, source: str) -> bool:
-    if not isinstance(value, bool):
-        raise ValueError(f"{source} must be true or false, got {value!r}")
-    return value
-
-
-def _check_many(option: LaunchOption, value: object, source: str) -> tuple[str, ...]:
-    values = value if isinstance(value, list | tuple) else [value]
-    return tuple(_check_text(option, each, source) for each in values)
-
-
-def _check_setting(option: LaunchOption, value: object, source: str) -> Any:  # the setting's
-    return parse_setting(option.name, str(_single_value(value, source)), source)
-
-
-_CHECKS: dict[str, Callable[[LaunchOption, object, str], Any]] = {
-    "whole": _check_whole,
-    "seconds": _check_seconds,
-    "text": _check_text,
-    "hosts": _check_hosts,
-    "choice": _check_choice,
-    "switch": _check_switch,
-    "many": _check_many,
-    "setting": _check_setting,
-}
+def _parse_number(option: LaunchOption, value: object) -> object:
+    """Convert a number of the command line; _check refuses what is none."""
+    kind = {"whole": int, "seconds": float}.get(option.kind)
+    try:
+        return kind(value) if kind is not None and isinstance(value, str) else value
+    except ValueError:
+        return value
 
 
 def _single_value(value: object, source: str) -> object:
-    """The value, which is neither missing nor several."""
+    """Return the value, which may be neither missing nor several."""
     if value is None or isinstance(value, dict | list):
         raise ValueError(f"{source} must be one value, got {'nothing' if value is None else repr(value)}")
     return value
 
 
 def _format_plain(value: object) -> str:
-    """As a shell would have it: YAML's yes and no are 1 and 0 to a program."""
+    """Write a value as a shell would: YAML's yes and no are 1 and 0."""
     return str(int(value)) if isinstance(value, bool) else str(value)
 
 
 def _load_settings(file: Mapping[str, Any], given: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     names = [option.name for option in launch_options() if option.kind == "setting"]
-    of_the_job = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}  # an outer job's, should we be a rank of one
+    of_the_job = {
+        PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER
+    }  # those of an outer job, if this is a rank of one
     return Settings.load(
         {name: given[name] for name in names if name in given},
         {name: text for name, text in environ.items() if name not in of_the_job},
@@ -417,34 +387,33 @@ def _make_job(
 ) -> Job:
     hosts = _choose_hosts(values)
     num_ranks = values.get("num_ranks") or sum(host.slots for host in hosts) or 1
-    place_ranks(hosts, num_ranks)
-    debug_rank = values.get("debug")
-    if debug_rank is not None and debug_rank >= num_ranks:
-        raise ValueError(f"--debug {debug_rank}: there are only ranks 0 to {num_ranks - 1}")
-    if debug_rank is not None and values.get("top"):
-        raise ValueError("--debug and --top both want the terminal: give one of them")
-    default = Job(command=command, num_ranks=num_ranks, cwd=_absolute_path(values.get("cwd", "")))
-    return Job(
+    job = Job(
         command=command,
         num_ranks=num_ranks,
         hosts=hosts,
-        ssh=SshOptions(
-            port=values.get("ssh_port", 0),
-            identity=values.get("ssh_identity", ""),
-            options=values["ssh_option"],
-            start_s=values.get("ssh_start_s", default.ssh.start_s),
-        ),
-        python=values.get("python", ""),
+        ssh=SshOptions(options=values["ssh_option"], **_given(values, _SSH_FIELDS)),
         env=_parse_variables(values["env"], environ),
-        cwd=default.cwd,
+        cwd=_absolute_path(values.get("cwd", "")),
         settings=settings,
-        tf_config=values.get("tf_config", False),
-        bind=values.get("bind", "none"),
-        debug_rank=debug_rank,
-        name=values.get("name", ""),
-        grace_s=values.get("grace", default.grace_s),
-        terminate_s=values.get("terminate", default.terminate_s),
+        **_given(values, _JOB_FIELDS),
     )
+    if job.debug_rank is not None and job.debug_rank >= num_ranks:
+        raise ValueError(f"--debug {job.debug_rank}: there are only ranks 0 to {num_ranks - 1}")
+    if job.debug_rank is not None and values.get("top"):
+        raise ValueError("--debug and --top both want the terminal: give one of them")
+    return job
+
+
+_SSH_FIELDS = {"ssh_port": "port", "ssh_identity": "identity", "ssh_start_s": "start_s"}
+_JOB_FIELDS = {
+    **{name: name for name in ("python", "tf_config", "bind", "name")},
+    **{"debug": "debug_rank", "grace": "grace_s", "terminate": "terminate_s"},
+}
+
+
+def _given(values: Mapping[str, Any], fields_of: Mapping[str, str]) -> dict[str, Any]:
+    """Return the options that were given, by the names of the fields that take them."""
+    return {field: values[name] for name, field in fields_of.items() if name in values}
 
 
 def _choose_hosts(values: Mapping[str, Any]) -> tuple[Host, ...]:
@@ -460,7 +429,7 @@ def _absolute_path(path: str) -> str:
 
 
 def _parse_variables(entries: Sequence[tuple[str, str]], environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables by name, from NAME=VALUE or NAME and where that was written; of two, the last counts."""
+    """Parse entries NAME=VALUE or NAME, each with the place where it was written; of two, the last counts."""
     variables = {}
     for text, source in entries:
         name, equals, value = text.partition("=")

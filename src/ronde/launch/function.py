@@ -1,7 +1,7 @@
-"""Ranks that call a function instead of a script: ronde.run(). From a program or a notebook.
+"""ronde.run(): ranks that call a function instead of running a script, from a program or a notebook.
 
 The function travels by value (cloudpickle) on a pipe of each rank's own, and results come back the same way. Both ends
-are processes of this job, started by its agents; launch/callee is the other one.
+are processes of this job, started by its agents; function_rank is the other end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ronde.launch.driver.failure_report import StopRequest
 from ronde.launch.job import Job, SshOptions
 from ronde.launch.output.printer import Printer, standard_output_options
 from ronde.launch.output.terminal import open_standard_streams
-from ronde.launch.placement import Host, parse_hosts, place_ranks
+from ronde.launch.placement import Host, parse_hosts
 from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings
 
 __all__ = ["FUNCTION_RANK_COMMAND", "RankTraceback", "unpickle_results", "pickle_call", "run", "run_function_job"]
@@ -38,13 +38,13 @@ FUNCTION_RANK_COMMAND = (
     # Not -m: that looks into the working directory first, where the user may have files of any name.
     "import sys; sys.path[:1] == [''] and sys.path.pop(0); from ronde.launch.function_rank import main; sys.exit(main())",
 )
-"""Job.command of ranks that make a call."""
+"""Job.command of ranks that call a function."""
 
 _SIGNALS = {INTERRUPTED: signal.SIGINT, TERMINATED: signal.SIGTERM, HUNG_UP: signal.SIGHUP}
 
 
 class RankTraceback(Exception):
-    """Where in a rank an error came from: shown as its cause."""
+    """The traceback of a rank's error in that rank: the cause of the error that is raised here."""
 
 
 def run(
@@ -75,11 +75,11 @@ def run(
     When a rank fails, its own exception is raised here, with its traceback as the cause; JobFailed, when it has none to
     raise (it was killed, it exited, its host was lost). Ctrl-C ends the job, and is a KeyboardInterrupt.
     """
-    where = _parse_hosts_argument(hosts)
+    parsed_hosts = _parse_hosts_argument(hosts)
     job = Job(
         command=FUNCTION_RANK_COMMAND,
-        num_ranks=_choose_num_ranks(np, where),
-        hosts=where,
+        num_ranks=_choose_num_ranks(np, parsed_hosts),
+        hosts=parsed_hosts,
         ssh=ssh or SshOptions(),
         python=python,
         env=_check_variables(env or {}),
@@ -90,13 +90,13 @@ def run(
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
-    """A call for Job.call. What cannot be pickled is the caller's mistake, and named."""
+    """Pickle a call for Job.pickled_call. TypeError names what cannot be pickled."""
     if not callable(fn):
         raise TypeError(f"run() takes a function, got {type(fn).__name__}")
     if not isinstance(args, Sequence) or isinstance(args, str | bytes):
         raise TypeError(f"args must be a list or tuple of arguments, as in args=(0.1,); got {type(args).__name__}")
     packed = BytesIO()
-    # Before the standard library comes what the caller's script is to find first; what comes after it is installed.
+    # Paths before the standard library are the script's own; those after it are installed packages.
     library = str(Path(os.__file__).parent)
     cut = sys.path.index(library) if library in sys.path else 0
     pickle.dump((sys.argv, sys.path[:cut], sys.path[cut:]), packed)
@@ -108,46 +108,48 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
 
 
 def run_function_job(job: Job) -> list[Any]:
-    """Run a job whose ranks call a function: its results by rank, or the error of the rank that failed first."""
-    target = open_standard_streams()
-    options = standard_output_options(target, os.environ)
-    with contextlib.closing(Printer(target, num_ranks=job.num_ranks, options=options)) as screen:
-        outcome = Driver(job, screen).run()
-    if outcome.stop_request is not None:
-        _raise_signal(outcome.stop_request)
-    return unpickle_results(outcome, job.num_ranks)
+    """Run a job whose ranks call a function; return the results by rank, or raise the error of the first failure."""
+    streams = open_standard_streams()
+    options = standard_output_options(streams, os.environ)
+    with contextlib.closing(Printer(streams, num_ranks=job.num_ranks, options=options)) as printer:
+        result = Driver(job, printer).run()
+    if result.stop_request is not None:
+        _raise_signal(result.stop_request)
+    return unpickle_results(result, job.num_ranks)
 
 
 def unpickle_results(result: JobResult, num_ranks: int) -> list[Any]:
-    """What the ranks of such a job returned; or raise what it has come to."""
+    """Return what the functions of all ranks have returned, or raise the failure of the job."""
     if result.exit_code != 0:
         _raise_failure(result)
-    silent = [rank for rank in range(num_ranks) if rank not in result.return_values]
-    if silent:
-        raise JobFailed(f"rank {silent[0]} exited before its function had returned", code=1)
+    missing = [rank for rank in range(num_ranks) if rank not in result.return_values]
+    if missing:
+        raise JobFailed(f"rank {missing[0]} exited before its function had returned", code=1)
     return [_unpickle_value(rank, result.return_values.pop(rank)) for rank in range(num_ranks)]
 
 
 def _raise_failure(result: JobResult) -> None:
-    culprit = result.first_failed_rank
-    trace, error = _unpickle_error(result.return_values[culprit]) if culprit in result.return_values else ("", None)
+    first_failed = result.first_failed_rank
+    trace, error = "", None
+    if first_failed in result.return_values:
+        trace, error = _unpickle_error(result.return_values[first_failed])
     if not trace:
         raise JobFailed(result.summary, code=result.exit_code)
-    cause = RankTraceback(f"\n\nin rank {culprit}:\n{trace}")
+    cause = RankTraceback(f"\n\nin rank {first_failed}:\n{trace}")
     if isinstance(error, Exception):
         raise error from cause
-    # One that cannot be brought here; or one that would end this process, which has done nothing to deserve it.
+    # An error that cannot be unpickled here, or one (SystemExit) that would end this process, too.
     last = trace.rstrip().rpartition("\n")[2]
-    raise JobFailed(f"{result.summary}\nrank {culprit} raised {last}", code=result.exit_code) from cause
+    raise JobFailed(f"{result.summary}\nrank {first_failed} raised {last}", code=result.exit_code) from cause
 
 
 def _unpickle_error(data: bytes) -> tuple[str, BaseException | None]:
-    """The traceback, empty if the function has returned; and the error, unless it cannot be made here."""
+    """Return the traceback, empty if the function has returned, and the error, unless it cannot be unpickled here."""
     source = BytesIO(data)
     trace: str = pickle.load(source)
     try:
         return trace, pickle.load(source) if trace else None
-    except Exception:  # whatever a class raises that is not the same here
+    except Exception:  # whatever a class raises that is different here
         return trace, None
 
 
@@ -156,15 +158,15 @@ def _unpickle_value(rank: int, data: bytes) -> Any:  # whatever the function ret
     pickle.load(source)
     try:
         return pickle.load(source)
-    except Exception as error:  # whatever a class raises that is not the same here
+    except Exception as error:  # whatever a class raises that is different here
         raise TypeError(f"what rank {rank} returned cannot be unpickled here: {error!r}") from error
 
 
 def _raise_signal(stop_request: StopRequest) -> None:
-    """The driver has taken a signal that was for this process: now that the job is over, it gets it."""
+    """Raise the signal that the driver has handled in place of this process, now that the job is over."""
     if stop_request in _SIGNALS:
         signal.raise_signal(_SIGNALS[stop_request])
-    if stop_request == INTERRUPTED:  # also where Ctrl-C is handled otherwise: nobody waits for the results any more
+    if stop_request == INTERRUPTED:  # also where another handler takes Ctrl-C: there are no results
         raise KeyboardInterrupt
 
 
@@ -175,13 +177,10 @@ def _parse_hosts_argument(given: str | Sequence[Host | str]) -> tuple[Host, ...]
 
 
 def _choose_num_ranks(np: Any, hosts: Sequence[Host]) -> int:
-    """As many as asked for, or as there are slots. Says what is wrong before anything is pickled."""
     try:
-        num_ranks = sum(host.slots for host in hosts) or 1 if np is None else operator.index(np)
+        return sum(host.slots for host in hosts) or 1 if np is None else operator.index(np)
     except TypeError:
         raise TypeError(f"np must be a whole number, got {np!r}") from None
-    place_ranks(hosts, num_ranks)
-    return num_ranks
 
 
 def _check_variables(env: Mapping[str, str]) -> dict[str, str]:
@@ -192,8 +191,8 @@ def _check_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _load_settings(given: Mapping[str, Any]) -> Settings:
-    """These, over the environment without what an outer job says about its own rank."""
-    if "num_ranks" in given:  # as it is called everywhere else
+    # Without what an outer job tells its own ranks.
+    if "num_ranks" in given:  # its name everywhere else
         raise TypeError("unknown setting num_ranks; the number of ranks is np, as in ronde.run(fn, np=4)")
     of_the_job = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
     return Settings.load(given, {name: text for name, text in os.environ.items() if name not in of_the_job})

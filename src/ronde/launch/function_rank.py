@@ -1,11 +1,11 @@
-"""A rank of ronde.run: reads the call from its pipe, makes it, sends the answer back. Started with CALLEE of
-launch/function, which has the other end.
+"""A rank of ronde.run: reads a function call from its pipe, calls the function, and writes the reply. Started with
+function.FUNCTION_RANK_COMMAND.
 
-Call and answer are two pickles each, a small one first: what the second is about is then known, even if it cannot be
-read.
+Call and reply are two pickles each, a small one first, so that what the second is about is known even if it cannot be
+unpickled.
 
     call      (argv, paths before the standard library, paths after it)    (function, args, kwargs)
-    answer    the traceback, empty when the function has returned           what it returned, or raised
+    reply     the traceback, empty when the function has returned          the return value, or the exception
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ INTERRUPTED_CODE = 128 + signal.SIGINT
 
 
 def main() -> int:
-    """The exit code: 0 when the function has returned."""
+    """Return the exit code: 0 when the function has returned."""
     call_fd, result_fd = int(os.environ.pop(CALL_FD_VARIABLE)), int(os.environ.pop(RESULT_FD_VARIABLE))
     for fd in (call_fd, result_fd):
         os.set_inheritable(fd, False)  # what the function starts must not hold the pipes open
-    code, answer = _run_call(call_fd)
-    with open(result_fd, "wb") as pipe:  # a descriptor, no path
-        pipe.write(sum(map(len, answer)).to_bytes(RESULT_LENGTH_BYTES, "big"))
-        pipe.writelines(answer)
+    code, reply = _run_call(call_fd)
+    with open(result_fd, "wb") as pipe:  # a descriptor, not a path
+        pipe.write(sum(map(len, reply)).to_bytes(RESULT_LENGTH_BYTES, "big"))
+        pipe.writelines(reply)
     return code
 
 
 def _run_call(call_fd: int) -> tuple[int, tuple[bytes, bytes]]:
-    """The exit code, and what to send."""
+    """Return the exit code and the reply."""
     try:
         with open(call_fd, "rb") as pipe:
             value = _call_function(pipe)
         _shut_down_ronde()
         return 0, (pickle.dumps(""), _pickle_value(value))
-    except BaseException as error:  # the process's edge: it becomes a value for the caller
-        sys.last_value = error  # so that the goodbye to the other ranks says why
+    except BaseException as error:  # the process's edge: it travels to the caller
+        sys.last_value = error  # so that the other ranks are told why this one leaves
         return _exit_code(error), (pickle.dumps(_format_traceback(error)), _pickle_error(error))
 
 
@@ -65,19 +65,19 @@ def _call_function(pipe: BinaryIO) -> Any:  # whatever the function returns
 
 
 def _apply_caller_paths(argv: Sequence[str], before: Sequence[str], after: Sequence[str]) -> None:
-    """Be like the caller: modules next to its script are found as they are there, and before installed ones."""
+    """Find modules as the caller does: those beside its script before installed ones."""
     sys.argv[:] = argv
     sys.path[:] = dict.fromkeys([*before, *sys.path, *after])
 
 
 def _shut_down_ronde() -> None:
-    """The function may have called init() and not shutdown(): going is no accident."""
+    # The function may have called init() without shutdown(): its end is no failure.
     if "ronde.comm.world" in sys.modules:
         sys.modules["ronde.comm.world"].shutdown()
 
 
 def _exit_code(error: BaseException) -> int:
-    """As Python itself would exit."""
+    """Return the exit code with which Python itself would exit."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED_CODE
     if not isinstance(error, SystemExit):
@@ -89,7 +89,7 @@ def _exit_code(error: BaseException) -> int:
 
 
 def _format_traceback(error: BaseException) -> str:
-    """From the function on: how it was called here is nobody's concern."""
+    """Format the traceback from the function on, without the frames of this module."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -104,15 +104,15 @@ def _pickle_value(value: object) -> bytes:
 
 
 def _pickle_error(error: BaseException) -> bytes:
-    """As it is, or by its parts: pickle makes an exception by a call with its args, and those are often not what its
-    __init__ takes. None, when it does not survive the way at all."""
-    ways = [way for sent in (error, _ExceptionParts(error)) if (way := _pickle_round_trip(sent)) is not None]
-    pickled, _ = max(ways, key=lambda way: way[1] == str(error), default=(pickle.dumps(None), ""))
+    """Pickle an exception as it is, or by its parts: pickle restores an exception by calling it with its args, which
+    are often not what its __init__ takes. None is pickled when neither can be restored."""
+    restorable = [found for each in (error, _ExceptionParts(error)) if (found := _pickle_round_trip(each)) is not None]
+    pickled, _ = max(restorable, key=lambda found: found[1] == str(error), default=(pickle.dumps(None), ""))
     return pickled
 
 
 class _ExceptionParts:
-    """Becomes the error itself where it is unpickled."""
+    """Becomes the exception itself where it is unpickled."""
 
     def __init__(self, error: BaseException) -> None:
         self._error = error
@@ -129,14 +129,14 @@ def _rebuild_exception(kind: type[BaseException], args: tuple[Any, ...]) -> Base
 
 
 def _builtin_base(kind: type[BaseException]) -> Any:  # mypy allows neither of the two calls
-    """The exception of Python's own that it is made from: what that needs, it can do with."""
+    """Return the nearest base class that is Python's own."""
     return next(base for base in kind.__mro__ if base.__module__ == "builtins")
 
 
-def _pickle_round_trip(sent: object) -> tuple[bytes, str] | None:
-    """Its pickle, and what is said by what that becomes: it may pickle, and not come back."""
+def _pickle_round_trip(value: object) -> tuple[bytes, str] | None:
+    """Return the pickle and the text of the restored value; None if it cannot be pickled or restored."""
     try:
-        pickled: bytes = cloudpickle.dumps(sent)
+        pickled: bytes = cloudpickle.dumps(value)
         return pickled, str(pickle.loads(pickled))
     except Exception:  # whatever a __reduce__ or an __init__ raises
         return None

@@ -1,1 +1,1 @@
-"""agent"""
+"""The agent: one per host, the parent of the host's ranks."""

@@ -1,1 +1,1 @@
-"""driver"""
+"""The driver: carries out one job, inside `ronde run` or ronde.run()."""

@@ -1,11 +1,8 @@
-"""A running job as `ronde top` shows it and other programs read it: what the ranks tell (observe/vitals) and what their
-driver knows besides. Values only; as JSON, docs/reference/json.md describes it field by field.
+"""A running job as `ronde top` and `ronde stack` show it and other programs read it: its status, the Unix socket where
+its driver answers requests about it, and how others find that.
 
-Where a driver answers questions about its job, and how others find it. Used by launch/driver on one side, by
-`ronde top`, `ronde stack` and a dashboard on the other.
-
-Each job has a Unix socket in a directory that only its user can enter; the kernel tells both sides that the other one
-is the same user. A question is a JSON object on a line, and so is the answer: see docs/internals/monitoring.md.
+Each job has a socket in a directory that only its user can enter; the kernel tells both sides that the other one is the
+same user. Request and reply are a JSON object on a line each: see docs/reference/json.md and docs/internals/monitoring.md.
 """
 
 from __future__ import annotations
@@ -51,17 +48,16 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProcessInfo:
-    """What a driver knows about one rank. None stands for what it does not know (yet)."""
+    """What a driver knows about one rank; None for what it does not know (yet)."""
 
     host: str = ""
-    """As the user calls it."""
+    """The name that the user gave."""
     local_rank: int = 0
     pid: int = 0
     """0 before it was started."""
     cpu: float | None = None
     """Share of one core; above 1 with more than one busy thread."""
     memory_bytes: int | None = None
-    """Resident."""
     gpu: float | None = None
     """Share of time in which its GPU was busy."""
     gpu_bytes: int | None = None
@@ -70,7 +66,7 @@ class RankProcessInfo:
 
 
 class RankStatus(RankActivity, frozen=True, kw_only=True):
-    """One rank: its vitals, and what the driver adds."""
+    """One rank: its activity, and what the driver adds."""
 
     local_rank: int = 0
     cpu: float | None = None
@@ -88,7 +84,6 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
     at: float = 0.0
     """Seconds since 1970."""
     elapsed_s: float = 0.0
-    """Since the job began."""
     size: int
     round: int = -1
     slowest: int | None = None
@@ -98,8 +93,7 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 def make_job_status(
     name: str, command: Sequence[str], activity: JobActivity, process_infos: Sequence[RankProcessInfo], elapsed_s: float
 ) -> JobStatus:
-    """The status of a job; facts by rank."""
-    ranks = tuple(_make_rank_status(each, known) for each, known in zip(activity.ranks, process_infos, strict=True))
+    ranks = tuple(_make_rank_status(each, info) for each, info in zip(activity.ranks, process_infos, strict=True))
     return JobStatus(
         name=name,
         command=tuple(command),
@@ -113,35 +107,22 @@ def make_job_status(
 
 
 def make_rank_stacks(stacks: Sequence[RankStack], process_infos: Sequence[RankProcessInfo]) -> tuple[RankStack, ...]:
-    """The stacks of all ranks, with hosts and processes as the driver knows them; facts by rank."""
+    """Return the stacks of all ranks, with the hosts and process ids that the driver knows."""
     return tuple(
-        msgspec.structs.replace(each, host=known.host or each.host, pid=known.pid or each.pid)
-        for each, known in zip(stacks, process_infos, strict=True)
+        msgspec.structs.replace(each, host=info.host or each.host, pid=info.pid or each.pid)
+        for each, info in zip(stacks, process_infos, strict=True)
     )
 
 
 def _make_rank_status(activity: RankActivity, process_info: RankProcessInfo) -> RankStatus:
-    known = {field: getattr(activity, field) for field in activity.__struct_fields__}
     state, why = _choose_rank_state(activity, process_info)
-    known |= {
-        "state": state,
-        "why": why,
-        "host": process_info.host or activity.host,
-        "pid": process_info.pid or activity.pid,
-    }
-    return RankStatus(
-        **known,
-        local_rank=process_info.local_rank,
-        cpu=process_info.cpu,
-        memory_bytes=process_info.memory_bytes,
-        gpu=process_info.gpu,
-        gpu_bytes=process_info.gpu_bytes,
-        exit_code=process_info.exit_code,
-    )
+    known = {name: getattr(process_info, name) for name in RankProcessInfo.__slots__}
+    known |= {"host": process_info.host or activity.host, "pid": process_info.pid or activity.pid}
+    return RankStatus(**{**msgspec.structs.asdict(activity), **known, "state": state, "why": why})
 
 
 def _choose_rank_state(activity: RankActivity, process_info: RankProcessInfo) -> tuple[RankState, str]:
-    """The coordinator knows who has left the round; only the driver knows how a process has ended."""
+    """The coordinator knows which ranks have left the round; only the driver knows how a process has ended."""
     code = process_info.exit_code
     if code is None:
         return (
@@ -172,22 +153,18 @@ class NoSuchJob(ValueError):
 
 
 class MonitorRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What may be asked."""
-
     ask: Literal["status", "stacks"]
     limit_s: float = STACKS_TIMEOUT_S
-    """How long ranks may take to say where they are."""
+    """How long ranks may take to send their stacks."""
 
 
 class JobStacks(msgspec.Struct, frozen=True):
-    """The answer to "stacks"."""
+    """The reply to "stacks"."""
 
     ranks: tuple[RankStack, ...]
 
 
 class ErrorReply(msgspec.Struct, frozen=True):
-    """The answer to what cannot be answered."""
-
     error: str
 
 
@@ -198,11 +175,11 @@ class RunningJob:
     name: str
     path: Path
     pid: int
-    """The driver's; 0 when it is too busy to be asked."""
+    """The driver's; 0 when it is too busy to answer."""
 
 
 class MonitorServer:
-    """The driver's side. The functions are called in threads of the endpoint's own, several at a time."""
+    """Serves requests about one job. `status` and `stacks` are called in threads of the server, several at a time."""
 
     def __init__(
         self,
@@ -212,9 +189,8 @@ class MonitorServer:
         *,
         jobs_dir: Path | None = None,
     ) -> None:
-        """Named after the driver's process when the name is empty. ValueError when another job has the name."""
+        """An empty name becomes the process id. ValueError when another job has the name."""
         self.name = name or str(os.getpid())
-        """What `ronde top` takes."""
         if not _JOB_NAME.fullmatch(self.name):
             raise ValueError(f"a job's name is up to 64 letters, digits, '.', '_' and '-', got {self.name!r}")
         self._status = status
@@ -224,7 +200,7 @@ class MonitorServer:
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(f"{path} is too long for a socket's name; choose a shorter name for the job")
         with _locked_dir(jobs_dir):
-            for job in _find_running_jobs(jobs_dir):  # at all, so that what killed drivers left behind is removed
+            for job in _find_running_jobs(jobs_dir):  # this also removes what killed drivers left behind
                 if job.path == path:
                     raise ValueError(
                         f"a job named {self.name!r} is running already (process {job.pid}); choose another name"
@@ -232,57 +208,55 @@ class MonitorServer:
             self._socket_server = UnixLineServer(path, self._handle_request)
 
     def close(self) -> None:
-        """Answer no more. Idempotent."""
+        """Idempotent."""
         self._socket_server.close()
 
     def __enter__(self) -> MonitorServer:
-        """Itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def _handle_request(self, line: bytes) -> bytes:
         try:
-            question = msgspec.json.decode(line, type=MonitorRequest)
-            if question.ask == "status":
+            request = msgspec.json.decode(line, type=MonitorRequest)
+            if request.ask == "status":
                 return msgspec.json.encode(self._status())
-            limit_s = min(max(0.0, question.limit_s), MAX_STACKS_TIMEOUT_S)
-            return msgspec.json.encode(JobStacks(tuple(self._stacks(limit_s))))
+            timeout_s = min(max(0.0, request.limit_s), MAX_STACKS_TIMEOUT_S)
+            return msgspec.json.encode(JobStacks(tuple(self._stacks(timeout_s))))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             return msgspec.json.encode(ErrorReply(f"not a question: {error}"))
-        except Exception as error:  # the edge to the driver: it must not end by a question
-            _monitor_logger.exception("a question about the job could not be answered")
+        except Exception as error:  # a mistake in a reply must not end the driver
+            _monitor_logger.exception("a request about the job could not be answered")
             return msgspec.json.encode(ErrorReply(f"the driver could not answer: {error!r}"))
 
 
 def open_jobs_dir() -> Path:
-    """The directory of this user's jobs, made if need be. StartFailed when others could get at it."""
+    """Return the directory of this user's jobs, and make it if need be. StartFailed when others could enter it."""
     runtime = os.environ.get("XDG_RUNTIME_DIR", "")
     home = Path(runtime) if runtime and os.access(runtime, os.W_OK | os.X_OK) else None
-    folder = home / "ronde" if home is not None else Path(tempfile.gettempdir()) / f"ronde-{os.getuid()}"
+    jobs_dir = home / "ronde" if home is not None else Path(tempfile.gettempdir()) / f"ronde-{os.getuid()}"
     try:
-        folder.mkdir(mode=0o700, exist_ok=True)
-        found = folder.lstat()  # not stat(): a link could lead to what belongs to somebody else
+        jobs_dir.mkdir(mode=0o700, exist_ok=True)
+        found = jobs_dir.lstat()  # not stat(): a link could lead to what belongs to somebody else
     except OSError as error:
-        raise StartFailed(f"cannot make {folder} for the job's socket: {error.strerror}") from None
+        raise StartFailed(f"cannot make {jobs_dir} for the job's socket: {error.strerror}") from None
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
         raise StartFailed(
-            f"{folder} must be a directory of yours that nobody else can enter; remove it, or set XDG_RUNTIME_DIR"
+            f"{jobs_dir} must be a directory of yours that nobody else can enter; remove it, or set XDG_RUNTIME_DIR"
         )
-    return folder
+    return jobs_dir
 
 
 def list_jobs(jobs_dir: Path | None = None) -> list[RunningJob]:
-    """This user's running jobs, by name. What killed drivers left behind is removed."""
+    """Return this user's running jobs, by name, and remove what killed drivers left behind."""
     jobs_dir = jobs_dir or open_jobs_dir()
     with _locked_dir(jobs_dir):
         return _find_running_jobs(jobs_dir)
 
 
 def find_job(name: str = "", jobs_dir: Path | None = None) -> RunningJob:
-    """The running job of this name; without a name, the only one. NoSuchJob lists those that run."""
+    """Return the running job of this name; without a name, the only one."""
     jobs_dir = jobs_dir or open_jobs_dir()
     jobs = list_jobs(jobs_dir)
     chosen = [job for job in jobs if job.name == name or not name]
@@ -296,28 +270,28 @@ def find_job(name: str = "", jobs_dir: Path | None = None) -> RunningJob:
 
 
 def query_status(job: RunningJob, deadline: Deadline | None = None) -> JobStatus:
-    """How the job is. ConnectionError (or another OSError) when it has ended."""
+    """ConnectionError (or another OSError) when the job has ended."""
     return _query_job(job, MonitorRequest("status"), JobStatus, deadline or Deadline(STATUS_TIMEOUT_S))
 
 
 def query_stacks(job: RunningJob, timeout_s: float = STACKS_TIMEOUT_S) -> tuple[RankStack, ...]:
-    """Where the programs of its ranks are; those that take longer than limit_s are described in words."""
+    """Return the stacks of all ranks; one that takes longer than timeout_s has a reason instead."""
     return _query_job(job, MonitorRequest("stacks", timeout_s), JobStacks, Deadline(timeout_s + STATUS_TIMEOUT_S)).ranks
 
 
 def _query_job(job: RunningJob, request: MonitorRequest, reply_type: type[_T], deadline: Deadline) -> _T:
     data = query_monitor(job.path, msgspec.json.encode(request), deadline)
     try:
-        answer = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
-        if "error" in answer:
-            raise RondeError(f"job {job.name}: {msgspec.json.decode(answer['error'], type=str)}")
+        reply = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        if "error" in reply:
+            raise RondeError(f"job {job.name}: {msgspec.json.decode(reply['error'], type=str)}")
         return msgspec.json.decode(data, type=reply_type)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ProtocolError(f"job {job.name} gave no answer of this version of ronde: {error}") from None
 
 
 def _find_running_jobs(jobs_dir: Path) -> list[RunningJob]:
-    """Whose drivers listen there; paths where nobody does any more are freed. Under the folder's lock."""
+    """Return the jobs whose drivers listen there; remove the sockets of others. To be called in _locked_dir."""
     found = []
     for path in sorted(jobs_dir.glob(f"*{SOCKET_SUFFIX}")):
         pid = listening_pid(path, Deadline(CONNECT_TIMEOUT_S))
@@ -330,7 +304,7 @@ def _find_running_jobs(jobs_dir: Path) -> list[RunningJob]:
 
 @contextmanager
 def _locked_dir(jobs_dir: Path) -> Iterator[None]:
-    """One at a time: who frees a path must not meet one who has just taken it."""
+    """One process at a time: a socket that is removed must not be one that was just made."""
     fd = os.open(jobs_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     deadline = Deadline(LOCK_TIMEOUT_S)
     try:

@@ -42,13 +42,6 @@ def finish(process: ChildProcess) -> int:
     return process.reap()
 
 
-@pytest.mark.parametrize(("script", "code"), [("exit 0", 0), ("exit 7", 7), ("kill -TERM $$", -15), ("kill -9 $$", -9)])
-def test_the_exit_code_is_told_and_a_signal_counts_below_zero(guard: OrphanKiller, script: str, code: int) -> None:
-    process = begin(guard, "sh", "-c", script)
-    assert finish(process) == code
-    assert process.reap() == code
-
-
 def test_a_process_leads_a_session_and_a_group_of_its_own(guard: OrphanKiller) -> None:
     process = begin(guard, "sleep", "300")
     assert os.getpgid(process.pid) == os.getsid(process.pid) == process.pid
@@ -65,22 +58,6 @@ def test_a_signal_reaches_what_a_process_started(guard: OrphanKiller) -> None:
     process.signal(signal.SIGTERM)
     assert finish(process) == -signal.SIGTERM
     assert ends(child)
-
-
-def test_reaping_ends_what_a_process_left_behind(guard: OrphanKiller) -> None:
-    reading, writing = os.pipe()
-    process = begin(guard, "sh", "-c", "trap '' TERM HUP; sleep 300 & echo $!", stdout=writing)
-    os.close(writing)
-    child = int(read_line(reading))
-    assert finish(process) == 0
-    assert ends(child)
-
-
-def test_a_signal_after_the_end_reaches_nobody(guard: OrphanKiller) -> None:
-    process = begin(guard, "true")
-    finish(process)
-    process.signal(signal.SIGKILL)
-    assert process.pidfd == -1
 
 
 def test_a_process_gets_its_cores_and_we_keep_ours(guard: OrphanKiller) -> None:

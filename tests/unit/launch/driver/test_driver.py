@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.driver.driver import SIGNAL_REPEAT_S, START_FAILED_EXIT_CODE, Driver, JobResult
+from ronde.launch.driver.driver import START_FAILED_EXIT_CODE, Driver, JobResult
 from ronde.launch.driver.failure_report import StopRequest
 from ronde.launch.job import Job
 from ronde.launch.placement import Host
@@ -47,40 +47,11 @@ def test_a_failing_rank_is_named_with_its_last_words_and_gives_the_exit_code() -
     assert result.summary == "rank 1 on host localhost failed first: exited with code 3\n  | no such file"
 
 
-def test_a_rank_killed_by_a_signal_gives_128_and_its_number() -> None:
-    result, _ = run("kill -SEGV $$", 1)
-    assert (result.exit_code, result.exit_codes) == (139, {0: -11})
-
-
-def test_those_that_do_not_end_after_a_failure_are_ended() -> None:
-    result, sink = run(f'[ "$RANK" = 0 ] && exit 4; {STAY}', 3, grace_s=0.05)
-    assert (result.exit_code, result.exit_codes) == (4, {0: 4, 1: -15, 2: -15})
-    assert result.summary.endswith("2 other ranks ended in consequence")
-    assert sink.messages == ["ending ranks 1, 2, still running 0.05 s after the first failure"]
-
-
-def test_a_rank_that_ignores_sigterm_is_killed() -> None:
-    result, sink = run(f'[ "$RANK" = 0 ] && exit 4; trap "" TERM; {STAY}', grace_s=0.0, terminate_s=0.1)
-    assert result.exit_codes in (
-        {0: 4, 1: -9},
-        {0: 4, 1: -15},
-    )  # killed before it could say that it ignores the signal
-    assert sink.messages[0].startswith("ending rank 1")
-
-
 def test_ctrl_c_ends_all_ranks() -> None:
     result, _ = run(f"trap 'exit 7' INT; [ \"$RANK\" = 1 ] && kill -INT $PPID; {STAY}")
     assert (result.exit_code, result.exit_codes[1]) == (130, 7)
     assert result.exit_codes[0] in (7, -signal.SIGINT)  # it may not have come to its trap yet
     assert result.summary == "interrupted by Ctrl-C"
-
-
-def test_a_second_ctrl_c_kills_at_once() -> None:
-    # The rank answers the first Ctrl-C with a second one, no faster than a person would.
-    answer = f"sleep {2 * SIGNAL_REPEAT_S[signal.SIGINT]}; kill -INT $PPID"
-    result, sink = run(f"trap '{answer}' INT; kill -INT $PPID; {STAY}", 1)
-    assert (result.exit_code, result.exit_codes) == (130, {0: -9})
-    assert sink.messages == ["Ctrl-C: rank 0 may end; press it again to kill", "killing rank 0"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
@@ -92,13 +63,6 @@ def test_a_signal_that_comes_twice_at_once_leaves_ranks_the_time_to_save(number:
     assert (result.exit_code, result.exit_codes) == (128 + number, {0: 7})
     said = sink.printed[0].splitlines()  # the shell may also tell that its `sleep` was ended
     assert (b"saving" in said, said[-1], len(sink.messages)) == (True, b"saved", 1), (said, sink.messages)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
-def test_a_driver_that_is_told_to_end_ends_its_ranks(number: signal.Signals) -> None:
-    result, _ = run(f"kill -{number.value} $PPID; {STAY}", 1)
-    assert (result.exit_code, result.exit_codes) == (128 + number, {0: -15})
-    assert number.name in result.summary
 
 
 def test_signals_are_the_callers_again_afterwards() -> None:

@@ -30,7 +30,6 @@ from ronde.launch.protocol import (
     AgentError,
     DriverMessage,
     ExitReason,
-    FunctionResult,
     PauseOutput,
     RankExit,
     RankOutput,
@@ -109,13 +108,6 @@ def test_after_a_failure_those_that_stay_are_told_to_end_and_then_killed(scene: 
         "ending ranks 0, 2, 3, still running 0 s after the first failure",
         "killing ranks 0, 3",
     ]
-
-
-def test_a_rank_that_ends_well_ends_nobody_else(scene: Scene) -> None:
-    scene.exit(0)
-    scene.loop.call_later(0.0, lambda: None)
-    scene.loop.run_until(lambda: scene.sink.num_refreshes > 0)
-    assert not scene.sent
 
 
 def test_the_ranks_of_a_lost_host_are_lost(scene: Scene) -> None:
@@ -210,11 +202,6 @@ def test_an_exit_is_known_at_once_though_nobody_reads_the_output(scene: Scene) -
     assert (scene.sink.printed[1], scene.sink.exited_ranks[0]) == (b"last words", 1)
 
 
-def test_results_are_kept(scene: Scene) -> None:
-    scene.supervisor.handle_message(0, FunctionResult(1, b"pickled"))
-    assert scene.supervisor.return_values == {1: b"pickled"}
-
-
 def test_what_is_known_of_each_rank_is_there_for_others(scene: Scene) -> None:
     scene.supervisor.handle_message(1, RankStarted(3, 4711))
     scene.supervisor.handle_message(1, UsageReport(((2, 0.5, 1000), (3, 0.25, 2000)), ((0.1, 10), (0.9, 90))))
@@ -238,16 +225,6 @@ def test_the_same_signal_within_moments_is_one_request(number: signal.Signals) -
     assert not repeats.is_new_request(number, 100.0 + 0.6 * limit_s)
     assert repeats.is_new_request(number, 100.0 + 1.2 * limit_s), "who goes on asking is heard"
     assert not repeats.is_new_request(number, 100.0 + 1.8 * limit_s)
-
-
-def test_another_signal_is_another_request() -> None:
-    repeats = SignalRepeatFilter()
-    assert repeats.is_new_request(signal.SIGTERM, 100.0) and repeats.is_new_request(signal.SIGINT, 100.0)
-
-
-def test_other_signals_always_count() -> None:
-    repeats = SignalRepeatFilter()
-    assert repeats.is_new_request(signal.SIGWINCH, 100.0) and repeats.is_new_request(signal.SIGWINCH, 100.0)
 
 
 logger = logging.getLogger("ronde.launch")
