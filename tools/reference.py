@@ -49,6 +49,14 @@ def _describe_names(module: ModuleType) -> Iterator[str]:
     for name in sorted(module.__all__, key=str.lower):
         value = getattr(module, name)
         yield f"\n## {name}\n"
+        if isinstance(value, ModuleType):
+            yield f"A module. {_docstring(value).partition(chr(10) * 2)[0]}"
+            functions = {
+                each: getattr(value, each) for each in value.__all__ if not isinstance(getattr(value, each), type)
+            }
+            for each, function in functions.items():
+                yield f"\n- `{module.__name__}.{name}.{each}{_signature(function)}`: {_docstring(function)}"
+            continue
         signature = _class_signature(value) if isinstance(value, type) else _signature(value)
         if signature:
             yield f"```python\n{module.__name__}.{name}{signature}\n```\n"

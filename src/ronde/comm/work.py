@@ -89,7 +89,8 @@ class Work:
         self._batch_start: BatchStart | None = None
 
     def wait(self, timeout_s: float | None = None) -> Any:  # arrays, lists of them, or None
-        """The result, or the error it ended in. OperationTimeout when timeout_s is over; the work goes on then.
+        """Wait for the operation and return its result, or raise its error. OperationTimeout is raised after timeout_s;
+        the operation then continues.
 
         Without timeout_s it waits as long as an operation may take (the setting operation_s).
         """

@@ -189,11 +189,11 @@ _state = _ProcessState()
 
 
 def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # see Settings
-    """Join the round. Settings come from arguments, then the environment (RONDE_*), then the variables of whatever
-    launcher started this process, then defaults.
+    """Join the round, together with all other ranks. It does nothing if this rank is already in a round.
 
-    `groups` are sets of ranks to begin with, the same on all ranks; ronde.groups() has them afterwards. A second call
-    while the round is running does nothing.
+    A setting comes from the first of these that has it: an argument, the environment (RONDE_*), the variables of the
+    launcher that started this process, the default. `groups` are sets of ranks, the same on all ranks; ronde.groups()
+    returns the groups made of them.
     """
     if _state.world is not None:
         return
@@ -209,14 +209,14 @@ def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # s
 
 
 def shutdown() -> None:
-    """Leave the round. Without a running one it does nothing; afterwards init() may begin another."""
+    """Leave the round. It does nothing if no round is running. Afterwards init() may join another round."""
     world, _state.world = _state.world, None
     if world is not None:
         world.close()
 
 
 def is_initialized() -> bool:
-    """Whether a round is running here."""
+    """Whether init() was called, and shutdown() was not."""
     return _state.world is not None
 
 
