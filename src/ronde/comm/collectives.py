@@ -43,52 +43,52 @@ __all__ = [
 
 
 def rank() -> int:
-    """This process's number in the job, from 0."""
+    """Return the number of this process in the job, from 0."""
     return current_world("rank()").rank
 
 
 def size() -> int:
-    """Number of ranks in the job."""
+    """Return the number of ranks in the job."""
     return current_world("size()").size
 
 
 def local_rank() -> int:
-    """This rank's number among those of its host."""
+    """Return the number of this rank among the ranks of its host, from 0."""
     return current_world("local_rank()").topology.local_rank
 
 
 def local_size() -> int:
-    """Number of ranks on this host."""
+    """Return the number of ranks on this host."""
     return current_world("local_size()").topology.local_size
 
 
 def cross_rank() -> int:
-    """This host's number among those that have a rank with the same local number."""
+    """Return the number of this host among the hosts that have a rank with this local_rank()."""
     return current_world("cross_rank()").topology.cross_rank
 
 
 def cross_size() -> int:
-    """Number of hosts that have a rank with the same local number."""
+    """Return how many hosts have a rank with this local_rank()."""
     return current_world("cross_size()").topology.cross_size
 
 
 def world() -> Group:
-    """The group of all ranks."""
+    """Return the group of all ranks."""
     return current_world("world()").group
 
 
 def groups() -> list[Group]:
-    """The groups there are: the world first, then those of init(groups=…) and add_group() in order."""
+    """Return all groups: the world first, then those of init(groups=…) and add_group() in order."""
     return current_world("groups()").groups
 
 
 def add_group(ranks: Iterable[int]) -> Group:
-    """A new group of these ranks. Every rank of the job calls it, with the same ranks and in the same order."""
+    """Make a group of these ranks and return it. Collective: every rank of the job calls it, with the same ranks."""
     return current_world("add_group()").add_group(ranks)
 
 
 def remove_group(group: Group) -> None:
-    """Remove a group. Every rank of the job calls it, when nothing is under way in the group."""
+    """Remove a group in which no operation is under way. Collective: every rank of the job calls it."""
     current_world("remove_group()").remove_group(group)
 
 
@@ -103,7 +103,7 @@ def allreduce(
     postscale: float = 1.0,
     wait: bool = True,
 ) -> Any:
-    """postscale * op(prescale * x) over all members, in a new array or in `out` (which may be x itself).
+    """Return postscale * op(prescale * x) over all members, in a new array or in `out` (which may be x itself).
 
     op is sum, mean, min, max, product or adasum. A list of arrays of one dtype travels as a unit and gives a list.
     With wait=False it returns a Work at once. Without a name, members are matched by the order of their calls; with a
@@ -114,7 +114,7 @@ def allreduce(
 
 
 def allgather(x: Any, *, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
-    """The members' arrays, one after the other along the first dimension, in which they may differ."""
+    """Return the arrays of all members, concatenated along the first dimension, in which they may differ."""
     return resolve_group(group).allgather(x, name=name, wait=wait)
 
 
@@ -127,7 +127,7 @@ def broadcast(
     name: str | None = None,
     wait: bool = True,
 ) -> Any:
-    """The root's array for all members, in a new array or in `out`. root is a rank of the job."""
+    """Return the array of the root, a rank of the job, in a new array or in `out`."""
     return resolve_group(group).broadcast(x, root=root, out=out, name=name, wait=wait)
 
 
@@ -141,7 +141,8 @@ def reduce_scatter(
     postscale: float = 1.0,
     wait: bool = True,
 ) -> Any:
-    """This member's rows of the reduction: as even shares as possible, the first members get one row more."""
+    """Reduce x over all members and return this rank's share of the rows. If the rows cannot be divided evenly, the
+    first members get one more."""
     members = resolve_group(group)
     return members.reduce_scatter(x, op=op, name=name, prescale=prescale, postscale=postscale, wait=wait)
 
@@ -154,30 +155,31 @@ def alltoall(
     name: str | None = None,
     wait: bool = True,
 ) -> Any:
-    """splits[i] of this member's rows go to member i (default: equal shares).
+    """Send splits[i] rows of x to member i (default: equal shares).
 
-    Returns the rows received, in the order of the members, and how many came from each.
+    Return the rows that this rank received, in the order of the members, and how many came from each.
     """
     return resolve_group(group).alltoall(x, splits=splits, name=name, wait=wait)
 
 
 def barrier(*, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
-    """Return when every member has called it."""
+    """Wait until every member has called barrier()."""
     return resolve_group(group).barrier(name=name, wait=wait)
 
 
 def join(*, group: Group | None = None) -> int:
-    """Out of data: give zeros to the others' allreduces until every member has joined. The rank that did last."""
+    """Contribute zeros to the allreduces of the others until every member has joined; for a rank that has no more data.
+    Return the rank that joined last."""
     return resolve_group(group).join()
 
 
 def send(x: Any, to: int, *, group: Group | None = None, wait: bool = True) -> Any:
-    """Give an array to one member (a rank of the job), which calls receive()."""
+    """Send an array to one member (a rank of the job), which calls receive()."""
     return resolve_group(group).send(x, to, wait=wait)
 
 
 def receive(out: Any, source: int, *, group: Group | None = None, wait: bool = True) -> Any:
-    """Fill the array `out` with what one member (a rank of the job) sends, and return it."""
+    """Receive an array from one member (a rank of the job) into `out`, and return `out`."""
     return resolve_group(group).receive(out, source, wait=wait)
 
 
@@ -187,17 +189,18 @@ def plan(buckets: Sequence[Bucket], *, group: Group | None = None) -> Plan:
 
 
 def mark_step() -> None:
-    """One step of the training is done. Optimizers of ronde call it; it gives `ronde top` its step rate."""
+    """Count one training step, for the rate in `ronde top`. Ronde's optimizers call it; a loop without them calls it
+    once per step."""
     current_world("mark_step()").recorder.mark_step()
 
 
 def metrics() -> Metrics:
-    """What this rank's operations add up to so far."""
+    """Return counts and times of this rank's operations since init()."""
     return current_world("metrics()").recorder.metrics()
 
 
 def events() -> list[Event]:
-    """What happened lately on this rank."""
+    """Return the latest events of this rank, the oldest first."""
     return current_world("events()").recorder.events()
 
 
@@ -211,5 +214,5 @@ def start_timeline(path: str | PathLike[str]) -> None:
 
 
 def stop_timeline() -> None:
-    """End the timeline; its file has everything then. One rank calls it, any one."""
+    """Stop the timeline and complete its file. Any one rank calls it."""
     current_world("stop_timeline()").stop_timeline()

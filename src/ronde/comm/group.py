@@ -46,7 +46,7 @@ MAX_CACHED_ALLREDUCES = 1024
 
 
 class Group:
-    """Some ranks of the world, in order. Made by ronde.init() and ronde.add_group(), which all ranks call alike."""
+    """Some ranks of the world, in order. ronde.init() and ronde.add_group() make groups; all ranks call them alike."""
 
     def __init__(
         self, id: int, ranks: tuple[int, ...], rank: int, open_channels: OpenChannels, control_thread: ControlThread
@@ -100,7 +100,7 @@ class Group:
         postscale: float = 1.0,
         wait: bool = True,
     ) -> Any:
-        """postscale * op(prescale * x) over all members, in a new array or in `out` (which may be x itself).
+        """Return postscale * op(prescale * x) over all members, in a new array or in `out` (which may be x itself).
 
         A list or tuple of arrays of one dtype travels as a unit; then the result is a list, and out a list too.
         """
@@ -130,10 +130,10 @@ class Group:
         return self._start(AllreduceOperation(signature, sources, targets, is_list, _check_name(name)), wait)
 
     def allgather(self, x: Any, *, name: str | None = None, wait: bool = True) -> Any:
-        """The members' arrays, one after the other along the first dimension, in which they may differ.
+        """Return the arrays of all members, concatenated along the first dimension, in which they may differ.
 
         A scalar counts as one row. A list or tuple gives a list. Without a name, wait=False still waits until every
-        member has called, for only then is it known how much will come.
+        member has called, because only then is the size of the result known.
         """
         self._check_open()
         sources, is_list = self._as_send_buffers(x, "allgather", scalars_as_rows=True)
@@ -149,7 +149,7 @@ class Group:
         name: str | None = None,
         wait: bool = True,
     ) -> Any:
-        """The root's array for all members, in a new array or in `out`. root is a rank of the world."""
+        """Return the array of the root, a rank of the world, in a new array or in `out`."""
         self._check_open()
         root_index = self._member_index_of(root, "broadcast: root")
         source = self._as_send_buffer(x, "broadcast")
@@ -167,7 +167,8 @@ class Group:
         postscale: float = 1.0,
         wait: bool = True,
     ) -> Any:
-        """This member's rows of the reduction: as even shares as possible, the first members get one row more."""
+        """Reduce x over all members and return this rank's share of the rows. If the rows cannot be divided evenly, the
+        first members get one more."""
         self._check_open()
         source = self._as_send_buffer(x, "reduce_scatter")
         if not source.array.shape:
@@ -183,10 +184,10 @@ class Group:
         name: str | None = None,
         wait: bool = True,
     ) -> Any:
-        """Rows from each member to each: splits[i] of this member's rows go to member i (default: equal shares).
+        """Send splits[i] rows of x to member i (default: equal shares).
 
-        Returns the rows that came, in the order of the members, and how many came from each. As allgather, without a
-        name it waits until every member has called.
+        Return the rows that this rank received, in the order of the members, and how many came from each. Without a
+        name it waits until every member has called, as allgather does.
         """
         self._check_open()
         source = self._as_send_buffer(x, "alltoall")
@@ -197,12 +198,13 @@ class Group:
         return self._start(AlltoallOperation(signature, source, own_splits, self._index, _check_name(name)), wait)
 
     def barrier(self, *, name: str | None = None, wait: bool = True) -> Any:
-        """Return when every member has called it."""
+        """Wait until every member has called barrier()."""
         signature = get_signature(OperationKind.BARRIER, DType.UINT8, (), CallOptions())
         return self._start(BarrierOperation(signature, _check_name(name)), wait)
 
     def join(self) -> int:
-        """Out of data: give zeros to the others' allreduces until every member has joined. The rank that did last."""
+        """Contribute zeros to the allreduces of the others until every member has joined; for a rank that has no more
+        data. Return the rank that joined last."""
         channel = self.ordered_channel
         assert self._named_operations is not None
         signature = get_signature(OperationKind.JOIN, DType.UINT8, (), CallOptions())
@@ -216,14 +218,14 @@ class Group:
         return max(zip(joined_at_ns, self.ranks, strict=True))[1]
 
     def send(self, x: Any, to: int, *, wait: bool = True) -> Any:
-        """Give an array to one member (a rank of the world), which calls receive()."""
+        """Send an array to one member (a rank of the world), which calls receive()."""
         self._check_open()
         source = self._as_send_buffer(x, "send")
         span = Span(address_of(source.array), 0, source.array.size)
         return self._start_message(self._make_message(OperationKind.SEND, source, span, to, source), wait)
 
     def receive(self, out: Any, source: int, *, wait: bool = True) -> Any:
-        """Fill the array `out` with what one member (a rank of the world) sends, and return it."""
+        """Receive an array from one member (a rank of the world) into `out`, and return `out`."""
         self._check_open()
         given = self._as_send_buffer(out, "receive")
         target = as_receive_buffer(out, given, "receive")
