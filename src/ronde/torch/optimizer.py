@@ -108,7 +108,7 @@ disable_dynamo(Reducer.mark_ready, Reducer.mark_new_parameter, TorchAdapter._on_
 disable_dynamo(
     TrainingStep.pass_started,
     TrainingStep._on_pass_end,
-    TrainingStep._finalize,
+    TrainingStep._finish_reducing,
     TrainingStep.synchronize,
     TrainingStep.step_done,
     TrainingStep.gradients_cleared,

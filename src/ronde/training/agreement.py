@@ -1,8 +1,6 @@
-"""Whether all members describe the same things, and the first one in which they differ. Used before parameters are
-broadcast, so that an error names a parameter instead of a place in the program.
+"""What ranks compare before they exchange tensors: lists of names, and the plan for the buckets of gradients.
 
-What ranks tell each other before gradients travel, and what follows from it: one list of parameters, one order.
-Used by the Reducer, once per plan.
+When they differ, every member raises the same Mismatch, which names the first difference and who has what there.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ __all__ = [
     "PlanProposal",
     "agree_on_plan",
     "all_equal",
-    "allgather_text",
+    "allgather_names",
     "check_equal",
     "explain_joined_ranks",
     "fingerprint",
@@ -92,12 +90,11 @@ def agree_on_plan(group: Group, proposal: PlanProposal) -> AgreedPlan:
     return merge_proposals(dict(zip(group.ranks, accounts, strict=True)))
 
 
-def allgather_text(group: Group, text: str) -> dict[int, str]:
-    """What every member has to say, by rank. Collective, in program order."""
-    everybody = group.allgather_each(np.frombuffer(msgspec.json.encode(text), np.uint8))
-    return {
-        rank: msgspec.json.decode(data.tobytes(), type=str) for rank, data in zip(group.ranks, everybody, strict=True)
-    }
+def allgather_names(group: Group, names: list[str]) -> dict[int, list[str]]:
+    """The lists of names of all members, by rank. Collective, in program order."""
+    gathered = group.allgather_each(np.frombuffer(msgspec.json.encode(names), np.uint8))
+    lists = [msgspec.json.decode(data.tobytes(), type=list[str]) for data in gathered]
+    return dict(zip(group.ranks, lists, strict=True))
 
 
 @contextmanager

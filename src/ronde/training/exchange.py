@@ -1,10 +1,8 @@
-"""How gradients are combined among ranks, as settings, and what they come to for one group. Used by every binding.
+"""How gradients are reduced (GradientSettings), and the reduction of one set of buckets (GradientExchange).
 
-The buckets of one accord on their way: one plan, its encoders, and the news that travels with them. Used by the
-Reducer, which decides what starts when.
-
-Order on the plan's channel, equal on all members: the first wires of all buckets; the news; then, for codecs with more
-than one wire, the further wires bucket by bucket.
+A GradientExchange has a plan of its own, and so a channel on which nothing else runs. The order on that channel is equal
+on all members: the first wire of every bucket; the flags; then, for codecs with more than one wire, the further wires
+bucket by bucket.
 """
 
 from __future__ import annotations
@@ -116,13 +114,16 @@ class GradientSettings:
 
 NUM_STEP_FLAGS = 2
 HAD_BACKWARD = -2
-"""Behind the parameters' states: whether somebody had a backward pass."""
+"""Behind the flags of the parameters: whether a member had a backward pass."""
 REPLAN_WANTED = -1
-"""Whether somebody wants another accord."""
+"""Whether other parameters train on a member than were agreed on."""
 
 
 class GradientExchange:
-    """Reduces gradients bucket by bucket. What is not started in the background runs in finish(), in this thread."""
+    """Reduces the gradients that the members agreed on, bucket by bucket, and one flag per parameter behind them.
+
+    A bucket is started in the background, or runs in finish(), in the calling thread.
+    """
 
     def __init__(
         self,
@@ -134,82 +135,93 @@ class GradientExchange:
         num_passes: int,
         codec: Codec | None,
     ) -> None:
+        """`num_passes` is the number of passes that the buckets' scale factors are for. Collective."""
         self.buckets = tuple(buckets)
         self.num_passes = num_passes
-        """The number of passes that the factors of the plan are for."""
-        encoders = [codec.open(bucket, parameters) if codec is not None else None for bucket in self.buckets]
-        self._encoders: list[BucketEncoder | None] = encoders
+        self.bucket_indices = tuple(bucket.indices for bucket in self.buckets)
+        """By bucket, the indices of its parameters."""
+        self.sparse = [index for index, parameter in enumerate(parameters) if parameter.sparse]
+        self._encoders = [codec.open(bucket, parameters) if codec is not None else None for bucket in self.buckets]
         first: list[Bucket] = []
         further: list[Bucket] = []
-        self._wire_numbers: list[list[int]] = []
-        """By bucket, the numbers of its wires in the plan."""
+        self._wire_numbers: list[list[int]] = []  # by bucket, the numbers of its wires in the plan
         scales = settings.scales(num_passes)
-        behind = len(self.buckets) + 1
-        for number, (bucket, encoder) in enumerate(zip(self.buckets, encoders, strict=True)):
-            wanted = _plan_buckets(bucket, encoder, parse_op(settings.op), scales)
-            first.append(wanted[0])
-            self._wire_numbers.append([number, *range(behind + len(further), behind + len(further) + len(wanted) - 1)])
-            further.extend(wanted[1:])
-        news = Bucket(len(parameters) + NUM_STEP_FLAGS, "uint8", "max", name="news of the gradients")
-        self._plan = Plan([*first, news, *further], group)
+        num_first = len(self.buckets) + 1
+        for number, (bucket, encoder) in enumerate(zip(self.buckets, self._encoders, strict=True)):
+            wires = _plan_buckets(bucket, encoder, parse_op(settings.op), scales)
+            first.append(wires[0])
+            start = num_first + len(further)
+            self._wire_numbers.append([number, *range(start, start + len(wires) - 1)])
+            further.extend(wires[1:])
+        flags = Bucket(len(parameters) + NUM_STEP_FLAGS, "uint8", "max", name="flags of the gradients")
+        self._plan = Plan([*first, flags, *further], group)
         self._wire_arrays = [[self._plan.arrays[wire] for wire in wires] for wires in self._wire_numbers]
-        self._usual_flags = np.full(news.count, GradientKind.DENSE, np.uint8)
+        self.flags = self._plan.arrays[len(first)]
+        """A GradientKind per parameter, HAD_BACKWARD and REPLAN_WANTED; after finish() the maximum over all members."""
+        self._usual_flags = np.full(flags.count, GradientKind.DENSE, np.uint8)
         self._usual_flags[REPLAN_WANTED] = 0
         self._usual_flags_bytes = self._usual_flags.tobytes()
-        self.flags = self._plan.arrays[len(first)]
-        """One number per parameter and a few facts; after finish() the highest of all members."""
-        self.bucket_arrays: list[Array] = [
+        self._bucket_arrays: list[Array] = [
             arrays[0] if encoder is None else np.zeros(bucket.count, DType[bucket.dtype.upper()].numpy)
-            for bucket, encoder, arrays in zip(self.buckets, encoders, self._wire_arrays, strict=True)
-        ]
-        """Where the gradients of each bucket lie: on the wire itself, unless a codec stands between."""
+            for bucket, encoder, arrays in zip(self.buckets, self._encoders, self._wire_arrays, strict=True)
+        ]  # where the gradients lie: on the first wire itself, unless a codec stands between
         self._works: list[Work | None] = [None] * (len(first) + 1)
+        self.bucket_of = [-1] * len(parameters)
+        """By parameter, the number of its bucket; -1 for those that are in none."""
+        self.gradient_arrays: dict[int, Array] = {}
+        """By parameter, the memory of its gradient, for those that are in a bucket."""
+        for number, bucket in enumerate(self.buckets):
+            for location in bucket.locations:
+                self.bucket_of[location.index] = number
+                array = self._bucket_arrays[number][location.start : location.start + location.count]
+                self.gradient_arrays[location.index] = array
+        self.dense = sorted(self.gradient_arrays)
 
     def start(self, number: int) -> None:
-        """Send a bucket in the background: its gradients are in place."""
+        """Reduce a bucket in the background. Its gradients are in its memory."""
         encoder = self._encoders[number]
         if encoder is not None:
-            encoder.encode(0, self.bucket_arrays[number], self._wire_arrays[number])
+            encoder.encode(0, self._bucket_arrays[number], self._wire_arrays[number])
         self._works[number] = self._plan.start(number)
 
     def write_flags(self, kinds: Mapping[int, GradientKind], *, had_backward: bool, replan_wanted: bool) -> None:
-        """What this rank has of the gradients: DENSE where nothing else is said."""
+        """Set this member's flags. A parameter that `kinds` does not have is DENSE."""
         self.flags[:] = self._usual_flags
-        for index, state in kinds.items():
-            self.flags[index] = state
+        for index, kind in kinds.items():
+            self.flags[index] = kind
         self.flags[HAD_BACKWARD] = had_backward
         self.flags[REPLAN_WANTED] = replan_wanted
 
     @property
     def flags_are_usual(self) -> bool:
-        """Whether somebody had each gradient, and nobody has anything else to tell."""
+        """Whether, after finish(), every gradient was dense on some member and nothing is out of the ordinary."""
         return self.flags.tobytes() == self._usual_flags_bytes
 
     def start_flags(self) -> None:
-        """Send the news in the background, behind all buckets."""
+        """Reduce the flags in the background. Called after all buckets were started."""
         self._works[-1] = self._plan.start(len(self.buckets))
 
     def finish(self) -> None:
-        """Run what was not started, wait for all, and write the gradients."""
+        """Run what was not started, and wait for the rest. The memory of the gradients holds the results then."""
         for number, encoder in enumerate(self._encoders):
             if self._works[number] is None and encoder is not None:
-                encoder.encode(0, self.bucket_arrays[number], self._wire_arrays[number])
+                encoder.encode(0, self._bucket_arrays[number], self._wire_arrays[number])
             self._run_or_wait(number)
             if encoder is not None and len(self._wire_arrays[number]) == 1:
-                encoder.decode(self._wire_arrays[number], self.bucket_arrays[number])
+                encoder.decode(self._wire_arrays[number], self._bucket_arrays[number])
         self._run_or_wait(len(self.buckets))
         for number, encoder in enumerate(self._encoders):
             if encoder is not None and len(self._wire_arrays[number]) > 1:
                 self._run_further_wires(number, encoder)
 
     def drain(self) -> None:
-        """Wait for what is under way, and forget it."""
+        """Wait for what was started, and drop it."""
         for number, work in enumerate(self._works):
             if work is not None:
                 self._run_or_wait(number)
 
     def close(self) -> None:
-        """Close the channel; the memory stays for as long as somebody looks at it. Idempotent."""
+        """Close the channel. The memory of the gradients stays. Idempotent."""
         self._plan.close()
 
     def _run_or_wait(self, number: int) -> None:
@@ -221,7 +233,7 @@ class GradientExchange:
             work.wait()
 
     def _run_further_wires(self, number: int, encoder: BucketEncoder) -> None:
-        gradients, arrays = self.bucket_arrays[number], self._wire_arrays[number]
+        gradients, arrays = self._bucket_arrays[number], self._wire_arrays[number]
         for wire in range(1, len(arrays)):
             encoder.encode(wire, gradients, arrays)
             self._plan.run(self._wire_numbers[number][wire])
@@ -231,10 +243,10 @@ class GradientExchange:
 def _plan_buckets(
     bucket: GradientBucket, encoder: BucketEncoder | None, op: Op, scales: tuple[float, float]
 ) -> list[Bucket]:
-    """What the plan has to know of a bucket, wire by wire."""
+    """The plan's buckets for the wires of one bucket of gradients."""
     wires = (WireArray(bucket.count, bucket.dtype),) if encoder is None else encoder.wires
-    # Adasum weighs every gradient by itself: it has to know where each begins.
-    parts = tuple(span.count for span in bucket.locations) if op is Op.ADASUM else ()
+    # Adasum weighs every gradient by itself, so it has to know where each begins.
+    parts = tuple(location.count for location in bucket.locations) if op is Op.ADASUM else ()
     return [
         Bucket(wire.count, wire.dtype, op, *scales, bucket.name, parts if wire.count == bucket.count else ())
         for wire in wires

@@ -1,54 +1,133 @@
-"""The backward passes of one optimizer: counts them, and has all reducers send and wait behind the last of a step.
-Used by the bindings' optimizers.
+"""The training step of one optimizer: which backward passes belong to it, and when its gradients are reduced.
 
-When backward() returns, gradients are combined: what looks at them next (clipping, a scaler, the optimizer) sees the
-same numbers on all ranks. A rank that had no pass takes part when it calls step().
+When backward() returns from the last pass of a step, gradients are reduced: what looks at them next (clipping, a
+scaler, the optimizer) sees the same numbers on all ranks. A rank that had no pass takes part when it calls step().
+
+TrainingStep is a state machine; TRANSITIONS is its table. Calls go one way: TrainingStep commands the reducers, and
+each reducer commands its framework adapter. Events come back through two callbacks: on_pass_started, which a reducer
+calls at the first gradient of a pass, and the end of the pass, which BackwardPass reports.
 """
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable
 from weakref import WeakSet
 
 from ronde.training.adapter import BackwardPass
 from ronde.training.reducer import Reducer
 
-__all__ = ["TrainingStep"]
+__all__ = ["StepEvent", "StepState", "TRANSITIONS", "TrainingStep"]
+
+
+class StepState(enum.Enum):
+    """Where a step is."""
+
+    IDLE = enum.auto()
+    """No pass has begun since gradients were used by the optimizer, or were cleared."""
+    BACKWARD = enum.auto()
+    """A backward pass is running, and its end will be reported."""
+    OUTER_BACKWARD = enum.auto()
+    """A pass inside of another one has ended (a reentrant checkpoint); the outer pass has not gone on yet."""
+    ACCUMULATING = enum.auto()
+    """Some passes of the step are over, and more are to come."""
+    REDUCING = enum.auto()
+    """All buckets are filled; the results have not been waited for."""
+    REDUCED = enum.auto()
+    """Gradients are the results, and the optimizer has not used them."""
+    CLOSED = enum.auto()
+
+
+class StepEvent(enum.Enum):
+    """What happens to a step."""
+
+    GRADIENT = enum.auto()
+    """The first gradient of a pass, or the outer pass goes on."""
+    INNER_PASS_ENDED = enum.auto()
+    PASS_ENDED = enum.auto()
+    """One that is not the last of its step."""
+    LAST_PASS_ENDED = enum.auto()
+    SYNCHRONIZE = enum.auto()
+    """Somebody needs the results now, however many passes there were."""
+    FINISHED = enum.auto()
+    """All results are there, or an error is, on all ranks alike."""
+    FAILED = enum.auto()
+    """The ranks could not begin to reduce."""
+    STEP_DONE = enum.auto()
+    CLEARED = enum.auto()
+    CLOSED = enum.auto()
+
+
+_S, _E = StepState, StepEvent
+TRANSITIONS: dict[StepState, dict[StepEvent, StepState]] = {
+    _S.IDLE: {_E.GRADIENT: _S.BACKWARD, _E.SYNCHRONIZE: _S.REDUCING, _E.CLOSED: _S.CLOSED},
+    _S.BACKWARD: {
+        _E.INNER_PASS_ENDED: _S.OUTER_BACKWARD,
+        _E.PASS_ENDED: _S.ACCUMULATING,
+        _E.LAST_PASS_ENDED: _S.REDUCING,
+        _E.SYNCHRONIZE: _S.REDUCING,
+        _E.CLEARED: _S.IDLE,
+        _E.CLOSED: _S.CLOSED,
+    },
+    _S.OUTER_BACKWARD: {
+        _E.GRADIENT: _S.BACKWARD,
+        _E.SYNCHRONIZE: _S.REDUCING,
+        _E.CLEARED: _S.IDLE,
+        _E.CLOSED: _S.CLOSED,
+    },
+    _S.ACCUMULATING: {
+        _E.GRADIENT: _S.BACKWARD,
+        _E.SYNCHRONIZE: _S.REDUCING,
+        _E.CLEARED: _S.IDLE,
+        _E.CLOSED: _S.CLOSED,
+    },
+    _S.REDUCING: {
+        _E.FINISHED: _S.REDUCED,
+        _E.FAILED: _S.IDLE,
+        _E.CLEARED: _S.IDLE,
+        _E.CLOSED: _S.CLOSED,
+    },
+    _S.REDUCED: {
+        _E.GRADIENT: _S.BACKWARD,
+        _E.STEP_DONE: _S.IDLE,
+        _E.CLEARED: _S.IDLE,
+        _E.CLOSED: _S.CLOSED,
+    },
+    _S.CLOSED: {},
+}
+"""The next state by state and event. An event that a state does not list changes nothing: the end of a pass may be
+reported after the step was synchronized, cleared or closed."""
 
 _open_steps: WeakSet[TrainingStep] = WeakSet()
-"""Those of this process that may wait for other ranks. One that is alone may wait while not all is sent; two that did
-so in different order on two ranks would wait for each other."""
+"""The steps of this process that are not closed. One that is alone may reduce in its own thread, which wakes no other.
+Two that did so in different order on two ranks would wait for each other."""
 
 
 class TrainingStep:
-    """Passes, num_passes of which make a step."""
+    """The step that an optimizer is in. `num_passes` backward passes make a step."""
 
     def __init__(
         self, backward_pass: BackwardPass, num_passes: int = 1, *, gradient_version: Callable[[], object] = lambda: None
     ) -> None:
-        """`mark` is asked between the passes of a step: it answers differently when gradients were changed since."""
+        """`gradient_version` is called between the passes of a step. Its result changes when gradients are changed by
+        something else than a backward pass."""
         self.backward_pass = backward_pass
-        """Who calls us at the end of a pass."""
+        """Reports the end of a pass."""
+        self.state = StepState.IDLE
         self._num_passes = _check_num_passes(num_passes)
-        self._gradient_version = gradient_version
-        self._version_at_pass_end: object = None  # at the end of the last pass, if the step has more
-        self._reducers: list[Reducer] = []
         self._num_passes_done = 0
-        self._pass_running = False  # a pass has begun, and is not over
-        self._awaiting_end = False  # and at its end we will be called
-        self._gradients_reduced = (
-            False  # whether gradients were combined since the last step, or since they were cleared
-        )
+        self._gradient_version = gradient_version
+        self._version_at_pass_end: object = None
+        self._reducers: list[Reducer] = []
         _open_steps.add(self)
 
     @property
     def num_passes(self) -> int:
-        """How many passes make a step."""
         return self._num_passes
 
     @num_passes.setter
     def num_passes(self, num_passes: int) -> None:
-        if self._num_passes_done or self._pass_running:
+        if self.state not in (StepState.IDLE, StepState.REDUCED, StepState.CLOSED):
             raise ValueError(
                 f"the number of passes cannot change in the middle of a step, after {self._num_passes_done}"
             )
@@ -56,97 +135,115 @@ class TrainingStep:
         self._prepare_pass()
 
     def add_reducer(self, reducer: Reducer) -> None:
-        """One more reducer; begin() is what it has to call."""
+        """Reduce the gradients of one more reducer, whose on_pass_started is pass_started()."""
         self._reducers.append(reducer)
         self._prepare_pass()
 
     def pass_started(self) -> None:
-        """The first gradient of a pass has come."""
-        self._pass_running = True
-        if not self._awaiting_end:
-            self._awaiting_end = True
+        """Called at the first gradient of a pass by each reducer, and when the outer one of two passes goes on."""
+        if self._apply(StepEvent.GRADIENT):
             self.backward_pass.on_end(self._on_pass_end)
 
     def synchronize(self) -> None:
-        """Combine what has not been combined since the last step. Does nothing after a backward() that did it."""
-        if self._gradients_reduced and not self._pass_running and not self._num_passes_done:
-            return
-        if self._num_passes_done and not self._pass_running and self._gradient_version() != self._version_at_pass_end:
+        """Reduce the gradients if that has not been done in this step, and wait for the results. Collective."""
+        if self.state is StepState.ACCUMULATING and self._gradient_version() != self._version_at_pass_end:
             raise ValueError(
-                f"gradients were changed after {self._num_passes_done} of the {self._num_passes} backward passes of a step, "
-                "before they were combined with those of the other ranks. When a step ends early, call "
+                f"gradients were changed after {self._num_passes_done} of the {self._num_passes} backward passes of a "
+                "step, before they were combined with those of the other ranks. When a step ends early, call "
                 "optimizer.synchronize() before gradients are clipped or unscaled (scaler.step() does it, too)"
             )
-        num_done = self._num_passes_done + self._pass_running
-        self._pass_running = False
-        self._start_remaining(num_done)
-        self._finalize()
+        in_pass = self.state in (StepState.BACKWARD, StepState.OUTER_BACKWARD)
+        if self._apply(StepEvent.SYNCHRONIZE):
+            self._start_reducing(self._num_passes_done + in_pass)
+        self._finish_reducing()
 
     def step_done(self) -> None:
         """The optimizer has used the gradients."""
-        self._gradients_reduced = False
+        self._apply(StepEvent.STEP_DONE)
 
     def gradients_cleared(self) -> None:
-        """Gradients were set to zero or to none: a step begins, also when the one before had not all of its passes. It
-        ends a pass that broke off, too, if it did so on all ranks."""
-        self._gradients_reduced = False
+        """Gradients were set to zero or to none: a step begins, also when the one before had not all of its passes or
+        its last pass was interrupted by an error, if that happened on all ranks."""
         for reducer in self._reducers:
-            reducer.clear()
-        if self._pass_running:
-            self._pass_running = self._awaiting_end = False
+            reducer.gradients_cleared()
+        interrupted = self.state in (StepState.BACKWARD, StepState.OUTER_BACKWARD, StepState.REDUCING)
+        if not self._apply(StepEvent.CLEARED):
+            return
+        if interrupted:
             for reducer in self._reducers:
                 reducer.drain()
-        elif not self._num_passes_done:
-            return
-        self._num_passes_done = 0
-        self._prepare_pass()
+        if interrupted or self._num_passes_done:
+            self._num_passes_done = 0
+            self._prepare_pass()
 
     def close(self) -> None:
-        """Combine gradients no more. Idempotent."""
+        """Reduce gradients no more. Idempotent."""
+        self._apply(StepEvent.CLOSED)
         _open_steps.discard(self)
         for reducer in self._reducers:
             reducer.close()
         self._reducers.clear()
 
+    def _apply(self, event: StepEvent) -> bool:
+        """Go to the next state; whether the event changed anything."""
+        following = TRANSITIONS[self.state].get(event)
+        if following is None:
+            return False
+        self.state = following
+        return True
+
     def _on_pass_end(self) -> None:
-        """A backward pass is over."""
-        self._awaiting_end = False
-        if self.backward_pass.is_nested(self.pass_started):  # its end is that of the one around it
-            for reducer in self._reducers:
-                reducer.suspend()
+        if self.state is not StepState.BACKWARD:
             return
-        self._pass_running = False
+        if self.backward_pass.is_nested(self.pass_started):
+            self._apply(StepEvent.INNER_PASS_ENDED)
+            for reducer in self._reducers:
+                reducer.report_next_gradient()
+            return
         if self._num_passes_done + 1 < self._num_passes:
+            self._apply(StepEvent.PASS_ENDED)
             self._num_passes_done += 1
             self._version_at_pass_end = self._gradient_version()
             self._prepare_pass()
             return
-        self._start_remaining(self._num_passes_done + 1)
-        # Behind the ends of other optimizers' passes, which may have to send something before we wait.
-        self.backward_pass.on_end(self._finalize)
+        self._apply(StepEvent.LAST_PASS_ENDED)
+        self._start_reducing(self._num_passes_done + 1)
+        # Behind the ends of other optimizers' passes, which may have to start buckets before this one waits.
+        self.backward_pass.on_end(self._finish_reducing)
 
-    def _start_remaining(self, num_done: int) -> None:
-        for reducer in self._reducers:
-            reducer.start_remaining(
-                num_done or self._num_passes, had_backward=num_done > 0, only_reducer=self._only_reducer
-            )
+    def _start_reducing(self, num_passes_done: int) -> None:
+        inline = self._may_run_inline
+        try:
+            for reducer in self._reducers:
+                reducer.start_remaining(
+                    num_passes_done or self._num_passes, had_backward=num_passes_done > 0, inline=inline
+                )
+        except BaseException:
+            self._end_step(StepEvent.FAILED)
+            raise
 
-    def _finalize(self) -> None:
-        self._num_passes_done = 0
-        self._gradients_reduced = True
+    def _finish_reducing(self) -> None:
+        if self.state is not StepState.REDUCING:
+            return
         try:
             for reducer in self._reducers:
                 reducer.finalize()
         finally:
-            self._prepare_pass()
+            self._end_step(StepEvent.FINISHED)
+
+    def _end_step(self, event: StepEvent) -> None:
+        self._apply(event)
+        self._num_passes_done = 0
+        self._prepare_pass()
 
     def _prepare_pass(self) -> None:
-        final = self._num_passes_done + 1 == self._num_passes
+        is_last = self._num_passes_done + 1 == self._num_passes
+        inline = self._may_run_inline
         for reducer in self._reducers:
-            reducer.prepare_pass(self._num_passes, last_pass=final, only_reducer=self._only_reducer)
+            reducer.prepare_pass(self._num_passes, is_last=is_last, inline=inline)
 
     @property
-    def _only_reducer(self) -> bool:
+    def _may_run_inline(self) -> bool:
         return len(self._reducers) == 1 and len(_open_steps) == 1
 
 
