@@ -1,17 +1,11 @@
-"""Keeps torch.compile away from what runs in the middle of a step. Used by the distributed optimizer.
+"""Gradients of PyTorch's parameters for training/reducer, and the end of a backward pass for training/steps.
 
-Whoever compiles a whole step, backward() included, lets Dynamo look at every Python frame that runs in it, the hooks of
-parameters and the end of the pass among them; they talk to other ranks, which is nothing to compile. The decorator
-torch.compiler.disable() would import Dynamo, which is large, and cost time in every call, of hooks that are called for
-every gradient. So each function is marked as that decorator marks its own: for Dynamo's eyes alone, at no cost.
-
-When a backward pass of PyTorch ends. Used by the distributed optimizer.
-
-Gradients of PyTorch's parameters, for binding.Reducer. Used by the distributed optimizer.
-
-A gradient that autograd hands over is copied to its place in the bucket, and the place becomes p.grad: then gradients
+A gradient that autograd makes is copied to its memory in the bucket, and a view of that memory becomes p.grad: gradients
 exist once, and what the optimizer reads is what the ranks wrote. Large ones are copied at once, while they are in the
-cache, so that their memory is free for the next; small ones together, when their bucket is full: one call for all.
+cache, so that their memory is free for the next; small ones when their bucket is full, in one call for all.
+
+What runs in every step has no loop over parameters in Python: lists of parameters and views are made once per bucket,
+and are handed to map() and to torch._foreach_*.
 """
 
 from __future__ import annotations
@@ -19,10 +13,12 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from itertools import repeat
-from operator import is_
+from operator import attrgetter, is_
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -42,61 +38,6 @@ from ronde.training.adapter import GradientKind, ParameterInfo
 
 __all__ = ["TorchAdapter", "TorchBackwardPass", "disable_dynamo", "find_frame"]
 
-
-def disable_dynamo(*functions: Callable[..., object]) -> None:
-    """Dynamo is to run these, and all that they call, as they are. Before PyTorch 2.7 it may try all the same."""
-    frames: Any = eval_frame
-    for function in functions:
-        marked: Any = function
-        marked._torchdynamo_disable = True  # when it is called by what is being compiled
-        if hasattr(frames, "set_code_exec_strategy"):  # when it is called by C++, as hooks are
-            skip = frames._FrameAction.SKIP
-            frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))
-
-
-class TorchBackwardPass:
-    """The engine behind loss.backward()."""
-
-    def on_end(self, callback: Callable[[], None]) -> None:
-        """Call this when the pass that is running has come to its end. What it raises, backward() raises."""
-        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
-        if getattr(compiled, "in_compiled_autograd_region", False):
-            raise RuntimeError(
-                "gradients cannot be combined in a backward pass that is compiled (compiled autograd): such a pass "
-                "does not tell its end. Compile the model, or the whole step, without it"
-            )
-        Variable._execution_engine.queue_callback(callback)  # as FSDP does
-
-    def is_nested(self, on_resume: Callable[[], None]) -> bool:
-        """Whether the pass that is ending was started by the backward of a Function (a reentrant checkpoint). Then this
-        is called when the pass around it comes to the nodes behind that Function, and can be asked for its end."""
-        frame = find_frame(BackwardCFunction.apply)
-        if frame is None:
-            return False
-        _call_before_next_nodes(frame.f_locals["self"], on_resume)
-        return True
-
-
-def find_frame(function: Callable[..., object]) -> FrameType | None:
-    """The innermost call of this function that is under way in this thread."""
-    code, frame = function.__code__, sys._getframe().f_back
-    while frame is not None and frame.f_code is not code:
-        frame = frame.f_back
-    return frame
-
-
-def _call_before_next_nodes(node: Node, call: Callable[[], None]) -> None:
-    """Call this before the first of the nodes that get this node's gradients."""
-    hooks: list[RemovableHandle] = []
-
-    def once(_grads: object) -> None:
-        while hooks:
-            hooks.pop().remove()
-        call()
-
-    hooks += [behind.register_prehook(once) for behind, _ in node.next_functions if behind is not None]
-
-
 LARGE_BYTES = 64 * 1024
 """From here on copying takes longer than a call of its own."""
 
@@ -108,105 +49,106 @@ WIRE_TYPES: dict[torch.dtype, tuple[str, int]] = {
     torch.complex64: ("float32", 2),
     torch.complex128: ("float64", 2),
 }
-"""The type of the numbers that travel, and how many of them one element is."""
+"""The dtype in which gradients of a parameter are reduced, and how many numbers of it one element is."""
 
-TensorHook: TypeAlias = Callable[[Tensor], object]
 GradientCallback: TypeAlias = Callable[..., object]
+_grad_of = attrgetter("grad")
+_requires_grad_of = attrgetter("requires_grad")
 
 
 class TorchAdapter:
-    """The gradients of some parameters, those that train at the moment."""
+    """The gradients of some parameters of a model, as a FrameworkAdapter."""
 
     def __init__(self, rank: int, *, sparse_as_dense: bool = False) -> None:
-        self._rank = rank  # for errors
+        """`rank` is for error messages."""
+        self._rank = rank
         self._sparse_as_dense = sparse_as_dense
         self._names: list[str] = []
         self._tensors: list[Tensor] = []
-        self._requires_grad: list[bool] = []
-        self._parameters: list[Tensor] = []  # of the last description
+        self._requires_grad: list[bool] = []  # of all tensors, when they were last described
+        self._parameters: list[Tensor] = []  # those that were described last
         self._parameter_infos: list[ParameterInfo] = []
-        self._views: list[Tensor | None] = []
+        self._views: list[Tensor | None] = []  # by index, the memory in the bucket
         self._view_by_id: dict[int, Tensor | None] = {}  # the same by the identity of the parameter
-        self._view_addresses: list[
-            int
-        ] = []  # where the memory of each place begins: converting a model gives it another
-        self._views_by_indices: dict[tuple[int, ...], _BucketViews] = {}
-        self._on_device: set[int] = set()  # on another device: their places are on the host, and no gradients
+        self._addresses: list[int] = []  # by index, where that memory begins: converting a model gives a view another
+        self._slices: dict[tuple[int, ...], _BucketSlice] = {}
+        self._on_device: set[int] = set()  # parameters that are not on the CPU: their views cannot be their gradients
+        self._results_outside_buckets: dict[int, weakref.ref[Tensor]] = {}
+        """Results that are no views, by the identity of their parameters: sparse ones, or on another device."""
         self._hooks: list[RemovableHandle] = []
         self._new_parameter_hooks: list[RemovableHandle] = []
         self._lock = threading.Lock()
-        self._last_was_copied = False  # whether the large gradient that came last was not in its place
-        self._results_outside_buckets: dict[int, weakref.ref[Tensor]] = {}
-        """Results that are in no place, by the identity of their parameters: sparse, or on another device."""
+        self._last_was_copied = False  # whether the large gradient that came last was not in its view
 
     def add_parameters(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        """More parameters; they count from the next accord on."""
+        """Add parameters. They count from the next describe_parameters() on."""
         for name, tensor in named:
             self._names.append(name)
             self._tensors.append(tensor)
 
+    # --- FrameworkAdapter ------------------------------------------------------------------------------------------
+
     def describe_parameters(self) -> list[ParameterInfo]:
-        """What trains now."""
-        self._requires_grad = [tensor.requires_grad for tensor in self._tensors]
+        self._requires_grad = list(map(_requires_grad_of, self._tensors))
         named = zip(self._names, self._tensors, self._requires_grad, strict=True)
-        living = [(name, tensor) for name, tensor, trains in named if trains]
-        self._parameters = [tensor for _, tensor in living]
-        self._parameter_infos = [self._describe_parameter(name, tensor) for name, tensor in living]
+        trained = [(name, tensor) for name, tensor, trains in named if trains]
+        self._parameters = [tensor for _, tensor in trained]
+        self._parameter_infos = [self._describe_parameter(name, tensor) for name, tensor in trained]
         return self._parameter_infos
 
     def parameters_changed(self) -> bool:
-        """Whether other parameters train than at the last description."""
-        return [tensor.requires_grad for tensor in self._tensors] != self._requires_grad
+        return list(map(_requires_grad_of, self._tensors)) != self._requires_grad
 
     def bind_buckets(self, bucket_views: Mapping[int, Array], on_ready: GradientCallback) -> None:
-        """From now on gradients belong into this memory."""
         self.close()
         self._views = [
             _view_like(bucket_views[index], parameter) if index in bucket_views else None
             for index, parameter in enumerate(self._parameters)
         ]
         self._view_by_id = dict(zip(map(id, self._parameters), self._views, strict=True))
-        self._views_by_indices = {}
-        self._view_addresses = [0 if view is None else view.data_ptr() for view in self._views]
+        self._addresses = [0 if view is None else view.data_ptr() for view in self._views]
+        self._slices = {}
         self._on_device = {index for index, parameter in enumerate(self._parameters) if is_on_device(parameter)}
         on_ready = self._with_lock(on_ready)
         for index, parameter in enumerate(self._parameters):
-            hook: TensorHook = (
-                partial(self._on_large_gradient, index, on_ready) if self._is_large(index) else partial(on_ready, index)
-            )
+            if self._is_large(index):
+                hook: GradientCallback = partial(self._on_large_gradient, index, on_ready)
+            else:
+                hook = partial(on_ready, index)
             self._hooks.append(_add_gradient_hook(parameter, hook))
 
     def watch_new_parameters(self, on_gradient: GradientCallback) -> None:
-        """Call this for gradients of parameters that the last description did not list."""
         _remove_hooks(self._new_parameter_hooks)
-        listed = set(map(id, self._parameters))
+        described = set(map(id, self._parameters))
         on_gradient = self._with_lock(on_gradient)
         self._new_parameter_hooks = [
-            _add_gradient_hook(each, on_gradient)
-            for each in self._tensors
-            if id(each) not in listed and _may_train(each)
+            _add_gradient_hook(tensor, on_gradient)
+            for tensor in self._tensors
+            if id(tensor) not in described and _may_train(tensor)
         ]
 
     def copy_to_buckets(self, indices: Sequence[int]) -> dict[int, GradientKind]:
-        """Copy these gradients to their places, all in one call, and let the places be the gradients."""
-        places = self._views_of(tuple(indices))
-        if list(map(Tensor.data_ptr, places.views)) != places.addresses:
-            raise self._conversion_error(next(each for each in places.indices if self._memory_changed(each)))
-        for index in places.large:  # not all at once: the first time none is in its place, and memory would be short
-            self._copy_large(index)
-        grads = [parameter.grad for parameter in places.parameters]
-        moving = [
-            index for index, grad, view in zip(places.indices, grads, places.views, strict=True) if grad is not view
-        ]
-        odd = {index: GradientKind.NONE for index in places.without_bucket if self._parameters[index].grad is None}
-        if moving and len(moving) == len(grads) and not any(map(is_, grads, repeat(None))):
-            self._copy_gradients(places, grads, odd)
-        elif moving:
-            self._copy_present(moving, odd)
-        return odd
+        if torch.is_grad_enabled():  # backward(create_graph=True): a reduced gradient has no graph
+            with torch.no_grad():
+                return self.copy_to_buckets(indices)
+        part = self._slice_of(tuple(indices))
+        if list(map(Tensor.data_ptr, part.views)) != part.addresses:
+            raise self._conversion_error(next(index for index in indices if self._memory_changed(index)))
+        kinds: dict[int, GradientKind] = {}
+        if part.without_bucket:
+            kinds.update(
+                (index, GradientKind.NONE) for index in part.without_bucket if self._parameters[index].grad is None
+            )
+        if not all(map(is_, map(_grad_of, part.large.parameters), part.large.views)):
+            for index in part.large.indices:  # one by one: the memory of each is freed before the next is copied
+                self._copy_one(index, self._parameters[index].grad, kinds)
+        grads = list(map(_grad_of, part.small.parameters))
+        if not all(map(is_, grads, part.small.views)) and (self._on_device or not _copy_together(part.small, grads)):
+            for index, grad in zip(part.small.indices, grads, strict=True):
+                self._copy_one(index, grad, kinds)
+        return kinds
 
     def assign_results(self, indices: Sequence[int], absent: Sequence[int]) -> None:
-        """What lies in the places are the gradients, for those too that had none here."""
         for index in absent:
             parameter, view = self._parameters[index], self._views[index]
             parameter.grad = torch.empty_like(parameter) if index in self._on_device else view
@@ -217,7 +159,6 @@ class TorchAdapter:
                 self._results_outside_buckets[id(self._parameters[index])] = weakref.ref(grad)
 
     def still_has_result(self, ready_index: int | None) -> bool:
-        """Whether gradients are still what was delivered."""
         new = None
         if (
             ready_index is not None
@@ -225,29 +166,27 @@ class TorchAdapter:
             and self._is_large(ready_index)
             and ready_index not in self._on_device
         ):
-            new = self._parameters[ready_index]  # it lies in its place by now, but was not added to what had been there
-        return any(each is not new and self._is_result(each) for each in self._tensors)
+            new = self._parameters[ready_index]  # it is in its view by now, but was not added to what had been there
+        return any(tensor is not new and self._is_result(tensor) for tensor in self._tensors)
 
     def has_unreduced_gradient(self) -> bool:
-        """Whether some gradient was not delivered."""
-        training = [each for each in self._tensors if each.requires_grad]
-        return any(each.grad is not None and not self._is_result(each) for each in training)
+        trained = [tensor for tensor in self._tensors if tensor.requires_grad]
+        return any(tensor.grad is not None and not self._is_result(tensor) for tensor in trained)
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
-        """Multiply what was collected."""
-        views = [view for view in (self._views[index] for index in indices) if view is not None]
-        torch._foreach_mul_(views, factor)
+        torch._foreach_mul_([view for view in (self._views[index] for index in indices) if view is not None], factor)
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
-        """Those of what was collected that have an infinity, or something that is not a number."""
-        pairs = [(index, self._gradient_values(index)) for index in indices]
-        return [index for index, numbers in pairs if numbers is not None and not bool(numbers.isfinite().all())]
+        values = {index: self._gradient_values(index) for index in indices}
+        found = {index: numbers for index, numbers in values.items() if numbers is not None and numbers.numel()}
+        if not found or all(map(torch.isfinite, torch._foreach_norm(list(found.values()), float("inf")))):
+            return []
+        return [index for index, numbers in found.items() if not bool(numbers.isfinite().all())]
 
     def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
-        """Gather everybody's rows, and add up those of one index."""
         parameter, view = self._parameters[index], self._views[index]
         grad = parameter.grad
-        if grad is None or (view is not None and grad.layout is torch.strided):  # a dense one has travelled already
+        if grad is None or (view is not None and grad.layout is torch.strided):  # a dense one was in the bucket
             rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
             values = torch.empty((0, *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
             grad = torch.sparse_coo_tensor(rows, values, parameter.shape, check_invariants=False)
@@ -260,112 +199,97 @@ class TorchAdapter:
         self._results_outside_buckets[id(parameter)] = weakref.ref(total)
 
     def close(self) -> None:
-        """Take the hooks away. Idempotent."""
         _remove_hooks(self._hooks)
         _remove_hooks(self._new_parameter_hooks)
 
-    # --- inside ----------------------------------------------------------------------------------------------------
+    # --- copying ---------------------------------------------------------------------------------------------------
 
     def _on_large_gradient(self, index: int, on_ready: GradientCallback, parameter: Tensor) -> None:
         """The hook of a large parameter."""
         grad = parameter.grad
-        new = self._last_was_copied = grad is not self._views[index]
-        if new and grad is not None and grad.layout is torch.strided:
-            self._copy_gradients(self._views_of((index,)), [grad], {})
+        copies = self._last_was_copied = grad is not self._views[index]
+        if copies and grad is not None and grad.layout is torch.strided:
+            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                self._copy_one(index, grad, {})
         on_ready(index)
 
     def _is_large(self, index: int) -> bool:
-        """Whether it has a place of its own to which it is copied at once."""
         return self._views[index] is not None and self._parameters[index].nbytes >= LARGE_BYTES
 
-    def _copy_large(self, index: int) -> None:
-        grad = self._parameters[index].grad
-        if grad is not None and grad is not self._views[index] and grad.layout is torch.strided:
-            self._copy_gradients(self._views_of((index,)), [grad], {})
+    def _slice_of(self, indices: tuple[int, ...]) -> _BucketSlice:
+        found = self._slices.get(indices)
+        if found is None:
+            found = self._slices[indices] = self._make_slice(indices)
+        return found
+
+    def _make_slice(self, indices: Sequence[int]) -> _BucketSlice:
+        large = self._select_views(index for index in indices if self._is_large(index))
+        small = self._select_views(index for index in indices if not self._is_large(index))
+        addresses = [self._addresses[index] for index in (*large.indices, *small.indices)]
+        without_bucket = [index for index in indices if self._views[index] is None]
+        return _BucketSlice(large, small, [*large.views, *small.views], addresses, without_bucket)
+
+    def _select_views(self, indices: Iterable[int]) -> _BucketViews:
+        found = [(index, view) for index in indices if (view := self._views[index]) is not None]
+        return _BucketViews(
+            [index for index, _ in found],
+            [self._parameters[index] for index, _ in found],
+            [view for _, view in found],
+        )
+
+    def _copy_one(self, index: int, grad: Tensor | None, kinds: dict[int, GradientKind]) -> None:
+        """Copy a gradient to its view, which becomes the gradient; record it if it is missing or sparse."""
+        parameter, view = self._parameters[index], self._views[index]
+        assert view is not None
+        if grad is None:
+            kinds[index] = GradientKind.NONE
+            view.zero_()
+            return
+        if grad is view:
+            return
+        if grad.layout is not torch.strided and not self._sparse_as_dense:
+            kinds[index] = GradientKind.SPARSE
+            view.zero_()
+            return
+        try:
+            view.copy_(grad if grad.layout is torch.strided else grad.to_dense())
+            if index not in self._on_device:
+                parameter.grad = view
+        except (RuntimeError, TypeError):
+            if parameter.dtype != view.dtype or parameter.shape != view.shape:
+                raise self._conversion_error(index) from None
+            raise
+
+    # --- inside ----------------------------------------------------------------------------------------------------
+
+    def _memory_changed(self, index: int) -> bool:
+        view = self._views[index]
+        return view is not None and view.data_ptr() != self._addresses[index]
 
     def _is_result(self, parameter: Tensor) -> bool:
-        """Whether its gradient is the one that was delivered last."""
-        grad, apart = parameter.grad, self._results_outside_buckets.get(id(parameter))
+        """Whether its gradient is the result that was assigned last."""
+        grad, outside = parameter.grad, self._results_outside_buckets.get(id(parameter))
         if grad is None:
             return False
-        return grad is self._view_by_id.get(id(parameter)) or (apart is not None and grad is apart())
+        return grad is self._view_by_id.get(id(parameter)) or (outside is not None and grad is outside())
 
     def _gradient_values(self, index: int) -> Tensor | None:
-        """Of a gradient that was collected, wherever it is."""
+        """The numbers of a gradient that was copied, or is sparse."""
         grad, view = self._parameters[index].grad, self._views[index]
         if grad is not None and grad.layout is not torch.strided:
             return grad._values()
         return grad if view is None else view
 
     def _with_lock(self, callback: GradientCallback) -> GradientCallback:
-        """The same for several threads, if there may be: autograd has one for every device."""
+        """The callback for several threads, if there may be: autograd has one for every device."""
         if len({tensor.device for tensor in self._tensors}) == 1:
             return callback
 
-        def guarded(*arguments: object) -> None:
+        def locked(*arguments: object) -> None:
             with self._lock:
                 callback(*arguments)
 
-        return guarded
-
-    def _views_of(self, indices: tuple[int, ...]) -> _BucketViews:
-        """All about these parameters in lists, so that what is done in every step is done by a few quick calls."""
-        found = self._views_by_indices.get(indices)
-        if found is None:
-            found = self._views_by_indices[indices] = self._make_views(indices)
-        return found
-
-    def _make_views(self, indices: Sequence[int]) -> _BucketViews:
-        living = [index for index in indices if self._views[index] is not None]
-        return _BucketViews(
-            living,
-            [self._parameters[index] for index in living],
-            [view for view in (self._views[index] for index in living) if view is not None],
-            [self._view_addresses[index] for index in living],
-            [index for index in indices if self._views[index] is None],
-            [index for index in living if self._is_large(index)],
-        )
-
-    def _memory_changed(self, index: int) -> bool:
-        view = self._views[index]
-        return view is not None and view.data_ptr() != self._view_addresses[index]
-
-    def _copy_present(self, indices: Sequence[int], kinds: dict[int, GradientKind]) -> None:
-        """Copy those gradients that are there; zeros for the others."""
-        there = []
-        for index in indices:
-            grad, view = self._parameters[index].grad, self._views[index]
-            if grad is not None:
-                there.append((index, grad))
-                continue
-            kinds[index] = GradientKind.NONE
-            if view is not None:
-                view.zero_()
-        if there:
-            self._copy_gradients(self._make_views([index for index, _ in there]), [grad for _, grad in there], kinds)
-
-    def _copy_gradients(self, bucket_views: _BucketViews, grads: list[Any], kinds: dict[int, GradientKind]) -> None:
-        """Copy gradients to their places. Those that are sparse stay, and are told of."""
-        if torch.is_grad_enabled():  # backward(create_graph=True): what has travelled has no graph
-            with torch.no_grad():
-                return self._copy_gradients(bucket_views, grads, kinds)
-        if self._on_device or not _copy_together(bucket_views, grads):
-            for index, grad in zip(bucket_views.indices, grads, strict=True):
-                self._copy_one(index, grad, kinds)
-
-    def _copy_one(self, index: int, grad: Tensor, kinds: dict[int, GradientKind]) -> None:
-        """The same when something is not as usual."""
-        parameter, view = self._parameters[index], self._views[index]
-        assert view is not None
-        if parameter.dtype != view.dtype or parameter.shape != view.shape:
-            raise self._conversion_error(index)
-        if grad.layout is not torch.strided and not self._sparse_as_dense:
-            kinds[index] = GradientKind.SPARSE
-            view.zero_()
-            return
-        view.copy_(grad if grad.layout is torch.strided else grad.to_dense())
-        if index not in self._on_device:
-            parameter.grad = view
+        return locked
 
     def _conversion_error(self, index: int) -> ValueError:
         parameter = self._parameters[index]
@@ -396,37 +320,46 @@ class TorchAdapter:
 
 
 class _BucketViews(NamedTuple):
-    """The places of some parameters."""
+    """Some parameters and their views, in lists."""
 
     indices: list[int]
     parameters: list[Tensor]
     views: list[Tensor]
+
+
+class _BucketSlice(NamedTuple):
+    """The parameters that are copied by one call."""
+
+    large: _BucketViews
+    small: _BucketViews
+    views: list[Tensor]
+    """Of both."""
     addresses: list[int]
+    """Where the memory of each view begins."""
     without_bucket: list[int]
-    """Those that have none."""
-    large: list[int]
+    """Indices of parameters that have no view."""
 
 
 def _copy_together(bucket_views: _BucketViews, grads: list[Any]) -> bool:
-    """The usual case in one call; False when something is not as usual."""
+    """Copy gradients to their views, which become the gradients, in one call. False if something is not as usual: a
+    gradient is missing or sparse, or a parameter no longer has the dtype that it had."""
     try:
         torch._foreach_copy_(bucket_views.views, grads)
-        for parameter, view in zip(bucket_views.parameters, bucket_views.views, strict=True):
-            parameter.grad = view
-    except (RuntimeError, TypeError):  # sparse, or no longer of the type it was
+        deque(map(setattr, bucket_views.parameters, repeat("grad"), bucket_views.views), maxlen=0)
+    except (RuntimeError, TypeError):
         return False
     return True
 
 
 def is_on_device(parameter: Tensor) -> bool:
-    """Whether its gradients cannot lie in the memory of the host."""
+    """Whether its gradients cannot be in the memory of the host."""
     return parameter.device != CPU
 
 
 def _add_gradient_hook(parameter: Tensor, callback: GradientCallback) -> RemovableHandle:
-    """Call this when a gradient has come."""
+    """Call this with the parameter whenever its gradient was accumulated."""
     trains = parameter.requires_grad
-    parameter.requires_grad_(True)  # or PyTorch gives no hook; one that is frozen keeps it for when it trains
+    parameter.requires_grad_(True)  # or PyTorch refuses the hook; a frozen one keeps it
     handle: RemovableHandle = parameter.register_post_accumulate_grad_hook(callback)
     parameter.requires_grad_(trains)
     return handle
@@ -439,12 +372,11 @@ def _remove_hooks(hooks: list[RemovableHandle]) -> None:
 
 
 def _may_train(tensor: Tensor) -> bool:
-    """Whether it could be asked to."""
     return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_inference()
 
 
 def _view_like(memory: Array, parameter: Tensor) -> Tensor:
-    """The memory as a tensor like the parameter; in its order of elements, too, which optimizers like."""
+    """The memory as a tensor of the parameter's shape and, as optimizers like it, of its order of elements."""
     flat = tensor_view(memory, WIRE_TYPES[parameter.dtype][0])
     if flat.dtype != parameter.dtype:
         flat = flat.view(parameter.dtype)  # complex
@@ -454,7 +386,7 @@ def _view_like(memory: Array, parameter: Tensor) -> Tensor:
 
 
 def _memory_order(tensor: Tensor) -> str:
-    """How its elements lie in memory, when not row by row."""
+    """The order of its elements in memory in words; empty when it is row by row."""
     if tensor.is_contiguous() or not _is_packed(tensor):
         return ""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}
@@ -464,7 +396,7 @@ def _memory_order(tensor: Tensor) -> str:
 
 
 def _is_packed(tensor: Tensor) -> bool:
-    """Whether its elements fill one piece of memory, each once, in whatever order."""
+    """Whether its elements fill one piece of memory, each once, in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -472,3 +404,65 @@ def _is_packed(tensor: Tensor) -> bool:
                 return False
             expected *= size
     return True
+
+
+# --- the backward pass ------------------------------------------------------------------------------------------------
+
+
+class TorchBackwardPass:
+    """The autograd engine, as a BackwardPass."""
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call this at the end of the running pass. What it raises, backward() raises."""
+        compiled = sys.modules.get("torch._dynamo.compiled_autograd")
+        if getattr(compiled, "in_compiled_autograd_region", False):
+            raise RuntimeError(
+                "gradients cannot be combined in a backward pass that is compiled (compiled autograd): such a pass "
+                "does not report its end. Compile the model, or the whole step, without it"
+            )
+        Variable._execution_engine.queue_callback(callback)  # as FSDP does
+
+    def is_nested(self, on_resume: Callable[[], None]) -> bool:
+        """Whether the pass that is ending was started by the backward of a Function (a reentrant checkpoint). Then
+        on_resume is called when the outer pass comes to the nodes behind that Function, where on_end() is its end."""
+        frame = find_frame(BackwardCFunction.apply)
+        if frame is None:
+            return False
+        _call_before_next_nodes(frame.f_locals["self"], on_resume)
+        return True
+
+
+def find_frame(function: Callable[..., object]) -> FrameType | None:
+    """The innermost running call of this function in this thread."""
+    code, frame = function.__code__, sys._getframe().f_back
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame
+
+
+def _call_before_next_nodes(node: Node, callback: Callable[[], None]) -> None:
+    """Call this once, before the first of the nodes that get this node's gradients."""
+    hooks: list[RemovableHandle] = []
+
+    def call_once(_grads: object) -> None:
+        while hooks:
+            hooks.pop().remove()
+        callback()
+
+    hooks += [following.register_prehook(call_once) for following, _ in node.next_functions if following is not None]
+
+
+def disable_dynamo(*functions: Callable[..., object]) -> None:
+    """Keep torch.compile away from these functions and all that they call. Before PyTorch 2.7 it may try all the same.
+
+    Who compiles a whole step, backward() included, lets Dynamo look at every Python frame in it, the hooks of parameters
+    and the end of the pass among them, which cannot be compiled. The decorator torch.compiler.disable() would import
+    Dynamo, which is large, and add time to every call. So each function is marked as that decorator marks its own.
+    """
+    frames: Any = eval_frame
+    for function in functions:
+        marked: Any = function
+        marked._torchdynamo_disable = True  # when it is called by what is being compiled
+        if hasattr(frames, "set_code_exec_strategy"):  # when it is called by C++, as hooks are
+            skip = frames._FrameAction.SKIP
+            frames.set_code_exec_strategy(marked.__code__, frames._FrameExecStrategy(skip, skip))

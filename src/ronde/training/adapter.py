@@ -1,7 +1,7 @@
-"""The seam between the training logic and an ML library: what a Reducer asks of it, in a dozen methods.
+"""What the training logic asks of an ML library: FrameworkAdapter and BackwardPass.
 
-A binding (ronde.torch and its siblings) writes one Adapter. Parameters are known by their index in the list that
-describe() gave last; what a gradient is, and where it lies, only the adapter knows.
+A framework's package (ronde.torch and its siblings) implements both. Parameters are known by their index in the list that
+describe_parameters() returned last; only the adapter knows what a gradient is and where it lies.
 """
 
 from __future__ import annotations
@@ -19,86 +19,87 @@ __all__ = ["BackwardPass", "FrameworkAdapter", "GradientKind", "ParameterInfo"]
 
 
 class ParameterInfo(msgspec.Struct, frozen=True):
-    """One parameter that trains, as all ranks see it."""
+    """A parameter that trains, as all ranks see it."""
 
     name: str
     shape: tuple[int, ...]
     dtype: str
-    """Name of the type of its numbers on the wire; a complex one counts as two numbers."""
+    """The dtype in which its gradient is reduced. A complex number is two numbers of it."""
     count: int
-    """How many of these numbers."""
+    """How many numbers of that dtype its gradient has."""
     memory_order: str = ""
-    """How they lie in memory, when not row by row."""
+    """The order of its elements in memory, when it is not row by row."""
     sparse: bool = False
     """Whether its gradient is sparse, as far as this rank has seen."""
 
     def __str__(self) -> str:
-        """As it stands in errors."""
         order = f" ({self.memory_order})" if self.memory_order else ""
         return f"{self.name!r} {self.dtype}{list(self.shape)}{order}"
 
 
 class GradientKind(enum.IntEnum):
-    """What a rank has of a gradient. Among ranks the highest counts."""
+    """What a rank has of a gradient. The maximum over all ranks decides what becomes of it."""
 
     NONE = 0
     """The parameter was not used."""
     DENSE = 1
     SPARSE = 2
-    """Where a dense one was expected: it travels by itself, and from then on always."""
+    """It is sparse where a dense one was expected. It is reduced by itself, in this step and in all later ones."""
     NOT_FINITE = 3
-    """It has an infinity, or something that is not a number."""
+    """It has an infinity or a NaN."""
 
 
 class FrameworkAdapter(Protocol):
     """The gradients of some parameters of one model."""
 
     def describe_parameters(self) -> list[ParameterInfo]:
-        """What trains now, in an order that is equal on all ranks. It makes the indices of all other methods."""
+        """The parameters that train now, in an order that is equal on all ranks."""
 
     def parameters_changed(self) -> bool:
-        """Whether describe() would list other parameters than it did. Asked in every step: it must be quick."""
+        """Whether describe_parameters() would list others than it did last. Called in every step."""
 
     def bind_buckets(self, bucket_views: Mapping[int, Array], on_ready: Callable[[int], object]) -> None:
-        """From now on gradients belong into this memory, flat as Parameter.count says; call ready(index) for each that
-        has come. Replaces what was bound before; what is not in `memory` stays where it is."""
+        """From now on gradients belong into these arrays, which are flat and have ParameterInfo.count elements. Call
+        on_ready(index) when a gradient is ready. A gradient without an array stays where it is. Replaces what was
+        bound before, and ends watch_new_parameters()."""
 
     def watch_new_parameters(self, on_gradient: Callable[[], object]) -> None:
-        """Call this for every gradient of a parameter that is in no description yet: one that begins to train, or was
-        added. Replaces what was watched before; bind() ends it."""
+        """Call on_gradient for every gradient of a parameter that the last description does not list: one that begins
+        to train, or was added. Replaces what was watched before."""
 
     def copy_to_buckets(self, indices: Sequence[int]) -> dict[int, GradientKind]:
-        """Put these gradients where they belong, zeros where there is none. Tells of those that are not DENSE."""
+        """Copy these gradients into their arrays, with zeros where there is none, and make the arrays the gradients.
+        Returns the kinds of those that are not DENSE. Called for every bucket in every step."""
 
     def assign_results(self, indices: Sequence[int], absent: Sequence[int]) -> None:
-        """Their memory holds the result: make it their gradients. `absent` are those that had none here."""
+        """Make the results in these arrays the gradients. `absent` are those that had no gradient here."""
 
     def still_has_result(self, ready_index: int | None) -> bool:
-        """Whether a parameter still has the gradient that was delivered last. To that of `came`, which called ready(),
-        another one may have been added; None: a stray one came."""
+        """Whether the gradient of a parameter still is the result that was assigned last. Called at the first gradient
+        of a pass, that of `ready_index`, or of a new parameter (None)."""
 
     def has_unreduced_gradient(self) -> bool:
-        """Whether there is a gradient that was not delivered: when there was no pass, somebody has set it."""
+        """Whether there is a gradient that is no result: without a backward pass, somebody has set it."""
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
-        """Multiply what was collected."""
+        """Multiply these arrays."""
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
-        """Those of what was collected, sparse ones too, that have an infinity, or something that is not a number."""
+        """Those whose array, or sparse gradient, has an infinity or a NaN."""
 
     def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
-        """Make a gradient the sum of all members' sparse ones, with factors before and behind the sum. If it has a
-        place, that holds the result of those that were dense: add it. Collective, in program order."""
+        """Make a gradient the sum of all members' sparse ones, with factors before and after the sum. If it has an
+        array, that holds the result of the dense ones: add it. Collective, in program order."""
 
     def close(self) -> None:
-        """Call ready() no more. Gradients stay as they are. Idempotent."""
+        """Call on_ready and on_gradient no more. Gradients stay as they are. Idempotent."""
 
 
 class BackwardPass(Protocol):
-    """The library's backward pass, for those where gradients come one by one."""
+    """The backward pass of a library in which gradients become ready one by one."""
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Call this when the pass that is running has come to its end."""
+        """Call this at the end of the running pass."""
 
     def is_nested(self, on_resume: Callable[[], None]) -> bool:
-        """Whether the pass that is ending runs inside of another one. Then call this when that one goes on."""
+        """Whether the pass that is ending runs inside of another one. Then on_resume is called when that one goes on."""

@@ -44,38 +44,38 @@ def check_equal(group: Group, what: str, entries: Sequence[str]) -> None:
 
 
 def fingerprint(data: bytes) -> bytes:
-    """16 bytes that stand for these."""
+    """A hash of 16 bytes."""
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def all_equal(group: Group, data: bytes) -> bool:
-    """Whether all members gave the same bytes, of one length."""
-    everybody = group.allgather(np.frombuffer(data, np.uint8).reshape(1, -1))
-    return bool((everybody == everybody[0]).all())
+    """Whether all members give the same bytes. The lengths must be equal. Collective."""
+    gathered = group.allgather(np.frombuffer(data, np.uint8).reshape(1, -1))
+    return bool((gathered == gathered[0]).all())
 
 
 def first_difference(lists: Mapping[int, Sequence[str]]) -> str:
-    """The first place at which lists differ, and who has what there."""
+    """The first position at which the lists of some ranks differ, and what each rank has there, in words."""
     for index, row in enumerate(zip_longest(*lists.values(), fillvalue=MISSING)):
         if len(set(row)) > 1:
-            return f"At place {index}, {format_rank_answers(dict(zip(lists, row, strict=True)), ': ')}"
+            return f"At position {index}, {format_rank_answers(dict(zip(lists, row, strict=True)), ': ')}"
     return "Every entry is equal"
 
 
 class PlanProposal(msgspec.Struct, frozen=True):
-    """What one rank has to say."""
+    """What one rank tells the others before buckets are made."""
 
     settings: dict[str, str]
-    """Everything else that must be equal, in words."""
+    """All that must be equal beside the parameters."""
     parameters: tuple[ParameterInfo, ...]
     ready_order: tuple[int, ...]
-    """The order in which gradients came here."""
+    """The indices of parameters in the order in which their gradients became ready."""
     overlap: bool
-    """Whether this rank wants buckets to travel while the backward pass runs."""
+    """Whether this rank would reduce buckets while the backward pass runs."""
 
 
 class AgreedPlan(msgspec.Struct, frozen=True):
-    """What all ranks go by."""
+    """What all ranks make the buckets from."""
 
     parameters: tuple[ParameterInfo, ...]
     ready_order: tuple[int, ...]
@@ -83,11 +83,11 @@ class AgreedPlan(msgspec.Struct, frozen=True):
 
 
 def agree_on_plan(group: Group, proposal: PlanProposal) -> AgreedPlan:
-    """Agree with the other members, or Mismatch on all of them. Collective, in program order."""
+    """Agree with the other members, or raise Mismatch on all of them. Collective, in program order."""
     with explain_joined_ranks():
-        everybody = group.allgather_each(np.frombuffer(msgspec.json.encode(proposal), np.uint8))
-    accounts = [msgspec.json.decode(data.tobytes(), type=PlanProposal) for data in everybody]
-    return merge_proposals(dict(zip(group.ranks, accounts, strict=True)))
+        gathered = group.allgather_each(np.frombuffer(msgspec.json.encode(proposal), np.uint8))
+    proposals = [msgspec.json.decode(data.tobytes(), type=PlanProposal) for data in gathered]
+    return merge_proposals(dict(zip(group.ranks, proposals, strict=True)))
 
 
 def allgather_names(group: Group, names: list[str]) -> dict[int, list[str]]:
@@ -99,7 +99,7 @@ def allgather_names(group: Group, names: list[str]) -> dict[int, list[str]]:
 
 @contextmanager
 def explain_joined_ranks() -> Iterator[None]:
-    """Around what a member that has joined cannot do, as it gives zeros to buckets only: the error says so."""
+    """Around an operation in which a member that is in join() cannot take part: the error says what to do."""
     try:
         yield
     except Mismatch as error:
@@ -113,9 +113,10 @@ def explain_joined_ranks() -> Iterator[None]:
 
 
 def merge_proposals(proposals: Mapping[int, PlanProposal]) -> AgreedPlan:
-    """One list for all: a gradient that is sparse on one rank is sparse on all; the first rank says the order."""
-    _check_settings({rank: account.settings for rank, account in proposals.items()})
-    rows = list(zip_longest(*(account.parameters for account in proposals.values())))
+    """What follows from the proposals of all ranks: a gradient that is sparse on one rank is sparse on all, and the
+    first rank decides on order and overlap. Mismatch if settings or parameters differ."""
+    _check_settings({rank: proposal.settings for rank, proposal in proposals.items()})
+    rows = list(zip_longest(*(proposal.parameters for proposal in proposals.values())))
     for index, row in enumerate(rows):
         sides = {rank: _describe_parameter(parameter) for rank, parameter in zip(proposals, row, strict=True)}
         if len(set(sides.values())) > 1:
@@ -129,10 +130,10 @@ def merge_proposals(proposals: Mapping[int, PlanProposal]) -> AgreedPlan:
 
 
 def _check_settings(settings: Mapping[int, Mapping[str, str]]) -> None:
-    every = dict.fromkeys(name for each in settings.values() for name in each)
-    odd = [name for name in every if len({each.get(name) for each in settings.values()}) > 1]
-    if odd:
-        sides = {rank: ", ".join(f"{name}={each.get(name)}" for name in odd) for rank, each in settings.items()}
+    names = dict.fromkeys(name for each in settings.values() for name in each)
+    different = [name for name in names if len({each.get(name) for each in settings.values()}) > 1]
+    if different:
+        sides = {rank: ", ".join(f"{name}={each.get(name)}" for name in different) for rank, each in settings.items()}
         raise Mismatch(f"the ranks' optimizers differ: {format_rank_answers(sides, ' has ')}")
 
 

@@ -56,7 +56,7 @@ def test_every_member_gets_the_same_error() -> None:
         with pytest.raises(OutOfSync) as caught:
             compare_checksums(world.group, sums)
         assert (caught.value.tensor, caught.value.ranks) == ("b", (1,))
-        with pytest.raises(OutOfSync, match="At place 0, ranks 0, 2: w; rank 1: v"):
+        with pytest.raises(OutOfSync, match="At position 0, ranks 0, 2: w; rank 1: v"):
             compare_checksums(world.group, [("v" if world.rank == 1 else "w", 5)])
         return str(caught.value)
 
