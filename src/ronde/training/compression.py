@@ -1,19 +1,20 @@
-"""How a bucket of gradients looks on the wire. Used by the Reducer; a codec of one's own implements Codec and Encoder.
+"""Compression of gradients: which arrays are reduced in place of a bucket. A user's own implements Codec and
+BucketEncoder.
 
-A codec opens one Encoder per bucket, which may keep state from step to step: what rounding lost (error feedback), a
-matrix of PowerSGD. Its *wires* are arrays that are reduced as the optimizer's op says, one after the other: what the
-first came to may decide what the second carries.
+A codec opens one encoder per bucket, which may keep state from step to step: what rounding lost (error feedback), a
+matrix of PowerSGD. Its *wires* are arrays that are reduced as the optimizer's op says, one after the other: the result
+of the first may decide what the second holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
-from ronde.comm.buffers import Array
+from ronde.comm.buffers import Array, bfloat16_from_float32, float32_from_bfloat16
 from ronde.training.adapter import ParameterInfo
 from ronde.training.buckets import GradientBucket
 
@@ -22,18 +23,18 @@ __all__ = ["BFLOAT16", "BucketEncoder", "CODECS", "CastCodec", "Codec", "FLOAT16
 
 @dataclass(frozen=True, slots=True)
 class WireArray:
-    """An array that travels."""
+    """An array that is reduced between the ranks."""
 
     count: int
     dtype: str
 
 
 class BucketEncoder(Protocol):
-    """One bucket's way onto the wire and back. Arrays of bfloat16 show their bits as uint16."""
+    """Compresses the gradients of one bucket, and decompresses the results. Arrays of bfloat16 are uint16 here."""
 
     @property
     def wires(self) -> tuple[WireArray, ...]:
-        """What travels, in this order; every one is reduced before the next is encoded."""
+        """The arrays, in the order in which they are reduced. Each is reduced before the next is encoded."""
 
     def encode(self, number: int, gradients: Array, wires: Sequence[Array]) -> None:
         """Fill wires[number]. The wires before it hold what they were reduced to."""
@@ -43,58 +44,57 @@ class BucketEncoder(Protocol):
 
 
 class Codec(Protocol):
-    """Makes encoders."""
+    """Makes the encoders of buckets."""
 
     @property
     def name(self) -> str:
-        """What ranks compare: two codecs of one name must do the same."""
+        """Compared between ranks: codecs of one name must do the same."""
 
     def open(self, bucket: GradientBucket, parameters: Sequence[ParameterInfo]) -> BucketEncoder | None:
-        """For one bucket, whose spans say where each gradient lies; None to let it travel as it is."""
+        """The encoder of a bucket, whose locations say where each gradient lies. None: it is reduced as it is."""
+
+
+Conversion: TypeAlias = Callable[[Array, str, Array, str], None]
+"""Writes numbers of one dtype into an array of another: (source, its dtype, target, its dtype)."""
+
+
+def convert_array(source: Array, source_dtype: str, target: Array, target_dtype: str) -> None:
+    """Convert by NumPy. A number that is too large becomes infinity."""
+    with np.errstate(over="ignore"):
+        if source_dtype == "bfloat16":
+            np.copyto(target, float32_from_bfloat16(source))
+        elif target_dtype == "bfloat16":
+            np.copyto(target, bfloat16_from_float32(source.astype(np.float32)))
+        else:
+            np.copyto(target, source, casting="unsafe")
 
 
 class CastCodec:
-    """Fewer bits for each number of a float32 or float64 bucket. Sums are made in float32 all the same."""
+    """Reduces float32 and float64 buckets with 16 bits per number. Sums are made in float32 all the same."""
 
-    def __init__(self, dtype: str) -> None:
+    def __init__(self, dtype: str, convert: Conversion = convert_array) -> None:
+        """`convert` is how a framework converts arrays, if it is faster at it than NumPy."""
         self.name = dtype
+        self._convert = convert
 
     def open(self, bucket: GradientBucket, parameters: Sequence[ParameterInfo]) -> BucketEncoder | None:
-        """Nothing to gain for buckets that are as small already."""
-        if bucket.dtype not in ("float32", "float64"):
+        if bucket.dtype not in ("float32", "float64"):  # there is nothing to gain
             return None
-        return _CastEncoder(bucket.count, self.name)
+        return _CastEncoder(bucket, self.name, self._convert)
 
 
 class _CastEncoder:
-    """float16 or bfloat16 by NumPy alone; a library that has both does it quicker."""
-
-    def __init__(self, count: int, dtype: str) -> None:
-        self.wires = (WireArray(count, dtype),)
-        self._dtype = dtype
+    def __init__(self, bucket: GradientBucket, wire_dtype: str, convert: Conversion) -> None:
+        self.wires = (WireArray(bucket.count, wire_dtype),)
+        self._dtype = bucket.dtype
+        self._wire_dtype = wire_dtype
+        self._convert = convert
 
     def encode(self, number: int, gradients: Array, wires: Sequence[Array]) -> None:
-        """To 16 bits, to the nearest."""
-        if self._dtype == "float16":
-            with np.errstate(over="ignore"):  # too large is infinity, as everywhere
-                np.copyto(wires[0], gradients, casting="unsafe")
-        else:
-            np.copyto(wires[0], to_bfloat16(gradients))
+        self._convert(gradients, self._dtype, wires[0], self._wire_dtype)
 
     def decode(self, wires: Sequence[Array], gradients: Array) -> None:
-        """Back to what they were."""
-        if self._dtype == "float16":
-            np.copyto(gradients, wires[0])
-        else:
-            np.copyto(gradients, (wires[0].astype(np.uint32) << 16).view(np.float32))
-
-
-def to_bfloat16(x: Array) -> Array:
-    """The bits of the nearest bfloat16 numbers, ties to even."""
-    with np.errstate(over="ignore"):
-        bits = x.astype(np.float32).view(np.uint32)
-    rounded = bits + 0x7FFF + ((bits >> 16) & 1)  # wraps around only for what is not a number
-    return (np.where(np.isnan(x), bits | 0x0040_0000, rounded) >> 16).astype(np.uint16)
+        self._convert(wires[0], self._wire_dtype, gradients, self._dtype)
 
 
 FLOAT16 = CastCodec("float16")
@@ -103,7 +103,7 @@ CODECS: dict[str, Codec] = {"float16": FLOAT16, "bfloat16": BFLOAT16}
 
 
 def find_codec(codec: str | Codec | None, known: Mapping[str, Codec] = CODECS) -> Codec | None:
-    """The codec a caller means."""
+    """The codec of this name, or the caller's own."""
     if codec is None or codec == "none":
         return None
     if isinstance(codec, str):

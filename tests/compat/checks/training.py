@@ -99,6 +99,11 @@ def compressed_gradients_are_nearly_the_same() -> None:
         assert torch.allclose(one, other, rtol=1e-2, atol=1e-3)
 
 
+@check
+def compression_none_is_no_compression() -> None:
+    same(together(compression=None), alone())
+
+
 class Halves(Compressor):
     """Sends each gradient halved and in float32, as somebody's own compressor might."""
 
@@ -223,7 +228,8 @@ def who_is_not_in_the_process_set_learns_alone() -> None:
 @check
 def adasum_combines_steps_and_not_gradients() -> None:
     net, plain = model(), model()
-    optimizer = hvd.DistributedOptimizer(sgd(net), named_parameters=net.named_parameters(), op=hvd.Adasum)
+    named = net.named_parameters()
+    optimizer = hvd.DistributedOptimizer(sgd(net), named_parameters=named, compression=None, op=hvd.Adasum)
     x, y = next(batches())
     backward(net, x, y)  # the same on all: Adasum of equal steps is that step
     optimizer.step()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from ronde.comm.buffers import Array
-from ronde.torch.compression import CODECS
+from ronde.torch.optimizer import CODECS
 from ronde.training import compression as codec
 from ronde.training.adapter import ParameterInfo
 from ronde.training.buckets import GradientBucket, GradientLocation

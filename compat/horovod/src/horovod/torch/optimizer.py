@@ -1,13 +1,8 @@
-"""What an optimizer has after DistributedOptimizer, for gradients and for Adasum alike.
+"""Horovod's DistributedOptimizer: its arguments, methods and warnings, over ronde.torch's.
 
-The optimizer for op=hvd.Adasum: not gradients are combined but what a step makes of the parameters.
-
-Every process takes its own step; the changes are added up by Adasum, and all begin the next step at the same place.
-
-Horovod's DistributedOptimizer: its arguments, its methods and its warnings, over ronde.torch's.
-
-Gradients are combined when backward() ends and not only in synchronize(): code that looks at them before step() is
-right in any case.
+Gradients are averaged when backward() ends and not only in synchronize(), so code that looks at them before step() is
+right in any case. With op=hvd.Adasum the steps are combined and not the gradients: every process takes its own step, and
+Adasum of all processes' changes is added to the parameters.
 """
 
 from __future__ import annotations
@@ -33,55 +28,49 @@ from ronde.torch import Distributed
 from ronde.training.adapter import BackwardPass
 from ronde.training.compression import Codec
 
-__all__ = ["AdasumOptimizer", "DistributedOptimizer", "WrappedOptimizer", "make_optimizer_class"]
+__all__ = ["AdasumOptimizer", "DistributedOptimizer", "WrappedOptimizer"]
 
 H = TypeVar("H", bound=Hashable)
 
 
 class WrappedOptimizer(Optimizer):
-    """It knows what DistributedOptimizer was called with, and its copies are optimizers of the class it had before."""
+    """An optimizer with the attributes that DistributedOptimizer adds. A copy has the class that it had before."""
 
     op: int
     gradient_predivide_factor: float
     sparse_as_dense: bool
     process_set: ProcessSet
     _parameter_names: dict[Tensor, str]
-    _plain: type[Optimizer]
-    """The class it had before."""
+    _plain: type[Optimizer]  # the class it had before
 
     @property
     def _requires_update(self) -> set[Tensor]:
-        """Parameters that learn; some scripts look at them."""
+        """The parameters that train. Some scripts look at them."""
         return {param for group in self.param_groups for param in group["params"] if param.requires_grad}
 
     @staticmethod
     def find_duplicates(lst: Iterable[H]) -> set[H]:
-        """What is in it more than once."""
         return {each for each, count in Counter(lst).items() if count > 1}
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # as object's
-        """For copies and files."""
         return _new_instance, (self._plain,), self.__getstate__()
 
 
 def _new_instance(plain: type[Optimizer]) -> Optimizer:
-    """An optimizer that is about to get its state."""
     return plain.__new__(plain)
 
 
-def make_optimizer_class(base: Any, plain: Any) -> Any:  # classes
-    """A class of this kind over that of an optimizer, with its name, and where Horovod has such classes."""
-    return _cached_optimizer_class(base, plain)
+def _make_optimizer_class(base: type, plain: type) -> type:
+    """A subclass of both, with the name of the optimizer's class, in the module where Horovod has it."""
+    attributes = {"__module__": "horovod.torch.optimizer", "__doc__": plain.__doc__, "_plain": plain}
+    return type(plain.__name__, (base, plain), attributes)
 
 
-@cache
-def _cached_optimizer_class(kind: Any, plain: Any) -> Any:
-    names = {"__module__": "horovod.torch.optimizer", "__doc__": plain.__doc__, "_plain": plain}
-    return type(plain.__name__, (kind, plain), names)
+_optimizer_class: Any = cache(_make_optimizer_class)  # of a class and an optimizer's class
 
 
 class AdasumOptimizer(WrappedOptimizer):
-    """What it adds to an optimizer's class."""
+    """What DistributedOptimizer(op=hvd.Adasum) adds to an optimizer's class."""
 
     _compression: type[Compressor]
     backward_passes_per_step = 1
@@ -90,8 +79,8 @@ class AdasumOptimizer(WrappedOptimizer):
     def wrap(
         cls, optimizer: Optimizer, compression: type[Compressor], passes: int, attributes: Mapping[str, Any]
     ) -> Optimizer:
-        """The same optimizer, of a class that combines its steps. `told` are the attributes of a Wrapped."""
-        optimizer.__class__ = make_optimizer_class(cls, type(optimizer))
+        """The same optimizer, of a class that combines its steps. `attributes` are those of a WrappedOptimizer."""
+        optimizer.__class__ = _optimizer_class(cls, type(optimizer))
         assert isinstance(optimizer, AdasumOptimizer)
         vars(optimizer).update(attributes)
         optimizer._compression = compression
@@ -99,18 +88,17 @@ class AdasumOptimizer(WrappedOptimizer):
         return optimizer
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Taken for the sake of old scripts: gradients add up until step() in any case."""
+        """Without effect: gradients add up until step() in any case."""
         self.backward_passes_per_step = passes
 
     def synchronize(self) -> None:
-        """Nothing to do before step()."""
+        """Without effect: the processes exchange nothing before step()."""
 
     def skip_synchronize(self) -> AbstractContextManager[None]:
-        """Not for this optimizer: its step() is where the processes meet."""
         raise AssertionError("skip_synchronize() cannot be used with op=hvd.Adasum")
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # as the closure returns
-        """One's own step, then Adasum of all processes' steps."""
+        """Take this process's step, then combine the changes of all processes by Adasum."""
         params = [param for group in self.param_groups for param in group["params"] if param.requires_grad]
         starts = [param.detach().clone() for param in params]
         for param in params:
@@ -118,28 +106,28 @@ class AdasumOptimizer(WrappedOptimizer):
                 param.grad = torch.zeros_like(param)
         result = super().step(closure) if closure is not None else super().step()
         with torch.no_grad():
-            flights = [
+            started = [
                 self._start_adasum(index, param, start)
                 for index, (param, start) in enumerate(zip(params, starts, strict=True))
             ]
-            for param, start, (handle, context) in zip(params, starts, flights, strict=True):
+            for param, start, (handle, context) in zip(params, starts, started, strict=True):
                 param.copy_(start + self._compression.decompress(synchronize(handle), context))
         return result
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch need not: the one below calls the hooks
+    step.hooked = True  # type: ignore[attr-defined]  # super().step() calls the hooks
 
     def _start_adasum(self, index: int, param: Tensor, start: Tensor) -> tuple[int, Any]:
         small, context = self._compression.compress(param.detach() - start)
         return allreduce_async_(small, name=f"adasum.delta.{index}", op=Adasum), context
 
 
-COMPRESSION_CODECS: dict[type[Compressor], str | None] = {NoneCompressor: None, FP16Compressor: "float16"}
+CODECS: dict[type[Compressor], str | None] = {NoneCompressor: None, FP16Compressor: "float16"}
 
 
 def DistributedOptimizer(
     optimizer: Optimizer,
     named_parameters: Iterable[tuple[str, Tensor]] | None = None,
-    compression: type[Compressor] = Compression.none,
+    compression: type[Compressor] | None = Compression.none,
     backward_passes_per_step: int = 1,
     op: int = Average,
     gradient_predivide_factor: float = 1.0,
@@ -150,16 +138,18 @@ def DistributedOptimizer(
 ) -> Any:  # an optimizer of a class made for it
     """The optimizer, made to average gradients over the processes while backward() runs.
 
-    backward_passes_per_step passes are added up before they travel. gradient_predivide_factor splits the averaging
-    before and behind the sum. `groups` are parameters that travel together: a number of groups, or lists of them.
+    The gradients of backward_passes_per_step passes are added up before they are averaged. gradient_predivide_factor
+    divides before the sum, and the rest of the division follows it. `groups` are parameters that are reduced together: a
+    number of groups, or lists of parameters. compression=None means Compression.none.
     """
+    compression = Compression.none if compression is None else compression
     _check_arguments(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     named = _named_parameters(optimizer, named_parameters)
     together = _parameter_groups(named, groups)
-    told = {
+    attributes = {
         "op": op,
         "gradient_predivide_factor": gradient_predivide_factor,
         "sparse_as_dense": sparse_as_dense,
@@ -170,7 +160,7 @@ def DistributedOptimizer(
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum works with all processes, not with a process set")
         if _basics.size() > 1:
-            return AdasumOptimizer.wrap(optimizer, compression, backward_passes_per_step, told)
+            return AdasumOptimizer.wrap(optimizer, compression, backward_passes_per_step, attributes)
     plain = type(optimizer)
     with translate_errors():
         wrapped = ronde.torch.DistributedOptimizer(
@@ -186,14 +176,14 @@ def DistributedOptimizer(
             together=together,
             idle_steps=True,
         )
-    made: Any = wrapped
-    made.__class__ = make_optimizer_class(HorovodOptimizer, plain)
-    vars(made).update(told)
-    passes = made._reducers.training_step
-    passes.backward_pass = _TranslatingBackwardPass(passes.backward_pass)
+    result: Any = wrapped
+    result.__class__ = _optimizer_class(HorovodOptimizer, plain)
+    vars(result).update(attributes)
+    training_step = result._reducers.training_step
+    training_step.backward_pass = _TranslatingBackwardPass(training_step.backward_pass)
     if sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
-        made.register_step_pre_hook(_make_sparse)
-    return made
+        result.register_step_pre_hook(_make_sparse)
+    return result
 
 
 def _check_arguments(optimizer: Optimizer, op: int, passes: int, predivide: float) -> None:
@@ -208,7 +198,7 @@ def _check_arguments(optimizer: Optimizer, op: int, passes: int, predivide: floa
 
 
 def _make_sparse(optimizer: Optimizer, args: object, kwargs: object) -> None:
-    """SparseAdam takes no others, however they have travelled."""
+    """SparseAdam takes only sparse gradients, also when they were reduced as dense ones."""
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.grad is not None and not param.grad.is_sparse:
             param.grad = param.grad.to_sparse()
@@ -222,22 +212,20 @@ class HorovodOptimizer(WrappedOptimizer, Distributed):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes make a step."""
         return self.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """From the next step on, so many backward passes make one."""
         self.passes = passes
 
     def synchronize(self) -> None:
-        """Combine gradients now."""
+        """Average the gradients, if backward() has not done so. Collective."""
         with translate_errors():
             super().synchronize()
         self._synchronized = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """For step() after a synchronize() of one's own."""
+        """Around step() after a call of synchronize()."""
         self._should_synchronize = False
         try:
             yield
@@ -245,7 +233,6 @@ class HorovodOptimizer(WrappedOptimizer, Distributed):
             self._should_synchronize = True
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # as the closure returns
-        """As ever, on combined gradients."""
         if self._should_synchronize and self._synchronized:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() after optimizer.synchronize(); "
@@ -256,10 +243,10 @@ class HorovodOptimizer(WrappedOptimizer, Distributed):
         with translate_errors():
             return super().step(closure) if closure is not None else super().step()
 
-    step.hooked = True  # type: ignore[attr-defined]  # torch need not: the one below calls the hooks
+    step.hooked = True  # type: ignore[attr-defined]  # super().step() calls the hooks
 
 
-# As those scripts know them that ask for the class of an optimizer.
+# Horovod's names of the classes.
 _DistributedOptimizer = HorovodOptimizer
 _DistributedAdasumOptimizer = AdasumOptimizer
 
@@ -271,8 +258,6 @@ class _TranslatingBackwardPass:
         self._backward = backward
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """See Backward."""
-
         def call() -> None:
             with translate_errors():
                 callback()
@@ -280,13 +265,12 @@ class _TranslatingBackwardPass:
         self._backward.on_end(call)
 
     def is_nested(self, on_resume: Callable[[], None]) -> bool:
-        """See Backward."""
         return self._backward.is_nested(on_resume)
 
 
 def _codec_for(compression: type[Compressor]) -> str | Codec | None:
-    if compression in COMPRESSION_CODECS:
-        return COMPRESSION_CODECS[compression]
+    if compression in CODECS:
+        return CODECS[compression]
     if not callable(getattr(compression, "compress", None)) or not callable(getattr(compression, "decompress", None)):
         raise ValueError(
             f"compression must be hvd.Compression.none, hvd.Compression.fp16, or have compress() and decompress(), "
@@ -296,7 +280,7 @@ def _codec_for(compression: type[Compressor]) -> str | Codec | None:
 
 
 def _named_parameters(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] | None) -> list[tuple[str, Tensor]]:
-    """The names of all parameters of the optimizer."""
+    """The parameters of the optimizer with their names."""
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if given is None:
         return [
@@ -321,14 +305,14 @@ def _named_parameters(optimizer: Optimizer, given: Iterable[tuple[str, Tensor]] 
 def _parameter_groups(
     named: list[tuple[str, Tensor]], groups: int | Sequence[Sequence[Tensor]] | None
 ) -> tuple[tuple[str, ...], ...]:
-    """Names of the parameters that travel together."""
+    """The names of the parameters that are reduced together."""
     if groups is None:
         return ()
     if isinstance(groups, bool) or not (isinstance(groups, list) or (isinstance(groups, int) and groups > 0)):
         raise ValueError(f"groups must be a number above 0, or a list of lists of parameters, got {groups!r}")
     if isinstance(groups, int):
-        learning = [name for name, param in named if param.requires_grad]
-        return tuple(tuple(part) for part in split_list(learning, min(groups, max(1, len(learning)))))
+        trained = [name for name, param in named if param.requires_grad]
+        return tuple(tuple(part) for part in split_list(trained, min(groups, max(1, len(trained)))))
     names = {id(param): name for name, param in named}
     seen: set[int] = set()
     for param in (param for part in groups for param in part):
