@@ -14,21 +14,21 @@ import sys
 import threading
 import time
 
-WAIT_S = 60.0
+TIMEOUT_S = 60.0
 BLOCK = bytes(1 << 20)
 
 
-def meet(role: str, address: str, port: int) -> socket.socket:
+def connect(role: str, address: str, port: int) -> socket.socket:
     if role == "listen":
-        with socket.create_server((address, port)) as door:
-            door.settimeout(WAIT_S)
-            peer, _ = door.accept()
+        with socket.create_server((address, port)) as listener:
+            listener.settimeout(TIMEOUT_S)
+            peer, _ = listener.accept()
         return peer
-    deadline = time.monotonic() + WAIT_S
+    deadline = time.monotonic() + TIMEOUT_S
     while True:
         try:
-            return socket.create_connection((address, port), timeout=WAIT_S)
-        except ConnectionRefusedError:  # the other end is not there yet
+            return socket.create_connection((address, port), timeout=TIMEOUT_S)
+        except ConnectionRefusedError:  # the other end does not listen yet
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
@@ -41,18 +41,18 @@ def send(peer: socket.socket, num_bytes: int) -> None:
 
 
 def receive(peer: socket.socket, num_bytes: int) -> None:
-    room = bytearray(1 << 20)
+    buffer = bytearray(1 << 20)
     while num_bytes:
-        got = peer.recv_into(room, min(num_bytes, len(room)))
-        if not got:
-            raise SystemExit("the other end is gone")
-        num_bytes -= got
+        received = peer.recv_into(buffer, min(num_bytes, len(buffer)))
+        if not received:
+            raise SystemExit("the other end has closed the connection")
+        num_bytes -= received
 
 
 def main(role: str, address: str, port: int, num_bytes: int) -> None:
-    with meet(role, address, port) as peer:
-        peer.settimeout(WAIT_S)
-        send(peer, 1)  # both are here: the clock starts at both ends
+    with connect(role, address, port) as peer:
+        peer.settimeout(TIMEOUT_S)
+        send(peer, 1)  # both are connected: the clock starts at both ends
         receive(peer, 1)
         start = time.perf_counter_ns()
         sender = threading.Thread(target=send, args=(peer, num_bytes))

@@ -2,13 +2,14 @@
 
     python benchmarks/growth.py
 
-Runs `ronde bench negotiation` and `ronde bench ranks`, and prints for each step from one line to the next the
-*exponent* of the growth: 0 when the cost stays the same, 1 when it grows as fast as the number does, 2 when it grows
-as its square. More ranks than cores take turns on the cores, so there the least one can hope for is 1.
+Runs `ronde bench negotiation` and ranks.py, and prints for each step from one line to the next the *exponent* of the
+growth: 0 when the cost stays the same, 1 when it grows as fast as the number does, 2 when it grows as its square. More
+ranks than cores take turns on the cores, so there the least one can hope for is 1.
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import math
 import subprocess
@@ -16,24 +17,23 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from ronde.cli.bench.runner import BenchmarkResult
+from ronde.cli.bench.allreduce import BenchmarkResult
+
+NEGOTIATION = ("-m", "ronde.cli.main", "bench", "negotiation")
+RANKS = (str(Path(__file__).with_name("ranks.py")),)
 
 
-def bench(*arguments: str) -> list[BenchmarkResult]:
+def measure(*arguments: str) -> list[BenchmarkResult]:
     with tempfile.TemporaryDirectory() as directory:
         results = Path(directory, "results.jsonl")
-        command = (sys.executable, "-m", "ronde.cli.main", "bench", *arguments, "--json", str(results))
-        subprocess.run(command, check=True)
-        return msgspec.json.decode(
-            b"[" + b",".join(results.read_bytes().splitlines()) + b"]", type=list[BenchmarkResult]
-        )
+        subprocess.run((sys.executable, *arguments, "--json", str(results)), check=True)
+        lines = results.read_bytes().splitlines()
+    return [msgspec.json.decode(line, type=BenchmarkResult) for line in lines]
 
 
 def exponents(numbers: Sequence[int], costs: Sequence[float]) -> list[float]:
@@ -49,26 +49,26 @@ def show(console: Console, title: str, numbers: Sequence[int], costs: Sequence[f
     console.print(table)
 
 
-def main(
-    ranks: Annotated[int, typer.Option("-np", "--ranks", min=2, help="Ranks that negotiate.")] = 2,
-    flight: Annotated[str, typer.Option(help="Operations in flight.")] = "1,10,100,1000,10000",
-    counts: Annotated[str, typer.Option(help="Numbers of ranks.")] = "2,4,8,16,32,64",
-) -> None:
-    """Print how costs grow."""
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Print how costs grow.")
+    parser.add_argument("-np", "--ranks", type=int, default=2, help="ranks that negotiate")
+    parser.add_argument("--flight", default="1,10,100,1000,10000", help="operations in flight")
+    parser.add_argument("--counts", default="2,4,8,16,32,64", help="numbers of ranks")
+    flags = parser.parse_args()
     console = Console()
-    named = bench("negotiation", "-np", str(ranks), "--flight", flight)
+    named = measure(*NEGOTIATION, "-np", str(flags.ranks), "--flight", flags.flight)
     show(
         console,
-        f"one named operation of 4 bytes, {ranks} ranks, by how many are in flight",
-        [int(record.path.removeprefix("flight-")) for record in named],
-        [record.median_us for record in named],
+        f"one named operation of 4 bytes, {flags.ranks} ranks, by how many are in flight",
+        [int(result.path.removeprefix("flight-")) for result in named],
+        [result.median_us for result in named],
     )
-    by_ranks = bench("ranks", "--counts", counts)
-    for op, num_bytes in dict.fromkeys((record.op, record.bytes) for record in by_ranks):
-        same = [record for record in by_ranks if (record.op, record.bytes) == (op, num_bytes)]
+    by_ranks = measure(*RANKS, "--counts", flags.counts)
+    for op, num_bytes in dict.fromkeys((result.op, result.bytes) for result in by_ranks):
+        same = [result for result in by_ranks if (result.op, result.bytes) == (op, num_bytes)]
         title = "start of all ranks" if op == "start" else f"allreduce of {num_bytes:,} bytes, by ranks"
-        show(console, title, [record.ranks for record in same], [record.median_us for record in same])
+        show(console, title, [result.ranks for result in same], [result.median_us for result in same])
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

@@ -9,6 +9,7 @@ How the bounds are computed is in README.md. The namespaces are removed however 
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import importlib.util
 import itertools
@@ -20,14 +21,13 @@ import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
-from ronde.cli.bench.cases import parse_works
-from ronde.cli.bench.runner import RANK_PROGRAM, AllreduceCase, MeasurementBudget, PeerProcesses, RankPool
+from ronde.cli.bench.allreduce import AllreduceCase, parse_workloads
+from ronde.cli.bench.peers import RANK_PROGRAM
+from ronde.cli.bench.runner import MeasurementBudget, PeerProcesses, RankPool
 from ronde.errors import RondeError
 from ronde.net.keys import new_job_key
 from ronde.text import format_exact_bytes
@@ -81,9 +81,7 @@ class Hosts:
         return ("ip", "netns", "exec", self._names[index])
 
 
-def ronde_ranks(
-    hosts: Hosts, per_host: int, settings: Mapping[str, str], program: str = RANK_PROGRAM
-) -> Callable[[Path], PeerProcesses]:
+def ronde_ranks(hosts: Hosts, per_host: int, settings: Mapping[str, str]) -> Callable[[Path], PeerProcesses]:
     """Ranks of ronde on both hosts; rank 0 hosts the coordinator. The key travels in the environment only."""
     size = 2 * per_host
     env = {
@@ -96,7 +94,7 @@ def ronde_ranks(
     }
 
     def start(directory: Path) -> PeerProcesses:
-        rank_program = (sys.executable, program, "ronde", str(directory))
+        rank_program = (sys.executable, RANK_PROGRAM, "ronde", str(directory))
         return PeerProcesses(
             [(*hosts.inside(r // per_host), "env", f"RONDE_RANK={r}", *rank_program) for r in range(size)], env
         )
@@ -104,14 +102,14 @@ def ronde_ranks(
     return start
 
 
-def gloo_ranks(hosts: Hosts, program: str = RANK_PROGRAM, role: str = "gloo") -> Callable[[Path], PeerProcesses]:
-    """One rank of gloo on each host."""
+def peer_ranks(hosts: Hosts, library: str = "gloo") -> Callable[[Path], PeerProcesses]:
+    """One rank of a library of measured_rank.py on each host."""
 
     def start(directory: Path) -> PeerProcesses:
         commands = []
         for rank, interface in enumerate(hosts.interfaces):
             env = ("env", "OMP_NUM_THREADS=1", f"GLOO_SOCKET_IFNAME={interface}")
-            rank_program = (sys.executable, program, role, str(directory), str(rank), "2")
+            rank_program = (sys.executable, RANK_PROGRAM, library, str(directory), str(rank), "2")
             commands.append((*hosts.inside(rank), *env, *rank_program))
         return PeerProcesses(commands)
 
@@ -135,96 +133,102 @@ def goodput(hosts: Hosts) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Entry:
-    """One line of the table: who runs, and how many times the array each host has to send."""
+class MeasuredRanks:
+    """A row of the table."""
 
-    words: str
-    crew: RankPool
+    name: str
+    pool: RankPool
     path: str
     factor: float
+    """How many times its array each host has to send."""
 
 
-def entries(hosts: Hosts, stack: ExitStack, console: Console) -> list[Entry]:
-    """Start everybody."""
-
-    def crew(name: str, size: int, start: Callable[[Path], PeerProcesses]) -> RankPool:
+def start_all(hosts: Hosts, stack: ExitStack, console: Console) -> list[MeasuredRanks]:
+    def start(name: str, size: int, start_processes: Callable[[Path], PeerProcesses]) -> RankPool:
         console.print(f"starting {name}", style="dim")
-        started = RankPool(name, size, start, Deadline(120))
-        stack.callback(started.close)
-        return started
+        pool = RankPool(name, size, start_processes, Deadline(120))
+        stack.callback(pool.close)
+        return pool
 
-    one = crew("ronde 1+1", 2, ronde_ranks(hosts, 1, {}))
-    found = [Entry("ronde 1+1 array", one, "array", 1.0), Entry("ronde 1+1 bucket", one, "bucket", 1.0)]
+    one = start("ronde 1+1", 2, ronde_ranks(hosts, 1, {}))
+    started = [
+        MeasuredRanks("ronde 1+1 array", one, "array", 1.0),
+        MeasuredRanks("ronde 1+1 bucket", one, "bucket", 1.0),
+    ]
     if importlib.util.find_spec("torch") is not None:
-        found.append(Entry("gloo 1+1", crew("gloo 1+1", 2, gloo_ranks(hosts)), "array", 1.0))
+        started.append(MeasuredRanks("gloo 1+1", start("gloo 1+1", 2, peer_ranks(hosts)), "array", 1.0))
     for algorithm, factor in (("ring", 1.5), ("two_level", 1.0)):
-        two = crew(f"ronde 2+2 {algorithm}", 4, ronde_ranks(hosts, 2, {"RONDE_ALGORITHM": algorithm}))
-        found.append(Entry(f"ronde 2+2 {algorithm}", two, "array", factor))
-    return found
+        name = f"ronde 2+2 {algorithm}"
+        two = start(name, 4, ronde_ranks(hosts, 2, {"RONDE_ALGORITHM": algorithm}))
+        started.append(MeasuredRanks(name, two, "array", factor))
+    return started
 
 
 def measure(
-    hosts: Hosts, work_bytes: int, everybody: list[Entry], pace: MeasurementBudget
+    hosts: Hosts, num_bytes: int, started: list[MeasuredRanks], budget: MeasurementBudget
 ) -> tuple[float, list[AllreduceCase]]:
-    """Goodput of the link and everybody's times, in turn."""
-    lanes = [AllreduceCase(entry.crew, entry.path, (work_bytes // 4,)) for entry in everybody]
-    for lane in lanes:
-        lane.prepare()
-        lane.settle(pace)
+    """The goodput of the link and the times of all, measured in turn."""
+    cases = [AllreduceCase(each.pool, each.path, (num_bytes // 4,)) for each in started]
+    for case in cases:
+        case.setup()
+        case.calibrate(budget)
     link = []
-    for _ in range(pace.repeats):
+    for _ in range(budget.rounds):
         link.append(goodput(hosts))
-        for lane in lanes:
-            lane.run(pace)
-    for crew in {id(lane.crew): lane.crew for lane in lanes}.values():
-        crew.ask("releasing", Deadline(60), do="release")
-    return statistics.median(link), lanes
+        for case in cases:
+            case.run_round(budget)
+    for pool in {id(case.pool): case.pool for case in cases}.values():
+        pool.request("releasing", Deadline(60), do="release")
+    return statistics.median(link), cases
 
 
-def row(entry: Entry, lane: AllreduceCase, num_bytes: int, link: float) -> tuple[str, ...]:
-    """What one line of the table says."""
-    record = lane.record("allreduce", num_bytes)
-    bound_ms = entry.factor * 8 * num_bytes / link / 1e6
-    times = (f"{bound_ms:.1f}", f"{record.median_us / 1e3:.1f}", f"{record.min_us / 1e3:.1f}")
-    return (
-        format_exact_bytes(num_bytes),
-        entry.words,
-        f"{link:.3f}",
-        *times,
-        f"{100e3 * bound_ms / record.median_us:.0f} %",
-    )
+def row(ranks: MeasuredRanks, case: AllreduceCase, num_bytes: int, link: float) -> tuple[str, ...]:
+    result = case.result("allreduce", num_bytes)
+    bound_ms = ranks.factor * 8 * num_bytes / link / 1e6
+    times = (f"{bound_ms:.1f}", f"{result.median_us / 1e3:.1f}", f"{result.min_us / 1e3:.1f}")
+    share = f"{100e3 * bound_ms / result.median_us:.0f} %"
+    return (format_exact_bytes(num_bytes), ranks.name, f"{link:.3f}", *times, share)
 
 
-def main(
-    rate: Annotated[str, typer.Option(help="Speed of the link in each direction, as tc writes it.")] = "1gbit",
-    sizes: Annotated[str, typer.Option(help="Bytes per rank.")] = "16M,64M",
-    repeats: Annotated[int, typer.Option(min=1)] = 5,
-    seconds: Annotated[float, typer.Option(help="Seconds per line and size, shared by its bursts.")] = 5.0,
-) -> None:
-    """Measure allreduce between two namespaces against what the link allows."""
+def run_as_root(parser: argparse.ArgumentParser, measure_all: Callable[[argparse.Namespace, Console], Table]) -> None:
+    """Print the table that is measured; SIGTERM ends it in order, too."""
+    flags = parser.parse_args()
     if os.geteuid() != 0:
-        raise typer.BadParameter("network namespaces need root: run with sudo")
+        parser.error("network namespaces need root: run with sudo")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     console = Console()
-    table = Table("bytes", "", "goodput Gbit/s", "bound ms", "median ms", "fastest ms", "of the bound")
-    works = parse_works(sizes)
     try:
-        with ExitStack() as stack:
-            hosts = stack.enter_context(Hosts(rate))
-            everybody = entries(hosts, stack, console)
-            for work in works:
-                console.print(f"measuring {work.name}", style="dim")
-                link, lanes = measure(
-                    hosts, work.num_bytes, everybody, MeasurementBudget(repeats=repeats, seconds=seconds)
-                )
-                for entry, lane in zip(everybody, lanes, strict=True):
-                    table.add_row(*row(entry, lane, work.num_bytes, link))
-                table.add_section()
-    except RondeError as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        raise typer.Exit(1) from None
-    console.print(table)
+        console.print(measure_all(flags, console))
+    except (RondeError, ValueError) as error:
+        sys.exit(f"error: {error}")
+
+
+def measure_all(flags: argparse.Namespace, console: Console) -> Table:
+    table = Table("bytes", "", "goodput Gbit/s", "bound ms", "median ms", "fastest ms", "of the bound")
+    workloads = parse_workloads(flags.sizes)
+    budget = MeasurementBudget(rounds=flags.repeats, seconds=flags.seconds)
+    with ExitStack() as stack:
+        hosts = stack.enter_context(Hosts(flags.rate))
+        started = start_all(hosts, stack, console)
+        for workload in workloads:
+            console.print(f"measuring {workload.name}", style="dim")
+            link, cases = measure(hosts, workload.num_bytes, started, budget)
+            for ranks, case in zip(started, cases, strict=True):
+                table.add_row(*row(ranks, case, workload.num_bytes, link))
+            table.add_section()
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description="Measure allreduce between two namespaces against what the link allows."
+    )
+    parser.add_argument("--rate", default="1gbit", help="speed of the link in each direction, as tc writes it")
+    parser.add_argument("--sizes", default="16M,64M", help="bytes per rank")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds per row and size")
+    parser.add_argument("--seconds", type=float, default=5.0, help="time per row and size, shared by its rounds")
+    run_as_root(parser, measure_all)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

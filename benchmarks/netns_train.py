@@ -9,129 +9,108 @@ bound is computed is in README.md.
 
 from __future__ import annotations
 
-import os
-import signal
+import argparse
 import statistics
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
-from pathlib import Path
-from typing import Annotated
 
-import typer
-from netns import Hosts, gloo_ranks, goodput, ronde_ranks
+from netns import Hosts, goodput, peer_ranks, ronde_ranks, run_as_root
 from rich.console import Console
 from rich.table import Table
 
-from ronde.cli.bench.cases import BenchmarkModel, parse_models
-from ronde.cli.bench.peers import APART, DDP, TRAIN_PROGRAM, TrainingImplementation, TrainingSetup
-from ronde.cli.bench.runner import OURS, BenchmarkProcesses, MeasurementBudget, RankPool
+from ronde.cli.bench.models import BenchmarkModel, parse_models
+from ronde.cli.bench.peers import MeasuredLibrary
+from ronde.cli.bench.runner import RONDE, MeasurementBudget, RankPool
 from ronde.cli.bench.table import format_ratio
-from ronde.cli.bench.train import TrainingCase, TrainingResult
-from ronde.errors import RondeError
+from ronde.cli.bench.train import APART, DDP, TrainingCase, TrainingResult, TrainingSetup
 from ronde.types import Deadline
 
-START_S = 120.0
+START_TIMEOUT_S = 120.0
 NUM_HOSTS = 2
+SETUPS = (
+    TrainingSetup(MeasuredLibrary(APART, APART), NUM_HOSTS),
+    TrainingSetup(MeasuredLibrary("ronde", RONDE), NUM_HOSTS),
+    TrainingSetup(MeasuredLibrary("ronde bfloat16", RONDE), NUM_HOSTS, "bfloat16"),
+    TrainingSetup(MeasuredLibrary("ddp-view", DDP), NUM_HOSTS, view=True),
+    TrainingSetup(MeasuredLibrary("ddp-view float16", DDP), NUM_HOSTS, "float16", view=True),
+)
 
 
-def kits() -> list[TrainingImplementation]:
-    """Everybody; on two hosts each rank has its own."""
-    return [
-        TrainingImplementation(APART, APART, NUM_HOSTS),
-        TrainingImplementation("ronde", OURS, NUM_HOSTS),
-        TrainingImplementation("ronde bfloat16", OURS, NUM_HOSTS, TrainingSetup(codec="bfloat16")),
-        TrainingImplementation("ddp-view", DDP, NUM_HOSTS, TrainingSetup(view=True)),
-        TrainingImplementation("ddp-view float16", DDP, NUM_HOSTS, TrainingSetup(view=True, codec="float16")),
-    ]
-
-
-def starting(kit: TrainingImplementation, hosts: Hosts) -> Callable[[Path], BenchmarkProcesses]:
-    """How its ranks are started, each on its host."""
-    if kit.role == OURS:
-        return ronde_ranks(hosts, 1, {}, TRAIN_PROGRAM)
-    return gloo_ranks(hosts, TRAIN_PROGRAM, kit.role)
-
-
-def measure(hosts: Hosts, lanes: Sequence[TrainingCase], pace: MeasurementBudget) -> float:
-    """Let the lanes train in turn; gigabits per second of the link, measured in turn with them."""
-    for lane in lanes:
-        lane.prepare()
-        lane.settle(pace)
+def measure(hosts: Hosts, cases: Sequence[TrainingCase], budget: MeasurementBudget) -> float:
+    """Let the cases train in turn; gigabits per second of the link, measured in turn with them."""
+    for case in cases:
+        case.setup()
+        case.calibrate(budget)
     link = []
-    for turn in range(pace.repeats):
+    for index in range(budget.rounds):
         link.append(goodput(hosts))
-        first = turn % len(lanes)
-        for lane in (*lanes[first:], *lanes[:first]):
-            lane.run(pace)
+        first = index % len(cases)
+        for case in (*cases[first:], *cases[:first]):
+            case.run_round(budget)
     return statistics.median(link)
 
 
-def rows(model: BenchmarkModel, records: Sequence[TrainingResult], link: float) -> list[tuple[str, ...]]:
-    """What the table says of one network."""
+def rows(model: BenchmarkModel, results: Sequence[TrainingResult], link: float) -> list[tuple[str, ...]]:
     bound_ms = 8 * model.num_bytes / link / 1e6
-    ddp = next(record for record in records if record.impl == "ddp-view")
+    ddp = next(result for result in results if result.impl == "ddp-view")
     found: list[tuple[str, ...]] = []
-    for record in records:
-        travels = record.impl != APART
+    for result in results:
+        communicates = result.impl != APART
         found.append(
             (
                 model.name,
-                record.impl,
-                f"{record.samples_per_s:,.1f}",
-                f"{record.step_us / 1e3:.1f}",
-                f"{record.backward_us / 1e3:.1f}",
-                f"{bound_ms:.1f}" if travels else "",
-                f"{1e3 * bound_ms / record.backward_us:.0%}" if travels else "",
-                format_ratio(record.samples_per_s / ddp.samples_per_s) if record.impl.startswith(OURS) else "",
+                result.impl,
+                f"{result.samples_per_s:,.1f}",
+                f"{result.step_us / 1e3:.1f}",
+                f"{result.backward_us / 1e3:.1f}",
+                f"{bound_ms:.1f}" if communicates else "",
+                f"{1e3 * bound_ms / result.backward_us:.0%}" if communicates else "",
+                format_ratio(result.samples_per_s / ddp.samples_per_s) if result.impl.startswith(RONDE) else "",
             )
         )
     return found
 
 
 def train(
-    hosts: Hosts, model: BenchmarkModel, batch: int, pace: MeasurementBudget, console: Console
+    hosts: Hosts, model: BenchmarkModel, batch: int, budget: MeasurementBudget, console: Console
 ) -> list[tuple[str, ...]]:
-    """Start everybody, measure one network, end everybody."""
+    """Start the ranks of all setups, measure one network, and end them."""
     with ExitStack() as stack:
-        lanes = []
-        for kit in kits():
-            console.print(f"{model.name}: starting {kit.name}", style="dim")
-            crew = RankPool(kit.name, NUM_HOSTS, starting(kit, hosts), Deadline(START_S))
-            stack.callback(crew.close)
-            lanes.append(TrainingCase(crew, kit, model, batch))
+        cases = []
+        for setup in SETUPS:
+            console.print(f"{model.name}: starting {setup.name}", style="dim")
+            library = setup.library.library
+            start = ronde_ranks(hosts, 1, {}) if library == RONDE else peer_ranks(hosts, library)
+            pool = RankPool(setup.name, NUM_HOSTS, start, Deadline(START_TIMEOUT_S))
+            stack.callback(pool.close)
+            cases.append(TrainingCase(pool, setup, model, batch))
         console.print(f"{model.name}: training", style="dim")
-        link = measure(hosts, lanes, pace)
-        return rows(model, [lane.record() for lane in lanes], link)
+        link = measure(hosts, cases, budget)
+        return rows(model, [case.result() for case in cases], link)
 
 
-def main(
-    rate: Annotated[str, typer.Option(help="Speed of the link in each direction, as tc writes it.")] = "1gbit",
-    models: Annotated[str, typer.Option(help="What to train.")] = "mlp,alexnet",
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per rank and step, if not the model's own.")] = None,
-    rounds: Annotated[int, typer.Option(min=1)] = 5,
-    seconds: Annotated[float, typer.Option(help="Seconds per line, shared by its bursts.")] = 25.0,
-    steps: Annotated[int | None, typer.Option(min=1, help="Steps per burst. Default: as many as fit.")] = None,
-) -> None:
-    """Train between two namespaces, against what the link allows."""
-    if os.geteuid() != 0:
-        raise typer.BadParameter("network namespaces need root: run with sudo")
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    console = Console()
+def measure_all(flags: argparse.Namespace, console: Console) -> Table:
     table = Table("network", "", "samples/s", "step ms", "backward ms", "bound ms", "of the bound", "against DDP")
-    chosen = parse_models(models)
-    pace = MeasurementBudget(repeats=rounds, seconds=seconds, steps=steps)
-    try:
-        with Hosts(rate) as hosts:
-            for model in chosen:
-                for row in train(hosts, model, batch or model.batch, pace, console):
-                    table.add_row(*row)
-                table.add_section()
-    except RondeError as error:
-        console.print(f"error: {error}", style="red", markup=False)
-        raise typer.Exit(1) from None
-    console.print(table)
+    models = parse_models(flags.models)
+    budget = MeasurementBudget(rounds=flags.rounds, seconds=flags.seconds, steps=flags.steps)
+    with Hosts(flags.rate) as hosts:
+        for model in models:
+            for row in train(hosts, model, flags.batch or model.batch, budget, console):
+                table.add_row(*row)
+            table.add_section()
+    return table
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Train between two namespaces, against what the link allows.")
+    parser.add_argument("--rate", default="1gbit", help="speed of the link in each direction, as tc writes it")
+    parser.add_argument("--models", default="mlp,alexnet", help="what to train")
+    parser.add_argument("--batch", type=int, help="samples per rank and step, if not the model's own")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds per row")
+    parser.add_argument("--seconds", type=float, default=25.0, help="time per row, shared by its rounds")
+    parser.add_argument("--steps", type=int, help="steps per round; by default as many as fit")
+    run_as_root(parser, measure_all)
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

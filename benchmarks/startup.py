@@ -2,9 +2,9 @@
 
     python benchmarks/startup.py
 
-All of them run `import ronde; ronde.init()` in two ranks, to their end. *Bare* are two processes that were told their
-place in their environment, as a shell script would do it: nobody watches them or shows what they print, and rank 0
-carries the coordinator. What a launcher adds to that is its *overhead*. All take turns, so all see the same noise;
+All of them run `import ronde; ronde.init()` in two ranks, to their end. *Bare* are two processes with rank and size in
+their environment, as a shell script would start them: nobody supervises them or shows what they print, and rank 0
+hosts the coordinator. What a launcher adds to that is its *overhead*. All take turns, so all see the same noise;
 medians count.
 
 The second table says where the time of `ronde run` goes.
@@ -12,6 +12,7 @@ The second table says where the time of `ronde run` goes.
 
 from __future__ import annotations
 
+import argparse
 import os
 import secrets
 import socket
@@ -22,9 +23,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -32,7 +31,7 @@ RANK = (sys.executable, "-c", "import ronde; ronde.init()")
 HERE = Path(sys.executable).parent
 RONDE = (str(HERE / "ronde"), "run", "-np", "2")
 TORCHRUN = (str(HERE / "torchrun"), "--standalone", "--nproc-per-node", "2", "--no-python")
-LIMIT_S = 120.0
+TIMEOUT_S = 120.0
 
 DRIVER = "import ronde.cli.run, ronde.launch.driver.driver, ronde.launch.output.printer"
 PROBES: dict[str, tuple[str, ...]] = {
@@ -44,22 +43,24 @@ PROBES: dict[str, tuple[str, ...]] = {
 
 
 def run(command: tuple[str, ...]) -> None:
-    subprocess.run(command, env=clean(), check=True, timeout=LIMIT_S, capture_output=True)
+    subprocess.run(command, env=clean_environment(), check=True, timeout=TIMEOUT_S, capture_output=True)
 
 
 def run_bare() -> None:
-    """Two processes; rank 0 carries the coordinator."""
+    """Two processes; rank 0 hosts the coordinator."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         port = sock.getsockname()[1]
     shared = {"RONDE_SIZE": "2", "RONDE_COORDINATOR": f"127.0.0.1:{port}", "RONDE_KEY": secrets.token_hex(32)}
-    ranks = [subprocess.Popen(RANK, env={**clean(), **shared, "RONDE_RANK": str(rank)}) for rank in range(2)]
-    if any([rank.wait(LIMIT_S) for rank in ranks]):
+    ranks = [
+        subprocess.Popen(RANK, env={**clean_environment(), **shared, "RONDE_RANK": str(rank)}) for rank in range(2)
+    ]
+    if any([rank.wait(TIMEOUT_S) for rank in ranks]):
         raise SystemExit("the bare processes have failed")
 
 
-def clean() -> Mapping[str, str]:
-    """The environment without another job's."""
+def clean_environment() -> Mapping[str, str]:
+    """The environment without the variables of another job."""
     return {name: value for name, value in os.environ.items() if not name.startswith("RONDE_")}
 
 
@@ -89,20 +90,25 @@ def show(console: Console, medians: Mapping[str, float]) -> None:
     table = Table("of `ronde run`", "seconds", title="where the time goes")
     table.add_row("the interpreter of the driver starts", f"{python:.2f}")
     table.add_row("the driver imports what it needs", f"{driver - python:.2f}")
-    table.add_row("agent, coordinator, endpoint, guard; two processes that do nothing", f"{nothing - driver:.2f}")
+    table.add_row(
+        "agent, coordinator, monitor, orphan killer; two processes that do nothing", f"{nothing - driver:.2f}"
+    )
     table.add_row("the ranks: interpreter, import ronde, ronde.init(), end", f"{ranks:.2f}")
     table.add_row("(one process with `import ronde` alone)", f"{medians['import ronde']:.2f}")
     console.print(table)
 
 
-def main(repeats: Annotated[int, typer.Option(min=1, help="How often each is started.")] = 15) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Measure what starting a job costs.")
+    parser.add_argument("--repeats", type=int, default=15, help="how often each is started")
+    flags = parser.parse_args()
     runs: dict[str, Callable[[], None]] = {"bare": run_bare, "ronde run": partial(run, (*RONDE, *RANK))}
     if Path(TORCHRUN[0]).exists():
         runs["torchrun"] = partial(run, (*TORCHRUN, *RANK))
     for name, command in PROBES.items():
         runs[name] = partial(run, command)
-    show(Console(), measure(runs, repeats))
+    show(Console(), measure(runs, flags.repeats))
 
 
 if __name__ == "__main__":
-    typer.run(main)
+    main()

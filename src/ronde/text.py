@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping
 
 __all__ = [
     "BINARY_UNITS",
+    "INTERRUPTED_CODE",
     "LOST_CODE",
     "NOT_EXECUTABLE_CODE",
     "NOT_STARTED_CODE",
+    "USAGE_ERROR_CODE",
     "describe_exit_code",
     "escape_surrogates",
     "format_bytes",
@@ -34,10 +36,14 @@ THOUSAND = 999.5
 
 BINARY_UNITS = {"K": 1024, "M": 1024**2, "G": 1024**3}
 
+USAGE_ERROR_CODE = 2
+"""The exit code of every command for arguments that it cannot use."""
 NOT_EXECUTABLE_CODE = 126
 """The exit code of shells for a file that is no program."""
 NOT_STARTED_CODE = 127
 """The exit code of shells for a command that does not exist; here for every other reason why a rank cannot start."""
+INTERRUPTED_CODE = 128 + signal.SIGINT
+"""The exit code of shells for a program that Ctrl-C ended."""
 LOST_CODE = 255
 """The exit code of ssh for a lost connection: how the rank itself ended is not known."""
 

@@ -22,13 +22,14 @@ from tests.services import needs
 ROOT = Path(__file__).resolve().parents[2]
 SHORT = ("--repeats", "2", "--seconds", "0.02")
 COMMAND = (sys.executable, "-m", "ronde.cli.main", "bench")
+RANKS = (sys.executable, str(ROOT / "benchmarks/ranks.py"))
 
 
-def bench(results: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
-    """The records that a run wrote, and what it printed."""
+def bench(results: Path, *arguments: str, command: tuple[str, ...] = COMMAND) -> tuple[list[dict[str, Any]], str]:
+    """The results that a run wrote, and what it printed."""
     env = {**os.environ, "COLUMNS": "200"}
     done = subprocess.run(
-        (*COMMAND, *arguments, "--json", str(results)),
+        (*command, *arguments, "--json", str(results)),
         capture_output=True,
         text=True,
         timeout=PATIENCE_S,
@@ -76,7 +77,7 @@ def test_negotiation_is_measured_per_operation(tmp_path: Path) -> None:
 
 
 def test_more_ranks_than_cores_work(tmp_path: Path) -> None:
-    records, _ = bench(tmp_path / "r", "ranks", "--counts", "1,6", "--sizes", "4K", *SHORT)
+    records, _ = bench(tmp_path / "r", "--counts", "1,6", "--sizes", "4K", *SHORT, command=RANKS)
     assert [(record["op"], record["ranks"]) for record in records] == [
         ("start", 1),
         ("allreduce", 1),

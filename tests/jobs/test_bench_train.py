@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from ronde.cli.bench.cases import MODELS
-from ronde.cli.bench.peers import TrainingImplementation, TrainingSetup
+from ronde.cli.bench.models import MODELS
+from ronde.cli.bench.peers import MeasuredLibrary
 from ronde.cli.bench.runner import BenchmarkRunner, MeasurementBudget
-from ronde.cli.bench.train import TrainingResult, train
+from ronde.cli.bench.train import TrainingResult, TrainingSetup, measure_training
 from tests.limits import LONG_S, LONG_TEST_S
 
 pytest.importorskip("torch")
@@ -43,22 +43,22 @@ def test_the_command_trains_in_turn_and_writes_its_results_down(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "kit",
+    "setup",
     [
-        TrainingImplementation("hvd", "hvd", 2),
-        TrainingImplementation("ddp", "ddp", 2, TrainingSetup(codec="float16")),
-        TrainingImplementation("ddp-view-1MB", "ddp", 2, TrainingSetup(view=True, bucket_mb=1)),
-        TrainingImplementation("ronde", "ronde", 2, TrainingSetup(codec="bfloat16")),
+        TrainingSetup(MeasuredLibrary("hvd", "hvd"), 2),
+        TrainingSetup(MeasuredLibrary("ddp", "ddp"), 2, "float16"),
+        TrainingSetup(MeasuredLibrary("ddp-view-1MB", "ddp"), 2, view=True, bucket_mb=1),
+        TrainingSetup(MeasuredLibrary("ronde", "ronde"), 2, "bfloat16"),
     ],
-    ids=lambda kit: kit.name,
+    ids=lambda setup: setup.name,
 )
-def test_every_way_to_train_has_the_same_gradients_on_all_ranks(kit: TrainingImplementation) -> None:
-    if kit.role == "hvd":
+def test_every_way_to_train_has_the_same_gradients_on_all_ranks(setup: TrainingSetup) -> None:
+    if setup.name == "hvd":
         pytest.importorskip("horovod.torch")
     notes: list[str] = []
-    with BenchmarkRunner(MeasurementBudget(repeats=1, steps=2), notes.append, lambda doing: None) as field:
-        records = train(field, MODELS["tiny"], 1, [kit])
+    with BenchmarkRunner(MeasurementBudget(rounds=1, steps=2), notes.append, lambda text: None) as runner:
+        results = measure_training(runner, MODELS["tiny"], 1, [setup])
     assert notes == []
-    (record,) = records
-    assert (record.impl, record.codec, record.num_steps) == (kit.name, kit.settings.codec, 2)
-    assert record.samples_per_s > 0
+    (result,) = results
+    assert (result.impl, result.codec, result.num_steps) == (setup.name, setup.codec, 2)
+    assert result.samples_per_s > 0

@@ -47,7 +47,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Top to bottom. An import may only point down; names on one line do not know each other."""
 
 ML_LIBRARIES = {"torch", "tensorflow", "keras", "mxnet", "jax"}
-RUN_TIME = {"numpy", "zmq", "msgspec", "psutil", "cloudpickle", "rich", "typer", "yaml"}
+RUN_TIME = {"numpy", "zmq", "msgspec", "psutil", "cloudpickle", "rich", "yaml"}
 
 POWERS: dict[str, tuple[str, ...]] = {
     "the environment": ("settings.py", "comm/launchers.py", "launch/"),

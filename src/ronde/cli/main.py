@@ -1,37 +1,75 @@
-"""The console script `ronde`. Makes sure of its standard streams, and decides which way to go: `ronde run` has to start
-quickly and reads its flags itself; everything else is in commands."""
+"""The console script `ronde`: finds the command and runs it. `python -m ronde.cli.main` does the same."""
 
 from __future__ import annotations
 
 import io
 import os
 import sys
+from collections.abc import Sequence
 
-__all__ = ["main"]
+from ronde.cli.arguments import Command, CommandParser, list_commands, run_command
+from ronde.text import INTERRUPTED_CODE
+
+__all__ = ["COMMANDS", "main", "print_version"]
+
+COMMANDS = {
+    "run": Command("ronde.cli.run:run", "Start a command as the ranks of one job, here or on many hosts."),
+    "top": Command("ronde.cli.top:top", "Show live what ranks do with their time, and who holds up others."),
+    "stack": Command("ronde.cli.stack:stack", "Print where every rank of a running job is: its Python stack."),
+    "bench": Command("ronde.cli.bench.command:bench", "Measure ronde on this machine, in turn with gloo, DDP and MPI."),
+    "doctor": Command(
+        "ronde.cli.doctor.command:doctor", "Say whether jobs can run on these hosts, and what to do if not."
+    ),
+    "version": Command("ronde.cli.main:print_version", "Say which ronde this is, on which Python."),
+}
+
+BROKEN_PIPE_CODE = 1
 
 
-def main() -> None:
-    """The console script."""
-    _secure_streams()
-    if sys.argv[1:2] == ["run"]:
-        from ronde.cli.run import run
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run `ronde ARGUMENTS` (by default those of this process): the exit code."""
+    _prepare_streams()
+    arguments = sys.argv[1:] if arguments is None else list(arguments)
+    if arguments[:1] == ["--version"]:
+        arguments = ["version"]
+    parser = CommandParser(
+        "",
+        "Distributed deep-learning training that says which rank, where and why.",
+        usage="COMMAND …",
+        epilog=f"{list_commands(COMMANDS)}\n\n`ronde COMMAND --help` has more.",
+    )
+    parser.add_argument("--version", action="store_true", help="As `ronde version`.")
+    try:
+        exit_code = run_command(parser, COMMANDS, arguments)
+        sys.stdout.flush()
+        return exit_code
+    except KeyboardInterrupt:
+        return INTERRUPTED_CODE
+    except BrokenPipeError:  # the reader of the output has left; Python would complain at the exit
+        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123  # a device, until the end
+        return BROKEN_PIPE_CODE
 
-        sys.exit(run(sys.argv[2:]))
-    from ronde.cli.commands import app
 
-    app()
+def print_version(arguments: Sequence[str]) -> int:
+    import platform
+
+    from ronde.version import __version__
+
+    CommandParser("version", COMMANDS["version"].help, usage="").parse(arguments)
+    print(f"ronde {__version__}, Python {platform.python_version()}, {platform.machine()} {platform.system()}")
+    return 0
 
 
-def _secure_streams() -> None:
-    """No command fails over them: one that is closed (`>&-`) leads nowhere, and a character that the encoding of
-    standard output does not have is shown as `?`. (Standard error escapes it.)"""
+def _prepare_streams() -> None:
+    """Keep commands from failing over a standard stream: one that is closed (`>&-`) becomes /dev/null, and a character
+    that the encoding of standard output lacks is printed as `?`. (Standard error escapes such characters anyway.)"""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
-            # The closed descriptor is the lowest free one: so no file gets its number, to be written to by mistake.
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123  # a device, for good
+            # This takes the number of the closed descriptor, which another file would get otherwise.
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123  # a device, until the end
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -30,10 +30,10 @@ class QuietJob:
         self._thread.start()
         self._started.wait()
 
-    def wait(self, deadline: Deadline) -> JobResult | None:
+    def wait(self, deadline: Deadline | None = None) -> JobResult | None:
         """The result, as soon as all ranks have ended; None at the deadline. Raises what kept the driver from running
         the job."""
-        self._thread.join(deadline.remaining_s)
+        self._thread.join(None if deadline is None else deadline.remaining_s)
         if self._error is not None:
             raise self._error
         return self._result

@@ -1,64 +1,67 @@
-"""`ronde stack`: where the programs of a running job's ranks are, those at the same place together."""
+"""`ronde stack`: the Python stacks of the ranks of a running job, equal ones printed once."""
 
 from __future__ import annotations
 
 import sys
-from typing import Annotated
+from collections.abc import Sequence
 
 import msgspec
-import typer
 
+from ronde.cli.arguments import CommandParser, number, print_error
 from ronde.errors import RondeError
 from ronde.launch.driver.monitor import NoSuchJob, find_job, query_stacks
 from ronde.observe.stacks import RankStack, group_stacks
 from ronde.text import format_ranks
 
-__all__ = ["app", "format_stacks"]
+__all__ = ["format_stacks", "stack"]
 
-USAGE_ERROR_CODE = 2
+DESCRIPTION = """Print where every rank of a running job is: its Python stack.
 
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
+Ranks with the same stack are shown together. The job is not disturbed: a
+thread of each rank answers while its program goes on. A rank that holds
+Python's interpreter lock, is stopped, or has not called ronde.init() cannot
+answer; what is known of it is printed instead."""
 
 
-@app.command()
-def stack(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="Its name; not needed while only one is running.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="As JSON, a stack per rank.")] = False,
-    timeout_s: Annotated[
-        float, typer.Option("--limit", metavar="SECONDS", min=0.1, max=60.0, help="How long a rank may take to answer.")
-    ] = 5.0,
-) -> None:
-    """Print where every rank of a running job is: its Python stack.
-
-    Ranks at the same place are shown together. It disturbs nobody: a thread of each rank answers while its program goes
-    on. A rank that holds Python's interpreter, is stopped, or has not called ronde.init() cannot answer; then what is
-    known of it is said.
-    """
+def stack(arguments: Sequence[str]) -> int:
+    parser = CommandParser("stack", DESCRIPTION, usage="[FLAGS] [JOB]")
+    parser.add_argument(
+        "job", nargs="?", default="", metavar="JOB", help="Name of the job; not needed while only one is running."
+    )
+    parser.add_argument("--json", action="store_true", help="Print JSON, a stack per rank.")
+    parser.add_argument(
+        "--limit",
+        metavar="SECONDS",
+        type=number(0.1, 60.0),
+        default=5.0,
+        help="How long a rank may take to answer, 0.1 to 60. Default: %(default)g.",
+    )
+    flags = parser.parse(arguments)
     try:
-        found = query_stacks(find_job(job), timeout_s)
+        stacks = query_stacks(find_job(flags.job), flags.limit)
     except (NoSuchJob, RondeError, OSError) as error:
-        typer.echo(f"ronde stack: {error}", err=True)
-        raise typer.Exit(USAGE_ERROR_CODE) from None
-    if json:
-        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode({"ranks": found})) + b"\n")
+        return print_error(parser.prog, error)
+    if flags.json:
+        sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode({"ranks": stacks})) + b"\n")
     else:
-        typer.echo(format_stacks(found))
+        print(format_stacks(stacks))
+    return 0
 
 
 def format_stacks(stacks: tuple[RankStack, ...]) -> str:
-    """All stacks, most ranks first: `ranks 0-6: train.py:42 in step: …`, then the stack."""
+    """All stacks, the one of most ranks first: `ranks 0-6: train.py:42 in step: …`, then the stack."""
     blocks = []
     for ranks, at in group_stacks(stacks):
-        who = f" on {at.host}, pid {at.pid}" if len(ranks) == 1 and at.pid else ""
-        why = at.why.removeprefix("its process ")  # it follows the rank's name
-        why = why if len(ranks) == 1 else _pluralize(why)
-        where = f": {at.line}\n{_indent(at.stack)}" if at.line else f" {why}"
-        blocks.append(f"{format_ranks(ranks)}{who}{where}".rstrip())
+        process = f" on {at.host}, pid {at.pid}" if len(ranks) == 1 and at.pid else ""
+        reason = at.why.removeprefix("its process ")  # it follows the rank's name
+        reason = reason if len(ranks) == 1 else _pluralize(reason)
+        where = f": {at.line}\n{_indent(at.stack)}" if at.line else f" {reason}"
+        blocks.append(f"{format_ranks(ranks)}{process}{where}".rstrip())
     return "\n\n".join(blocks)
 
 
 def _pluralize(reason: str) -> str:
-    """What is said of one rank, for more of them."""
+    """A reason written for one rank, for several."""
     verb, space, rest = reason.partition(" ")
     verbs = {"has": "have", "does": "do", "is": "are"}
     return verbs.get(verb, verb) + space + rest.replace("; its process is", "; their processes are")

@@ -1,60 +1,64 @@
-"""A job's status as a table for people, a row per rank. Used by `ronde top` and `ronde run --top`.
-
-`ronde top`: what the ranks of a running job do with their time, live.
-
-`ronde run --top`: the table of `ronde top` while the job runs, in place of what its ranks print. Used by command.
-"""
+"""`ronde top` and `ronde run --top`: a live table of what the ranks of a job do with their time, a row per rank."""
 
 from __future__ import annotations
 
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
 import msgspec
-import typer
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from ronde.cli.arguments import CommandParser, print_error
 from ronde.errors import RondeError
 from ronde.launch.driver.monitor import JobStatus, NoSuchJob, RankStatus, RunningJob, find_job, query_status
 from ronde.text import format_bytes, format_duration, format_number, shorten
 
-__all__ = ["LiveStatusTable", "app", "render_status_table"]
+__all__ = ["LiveStatusTable", "render_status_table", "top", "watch_job"]
+
+DESCRIPTION = """Show live what ranks do with their time, and who holds up others.
+
+A rank computes, waits for others, or moves data (comm). "waited for" is how
+long other ranks have waited for this one, found from when each came to each
+operation; the rank that the others wait for most is marked."""
+
+REFRESH_INTERVAL_S = 1.0
+RETRY_INTERVAL_S = 0.1
+"""Between attempts of `ronde run --top` to find its job, which has just been started."""
+HEADER_ROWS = 6
+"""Lines of the table that are no rank: title, heading, caption."""
 
 STATE_STYLES = {"starting": "yellow", "running": "green", "left": "dim", "lost": "bold red"}
 SLOWEST_MARKER = "▶"
 UNKNOWN = "-"
 WIDE_TERMINAL_COLUMNS = 120
-"""Columns of a terminal that has room for everything."""
+"""Width of a terminal that has room for everything."""
 RANK_WIDTH, STATE_WIDTH, NOW_WIDTH = 6, 8, 20
-"""What these columns need at least."""
+"""Minimum widths of columns."""
 MAX_HOST_WIDTH = 12
-"""Longer names are cut; where there is room, twice as long."""
+"""Longer names are cut; on a wide terminal, those longer than twice this."""
 COLUMN_DROP_ORDER = (
     *("GPU mem", "step", "lately", "memory", "comm", "CPU"),
     *("ops/s", "compute", "GPU", "steps/s", "waiting"),
 )
-"""The order in which columns make room on a narrow terminal; who is waited for always stays."""
+"""The order in which columns are dropped on a narrow terminal; "waited for" always stays."""
 SILENT_AFTER_S = 5.0
-"""Ranks tell how they are every second."""
+"""A rank that has sent no sample for so long is called silent; they send one every second."""
 
 
 @dataclass(frozen=True, slots=True)
 class StatusColumn:
-    """One column: its title, and what it shows of a rank."""
-
     title: str
     text: Callable[[RankStatus], str]
     wide: bool = False
-    """Only where there is room."""
+    """Shown on wide terminals only."""
     optional: bool = False
-    """Only when some rank has something to show."""
+    """Shown only when some rank has a value."""
 
 
 COLUMNS = (
@@ -74,8 +78,8 @@ COLUMNS = (
 
 
 def render_status_table(status: JobStatus, *, max_rows: int = 1000, width: int = WIDE_TERMINAL_COLUMNS) -> Table:
-    """All ranks in order; or, when there are more than max_rows, those that need attention and those that the others
-    wait for most."""
+    """All ranks in order; when there are more than max_rows, those that do not run and those that the others wait for
+    most."""
     shown = status.ranks
     if len(shown) > max_rows:
         worst = sorted(shown, key=lambda rank: (rank.state == "running", -rank.holding_up, rank.rank))
@@ -101,7 +105,7 @@ def render_status_table(status: JobStatus, *, max_rows: int = 1000, width: int =
 
 
 def _useful_columns(shown: tuple[RankStatus, ...], is_wide: bool) -> list[StatusColumn]:
-    """Those that fit and have something to show; steps, where they are known, instead of operations."""
+    """The columns that have a value for some rank; steps, where they are known, instead of operations."""
     useful = [
         column
         for column in COLUMNS
@@ -112,25 +116,25 @@ def _useful_columns(shown: tuple[RankStatus, ...], is_wide: bool) -> list[Status
 
 
 def _fit_columns(columns: list[StatusColumn], shown: tuple[RankStatus, ...], width: int) -> list[StatusColumn]:
-    """The most important ones that there is room for beside rank, host and state."""
-    hosts = max((len(_format_host(rank)) for rank in shown), default=0)
-    room = width - sum(1 + most for most in (RANK_WIDTH, min(hosts, MAX_HOST_WIDTH), STATE_WIDTH))
+    """Drop columns until the others fit beside rank, host and state."""
+    host_width = max((len(_format_host(rank)) for rank in shown), default=0)
+    available = width - sum(1 + each for each in (RANK_WIDTH, min(host_width, MAX_HOST_WIDTH), STATE_WIDTH))
     widths = {each.title: 1 + max([len(each.title), *(len(each.text(rank)) for rank in shown)]) for each in columns}
     for title in COLUMN_DROP_ORDER:
-        if sum(widths.values()) > room:
+        if sum(widths.values()) > available:
             widths.pop(title, None)
     return [column for column in columns if column.title in widths]
 
 
 def _make_table(status: JobStatus, num_hidden: int, is_wide: bool) -> Table:
-    words = ["waited for: time that other ranks waited for this one, all of them added up"]
+    captions = ["waited for: time that other ranks waited for this one, all of them added up"]
     if status.slowest is not None:
-        words.append(f"{SLOWEST_MARKER} the others wait for this rank most")
+        captions.append(f"{SLOWEST_MARKER} the others wait for this rank most")
     if num_hidden:
-        words.append(f"{num_hidden} more ranks not shown")
+        captions.append(f"{num_hidden} more ranks not shown")
     table = Table(
         title=Text(f"job {status.name}: {status.size} ranks, {format_duration(status.elapsed_s)}"),
-        caption=Text("\n".join(words)),
+        caption=Text("\n".join(captions)),
         title_justify="left",
         caption_justify="left",
         box=None,
@@ -169,91 +173,76 @@ def _format_optional_size(value: int | None) -> str:
     return UNKNOWN if value is None else format_bytes(value)
 
 
-REFRESH_INTERVAL_S = 1.0
-HEADER_ROWS = 6
-"""Lines of the table that are no rank: its title, its heading, what is written below."""
-USAGE_ERROR_CODE = 2
-
-app = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False, rich_markup_mode=None)
-
-
-@app.command()
-def top(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="Its name; not needed while only one is running.")] = "",
-    json: Annotated[bool, typer.Option("--json", help="Print the numbers once, as JSON, and end.")] = False,
-    once: Annotated[bool, typer.Option("--once", help="Print the table once, and end.")] = False,
-) -> None:
-    """Show live what ranks do with their time, and who holds up others.
-
-    A rank computes, waits for others, or moves data (comm). "waited for" is how long other ranks have waited for this
-    one, found from when each came to each operation; the rank that the others wait for most is marked.
-    """
+def top(arguments: Sequence[str]) -> int:
+    parser = CommandParser("top", DESCRIPTION, usage="[FLAGS] [JOB]")
+    parser.add_argument(
+        "job", nargs="?", default="", metavar="JOB", help="Name of the job; not needed while only one is running."
+    )
+    parser.add_argument("--json", action="store_true", help="Print the numbers once, as JSON, and end.")
+    parser.add_argument("--once", action="store_true", help="Print the table once, and end.")
+    flags = parser.parse(arguments)
     try:
-        running = find_job(job)
-        status = query_status(running)
+        job = find_job(flags.job)
+        status = query_status(job)
     except (NoSuchJob, RondeError, OSError) as error:
-        typer.echo(f"ronde top: {error}", err=True)
-        raise typer.Exit(USAGE_ERROR_CODE) from None
+        return print_error(parser.prog, error)
     console = Console()
-    if json:
+    if flags.json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(status)) + b"\n")
-    elif once or not console.is_terminal:
+    elif flags.once or not console.is_terminal:
         console.print(render_status_table(status, width=console.width))
     else:
-        watch_job(running, status, console)
+        watch_job(job, status, console)
+    return 0
 
 
-def watch_job(running: RunningJob, status: JobStatus, console: Console) -> None:
-    """Show the job until it ends, or the user has seen enough."""
-    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
+def watch_job(job: RunningJob, status: JobStatus, console: Console) -> None:
+    """Show the job until it ends, or until Ctrl-C."""
+    with _live(console) as live:
         while True:
-            max_rows = max(1, console.height - HEADER_ROWS)
-            live.update(render_status_table(status, max_rows=max_rows, width=console.width), refresh=True)
+            _update(live, status)
             try:
                 time.sleep(REFRESH_INTERVAL_S)
-                status = query_status(running)
+                status = query_status(job)
             except KeyboardInterrupt:
                 return
             except OSError:
                 break
-    console.print(f"job {running.name} has ended")
-
-
-LIVE_REFRESH_INTERVAL_S = 1.0
-RETRY_INTERVAL_S = 0.1
-"""While the job is not to be found yet."""
-LIVE_HEADER_ROWS = 5
+    console.print(f"job {job.name} has ended")
 
 
 class LiveStatusTable:
-    """As a context: shows the job of this name until its end. The last table stays."""
+    """Shows the job of this name on standard error while the block runs; the last table stays there."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._stopped = threading.Event()
-        # Owned by the table. Touches only the terminal, and asks the driver as any other process would.
+        # Owned by the table. Touches only the terminal, and queries the driver as any other process would.
         self._thread = threading.Thread(target=self._run_thread, name="ronde-top", daemon=True)
 
     def __enter__(self) -> LiveStatusTable:
-        """Itself, drawing."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Draw no more."""
         self._stopped.set()
         self._thread.join()
 
     def _run_thread(self) -> None:
-        console = Console(stderr=True)
-        with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
-            pause_s = 0.0
-            while not self._stopped.wait(pause_s):
-                pause_s = RETRY_INTERVAL_S
+        with _live(Console(stderr=True)) as live:
+            delay_s = 0.0
+            while not self._stopped.wait(delay_s):
                 try:
-                    status = query_status(find_job(self._name))
-                except (NoSuchJob, RondeError, OSError):  # not begun, or just over
-                    continue
-                rows = max(1, console.height - LIVE_HEADER_ROWS)
-                live.update(render_status_table(status, max_rows=rows, width=console.width), refresh=True)
-                pause_s = LIVE_REFRESH_INTERVAL_S
+                    _update(live, query_status(find_job(self._name)))
+                    delay_s = REFRESH_INTERVAL_S
+                except (NoSuchJob, RondeError, OSError):  # not started yet, or just ended
+                    delay_s = RETRY_INTERVAL_S
+
+
+def _live(console: Console) -> Live:
+    return Live(console=console, auto_refresh=False, vertical_overflow="crop")
+
+
+def _update(live: Live, status: JobStatus) -> None:
+    height, width = live.console.height, live.console.width
+    live.update(render_status_table(status, max_rows=max(1, height - HEADER_ROWS), width=width), refresh=True)

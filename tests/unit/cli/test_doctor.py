@@ -8,9 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from ronde.cli.commands import app
 from ronde.cli.doctor.command import format_job_error
 from ronde.cli.doctor.link_speed import LinkSpeed
 from ronde.cli.doctor.problems import make_doctor_report
@@ -184,17 +182,3 @@ def test_the_report_survives_as_json() -> None:
 )  # fmt: skip
 def test_the_reason_of_a_failed_job_is_put_in_one_line(text: str, words: str) -> None:
     assert format_job_error(StartFailed(text), "b") == words
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["-H", "a,,b"], "there is an empty place between two commas"),
-        (["-H", "a", "--hostfile", "x"], "exclude each other"),
-        (["--ssh-port", "zero"], "--ssh-port must be a whole number"),
-    ],
-)
-def test_a_wrong_request_ends_with_2(flags: list[str], words: str) -> None:
-    done = CliRunner().invoke(app, ["doctor", *flags])
-    assert done.exit_code == 2
-    assert words in done.output

@@ -1,8 +1,8 @@
-"""How fast ranks talk to each other, pair by pair, on the data plane that jobs use. `ronde doctor` calls measure() on
-all ranks of a job.
+"""How fast pairs of ranks communicate over the data plane that jobs use. `ronde doctor` calls measure_links() on all
+ranks of a job.
 
-The first of a pair leads: it sends orders (a kind and a number of bytes), and the other one follows them. So only the
-leader has to decide, and it has all the numbers.
+The first rank of a pair is the client: it sends requests (a kind and a number of bytes) to the second one, the server.
+So only the client decides, and it has all the numbers.
 """
 
 from __future__ import annotations
@@ -20,24 +20,22 @@ from ronde.comm.world import init, shutdown
 __all__ = ["LinkSpeed", "PAIR_TIMEOUT_S", "measure_links"]
 
 ROUND_TRIP_DURATION_S = 0.1
-"""So long is the small message thrown to and fro."""
+"""For how long round trips are repeated."""
 MIN_ROUND_TRIPS = 5
 START_BYTES = 64 * 1024
 MAX_BYTES = 64 * 1024 * 1024
 MIN_TRANSFER_S = 0.05
-"""A message that takes so long is large enough to tell the bandwidth."""
+"""A message that takes this long is large enough to measure the bandwidth."""
 NUM_TRANSFERS = 3
-"""How often that one is sent; the best counts: somebody else may use the network."""
+"""How often that message is sent; the fastest counts, as others may use the network too."""
 PAIR_TIMEOUT_S = 10.0
-"""A pair that takes longer is of no use."""
+"""For the measurement of a pair."""
 
 SEND_TIME, RECEIVE_BYTES, SEND_BYTES, STOP = range(4)
-"""Orders: tell what time it is, take so many bytes and say when they are there, give so many, end."""
+"""Requests: send the time; receive so many bytes, then send the time; send so many bytes; stop."""
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """Between two ranks."""
-
     round_trip_s: float
     """Of a message of 16 bytes."""
     bytes_per_s: float
@@ -48,7 +46,8 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 
 
 def measure_links(pairs: Sequence[tuple[int, int]]) -> list[LinkSpeed | None]:
-    """Measure each pair of ranks in turn, while the others wait. The first of each pair has its result."""
+    """Measure one pair of ranks after the other, while the other ranks wait. The result of a pair is returned on its
+    first rank, None on the others. Collective."""
     init()
     found: list[LinkSpeed | None] = []
     for first, second in pairs:
@@ -61,29 +60,28 @@ def measure_links(pairs: Sequence[tuple[int, int]]) -> list[LinkSpeed | None]:
 
 
 def _run_client(peer: int) -> LinkSpeed:
-    _query_time(peer)  # the first time, both sides have something to prepare
+    _query_time(peer)  # the first time, both sides set up their connection
     trips = [_query_time(peer) for _ in range(MIN_ROUND_TRIPS)]
     until_s = time.monotonic() + ROUND_TRIP_DURATION_S
     while time.monotonic() < until_s:
         trips.append(_query_time(peer))
-    forth, back = _measure_bandwidth(peer, RECEIVE_BYTES), _measure_bandwidth(peer, SEND_BYTES)
+    bytes_per_s, back_bytes_per_s = _measure_bandwidth(peer, RECEIVE_BYTES), _measure_bandwidth(peer, SEND_BYTES)
     _send_request(peer, STOP)
     _, ahead_s = min(trips)
-    return LinkSpeed(statistics.median(trip_s for trip_s, _ in trips), forth, back, ahead_s)
+    return LinkSpeed(statistics.median(trip_s for trip_s, _ in trips), bytes_per_s, back_bytes_per_s, ahead_s)
 
 
 def _query_time(peer: int) -> tuple[float, float]:
-    """How long the answer took, and how much the other clock is ahead, should the way back be as long as the one
-    there."""
+    """How long the reply took, and how much the other clock is ahead if both ways took equally long."""
     wall_s, start_s = time.time(), time.monotonic()
     _send_request(peer, SEND_TIME)
-    theirs_s = receive(np.empty(2), peer)[0]
+    server_s = receive(np.empty(2), peer)[0]
     took_s = time.monotonic() - start_s
-    return took_s, float(theirs_s) - (wall_s + took_s / 2)
+    return took_s, float(server_s) - (wall_s + took_s / 2)
 
 
 def _measure_bandwidth(peer: int, request: int) -> float:
-    """Bytes per second of a message that is large enough for this network."""
+    """Bytes per second, of a message that is large enough for this network."""
     data = np.zeros(MAX_BYTES, np.uint8)
     num_bytes, took_s = START_BYTES, 0.0
     while took_s < MIN_TRANSFER_S and num_bytes < MAX_BYTES:
@@ -104,7 +102,7 @@ def _time_transfer(peer: int, request: int, data: np.ndarray[tuple[int], np.dtyp
 
 
 def _run_server(peer: int) -> None:
-    data = np.zeros(MAX_BYTES, np.uint8)  # touched before it is timed
+    data = np.zeros(MAX_BYTES, np.uint8)  # written to, so that its pages exist before it is timed
     while True:
         kind, num_bytes = map(int, receive(np.empty(2), peer))
         if kind == STOP:

@@ -1,4 +1,4 @@
-"""What is wrong with what was found, and what to do about it. Pure. Used by command."""
+"""What is wrong with what `ronde doctor` has found, and what to do about it. Decides only; does nothing."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ronde.version import __version__
 __all__ = ["make_doctor_report"]
 
 MIN_OPEN_FILES = 1024
-"""A rank holds some sockets per peer, and a framework opens hundreds of files."""
+"""A rank has some sockets per peer, and a framework opens hundreds of files."""
 MIN_PROCESSES = 1024
-"""Threads count."""
+"""Threads included."""
 MIN_AVAILABLE_BYTES = 512 * 1024 * 1024
 MIN_DEV_SHM_BYTES = 1024 * 1024 * 1024
 MIN_BYTES_PER_S = 100e6
-"""Gigabit Ethernet has 117."""
+"""Gigabit Ethernet has 117 MB/s."""
 MAX_ROUND_TRIP_S = 0.002
-"""Round trips inside of a data centre are well below."""
+"""Round trips inside a data centre take much less."""
 MIN_FRACTION_OF_MEDIAN = 0.5
-"""A pair with less than this part of the usual bandwidth is told from the others."""
+"""A pair with less than this part of the median bandwidth is reported."""
 MIN_PAIRS_FOR_MEDIAN = 3
-"""With fewer there is nothing usual."""
+"""With fewer, no pair is compared with the median."""
 MAX_CLOCK_DIFFERENCE_S = 0.5
 
 
 def make_doctor_report(hosts: Sequence[HostReport], pairs: Sequence[HostPairReport]) -> DoctorReport:
-    """The whole report."""
+    """The whole report. `healthy` is whether nothing is broken; warnings do not count."""
     problems = [problem for host in hosts for problem in _host_problems(host)]
     problems += [
         *_version_problems(hosts),
@@ -91,17 +91,17 @@ def _limit_problems(where: str, facts: SystemInfo) -> Iterator[Problem]:
 
 
 def _version_problems(hosts: Sequence[HostReport]) -> Iterator[Problem]:
-    """Libraries that are not the same everywhere: models and messages of one version may mean nothing to another."""
+    """Libraries whose versions differ between hosts: models and messages of one may mean nothing to another."""
     versions: dict[str, dict[str, list[str]]] = {}
     for host in hosts:
         if host.facts is not None:
             usable = {each.name: each.version for each in host.facts.frameworks if each.state == "usable"}
             for name, version in {"numpy": host.facts.libraries.get("numpy", "?"), **usable}.items():
                 versions.setdefault(name, {}).setdefault(version, []).append(host.name)
-    for name, places in versions.items():
-        if len(places) > 1:
-            what = "; ".join(f"{version} on {', '.join(where)}" for version, where in places.items())
-            where = ", ".join(host for of_version in places.values() for host in of_version)
+    for name, hosts_by_version in versions.items():
+        if len(hosts_by_version) > 1:
+            what = "; ".join(f"{version} on {', '.join(where)}" for version, where in hosts_by_version.items())
+            where = ", ".join(host for names in hosts_by_version.values() for host in names)
             yield Problem("warning", where, name, f"different versions: {what}", "install one version on all hosts")
 
 
@@ -111,30 +111,30 @@ def _pair_problems(pair: HostPairReport) -> Iterator[Problem]:
         yield Problem("broken", where, "pair", pair.trouble)
         return
     if pair.first == pair.second:
-        return  # no network: how fast a host talks to itself says how busy it is just now
+        return  # no network: this speed depends on how busy the host is just now
     slowest = min(speed.bytes_per_s, speed.back_bytes_per_s)
     if slowest < MIN_BYTES_PER_S:
         what = f"only {slowest / 1e6:.3g} MB/s, less than gigabit Ethernet"
         yield Problem("warning", where, "pair", what, "look for a faster network between them, or compress gradients")
     if speed.round_trip_s > MAX_ROUND_TRIP_S:
         what = f"a round trip takes {speed.round_trip_s * 1e3:.3g} ms: they are far from each other"
-        yield Problem("warning", where, "pair", what, "use hosts of one place")
+        yield Problem("warning", where, "pair", what, "use hosts of one site")
     if abs(speed.clock_ahead_s) - speed.round_trip_s / 2 > MAX_CLOCK_DIFFERENCE_S:
         what = f"their clocks differ by {abs(speed.clock_ahead_s):.3g} s"
         yield Problem("warning", where, "clock", what, "let chrony or systemd-timesyncd set them")
 
 
 def _slow_pair_problems(pairs: Sequence[HostPairReport]) -> Iterator[Problem]:
-    """Pairs that are much slower than most: a cable, a port, a busy neighbour."""
+    """Pairs that are much slower than most, because of a cable, a port, or a busy neighbour."""
     rates = {
         f"{pair.first}, {pair.second}": min(pair.speed.bytes_per_s, pair.speed.back_bytes_per_s)
         for pair in pairs
         if pair.speed is not None and pair.first != pair.second
     }
-    usual = statistics.median(rates.values()) if len(rates) >= MIN_PAIRS_FOR_MEDIAN else 0.0
+    median = statistics.median(rates.values()) if len(rates) >= MIN_PAIRS_FOR_MEDIAN else 0.0
     for where, rate in rates.items():
-        if rate < MIN_FRACTION_OF_MEDIAN * usual:
-            what = f"{rate / 1e6:.3g} MB/s, where most have {usual / 1e6:.3g}"
+        if rate < MIN_FRACTION_OF_MEDIAN * median:
+            what = f"{rate / 1e6:.3g} MB/s, where most have {median / 1e6:.3g}"
             yield Problem("warning", where, "pair", what, "look at the cables, ports and neighbours of these hosts")
 
 

@@ -1,7 +1,4 @@
-"""What `ronde doctor` has found out; docs/guides/doctor.md describes its JSON. Values only.
-
-A doctor's report for people: a table per host, one of the pairs, and what to do. Used by command.
-"""
+"""The result of `ronde doctor`: its values, whose JSON docs/guides/doctor.md describes, and the tables made of them."""
 
 from __future__ import annotations
 
@@ -24,14 +21,12 @@ Severity: TypeAlias = Literal["broken", "warning"]
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """One host."""
-
     name: str
-    """As the user calls it."""
+    """As the user named it."""
     facts: SystemInfo | None = None
-    """None: nothing could be found out."""
+    """None: the check failed."""
     trouble: str = ""
-    """Why not."""
+    """Why it failed."""
 
 
 class HostPairReport(msgspec.Struct, frozen=True):
@@ -40,29 +35,25 @@ class HostPairReport(msgspec.Struct, frozen=True):
     first: str
     second: str
     speed: LinkSpeed | None = None
-    """None: it could not be measured."""
+    """None: the measurement failed."""
     trouble: str = ""
-    """Why not."""
+    """Why it failed."""
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Something that is not as it should be."""
-
     severity: Severity
     """Broken: jobs will fail."""
     where: str
-    """The host, or several."""
+    """The host or hosts."""
     check: str
-    """One word: which row of the table."""
+    """One word, as in the table of the host."""
     what: str
     advice: str = ""
 
 
 class DoctorReport(msgspec.Struct, frozen=True):
-    """All of it."""
-
     ronde: str
-    """Version of this one."""
+    """Version."""
     healthy: bool
     """Nothing that jobs need is broken."""
     hosts: tuple[HostReport, ...]
@@ -71,22 +62,19 @@ class DoctorReport(msgspec.Struct, frozen=True):
 
 
 STATUS_STYLES = {"ok": "green", "-": "dim", "warning": "yellow", "broken": "bold red"}
-"""What a row begins with, and its style."""
 MAX_PAIRS_SHOWN = 40
 """Of more pairs only the slowest are shown."""
 
 
 @dataclass(frozen=True, slots=True)
 class _CheckRow:
-    """One check of a host."""
-
     check: str
     text: str
     status: str = "ok"
 
 
 def render_report(report: DoctorReport) -> RenderableType:
-    """All of it; what is wrong comes last, where it is seen."""
+    """A table per host, one of the pairs, and what to do last, where it is seen."""
     parts: list[RenderableType] = []
     for host in report.hosts:
         parts += [_host_table(host, report.problems), ""]
@@ -104,7 +92,7 @@ def _make_table(title: str) -> Table:
 
 
 def _host_table(host: HostReport, problems: Sequence[Problem]) -> Table:
-    wrong = {problem.check: problem.severity for problem in reversed(problems) if problem.where == host.name}
+    severities = {problem.check: problem.severity for problem in reversed(problems) if problem.where == host.name}
     is_named = host.facts is None or host.facts.node == host.name
     table = _make_table(f"host {host.name}" + ("" if is_named or host.facts is None else f" ({host.facts.node})"))
     table.add_column(no_wrap=True, width=7)
@@ -112,21 +100,21 @@ def _host_table(host: HostReport, problems: Sequence[Problem]) -> Table:
     table.add_column(overflow="fold")
     rows = [_CheckRow("host", host.trouble)] if host.facts is None else _check_rows(host.facts)
     for row in rows:
-        mark = wrong.get(row.check, row.status)
+        status = severities.get(row.check, row.status)
         table.add_row(
-            Text(mark, style=STATUS_STYLES[mark]), row.check, Text(row.text, style="dim" if mark == "-" else "")
+            Text(status, style=STATUS_STYLES[status]), row.check, Text(row.text, style="dim" if status == "-" else "")
         )
     return table
 
 
 def _check_rows(facts: SystemInfo) -> Iterator[_CheckRow]:
     shared = facts.shared_memory
-    words = f"memfd, up to {format_bytes(facts.memory.available)}" if shared.works else shared.why
+    memfd = f"memfd, up to {format_bytes(facts.memory.available)}" if shared.works else shared.why
     yield _CheckRow("ronde", f"{facts.ronde}, Python {facts.python} ({facts.executable})")
     yield _CheckRow("system", f"{facts.system}, {facts.cpu}")
     yield _CheckRow("cores", _format_cores(facts.cores))
     yield _CheckRow("memory", _format_memory(facts.memory))
-    yield _CheckRow("shared", f"{words}; /dev/shm {format_bytes(shared.dev_shm_bytes)}")
+    yield _CheckRow("shared", f"{memfd}; /dev/shm {format_bytes(shared.dev_shm_bytes)}")
     yield _CheckRow("limits", _format_limits(facts.limits))
     yield _CheckRow("libraries", ", ".join(f"{name} {version}" for name, version in facts.libraries.items()))
     for component in (*facts.backends, *facts.frameworks):
@@ -139,8 +127,8 @@ def _component_row(component: ComponentStatus) -> _CheckRow:
 
 
 def _format_cores(cores: CpuInfo) -> str:
-    some = f"{cores.allowed}" + (f" of {cores.total}" if cores.allowed != cores.total else "")
-    return some + (f", of which a container's limit lets {cores.quota:g} be busy" if cores.quota is not None else "")
+    number = f"{cores.allowed}" + (f" of {cores.total}" if cores.allowed != cores.total else "")
+    return number + (f", of which a container's limit lets {cores.quota:g} be busy" if cores.quota is not None else "")
 
 
 def _format_memory(memory: MemoryInfo) -> str:
@@ -198,7 +186,7 @@ def _problem_table(problems: Sequence[Problem]) -> Table:
     table.add_column(no_wrap=True, width=7)
     table.add_column(overflow="fold")
     for problem in problems:
-        # The two ends of a pair, and a host that is not there at all, say enough.
+        # For a pair and for a host that cannot be reached, `where` says enough.
         check = "" if problem.check in ("host", "pair") else f" {problem.check}:"
         text = Text(f"{problem.where}:{check} {problem.what}")
         if problem.advice:
@@ -210,9 +198,9 @@ def _problem_table(problems: Sequence[Problem]) -> Table:
 def _summary_line(report: DoctorReport) -> Text:
     broken = sum(problem.severity == "broken" for problem in report.problems)
     warnings = len(report.problems) - broken
-    words = [f"{broken} broken"] * bool(broken) + [f"{warnings} warning{'s' * (warnings > 1)}"] * bool(warnings)
+    counts = [f"{broken} broken"] * bool(broken) + [f"{warnings} warning{'s' * (warnings > 1)}"] * bool(warnings)
     if not report.healthy:
-        return Text(f"jobs will fail: {', '.join(words)}", style=STATUS_STYLES["broken"])
-    return Text(
-        f"jobs can run ({words[0]})" if words else "all is well", style=STATUS_STYLES["warning" if words else "ok"]
-    )
+        return Text(f"jobs will fail: {', '.join(counts)}", style=STATUS_STYLES["broken"])
+    if counts:
+        return Text(f"jobs can run ({counts[0]})", style=STATUS_STYLES["warning"])
+    return Text("all is well", style=STATUS_STYLES["ok"])

@@ -1,8 +1,8 @@
-"""Which frameworks and data planes are usable on this host, and why not. Each is tried in a process of its own, with a
-deadline: a broken install may print, hang or crash. Used by launch/checkup and, for MPI, by `ronde bench`.
+"""What `ronde doctor` finds out about a host: versions, cores, memory, limits, and which frameworks and data planes are
+usable. collect_system_info() is called in a rank on each host.
 
-What there is to know about a host before a job runs on it: versions, cores, memory, limits, and what is usable.
-examine() looks at the host it is called on; `ronde doctor` calls it as a rank on each.
+Frameworks and data planes are imported in processes of their own with a deadline, since a broken install may print,
+hang or crash. `ronde bench` finds MPI libraries in the same way.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ Availability: TypeAlias = Literal["usable", "missing", "broken"]
 
 
 class ComponentStatus(msgspec.Struct, frozen=True):
-    """A framework, or a data plane."""
+    """Whether a framework or a data plane can be used."""
 
     name: str
     state: Availability
-    """Missing: not there, as many will want it. Broken: there, and of no use."""
+    """Missing: not installed. Broken: installed, and cannot be used."""
     version: str = ""
     note: str = ""
-    """Why not; or what else is worth knowing."""
+    """Why it is not usable; or something else worth knowing."""
 
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "mxnet", "jax")
@@ -65,9 +65,9 @@ BACKENDS = ("native", "mpi", "nccl")
 
 MISSING_EXIT_CODE = 77
 OUTPUT_TAIL_BYTES = 65536
-"""The end of what a process printed has the reason."""
+"""So much of what a process printed is searched for its last line."""
 
-# Each prints, as the last thing, a line of version and note, with a tab between them.
+# The last line that each of these prints is the version and a note, with a tab between them.
 _FRAMEWORK_PROGRAM = f"""
 import importlib, importlib.util, sys
 name = sys.argv[1]
@@ -108,21 +108,21 @@ _PROGRAMS = {"native": _NATIVE_PROGRAM, "mpi": _MPI_PROGRAM}
 
 
 def check_components(names: tuple[str, ...], deadline: Deadline) -> tuple[ComponentStatus, ...]:
-    """All of them, as many at a time as there are cores."""
+    """Check them side by side, as many at a time as there are cores."""
     with ThreadPoolExecutor(max(2, len(os.sched_getaffinity(0)))) as pool:
         return tuple(pool.map(partial(check_component, deadline=deadline), names))
 
 
 def check_component(name: str, deadline: Deadline, python: str = sys.executable) -> ComponentStatus:
-    """Import it in a process of this Python; any that has mpi4py will do for `mpi`."""
+    """Import it in a new process of this Python. (For `mpi`, that may be any that has mpi4py.)"""
     if name == "nccl":
         return _check_nccl(Path("/dev/nvidia0").exists())
-    # Files, not pipes: what it started and left behind would hold those open.
+    # Files, not pipes: a process that it started and left behind would keep a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             done = subprocess.run(
                 (python, "-c", _PROGRAMS.get(name, _FRAMEWORK_PROGRAM), name),
-                cwd="/",  # Python looks there first, and the user's files may have any name
+                cwd="/",  # Python looks for modules there first, and the user's files may have any name
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
@@ -137,7 +137,7 @@ def check_component(name: str, deadline: Deadline, python: str = sys.executable)
 
 
 def parse_check_result(name: str, exit_code: int, out: str, err: str) -> ComponentStatus:
-    """What the end of such a process means: its exit code, and the last lines that it printed."""
+    """The status that the exit code of such a process and the last lines of its output stand for."""
     if exit_code == MISSING_EXIT_CODE:
         return ComponentStatus(name, "missing", note=err or "not installed")
     if exit_code == 0 and "\t" in out:
@@ -163,24 +163,20 @@ IMPORT_TIMEOUT_S = 60.0
 """For all imports together; the first one after the start of a host reads gigabytes from its disk."""
 LIBRARIES = ("numpy", "pyzmq", "msgspec", "psutil", "cloudpickle")
 SHARED_MEMORY_TEST_BYTES = 64 * 1024 * 1024
-"""So much shared memory is asked for, to see that it works; less where there is little."""
+"""So much shared memory is allocated as a test; less where there is little."""
 
 
 class SystemInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """What was found on a host."""
-
     node: str
-    """What it calls itself."""
+    """The host's own name."""
     ronde: str
     python: str
     executable: str
-    """Path of that Python."""
     system: str
     """Kernel and architecture."""
     cpu: str
-    """Model."""
     libraries: dict[str, str]
-    """Versions of what ronde itself needs."""
+    """Versions of the libraries that ronde needs."""
     cores: CpuInfo
     memory: MemoryInfo
     shared_memory: SharedMemoryInfo
@@ -190,13 +186,11 @@ class SystemInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CpuInfo(msgspec.Struct, frozen=True):
-    """How many cores there are."""
-
     total: int
     allowed: int
-    """Those that this user's processes may run on."""
+    """Those that this process may run on."""
     quota: float | None = None
-    """How many a container may keep busy; None: all."""
+    """How many a container may keep busy; None: no limit."""
 
 
 class MemoryInfo(msgspec.Struct, frozen=True):
@@ -206,18 +200,17 @@ class MemoryInfo(msgspec.Struct, frozen=True):
     available: int
     """Without swapping, and within the limit."""
     limit: int | None = None
-    """A container's; None: all."""
+    """A container's; None: no limit."""
 
 
 class SharedMemoryInfo(msgspec.Struct, frozen=True):
-    """ronde's is anonymous (memfd): its only limit is the memory. Other programs' is /dev/shm, which containers often
-    make small."""
+    """ronde uses anonymous shared memory (memfd), which only the memory limits. Other programs use /dev/shm, which is
+    often small in containers."""
 
     works: bool
     why: str = ""
-    """It does not."""
+    """The reason why it does not."""
     dev_shm_bytes: int = 0
-    """Size of /dev/shm."""
 
 
 class ResourceLimits(msgspec.Struct, frozen=True):
@@ -226,18 +219,17 @@ class ResourceLimits(msgspec.Struct, frozen=True):
     open_files: int | None
     processes: int | None
     locked_bytes: int | None
-    """Memory that may be locked, as RDMA does."""
+    """Memory that may be locked, as RDMA needs."""
 
 
 def collect_system_info() -> SystemInfo:
-    """Look at this host. Takes as long as it takes to import the frameworks, and IMPORT_S at most."""
+    """Facts about this host. Takes as long as importing the frameworks does, IMPORT_TIMEOUT_S at most."""
     components = {each.name: each for each in check_components((*BACKENDS, *FRAMEWORKS), Deadline(IMPORT_TIMEOUT_S))}
-    allowance = read_cgroup_limits()
+    cgroup_limits = read_cgroup_limits()
     memory = psutil.virtual_memory()
-    available = min(
-        memory.available,
-        memory.available if allowance.memory_available_bytes is None else allowance.memory_available_bytes,
-    )
+    available = memory.available
+    if cgroup_limits.memory_available_bytes is not None:
+        available = min(available, cgroup_limits.memory_available_bytes)
     return SystemInfo(
         node=platform.node(),
         ronde=__version__,
@@ -246,10 +238,10 @@ def collect_system_info() -> SystemInfo:
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cpu=_cpu_model(),
         libraries={name: _package_version(name) for name in LIBRARIES},
-        cores=CpuInfo(os.cpu_count() or 1, len(os.sched_getaffinity(0)), allowance.cpu_quota),
-        memory=MemoryInfo(memory.total, available, allowance.memory_limit_bytes),
+        cores=CpuInfo(os.cpu_count() or 1, len(os.sched_getaffinity(0)), cgroup_limits.cpu_quota),
+        memory=MemoryInfo(memory.total, available, cgroup_limits.memory_limit_bytes),
         shared_memory=_check_shared_memory(min(SHARED_MEMORY_TEST_BYTES, max(1, available // 4))),
-        limits=_read_limits(allowance.max_processes),
+        limits=_read_limits(cgroup_limits.max_processes),
         backends=tuple(components[name] for name in BACKENDS),
         frameworks=tuple(components[name] for name in FRAMEWORKS),
     )
@@ -286,8 +278,8 @@ def _cpu_model() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _package_version(name: str) -> str:

@@ -10,17 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from ronde.cli.bench.peers import MpiImplementation, find_peers
+from ronde.cli.bench.peers import MeasuredLibrary, find_peers
 from ronde.cli.doctor.system_info import MISSING_EXIT_CODE
 
 
-def fake_python(directory: Path, says: str, code: int = 0, *, mpiexec: bool = True) -> str:
-    """An environment whose Python answers the probe: the library it has, or why it has none."""
-    says = says if code else f"4.1\t{says}"
+def fake_python(directory: Path, output: str, code: int = 0, *, mpiexec: bool = True) -> str:
+    """An environment whose Python prints the library it has, or why it has none."""
+    output = output if code else f"4.1\t{output}"
     directory.mkdir()
     for name in ("python", "mpiexec") if mpiexec else ("python",):
         program = directory / name
-        program.write_text(f"#!/bin/sh\necho '{says}' {'>&2' if code else ''}\nexit {code}\n")
+        program.write_text(f"#!/bin/sh\necho '{output}' {'>&2' if code else ''}\nexit {code}\n")
         program.chmod(stat.S_IRWXU)
     return str(directory / "python")
 
@@ -73,7 +73,7 @@ def test_every_named_environment_is_a_peer_called_by_its_library(tmp_path: Path)
     again = fake_python(tmp_path / "c", "MPICH Version: 4.0")
     found = find_peers("mpi", [ompi, mpich, again])
     assert [peer.name for peer in found.peers] == ["openmpi", "mpich", "mpich-2"]
-    assert found.peers[0] == MpiImplementation("openmpi", ompi, str(tmp_path / "a/mpiexec"))
+    assert found.peers[0] == MeasuredLibrary("openmpi", "mpi", ompi, str(tmp_path / "a/mpiexec"))
     assert found.notes == []
 
 
@@ -87,7 +87,7 @@ def test_one_library_can_be_picked(tmp_path: Path) -> None:
 def test_a_path_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake_python(tmp_path / "a", "Open MPI v5.0.11")
     monkeypatch.chdir(tmp_path)
-    assert find_peers("mpi", ["a/python"]).peers == [MpiImplementation("openmpi", "a/python", "a/mpiexec")]
+    assert find_peers("mpi", ["a/python"]).peers == [MeasuredLibrary("openmpi", "mpi", "a/python", "a/mpiexec")]
 
 
 @pytest.mark.usefixtures("bare")

@@ -1,4 +1,4 @@
-"""The networks of `ronde bench train` are what they say they are, and learn from what they are fed."""
+"""The networks of `ronde bench train` are what they say they are, and every parameter gets a gradient."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from ronde.cli.bench.cases import MODELS, parse_models
+from ronde.cli.bench.models import MODELS, parse_models
 
 torch = pytest.importorskip("torch")
 
@@ -16,7 +16,7 @@ torch = pytest.importorskip("torch")
 def test_a_network_has_as_many_parameters_as_it_says_and_each_gets_a_gradient(name: str) -> None:
     model = MODELS[name]
     network = model.build()
-    x, labels = model.feed(2)
+    x, labels = model.make_batch(2)
     loss = torch.nn.functional.cross_entropy(network(x), labels)
     loss.backward()
     assert sum(parameter.numel() for parameter in network.parameters()) == model.num_parameters
@@ -30,7 +30,7 @@ def test_the_small_network_has_a_thousand_parameters() -> None:
 
 def test_the_attention_sees_no_word_that_comes_later() -> None:
     network = MODELS["transformer"].build().eval()
-    words, _ = MODELS["transformer"].feed(1)
+    words, _ = MODELS["transformer"].make_batch(1)
     changed = words.clone()
     changed[0, -1] = (changed[0, -1] + 1) % 7
     with torch.no_grad():
@@ -43,7 +43,7 @@ def test_networks_are_chosen_by_name_each_once() -> None:
     assert [model.name for model in parse_models("mlp, tiny,mlp")] == ["mlp", "tiny"]
 
 
-@pytest.mark.parametrize(("text", "words"), [("vgg", "no such model: 'vgg'; there are alexnet"), (" ,", "no model")])
-def test_a_network_nobody_knows_is_refused(text: str, words: str) -> None:
-    with pytest.raises(ValueError, match=words):
+@pytest.mark.parametrize(("text", "message"), [("vgg", "no such model: 'vgg'; there are alexnet"), (" ,", "no model")])
+def test_a_network_nobody_knows_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_models(text)

@@ -1,4 +1,4 @@
-"""`ronde top` and `ronde stack`: what people see of a running job."""
+"""`ronde top`, and both commands that look at a running job."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from ronde.cli import stack, top
-from ronde.cli.stack import format_stacks
+from ronde.cli import top
 from ronde.cli.top import render_status_table, watch_job
 from ronde.launch.driver.monitor import JobStatus, MonitorServer, RankStatus, find_job
 from ronde.observe.stacks import RankStack
+from tests.unit.cli.commands import ronde
 
 
 def running(rank: int, **more: object) -> RankStatus:
@@ -107,73 +106,38 @@ def test_names_cannot_break_the_table() -> None:
     assert "[red]a" in text and "\x1b" not in text
 
 
-# --- stacks -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("why", "of_two"),
-    [
-        ("has not called ronde.init() yet", "have not called ronde.init() yet"),
-        ("does not answer; its process is stopped", "do not answer; their processes are stopped"),
-        ("is lost: RuntimeError: it is broken", "are lost: RuntimeError: it is broken"),
-    ],
-)
-def test_what_is_known_of_several_ranks_is_said_of_several(why: str, of_two: str) -> None:
-    one, two = (RankStack(rank=rank, why=why) for rank in range(2))
-    assert format_stacks((one,)) == f"rank 0 {why}"
-    assert format_stacks((one, two)) == f"ranks 0, 1 {of_two}"
-
-
-def test_a_rank_whose_process_has_ended_has_ended() -> None:
-    one, two = (RankStack(rank=rank, why="its process has ended: exited with code 0") for rank in range(2))
-    assert format_stacks((one,)) == "rank 0 has ended: exited with code 0"
-    assert format_stacks((one, two)) == "ranks 0, 1 have ended: exited with code 0"
-
-
-def test_equal_stacks_are_printed_once() -> None:
-    same = [RankStack(rank=rank, line="train.py:5 in step: x()", stack="main thread:\n  here\n") for rank in range(7)]
-    other = RankStack(rank=7, host="b", pid=9, line="train.py:9 in load: y()", stack="main thread:\n  there\n")
-    silent = RankStack(rank=8, host="b", pid=10, why="does not answer; its process is stopped")
-    assert format_stacks((*same, other, silent)) == (
-        "ranks 0-6: train.py:5 in step: x()\n  main thread:\n    here\n\n"
-        "rank 7 on b, pid 9: train.py:9 in load: y()\n  main thread:\n    there\n\n"
-        "rank 8 on b, pid 10 does not answer; its process is stopped"
-    )
-
-
 # --- the commands -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[MonitorServer]:
-    with tempfile.TemporaryDirectory(prefix="ronde") as folder:
-        monkeypatch.setenv("XDG_RUNTIME_DIR", folder)
+    with tempfile.TemporaryDirectory(prefix="ronde") as directory:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
         stacks = (RankStack(rank=0, line="train.py:5"),)
         with MonitorServer("demo", lambda: status_of(running(0)), lambda limit_s: stacks) as endpoint:
             yield endpoint
 
 
 def test_top_prints_a_table_once_where_there_is_no_terminal(job: MonitorServer) -> None:
-    for arguments in ([], ["demo"], ["demo", "--once"]):
-        result = CliRunner().invoke(top.app, arguments)
-        assert result.exit_code == 0 and result.output.startswith("job demo: 1 ranks")
+    for arguments in ((), ("demo",), ("demo", "--once")):
+        finished = ronde("top", *arguments)
+        assert finished.exit_code == 0 and finished.out.startswith("job demo: 1 ranks")
 
 
 def test_top_prints_json_for_programs(job: MonitorServer) -> None:
-    result = CliRunner().invoke(top.app, ["--json"])
-    assert json.loads(result.output)["ranks"][0]["computing"] == 0.5
+    assert json.loads(ronde("top", "--json").out)["ranks"][0]["computing"] == 0.5
 
 
 def test_stack_prints_stacks(job: MonitorServer) -> None:
-    assert CliRunner().invoke(stack.app, ["demo"]).output == "rank 0: train.py:5\n"
-    assert json.loads(CliRunner().invoke(stack.app, ["--json"]).output)["ranks"][0]["line"] == "train.py:5"
+    assert ronde("stack", "demo").out == "rank 0: train.py:5\n"
+    assert json.loads(ronde("stack", "--json").out)["ranks"][0]["line"] == "train.py:5"
 
 
-@pytest.mark.parametrize("command", [top.app, stack.app])
-def test_a_job_that_is_not_running_is_told_with_those_that_are(job: MonitorServer, command: object) -> None:
-    result = CliRunner().invoke(command, ["nope"])  # type: ignore[arg-type]
-    assert result.exit_code == 2
-    assert "no job named 'nope' is running" in result.stderr and "running: demo" in result.stderr
+@pytest.mark.parametrize("command", ["top", "stack"])
+def test_a_job_that_is_not_running_is_named_with_those_that_are(job: MonitorServer, command: str) -> None:
+    finished = ronde(command, "nope")
+    assert finished.exit_code == 2
+    assert "no job named 'nope' is running" in finished.err and "running: demo" in finished.err
 
 
 def test_top_ends_when_the_job_ends(job: MonitorServer, monkeypatch: pytest.MonkeyPatch) -> None:

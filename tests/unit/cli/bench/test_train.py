@@ -1,0 +1,251 @@
+"""`ronde bench train`: who trains, what is measured of them, how they compare, and what the table shows."""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Any, cast
+
+import msgspec
+import pytest
+
+from ronde.cli.bench.models import MODELS
+from ronde.cli.bench.peers import MeasuredLibrary
+from ronde.cli.bench.runner import BenchmarkFailed, MeasurementBudget, RankPool
+from ronde.cli.bench.train import (
+    TimedRound,
+    TrainingCase,
+    TrainingResult,
+    TrainingSetup,
+    best_ddp,
+    compare,
+    find_setups,
+    needed_bytes,
+    parse_codec,
+    render_training_tables,
+)
+from ronde.errors import RondeError
+from ronde.types import Deadline
+from tests.unit.cli.bench.test_allreduce import line_with, lines_of
+
+WITHOUT_GRADIENTS = ["alone", "apart", "lockstep"]
+
+
+# --- who trains -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The packages that seem to be installed."""
+    names = {"torch", "horovod"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object() if name in names else None)
+    return names
+
+
+def names(codec: str | None, peers: str | None, buckets_mb: tuple[int, ...]) -> list[str]:
+    return [setup.name for setup in find_setups(2, codec, peers, buckets_mb)[0]]
+
+
+@pytest.mark.usefixtures("installed")
+def test_ddp_takes_part_as_it_is_and_at_its_best() -> None:
+    setups, notes = find_setups(4, None, None, (10, 100, 10))
+    assert [setup.name for setup in setups] == [
+        *(*WITHOUT_GRADIENTS, "ronde", "hvd", "ddp", "ddp-view", "ddp-view-10MB", "ddp-view-100MB"),
+    ]
+    assert [setup.size for setup in setups] == [1, *[4] * 8]
+    assert (setups[-2].view, setups[-2].bucket_mb) == (True, 10)
+    assert [setup.name for setup in setups if not setup.communicates] == WITHOUT_GRADIENTS
+    assert notes == []
+
+
+@pytest.mark.usefixtures("installed")
+def test_peers_can_be_chosen() -> None:
+    assert names(None, "none", (10,)) == [*WITHOUT_GRADIENTS, "ronde"]
+    assert names(None, "hvd", (10,)) == [*WITHOUT_GRADIENTS, "ronde", "hvd"]
+    assert names(None, "ddp", ()) == [*WITHOUT_GRADIENTS, "ronde", "ddp", "ddp-view"]
+
+
+@pytest.mark.usefixtures("installed")
+def test_peers_without_bfloat16_send_as_many_bits_another_way() -> None:
+    setups, notes = find_setups(2, "bfloat16", None, ())
+    codecs = {setup.name: setup.codec for setup in setups}
+    expected = {"ronde": "bfloat16", "hvd": "float16", "ddp": "float16", "ddp-view": "float16"}
+    assert codecs == {**dict.fromkeys(WITHOUT_GRADIENTS), **expected}
+    assert "the others send float16" in notes[0]
+
+
+def test_a_missing_compatibility_package_is_noted_or_an_error_when_asked_for(installed: set[str]) -> None:
+    installed.remove("horovod")
+    assert find_setups(2, None, None, ())[1][0].startswith("hvd is left out: ronde-horovod is not installed")
+    with pytest.raises(ValueError, match="pip install ronde-horovod"):
+        find_setups(2, None, "hvd", ())
+
+
+def test_without_pytorch_there_is_nothing_to_train_with(installed: set[str]) -> None:
+    installed.remove("torch")
+    with pytest.raises(RondeError, match=r"pip install 'ronde\[torch\]'"):
+        find_setups(2, None, None, ())
+
+
+def test_a_codec_is_one_of_three() -> None:
+    assert [parse_codec(text) for text in ("none", "float16", "bfloat16")] == [None, "float16", "bfloat16"]
+
+
+def test_more_ranks_and_larger_networks_need_more_memory() -> None:
+    two, four = setup_of("ronde", 2), setup_of("ddp", 4)
+    assert needed_bytes(MODELS["mlp"], [two, four]) == 3 * needed_bytes(MODELS["mlp"], [two])
+    assert needed_bytes(MODELS["alexnet"], [two]) > 2 * 4 * 244_000_000
+
+
+# --- measuring --------------------------------------------------------------------------------------------------------
+
+
+class FakePool:
+    """Two ranks, the second one slower."""
+
+    def __init__(self, *checksums: int) -> None:
+        self.checksums = checksums or (7, 7)
+        self.requests: list[dict[str, Any]] = []
+
+    def request(self, action: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # as RankPool
+        self.requests.append(command)
+        match command["do"]:
+            case "prepare_training":
+                return [{"checksum": checksum} for checksum in self.checksums]
+            case "time_training":
+                num = command["num_steps"]
+                return [{"took_ns": [ms * 1_000_000] * num, "backward_ns": [ms * 500_000] * num} for ms in (10, 20)]
+            case _:
+                return [{"memory_kb": 1024 * mb, "rss_kb": 0} for mb in (300, 500)]
+
+
+def setup_of(library: str, size: int = 2, codec: str | None = None) -> TrainingSetup:
+    return TrainingSetup(MeasuredLibrary(library, library), size, codec)
+
+
+def case_of(pool: FakePool, setup: TrainingSetup) -> TrainingCase:
+    return TrainingCase(cast("RankPool", pool), setup, MODELS["mlp"], 64)
+
+
+def test_a_round_yields_the_sum_of_what_each_rank_did_in_its_own_time() -> None:
+    timed = TimedRound(((500_000_000, 500_000_000), (250_000_000, 250_000_000)), ((), ()))
+    assert timed.samples_per_s(batch=10) == pytest.approx(10 * (2 + 4))
+
+
+def test_a_case_measures_samples_per_second_times_and_memory() -> None:
+    pool = FakePool()
+    case = case_of(pool, setup_of("ronde", codec="float16"))
+    case.setup()
+    case.calibrate(MeasurementBudget(steps=4))
+    case.run_round(MeasurementBudget())
+    case.run_round(MeasurementBudget())
+    case.measure_memory()
+    result = case.result()
+    assert pool.requests[0]["options"] == {"codec": "float16", "view": False, "bucket_mb": None}
+    assert result.samples_per_s == pytest.approx(64 * (100 + 50))
+    assert (result.num_steps, result.step_us, result.backward_us) == (8, 15_000, 7_500)
+    assert (result.memory_mb, result.rss_mb, result.codec) == (400, None, "float16")
+
+
+def test_ranks_with_different_gradients_are_an_error_unless_they_do_not_communicate() -> None:
+    with pytest.raises(BenchmarkFailed, match="ranks have different gradients of mlp"):
+        case_of(FakePool(1, 2), setup_of("ronde")).setup()
+    case_of(FakePool(1, 2), setup_of("apart")).setup()
+
+
+# --- comparing --------------------------------------------------------------------------------------------------------
+
+
+def result_of(impl: str, samples_per_s: float, step_us: float = 100.0, ranks: int = 2) -> TrainingResult:
+    return TrainingResult(
+        impl=impl,
+        model="mlp",
+        ranks=ranks,
+        batch=64,
+        codec=None,
+        num_steps=10,
+        samples_per_s=samples_per_s,
+        step_us=step_us,
+        backward_us=step_us / 2,
+    )
+
+
+RESULTS = [
+    result_of("alone", 100, 80, ranks=1),
+    result_of("apart", 200, 90),
+    result_of("ronde", 180, 100),
+    result_of("hvd", 171, 105),
+    result_of("ddp", 120, 150),
+    result_of("ddp-view-10MB", 150, 120),
+]
+TABLE = render_training_tables(compare(RESULTS), "2 ranks on 2 cores")
+
+
+def test_all_are_compared_with_one_process_the_best_ddp_and_ronde() -> None:
+    of = {result.impl: result for result in compare(RESULTS)}
+    assert of["ronde"].efficiency == 0.9
+    assert of["ronde"].vs_ddp == 1.2
+    assert of["hvd"].vs_ronde == 0.95
+    assert of["ddp"].vs_ddp == 0.8
+    assert of["apart"].efficiency == 1.0
+
+
+def test_overhead_is_what_a_step_takes_beyond_one_without_communication() -> None:
+    of = {result.impl: result.overhead_us for result in compare(RESULTS)}
+    assert of == {"alone": None, "apart": 0, "ronde": 10, "hvd": 15, "ddp": 60, "ddp-view-10MB": 30}
+
+
+def test_without_the_others_nothing_is_compared() -> None:
+    (result,) = compare([result_of("ddp", 1)])
+    assert (result.efficiency, result.overhead_us, result.vs_ronde, result.vs_ddp) == (None, None, None, 1.0)
+    assert best_ddp([result_of("ronde", 1)]) is None
+
+
+def test_a_result_is_one_flat_json_object() -> None:
+    fields = msgspec.json.decode(msgspec.json.encode(result_of("ronde", 180)))
+    assert fields["op"] == "train"
+    assert set(fields) == set(TrainingResult.__struct_fields__)
+
+
+def test_the_table_compares_ronde_with_the_best_ddp() -> None:
+    line = line_with(TABLE, "ronde  ")
+    assert all(text in line for text in ("180.0", "100.0 µs", "10.0 µs", "90%", "1.20 ×"))
+    assert "best DDP" in line_with(TABLE, "ddp-view-10MB")
+    assert "best DDP" not in line_with(TABLE, "ddp  ")
+    assert all(text in line_with(TABLE, "hvd  ") for text in ("1.14 ×", "0.95 ×"))
+
+
+def test_the_table_names_the_network_and_the_machine() -> None:
+    text = "\n".join(lines_of(TABLE))
+    assert all(part in text for part in ("mlp: 784-512-512-10, batch 64", "2 ranks on 2 cores"))
+
+
+@pytest.mark.parametrize(
+    ("width", "headings"),
+    [
+        (80, "samples/s step head ciency best DDP ronde MiB RSS"),
+        (65, "samples/s step head ciency best DDP ronde"),
+        (60, "samples/s step head ciency best DDP"),
+        (40, "samples/s best DDP"),
+    ],
+)
+def test_on_a_narrow_terminal_columns_are_left_out_and_none_is_cut(width: int, headings: str) -> None:
+    large = {"step_us": 132_120.0, "memory_mb": 1157.2, "rss_mb": 1403.0}
+    rows = compare(
+        [msgspec.structs.replace(each, samples_per_s=1000 * each.samples_per_s, **large) for each in RESULTS]
+    )
+    lines = lines_of(render_training_tables(rows, width=width), width)
+    shown = next(line for line in lines if "samples/s" in line)
+    assert shown.split() == headings.split()
+    assert len(lines) == len(RESULTS) + 6, "a row is a line"
+    assert ("132.12 ms" in lines[4], "…" in "".join(lines)) == (width > 40, False)
+
+
+def test_a_column_without_values_is_left_out() -> None:
+    heading = line_with(render_training_tables(compare(RESULTS[:3])), "samples/s")
+    assert "RSS" not in heading and "DDP" not in heading
+
+
+def test_an_overhead_below_zero_is_shown_as_it_is() -> None:
+    (row,) = compare([result for result in RESULTS if result.impl == "ronde"])
+    table = render_training_tables([msgspec.structs.replace(row, overhead_us=-1500.0)])
+    assert "-1.50 ms" in line_with(table, "ronde  ")

@@ -1,0 +1,27 @@
+"""Calling commands of `ronde` in this process. Shared by the tests of the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from typing import NamedTuple
+
+from ronde.cli.main import main
+
+
+class Finished(NamedTuple):
+    exit_code: object
+    out: str
+    err: str
+
+
+def ronde(*arguments: str) -> Finished:
+    """Call `ronde ARGUMENTS`: its exit code and its output, as text."""
+    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            exit_code: object = main(arguments)
+        except SystemExit as exited:
+            exit_code = exited.code
+    out.seek(0)
+    return Finished(exit_code, out.read(), err.getvalue())
