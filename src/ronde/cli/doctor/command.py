@@ -119,8 +119,7 @@ class DoctorRunner:
             job,
             command=FUNCTION_RANK_COMMAND,
             cwd="/",  # every host has it
-            settings=replace(
-                job.settings,
+            settings=job.settings.replace(
                 backend="native",
                 timeline="",
                 stall_s=0.0,
