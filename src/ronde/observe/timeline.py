@@ -15,7 +15,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -72,12 +72,15 @@ class TraceStyle(NamedTuple):
     """Show BatchMarkers."""
 
 
+Phase: TypeAlias = Literal["X", "i", "M", "b", "e"]
+"""A slice, an instant, a name for a process or thread, or the begin or end of an asynchronous slice."""
+
+
 class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """One element of traceEvents. The field names are those of the format; times are microseconds."""
 
     name: str
-    ph: Literal["X", "i", "M", "b", "e"]
-    """A slice, an instant, a name for a process or thread, or the begin or end of an asynchronous slice."""
+    ph: Phase
     ts: float
     pid: int
     tid: int
@@ -107,79 +110,60 @@ class TraceEncoder:
     def encode_names(self) -> list[bytes]:
         """Return the names of the process. They come first in the trace."""
         return [
-            self._metadata("process_name", 0, {"name": shorten(self._label)}),
-            self._metadata("process_sort_index", 0, {"sort_index": self._process}),
-            self._metadata("thread_name", 0, {"name": "events"}),
+            self._encode("process_name", "M", 0, args={"name": shorten(self._label)}),
+            self._encode("process_sort_index", "M", 0, args={"sort_index": self._process}),
+            self._encode("thread_name", "M", 0, args={"name": "events"}),
         ]
 
     def encode_operation(self, operation: OperationSlice, offset_ns: int) -> list[bytes]:
         """Return the slice of the operation and the two inside it. Before the first of a track comes its name."""
-        start, end = operation.start_ns, max(operation.start_ns, operation.end_ns)
-        ready = min(max(start, operation.ready_ns), end)
-        index, is_new = self._find_track(operation.group, start, end)
-        track = 1 + operation.group * TRACKS_PER_GROUP + index
-        args = {"bytes": operation.num_bytes, "group": operation.group}
-        title, wait, move = self._slice_names(operation.kind, operation.name)
-        slices = [
-            self._slice(shorten(title), operation.kind, track, start + offset_ns, end - start, args),
-            self._slice(wait, "wait", track, start + offset_ns, ready - start, {}),
-            self._slice(move, "move", track, ready + offset_ns, end - ready, {}),
-        ]
+        kind, name, group, num_bytes, start, ready, end = operation
+        end = max(start, end)
+        ready = min(max(start, ready), end)
+        index, is_new = self._find_track(group, start, end)
+        track = 1 + group * TRACKS_PER_GROUP + index
+        title, wait, move = f"{kind} {name}" if name else kind, "wait", "move"
+        if self._style.horovod:
+            title, wait, move = name or _horovod_name(kind), "WAIT", _horovod_name(kind)
+        slices = []
         if is_new:
             number = f" ({index + 1})" if index else ""
-            slices.insert(0, self._metadata("thread_name", track, {"name": f"group {operation.group}{number}"}))
+            slices.append(self._encode("thread_name", "M", 0, tid=track, args={"name": f"group {group}{number}"}))
+        for shown, category, begin, finish, args in (
+            (shorten(title), kind, start, end, {"bytes": num_bytes, "group": group}),
+            (wait, "wait", start, ready, {}),
+            (move, "move", ready, end, {}),
+        ):
+            ts, dur = (begin + offset_ns) / 1000, (finish - begin) / 1000
+            event = TraceEvent(
+                name=shown, ph="X", ts=ts, pid=self._process, tid=track, dur=dur, cat=category, args=args
+            )
+            slices.append(_encoder.encode(event))
         return slices
 
     def encode_negotiation(self, negotiation: NegotiationSlice, offset_ns: int) -> list[bytes]:
         """Return the begin and the end of an asynchronous slice."""
-        kind, name, group, start_ns, end_ns = negotiation
+        kind, name, group, start, end = negotiation
         self._num_negotiated += 1
         title = f"NEGOTIATE_{_horovod_name(kind)}" if self._style.horovod else f"negotiate {kind}"
-        phases: list[tuple[Literal["b", "e"], int, dict[str, Any]]] = [
-            ("b", start_ns, {"name": shorten(name), "group": group}),
-            ("e", max(start_ns, end_ns), {}),
-        ]
+        same: dict[str, Any] = {"cat": "negotiation", "id": f"{self._process}.{self._num_negotiated}"}
+        args = {"name": shorten(name), "group": group}
         return [
-            _encoder.encode(
-                TraceEvent(
-                    name=title,
-                    ph=phase,
-                    ts=(at_ns + offset_ns) / 1000,
-                    pid=self._process,
-                    tid=0,
-                    cat="negotiation",
-                    id=f"{self._process}.{self._num_negotiated}",
-                    args=args,
-                )
-            )
-            for phase, at_ns, args in phases
+            self._encode(title, "b", start + offset_ns, args=args, **same),
+            self._encode(title, "e", max(start, end) + offset_ns, **same),
         ]
 
     def encode_batch_marker(self, marker: BatchMarker, offset_ns: int) -> list[bytes]:
         if not self._style.batch_markers:
             return []
         name = "CYCLE_START" if self._style.horovod else "departure"
-        return [self._instant(name, marker.at_ns + offset_ns, {})]
+        return [self._encode(name, "i", marker.at_ns + offset_ns, cat="event", s="p")]
 
     def encode_event(self, event: Event, offset_ns: int) -> bytes:
         """Return the event as an instant, with its fields as arguments."""
-        args = {
-            field: _make_argument(getattr(event, field))
-            for field in event.__struct_fields__
-            if field not in ("at_ns", "rank")
-        }
-        return self._instant(type(event).__name__, event.at_ns + offset_ns, args)
-
-    def _slice_names(self, kind: str, name: str) -> tuple[str, str, str]:
-        """Return the names of the slices of an operation: the whole, its wait, its move."""
-        if self._style.horovod:
-            return name or _horovod_name(kind), "WAIT", _horovod_name(kind)
-        return f"{kind} {name}" if name else kind, "wait", "move"
-
-    def _instant(self, name: str, at_ns: int, args: dict[str, Any]) -> bytes:
-        return _encoder.encode(
-            TraceEvent(name=name, ph="i", ts=at_ns / 1000, pid=self._process, tid=0, cat="event", s="p", args=args)
-        )
+        fields = [field for field in event.__struct_fields__ if field not in ("at_ns", "rank")]
+        args = {field: _make_argument(getattr(event, field)) for field in fields}
+        return self._encode(type(event).__name__, "i", event.at_ns + offset_ns, cat="event", s="p", args=args)
 
     def _find_track(self, group: int, start_ns: int, end_ns: int) -> tuple[int, bool]:
         """Return the index of the group's first free track, and whether it is new. Operations of one group may run at
@@ -192,22 +176,8 @@ class TraceEncoder:
         tracks.append(end_ns)
         return len(tracks) - 1, True
 
-    def _slice(self, name: str, category: str, track: int, at_ns: int, duration_ns: int, args: dict[str, Any]) -> bytes:
-        return _encoder.encode(
-            TraceEvent(
-                name=name,
-                ph="X",
-                ts=at_ns / 1000,
-                dur=duration_ns / 1000,
-                pid=self._process,
-                tid=track,
-                cat=category,
-                args=args,
-            )
-        )
-
-    def _metadata(self, name: str, track: int, args: dict[str, Any]) -> bytes:
-        return _encoder.encode(TraceEvent(name=name, ph="M", ts=0, pid=self._process, tid=track, args=args))
+    def _encode(self, name: str, ph: Phase, at_ns: int, *, tid: int = 0, **fields: Any) -> bytes:
+        return _encoder.encode(TraceEvent(name=name, ph=ph, ts=at_ns / 1000, pid=self._process, tid=tid, **fields))
 
 
 class TimelineWriter:

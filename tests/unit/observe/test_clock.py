@@ -14,12 +14,6 @@ MS = 1_000_000
 WAY = st.integers(0, 50 * MS)
 
 
-def test_without_a_sample_nothing_is_known() -> None:
-    clock = ClockOffset()
-    assert clock.offset_ns == 0
-    assert clock.error_ns(123) is None
-
-
 def test_equal_ways_give_the_exact_offset() -> None:
     clock = ClockOffset()
     assert clock.add(sent_ns=1000, coordinator_ns=7_000_100, received_ns=1200)

@@ -146,26 +146,17 @@ def child() -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-def test_we_are_running() -> None:
+def test_the_state_of_a_process_is_known_from_start_to_end(child: subprocess.Popen[str]) -> None:
     assert process_state(os.getpid()) == "running"
-
-
-def test_a_process_that_waits_for_input_sleeps(child: subprocess.Popen[str]) -> None:
     deadline = time.monotonic() + 30
     while process_state(child.pid) != "sleeping":
         assert time.monotonic() < deadline
-
-
-def test_a_stopped_process_is_seen_as_stopped(child: subprocess.Popen[str]) -> None:
     child.send_signal(signal.SIGSTOP)
     os.waitid(os.P_PID, child.pid, os.WSTOPPED)
     assert process_state(child.pid) == "stopped"
-
-
-def test_a_killed_process_is_gone_even_before_it_is_reaped(child: subprocess.Popen[str]) -> None:
     child.kill()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert process_state(child.pid) == "gone"
+    assert process_state(child.pid) == "gone", "it is not reaped yet"
     child.wait()
     assert process_state(child.pid) == "gone"
 

@@ -34,6 +34,8 @@ def test_an_operation_is_late_at_the_limit_and_reported_once(inspector: StallIns
     assert [stall.longest_waiting.op for stall in inspector.overdue(30 * S, [wait()])] == ["allreduce 'w'"]
     assert inspector.overdue(31 * S, [wait()]) == []
     assert inspector.overdue(500 * S, [wait()]) == []
+    assert inspector.overdue(500 * S, [wait(group=1)]), "another group is another operation"
+    assert StallInspector(0).overdue(500 * S, [wait()]) == [], "0 turns it off"
 
 
 def test_a_member_that_comes_after_the_report_does_not_report_it_again(inspector: StallInspector) -> None:
@@ -53,17 +55,6 @@ def test_the_same_operation_of_a_later_step_is_reported(inspector: StallInspecto
     assert inspector.overdue(30 * S, [wait()])
     assert inspector.overdue(50 * S, [wait(since_s=40)]) == []
     assert inspector.overdue(71 * S, [wait(since_s=40)])
-
-
-def test_one_name_in_two_groups_is_two_operations(inspector: StallInspector) -> None:
-    assert [stall.longest_waiting.group for stall in inspector.overdue(30 * S, [wait(group=1), wait(group=2)])] == [
-        1,
-        2,
-    ]
-
-
-def test_a_limit_of_nothing_turns_it_off() -> None:
-    assert StallInspector(0).overdue(10**6 * S, [wait()]) == []
 
 
 def test_who_waits_in_it_is_not_missing(inspector: StallInspector) -> None:

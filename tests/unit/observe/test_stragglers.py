@@ -46,27 +46,23 @@ def held_up_ms(detector: StragglerDetector) -> dict[int, float]:
 # --- one operation ---------------------------------------------------------------------------------------------------
 
 
-def test_one_slow_of_four_is_charged_for_the_time_of_the_three() -> None:
-    assert attribute_waits({0: 0, 1: 0, 2: 30, 3: 0}, [(0, 30), (0, 30), (0, 30)]) == {0: 0, 1: 0, 2: 90, 3: 0}
-
-
-def test_two_slow_ones_share_the_time_in_which_both_are_missing() -> None:
-    # Until 10 both miss, and two wait; from then on three wait for rank 3 alone.
-    waited_for_ns = attribute_waits({0: 0, 1: 0, 2: 10, 3: 30}, [(0, 30), (0, 30), (10, 30)])
-    assert waited_for_ns == {0: 0, 1: 0, 2: 10, 3: 10 + 60}
-
-
-def test_time_in_which_a_caller_computes_is_nobodys_fault() -> None:
-    assert attribute_waits({0: 0, 1: 100}, [(90, 100)]) == {0: 0, 1: 10}
-    assert attribute_waits({0: 0, 1: 100}, []) == {0: 0, 1: 0}
-
-
-def test_time_after_the_last_arrival_is_nobodys_fault() -> None:
-    assert attribute_waits({0: 0, 1: 10}, [(0, 50), (10, 50)]) == {0: 0, 1: 10}
-
-
-def test_without_arrivals_nobody_is_charged() -> None:
-    assert attribute_waits({}, [(0, 50)]) == {}
+@pytest.mark.parametrize(
+    ("arrivals", "blocked", "expected"),
+    [
+        ({0: 0, 1: 0, 2: 30, 3: 0}, [(0, 30), (0, 30), (0, 30)], {0: 0, 1: 0, 2: 90, 3: 0}),
+        # Until 10 both are missing, and two wait; from then on three wait for rank 3 alone.
+        ({0: 0, 1: 0, 2: 10, 3: 30}, [(0, 30), (0, 30), (10, 30)], {0: 0, 1: 0, 2: 10, 3: 10 + 60}),
+        ({0: 0, 1: 100}, [(90, 100)], {0: 0, 1: 10}),
+        ({0: 0, 1: 100}, [], {0: 0, 1: 0}),
+        ({0: 0, 1: 10}, [(0, 50), (10, 50)], {0: 0, 1: 10}),
+        ({}, [(0, 50)], {}),
+    ],
+    ids=["one late", "two late", "the caller computes", "never blocked", "after the last arrival", "no arrivals"],
+)
+def test_the_late_are_charged_for_the_time_that_others_wait(
+    arrivals: dict[int, int], blocked: list[tuple[int, int]], expected: dict[int, float]
+) -> None:
+    assert attribute_waits(arrivals, blocked) == expected
 
 
 def test_the_time_of_all_is_the_time_that_all_have_lost() -> None:
@@ -89,14 +85,6 @@ def test_the_one_that_is_always_late_is_found() -> None:
         report(detector, samples_of({0: 0, 1: 1 * MS, 2: 20 * MS, 3: 0}, sequence=sequence))
     # In the first millisecond of each, two wait for ranks 1 and 2.
     assert held_up_ms(detector) == {1: 10.0, 2: 10 * (1 + 19 * 3.0)}
-
-
-def test_those_that_are_late_in_turn_are_charged_alike() -> None:
-    detector = StragglerDetector()
-    for sequence in range(10):
-        late = 1 + sequence % 2
-        report(detector, samples_of({rank: 20 * MS * (rank == late) for rank in ALL}, sequence=sequence))
-    assert held_up_ms(detector) == {1: 5 * 60.0, 2: 5 * 60.0}
 
 
 def test_channels_do_not_mix() -> None:
@@ -133,18 +121,14 @@ def test_who_has_not_sampled_a_long_operation_came_at_its_end() -> None:
     assert held_up_ms(detector) == {1: 2.0, 2: 2.0 + 48 * 3}
 
 
-def test_a_short_operation_that_not_all_have_sampled_counts_for_nothing() -> None:
+@pytest.mark.parametrize(("late_ms", "held_up"), [(1, {}), (50, {1: 50.0})], ids=["short", "long"])
+def test_of_the_last_operations_only_long_ones_count_without_the_samples_of_all(
+    late_ms: int, held_up: dict[int, float]
+) -> None:
     detector = StragglerDetector()
-    report(detector, {0: samples_of({0: 0, 1: MS})[0]}, members=(0, 1))
+    report(detector, {0: samples_of({0: 0, 1: late_ms * MS})[0]}, members=(0, 1))
     detector.finish()
-    assert held_up_ms(detector) == {}
-
-
-def test_the_last_operations_count_when_no_more_samples_come() -> None:
-    detector = StragglerDetector()
-    report(detector, {0: samples_of({0: 0, 1: 50 * MS})[0]}, members=(0, 1))
-    detector.finish()
-    assert held_up_ms(detector) == {1: 50.0}
+    assert held_up_ms(detector) == held_up
 
 
 def test_a_member_that_stays_silent_is_not_waited_for_without_end() -> None:
@@ -177,10 +161,6 @@ def sampled(level: int, limit: int) -> list[int]:
     while (sequence := next_sampled(sequence, level)) < limit:
         found.append(sequence)
     return found
-
-
-def test_at_level_0_every_operation_is_sampled() -> None:
-    assert sampled(0, 50) == list(range(50))
 
 
 @pytest.mark.parametrize("level", [1, 3, 8])

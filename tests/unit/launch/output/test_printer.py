@@ -27,7 +27,7 @@ from ronde.launch.output.printer import (
 from ronde.launch.output.terminal import OutputClosed, StandardStreams, TerminalInfo
 from ronde.launch.protocol import StdStream
 from tests.unit.launch.output.memory_printer import FOLDED, PLAIN, TERMINAL, MemoryPrinter
-from tests.unit.launch.output.progress_bars import rich_progress, tqdm_bar, tqdm_nested
+from tests.unit.launch.output.progress_bars import rich_progress, tqdm_bar
 
 SHARED = replace(PLAIN, terminal_info=TerminalInfo(same_file=True))
 
@@ -46,12 +46,6 @@ def test_equal_lines_are_folded_and_the_rest_is_not_held_up() -> None:
         printer.write(rank, b"loading\nI am %d\nready\n" % rank)
     printer.wait(0.2)
     assert printer.printed() == "[0-3] loading\n" + "".join(f"[{r}] I am {r}\n" for r in range(4)) + "[0-3] ready\n"
-
-
-def test_one_rank_alone_never_waits() -> None:
-    printer = MemoryPrinter(1, FOLDED)
-    assert printer.write(0, b"a\n") is None
-    assert printer.printed() == "[0] a\n"
 
 
 def test_timestamps_tell_when_a_line_arrived() -> None:
@@ -161,15 +155,6 @@ def test_an_open_line_that_was_ended_by_another_does_not_end_twice() -> None:
     assert printer.close() == "[0] working ...\n[1] hello\n"
 
 
-def test_streams_that_lead_to_different_places_do_not_end_each_others_lines() -> None:
-    printer = MemoryPrinter(2)
-    printer.write(0, b"working ...")
-    printer.wait(0.3)
-    printer.write(1, b"hello\n", stream="err")
-    printer.write(0, b" done\n")
-    assert printer.printed() == "[0] working ... done\n"
-
-
 def test_what_a_rank_leaves_open_is_ended_with_it() -> None:
     printer = MemoryPrinter(2, SHARED)
     printer.write(0, b"no newline")
@@ -197,15 +182,6 @@ def test_a_line_of_50_megabytes_passes_as_one_with_little_memory() -> None:
     printer.close()
     assert out.size == len("[0] ") + 800 * 65536 + 1
     assert out.largest < 1_000_000
-
-
-def test_garbage_passes() -> None:
-    printer = MemoryPrinter(2, FOLDED)
-    garbage = bytes(byte for byte in range(256) if byte not in b"\r\b\x1b") * 10
-    printer.write(1, garbage)
-    printer.close()
-    lines = printer.out.getvalue().removeprefix(b"[1] ").replace(b"\n[1] ", b"\n")
-    assert lines == garbage + b"\n"
 
 
 # --- progress bars and prompts ---------------------------------------------------------------------------------------
@@ -261,18 +237,6 @@ def test_bars_are_not_drawn_faster_than_one_can_see() -> None:
     assert 15 < printer.out.getvalue().count(b"[0]") < 30
     printer.wait(0.1)
     assert printer.visible() == ["[0] 999"]
-
-
-def test_nested_bars_survive_on_a_terminal() -> None:
-    printer = MemoryPrinter.on_terminal(2)
-    for number, write in enumerate(tqdm_nested(outer=2, inner=3)):
-        printer.write(0, write)
-        if number == 16:
-            printer.write(1, b"between\n")
-            printer.wait(0.15)
-            assert printer.visible() == ["[0] outer: 0/2", "[1] between", "[0] outer: 1/2"]
-    printer.close()
-    assert printer.visible() == ["[0] outer: 0/2", "[1] between", "[0] outer: 2/2"]
 
 
 def test_the_bars_of_rich_survive_on_a_terminal() -> None:

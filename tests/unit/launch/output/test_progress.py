@@ -36,13 +36,6 @@ def test_a_line_without_its_end_is_printed_after_a_moment_and_continued() -> Non
     assert rows.feed(b"Ada\nnext\n", 9.0) == [StreamText(b"Ada\n", continued=True), StreamText(b"next\n")]
 
 
-def test_the_age_of_an_open_line_begins_with_its_own_first_byte() -> None:
-    rows = LiveRows(on_terminal=False)
-    rows.feed(b"first", 1.0)
-    rows.feed(b" line\nsecond", 5.0)
-    assert rows.idle_due_s() == 5.0 + OPEN_LINE_DELAY_S
-
-
 def test_a_very_long_line_is_printed_in_pieces() -> None:
     rows = LiveRows(on_terminal=False)
     size = 0

@@ -7,7 +7,6 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import BinaryIO
 
 import pytest
@@ -65,15 +64,6 @@ def test_who_writes_on_all_the_same_waits_for_the_reader() -> None:
         assert buffer.pending_bytes < 4 * HIGH_WATER_BYTES
         buffer.flush(wait=True)
         thread.join()
-
-
-def test_a_file_takes_everything(tmp_path: Path) -> None:
-    with (tmp_path / "log").open("wb") as file:
-        buffer = OutputBuffer({"out": file})
-        buffer.add("out", b"x" * 10_000_000)
-        buffer.flush()
-        assert buffer.pending_bytes == 0
-        assert (tmp_path / "log").stat().st_size == 10_000_000
 
 
 def test_what_was_printed_before_stays_before() -> None:
