@@ -23,9 +23,9 @@ __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
 
 class SyncBatchNorm(_BatchNorm):
-    """As torch.nn.BatchNorm1d, 2d and 3d, with the statistics of all members of a group (default: all ranks).
+    """BatchNorm1d, 2d and 3d of torch.nn, with the statistics of all members of a group (default: all ranks).
 
-    In eval mode nothing travels. It can be differentiated once: a gradient of its gradients is an error. A copy keeps
+    In eval mode nothing is sent. It can be differentiated once: a gradient of its gradients is an error. A copy keeps
     its group; a pickled one is for all ranks when it is loaded.
     """
 
@@ -179,9 +179,10 @@ def _broadcast_channels(per_channel: Tensor, x: Tensor) -> Tensor:
 
 
 def convert_sync_batchnorm(module: nn.Module, *, group: Group | None = None) -> nn.Module:
-    """The module with every BatchNorm layer replaced by a SyncBatchNorm that has the same parameters and buffers.
+    """Replace every BatchNorm layer by a SyncBatchNorm with the same parameters and buffers, and return the module.
 
-    Works in place, unless the module itself is a BatchNorm: use what is returned. Optimizers made before stay valid.
+    It works in place, unless the module itself is a BatchNorm: use the returned module. Optimizers made before stay
+    valid.
     """
     return _convert_layers(module, group, {})
 

@@ -27,7 +27,7 @@ NamedTensors: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str
 
 
 def broadcast_parameters(params: NamedTensors, root: int = 0, *, group: Group | None = None) -> None:
-    """The root's numbers into everybody's tensors, in place. root is a rank of the job.
+    """Copy the tensors of the root, a rank of the job, into those of all ranks, in place.
 
     `params` is a module (its parameters and all of its buffers), a state_dict, or pairs such as
     model.named_parameters(). If the ranks' tensors differ in name, dtype or shape, Mismatch names the first that does.
@@ -40,17 +40,17 @@ def broadcast_parameters(params: NamedTensors, root: int = 0, *, group: Group | 
 
 
 def broadcast_object(obj: Any, root: int = 0, *, group: Group | None = None) -> Any:  # any object
-    """The root's object for everybody; what the others pass is ignored."""
+    """Return the object of the root, a rank of the job. What the other ranks pass is ignored."""
     return objects.broadcast(obj, root, group=group)
 
 
 def allgather_object(obj: Any, *, group: Group | None = None) -> list[Any]:
-    """Everybody's objects, in the order of the members."""
+    """Return the objects of all members, in their order."""
     return objects.allgather(obj, group=group)
 
 
 def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, *, group: Group | None = None) -> None:
-    """The root's optimizer state and options (lr, momentum, …) for everybody's optimizer. root is a rank of the job.
+    """Copy the state and options (lr, momentum, …) of the root's optimizer into the optimizers of all ranks.
 
     Works for any optimizer over the same parameters, before its first step as well as later. State that only others
     than the root have is dropped. Parameters are not touched.

@@ -47,7 +47,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class Restored:
-    """What restore() found."""
+    """The checkpoint that restore() has loaded."""
 
     step: int
     """As it was given to save()."""
@@ -58,7 +58,7 @@ class Restored:
 
 
 class Checkpoints:
-    """The checkpoints of one run, in a folder: a local path, or any that fsspec knows, such as s3://bucket/run.
+    """The checkpoints of one run, in a folder: a local path, or any that fsspec supports, such as s3://bucket/run.
 
     The last `keep` are kept. A checkpoint holds tensors and plain values only, so reading one cannot run code; with
     trusted=True it may hold any object that can be pickled: use that for folders that only you can write to.
@@ -87,7 +87,7 @@ class Checkpoints:
         self._parts = parts
 
     def save(self, step: int, *, extras: Mapping[str, Any] | None = None) -> str | None:
-        """Write a checkpoint of all parts. Rank 0 returns its path when it is safe, the others None at once.
+        """Write a checkpoint of all parts. Rank 0 returns its path when it is on disk; the others return None at once.
 
         Call it between steps: after optimizer.step(), so that the sampler's position and the parameters fit together.
         """
@@ -98,10 +98,10 @@ class Checkpoints:
         return checkpoint.save(self._storage, step, lambda path: self._write(contents, path), keep=self._keep)
 
     def restore(self, step: int | None = None) -> Restored | None:
-        """Load the latest valid checkpoint (or that of a step) into all parts, on every rank. None if there is none.
+        """Load the latest valid checkpoint (or that of a step) into all parts, on every rank. Return None if there is none.
 
         Every rank calls it. Rank 0 reads, the others get it from there. A checkpoint that is damaged, as after a crash,
-        is passed over with a warning.
+        is skipped with a warning.
         """
         members = resolve_group(self._group)
         with ExitStack() as reading:
@@ -119,11 +119,11 @@ class Checkpoints:
         return Restored(found.step, contents["extras"], found.full_path)
 
     def steps(self) -> list[int]:
-        """The steps of which there is a checkpoint, in order, as this rank sees the folder."""
+        """Return the steps that have a checkpoint, in order, as this rank sees the folder."""
         return sorted({label.step for label in checkpoint.list_checkpoints(self._storage.names())})
 
     def clear(self) -> None:
-        """Remove all checkpoints of the folder, to start over. Rank 0 does; the others return at once."""
+        """Remove all checkpoints of the folder, to start over. Rank 0 does it; the others return at once."""
         if resolve_group(self._group).rank == 0:
             checkpoint.clear(self._storage)
 

@@ -80,7 +80,7 @@ def allreduce(
     postscale: float = 1.0,
     wait: bool = True,
 ) -> Any:  # a tensor, a list of them, or a TensorWork
-    """postscale * op(prescale * x) over all members, in a new tensor or in `out` (which may be x itself).
+    """Return postscale * op(prescale * x) over all members, in a new tensor or in `out` (which may be x itself).
 
     op is sum, mean, min, max, product or adasum; sum and mean have gradients. Sparse tensors are summed or averaged by
     gathering their indices and values. With wait=False it returns a TensorWork at once. Without a name, members are
@@ -102,7 +102,7 @@ def allreduce(
 def allgather(
     x: Tensor | Sequence[Tensor], *, group: Group | None = None, name: str | None = None, wait: bool = True
 ) -> Any:
-    """The members' tensors, one after the other along the first dimension, in which they may differ.
+    """Return the tensors of all members, concatenated along the first dimension, in which they may differ.
 
     A scalar counts as one row.
     """
@@ -123,9 +123,9 @@ def broadcast(
     name: str | None = None,
     wait: bool = True,
 ) -> Any:
-    """The root's tensor for everybody, in a new tensor or in `out`. root is a rank of the job.
+    """Return the tensor of the root, a rank of the job, in a new tensor or in `out`.
 
-    For a gradient the others' tensors, which only say shape and dtype, have to require one as the root's does.
+    The tensors of the other ranks only give shape and dtype. They must require a gradient if the root's does.
     """
     members = resolve_group(group)
     xs, many = _as_list(x, "broadcast")
@@ -147,7 +147,8 @@ def reduce_scatter(
     postscale: float = 1.0,
     wait: bool = True,
 ) -> Any:
-    """My rows of the sum: the first dimension is shared out, the first members get one row more if need be."""
+    """Reduce x over all members and return this rank's share of the rows. If the rows cannot be divided evenly, the
+    first members get one more."""
     members, how = resolve_group(group), ReduceOptions(op, prescale, postscale)
     xs, many = _as_list(x, "reduce_scatter")
     if wait and _needs_gradient(xs):
@@ -165,7 +166,8 @@ def alltoall(
     name: str | None = None,
     wait: bool = True,
 ) -> Any:
-    """splits[i] of my rows go to member i (default: equal shares). The rows that came, and how many from each."""
+    """Send splits[i] rows of x to member i (default: equal shares). Return the rows that this rank received, in the
+    order of the members, and how many came from each."""
     members = resolve_group(group)
     if wait and isinstance(x, Tensor) and _needs_gradient([x]):
         return backward.alltoall(members, x, splits, name)

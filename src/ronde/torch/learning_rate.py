@@ -14,7 +14,7 @@ __all__ = ["LearningRateFactor", "cosine", "milestones", "scale_lr", "warmup"]
 
 
 def scale_lr(lr: float, *, rule: str = "linear", passes: int = 1, group: Group | None = None) -> float:
-    """The learning rate for the batch of all ranks (and passes), from one that suits the batch of one rank.
+    """Return the learning rate for the batch of all ranks (and passes), given one that suits the batch of one rank.
 
     rule is linear, sqrt or none.
     """
@@ -29,9 +29,9 @@ def warmup(
     after: LearningRateFactor = constant,
     group: Group | None = None,
 ) -> LambdaLR:
-    """A scheduler that grows the learning rate from `start` times itself to itself, and goes on with `after`.
+    """Return a scheduler that raises the learning rate from `start` times its value to its value, and then applies `after`.
 
-    start is 1 / size unless given: the rate of one rank, when the optimizer's was scaled by scale_lr(). `after` counts
+    start is 1 / size by default: the rate of one rank, if the optimizer's was scaled by scale_lr(). `after` counts
     steps from the end of the warm-up, such as cosine(num_steps) or milestones([…]). Call step() once per step.
     """
     begin = 1.0 / resolve_group(group).size if start is None else start

@@ -19,10 +19,9 @@ def average_metrics(
     count: float | Mapping[str, float] = 1.0,
     group: Group | None = None,
 ) -> dict[str, float]:
-    """The means over all ranks, weighted by `count`: on how many samples this rank's values were computed.
+    """Return the means over all ranks, weighted by `count`, the number of samples that this rank's values stand for.
 
-    Every rank calls it, also one without a sample: with count=0 its values do not matter, and `values` may even be
-    empty. A metric without any sample is NaN. Every rank gets the same numbers.
+    Every rank calls it, even one without a sample: with count=0 its values do not count, and `values` may be empty. A metric without any sample is NaN. Every rank gets the same numbers.
     """
     if not isinstance(values, Mapping):
         raise TypeError(

@@ -29,7 +29,7 @@ Batch = TypeVar("Batch")
 
 
 class ShardedSampler(torch.utils.data.Sampler[int]):
-    """Each rank's share of a dataset, in an order that depends on seed and epoch alone.
+    """A sampler that gives each rank its share of a dataset, in an order that depends only on the seed and the epoch.
 
     `ends` says what happens when the samples do not go round: "pad" (default) repeats a few so that every rank has
     equally many; "drop" leaves a few out; "uneven" gives every sample to exactly one rank, so that some ranks run out
@@ -67,11 +67,11 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
 
     @property
     def consumed(self) -> int:
-        """How many samples of this epoch all ranks together have used up."""
+        """How many samples of this epoch all ranks together have used."""
         return self._position.consumed
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch. Nothing happens if it is under way, so that a resumed one goes on."""
+        """Go to the beginning of an epoch. It does nothing for the current epoch, so a resumed one continues."""
         self._position = self._position.at_epoch(epoch)
         self._finished_from = None
 
@@ -92,7 +92,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         return shard_size(self.length - self.consumed, *self._rank_and_size(), self.ends)
 
     def track(self, loader: Iterable[Batch], *, batch_size: int | None = None) -> Iterator[Batch]:
-        """The loader's batches; each counts as used when it is handed over. At the end the next epoch begins.
+        """Iterate over the batches of the loader. Each counts as used when the loop gets it; at the end the next epoch begins.
 
         batch_size is the loader's own unless given. Leave the loop early and a new track() goes on where it stopped.
         """
@@ -107,15 +107,15 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         self._position = SamplePosition(start.epoch + 1)
 
     def advance(self, num_each: int) -> None:
-        """For loops that do not use track(): every rank has used so many samples more (or all that it had)."""
+        """Count samples that every rank has used, or all that it had left. For loops that do not use track()."""
         self._position = self._position.after(num_each, self._rank_and_size()[1], self.length)
 
     def state_dict(self) -> dict[str, Any]:
-        """Where all ranks stand, and in which order; the same on every rank."""
+        """Return seed, epoch and the number of used samples; the same on every rank."""
         return {**self._position.to_dict(), **self._order_settings()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, with any number of ranks."""
+        """Continue from a state_dict(), with any number of ranks."""
         position = SamplePosition(int(state["epoch"]), int(state["consumed"]))
         wrong = [
             f"{key}={state[key]!r}, here {mine!r}" for key, mine in self._order_settings().items() if state[key] != mine

@@ -131,7 +131,7 @@ class OutputTensor:
 
 
 class TensorWork:
-    """Tensors under way: as ronde.Work, and its result is a tensor, or what the call would have returned."""
+    """The handle of an operation on tensors that is under way. It has the methods of ronde.Work."""
 
     def __init__(self, works: Sequence[Work], finish: Callable[[list[Any]], Any], name: str | None) -> None:
         self.name = name or ""
