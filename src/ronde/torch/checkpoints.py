@@ -98,7 +98,7 @@ class Checkpoints:
         return checkpoint.save(self._storage, step, lambda path: self._write(contents, path), keep=self._keep)
 
     def restore(self, step: int | None = None) -> Restored | None:
-        """Load the latest valid checkpoint (or that of a step) into all parts, on every rank. Return None if there is none.
+        """Load the latest valid checkpoint (or that of a step) into all parts. Return None if there is none.
 
         Every rank calls it. Rank 0 reads, the others get it from there. A checkpoint that is damaged, as after a crash,
         is skipped with a warning.

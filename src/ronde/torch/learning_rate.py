@@ -29,7 +29,7 @@ def warmup(
     after: LearningRateFactor = constant,
     group: Group | None = None,
 ) -> LambdaLR:
-    """Return a scheduler that raises the learning rate from `start` times its value to its value, and then applies `after`.
+    """Return a scheduler that raises the learning rate from `start` times its value to all of it, then applies `after`.
 
     start is 1 / size by default: the rate of one rank, if the optimizer's was scaled by scale_lr(). `after` counts
     steps from the end of the warm-up, such as cosine(num_steps) or milestones([…]). Call step() once per step.

@@ -21,7 +21,8 @@ def average_metrics(
 ) -> dict[str, float]:
     """Return the means over all ranks, weighted by `count`, the number of samples that this rank's values stand for.
 
-    Every rank calls it, even one without a sample: with count=0 its values do not count, and `values` may be empty. A metric without any sample is NaN. Every rank gets the same numbers.
+    Every rank calls it, even one without a sample: with count=0 its values do not count, and `values` may be empty. A
+    metric without any sample is NaN. Every rank gets the same numbers.
     """
     if not isinstance(values, Mapping):
         raise TypeError(

@@ -26,8 +26,8 @@ DEFAULT_CHECK_STEPS = 100
 def check_in_sync(
     model: nn.Module | Mapping[str, Tensor], *, skip: tuple[str, ...] = (), group: Group | None = None
 ) -> None:
-    """Compare every parameter and buffer across ranks, bit by bit. OutOfSync names the first that differs, and the ranks
-    that differ from the others.
+    """Compare every parameter and buffer across ranks, bit by bit. OutOfSync names the first that differs, and the
+    ranks that differ from the others.
 
     Every rank calls it. `skip` are patterns of names to leave out, such as "ema.*". Running statistics of BatchNorm
     layers that are not SyncBatchNorm are left out anyway: each rank's come from its own data.

@@ -43,7 +43,7 @@ def warmup(num_steps: int, *, start: float, after: LearningRateFactor = constant
 
 
 def cosine(num_steps: int, *, floor: float = 0.0) -> LearningRateFactor:
-    """From 1 down to `floor` over so many steps, along half a cosine; then it stays there."""
+    """Return a factor that falls from 1 to `floor` over num_steps, along half a cosine, and stays there."""
     if num_steps < 1:
         raise ValueError(f"cosine needs num_steps from 1, got {num_steps}")
 
@@ -54,7 +54,7 @@ def cosine(num_steps: int, *, floor: float = 0.0) -> LearningRateFactor:
 
 
 def milestones(steps: Sequence[int], *, gamma: float = 0.1) -> LearningRateFactor:
-    """Multiplied with gamma at each of these steps."""
+    """Return a factor that is multiplied by gamma at each of these steps."""
     if list(steps) != sorted(steps):
         raise ValueError(f"milestones must ascend, got {list(steps)}")
     reached = tuple(steps)
