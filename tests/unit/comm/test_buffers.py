@@ -8,7 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from ronde.comm.buffers import Bfloat16View, address_of, array_at, as_receive_buffer, as_send_buffer, new_receive_buffer
+from ronde.comm.buffers import (
+    Bfloat16View,
+    address_of,
+    array_at,
+    as_receive_buffer,
+    as_send_buffer,
+    bfloat16_from_float32,
+    new_receive_buffer,
+)
 from ronde.types import DType
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -134,6 +142,11 @@ def test_an_out_that_cannot_take_the_result_is_refused() -> None:
         as_receive_buffer(np.zeros((3, 2), np.float32), source, "allreduce")
     with pytest.raises(TypeError, match="got the number 3"):
         as_receive_buffer(3.0, source, "allreduce")
+
+
+def test_bfloat16_rounds_to_the_nearest_and_ties_to_even() -> None:
+    numbers = np.array([0x3F808000, 0x3F818000, 0x3F808001, 0x3F807FFF], np.uint32).view(np.float32)
+    assert [hex(each) for each in bfloat16_from_float32(numbers)] == ["0x3f80", "0x3f82", "0x3f81", "0x3f80"]
 
 
 def test_memory_is_found_again_by_its_address() -> None:
