@@ -163,7 +163,7 @@ class NativeChannel:
 
     def __init__(self, spec: ChannelSpec, handle: NativeHandle, algorithm: str) -> None:
         self.spec = spec
-        self._library = load_library()
+        self.library = load_library()
         self._handle: NativeHandle | None = handle
         self._algorithm = ALGORITHMS.index(algorithm)
         # One entry per thread that uses the handle, which is freed when all have left. A deque, because a lock would
@@ -174,59 +174,30 @@ class NativeChannel:
         self._abort_reason: tuple[int, str] | None = None
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
-        handle = self._acquire_handle()
+        handle = self.acquire_handle()
         try:
             structs = call_structs
             keep = structs.fill(call, self._algorithm)
-            status = self._library.rd_run(handle, structs.call_address, structs.result_address, deadline.remaining_s)
+            status = self.library.rd_run(handle, structs.call_address, structs.result_address, deadline.remaining_s)
             del keep
             return structs.timing_or_raise(status)
         except NativeError as error:
-            raise self._make_error(call.description, error, deadline, handle) from None
+            raise self.make_error(call.description, error, deadline, handle) from None
         finally:
-            self._release_handle()
+            self.release_handle()
 
     def submit(self, call: Call, deadline: Deadline) -> NativeRunningCall:
-        handle = self._acquire_handle()
+        handle = self.acquire_handle()
         try:
             structs = call_structs
             keep = structs.fill(call, self._algorithm)
-            status = self._library.rd_submit(handle, structs.call_address, deadline.remaining_s, structs.work_address)
+            status = self.library.rd_submit(handle, structs.call_address, deadline.remaining_s, structs.work_address)
             del keep
         finally:
-            self._release_handle()
+            self.release_handle()
         if status != NativeStatus.OK:
             raise ValueError(f"{call.description}: the arguments do not fit together (status {status})")
         return NativeRunningCall(self, structs.work.value, call)
-
-    def has_ended(self, work: int) -> bool:
-        """Whether a submitted call has ended."""
-        try:
-            handle = self._acquire_handle()
-        except RoundEnded:
-            return True
-        try:
-            return bool(self._library.rd_done(handle, work))
-        finally:
-            self._release_handle()
-
-    def wait_for_end(self, work: int, call: Call, deadline: Deadline) -> CallTiming | None:
-        """Wait for a submitted call, which the library then forgets. None when it is still under way."""
-        handle = self._acquire_handle()
-        try:
-            structs = call_structs
-            while True:
-                slice_s = min(WAIT_SLICE_S, deadline.remaining_s)
-                status = self._library.rd_wait(handle, work, structs.result_address, slice_s)
-                try:
-                    return structs.timing_or_raise(status)
-                except NativeError as error:
-                    if not error.still_running:
-                        raise self._make_error(call.description, error, deadline, handle) from None
-                    if deadline.expired:
-                        return None
-        finally:
-            self._release_handle()
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         with self._using_handle() as handle:
@@ -248,7 +219,7 @@ class NativeChannel:
         member = self.spec.members.index(lost_rank) if lost_rank in self.spec.members else -1
         try:
             with self._using_handle() as handle:
-                self._library.rd_abort(handle, member)
+                self.library.rd_abort(handle, member)
         except RoundEnded:
             return
 
@@ -261,21 +232,21 @@ class NativeChannel:
             if self._abort_reason is None:
                 self._abort_reason = (-1, f"channel {self.spec.id} was closed")
             if self._users:
-                self._library.rd_abort(handle, -1)
+                self.library.rd_abort(handle, -1)
             while self._users:
                 self._changed.wait()  # an abort ends every call within moments
-        self._library.rd_close(handle)
+        self.library.rd_close(handle)
 
-    def _acquire_handle(self) -> NativeHandle:
-        """The handle, which is not freed before _release_handle()."""
+    def acquire_handle(self) -> NativeHandle:
+        """The handle, which is not freed before release_handle()."""
         self._users.append(None)
         handle = self._handle
         if handle is None:
-            self._release_handle()
+            self.release_handle()
             raise RoundEnded(f"channel {self.spec.id} is closed")
         return handle
 
-    def _release_handle(self) -> None:
+    def release_handle(self) -> None:
         self._users.pop()
         if self._handle is None:
             with self._changed:
@@ -283,13 +254,13 @@ class NativeChannel:
 
     @contextmanager
     def _using_handle(self) -> Iterator[NativeHandle]:
-        handle = self._acquire_handle()
+        handle = self.acquire_handle()
         try:
             yield handle
         finally:
-            self._release_handle()
+            self.release_handle()
 
-    def _make_error(self, description: str, error: NativeError, deadline: Deadline, handle: NativeHandle) -> Exception:
+    def make_error(self, description: str, error: NativeError, deadline: Deadline, handle: NativeHandle) -> Exception:
         """The error that the caller sees."""
         members, rank = self.spec.members, self.spec.members[self.spec.member_index]
         blamed = members[error.member] if error.member >= 0 else -1
@@ -334,10 +305,33 @@ class NativeRunningCall(RunningCall):
         super().__init__(call)
         self._channel = channel
         self._work = work
+        """The library's number of the call, which it forgets when it has reported the end."""
 
     def has_ended(self) -> bool:
-        return self._channel.has_ended(self._work)
+        channel = self._channel
+        try:
+            handle = channel.acquire_handle()
+        except RoundEnded:
+            return True
+        try:
+            return bool(channel.library.rd_done(handle, self._work))
+        finally:
+            channel.release_handle()
 
     def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
-        assert self.call is not None
-        return self._channel.wait_for_end(self._work, self.call, deadline)
+        channel, structs = self._channel, call_structs
+        handle = channel.acquire_handle()
+        try:
+            while True:
+                slice_s = min(WAIT_SLICE_S, deadline.remaining_s)
+                status = channel.library.rd_wait(handle, self._work, structs.result_address, slice_s)
+                try:
+                    return structs.timing_or_raise(status)
+                except NativeError as error:
+                    if not error.still_running:
+                        assert self.call is not None
+                        raise channel.make_error(self.call.description, error, deadline, handle) from None
+                    if deadline.expired:
+                        return None
+        finally:
+            channel.release_handle()
