@@ -71,8 +71,7 @@ MAX_SAMPLING_SHARE = 0.02
 
 
 class Agent:
-    """The ranks of this host. Everything happens in the loop's thread; `on_report` gets every message for the driver,
-    AgentHello first."""
+    """The ranks of this host. Everything happens in the loop's thread."""
 
     def __init__(
         self,
@@ -82,8 +81,9 @@ class Agent:
         host_variables: Mapping[str, str] | None = None,
     ) -> None:
         """`host_variables` are added to the environment of ranks where their orders do not set them."""
+        self.on_report = on_report
+        """Gets every message for the driver, AgentHello first. May be replaced before ranks are started."""
         self._loop = loop
-        self._on_report = on_report
         self._host_variables = dict(host_variables or {})
         self._ranks: dict[int, RankProcess] = {}
         self._pause_requested = False
@@ -157,7 +157,7 @@ class Agent:
 
     def _report(self, message: AgentMessage) -> None:
         if not self._closed:
-            self._on_report(message)
+            self.on_report(message)
 
     # --- ranks -------------------------------------------------------------------------------------------------
 
@@ -178,7 +178,7 @@ class Agent:
                 order,
                 loop=self._loop,
                 orphan_killer=self._orphan_killer,
-                on_report=self._report,
+                on_report=self.on_report,  # a closed rank reports nothing
                 on_exit=partial(self._handle_rank_exit, order.rank),
             )
         except (StartFailed, OSError) as error:

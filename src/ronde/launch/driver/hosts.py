@@ -11,6 +11,7 @@ import pwd
 import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -106,8 +107,11 @@ def _resolve_addresses(name: str) -> list[str]:
 
 
 class AgentConnection(Protocol):
-    """The driver's connection to one agent. It calls `on_message` for every message of the agent and `on_lost` once,
+    """The driver's connection to one agent. It calls `on_message` with every message of the agent, and `on_lost` once,
     when the agent has ended; both in the loop."""
+
+    def set_message_handler(self, on_message: Callable[[AgentMessage], None]) -> None:
+        """Replace `on_message`. To be called before ranks are started."""
 
     def send(self, message: DriverMessage) -> None:
         """Send a message. Never waits; after the end of the connection the message is dropped."""
@@ -131,6 +135,9 @@ class LocalAgentConnection:
         self._loop = loop
         self._on_lost = on_lost
         self._agent = Agent(loop, on_message)
+
+    def set_message_handler(self, on_message: Callable[[AgentMessage], None]) -> None:
+        self._agent.on_report = on_message
 
     def send(self, message: DriverMessage) -> None:
         self._agent.handle(message)
@@ -167,7 +174,6 @@ class AgentGroup:
         self._replies: dict[int, AgentMessage] = {}
         self._greeted: set[int] = set()
         self._disconnected: set[int] = set()
-        self._on_message: Callable[[int, AgentMessage], None] = self._record_reply
         self._on_lost: Callable[[int, HostError], None] = self._errors.__setitem__
         self._cancelled = False
         self._heartbeat = DriverHeartbeat(HEARTBEATS_BEFORE_AGENT_STOPS * job.settings.heartbeat_s)
@@ -220,7 +226,9 @@ class AgentGroup:
         self, on_message: Callable[[int, AgentMessage], None], on_lost: Callable[[int, HostError], None]
     ) -> None:
         """From now on call these with the messages of agents and with the hosts that are lost."""
-        self._on_message, self._on_lost = on_message, on_lost
+        self._on_lost = on_lost
+        for index, connection in enumerate(self._connections):
+            connection.set_message_handler(partial(on_message, index))
         for index, error in self._errors.items():  # lost since the last request
             on_lost(index, error)
 
@@ -243,9 +251,10 @@ class AgentGroup:
         connections, self._connections = self._connections, []
         if not connections:
             return
-        self._on_message = lambda index, message: None
         self._on_lost = lambda index, error: None
         self._closing.set()
+        for connection in connections:
+            connection.set_message_handler(lambda message: None)
         for index in self._greeted - self._disconnected:  # the others have started nothing
             connections[index].stop_agent()
         timer = self._loop.call_later(AGENT_STOP_TIMEOUT_S, lambda: None)
@@ -257,10 +266,7 @@ class AgentGroup:
             connection.close()
 
     def _connect(self, index: int, host: Host, *, local: bool) -> None:
-        job = self._job
-
-        def on_message(message: AgentMessage) -> None:
-            self._on_message(index, message)
+        job, on_message = self._job, partial(self._record_reply, index)
 
         def on_lost(error: HostError) -> None:
             self._disconnected.add(index)

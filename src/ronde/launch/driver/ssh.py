@@ -198,6 +198,9 @@ class SshAgentConnection:
         self._pidfd = os.pidfd_open(self._process.pid)
         loop.add_reader(self._pidfd, self._handle_exit)
 
+    def set_message_handler(self, on_message: Callable[[AgentMessage], None]) -> None:
+        self._on_message = on_message
+
     def send(self, message: DriverMessage) -> None:
         if self._in < 0:
             return

@@ -296,7 +296,7 @@ def test_closing_kills_ranks_that_do_not_want_to_end_and_their_children(how: str
 
 def test_whoever_hears_of_a_start_may_close_the_agent() -> None:
     with an_agent() as watched:
-        watched.agent._on_report = lambda report: watched.agent.close() if isinstance(report, RankStarted) else None
+        watched.agent.on_report = lambda report: watched.agent.close() if isinstance(report, RankStarted) else None
         watched.agent.handle(StartRanks(tuple(order(("sleep", "300"), rank) for rank in range(3))))
         assert watched.agent._ranks == {}
 
