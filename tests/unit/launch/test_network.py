@@ -75,32 +75,32 @@ def test_a_host_without_any_address_is_told_so() -> None:
 KEY = new_job_key()
 
 
-class Asked:
-    """A prober, and a way to wait for its answer."""
+class WaitingProber:
+    """A prober, and a way to wait for its reply."""
 
     def __init__(self) -> None:
-        self._answers: queue.Queue[ProbeReply | AgentError] = queue.Queue()
-        self.prober = NetworkProber(self._answers.put)
+        self._replies: queue.Queue[ProbeReply | AgentError] = queue.Queue()
+        self.prober = NetworkProber(self._replies.put)
 
-    def ask(self, order: ProbeRequest) -> ProbeReply | AgentError:
-        self.prober.probe(order)
-        return self._answers.get(timeout=PATIENCE_S)
+    def probe(self, request: ProbeRequest) -> ProbeReply | AgentError:
+        self.prober.probe(request)
+        return self._replies.get(timeout=PATIENCE_S)
 
-    def doors(self, num_ports: int = 0) -> ProbeReply:
-        found = self.ask(ProbeRequest(KEY, num_ports=num_ports))
+    def listen(self, num_ports: int = 0) -> ProbeReply:
+        found = self.probe(ProbeRequest(KEY, num_ports=num_ports))
         assert isinstance(found, ProbeReply)
         return found
 
 
 @contextmanager
-def two_hosts() -> Iterator[tuple[Asked, Asked]]:
-    both = (Asked(), Asked())
+def two_hosts() -> Iterator[tuple[WaitingProber, WaitingProber]]:
+    both = (WaitingProber(), WaitingProber())
     try:
         yield both
     finally:
-        for asked in both:
-            asked.prober.close()
-            asked.prober.close()
+        for waiting in both:
+            waiting.prober.close()
+            waiting.prober.close()
 
 
 @contextmanager
@@ -110,64 +110,64 @@ def silent_port() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_host_opens_a_door_at_each_of_its_addresses() -> None:
+def test_a_host_listens_at_each_of_its_addresses() -> None:
     with two_hosts() as (host, _):
-        found = host.doors()
-        assert [parse_address(door)[0] for door in found.reachable[0]] == list(candidate_addresses())
+        found = host.listen()
+        assert [parse_address(address)[0] for address in found.reachable[0]] == list(candidate_addresses())
 
 
 def test_the_ports_asked_for_are_free_and_all_different() -> None:
     with two_hosts() as (host, _):
-        ports = host.doors(num_ports=20).free_ports
+        ports = host.listen(num_ports=20).free_ports
         assert len(set(ports)) == 20
         socket.create_server((candidate_addresses()[0], ports[0])).close()
 
 
-def test_hosts_reach_each_others_doors_and_say_why_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_reach_each_others_listeners_and_say_why_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ronde.launch.network.PROBE_ATTEMPT_TIMEOUT_S", 0.1)
     with two_hosts() as (here, there), silent_port() as silent:
-        doors = there.doors().reachable[0]
-        gone = here.doors().reachable[0]
-        here.doors()  # closes the ones before
-        found = here.ask(ProbeRequest(KEY, ((*doors, silent), (gone[0],), ("nonsense",), ()), timeout_s=0.5))
+        addresses = there.listen().reachable[0]
+        gone = here.listen().reachable[0]
+        here.listen()  # closes the ones before
+        found = here.probe(ProbeRequest(KEY, ((*addresses, silent), (gone[0],), ("nonsense",), ()), timeout_s=0.5))
         assert isinstance(found, ProbeReply)
-        assert found.reachable == (doors, (), (), ())
+        assert found.reachable == (addresses, (), (), ())
         assert f"{silent}: no answer within 0.5 s; is the host up" in found.errors[0]
         assert f"{gone[0]}: the connection was refused or cut; does a firewall" in found.errors[1]
         assert "address must be host:port" in found.errors[2]
         assert found.errors[3] == ""
 
 
-def test_the_door_of_another_job_is_not_reached() -> None:
+def test_the_listener_of_another_job_is_not_reached() -> None:
     with two_hosts() as (here, there):
-        found = here.ask(ProbeRequest(new_job_key(), (there.doors().reachable[0],)))
+        found = here.probe(ProbeRequest(new_job_key(), (there.listen().reachable[0],)))
         assert isinstance(found, ProbeReply)
         assert found.reachable == ((),) and "refused the job's key" in found.errors[0]
 
 
 def test_a_key_that_is_none_is_told_without_showing_it() -> None:
     with two_hosts() as (here, _):
-        found = here.ask(ProbeRequest("secret"))
+        found = here.probe(ProbeRequest("secret"))
         assert isinstance(found, AgentError)
         assert "64 hexadecimal digits" in found.reason and "secret" not in found.reason.replace("job's secret", "")
 
 
 def test_closing_does_not_wait_for_the_silent() -> None:
-    asked = Asked()
+    waiting = WaitingProber()
     with silent_port() as silent:
-        asked.prober.probe(ProbeRequest(KEY, ((silent,),), timeout_s=60.0))
+        waiting.prober.probe(ProbeRequest(KEY, ((silent,),), timeout_s=60.0))
         deadline = Deadline(10.0)
-        asked.prober.close()
+        waiting.prober.close()
         assert not deadline.expired
 
 
 def test_an_agent_answers_probes_through_its_loop() -> None:
     with an_agent() as watched:
         watched.agent.handle(ProbeRequest(KEY))
-        doors = watched.first(ProbeReply).reachable
+        addresses = watched.first(ProbeReply).reachable
         watched.reports.clear()
-        watched.agent.handle(ProbeRequest(KEY, (doors[0],)))
-        assert watched.first(ProbeReply).reachable == doors
+        watched.agent.handle(ProbeRequest(KEY, (addresses[0],)))
+        assert watched.first(ProbeReply).reachable == addresses
 
 
 def test_one_host_with_several_addresses_is_summed_up_together() -> None:

@@ -40,8 +40,8 @@ T = TypeVar("T")
 STUBBORN = ("sh", "-c", "trap '' TERM HUP INT; (sleep 300; true) & echo $$ $!; wait")
 
 
-class Line:
-    """A remote agent as its driver sees it."""
+class RemoteAgent:
+    """An agent in a process of its own, as its driver sees it."""
 
     def __init__(self, **environ: str) -> None:
         self.process = subprocess.Popen(
@@ -59,10 +59,10 @@ class Line:
     def send(self, message: DriverMessage) -> None:
         self.orders.write(encode_frame(message))
 
-    def launch(self, *argv: str, env: dict[str, str] | None = None) -> None:
+    def start(self, *argv: str, env: dict[str, str] | None = None) -> None:
         self.send(StartRanks((RankOrder(0, argv, {"PATH": os.environ["PATH"], **(env or {})}, "/"),)))
 
-    def hear(self, kind: type[T]) -> T:
+    def wait_for(self, kind: type[T]) -> T:
         """The first report of this kind."""
         deadline = Deadline(PATIENCE_S)
         while True:
@@ -79,41 +79,41 @@ class Line:
 
     def stubborn_pids(self) -> list[int]:
         """A rank that ignores signals, and its child."""
-        self.launch(*STUBBORN)
-        self.hear(RankOutput)
+        self.start(*STUBBORN)
+        self.wait_for(RankOutput)
         return [*map(int, self.printed().split())]
 
 
 @contextmanager
-def a_line(**environ: str) -> Iterator[Line]:
-    line = Line(**environ)
+def a_remote_agent(**environ: str) -> Iterator[RemoteAgent]:
+    remote = RemoteAgent(**environ)
     try:
-        yield line
+        yield remote
     finally:
-        line.orders.close()
+        remote.orders.close()
         try:
-            line.process.wait(PATIENCE_S)
+            remote.process.wait(PATIENCE_S)
         finally:
-            line.process.kill()
-            line.frames.close()
+            remote.process.kill()
+            remote.frames.close()
 
 
 def test_it_says_hello_starts_a_rank_and_tells_its_end() -> None:
-    with a_line() as line:
-        line.hear(AgentHello)
-        line.launch("sh", "-c", "echo out; exit 3")
-        assert line.hear(RankExit).exit_code == 3
-        assert line.printed() == b"out\n"
-        line.send(StopAgent())
-        assert line.process.wait(PATIENCE_S) == 0
+    with a_remote_agent() as remote:
+        remote.wait_for(AgentHello)
+        remote.start("sh", "-c", "echo out; exit 3")
+        assert remote.wait_for(RankExit).exit_code == 3
+        assert remote.printed() == b"out\n"
+        remote.send(StopAgent())
+        assert remote.process.wait(PATIENCE_S) == 0
 
 
 def test_the_user_of_the_host_keeps_his_own_variables() -> None:
-    with a_line(HOME="/home/there", SHELL="/bin/there", SECRET="x") as line:
-        line.launch("/usr/bin/env", env={"SHELL": "/bin/given"})
-        line.hear(RankExit)
-        told = line.printed().decode().split()
-        assert "HOME=/home/there" in told and "SHELL=/bin/given" in told and "SECRET=x" not in told
+    with a_remote_agent(HOME="/home/there", SHELL="/bin/there", SECRET="x") as remote:
+        remote.start("/usr/bin/env", env={"SHELL": "/bin/given"})
+        remote.wait_for(RankExit)
+        variables = remote.printed().decode().split()
+        assert "HOME=/home/there" in variables and "SHELL=/bin/given" in variables and "SECRET=x" not in variables
 
 
 def test_nothing_else_gets_between_the_frames() -> None:
@@ -133,64 +133,64 @@ def test_nothing_else_gets_between_the_frames() -> None:
 
 @pytest.mark.parametrize("how", ["quit", "end of orders", "end of reports", "killed", "terminated", "hung up"])
 def test_nothing_stays_behind_however_it_ends(how: str) -> None:
-    with a_line() as line:
-        pids = line.stubborn_pids()
+    with a_remote_agent() as remote:
+        pids = remote.stubborn_pids()
         match how:
             case "quit":
-                line.send(StopAgent())
+                remote.send(StopAgent())
             case "end of orders":
-                line.orders.close()
+                remote.orders.close()
             case "end of reports":
-                line.frames.close()  # it notices with its next report: the load, once per second
+                remote.frames.close()  # it notices with its next report: the load, once per second
             case "killed":
-                line.process.kill()
+                remote.process.kill()
             case "terminated":
-                line.process.terminate()
+                remote.process.terminate()
             case "hung up":
-                line.process.send_signal(signal.SIGHUP)
-        assert all(ends(pid, 5.0) for pid in (*pids, line.process.pid))
+                remote.process.send_signal(signal.SIGHUP)
+        assert all(ends(pid, 5.0) for pid in (*pids, remote.process.pid))
 
 
-def test_a_driver_that_is_silent_after_its_first_beat_is_given_up() -> None:
-    with a_line() as line:
-        pids = line.stubborn_pids()
-        line.send(DriverHeartbeat(0.3))
+def test_a_driver_that_sends_nothing_after_its_first_heartbeat_is_given_up() -> None:
+    with a_remote_agent() as remote:
+        pids = remote.stubborn_pids()
+        remote.send(DriverHeartbeat(0.3))
         assert all(ends(pid) for pid in pids)
 
 
-def test_a_driver_that_goes_on_beating_is_waited_for() -> None:
-    with a_line() as line:
-        line.hear(AgentHello)
+def test_a_driver_that_goes_on_sending_heartbeats_is_waited_for() -> None:
+    with a_remote_agent() as remote:
+        remote.wait_for(AgentHello)
         began_s = time.monotonic()
         while time.monotonic() - began_s < 0.9:
-            line.send(DriverHeartbeat(0.6))
-            assert line.process.poll() is None
+            remote.send(DriverHeartbeat(0.6))
+            assert remote.process.poll() is None
             select.select([], [], [], 0.1)
-        line.launch("true")
-        assert line.hear(RankExit).exit_code == 0
+        remote.start("true")
+        assert remote.wait_for(RankExit).exit_code == 0
 
 
 def test_orders_that_make_no_sense_are_told_and_end_it() -> None:
-    with a_line() as line:
-        line.hear(AgentHello)
-        line.orders.write(b"\0\0\0\4what")
-        assert "did not understand its orders: not a message" in line.hear(AgentError).reason
-        assert line.process.wait(PATIENCE_S) == 0
+    with a_remote_agent() as remote:
+        remote.wait_for(AgentHello)
+        remote.orders.write(b"\0\0\0\4what")
+        assert "did not understand its orders: not a message" in remote.wait_for(AgentError).reason
+        assert remote.process.wait(PATIENCE_S) == 0
 
 
 def test_a_driver_that_does_not_read_makes_ranks_wait_and_loses_nothing() -> None:
     num = 3000
     text = f"import os\nfor n in range({num}): os.write(1, b'%08d' % n * 1250)"
-    with a_line() as line:
-        line.launch(*python(text))
-        rank = psutil.Process(line.hear(RankStarted).pid)
+    with a_remote_agent() as remote:
+        remote.start(*python(text))
+        rank = psutil.Process(remote.wait_for(RankStarted).pid)
         before, now = -1, 0
         while before != now:  # until it waits for a reader
             select.select([], [], [], 0.1)
             before, now = now, rank.io_counters().write_chars
         assert 0 < now < 8_000_000
-        assert line.hear(RankExit).exit_code == 0
-        assert line.printed() == b"".join(b"%08d" % n * 1250 for n in range(num))
+        assert remote.wait_for(RankExit).exit_code == 0
+        assert remote.printed() == b"".join(b"%08d" % n * 1250 for n in range(num))
 
 
 def test_it_starts_without_what_only_ranks_need() -> None:
@@ -201,8 +201,8 @@ def test_it_starts_without_what_only_ranks_need() -> None:
 
 
 def test_its_command_line_has_no_secrets() -> None:
-    with a_line() as line:
-        line.launch("sleep", "300", env={"RONDE_KEY": "0123"})
-        pid = line.hear(RankStarted).pid
-        words = [*psutil.Process(line.process.pid).cmdline(), *Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
+    with a_remote_agent() as remote:
+        remote.start("sleep", "300", env={"RONDE_KEY": "0123"})
+        pid = remote.wait_for(RankStarted).pid
+        words = [*psutil.Process(remote.process.pid).cmdline(), *Path(f"/proc/{pid}/cmdline").read_text().split("\0")]
         assert not any("0123" in word for word in words)

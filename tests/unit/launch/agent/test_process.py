@@ -20,16 +20,16 @@ from tests.unit.launch.agent.watched_agent import PATIENCE_S, ends, order, pytho
 
 
 @pytest.fixture
-def guard() -> Iterator[OrphanKiller]:
+def orphan_killer() -> Iterator[OrphanKiller]:
     made = OrphanKiller()
     yield made
     made.close()
 
 
 def begin(
-    guard: OrphanKiller, *argv: str, stdout: int = subprocess.DEVNULL, cwd: str = "", cpus: tuple[int, ...] = ()
+    orphan_killer: OrphanKiller, *argv: str, stdout: int = subprocess.DEVNULL, cwd: str = "", cpus: tuple[int, ...] = ()
 ) -> ChildProcess:
-    return spawn(order(argv, cwd=cwd, cpus=cpus), guard, stdin=subprocess.DEVNULL, stdout=stdout, stderr=2)
+    return spawn(order(argv, cwd=cwd, cpus=cpus), orphan_killer, stdin=subprocess.DEVNULL, stdout=stdout, stderr=2)
 
 
 def read_line(fd: int) -> str:
@@ -42,17 +42,17 @@ def finish(process: ChildProcess) -> int:
     return process.reap()
 
 
-def test_a_process_leads_a_session_and_a_group_of_its_own(guard: OrphanKiller) -> None:
-    process = begin(guard, "sleep", "300")
+def test_a_process_leads_a_session_and_a_group_of_its_own(orphan_killer: OrphanKiller) -> None:
+    process = begin(orphan_killer, "sleep", "300")
     assert os.getpgid(process.pid) == os.getsid(process.pid) == process.pid
     assert not process.wait(Deadline(0))
     process.signal(signal.SIGKILL)
     assert finish(process) == -9
 
 
-def test_a_signal_reaches_what_a_process_started(guard: OrphanKiller) -> None:
+def test_a_signal_reaches_what_a_process_started(orphan_killer: OrphanKiller) -> None:
     reading, writing = os.pipe()
-    process = begin(guard, "sh", "-c", "sleep 300 & echo $!; wait", stdout=writing)
+    process = begin(orphan_killer, "sh", "-c", "sleep 300 & echo $!; wait", stdout=writing)
     os.close(writing)
     child = int(read_line(reading))
     process.signal(signal.SIGTERM)
@@ -60,26 +60,26 @@ def test_a_signal_reaches_what_a_process_started(guard: OrphanKiller) -> None:
     assert ends(child)
 
 
-def test_a_process_gets_its_cores_and_we_keep_ours(guard: OrphanKiller) -> None:
+def test_a_process_gets_its_cores_and_we_keep_ours(orphan_killer: OrphanKiller) -> None:
     before = os.sched_getaffinity(0)
     core = max(before)
     reading, writing = os.pipe()
     text = "import os; print(*os.sched_getaffinity(0))"
-    process = begin(guard, *python(text), stdout=writing, cpus=(core,))
+    process = begin(orphan_killer, *python(text), stdout=writing, cpus=(core,))
     os.close(writing)
     assert read_line(reading).split() == [str(core)]
     finish(process)
     assert os.sched_getaffinity(0) == before
 
 
-def test_cores_that_are_not_there_are_named(guard: OrphanKiller) -> None:
+def test_cores_that_are_not_there_are_named(orphan_killer: OrphanKiller) -> None:
     before = os.sched_getaffinity(0)
     with pytest.raises(StartFailed, match=r"cannot be bound to core 100000: host \S+ lets us use 0"):
-        begin(guard, "true", cpus=(100_000,))
+        begin(orphan_killer, "true", cpus=(100_000,))
     assert os.sched_getaffinity(0) == before
 
 
-def test_a_command_that_cannot_start_says_why_and_what_to_do(guard: OrphanKiller, tmp_path: Path) -> None:
+def test_a_command_that_cannot_start_says_why_and_what_to_do(orphan_killer: OrphanKiller, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print()")
     garbage = tmp_path / "garbage"
@@ -101,7 +101,7 @@ def test_a_command_that_cannot_start_says_why_and_what_to_do(guard: OrphanKiller
         (("true", "x" * 10_000_000), "", StartFailed, "larger than the system allows"),
     ):
         with pytest.raises(StartFailed, match=words) as caught:
-            begin(guard, *argv, cwd=cwd)
+            begin(orphan_killer, *argv, cwd=cwd)
         assert type(caught.value) is kind
 
 

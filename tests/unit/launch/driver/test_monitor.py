@@ -42,7 +42,7 @@ STATUS = JobStatus(name="demo", size=1, ranks=(RankStatus(rank=0, state="running
 
 
 @pytest.fixture
-def folder() -> Iterator[Path]:
+def jobs_dir() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ronde") as made:  # short, as a socket's path must be
         yield Path(made)
 
@@ -51,26 +51,26 @@ def stacks(limit_s: float) -> tuple[RankStack, ...]:
     return (RankStack(rank=0, line=f"asked for {limit_s:g} s"),)
 
 
-def serve(name: str, folder: Path) -> MonitorServer:
-    return MonitorServer(name, lambda: STATUS, stacks, jobs_dir=folder)
+def serve(name: str, jobs_dir: Path) -> MonitorServer:
+    return MonitorServer(name, lambda: STATUS, stacks, jobs_dir=jobs_dir)
 
 
-def question(job: RunningJob, text: str) -> dict[str, object]:
+def ask(job: RunningJob, text: str) -> dict[str, object]:
     answer: dict[str, object] = json.loads(query_monitor(job.path, text.encode(), Deadline(10.0)))
     return answer
 
 
-def test_the_status_of_a_job_is_the_one_its_driver_gives(folder: Path) -> None:
-    with serve("demo", folder):
-        assert query_status(find_job("demo", folder)) == STATUS
+def test_the_status_of_a_job_is_the_one_its_driver_gives(jobs_dir: Path) -> None:
+    with serve("demo", jobs_dir):
+        assert query_status(find_job("demo", jobs_dir)) == STATUS
 
 
-def test_the_answers_are_json_for_every_program(folder: Path) -> None:
-    with serve("demo", folder):
-        job = find_job("demo", folder)
-        status = question(job, '{"ask": "status"}')
+def test_the_answers_are_json_for_every_program(jobs_dir: Path) -> None:
+    with serve("demo", jobs_dir):
+        job = find_job("demo", jobs_dir)
+        status = ask(job, '{"ask": "status"}')
         assert (status["name"], status["ranks"][0]["state"]) == ("demo", "running")  # type: ignore[index]
-        assert question(job, '{"ask": "stacks", "limit_s": 1.5}')["ranks"][0]["line"] == "asked for 1.5 s"  # type: ignore[index]
+        assert ask(job, '{"ask": "stacks", "limit_s": 1.5}')["ranks"][0]["line"] == "asked for 1.5 s"  # type: ignore[index]
 
 
 @pytest.mark.parametrize(
@@ -83,87 +83,87 @@ def test_the_answers_are_json_for_every_program(folder: Path) -> None:
         ('{"ask": "status", "more": 1}', "unknown field `more`"),
     ],
 )
-def test_what_is_no_question_is_told_so(folder: Path, text: str, error: str) -> None:
-    with serve("demo", folder):
-        assert error in str(question(find_job("demo", folder), text)["error"])
+def test_what_is_no_question_is_told_so(jobs_dir: Path, text: str, error: str) -> None:
+    with serve("demo", jobs_dir):
+        assert error in str(ask(find_job("demo", jobs_dir), text)["error"])
 
 
 @pytest.mark.parametrize(("asked_s", "given_s"), [(-1.0, 0.0), (2.5, 2.5), (1e9, 60.0)])
-def test_nobody_makes_a_driver_wait_for_long(folder: Path, asked_s: float, given_s: float) -> None:
-    with serve("demo", folder):
-        answer = question(find_job("demo", folder), json.dumps({"ask": "stacks", "limit_s": asked_s}))
+def test_nobody_makes_a_driver_wait_for_long(jobs_dir: Path, asked_s: float, given_s: float) -> None:
+    with serve("demo", jobs_dir):
+        answer = ask(find_job("demo", jobs_dir), json.dumps({"ask": "stacks", "limit_s": asked_s}))
         assert answer["ranks"][0]["line"] == f"asked for {given_s:g} s"  # type: ignore[index]
 
 
-def test_a_mistake_of_the_driver_is_told_to_who_asked(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mistake_of_the_driver_is_told_to_who_asked(jobs_dir: Path, caplog: pytest.LogCaptureFixture) -> None:
     def broken() -> JobStatus:
         raise KeyError("no such rank")
 
-    with MonitorServer("demo", broken, stacks, jobs_dir=folder):
+    with MonitorServer("demo", broken, stacks, jobs_dir=jobs_dir):
         with pytest.raises(RondeError, match=r"job demo: the driver could not answer: KeyError\('no such rank'\)"):
-            query_status(find_job("demo", folder))
-        assert query_stacks(find_job("demo", folder), 3.0)[0].line == "asked for 3 s"
+            query_status(find_job("demo", jobs_dir))
+        assert query_stacks(find_job("demo", jobs_dir), 3.0)[0].line == "asked for 3 s"
 
 
-def test_an_answer_of_another_version_is_told(folder: Path) -> None:
-    desk = UnixLineServer(folder / "old.sock", lambda question: b'{"ranks": 5}')
+def test_an_answer_of_another_version_is_told(jobs_dir: Path) -> None:
+    server = UnixLineServer(jobs_dir / "old.sock", lambda request: b'{"ranks": 5}')
     with pytest.raises(ProtocolError, match="job old gave no answer of this version"):
-        query_status(find_job("old", folder))
-    desk.close()
+        query_status(find_job("old", jobs_dir))
+    server.close()
 
 
 # --- finding jobs -----------------------------------------------------------------------------------------------------
 
 
-def test_without_a_name_a_job_is_called_after_its_driver(folder: Path) -> None:
-    with serve("", folder) as endpoint:
-        assert endpoint.name == str(os.getpid())
-        assert [(job.name, job.pid) for job in list_jobs(folder)] == [(str(os.getpid()), os.getpid())]
+def test_without_a_name_a_job_is_called_after_its_driver(jobs_dir: Path) -> None:
+    with serve("", jobs_dir) as server:
+        assert server.name == str(os.getpid())
+        assert [(job.name, job.pid) for job in list_jobs(jobs_dir)] == [(str(os.getpid()), os.getpid())]
 
 
-def test_the_only_job_needs_no_name(folder: Path) -> None:
-    with serve("demo", folder):
-        assert find_job("", folder).name == "demo"
+def test_the_only_job_needs_no_name(jobs_dir: Path) -> None:
+    with serve("demo", jobs_dir):
+        assert find_job("", jobs_dir).name == "demo"
 
 
-def test_which_jobs_are_running_is_told_when_one_is_not(folder: Path) -> None:
+def test_which_jobs_are_running_is_told_when_one_is_not(jobs_dir: Path) -> None:
     with pytest.raises(NoSuchJob, match="no job is running"):
-        find_job("", folder)
-    with serve("one", folder), serve("two", folder):
+        find_job("", jobs_dir)
+    with serve("one", jobs_dir), serve("two", jobs_dir):
         with pytest.raises(NoSuchJob, match=r"no job named 'three' is running .*\(running: one, two;"):
-            find_job("three", folder)
+            find_job("three", jobs_dir)
         with pytest.raises(NoSuchJob, match="2 jobs are running, say which: one, two"):
-            find_job("", folder)
+            find_job("", jobs_dir)
 
 
-def test_two_jobs_cannot_have_one_name(folder: Path) -> None:
-    with serve("demo", folder):
+def test_two_jobs_cannot_have_one_name(jobs_dir: Path) -> None:
+    with serve("demo", jobs_dir):
         with pytest.raises(ValueError, match=rf"named 'demo' is running already \(process {os.getpid()}\)"):
-            serve("demo", folder)
-        assert find_job("demo", folder).name == "demo"
-    with serve("demo", folder):
+            serve("demo", jobs_dir)
+        assert find_job("demo", jobs_dir).name == "demo"
+    with serve("demo", jobs_dir):
         pass
 
 
 @pytest.mark.parametrize("name", ["a/b", "..", "-x", "a b", "x" * 65, "ä"])
-def test_a_name_that_could_be_a_path_is_refused(folder: Path, name: str) -> None:
+def test_a_name_that_could_be_a_path_is_refused(jobs_dir: Path, name: str) -> None:
     with pytest.raises(ValueError, match="a job's name is up to 64 letters"):
-        serve(name, folder)
+        serve(name, jobs_dir)
 
 
-def test_a_path_too_long_for_a_socket_is_told(folder: Path) -> None:
-    deep = folder / ("d" * 60)
+def test_a_path_too_long_for_a_socket_is_told(jobs_dir: Path) -> None:
+    deep = jobs_dir / ("d" * 60)
     deep.mkdir()
     with pytest.raises(ValueError, match="too long for a socket's name"):
         serve("x" * 60, deep)
 
 
-def test_what_a_killed_driver_left_behind_is_removed(folder: Path) -> None:
+def test_what_a_killed_driver_left_behind_is_removed(jobs_dir: Path) -> None:
     program = f"""
 import time
 from pathlib import Path
 from ronde.launch.driver.monitor import MonitorServer
-MonitorServer("killed", lambda: None, lambda limit_s: (), jobs_dir=Path({str(folder)!r}))
+MonitorServer("killed", lambda: None, lambda limit_s: (), jobs_dir=Path({str(jobs_dir)!r}))
 print(flush=True)
 time.sleep(60)
 """
@@ -171,56 +171,58 @@ time.sleep(60)
         stack.callback(driver.kill)
         assert driver.stdout is not None
         driver.stdout.readline()
-        assert [(job.name, job.pid) for job in list_jobs(folder)] == [("killed", driver.pid)]
+        assert [(job.name, job.pid) for job in list_jobs(jobs_dir)] == [("killed", driver.pid)]
         driver.send_signal(signal.SIGKILL)
         driver.wait()
-        assert (folder / "killed.sock").exists()
-        assert list_jobs(folder) == []
-        assert not (folder / "killed.sock").exists()
+        assert (jobs_dir / "killed.sock").exists()
+        assert list_jobs(jobs_dir) == []
+        assert not (jobs_dir / "killed.sock").exists()
     with socket.socket(socket.AF_UNIX) as dead:
-        dead.bind(str(folder / "stale.sock"))
-    with serve("stale", folder):
-        assert find_job("stale", folder).name == "stale"
+        dead.bind(str(jobs_dir / "stale.sock"))
+    with serve("stale", jobs_dir):
+        assert find_job("stale", jobs_dir).name == "stale"
 
 
 # --- the directory ----------------------------------------------------------------------------------------------------
 
 
-def test_the_directory_is_below_that_of_the_session_and_private(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+def test_the_directory_is_below_that_of_the_session_and_private(
+    jobs_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(jobs_dir))
     made = open_jobs_dir()
-    assert made == folder / "ronde"
+    assert made == jobs_dir / "ronde"
     assert stat.S_IMODE(made.stat().st_mode) == 0o700
     assert open_jobs_dir() == made
 
 
 @pytest.mark.parametrize("runtime", ["", "/nowhere/at/all"])
 def test_without_a_session_it_is_in_the_temporary_directory(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
+    jobs_dir: Path, monkeypatch: pytest.MonkeyPatch, runtime: str
 ) -> None:
     monkeypatch.setenv("XDG_RUNTIME_DIR", runtime)
-    monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    assert open_jobs_dir() == folder / f"ronde-{os.getuid()}"
+    monkeypatch.setattr(tempfile, "tempdir", str(jobs_dir))
+    assert open_jobs_dir() == jobs_dir / f"ronde-{os.getuid()}"
 
 
-def test_a_directory_that_others_can_enter_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    (folder / "ronde").mkdir()
-    (folder / "ronde").chmod(0o755)
+def test_a_directory_that_others_can_enter_is_refused(jobs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(jobs_dir))
+    (jobs_dir / "ronde").mkdir()
+    (jobs_dir / "ronde").chmod(0o755)
     with pytest.raises(StartFailed, match="nobody else can enter"):
         open_jobs_dir()
 
 
-def test_a_link_to_a_directory_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
-    (folder / "elsewhere").mkdir(mode=0o700)
-    (folder / "ronde").symlink_to(folder / "elsewhere")
+def test_a_link_to_a_directory_is_refused(jobs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(jobs_dir))
+    (jobs_dir / "elsewhere").mkdir(mode=0o700)
+    (jobs_dir / "ronde").symlink_to(jobs_dir / "elsewhere")
     with pytest.raises(StartFailed, match="must be a directory of yours"):
         open_jobs_dir()
 
 
-def test_a_directory_of_another_user_is_refused(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(folder))
+def test_a_directory_of_another_user_is_refused(jobs_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(jobs_dir))
     open_jobs_dir()
     mine = os.getuid()
     monkeypatch.setattr(os, "getuid", lambda: mine + 1)
@@ -231,15 +233,15 @@ def test_a_directory_of_another_user_is_refused(folder: Path, monkeypatch: pytes
 # --- the status of a job --------------------------------------------------------------------------------------------
 
 
-def rank_of(vitals: RankActivity, facts: RankProcessInfo) -> RankStatus:
-    return make_job_status("demo", ["python"], JobActivity(size=1, ranks=(vitals,)), [facts], 2.0).ranks[0]
+def rank_of(activity: RankActivity, info: RankProcessInfo) -> RankStatus:
+    return make_job_status("demo", ["python"], JobActivity(size=1, ranks=(activity,)), [info], 2.0).ranks[0]
 
 
 def test_the_driver_adds_what_it_knows() -> None:
-    vitals = RankActivity(rank=0, state="running", host="a-0123", pid=7, steps=5, held_up_s=1.5)
-    facts = RankProcessInfo(host="a", local_rank=1, pid=7, cpu=0.9, memory_bytes=100, gpu=0.5, gpu_bytes=200)
+    activity = RankActivity(rank=0, state="running", host="a-0123", pid=7, steps=5, held_up_s=1.5)
+    info = RankProcessInfo(host="a", local_rank=1, pid=7, cpu=0.9, memory_bytes=100, gpu=0.5, gpu_bytes=200)
     status = make_job_status(
-        "demo", ["python", "x.py"], JobActivity(size=1, round=3, slowest=0, ranks=(vitals,)), [facts], 2
+        "demo", ["python", "x.py"], JobActivity(size=1, round=3, slowest=0, ranks=(activity,)), [info], 2
     )
     assert (status.name, status.command, status.size, status.round, status.slowest) == (
         "demo",
