@@ -184,8 +184,8 @@ def test_strangers_learn_nothing_and_change_nothing() -> None:
                 lengths[len(got)] += 1
         assert lengths[38] == lengths[43] == 5, "another version, and a wrong proof, at each of five doors"
         done = job.finish()
-    assert "[ronde] refused a caller from 127.0.0.1:" in done.err
-    assert "[ronde] a caller at the control port: did not get through the handshake" in done.err
+    assert "[ronde] refused a connection from 127.0.0.1:" in done.err
+    assert "[ronde] a connection to the control port: failed in the handshake" in done.err
     assert "Traceback" not in done.err
 
 

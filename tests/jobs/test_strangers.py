@@ -19,9 +19,10 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ronde.errors import StartFailed
 from ronde.net.connect import connect_authenticated
+from ronde.net.handshake import VERSION
 from ronde.net.keys import JobKey, new_job_key
 from ronde.net.listener import ConnectionRequest
-from ronde.net.messages import LeaveRound, encode
+from ronde.net.messages import LeaveReason, LeaveRound, encode
 from ronde.types import Deadline
 from tests.jobs.kit import LocalRanks, start_ranks
 from tests.limits import SECONDS_S
@@ -35,11 +36,11 @@ NOISE = {
     "nothing": b"",
     "garbage": random.Random(1).randbytes(4096),
     "a web request": b"GET / HTTP/1.1\r\nHost: here\r\n\r\n" * 8,
-    "half a hello": b"RONDc\x01\x00",
-    "a hello that announces too much": struct.pack("!5sBH32s", b"RONDc", 1, 0xFFFF, bytes(32)) + bytes(1 << 20),
+    "half a hello": b"RONDc" + bytes([VERSION, 0]),
+    "a hello that announces too much": struct.pack("!5sBH32s", b"RONDc", VERSION, 0xFFFF, bytes(32)) + bytes(1 << 20),
     "a hello of another version": struct.pack("!5sBH32s", b"RONDc", 99, 64, bytes(32)),
-    "a hello, then garbage as proof": struct.pack("!5sBH32s", b"RONDc", 1, 64, bytes(32)) + bytes(96),
-    "a control message in the clear": encode(LeaveRound(orderly=True)),
+    "a hello, then garbage as proof": struct.pack("!5sBH32s", b"RONDc", VERSION, 64, bytes(32)) + bytes(96),
+    "a control message in the clear": encode(LeaveRound(LeaveReason.SHUTDOWN)),
     "a greeting of ZeroMQ without a key": ZMTP_GREETING % b"NULL".ljust(20, b"\0"),
     "a greeting of ZeroMQ, then a frame of 2^62 bytes": ZMTP_GREETING % b"CURVE".ljust(20, b"\0")
     + b"\x02"
@@ -98,7 +99,7 @@ def speak_zeromq(port: int, server_public: bytes | None, opened: ExitStack) -> N
     opened.callback(monitor.close)
     opened.callback(client.disable_monitor)
     client.connect(f"tcp://127.0.0.1:{port}")
-    client.send(encode(LeaveRound(orderly=True)), zmq.NOBLOCK)
+    client.send(encode(LeaveRound(LeaveReason.SHUTDOWN)), zmq.NOBLOCK)
     assert monitor.poll(int(1000 * SECONDS_S)), "nobody turned it away"
     assert recv_monitor_message(monitor)["event"] & (FAILED | zmq.EVENT_DISCONNECTED)
 
@@ -150,9 +151,9 @@ def test_strangers_are_turned_away_and_the_job_goes_on(
                 connect_authenticated(address, JobKey(new_job_key()), ConnectionRequest("life", 0), Deadline(SECONDS_S))
         finish(job)
     for text in (caplog.text, job.output(0), job.output(1)):
-        assert "refused a caller" in text
+        assert "refused a connection" in text
     assert "control client at 127.0.0.1: does not have the job's key" in caplog.text
-    assert "a caller at the control port: did not get through the handshake" in caplog.text
+    assert "a connection to the control port: failed in the handshake" in caplog.text
     assert "Traceback" not in caplog.text + job.printed()
 
 

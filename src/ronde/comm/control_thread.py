@@ -1,7 +1,8 @@
-"""The worker's thread for everything that is not data: announcements, answers, losses, heartbeats. One per round.
+"""A rank's one control thread: everything that is not data, from the start of a round to its end.
 
-User threads put named works and messages into a queue; the engine sends all that is there as one message. It sleeps in
-one poll of the control socket and the lifeline, and is woken when somebody puts something into the empty queue.
+It sends announcements and reports, handles the coordinator's messages, notices when the coordinator is gone, and runs
+the listener's handshakes with other ranks. All of this are callbacks of one EventLoop, which never waits for anything
+else. User threads put named operations and messages into a queue; whatever is there is sent as one message.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ronde.comm.named_operations import OpenChannels
@@ -18,6 +19,7 @@ from ronde.comm.telemetry import ActivityReporter, ChannelStallInspector, TraceS
 from ronde.comm.work import NegotiationWaits, Work
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.net.connect import describe_disconnect, socket_error
+from ronde.net.event_loop import EventLoop
 from ronde.net.messages import (
     AnnounceOperations,
     ChangeGroups,
@@ -51,42 +53,32 @@ from ronde.types import Deadline
 
 __all__ = ["ControlConnection", "ControlThread"]
 
-HEARTBEAT_INTERVAL_NS = 1_000_000_000
+HEARTBEAT_INTERVAL_S = 1.0
 NUM_INITIAL_HEARTBEATS = 16
-"""So many follow each other at once: the clocks' distance is known as well as the quickest of them was."""
+"""The first ones follow each other at once: the clock offset is known as well as the quickest of them measured it."""
 REASON_GRACE_S = 0.2
-"""After the lifeline has ended, the reason may still be on its way."""
+"""How long the coordinator's reason may take to arrive after its connection was closed."""
 
 logger = logging.getLogger("ronde.comm")
 
 
 class ControlConnection(Protocol):
-    """The way to the coordinator, as net.control.ControlClient has it. Only wake() is for other threads."""
+    """The connection to the coordinator: net.control.ControlClient, or one inside the process."""
 
     def send(self, message: WorkerMessage) -> None:
-        """Say something, without waiting."""
+        """Send without waiting."""
 
-    def poll(self, timeout_s: float) -> list[CoordinatorMessage]:
-        """What was said, oldest first."""
-
-    def unwatch(self, fd: int) -> None:
-        """Stop watching this descriptor."""
-
-    def readable(self) -> set[int]:
-        """The watched descriptors that were readable at the end of the last poll()."""
-
-    def notify(self) -> None:
-        """End a poll early."""
-
-    def close(self) -> None:
-        """Send what was said last, and free everything."""
+    def start_receiving(self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None]) -> None:
+        """Hand every message to on_message, in the loop."""
 
 
 class ControlThread:
-    """One thread does everything; others may only call waits.enqueue, request_groups, request_timeline, leave and stop."""
+    """Owns the loop and its thread. Other threads may call waits.enqueue, request_groups, request_timeline, now_ns,
+    leave and stop."""
 
     def __init__(
         self,
+        loop: EventLoop,
         control: ControlConnection,
         open_channels: OpenChannels,
         recorder: Recorder,
@@ -95,43 +87,41 @@ class ControlThread:
         coordinator_rank: int = -1,
         stall_s: float = 0.0,
         report_activity: bool = False,
-        early_messages: Sequence[CoordinatorMessage] = (),
     ) -> None:
         self.waits = NegotiationWaits(recorder, self._enqueue)
+        self._loop = loop
         self._control = control
         self._open_channels = open_channels
         self._recorder = recorder
         self._liveness_fd = liveness_fd
+        """Readable when the coordinator is gone; -1 if it is in this process."""
         self._coordinator_rank = coordinator_rank
         """The rank that hosts the coordinator; -1 when the launcher does."""
         self._stall_inspector = ChannelStallInspector(stall_s)
         self._activity_reporter = ActivityReporter(recorder, open_channels, self.waits) if report_activity else None
-        """Only when somebody listens: a launcher that hosts the coordinator."""
-        self._trace_sender = TraceSender(recorder, control.send)
+        """Only if a launcher hosts the coordinator, which shows the activity to its user."""
+        self._trace_sender = TraceSender(loop, recorder, control.send)
         self._clock = ClockOffset()
         self._offset_ns = 0
         self._num_heartbeat_replies = 0
         self._queue: deque[Work | WorkerMessage] = deque()
-        self._is_sleeping = False
+        self._send_scheduled = False
         self._stopping = False
         self._leave_confirmed = threading.Event()
-        self._early_messages = early_messages
         self._group_replies: list[GroupsChanged] = []
-        """Changes of groups that nobody has fetched yet; under the board's lock."""
+        """Answers that their thread has not taken yet; under the lock of `waits`."""
         self._timeline_replies: list[TimelineReply] = []
-        """As well."""
+        """Likewise."""
         self._handlers = self._make_handlers()
-        # Owned by the engine. Touches the control client, and through the presence lanes and named works.
-        self._thread = threading.Thread(target=self._run, name="ronde-engine", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="ronde-control", daemon=True)
 
     def start(self) -> None:
-        """Begin to listen."""
         self._thread.start()
 
     # --- for other threads -----------------------------------------------------------------------------------------
 
     def request_groups(self, change: ChangeGroups, deadline: Deadline) -> GroupsChanged:
-        """Ask for a change of groups, and wait until all ranks have."""
+        """Ask for a change of groups, and wait until all ranks have asked for it."""
         self._enqueue(change)
         changed = self.waits.condition
         with changed:
@@ -147,7 +137,7 @@ class ControlThread:
                     raise OperationTimeout(f"not every rank of the job asked to {what} within {deadline.timeout_s:g} s")
 
     def request_timeline(self, request: TimelineRequest, deadline: Deadline) -> str:
-        """Ask for a timeline, or for its end, and wait until it is so. Why it cannot be; empty when it is. For one
+        """Start a timeline or end it, and wait until that is done. Returns why it cannot be done; empty if it is. For one
         thread at a time."""
         self._enqueue(request)
         changed = self.waits.condition
@@ -160,73 +150,63 @@ class ControlThread:
             return self._timeline_replies.pop().reason
 
     def now_ns(self) -> int:
-        """The time on the coordinator's clock, as well as it is known."""
+        """Return the time of the coordinator's clock, as well as it is known."""
         return time.monotonic_ns() + self._offset_ns
 
     def leave(self, message: LeaveRound, deadline: Deadline) -> None:
-        """Say goodbye. An orderly goodbye waits for the answer."""
+        """Leave the round. If it is orderly, wait until the coordinator has confirmed it."""
         self._enqueue(message)
-        if message.orderly and self._open_channels.closed_error is None:
+        if message.reason.is_orderly and self._open_channels.closed_error is None:
             self._leave_confirmed.wait(deadline.remaining_s)
 
     def stop(self) -> None:
-        """Send what is left to say and end the thread. Idempotent."""
+        """Send what is queued, end the thread and close the loop. Idempotent."""
         if self._thread.is_alive():
-            self._stopping = True
-            self._control.notify()
+            self._loop.call_soon_threadsafe(self._stop)
             self._thread.join()
+        self._loop.close()
 
     def _enqueue(self, item: Work | WorkerMessage) -> None:
         self._queue.append(item)
-        # The engine says that it sleeps before it looks at the queue for the last time; we look whether it sleeps
-        # after filling the queue. So one of us always sees the other.
-        if self._is_sleeping:
-            self._is_sleeping = False
-            self._control.notify()
+        # The loop resets the flag before it empties the queue; here the queue is filled before the flag is read. So
+        # either the item is in time for the call that is scheduled, or a new one is.
+        if not self._send_scheduled:
+            self._send_scheduled = True
+            self._loop.call_soon_threadsafe(self._send_queue)
 
-    # --- the engine's thread ---------------------------------------------------------------------------------------
+    # --- in the control thread -------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         try:
-            self._handle(self._early_messages)
-            next_beat_ns = 0
-            while not self._stopping:
-                next_beat_ns = self._step(next_beat_ns)
+            if self._liveness_fd >= 0:
+                self._loop.add_reader(self._liveness_fd, self._on_liveness_closed)
+            self._control.start_receiving(self._loop, self._handle)
+            self._send_heartbeat()
+            self._check_stalls()
+            self._trace_sender.send_due()
+            self._loop.run_until(lambda: self._stopping)
             self._send_queue()
-        except Exception as error:  # the thread's edge: everybody who waits must learn of it
-            logger.exception("the engine broke")
-            self._end_round(RoundEnded(f"ronde's engine broke: {error!r}"))
+        except Exception as error:  # the end of the thread: whoever waits must learn of it
+            logger.exception("the control thread failed")
+            self._end_round(RoundEnded(f"ronde's control thread failed: {error!r}"))
 
-    def _step(self, next_heartbeat_ns: int) -> int:
+    def _stop(self) -> None:
+        self._stopping = True
+
+    def _check_stalls(self) -> None:
         now_ns = time.monotonic_ns()
-        if now_ns >= next_heartbeat_ns:
-            next_heartbeat_ns = now_ns + HEARTBEAT_INTERVAL_NS
-            self._send_heartbeat(now_ns)
         for waiting in self._stall_inspector.overdue(self._open_channels.channels, now_ns, self._offset_ns):
             self._control.send(waiting)
-        self._trace_sender.send_due(now_ns)
-        self._is_sleeping = True
-        if not self._queue:
-            left_s = (next_heartbeat_ns - now_ns) / 1e9
-            self._receive(
-                min(left_s, self._stall_inspector.remaining_s(now_ns), self._trace_sender.remaining_s(now_ns))
-            )
-        self._is_sleeping = False
-        self._send_queue()
-        return next_heartbeat_ns
+        if self._stall_inspector.is_enabled:
+            self._loop.call_later(self._stall_inspector.remaining_s(now_ns), self._check_stalls)
 
-    def _receive(self, timeout_s: float) -> None:
-        self._handle(self._control.poll(timeout_s))
-        if self._liveness_fd in self._control.readable():
-            self._on_liveness_closed()
-
-    def _handle(self, messages: Sequence[CoordinatorMessage]) -> None:
-        for message in messages:
-            handle = self._handlers.get(type(message))
-            if handle is not None:  # a Welcome may come twice
-                handle(message)
+    def _handle(self, message: CoordinatorMessage) -> None:
+        handle = self._handlers.get(type(message))
+        if handle is not None:  # RoundStarted may come twice
+            handle(message)
 
     def _send_queue(self) -> None:
+        self._send_scheduled = False
         queue = self._queue
         new: list[OperationRequest] = []
         known: list[int] = []
@@ -234,16 +214,16 @@ class ControlThread:
             item = queue.popleft()
             if isinstance(item, Work):
                 named = self._open_channels.named_operations_of(item.group)
-                how = None if named is None else named.make_request(item)
-                if isinstance(how, int):
-                    known.append(how)
-                elif how is not None:
-                    new.append(how)
+                request = None if named is None else named.make_request(item)
+                if isinstance(request, int):
+                    known.append(request)
+                elif request is not None:
+                    new.append(request)
             else:
                 self._send_announce(new, known)
                 if isinstance(item, LeaveRound):
-                    self._send_activity(time.monotonic_ns())
-                    self._trace_sender.send()
+                    self._send_activity()
+                    self._trace_sender.send_all()
                 self._control.send(item)
         self._send_announce(new, known)
 
@@ -253,27 +233,28 @@ class ControlThread:
             new.clear()
             known.clear()
 
-    def _send_heartbeat(self, now_ns: int) -> None:
-        self._control.send(RankHeartbeat(now_ns))
-        self._send_activity(now_ns)
+    def _send_heartbeat(self) -> None:
+        self._loop.call_later(HEARTBEAT_INTERVAL_S, self._send_heartbeat)
+        self._control.send(RankHeartbeat(time.monotonic_ns()))
+        self._send_activity()
 
-    def _send_activity(self, now_ns: int) -> None:
+    def _send_activity(self) -> None:
         if self._activity_reporter is not None:
-            self._control.send(self._activity_reporter.make_report(now_ns, self._offset_ns))
+            self._control.send(self._activity_reporter.make_report(time.monotonic_ns(), self._offset_ns))
 
     def _on_liveness_closed(self) -> None:
-        cut_off = describe_disconnect(socket_error(self._liveness_fd))
-        self._control.unwatch(self._liveness_fd)
-        self._liveness_fd = -1
-        if not self._leave_confirmed.is_set():
-            self._receive(REASON_GRACE_S)
-        if self._leave_confirmed.is_set():  # we have left, or have heard why the round is over
+        unreachable = describe_disconnect(socket_error(self._liveness_fd))
+        self._loop.remove_reader(self._liveness_fd)
+        self._loop.call_later(REASON_GRACE_S, lambda: self._on_coordinator_gone(unreachable))
+
+    def _on_coordinator_gone(self, unreachable: str) -> None:
+        if self._leave_confirmed.is_set():  # the rank has left, or the coordinator has sent the reason
             return
         if self._coordinator_rank >= 0:
-            why = cut_off or "it hosted the coordinator, which is gone"
+            why = unreachable or "it hosted the coordinator, which is gone"
             self._end_round(PeerLost(rank=self._recorder.rank, peer=self._coordinator_rank, why=why))
         else:
-            gone = f"the coordinator is gone ({cut_off})" if cut_off else "the coordinator is gone"
+            gone = f"the coordinator is gone ({unreachable})" if unreachable else "the coordinator is gone"
             self._end_round(RoundEnded(f"{gone}; look at the output of the launcher"))
 
     def _end_round(self, error: RondeError) -> None:
@@ -285,7 +266,7 @@ class ControlThread:
         with self.waits.condition:
             self.waits.condition.notify_all()
 
-    # --- what the coordinator says ---------------------------------------------------------------------------------
+    # --- messages of the coordinator -------------------------------------------------------------------------------
 
     def _make_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
         return {
@@ -368,9 +349,9 @@ class ControlThread:
             self._control.send(RankHeartbeat(now_ns))
         if self._clock.add(answer.sent_ns, answer.coordinator_ns, now_ns):
             offset_ns, error_ns = self._clock.offset_ns, self._clock.error_ns(now_ns) or 0.0
-            # Clocks that differ by less than one can measure are one clock: this host's.
+            # An offset below what can be measured is none: the coordinator is on this host.
             self._offset_ns = 0 if abs(offset_ns) <= error_ns else offset_ns
             self._recorder.set_clock_offset(self._offset_ns)
 
-    def _on_leave_confirmed(self, bye: LeaveConfirmed) -> None:
+    def _on_leave_confirmed(self, confirmed: LeaveConfirmed) -> None:
         self._leave_confirmed.set()

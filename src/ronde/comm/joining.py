@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from ronde.comm.backends.base import Backend
 from ronde.comm.backends.mpi.backend import MpiBackend, settings_from_mpi
@@ -33,8 +33,8 @@ from ronde.comm.backends.single_rank import SingleRankBackend
 from ronde.comm.control_thread import ControlConnection
 from ronde.comm.launchers import LauncherEnvironment, coordinator_port_range, detect_launcher, find_launcher_process
 from ronde.coordinator.inprocess import InProcessCoordinator
-from ronde.coordinator.server import CoordinatorServer, LivenessConnection, is_closed
-from ronde.errors import StartFailed
+from ronde.coordinator.server import CoordinatorServer
+from ronde.errors import ProtocolError, StartFailed
 from ronde.net.addresses import (
     candidate_addresses,
     format_address,
@@ -44,19 +44,23 @@ from ronde.net.addresses import (
     peer_host,
     resolve_host,
 )
-from ronde.net.connect import connect_authenticated
+from ronde.net.connect import Connection, connect_authenticated, is_closed
 from ronde.net.control import ControlClient
+from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey, derive_job_key, load_user_secret
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.net.messages import (
     LIVENESS,
     VERSION,
+    Admission,
+    AdmissionStatus,
     CoordinatorMessage,
     JoinRefused,
     JoinRound,
+    LeaveReason,
     LeaveRound,
     RoundStarted,
-    parse_admission,
+    decode_admission,
 )
 from ronde.observe.stacks import pid_namespace
 from ronde.settings import Settings, config_dir
@@ -118,7 +122,7 @@ def host_coordinator(settings: Settings, key: JobKey) -> CoordinatorServer:
 
 def find_coordinator(
     address_range: str, settings: Settings, key: JobKey, *, round: int, deadline: Deadline
-) -> tuple[LivenessConnection, str]:
+) -> tuple[Connection, str]:
     """The lifeline to the coordinator, and `host:port` of its control server."""
     addresses = expand_port_range(address_range)
     if len(addresses) == 1:
@@ -154,7 +158,7 @@ class _NobodyListens(Exception):
 
 def _connect_once(
     address: str, key: JobKey, request: ConnectionRequest, deadline: Deadline, heartbeat_s: float
-) -> tuple[LivenessConnection, str] | str:
+) -> tuple[Connection, str] | str:
     """As call_coordinator, or in words why it is not to be had here now."""
 
     def leave() -> None:
@@ -168,15 +172,27 @@ def _connect_once(
         return NOBODY_LISTENS
     except StartFailed as error:  # a stranger's port, or another job's
         return str(error)
+    admission = _read_admission(line, greeting)
+    if admission.status is AdmissionStatus.RETRY:
+        return admission.reason
+    return line, format_address(peer_host(line), admission.control_port)
+
+
+def _read_admission(connection: Connection, reply: bytes) -> Admission:
+    """Return the coordinator's admission; closes the connection unless it is ADMITTED, and raises if it is REFUSED."""
     try:
-        answer = parse_admission(greeting)
+        admission = decode_admission(reply)
+        if admission.status is AdmissionStatus.REFUSED:
+            raise StartFailed(admission.reason)
+        if admission.status is AdmissionStatus.RETRY:
+            connection.close()
+    except ProtocolError:
+        connection.close()
+        raise StartFailed("what answers at the coordinator's address is no coordinator of this version") from None
     except BaseException:
-        line.close()
+        connection.close()
         raise
-    if isinstance(answer, str):  # the round before is not over
-        line.close()
-        return answer
-    return line, format_address(peer_host(line), answer)
+    return admission
 
 
 Groups = tuple[tuple[int, ...], ...]
@@ -196,27 +212,22 @@ class JoinedRound:
     """Descriptor whose end means that the coordinator is gone; the control client watches it."""
     coordinator_rank: int = -1
     """The rank that hosts the coordinator; -1 when a launcher does."""
-    early_messages: list[CoordinatorMessage] = field(default_factory=list)
-    """What the coordinator said right after the welcome."""
+    loop: EventLoop = field(default_factory=EventLoop)
+    """For the control thread, which closes it. The listener's handshakes run in it."""
     resources: ExitStack = field(default_factory=ExitStack)
     """Closes all of this."""
-
-
-class _JoinReply(NamedTuple):
-    """The answer to a Join."""
-
-    members: tuple[Member, ...]
-    later_messages: list[CoordinatorMessage]
 
 
 def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
     """Join the round that the complete settings tell of. `round` counts the rounds of this process, from 0."""
     if settings.size == 1 and not settings.coordinator_hosted:  # a launcher wants to see even a job of one
         return join_single(settings, groups)
+    loop = EventLoop()
     with ExitStack() as opened:
-        place = _join_with_others(settings, groups, round, opened)
-        place.resources = opened.pop_all()
-        return place
+        opened.callback(loop.close)
+        joined = _join_with_others(settings, groups, round, loop, opened)
+        joined.resources = opened.pop_all()
+        return joined
 
 
 def join_single(settings: Settings, groups: Groups) -> JoinedRound:
@@ -226,7 +237,9 @@ def join_single(settings: Settings, groups: Groups) -> JoinedRound:
     return JoinedRound(settings, Topology((member,), 0), control, SingleRankBackend())
 
 
-def _join_with_others(settings: Settings, groups: Groups, round: int, resources: ExitStack) -> JoinedRound:
+def _join_with_others(
+    settings: Settings, groups: Groups, round: int, loop: EventLoop, resources: ExitStack
+) -> JoinedRound:
     _check_settings(settings)
     deadline = Deadline(settings.start_s)
     key = JobKey(settings.key)
@@ -240,19 +253,18 @@ def _join_with_others(settings: Settings, groups: Groups, round: int, resources:
     resources.callback(line.close)
     control = ControlClient(control_address, key, settings.rank)
     resources.callback(_close_control, control, line)
-    control.watch(line.fileno())
     here = settings.address or local_address_for(parse_address(control_address)[0])
-    door = Listener(key, unix=True, tcp_host=here, heartbeat_s=settings.heartbeat_s)
+    door = Listener(key, unix=True, tcp_host=here, loop=loop, heartbeat_s=settings.heartbeat_s)
     resources.callback(door.close)
     tcp_doors = (format_address(here, door.tcp_port),)
     member = Member(settings.rank, settings.host or host_identity(), os.getpid(), door.unix_name, tcp_doors)
     join = JoinRound(VERSION, round, settings.size, member, groups, pid_namespace())
-    joined = _request_join(control, line.fileno(), join, deadline)
-    topology = Topology(joined.members, settings.rank)
+    members = _request_join(loop, control, line.fileno(), join, deadline)
+    topology = Topology(members, settings.rank)
     backend = _make_backend(settings, topology, door, key)
     resources.callback(backend.close)
     coordinator_rank = -1 if settings.coordinator_hosted else 0
-    return JoinedRound(settings, topology, control, backend, line.fileno(), coordinator_rank, joined.later_messages)
+    return JoinedRound(settings, topology, control, backend, line.fileno(), coordinator_rank, loop)
 
 
 def _check_settings(settings: Settings) -> None:
@@ -264,7 +276,7 @@ def _check_settings(settings: Settings) -> None:
             )
 
 
-def _close_control(control: ControlClient, connection: LivenessConnection) -> None:
+def _close_control(control: ControlClient, connection: Connection) -> None:
     """Send what was said last; but when the coordinator is gone, do not wait for it to listen."""
     if is_closed(connection):
         control.close(0.0)
@@ -272,29 +284,52 @@ def _close_control(control: ControlClient, connection: LivenessConnection) -> No
         control.close()
 
 
-def _request_join(control: ControlClient, liveness_fd: int, join: JoinRound, deadline: Deadline) -> _JoinReply:
-    """Ask to take part until the answer comes. Asking again is harmless, and a lost question is not."""
-    hung_up = False
-    while True:
-        if not hung_up:
-            control.send(join)
-        messages = control.poll(min(JOIN_RETRY_S, deadline.remaining_s))
-        for index, message in enumerate(messages):
-            if isinstance(message, RoundStarted):
-                return _JoinReply(message.members, messages[index + 1 :])
-            if isinstance(message, JoinRefused):
-                raise StartFailed(message.reason)
-        if hung_up:
-            raise StartFailed("the coordinator hung up before the round began; look at its output")
-        if liveness_fd in control.readable():
-            control.unwatch(liveness_fd)  # why it hung up may still be on its way
-            hung_up = True
-        elif deadline.expired:
-            control.send(LeaveRound(orderly=False, reason="it waited too long for the round to begin"))
-            raise StartFailed(
-                f"rank {join.member.rank} heard nothing from the coordinator within {deadline.timeout_s:g} s; "
-                "look at its output, or give more time with start_s (RONDE_START_S)"
-            )
+def _request_join(
+    loop: EventLoop, control: ControlClient, liveness_fd: int, join: JoinRound, deadline: Deadline
+) -> tuple[Member, ...]:
+    """Ask to be a member until the round starts, and return its members. Messages that follow stay in the queue."""
+    answers: list[RoundStarted | JoinRefused] = []
+    closed: list[bool] = []
+
+    def on_message(message: CoordinatorMessage) -> None:
+        if isinstance(message, RoundStarted | JoinRefused):
+            answers.append(message)
+            control.stop_receiving()
+
+    def on_closed() -> None:
+        loop.remove_reader(liveness_fd)
+        closed.append(True)
+
+    control.start_receiving(loop, on_message)
+    loop.add_reader(liveness_fd, on_closed)
+    try:
+        while not answers:
+            if closed:
+                raise StartFailed("the coordinator hung up before the round began; look at its output")
+            if deadline.expired:
+                late = "it waited too long for the round to begin"
+                control.send(LeaveRound(LeaveReason.FAILED, late))
+                raise StartFailed(
+                    f"rank {join.member.rank} heard nothing from the coordinator within {deadline.timeout_s:g} s; "
+                    "look at its output, or give more time with start_s (RONDE_START_S)"
+                )
+            control.send(join)  # again and again: that is harmless, and a lost message is not
+            _run_loop(loop, lambda: bool(answers or closed), min(JOIN_RETRY_S, deadline.remaining_s))
+            if closed:  # the reason may still be on its way
+                _run_loop(loop, lambda: bool(answers), min(JOIN_RETRY_S, deadline.remaining_s))
+    finally:
+        control.stop_receiving()
+        loop.remove_reader(liveness_fd)
+    if isinstance(answers[0], JoinRefused):
+        raise StartFailed(answers[0].reason)
+    return answers[0].members
+
+
+def _run_loop(loop: EventLoop, condition: Callable[[], bool], timeout_s: float) -> None:
+    """Run the loop until the condition is true or the time is over."""
+    timer = loop.call_later(timeout_s, lambda: None)
+    loop.run_until(lambda: condition() or not timer.pending)
+    timer.cancel()
 
 
 def _make_backend(settings: Settings, topology: Topology, listener: Listener, key: JobKey) -> Backend:
@@ -361,19 +396,14 @@ def make_liveness_request(rank: int, round: int) -> ConnectionRequest:
 
 def connect_to_coordinator(
     address: str, key: JobKey, rank: int, *, round: int, deadline: Deadline, heartbeat_s: float
-) -> tuple[LivenessConnection, str]:
+) -> tuple[Connection, str]:
     """The lifeline to the coordinator, and `host:port` of its control server."""
     caller = make_liveness_request(rank, round)
     while True:
         line, greeting = connect_authenticated(address, key, caller, deadline, heartbeat_s=heartbeat_s)
-        try:
-            answer = parse_admission(greeting)
-            if isinstance(answer, int):
-                return line, format_address(peer_host(line), answer)
-        except BaseException:
-            line.close()
-            raise
-        line.close()
+        admission = _read_admission(line, greeting)
+        if admission.status is AdmissionStatus.ADMITTED:
+            return line, format_address(peer_host(line), admission.control_port)
         if deadline.expired:
-            raise StartFailed(f"rank {rank} was not let in within {deadline.timeout_s:g} s: {answer}")
+            raise StartFailed(f"rank {rank} was not let in within {deadline.timeout_s:g} s: {admission.reason}")
         time.sleep(min(RETRY_INTERVAL_S, deadline.remaining_s))

@@ -22,7 +22,7 @@ from ronde.comm.joining import Groups, JoinedRound, complete_settings, join_roun
 from ronde.comm.named_operations import OpenChannels
 from ronde.errors import Mismatch, NotInitialized, OperationTimeout, PeerLost, RondeError
 from ronde.net.addresses import host_name
-from ronde.net.messages import ChangeGroups, Failure, LeaveRound, TimelineRequest
+from ronde.net.messages import ChangeGroups, LeaveReason, LeaveRound, TimelineRequest
 from ronde.observe.events import GroupAdded, GroupRemoved, Started, Stopped
 from ronde.observe.recorder import Recorder
 from ronde.observe.stacks import where_was_raised
@@ -50,6 +50,7 @@ class World:
         self._timeline_lock = threading.Lock()
         self._closed = False
         self.control_thread = ControlThread(
+            joined_round.loop,
             joined_round.control,
             self._open_channels,
             self.recorder,
@@ -57,7 +58,6 @@ class World:
             coordinator_rank=joined_round.coordinator_rank,
             stall_s=settings.stall_s,
             report_activity=settings.coordinator_hosted,
-            early_messages=joined_round.early_messages,
         )
         self._groups: dict[int, Group] = {}
         try:
@@ -106,15 +106,18 @@ class World:
         """End it; the file has everything then. Without one it does nothing."""
         self._request_timeline(TimelineRequest(""))
 
-    def close(self, orderly: bool = True, why: str = "", *, error: BaseException | None = None) -> None:
-        """Leave the round and free everything. Idempotent. `error` is what ended the script, if anything did."""
+    def close(
+        self, orderly: bool = True, why: str = "", *, error: BaseException | None = None, at_exit: bool = False
+    ) -> None:
+        """Leave the round and free everything. Idempotent. `error` is the exception that ended the script; `at_exit`
+        means that it ended without shutdown()."""
         with self._close_lock:
             if self._closed:
                 return
             self._closed = True
         self.recorder.record_event(Stopped(at_ns=time.monotonic_ns(), rank=self.rank, orderly=orderly, why=why))
         try:
-            self.control_thread.leave(_make_leave(orderly, why, error), Deadline(self.settings.shutdown_s))
+            self.control_thread.leave(_make_leave(orderly, why, error, at_exit), Deadline(self.settings.shutdown_s))
             for group in self._groups.values():
                 group.close()
         finally:
@@ -159,17 +162,19 @@ class World:
         )
 
 
-def _make_leave(orderly: bool, why: str, error: BaseException | None) -> LeaveRound:
+def _make_leave(orderly: bool, why: str, error: BaseException | None, at_exit: bool) -> LeaveRound:
+    if orderly:
+        return LeaveRound(LeaveReason.SCRIPT_ENDED if at_exit else LeaveReason.SHUTDOWN, why)
     if error is None:
-        return LeaveRound(orderly, why)
+        return LeaveRound(LeaveReason.FAILED, why)
     missing = error.missing if isinstance(error, RondeError) else ()
-    failure = Failure.OTHER
+    reason = LeaveReason.FAILED
     if isinstance(error, Mismatch):
-        failure = Failure.MISMATCH
+        reason = LeaveReason.MISMATCHED
     elif missing or isinstance(error, OperationTimeout):
-        failure = Failure.TIMEOUT
+        reason = LeaveReason.TIMED_OUT
     lost_peer = error.peer if isinstance(error, PeerLost) else None
-    return LeaveRound(orderly, why, failure, missing, where_was_raised(error), lost_peer)
+    return LeaveRound(reason, why, missing, where_was_raised(error), lost_peer)
 
 
 logger = logging.getLogger("ronde.comm")
@@ -244,7 +249,7 @@ def _leave_at_exit() -> None:
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     try:
         why = "exited without shutdown" if error is None else _describe_error(error)
-        world.close(orderly=error is None, why=why, error=error)
+        world.close(orderly=error is None, why=why, error=error, at_exit=True)
     except Exception:  # the process ends in any case
         logger.exception("leaving the round failed")
 

@@ -1,7 +1,8 @@
-"""A coordinator without a wire, in the process of its ranks: for a job of one, and for ranks that are threads.
+"""The coordinator inside the process of its ranks, without sockets and thread: for a job of one rank, and for tests
+whose ranks are threads.
 
-It is the same Round as everywhere, so named operations, groups and stall reports work as they do between processes.
-There is no thread: whoever says something, or waits for something to be said, moves it on.
+It is the same CoordinatorCore as everywhere, so named operations, groups and stall reports work as between processes.
+The loops of the ranks' control threads keep it going.
 """
 
 from __future__ import annotations
@@ -9,109 +10,60 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 
-from ronde.coordinator.membership import LeaveReason, MembershipEnd
+from ronde.coordinator.core import CoordinatorCore, Event, MessageReceived, ProcessExited, RankConnected
 from ronde.coordinator.negotiation import Send
-from ronde.coordinator.queries import TraceCollector
-from ronde.coordinator.rounds import Round, RoundSettings
-from ronde.net.messages import (
-    LEAVE_GRACE_S,
-    CoordinatorMessage,
-    LeaveConfirmed,
-    LeaveRound,
-    RankHeartbeat,
-    RankHeartbeatReply,
-    TimelineRequest,
-    TraceBatch,
-    TraceFlushed,
-    WorkerMessage,
-)
+from ronde.net.event_loop import EventLoop, Timer
+from ronde.net.messages import VERSION, CoordinatorMessage, JoinRound, RoundStarted, WorkerMessage
 from ronde.settings import Settings
 from ronde.types import Member
 
 __all__ = ["InProcessControlClient", "InProcessCoordinator"]
 
+MAX_WAIT_S = 60.0
+
 
 class InProcessCoordinator:
-    """The coordinator of the ranks in this process."""
+    """The coordinator of a round whose members are all in this process. The round has started."""
 
     def __init__(self, members: tuple[Member, ...], groups: tuple[tuple[int, ...], ...], settings: Settings) -> None:
-        leaving_s = min(LEAVE_GRACE_S, settings.shutdown_s)
-        rules = RoundSettings(fusion_bytes=settings.fusion_bytes, stall_s=settings.stall_s, leave_grace_s=leaving_s)
-        self._changed = threading.Condition()
-        self._round = Round(members, groups, rules, time.monotonic_ns())
-        self._inboxes: list[deque[CoordinatorMessage]] = [deque() for _ in members]
-        self._notified: set[int] = set()
-        self._tracing = TraceCollector(settings.timeline, settings.timeline_events)
+        self._lock = threading.RLock()  # reentrant: a reply may lead to the next message
+        self._core = CoordinatorCore(len(members), settings)
+        self._clients = [InProcessControlClient(self, member.rank) for member in members]
+        for member in members:
+            self._core.handle(RankConnected(member.rank, member.rank, ""), 0)
+            join = JoinRound(VERSION, 0, len(members), member, groups)
+            self._core.handle(MessageReceived(member.rank, join), time.monotonic_ns())
+        self._deliver(self._core.advance(time.monotonic_ns()))
 
     def client(self, rank: int) -> InProcessControlClient:
-        """A rank's way here."""
-        return InProcessControlClient(self, rank)
+        return self._clients[rank]
 
     def rank_lost(self, rank: int, why: str) -> None:
-        """A rank is gone, without a word."""
-        with self._changed:
-            if rank in self._round.present:
-                self._round.member_lost(rank, MembershipEnd(LeaveReason.PROCESS_ENDED, why))
-            self._advance()
+        """The thread of a rank has ended without leaving. For tests."""
+        self.handle(ProcessExited(rank, why))
 
-    def handle(self, rank: int, message: WorkerMessage) -> None:
-        """A rank says something."""
-        with self._changed:
+    def handle(self, event: Event) -> None:
+        with self._lock:
+            self._deliver(self._core.handle(event, time.monotonic_ns()))
+            self.advance()
+
+    def advance(self) -> None:
+        with self._lock:
             now_ns = time.monotonic_ns()
-            if isinstance(message, RankHeartbeat):
-                self._inboxes[rank].append(RankHeartbeatReply(message.sent_ns, now_ns))
-            elif isinstance(message, TraceBatch | TimelineRequest | TraceFlushed):
-                self._send(self._tracing.handle(rank, message, self._round.present))
-            elif isinstance(message, LeaveRound):
-                self._leave(rank, message, now_ns)
-            elif rank in self._round.present:
-                self._round.handle(rank, message, now_ns)
-            self._advance()
+            self._deliver(self._core.advance(now_ns))
+            if self._core.is_finished:
+                self._core.close("")
+            due_s = min(MAX_WAIT_S, max(0.0, (self._core.next_due_ns(now_ns) - now_ns) / 1e9))
+            for client in self._clients:
+                client.set_due(now_ns / 1e9 + due_s)
 
-    def poll(self, rank: int, timeout_s: float) -> list[CoordinatorMessage]:
-        """What was said to a rank; waits for it, at most timeout_s, or until it is woken."""
-        deadline = time.monotonic() + timeout_s
-        with self._changed:
-            inbox = self._inboxes[rank]
-            while not inbox and rank not in self._notified:
-                now_ns = time.monotonic_ns()
-                left_s = min(deadline - now_ns / 1e9, (self._round.next_due_ns(now_ns) - now_ns) / 1e9)
-                if not self._changed.wait(max(0.0, left_s)):
-                    self._advance()
-                    if time.monotonic() >= deadline:
-                        break
-            self._notified.discard(rank)
-            found = list(inbox)
-            inbox.clear()
-            return found
-
-    def notify(self, rank: int) -> None:
-        """Let fetch() return early."""
-        with self._changed:
-            self._notified.add(rank)
-            self._changed.notify_all()
-
-    def _leave(self, rank: int, message: LeaveRound, now_ns: int) -> None:
-        if rank in self._round.present:
-            departure = MembershipEnd.from_leave_message(message)
-            if departure.is_loss:
-                self._round.member_lost(rank, departure)
-            else:
-                self._round.member_left(rank, departure, now_ns)
-        self._inboxes[rank].append(LeaveConfirmed())
-        if not self._round.present:
-            self._tracing.close()
-
-    def _advance(self) -> None:
-        self._send(self._round.advance(time.monotonic_ns()))
-        self._send(self._tracing.close_if_complete(self._round.present))
-        self._changed.notify_all()
-
-    def _send(self, sends: list[Send]) -> None:
+    def _deliver(self, sends: list[Send]) -> None:
         for ranks, message in sends:
-            for rank in ranks:
-                self._inboxes[rank].append(message)
+            if type(message) is not RoundStarted:  # they know
+                for rank in ranks:
+                    self._clients[rank].deliver(message)
 
 
 class InProcessControlClient:
@@ -120,25 +72,52 @@ class InProcessControlClient:
     def __init__(self, coordinator: InProcessCoordinator, rank: int) -> None:
         self._coordinator = coordinator
         self._rank = rank
+        self._inbox: deque[CoordinatorMessage] = deque()
+        self._loop: EventLoop | None = None
+        self._on_message: Callable[[CoordinatorMessage], None] | None = None
+        self._due_s = float("inf")
+        self._timer: Timer | None = None
+        self._scheduled = False
+
+    def start_receiving(self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None]) -> None:
+        self._loop, self._on_message = loop, on_message
+        self._schedule()
 
     def send(self, message: WorkerMessage) -> None:
-        """Say something."""
-        self._coordinator.handle(self._rank, message)
-
-    def poll(self, timeout_s: float) -> list[CoordinatorMessage]:
-        """What was said, oldest first."""
-        return self._coordinator.poll(self._rank, timeout_s)
-
-    def unwatch(self, fd: int) -> None:
-        """Nothing is watched."""
-
-    def readable(self) -> set[int]:
-        """No descriptors."""
-        return set()
-
-    def notify(self) -> None:
-        """End a poll early."""
-        self._coordinator.notify(self._rank)
+        self._coordinator.handle(MessageReceived(self._rank, message))
 
     def close(self) -> None:
-        """Nothing is held."""
+        self._loop = None
+
+    def deliver(self, message: CoordinatorMessage) -> None:
+        self._inbox.append(message)
+        self._schedule()
+
+    def set_due(self, due_s: float) -> None:
+        """The coordinator has to be advanced at this time."""
+        is_earlier = due_s < self._due_s
+        self._due_s = due_s
+        if is_earlier:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        loop = self._loop
+        if loop is not None and not self._scheduled:
+            self._scheduled = True
+            loop.call_soon_threadsafe(self._run)
+
+    def _run(self) -> None:
+        """In the loop: hand on the messages, and wait for the next time the coordinator has to be advanced."""
+        self._scheduled = False
+        while self._inbox and self._on_message is not None:
+            self._on_message(self._inbox.popleft())
+        if self._loop is None:
+            return
+        if self._timer is None or not self._timer.pending or self._timer.due_s > self._due_s:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer = self._loop.call_later(max(0.0, self._due_s - time.monotonic()), self._on_due)
+
+    def _on_due(self) -> None:
+        self._due_s = float("inf")
+        self._coordinator.advance()

@@ -1,6 +1,7 @@
-"""Plain sockets: listen, connect, and what each needs before its owner gets it. Used by door.
+"""The connecting side of authenticated sockets, and what both sides need to know about a socket.
 
-A *place* is where a socket can connect: a numeric host and port, or the name of an abstract Unix socket.
+An address is `host:port`, or `unix:NAME` for an abstract Unix socket. Used by the native backend, by ranks that look
+for their coordinator, and by network probes.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
+import select
 import socket
 import struct
 import time
@@ -30,6 +32,7 @@ __all__ = [
     "connect_authenticated",
     "connect_socket",
     "describe_disconnect",
+    "is_closed",
     "peer_credentials",
     "peer_uid",
     "resolve_address",
@@ -39,12 +42,14 @@ __all__ = [
 HEARTBEAT_S = 10.0
 
 Connection: TypeAlias = socket.socket
-"""What a door gives out and knock() returns; its own name, for those who only pass it on."""
+"""A connected socket, for modules that only pass it on."""
 
 SocketAddress: TypeAlias = "tuple[str, int] | str"
+"""A numeric host and port, or `unix:NAME`."""
 
 _UNIX_PREFIX = "unix:"
 _CREDENTIALS = struct.Struct("3i")
+_CLOSED_EVENTS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 
 
 class ConnectFailed(StartFailed):
@@ -56,30 +61,30 @@ class ConnectFailed(StartFailed):
 
 
 class NotListening(Exception):
-    """Nobody answers at a place now; it may be worth trying again."""
+    """Nobody listens at an address now; a later attempt may succeed."""
 
 
 def resolve_address(address: str) -> list[SocketAddress]:
-    """The places that `host:port` or `unix:NAME` stands for."""
+    """Return all addresses that `host:port` or `unix:NAME` stands for."""
     if address.startswith(_UNIX_PREFIX):
         return [address]
     return [*resolve_host(*parse_address(address))]
 
 
 def connect_socket(addresses: Sequence[SocketAddress], deadline: Deadline) -> socket.socket:
-    """A socket connected to the first place that answers. NotYet if one of them may answer later."""
-    later: NotListening | None = None
-    never: StartFailed | None = None
-    for index, place in enumerate(addresses):
-        # A silent place must not use up the time of those after it.
+    """Return a socket connected to the first address that answers. Raises NotListening if one may answer later."""
+    temporary: NotListening | None = None
+    permanent: StartFailed | None = None
+    for index, address in enumerate(addresses):
+        # An address that does not answer must not use up the time of those after it.
         share = Deadline(deadline.remaining_s / (len(addresses) - index))
         try:
-            return _connect_to(place, share)
+            return _connect_to(address, share)
         except NotListening as error:
-            later = error
+            temporary = error
         except StartFailed as error:
-            never = error
-    raise later or never or StartFailed("it has no address")
+            permanent = error
+    raise temporary or permanent or StartFailed("it has no address")
 
 
 def _connect_to(address: SocketAddress, deadline: Deadline) -> socket.socket:
@@ -92,8 +97,8 @@ def _connect_to(address: SocketAddress, deadline: Deadline) -> socket.socket:
             if peer_uid(sock) != os.getuid():
                 raise StartFailed("its owner is another user; run all ranks of a host as one user")
         elif sock.getsockname() == sock.getpeername():
-            # With nobody listening, the kernel may choose the very port we call as our own: we would talk to
-            # ourselves, and keep the port from the one we wait for.
+            # Without a listener the kernel may choose the port that we connect to as our own: we would be connected to
+            # ourselves, and occupy the port of the process that we wait for.
             raise NotListening("nobody listens there")
     except OSError as error:
         sock.close()
@@ -121,11 +126,11 @@ def _connect_error(error: OSError, deadline: Deadline) -> NotListening | StartFa
 
 
 def configure_socket(sock: socket.socket, heartbeat_s: float) -> None:
-    """Make a socket ready for its owner: blocking, without delay, and watched while nothing travels on it.
+    """Make a socket blocking, without Nagle's delay, and with TCP keepalive.
 
     A cut link is noticed within heartbeat_s (at least 4 s: the kernel counts whole seconds) by a side that has nothing
-    to send. TCP_USER_TIMEOUT would also watch a sending side, but it kills healthy connections: it does not tell a
-    lost peer from one that is busy and does not read.
+    to send. TCP_USER_TIMEOUT would also check a sending side, but it ends healthy connections: it does not tell a lost
+    peer from one that is busy and does not read.
     """
     sock.settimeout(None)
     if sock.family == socket.AF_UNIX:
@@ -139,30 +144,40 @@ def configure_socket(sock: socket.socket, heartbeat_s: float) -> None:
 
 
 def socket_error(descriptor: int) -> int:
-    """The errno with which the kernel gave up a connection; 0 if the other end closed it."""
+    """Return the errno with which the kernel ended a connection; 0 if the other side closed it."""
     try:
-        line = socket.socket(fileno=descriptor)
-    except OSError:  # no socket any more
+        sock = socket.socket(fileno=descriptor)
+    except OSError:  # not a socket any more
         return 0
     try:
-        return line.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        return sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
     finally:
-        line.detach()  # it is its owner's to close
+        sock.detach()  # the descriptor stays open
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Return whether the other side has closed the connection, or its process has ended."""
+    poll = select.poll()
+    try:
+        poll.register(sock.fileno(), _CLOSED_EVENTS)
+    except ValueError:  # closed on this side
+        return True
+    return bool(poll.poll(0))
 
 
 def describe_disconnect(error: int) -> str:
-    """What to say of a connection that ended with this errno; nothing if it was closed, as by a process that died."""
+    """Describe a connection that ended with this errno; empty if it was closed, as when its process died."""
     closed = (0, errno.ECONNRESET, errno.ECONNABORTED, errno.EPIPE)
     return "" if error in closed else f"its host cannot be reached: {os.strerror(error)}"
 
 
 def peer_uid(sock: socket.socket) -> int:
-    """The user at the other end of a Unix socket, from the kernel."""
+    """Return the user at the other end of a Unix socket, as the kernel knows it."""
     return peer_credentials(sock)[1]
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
-    """Process, user and group at the other end of a Unix socket, from the kernel."""
+    """Return process, user and group at the other end of a Unix socket, as the kernel knows them."""
     pid, uid, gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
     return pid, uid, gid
 
@@ -176,19 +191,18 @@ def connect_authenticated(
     heartbeat_s: float = HEARTBEAT_S,
     before_retry: Callable[[], None] = lambda: None,
 ) -> tuple[socket.socket, bytes]:
-    """Connect to the door at `host:port` or `unix:NAME`: the socket, and the door's greeting.
+    """Connect to the listener at this address and return the socket and the listener's reply.
 
-    A door that is not open yet is tried again until the deadline, or until before_retry() raises because it will never
-    be. Everything else that goes wrong raises StartFailed at once: a retry would not help an unknown name, a cut
-    network or a wrong key.
+    While nobody listens there it is tried again until the deadline, or until before_retry() raises. Everything else
+    that goes wrong raises StartFailed at once: a retry does not help an unknown name, a cut network or a wrong key.
     """
     what = f"rank {request.rank} could not connect to {address} for {request.purpose!r}"
     pause_s = 0.005
     try:
-        places = resolve_address(address)
+        addresses = resolve_address(address)
         while True:
             try:
-                return _connect_once(places, key, request, deadline, heartbeat_s)
+                return _connect_once(addresses, key, request, deadline, heartbeat_s)
             except NotListening as error:
                 problem = error
             before_retry()
@@ -205,29 +219,29 @@ def connect_authenticated(
 def _connect_once(
     addresses: Sequence[SocketAddress], key: JobKey, request: ConnectionRequest, deadline: Deadline, heartbeat_s: float
 ) -> tuple[socket.socket, bytes]:
-    side = ClientHandshake(key, secrets.token_bytes(NONCE_BYTES), request)
+    handshake = ClientHandshake(key, secrets.token_bytes(NONCE_BYTES), request)
     sock = connect_socket(addresses, deadline)
     try:
-        _send_all(sock, side.hello, deadline)
-        while side.reply is None:
+        _send_all(sock, handshake.hello, deadline)
+        while handshake.reply is None:
             sock.settimeout(max(deadline.remaining_s, 1e-6))
-            data = sock.recv(side.num_wanted)
+            data = sock.recv(handshake.num_wanted)
             if not data:
-                raise NotListening("it hung up in the middle of the handshake")
-            answer = side.feed(data)
-            if answer:  # sending even nothing fails when the door's owner has hung up right after the welcome
+                raise NotListening("it closed the connection in the middle of the handshake")
+            answer = handshake.feed(data)
+            if answer:  # even an empty send fails if the other side has closed the connection right after its reply
                 _send_all(sock, answer, deadline)
         configure_socket(sock, heartbeat_s)
-        return sock, side.reply
+        return sock, handshake.reply
     except BaseException as error:
         sock.close()
         if isinstance(error, TimeoutError):
             raise StartFailed(
-                f"somebody listens there but did not answer within {deadline.timeout_s:g} s; "
+                f"something listens there but did not answer within {deadline.timeout_s:g} s; "
                 "check that it is ronde, and whether that process is stopped"
             ) from None
         if isinstance(error, ConnectionError):
-            raise NotListening(f"it hung up in the middle of the handshake ({error.strerror})") from None
+            raise NotListening(f"it closed the connection in the middle of the handshake ({error.strerror})") from None
         raise
 
 

@@ -142,7 +142,7 @@ class EventLoop:
         return timer
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Call back in this turn, after the callbacks of descriptors; from another call_soon(), in the next turn."""
+        """Call back soon, and when called by the callback of a descriptor, after those of all others that are ready."""
         self._ready.append(callback)
 
     def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
@@ -188,6 +188,7 @@ class EventLoop:
         wait_s = 0.0 if queues or self._ready or self._files else self._until_next_timer_s()
         # The watches are looked up before any callback: one may close a descriptor, another get its number.
         found = [(self._watches[fd], events) for fd, events in self._epoll.poll(wait_s) if fd in self._watches]
+        self._run_ready()  # first: what another thread asked for may be older than what is read now
         for watch, events in found:
             if watch.has_input is not None:
                 if watch not in queues and watch.has_input() and watch.reader is not None:
@@ -204,12 +205,15 @@ class EventLoop:
             for callback in (watch.reader, watch.writer):
                 if callback is not None:
                     callback()
-        for _ in range(len(self._ready)):  # not those that these add: descriptors have their turn first
-            if self._ready:  # a callback may close the loop
-                self._ready.popleft()()
+        self._run_ready()
         now_s = time.monotonic()
         while self._timers and self._timers[0][0] <= now_s:
             heapq.heappop(self._timers)[2].fire()
+
+    def _run_ready(self) -> None:
+        for _ in range(len(self._ready)):  # not those that these add: descriptors have their turn first
+            if self._ready:  # a callback may close the loop
+                self._ready.popleft()()
 
     def _until_next_timer_s(self) -> float | None:
         while self._timers and not self._timers[0][2].pending:
@@ -218,7 +222,7 @@ class EventLoop:
 
 
 class LoopThread:
-    """A thread that runs an EventLoop until stop() is called or the condition given to start() is true."""
+    """An EventLoop and the thread that runs it."""
 
     def __init__(self, name: str) -> None:
         self.loop = EventLoop()
@@ -267,7 +271,10 @@ class LoopThread:
         self.loop.close()
 
     def _run(self) -> None:
-        self.loop.run_until(lambda: self._stopping)
+        try:
+            self.loop.run_until(lambda: self._stopping)
+        finally:
+            self.loop.close()
 
 
 class _ThreadCall(Generic[T]):

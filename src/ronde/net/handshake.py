@@ -1,19 +1,19 @@
-"""Both sides prove the job's key to each other before anything else is said. Used by door. Pure: bytes in, bytes out.
+"""The handshake in which both sides prove the job's key to each other. Without I/O: bytes in, bytes out.
 
-    caller                                               door
-    HELLO   magic, version, length of who, nonce    →
-                                                    ←    CHALLENGE  magic, version, nonce
-    PROOF   who, mac("caller", nonces, who)         →
-                                                    ←    WELCOME    0, length, greeting, mac("door", nonces, …)
-                                                         or a REFUSAL: 1 (key) or 2 (fault), length 0; then it hangs up
+    client                                               server
+    HELLO   magic, version, length of request, nonce  →
+                                                      ←  CHALLENGE  magic, version, nonce
+    PROOF   request, mac("client", nonces, request)   →
+                                                      ←  RESULT     0, length, reply, mac("server", nonces, …)
+                                                         or 1 (wrong key), 2 (internal error), length 0; then it closes
 
 - Nothing can be replayed: each side's proof covers the other side's fresh nonce.
 - Nothing can be reflected: the two proofs have different labels, and so have the two opening messages.
-- A stranger learns the version and a random number. Who calls, and the greeting, count only with their proof.
-- Sizes are fixed or bounded, and exactly the announced bytes are read: what follows belongs to the socket's owner.
-- It guards the door, not the road: whoever can change packets between the hosts can still change what follows.
+- A peer without the key learns the version and a random number. Request and reply are not used without their proof.
+- Sizes are fixed or bounded, and exactly the announced bytes are read: what follows belongs to the socket's user.
+- Only the start of a connection is protected: who can change packets between the hosts can change what follows.
 
-HELLO's length and CHALLENGE's stay the same in all versions, so that two versions can tell each other apart.
+The lengths of HELLO and CHALLENGE stay the same in all versions, so that two versions recognize each other.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ronde.net.keys import JobKey
 
 __all__ = ["INTERNAL_ERROR", "ConnectionRequest", "ClientHandshake", "ServerHandshake", "HandshakeFailed"]
 
-VERSION = 1
+VERSION = 2
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_REQUEST_BYTES = 4096
@@ -44,7 +44,7 @@ _SERVER_MAGIC = b"RONDd"
 _ACCEPTED, _WRONG_KEY, _INTERNAL_ERROR = 0, 1, 2
 
 INTERNAL_ERROR = _RESULT.pack(_INTERNAL_ERROR, 0)
-"""What a proved caller is told when the door cannot go on."""
+"""The result sent to a client that has proved the key when the server cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,16 +57,16 @@ class ConnectionRequest:
 
 
 class HandshakeFailed(ProtocolError):
-    """The other side has not proved that it belongs to the job."""
+    """The other side has not proved that it belongs to the job. The message is a predicate: its subject is "it"."""
 
     def __init__(self, reason: str, *, reply: bytes = b"") -> None:
         self.reply = reply
-        """What it may be told before the connection is closed."""
+        """To be sent before the connection is closed."""
         super().__init__(reason)
 
 
 class _HandshakeSide:
-    """Collects exactly the bytes the next step needs, then takes it."""
+    """Collects exactly the bytes that the next step needs, then runs it."""
 
     def __init__(self, num_bytes: int, step: Callable[[bytes], bytes]) -> None:
         self._buffer = bytearray()
@@ -74,11 +74,11 @@ class _HandshakeSide:
 
     @property
     def num_wanted(self) -> int:
-        """How many bytes to read next; 0 when the handshake is over."""
+        """How many bytes to read next; 0 when the handshake is complete."""
         return self._num_bytes - len(self._buffer)
 
     def feed(self, data: bytes) -> bytes:
-        """Take what was read, at most num_wanted bytes; returns what to send."""
+        """Take what was read, at most num_wanted bytes, and return what to send."""
         self._buffer += data
         if self.num_wanted > 0:
             return b""
@@ -91,12 +91,12 @@ class _HandshakeSide:
         self._step = step
 
     def _handle_nothing_more(self, data: bytes) -> bytes:
-        assert not data, "fed after the end"
+        assert not data, "fed after the handshake was complete"
         return b""
 
 
 class ServerHandshake(_HandshakeSide):
-    """The side that was called. Over and proved when `caller` is set."""
+    """The listening side. Complete when `request` is set."""
 
     def __init__(self, key: JobKey, nonce: bytes, make_reply: Callable[[ConnectionRequest], bytes]) -> None:
         super().__init__(_HELLO.size, self._handle_hello)
@@ -107,36 +107,38 @@ class ServerHandshake(_HandshakeSide):
         self.request: ConnectionRequest | None = None
 
     def _handle_hello(self, message: bytes) -> bytes:
-        magic, version, who_bytes, self._client_nonce = _HELLO.unpack(message)
+        magic, version, num_request_bytes, self._client_nonce = _HELLO.unpack(message)
         challenge = _CHALLENGE.pack(_SERVER_MAGIC, VERSION, self._nonce)
         if magic != _CLIENT_MAGIC:
             raise HandshakeFailed("does not speak ronde")
         if version != VERSION:
             raise HandshakeFailed(f"speaks version {version} of the handshake, this is {VERSION}", reply=challenge)
-        if who_bytes > MAX_REQUEST_BYTES:
-            raise HandshakeFailed(f"announces {who_bytes} bytes about itself, at most {MAX_REQUEST_BYTES} are allowed")
-        self._expect(who_bytes + MAC_BYTES, self._handle_proof)
+        if num_request_bytes > MAX_REQUEST_BYTES:
+            raise HandshakeFailed(
+                f"announces a request of {num_request_bytes} bytes, at most {MAX_REQUEST_BYTES} are allowed"
+            )
+        self._expect(num_request_bytes + MAC_BYTES, self._handle_proof)
         return challenge
 
     def _handle_proof(self, message: bytes) -> bytes:
-        who, proof = message[:-MAC_BYTES], message[-MAC_BYTES:]
+        request, proof = message[:-MAC_BYTES], message[-MAC_BYTES:]
         nonces = (self._client_nonce, self._nonce)
-        if not hmac.compare_digest(proof, self._key.mac(b"caller", *nonces, who)):
+        if not hmac.compare_digest(proof, self._key.mac(b"client", *nonces, request)):
             raise HandshakeFailed("does not have the job's key", reply=_RESULT.pack(_WRONG_KEY, 0))
         try:
-            caller = msgspec.msgpack.decode(who, type=ConnectionRequest)
+            decoded = msgspec.msgpack.decode(request, type=ConnectionRequest)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise HandshakeFailed(f"does not say who it is: {error}", reply=INTERNAL_ERROR) from None
-        greeting = self._make_reply(caller)
-        if len(greeting) > MAX_REPLY_BYTES:
-            raise HandshakeFailed(f"would get a greeting of {len(greeting)} bytes, too much", reply=INTERNAL_ERROR)
-        self.request = caller
+            raise HandshakeFailed(f"sent a request that is not valid: {error}", reply=INTERNAL_ERROR) from None
+        reply = self._make_reply(decoded)
+        if len(reply) > MAX_REPLY_BYTES:
+            raise HandshakeFailed(f"would get a reply of {len(reply)} bytes, too much", reply=INTERNAL_ERROR)
+        self.request = decoded
         self._expect(0, self._handle_nothing_more)
-        return _RESULT.pack(_ACCEPTED, len(greeting)) + greeting + self._key.mac(b"door", *nonces, who, greeting)
+        return _RESULT.pack(_ACCEPTED, len(reply)) + reply + self._key.mac(b"server", *nonces, request, reply)
 
 
 class ClientHandshake(_HandshakeSide):
-    """The side that calls: sends `hello`, then feeds what comes. Over and proved when `greeting` is set."""
+    """The connecting side: it sends `hello`, then feeds what it reads. Complete when `reply` is set."""
 
     def __init__(self, key: JobKey, nonce: bytes, request: ConnectionRequest) -> None:
         super().__init__(_CHALLENGE.size, self._handle_challenge)
@@ -146,7 +148,7 @@ class ClientHandshake(_HandshakeSide):
         self._encoded_request = msgspec.msgpack.encode(request)
         if len(self._encoded_request) > MAX_REQUEST_BYTES:
             raise ValueError(
-                f"purpose and note of a caller may take {MAX_REQUEST_BYTES} bytes, got {len(self._encoded_request)}"
+                f"purpose and detail of a request may take {MAX_REQUEST_BYTES} bytes, got {len(self._encoded_request)}"
             )
         self.hello = _HELLO.pack(_CLIENT_MAGIC, VERSION, len(self._encoded_request), nonce)
         self.reply: bytes | None = None
@@ -161,25 +163,25 @@ class ClientHandshake(_HandshakeSide):
                 "install the same ronde on all hosts"
             )
         self._expect(_RESULT.size, self._handle_result)
-        return self._encoded_request + self._key.mac(b"caller", self._nonce, self._server_nonce, self._encoded_request)
+        return self._encoded_request + self._key.mac(b"client", self._nonce, self._server_nonce, self._encoded_request)
 
     def _handle_result(self, message: bytes) -> bytes:
-        verdict, greeting_bytes = _RESULT.unpack(message)
-        if verdict == _WRONG_KEY:
+        result, num_reply_bytes = _RESULT.unpack(message)
+        if result == _WRONG_KEY:
             raise HandshakeFailed(
                 "it refused the job's key; give all ranks the same RONDE_KEY, "
                 "and check that no other job has that address"
             )
-        if verdict != _ACCEPTED or greeting_bytes > MAX_REPLY_BYTES:
+        if result != _ACCEPTED or num_reply_bytes > MAX_REPLY_BYTES:
             raise HandshakeFailed("it could not answer; the log of the other side says why")
-        self._expect(greeting_bytes + MAC_BYTES, self._handle_reply)
+        self._expect(num_reply_bytes + MAC_BYTES, self._handle_reply)
         return b""
 
     def _handle_reply(self, message: bytes) -> bytes:
-        greeting, proof = message[:-MAC_BYTES], message[-MAC_BYTES:]
-        wanted = self._key.mac(b"door", self._nonce, self._server_nonce, self._encoded_request, greeting)
-        if not hmac.compare_digest(proof, wanted):
+        reply, proof = message[:-MAC_BYTES], message[-MAC_BYTES:]
+        expected = self._key.mac(b"server", self._nonce, self._server_nonce, self._encoded_request, reply)
+        if not hmac.compare_digest(proof, expected):
             raise HandshakeFailed("it does not have the job's key; check that no other job has that address")
-        self.reply = greeting
+        self.reply = reply
         self._expect(0, self._handle_nothing_more)
         return b""

@@ -1,7 +1,8 @@
-"""Authenticated plain sockets between the processes of a job: lifelines, data sockets, Unix sockets for descriptors.
+"""The listening side of authenticated sockets between the processes of a job.
 
-One side has a Door and takes callers from it; the other side knocks. Used by comm (coordinator, native backend) and
-launch. What happens between the two before a socket is handed out is in handshake.
+A peer connects (net/connect), both sides prove the job's key (net/handshake), and only then does the socket reach its
+user: the coordinator takes its liveness connections from a Listener, the native backend its data sockets and the Unix
+sockets over which it shares memory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import functools
 import logging
 import os
 import secrets
-import selectors
 import socket
 import threading
 from collections import deque
@@ -19,41 +19,34 @@ from dataclasses import dataclass
 
 from ronde.errors import StartFailed
 from ronde.net.addresses import address_family, format_address, resolve_host
-from ronde.net.connect import (
-    HEARTBEAT_S,
-    configure_socket,
-    peer_credentials,
-    peer_uid,
-)
-from ronde.net.descriptors import WakeupFd
-from ronde.net.handshake import (
-    INTERNAL_ERROR,
-    NONCE_BYTES,
-    ConnectionRequest,
-    HandshakeFailed,
-    ServerHandshake,
-)
+from ronde.net.connect import HEARTBEAT_S, configure_socket, peer_credentials, peer_uid
+from ronde.net.event_loop import EventLoop, LoopThread, Timer
+from ronde.net.handshake import INTERNAL_ERROR, NONCE_BYTES, ConnectionRequest, HandshakeFailed, ServerHandshake
 from ronde.net.keys import JobKey
 from ronde.types import Deadline
 
-__all__ = ["ConnectionRequest", "Listener", "describe_peer", "listen_tcp", "listen_unix"]
+__all__ = ["ConnectionRequest", "Listener"]
 
 HANDSHAKE_S = 5.0
-"""A caller that has not proved itself by then is refused."""
-MAX_PENDING_HANDSHAKES = 64
-"""Most unfinished handshakes at a time. Further callers wait in the kernel's queue."""
+"""A peer that has not proved the key by then is refused."""
 EVICT_AFTER_S = 1.0
-"""In a crowd, a caller that took longer than this makes room for others. Honest ones take milliseconds."""
+"""With MAX_PENDING_HANDSHAKES, a handshake older than this is refused to make room. Usual ones take milliseconds."""
+MAX_PENDING_HANDSHAKES = 64
+"""Further connections wait in the kernel's queue."""
+FULL_PAUSE_S = 0.01
+OUT_OF_DESCRIPTORS_PAUSE_S = 0.5
 BACKLOG = 1024
+REFUSAL_LOG_INTERVAL_S = 10.0
 
 logger = logging.getLogger("ronde.net")
 
 
 class Listener:
-    """Lets callers in that prove the job's key, at an abstract Unix socket, at a TCP port, or both.
+    """Accepts connections of peers that prove the job's key, at an abstract Unix socket, a TCP port, or both.
 
-    `greet` makes the greeting for a caller, `arrived` may take its socket at once by returning True; both run in the
-    door's thread and must not wait. Everybody else is fetched with take().
+    Handshakes run in the given loop, which never waits for a peer; without a loop, in a thread of the listener's own.
+    `make_reply` returns the reply to a peer; `on_connection` may take a socket by returning True. Both are called by
+    the loop and must not wait. All other sockets are returned by accept().
     """
 
     def __init__(
@@ -63,46 +56,48 @@ class Listener:
         unix: bool,
         tcp_host: str | None,
         port: int = 0,
+        loop: EventLoop | None = None,
         make_reply: Callable[[ConnectionRequest], bytes] | None = None,
         on_connection: Callable[[ConnectionRequest, socket.socket], bool] | None = None,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
         self.unix_name = ""
-        """Name of the abstract socket, for `unix:NAME`; empty without."""
+        """Name of the abstract socket, for the address `unix:NAME`; empty without one."""
         self.tcp_port = 0
-        """The port it listens on; 0 without."""
         self.num_refused = 0
-        """Callers that did not prove themselves."""
+        """Peers that did not prove the key."""
         self._key = key
-        self._make_reply = make_reply or (lambda caller: b"")
-        self._on_connection = on_connection or (lambda caller, sock: False)
+        self._make_reply = make_reply or (lambda request: b"")
+        self._on_connection = on_connection or (lambda request, sock: False)
         self._heartbeat_s = heartbeat_s
-        self._condition = threading.Condition()
+        self._condition = threading.Condition()  # guards the next three, which accept() waits for
         self._accepted: dict[tuple[str, int], deque[socket.socket]] = {}
         self._failed_ranks: dict[int, Exception] = {}
         self._closed_reason = ""
         self._log_refusal = _RateLimitedLog()
-        self._pending: dict[socket.socket, _PendingHandshake] = {}
-        self._accept_pause: Deadline | None = None
+        self._pending: dict[socket.socket, _PendingHandshake] = {}  # the oldest first
+        self._timeout: Timer | None = None
+        self._accept_pause: Timer | None = None
         self._listening_sockets: list[socket.socket] = []
         self._listen(unix, tcp_host, port)
-        self._selector = selectors.DefaultSelector()
-        self._wakeup = WakeupFd()
-        self._selector.register(self._wakeup, selectors.EVENT_READ, self._wakeup.clear)
+        self._thread: LoopThread | None = None
+        if loop is None:
+            self._thread = LoopThread("ronde-listener")
+            loop = self._thread.loop
+        self._loop = loop
         self._start_accepting()
-        # Owned by the door. Touches the listeners, the unfinished handshakes, and under the lock what take() waits for.
-        self._thread = threading.Thread(target=self._serve, name="ronde-door", daemon=True)
-        self._thread.start()
+        if self._thread is not None:
+            self._thread.start()
 
     def accept(self, purpose: str, rank: int, deadline: Deadline) -> socket.socket:
-        """The socket of that caller, as soon as it has come; several of one kind come in the order they arrived."""
+        """Return the next socket of this rank for this purpose. For any thread but the loop's."""
         with self._condition:
             while True:
                 if rank in self._failed_ranks:
                     raise self._failed_ranks[rank].with_traceback(None)
-                waiting = self._accepted.get((purpose, rank))
-                if waiting:
-                    return waiting.popleft()
+                accepted = self._accepted.get((purpose, rank))
+                if accepted:
+                    return accepted.popleft()
                 if self._closed_reason:
                     raise StartFailed(f"rank {rank} can no longer connect for {purpose!r}: {self._closed_reason}")
                 if deadline.expired:
@@ -113,140 +108,152 @@ class Listener:
                 self._condition.wait(deadline.remaining_s)
 
     def fail_rank(self, rank: int, error: Exception) -> None:
-        """Nobody comes from this rank any more: every take() for it raises the error. The first error stays."""
+        """Make every accept() for this rank raise the error; the first error stays. For any thread."""
         with self._condition:
             self._failed_ranks.setdefault(rank, error)
-            for purpose, who in [place for place in self._accepted if place[1] == rank]:
-                _close_all(self._accepted.pop((purpose, who)))
+            for purpose, _ in [key for key in self._accepted if key[1] == rank]:
+                _close_all(self._accepted.pop((purpose, rank)))
             self._condition.notify_all()
 
     def close(self) -> None:
-        """End all waits and close what nobody took. Idempotent."""
-        self._end_waits("the door was closed")
-        self._wakeup.notify()
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
+        """End all accept() calls and close every socket nobody took. Idempotent. A listener with a given loop is closed
+        by the loop's thread, or after it has ended."""
+        self._end_waits("the listener was closed")
+        if self._thread is None:
+            self._close_sockets()
+        else:
+            self._thread.call(self._close_sockets)
+            self._thread.stop()
 
     def __enter__(self) -> Listener:
-        """Itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close it."""
         self.close()
 
     def _listen(self, unix: bool, tcp_host: str | None, port: int) -> None:
         try:
             if unix:
-                self._listening_sockets.append(listen_unix(BACKLOG))
+                self._listening_sockets.append(_listen_unix())
                 self.unix_name = self._listening_sockets[-1].getsockname()[1:].decode()
             if tcp_host is not None:
-                self._listening_sockets.append(listen_tcp(tcp_host, port, BACKLOG))
+                self._listening_sockets.append(_listen_tcp(tcp_host, port))
                 self.tcp_port = int(self._listening_sockets[-1].getsockname()[1])
         except BaseException:
-            self._close_listening_sockets()
+            _close_all(self._listening_sockets)
             raise
 
     def _end_waits(self, reason: str) -> None:
         with self._condition:
             self._closed_reason = self._closed_reason or reason
-            for waiting in self._accepted.values():
-                _close_all(waiting)
+            for accepted in self._accepted.values():
+                _close_all(accepted)
             self._accepted.clear()
             self._condition.notify_all()
 
-    # --- the door's thread -------------------------------------------------------------------------------------
+    # --- in the loop -----------------------------------------------------------------------------------------------
 
-    def _serve(self) -> None:
+    def _guarded(self, step: Callable[..., None], *args: object) -> None:
+        """A mistake in here ends this listener, not the loop, which others use as well."""
         try:
-            while not self._closed_reason:
-                for ready, _ in self._selector.select(self._select_timeout_s()):
-                    ready.data()
-                self._check_timeouts()
-        except Exception as error:  # the thread's edge: whoever waits must learn of it
-            logger.exception("the door broke")
-            self._end_waits(f"the door broke: {error!r}")
-        finally:
-            self._close_listening_sockets()
-            _close_all(self._pending)
-            self._pending.clear()
-            self._selector.close()
-            self._wakeup.close()
+            step(*args)
+        except Exception as error:
+            logger.exception("the listener failed")
+            self._end_waits(f"the listener failed: {error!r}")
+            self._close_sockets()
 
-    def _select_timeout_s(self) -> float | None:
-        waits = [visit.deadline.remaining_s for visit in self._oldest_pending()]
-        if self._accept_pause is not None:
-            waits.append(self._accept_pause.remaining_s)
-        return min(waits, default=None)
+    def _close_sockets(self) -> None:
+        for timer in (self._timeout, self._accept_pause):
+            if timer is not None:
+                timer.cancel()
+        for sock in self._listening_sockets:
+            self._loop.remove_reader(sock.fileno())
+        for pending in list(self._pending.values()):
+            self._remove_pending(pending)
+            pending.sock.close()
+        _close_all(self._listening_sockets)
+        self._listening_sockets.clear()
 
-    def _oldest_pending(self) -> list[_PendingHandshake]:
-        # Visits are kept in the order they began, and all may take equally long.
-        return [next(iter(self._pending.values()))] if self._pending else []
+    def _start_accepting(self) -> None:
+        self._accept_pause = None
+        for sock in self._listening_sockets:
+            self._loop.add_reader(sock.fileno(), functools.partial(self._guarded, self._accept_socket, sock))
+
+    def _pause_accepting(self, pause_s: float) -> None:
+        if self._accept_pause is None:
+            for sock in self._listening_sockets:
+                self._loop.remove_reader(sock.fileno())
+            self._accept_pause = self._loop.call_later(pause_s, self._start_accepting)
+
+    def _accept_socket(self, listening_socket: socket.socket) -> None:
+        if len(self._pending) >= MAX_PENDING_HANDSHAKES:
+            oldest = next(iter(self._pending.values()))
+            if oldest.deadline.timeout_s - oldest.deadline.remaining_s < EVICT_AFTER_S:
+                return self._pause_accepting(FULL_PAUSE_S)
+            self._refuse(oldest, "was silent while others waited")
+        try:
+            sock, _ = listening_socket.accept()
+        except (BlockingIOError, ConnectionError):  # the peer has closed it again
+            return
+        except OSError as error:  # out of descriptors or memory: a retry at once would only use up the processor
+            logger.warning("cannot accept a connection (%s); raise the limit of open files (ulimit -n)", error.strerror)
+            return self._pause_accepting(OUT_OF_DESCRIPTORS_PAUSE_S)
+        sock.setblocking(False)
+        handshake = ServerHandshake(self._key, secrets.token_bytes(NONCE_BYTES), self._call_make_reply)
+        pending = _PendingHandshake(sock, _describe_peer(sock), handshake, Deadline(HANDSHAKE_S))
+        self._pending[sock] = pending
+        self._loop.add_reader(sock.fileno(), functools.partial(self._guarded, self._advance, pending))
+        if self._timeout is None:
+            self._timeout = self._loop.call_later(HANDSHAKE_S, functools.partial(self._guarded, self._check_timeouts))
+        if sock.family == socket.AF_UNIX and peer_uid(sock) != os.getuid():
+            return self._refuse(pending, "belongs to another user")
+        self._advance(pending)  # most peers have sent their first message by now
 
     def _check_timeouts(self) -> None:
-        for visit in self._oldest_pending():
-            if visit.deadline.expired:
-                self._refuse(visit, f"did not prove itself within {HANDSHAKE_S:g} s")
-        if self._accept_pause is not None and self._accept_pause.expired:
-            self._accept_pause = None
-            self._start_accepting()
-
-    def _accept_socket(self, listener: socket.socket) -> None:
-        for visit in self._oldest_pending():
-            if len(self._pending) < MAX_PENDING_HANDSHAKES:
-                break
-            if visit.deadline.timeout_s - visit.deadline.remaining_s < EVICT_AFTER_S:
-                return self._pause_accepting(0.01)
-            self._refuse(visit, "was silent while others waited")
-        try:
-            sock, _ = listener.accept()
-        except (BlockingIOError, ConnectionError):  # it has gone again
-            return
-        except OSError as error:  # out of descriptors or memory: trying at once would only burn the processor
-            logger.warning("cannot accept a connection (%s); raise the limit of open files (ulimit -n)", error.strerror)
-            return self._pause_accepting(0.5)
-        visit = self._pending[sock] = _PendingHandshake(
-            sock=sock,
-            peer=describe_peer(sock),
-            handshake=ServerHandshake(self._key, secrets.token_bytes(NONCE_BYTES), self._call_make_reply),
-            deadline=Deadline(HANDSHAKE_S),
-        )
-        sock.setblocking(False)
-        self._selector.register(sock, selectors.EVENT_READ, functools.partial(self._advance, visit))
-        if sock.family == socket.AF_UNIX and peer_uid(sock) != os.getuid():
-            return self._refuse(visit, "belongs to another user")
-        self._advance(visit)  # most callers have spoken by now
+        self._timeout = None
+        for pending in list(self._pending.values()):
+            if not pending.deadline.expired:
+                again = functools.partial(self._guarded, self._check_timeouts)
+                self._timeout = self._loop.call_later(pending.deadline.remaining_s, again)
+                return
+            self._refuse(pending, f"did not prove the job's key within {HANDSHAKE_S:g} s")
 
     def _advance(self, pending: _PendingHandshake) -> None:
-        """Go on with one handshake as far as it goes without waiting."""
-        if pending.sock not in self._pending:  # refused since the selector spoke
+        """Go on with a handshake as far as it goes without waiting."""
+        if pending.sock not in self._pending:
             return
         try:
             if not pending.unsent:
                 data = pending.sock.recv(pending.handshake.num_wanted)
                 if not data:
-                    return self._refuse(pending, "hung up in the middle of the handshake")
+                    return self._refuse(pending, "closed the connection in the middle of the handshake")
                 pending.unsent = pending.handshake.feed(data)
             if pending.unsent:
                 pending.unsent = pending.unsent[pending.sock.send(pending.unsent) :]
         except BlockingIOError:
             pass
-        except HandshakeFailed as stranger:
-            return self._refuse(pending, str(stranger), reply=stranger.reply)
+        except HandshakeFailed as failure:
+            return self._refuse(pending, str(failure), reply=failure.reply)
         except OSError as error:
             return self._refuse(pending, f"lost its connection ({error.strerror})")
         if pending.handshake.request is not None and not pending.unsent:
             return self._hand_over(pending, pending.handshake.request)
-        events = selectors.EVENT_WRITE if pending.unsent else selectors.EVENT_READ
-        if self._selector.get_key(pending.sock).events != events:
-            self._selector.modify(pending.sock, events, functools.partial(self._advance, pending))
+        if bool(pending.unsent) != pending.is_writing:
+            pending.is_writing = not pending.is_writing
+            advance = functools.partial(self._guarded, self._advance, pending)
+            if pending.is_writing:
+                self._loop.remove_reader(pending.sock.fileno())
+                self._loop.add_writer(pending.sock.fileno(), advance)
+            else:
+                self._loop.remove_writer(pending.sock.fileno())
+                self._loop.add_reader(pending.sock.fileno(), advance)
 
     def _call_make_reply(self, request: ConnectionRequest) -> bytes:
         try:
             return self._make_reply(request)
-        except Exception:  # the edge to the owner's greet(): its mistake costs this caller, not the door
-            logger.exception("no greeting for %s of rank %d", request.purpose, request.rank)
-            raise HandshakeFailed("could not be greeted", reply=INTERNAL_ERROR) from None
+        except Exception:  # a mistake of the listener's owner concerns this peer only
+            logger.exception("no reply for %s of rank %d", request.purpose, request.rank)
+            raise HandshakeFailed("could not be answered", reply=INTERNAL_ERROR) from None
 
     def _hand_over(self, pending: _PendingHandshake, request: ConnectionRequest) -> None:
         self._remove_pending(pending)
@@ -255,8 +262,8 @@ class Listener:
             configure_socket(sock, self._heartbeat_s)
             if self._on_connection(request, sock):
                 return
-        except Exception:  # the edge to the owner's arrived(): its mistake costs this caller, not the door
-            logger.exception("%s of rank %d could not be received", request.purpose, request.rank)
+        except Exception:  # a mistake of the listener's owner concerns this peer only
+            logger.exception("%s of rank %d could not be accepted", request.purpose, request.rank)
             sock.close()
             return
         with self._condition:
@@ -272,58 +279,42 @@ class Listener:
         self._remove_pending(pending)
         try:
             if reply:
-                pending.sock.send(reply)  # a few bytes into an empty buffer: no wait, and no harm if it fails
+                pending.sock.send(reply)  # a few bytes into an empty buffer: this does not block
         except OSError:
             pass
         pending.sock.close()
 
     def _remove_pending(self, pending: _PendingHandshake) -> None:
-        self._selector.unregister(pending.sock)
+        self._loop.remove_reader(pending.sock.fileno())
+        self._loop.remove_writer(pending.sock.fileno())
         del self._pending[pending.sock]
-
-    def _start_accepting(self) -> None:
-        for listener in self._listening_sockets:
-            self._selector.register(listener, selectors.EVENT_READ, functools.partial(self._accept_socket, listener))
-
-    def _pause_accepting(self, pause_s: float) -> None:
-        if self._accept_pause is None:
-            for listener in self._listening_sockets:
-                self._selector.unregister(listener)
-        self._accept_pause = Deadline(pause_s)
-
-    def _close_listening_sockets(self) -> None:
-        _close_all(self._listening_sockets)
-        self._listening_sockets.clear()
 
 
 @dataclass(eq=False, slots=True)
 class _PendingHandshake:
-    """One unfinished handshake."""
-
     sock: socket.socket
     peer: str
     handshake: ServerHandshake
     deadline: Deadline
     unsent: bytes = b""
+    is_writing: bool = False
+    """The loop waits until the socket can be written, and not until it can be read."""
 
 
 class _RateLimitedLog:
-    """Logs the first refusal at once and then at most one line in a while, with the number of those between."""
-
-    INTERVAL_S = 10.0
+    """Logs the first refusal, then at most one line per interval with the number of those that were left out."""
 
     def __init__(self) -> None:
         self._quiet_until: Deadline | None = None
         self._num_suppressed = 0
 
     def __call__(self, text: str) -> None:
-        """Say it, or count it."""
         if self._quiet_until is not None and not self._quiet_until.expired:
             self._num_suppressed += 1
             return
         more = f" ({self._num_suppressed} more since the last such line)" if self._num_suppressed else ""
         logger.warning("%s%s", text, more)
-        self._quiet_until, self._num_suppressed = Deadline(self.INTERVAL_S), 0
+        self._quiet_until, self._num_suppressed = Deadline(REFUSAL_LOG_INTERVAL_S), 0
 
 
 def _close_all(sockets: Iterable[socket.socket]) -> None:
@@ -331,12 +322,12 @@ def _close_all(sockets: Iterable[socket.socket]) -> None:
         sock.close()
 
 
-def listen_unix(backlog: int) -> socket.socket:
-    """A listening abstract Unix socket with a random name: gone with the process, invisible in the file system."""
+def _listen_unix() -> socket.socket:
+    """An abstract Unix socket with a random name: it ends with the process and is in no file system."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.bind(f"\0ronde-{secrets.token_hex(16)}")
-        sock.listen(backlog)
+        sock.listen(BACKLOG)
         sock.setblocking(False)
     except BaseException:
         sock.close()
@@ -344,14 +335,14 @@ def listen_unix(backlog: int) -> socket.socket:
     return sock
 
 
-def listen_tcp(host: str, port: int, backlog: int) -> socket.socket:
-    """A listening TCP socket on exactly that address; port 0 lets the system choose."""
-    place = resolve_host(host, port)[0]
-    sock = socket.socket(address_family(place[0]), socket.SOCK_STREAM)
+def _listen_tcp(host: str, port: int) -> socket.socket:
+    """A TCP socket on exactly that address; port 0 lets the system choose."""
+    address = resolve_host(host, port)[0]
+    sock = socket.socket(address_family(address[0]), socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(place)
-        sock.listen(backlog)
+        sock.bind(address)
+        sock.listen(BACKLOG)
         sock.setblocking(False)
     except OSError as error:
         sock.close()
@@ -365,13 +356,12 @@ def listen_tcp(host: str, port: int, backlog: int) -> socket.socket:
     return sock
 
 
-def describe_peer(sock: socket.socket) -> str:
-    """The other end, for a log."""
+def _describe_peer(sock: socket.socket) -> str:
     if sock.family == socket.AF_UNIX:
         pid, uid, _ = peer_credentials(sock)
-        return f"a caller on the Unix socket (process {pid} of user {uid})"
+        return f"a connection to the Unix socket (process {pid} of user {uid})"
     try:
         host, port, *_ = sock.getpeername()
-    except OSError:  # it has gone again
-        return "a caller that is gone"
-    return f"a caller from {format_address(host, port)}"
+    except OSError:  # it is closed again
+        return "a connection that was closed"
+    return f"a connection from {format_address(host, port)}"

@@ -1,46 +1,39 @@
-"""What workers and the coordinator say to each other. Used by net/control on both sides.
+"""The messages between workers and the coordinator, and the reply to a rank that connects. Carried by net/control and
+net/handshake.
 
-Every message is a frozen struct; `encode` and `decode` stand side by side. Decoding is strict: a message that is
-truncated, too long, of another version or of the wrong shape raises ProtocolError and nothing else.
-
-What the coordinator's door answers to a rank that comes, and how a rank calls until it is let in. Written by the
-coordinator, read by the worker.
-
-    4711           the port of the control server: come in
-    later: <why>   the round that is on is not yours; the next may be: call again
-    never: <why>   it will not work, however often you call
+Every message is a frozen struct. Decoding is strict: data that is truncated, too long, of another version or of the
+wrong shape raises ProtocolError and nothing else.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
-from ronde.errors import ProtocolError, StartFailed
+from ronde.errors import ProtocolError
 from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
 from ronde.types import Member
 
-if TYPE_CHECKING:
-    pass
-
 __all__ = [
     "ActivityReport",
+    "Admission",
+    "AdmissionStatus",
     "AgreedOperation",
     "AnnounceOperations",
     "ArrivalSamples",
     "ChangeGroups",
     "CoordinatorMessage",
     "EndRound",
-    "Failure",
     "GroupsChanged",
     "JoinRefused",
     "JoinRound",
     "LEAVE_GRACE_S",
     "LIVENESS",
     "LeaveConfirmed",
+    "LeaveReason",
     "LeaveRound",
     "MissingRanks",
     "MissingRanksQuery",
@@ -62,28 +55,25 @@ __all__ = [
     "UnknownOperationId",
     "WaitingTooLong",
     "WorkerMessage",
+    "decode_admission",
     "decode_from_coordinator",
     "decode_from_worker",
     "encode",
-    "encode_admitted",
-    "encode_refused",
-    "encode_retry",
-    "parse_admission",
 ]
 
-VERSION = 2
+VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 LEAVE_GRACE_S = 1.0
-"""Who leaves in good order is missed so much later: others may still be reading the end of what it has finished."""
+"""The others learn of an orderly leave this much later: they may still be finishing what it has finished."""
 _VERSION_BYTE = bytes([VERSION])
 
 
 class ControlMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """Base of all messages."""
+    """Base of all messages between a worker and the coordinator."""
 
 
 class OperationRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One named operation as one rank asks for it. Several shapes make a grouped operation that runs as a unit."""
+    """One named operation as one rank requests it. Several shapes are a grouped operation, which runs as a unit."""
 
     group: int
     name: str
@@ -96,65 +86,65 @@ class OperationRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     prescale: float = 1.0
     postscale: float = 1.0
     splits: tuple[int, ...] | None = None
-    """all-to-all: rows for each member; None shares them out evenly."""
+    """all-to-all: rows for each member; None splits them evenly."""
 
 
 # --- from a worker ---------------------------------------------------------------------------------------------
 
 
 class JoinRound(ControlMessage, frozen=True):
-    """I want to be part of the round."""
+    """A rank asks to be a member of the next round."""
 
     version: int
     round: int
     size: int
     member: Member
     groups: tuple[tuple[int, ...], ...] = ()
-    """Groups to make at the start, as sorted ranks; equal on all members."""
+    """Groups that exist from the start, as sorted ranks; equal on all members."""
     pid_namespace: str = ""
-    """Where the member's process id means something; "" if that is not known."""
+    """Namespace of the member's process id; "" if it is not known."""
 
 
 class AnnounceOperations(ControlMessage, frozen=True):
-    """I am ready for these named operations: new ones in full, known ones by the id the coordinator gave them."""
+    """The rank is ready for these named operations: new ones in full, known ones by the id they got."""
 
     new: tuple[OperationRequest, ...] = ()
     known_ids: tuple[int, ...] = ()
 
 
 class ChangeGroups(ControlMessage, frozen=True):
-    """Make a group of these ranks (id 0), or remove group `id`. Every rank of the world sends it."""
+    """Add a group of these ranks (id 0), or remove group `id`. Every rank of the world sends it."""
 
     ranks: tuple[int, ...]
     id: int = 0
 
 
 class RankHeartbeat(ControlMessage, frozen=True):
-    """I am alive; my monotonic clock says so. Answered at once, to find the distance of the clocks."""
+    """The time of the rank's monotonic clock. Answered at once by RankHeartbeatReply, to measure the clock offset."""
 
     sent_ns: int
 
 
 class MissingRanksQuery(ControlMessage, frozen=True):
-    """My time for this named operation is nearly over: whom does it wait for? Answered by Missing."""
+    """Which ranks does this named operation wait for? Sent shortly before it times out; answered by MissingRanks."""
 
     group: int
     name: str
 
 
 class WaitingTooLong(ControlMessage, frozen=True):
-    """An operation without a name has waited here too long for these ranks."""
+    """An operation without a name has waited on this rank for the missing ones, longer than stall_s."""
 
     op: str
     group: int
     since_ns: int
     missing: tuple[int, ...]
     call: str = ""
-    """Which call of which channel, equal on all members; empty when that is not known."""
+    """Channel and sequence number, equal on all members; empty if they are not known."""
 
 
 class StackReply(ControlMessage, frozen=True):
-    """Where my Python threads are right now; line is the innermost line of the user's code in the main thread."""
+    """Answer to StackRequest; `line` is the innermost line of the user's code in the main thread."""
 
     query_id: int
     line: str
@@ -169,8 +159,8 @@ class TraceBatch(ControlMessage, frozen=True):
 
 
 class TimelineRequest(ControlMessage, frozen=True):
-    """Write a timeline of all ranks to this file from now on; without a path, end the one that is being written. The
-    path is of the coordinator's host; the rest is observe.timeline.Style. Answered by TraceChanged."""
+    """Write a timeline of all ranks to this file of the coordinator's host from now on; without a path, end the one
+    that is being written. The other fields are those of observe.timeline.TraceStyle. Answered by TimelineReply."""
 
     path: str
     horovod: bool = False
@@ -178,11 +168,11 @@ class TimelineRequest(ControlMessage, frozen=True):
 
 
 class TraceFlushed(ControlMessage, frozen=True):
-    """The last events of the timeline that was to end are sent."""
+    """The rank has sent its last events of the timeline that ends."""
 
 
 class ArrivalSamples(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """When a rank came to operations of one channel; times are on the coordinator's clock."""
+    """When a rank reached operations of one channel; times are on the coordinator's clock."""
 
     channel: str
     group: int
@@ -190,34 +180,49 @@ class ArrivalSamples(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
 
 
 class ActivityReport(ControlMessage, frozen=True):
-    """How I am; about once per second, when a launcher watches."""
+    """What the rank does; sent about once per second if a launcher hosts the coordinator."""
 
     activity: ActivitySample
     arrivals: tuple[ArrivalSamples, ...] = ()
 
 
-class Failure(enum.IntEnum):
-    """What kind of error ended a rank, where that makes a difference."""
+class LeaveReason(enum.IntEnum):
+    """How a rank's membership in a round ended. A worker sends one of the first five; the rest is found out."""
 
-    OTHER = 0
-    TIMEOUT = 1
-    """An operation ran out of time."""
-    MISMATCH = 2
-    """The members of an operation asked for different things."""
+    SHUTDOWN = 0
+    """By shutdown()."""
+    SCRIPT_ENDED = 1
+    """Its script ended without shutdown(), as most scripts do."""
+    FAILED = 2
+    """An exception, or a start that failed."""
+    TIMED_OUT = 3
+    """An operation timed out."""
+    MISMATCHED = 4
+    """The members of an operation disagreed."""
+    PROCESS_ENDED = 5
+    """Its process ended, and the launcher says how."""
+    PROCESS_GONE = 6
+    """Its process is gone, and nobody says why."""
+    UNREACHABLE = 7
+    """The network to its host is cut."""
+
+    @property
+    def is_orderly(self) -> bool:
+        return self in (LeaveReason.SHUTDOWN, LeaveReason.SCRIPT_ENDED)
 
 
 class LeaveRound(ControlMessage, frozen=True):
-    """I am going. orderly: by shutdown(), or at the end of the script. Otherwise `why` says what ended me."""
+    """The rank leaves the round. An orderly one is answered by LeaveConfirmed."""
 
-    orderly: bool
-    reason: str = ""
-    failure: Failure = Failure.OTHER
+    reason: LeaveReason
+    detail: str = ""
+    """What happened, in words for the user."""
     missing: tuple[int, ...] = ()
-    """Whom the operation that ran out of time waited for."""
+    """The ranks that the operation waited for when it timed out."""
     line: str = ""
     """The line of the user's code where the error was raised."""
     lost_peer: int | None = None
-    """If the error is PeerLost: that peer."""
+    """The rank that was lost, if the error is PeerLost."""
 
 
 WorkerMessage: TypeAlias = (
@@ -240,15 +245,13 @@ WorkerMessage: TypeAlias = (
 
 
 class RoundStarted(ControlMessage, frozen=True):
-    """Everybody is here. Groups from Join got the ids 1, 2, …; group 0 is the world."""
+    """All ranks have joined. The groups of JoinRound have the ids 1, 2, …; group 0 is the world."""
 
     round: int
     members: tuple[Member, ...]
 
 
 class JoinRefused(ControlMessage, frozen=True):
-    """You cannot take part, and why."""
-
     reason: str
 
 
@@ -256,12 +259,12 @@ class AgreedOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     """One named operation that every member has announced."""
 
     id: int
-    """Announce it by this from now on."""
+    """The rank announces the operation by this from now on."""
     name: str
     request: OperationRequest | None = None
-    """In full for a rank that did not announce it because it has joined."""
+    """In full for a rank that has called join() and did not announce it."""
     row_counts: tuple[int, ...] | None = None
-    """allgather: first dimension per member and part (member-major). all-to-all: rows member i gives to member j,
+    """allgather: first dimension per member and array (member-major). all-to-all: rows that member i sends to member j,
     row-major."""
 
 
@@ -271,11 +274,11 @@ class RunOperations(ControlMessage, frozen=True):
     group: int
     operations: tuple[AgreedOperation, ...]
     stragglers: tuple[tuple[int, int], ...] = ()
-    """The members that announced last: (rank, nanoseconds before the last of them). Empty when nobody was late."""
+    """The members that announced last, as (rank, nanoseconds before the last one); empty if all were close together."""
 
 
 class OperationRejected(ControlMessage, frozen=True):
-    """This named operation cannot run: the members disagree. The same words on every member."""
+    """This named operation cannot run. All members that announced it get the same reason."""
 
     group: int
     name: str
@@ -283,13 +286,13 @@ class OperationRejected(ControlMessage, frozen=True):
 
 
 class UnknownOperationId(ControlMessage, frozen=True):
-    """I have forgotten this id: announce the operation in full."""
+    """The coordinator does not know this id any more: announce the operation in full."""
 
     id: int
 
 
 class MissingRanks(ControlMessage, frozen=True):
-    """The ranks that have not announced this named operation; none when it is not under way (any more)."""
+    """The ranks that have not announced this named operation; empty if it is not pending."""
 
     group: int
     name: str
@@ -297,7 +300,7 @@ class MissingRanks(ControlMessage, frozen=True):
 
 
 class GroupsChanged(ControlMessage, frozen=True):
-    """The group of these ranks now has this id; or, with removed, is no more; or, with why, cannot be."""
+    """Answer to ChangeGroups: the group now has this id, was removed, or, with a reason, the change is refused."""
 
     ranks: tuple[int, ...]
     id: int
@@ -306,26 +309,22 @@ class GroupsChanged(ControlMessage, frozen=True):
 
 
 class RankLost(ControlMessage, frozen=True):
-    """A rank is gone. Everything it was part of is over."""
+    """A rank has died or left. Every operation it is part of fails."""
 
     rank: int
     reason: str
 
 
 class EndRound(ControlMessage, frozen=True):
-    """The round is over for everybody."""
-
     reason: str
 
 
 class StackRequest(ControlMessage, frozen=True):
-    """Where are you right now?"""
-
     query_id: int
 
 
 class StallReport(ControlMessage, frozen=True):
-    """Somebody waits. The report that was logged, for everybody's event log."""
+    """An operation has waited longer than stall_s. The coordinator logs the report, every rank records an event."""
 
     op: str
     group: int
@@ -335,7 +334,7 @@ class StallReport(ControlMessage, frozen=True):
 
 
 class SetTracing(ControlMessage, frozen=True):
-    """Record for a new timeline from now on; or send what you have, say TraceOver, and stop."""
+    """Record for a new timeline from now on; or send what was recorded, then TraceFlushed, and stop."""
 
     enabled: bool
     horovod: bool = False
@@ -343,22 +342,20 @@ class SetTracing(ControlMessage, frozen=True):
 
 
 class TimelineReply(ControlMessage, frozen=True):
-    """What you wanted of the timeline is done; or cannot be, and why."""
+    """Answer to TimelineRequest; the reason says why it cannot be done."""
 
     reason: str = ""
 
 
 class RankHeartbeatReply(ControlMessage, frozen=True):
-    """Answer to Beat: your clock then, my clock now."""
+    """Answer to RankHeartbeat: its time, and the time of the coordinator's clock."""
 
     sent_ns: int
     coordinator_ns: int
 
 
 class LeaveConfirmed(ControlMessage, frozen=True):
-    """Your leaving is noted."""
-
-    last: int = -1
+    """Answer to an orderly LeaveRound."""
 
 
 CoordinatorMessage: TypeAlias = (
@@ -379,31 +376,59 @@ CoordinatorMessage: TypeAlias = (
     | LeaveConfirmed
 )
 
+
+# --- the reply to a rank that connects -------------------------------------------------------------------------
+
+LIVENESS = "life"
+"""Purpose of a liveness connection: a socket that stays open as long as the rank's process lives."""
+
+
+class AdmissionStatus(enum.IntEnum):
+    ADMITTED = 0
+    RETRY = 1
+    """The round under way is not this rank's, the next one may be: connect again."""
+    REFUSED = 2
+    """Connecting again would not help."""
+
+
+class Admission(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The coordinator's reply in the handshake of a liveness connection."""
+
+    status: AdmissionStatus
+    control_port: int = 0
+    """Where the coordinator's control server listens, if the rank is admitted."""
+    reason: str = ""
+    """Why it is not, in words for the user."""
+
+
 _T = TypeVar("_T")
 
 _encoder = msgspec.msgpack.Encoder()
 _worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 _coordinator_decoder: msgspec.msgpack.Decoder[CoordinatorMessage] = msgspec.msgpack.Decoder(CoordinatorMessage)
+_admission_decoder = msgspec.msgpack.Decoder(Admission)
 
 
-def encode(message: WorkerMessage | CoordinatorMessage) -> bytes:
-    """Bytes for the wire: the protocol's version, then the message."""
+def encode(message: WorkerMessage | CoordinatorMessage | Admission) -> bytes:
+    """Return the bytes to send: the version of the protocol, then the message."""
     data = _VERSION_BYTE + _encoder.encode(message)
-    if len(data) > MAX_MESSAGE_BYTES:  # here, where it can be told, and not by a connection that the other side cuts
+    if len(data) > MAX_MESSAGE_BYTES:  # the other side would close the connection
         raise ProtocolError(
-            f"{type(message).__name__} message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are allowed; send parts"
+            f"{type(message).__name__} message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are allowed"
         )
     return data
 
 
 def decode_from_worker(data: bytes) -> WorkerMessage:
-    """What a worker said."""
     return _decode(_worker_decoder, data)
 
 
 def decode_from_coordinator(data: bytes) -> CoordinatorMessage:
-    """What the coordinator said."""
     return _decode(_coordinator_decoder, data)
+
+
+def decode_admission(data: bytes) -> Admission:
+    return _decode(_admission_decoder, data)
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
@@ -417,35 +442,3 @@ def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
         return decoder.decode(memoryview(data)[1:])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a message: {error}") from None
-
-
-LIVENESS = "life"
-"""Purpose of a lifeline: the socket that stays open as long as the rank's process lives."""
-
-
-def encode_admitted(control_port: int) -> bytes:
-    """Come in."""
-    return str(control_port).encode()
-
-
-def encode_retry(reason: str) -> bytes:
-    """Call again."""
-    return f"later: {reason}".encode()
-
-
-def encode_refused(reason: str) -> bytes:
-    """Do not call again."""
-    return f"never: {reason}".encode()
-
-
-def parse_admission(reply: bytes) -> int | str:
-    """The control port, or why to call again. Raises StartFailed when that would not help."""
-    text = reply.decode(errors="replace")
-    word, _, why = text.partition(": ")
-    if word == "later":
-        return why
-    if word == "never":
-        raise StartFailed(why)
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= 65535):
-        raise StartFailed("what answers at the coordinator's address is no coordinator")
-    return int(text)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 
 import pytest
 
@@ -11,20 +10,13 @@ from ronde.comm.joining import join_round
 from ronde.comm.world import World
 from ronde.settings import Settings
 from tests.unit.comm.scripted_control import Stage
-from tests.unit.comm.scripted_ranks import Job
 
 
 @pytest.fixture
 def stage() -> Iterator[Stage]:
     made = Stage()
     yield made
-    made.engine.stop()
-
-
-@pytest.fixture
-def job() -> Iterator[Job]:
-    with ExitStack() as stack:
-        yield Job(stack)
+    made.close()
 
 
 @pytest.fixture

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import socket
 import threading
-from collections import deque
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -15,6 +15,7 @@ from ronde.comm.control_thread import ControlThread
 from ronde.comm.named_operations import NamedOperations, OpenChannels
 from ronde.comm.operations import SingleArrayAllreduceOperation
 from ronde.comm.work import Work
+from ronde.net.event_loop import EventLoop
 from ronde.net.messages import (
     CoordinatorMessage,
     WorkerMessage,
@@ -23,70 +24,56 @@ from ronde.observe.recorder import Recorder
 from ronde.settings import Settings
 from ronde.types import DType, OperationKind
 from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
+from tests.limits import PATIENCE_S
 from tests.unit.comm.scripted_channel import ScriptedChannel
 
 M = TypeVar("M")
 
 
 class ScriptedControl:
-    """The coordinator is the test: it says things and waits for what the engine says."""
+    """The coordinator is the test: it sends messages and waits for what the control thread sends."""
 
     def __init__(self) -> None:
         self.said: list[WorkerMessage] = []
-        self.num_wakes = 0
-        self.hung_up = False
-        self._inbox: deque[CoordinatorMessage] = deque()
         self._changed = threading.Condition()
-        self._woken = False
+        self._loop: EventLoop | None = None
+        self._on_message: Callable[[CoordinatorMessage], None] | None = None
 
     def tell(self, *messages: CoordinatorMessage) -> None:
-        with self._changed:
-            self._inbox.extend(messages)
-            self._changed.notify_all()
+        def deliver() -> None:
+            assert self._on_message is not None
+            for message in messages:
+                self._on_message(message)
 
-    def hang_up(self) -> None:
         with self._changed:
-            self.hung_up = True
-            self._changed.notify_all()
+            assert self._changed.wait_for(lambda: self._loop is not None, PATIENCE_S)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(deliver)
 
     def expect(self, kind: type[M], which: Callable[[M], bool] = lambda message: True) -> M:
-        """Wait until the engine has said something of this kind; hear it once."""
+        """Wait until the control thread has sent a message of this kind, and take it."""
         with self._changed:
 
             def found() -> M | None:
                 return next((m for m in self.said if isinstance(m, kind) and which(m)), None)
 
-            assert self._changed.wait_for(lambda: found() is not None, 10), f"no {kind.__name__} among {self.said}"
+            sent = self._changed.wait_for(lambda: found() is not None, PATIENCE_S)
+            assert sent, f"no {kind.__name__} among {self.said}"
             message = found()
             assert message is not None
             self.said.remove(message)  # type: ignore[arg-type]  # it came from there
             return message
 
-    # --- the engine's side -----------------------------------------------------------------------------------------
+    # --- the control thread's side ---------------------------------------------------------------------------------
 
     def send(self, message: WorkerMessage) -> None:
         with self._changed:
             self.said.append(message)
             self._changed.notify_all()
 
-    def poll(self, timeout_s: float) -> list[CoordinatorMessage]:
+    def start_receiving(self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None]) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._inbox or self._woken or self.hung_up, timeout_s)
-            self._woken = False
-            found = list(self._inbox)
-            self._inbox.clear()
-            return found
-
-    def unwatch(self, fd: int) -> None:
-        self.hung_up = False
-
-    def readable(self) -> set[int]:
-        return {7} if self.hung_up else set()
-
-    def notify(self) -> None:
-        with self._changed:
-            self.num_wakes += 1
-            self._woken = True
+            self._loop, self._on_message = loop, on_message
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -94,17 +81,20 @@ class ScriptedControl:
 
 
 class Stage:
-    """An engine with one group of three ranks on a scripted channel."""
+    """A control thread with one group of three ranks on a scripted channel."""
 
     def __init__(self, coordinator_rank: int = -1, *, watched: bool = False) -> None:
         self.control = ScriptedControl()
         self.recorder = Recorder(0)
+        self.loop = EventLoop()
+        self.liveness, self._coordinator_end = socket.socketpair()
         self.presence = OpenChannels(0, 3, ThreadsBackend(ThreadsHub()), self.recorder, Settings())
         self.engine = ControlThread(
+            self.loop,
             self.control,
             self.presence,
             self.recorder,
-            liveness_fd=7,
+            liveness_fd=self.liveness.fileno(),
             coordinator_rank=coordinator_rank,
             report_activity=watched,
         )
@@ -114,6 +104,15 @@ class Stage:
         self.named = NamedOperations(0, lane, self.engine.waits)
         self.presence.add_named_operations(self.named)
         self.engine.start()
+
+    def hang_up(self) -> None:
+        """The coordinator's process ends."""
+        self._coordinator_end.close()
+
+    def close(self) -> None:
+        self.engine.stop()
+        self.liveness.close()
+        self._coordinator_end.close()
 
     def announce(self, name: str, count: int = 3) -> Work:
         signature = get_signature(OperationKind.ALLREDUCE, DType.FLOAT32, ((count,),), CallOptions())

@@ -179,7 +179,7 @@ def test_a_script_that_just_ends_leaves_in_good_order_unlike_one_that_breaks(
     error: Exception | None, goodbye: tuple[bool, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     goodbyes: list[tuple[bool, str]] = []
-    world = SimpleNamespace(close=lambda *, orderly, why, error: goodbyes.append((orderly, why)))
+    world = SimpleNamespace(close=lambda *, orderly, why, error, at_exit: goodbyes.append((orderly, why)))
     monkeypatch.setattr(world_module._state, "world", world)
     monkeypatch.setattr(sys, "last_value", error, raising=False)
     world_module._leave_at_exit()

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from ronde.net.control import ControlServer
 from ronde.net.keys import JobKey
 from ronde.net.listener import Listener
-from tests.unit.net.callers import LOCAL
+from tests.unit.net.peers import LOCAL
+from tests.unit.net.polled import PolledServer
 
 
 @pytest.fixture
@@ -23,9 +23,9 @@ def other_key() -> JobKey:
 
 
 @pytest.fixture
-def door(key: JobKey) -> Iterator[Listener]:
-    with Listener(key, unix=True, tcp_host=LOCAL) as open_door:
-        yield open_door
+def listener(key: JobKey) -> Iterator[Listener]:
+    with Listener(key, unix=True, tcp_host=LOCAL) as made:
+        yield made
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -34,7 +34,7 @@ def link(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture
-def server(key: JobKey) -> Iterator[ControlServer]:
-    end = ControlServer(LOCAL, key)
+def server(key: JobKey) -> Iterator[PolledServer]:
+    end = PolledServer(LOCAL, key)
     yield end
     end.close()

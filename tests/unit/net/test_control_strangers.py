@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from zmq.utils.monitor import recv_monitor_message
 
 from ronde.net import control
-from ronde.net.control import ControlClient, ControlServer
 from ronde.net.keys import JobKey
-from ronde.net.messages import VERSION, LeaveConfirmed, RankHeartbeat, RankHeartbeatReply, encode
+from ronde.net.messages import VERSION, MissingRanks, RankHeartbeat, RankHeartbeatReply, encode
 from ronde.types import Deadline
+from tests.unit.net.polled import PolledClient, PolledServer
 
 LOCAL = "127.0.0.1"
 TURNED_AWAY = (
@@ -48,7 +48,7 @@ class RawClient:
         self.monitor = self.socket.get_monitor_socket(TURNED_AWAY)
         self.socket.connect(f"tcp://{LOCAL}:{port}")
 
-    def wait_until_turned_away(self, server: ControlServer) -> None:
+    def wait_until_turned_away(self, server: PolledServer) -> None:
         deadline = Deadline(20)
         while not self.monitor.poll(0):
             assert not deadline.expired, "nobody turned it away"
@@ -63,7 +63,7 @@ class RawClient:
 
 
 @pytest.fixture
-def raw(server: ControlServer) -> Iterator[Callable[..., RawClient]]:
+def raw(server: PolledServer) -> Iterator[Callable[..., RawClient]]:
     made: list[RawClient] = []
 
     def make(**options: object) -> RawClient:
@@ -76,16 +76,16 @@ def raw(server: ControlServer) -> Iterator[Callable[..., RawClient]]:
 
 
 @pytest.fixture
-def honest(server: ControlServer, key: JobKey) -> Iterator[ControlClient]:
+def honest(server: PolledServer, key: JobKey) -> Iterator[PolledClient]:
     """Rank 0, known to the server."""
-    client = ControlClient(f"{LOCAL}:{server.port}", key, 0)
+    client = PolledClient(f"{LOCAL}:{server.port}", key, 0)
     client.send(RankHeartbeat(0))
     hear(server, 0)
     yield client
     client.close()
 
 
-def hear(server: ControlServer, number: int) -> None:
+def hear(server: PolledServer, number: int) -> None:
     """Nothing but this beat of rank 0 comes."""
     deadline = Deadline(20)
     while not deadline.expired:
@@ -96,7 +96,7 @@ def hear(server: ControlServer, number: int) -> None:
     pytest.fail("rank 0 was not heard")
 
 
-def still_talk(server: ControlServer, honest: ControlClient) -> None:
+def still_talk(server: PolledServer, honest: PolledClient) -> None:
     """Rank 0 is still the one it was."""
     honest.send(RankHeartbeat(77))
     hear(server, 77)
@@ -110,21 +110,21 @@ def still_talk(server: ControlServer, honest: ControlClient) -> None:
 
 @pytest.mark.parametrize("stranger", ["no key", "wrong server key", "wrong client key"])
 def test_a_stranger_is_turned_away_and_takes_nobodys_place(
-    server: ControlServer, honest: ControlClient, raw: Callable[..., RawClient], key: JobKey, stranger: str
+    server: PolledServer, honest: PolledClient, raw: Callable[..., RawClient], key: JobKey, stranger: str
 ) -> None:
     pair = zmq.curve_keypair()
     server_public = {"no key": None, "wrong server key": zmq.curve_keypair()[0], "wrong client key": key.server_public}
     client = raw(server_public=server_public[stranger], pair=pair)
     client.socket.send(encode(RankHeartbeat(666)), zmq.NOBLOCK)
     client.wait_until_turned_away(server)
-    server.send(0, LeaveConfirmed(last=1))
-    assert honest.poll(20) == [LeaveConfirmed(last=1)]
+    server.send(0, MissingRanks(0, "w", (1,)))
+    assert honest.poll(20) == [MissingRanks(0, "w", (1,))]
     still_talk(server, honest)
     assert client.socket.poll(0) == 0, "it heard something"
 
 
 def test_a_client_with_the_wrong_key_is_logged_once(
-    server: ControlServer, raw: Callable[..., RawClient], key: JobKey, caplog: pytest.LogCaptureFixture
+    server: PolledServer, raw: Callable[..., RawClient], key: JobKey, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
         raw(server_public=key.server_public, pair=zmq.curve_keypair()).wait_until_turned_away(server)
@@ -134,7 +134,7 @@ def test_a_client_with_the_wrong_key_is_logged_once(
 
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03", bytes(4096), b""])
-def test_noise_on_the_port_changes_nothing(server: ControlServer, honest: ControlClient, noise: bytes) -> None:
+def test_noise_on_the_port_changes_nothing(server: PolledServer, honest: PolledClient, noise: bytes) -> None:
     with socket.create_connection((LOCAL, server.port), timeout=20) as stranger:
         stranger.sendall(noise)
         still_talk(server, honest)
@@ -158,8 +158,8 @@ def member(raw: Callable[..., RawClient], key: JobKey, routing_id: bytes) -> Raw
     ids=["empty", "version only", "garbage", "another version", "two parts", "twice"],
 )
 def test_a_member_that_talks_nonsense_is_logged_once_and_not_heard(
-    server: ControlServer,
-    honest: ControlClient,
+    server: PolledServer,
+    honest: PolledClient,
     raw: Callable[..., RawClient],
     key: JobKey,
     parts: list[bytes],
@@ -176,7 +176,7 @@ def test_a_member_that_talks_nonsense_is_logged_once_and_not_heard(
     assert server.poll(20) == [(5, RankHeartbeat(5))], "it is heard again when it talks sense"
 
 
-def refused_until(server: ControlServer, num: int) -> None:
+def refused_until(server: PolledServer, num: int) -> None:
     deadline = Deadline(20)
     while server.num_refused < num:
         assert not deadline.expired
@@ -187,7 +187,7 @@ def refused_until(server: ControlServer, num: int) -> None:
     "routing_id", [b"rank-", b"rank--1", b"rank-01", b"rank-1\n", b"rank-9999999999", b"\x01", b"x" * 255]
 )
 def test_a_member_that_is_no_rank_is_not_heard(
-    server: ControlServer, raw: Callable[..., RawClient], key: JobKey, routing_id: bytes
+    server: PolledServer, raw: Callable[..., RawClient], key: JobKey, routing_id: bytes
 ) -> None:
     member(raw, key, routing_id).socket.send(encode(RankHeartbeat(1)))
     refused_until(server, 1)
@@ -197,8 +197,8 @@ def test_a_member_that_says_too_much_is_cut_off(
     key: JobKey, raw: Callable[..., RawClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control, "MAX_MESSAGE_BYTES", 1000)
-    server = ControlServer(LOCAL, key)
-    honest = ControlClient(f"{LOCAL}:{server.port}", key, 0)
+    server = PolledServer(LOCAL, key)
+    honest = PolledClient(f"{LOCAL}:{server.port}", key, 0)
     still_talk(server, honest)
     client = RawClient(
         server.port, server_public=key.server_public, pair=(key.client_public, key.client_secret), routing_id=b"rank-5"
@@ -212,8 +212,8 @@ def test_a_member_that_says_too_much_is_cut_off(
 
 
 def test_random_messages_of_a_member_change_nothing(key: JobKey) -> None:
-    server = ControlServer(LOCAL, key)
-    honest = ControlClient(f"{LOCAL}:{server.port}", key, 0)
+    server = PolledServer(LOCAL, key)
+    honest = PolledClient(f"{LOCAL}:{server.port}", key, 0)
     client = RawClient(
         server.port, server_public=key.server_public, pair=(key.client_public, key.client_secret), routing_id=b"rank-5"
     )
@@ -236,7 +236,7 @@ def test_random_messages_of_a_member_change_nothing(key: JobKey) -> None:
 
 
 def test_a_coordinator_that_talks_nonsense_is_not_heard(
-    server: ControlServer, honest: ControlClient, caplog: pytest.LogCaptureFixture
+    server: PolledServer, honest: PolledClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     for parts in ([b"garbage"], [b""], [b"a", b"b"], [encode(RankHeartbeat(1))]):
         server._socket.send_multipart([b"rank-0", *parts])
@@ -249,8 +249,8 @@ def test_a_coordinator_that_talks_nonsense_is_not_heard(
 
 
 def test_a_false_coordinator_is_not_talked_to(key: JobKey, other_key: JobKey) -> None:
-    server = ControlServer(LOCAL, other_key)
-    client = ControlClient(f"{LOCAL}:{server.port}", key, 0)
+    server = PolledServer(LOCAL, other_key)
+    client = PolledClient(f"{LOCAL}:{server.port}", key, 0)
     monitor = client._socket.get_monitor_socket(TURNED_AWAY)
     client.send(RankHeartbeat(1))
     deadline = Deadline(20)

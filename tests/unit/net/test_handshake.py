@@ -117,23 +117,23 @@ def test_a_mirror_is_not_a_door() -> None:
 def test_the_two_proofs_have_labels_of_their_own() -> None:
     (_, _), (_, _), (_, proof), (_, welcome) = shake(caller_side(), door_side(greeting=b"hello"))
     parts = (CALLER_NONCE, DOOR_NONCE, proof[:-32])
-    assert proof[-32:] == KEY.mac(b"caller", *parts)
-    assert welcome[-32:] == KEY.mac(b"door", *parts, b"hello")
+    assert proof[-32:] == KEY.mac(b"client", *parts)
+    assert welcome[-32:] == KEY.mac(b"server", *parts, b"hello")
 
 
 def test_two_versions_tell_each_other_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     caller = caller_side()
-    monkeypatch.setattr(handshake, "VERSION", 2)
-    with pytest.raises(HandshakeFailed, match="speaks version 1 of the handshake, this is 2") as refused:
+    monkeypatch.setattr(handshake, "VERSION", 3)
+    with pytest.raises(HandshakeFailed, match="speaks version 2 of the handshake, this is 3") as refused:
         door_side().feed(caller.hello)
-    monkeypatch.setattr(handshake, "VERSION", 1)
-    with pytest.raises(HandshakeFailed, match=r"version 2 .* install the same ronde"):
+    monkeypatch.setattr(handshake, "VERSION", 2)
+    with pytest.raises(HandshakeFailed, match=r"version 3 .* install the same ronde"):
         caller.feed(refused.value.reply)
 
 
 def test_promises_of_too_many_bytes_are_refused_before_they_come() -> None:
     with pytest.raises(HandshakeFailed, match="at most 4096"):
-        door_side().feed(handshake._HELLO.pack(b"RONDc", 1, 4097, bytes(32)))
+        door_side().feed(handshake._HELLO.pack(b"RONDc", 2, 4097, bytes(32)))
     caller = caller_side()
     caller.feed(door_side().feed(caller.hello))
     with pytest.raises(HandshakeFailed):
@@ -161,7 +161,7 @@ def feed_until_over(side: ClientHandshake | ServerHandshake, data: bytes) -> Non
 
 
 @settings(deadline=None)
-@given(st.binary(max_size=300), st.sampled_from([b"", b"RONDc\x01\x00\x04", b"RONDc\x01\x00\x00", b"RONDd\x01"]))
+@given(st.binary(max_size=300), st.sampled_from([b"", b"RONDc\x02\x00\x04", b"RONDc\x02\x00\x00", b"RONDd\x02"]))
 def test_random_bytes_open_nothing_and_raise_nothing_else(data: bytes, start: bytes) -> None:
     door, caller = door_side(), caller_side()
     for side in (door, caller):

@@ -1,11 +1,19 @@
+"""The job's key and the user's secret."""
+
 from __future__ import annotations
 
+import os
 import pickle
+import stat
+import threading
+from pathlib import Path
 
 import pytest
 import zmq
 
-from ronde.net.keys import JobKey, new_job_key
+from ronde.errors import StartFailed
+from ronde.net.keys import JobKey, derive_job_key, load_user_secret, new_job_key
+from tests.services import needs
 
 SEED = "0123456789abcdef" * 4
 
@@ -47,3 +55,68 @@ def test_a_malformed_key_is_refused_without_being_repeated(wrong: str) -> None:
     with pytest.raises(ValueError, match="64 hexadecimal digits") as caught:
         JobKey(wrong)
     assert not wrong or wrong not in str(caught.value)
+
+
+def test_a_secret_is_made_once_and_only_its_owner_can_read_it(tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "ronde"
+    secret = load_user_secret(folder)
+    assert len(secret) == 32
+    assert load_user_secret(folder) == secret
+    assert [path.name for path in folder.iterdir()] == ["secret"]
+    assert stat.S_IMODE((folder / "secret").stat().st_mode) == 0o600
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert load_user_secret(tmp_path / "b") != secret
+
+
+def test_ranks_that_make_it_at_the_same_time_agree(tmp_path: Path) -> None:
+    found: list[bytes] = []
+    together = threading.Barrier(8)
+
+    def one() -> None:
+        together.wait()
+        found.append(load_user_secret(tmp_path / "ronde"))
+
+    threads = [threading.Thread(target=one) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 8 and len(set(found)) == 1
+    assert [path.name for path in (tmp_path / "ronde").iterdir()] == ["secret"]
+
+
+def test_keys_of_jobs_are_keys_and_differ(tmp_path: Path) -> None:
+    secret = load_user_secret(tmp_path)
+    JobKey(derive_job_key(secret, "job 1"))
+    assert derive_job_key(secret, "job 1") == derive_job_key(secret, "job 1") != derive_job_key(secret, "job 2")
+    assert derive_job_key(b"other", "job 1") != derive_job_key(secret, "job 1")
+
+
+def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
+    load_user_secret(tmp_path)
+    (tmp_path / "secret").chmod(0o640)
+    with pytest.raises(StartFailed, match=r"read by nobody else \(it has owner \d+ and mode 0640\).*RONDE_KEY"):
+        load_user_secret(tmp_path)
+
+
+def test_a_secret_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.touch(mode=0o600)
+    path.write_text("nonsense")
+    with pytest.raises(StartFailed, match="does not hold 64 hexadecimal digits; remove it") as caught:
+        load_user_secret(tmp_path)
+    assert "nonsense" not in str(caught.value)
+
+
+@pytest.mark.parametrize("folder", ["/dev/null/ronde", "/proc/ronde"])
+def test_where_no_file_can_be_kept_the_way_out_is_named(folder: str) -> None:
+    with pytest.raises(StartFailed, match=r"cannot keep a secret .*; give all ranks the same RONDE_KEY"):
+        load_user_secret(Path(folder))
+
+
+@needs("a user who is not root", missing="root may read everything" if os.getuid() == 0 else "")
+def test_an_unreadable_folder_is_told(tmp_path: Path) -> None:
+    tmp_path.chmod(0)
+    with pytest.raises(StartFailed, match="Permission denied"):
+        load_user_secret(tmp_path)
+    tmp_path.chmod(0o700)

@@ -22,6 +22,7 @@ from ronde.net.messages import (
     JoinRefused,
     JoinRound,
     LeaveConfirmed,
+    LeaveReason,
     LeaveRound,
     MissingRanks,
     MissingRanksQuery,
@@ -79,7 +80,7 @@ WORKER: list[WorkerMessage] = [
     ActivityReport(
         activity=READING, arrivals=(ArrivalSamples("0.ordered", 0, (ArrivalSample(2**33, 3, 2**62, 5, 4),)),)
     ),
-    LeaveRound(orderly=False, reason="ValueError"),
+    LeaveRound(LeaveReason.FAILED, "ValueError"),
 ]
 COORDINATOR: list[CoordinatorMessage] = [
     RoundStarted(round=1, members=(MEMBER,)),
@@ -100,7 +101,7 @@ COORDINATOR: list[CoordinatorMessage] = [
     SetTracing(enabled=True, batch_markers=True),
     TimelineReply(reason="no such folder"),
     RankHeartbeatReply(sent_ns=1, coordinator_ns=2),
-    LeaveConfirmed(last=1),
+    LeaveConfirmed(),
 ]
 Decode = Callable[[bytes], object]
 DECODERS: list[Decode] = [decode_from_worker, decode_from_coordinator]
@@ -153,12 +154,12 @@ def test_what_a_worker_says_is_not_what_a_coordinator_says() -> None:
 
 
 def test_a_message_over_the_limit_is_refused_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = encode(LeaveRound(orderly=True, reason="x" * 100))
+    data = encode(LeaveRound(LeaveReason.SHUTDOWN, "x" * 100))
     monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", 100)
     with pytest.raises(ProtocolError, match="at most 100"):
         decode_from_worker(data)
     with pytest.raises(ProtocolError, match=r"LeaveRound message of .* at most 100"):
-        encode(LeaveRound(orderly=True, reason="x" * 100))
+        encode(LeaveRound(LeaveReason.SHUTDOWN, "x" * 100))
 
 
 @pytest.mark.parametrize(

@@ -1,21 +1,32 @@
-"""The engine against a control that the test plays: what it says, what it does with answers, how it ends."""
+"""The control thread against a coordinator that the test plays: what it sends, what answers do, and how it ends."""
 
 from __future__ import annotations
 
+import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 
 import pytest
 
 from ronde.comm.channel import Channel
+from ronde.comm.control_thread import ControlThread
+from ronde.comm.named_operations import OpenChannels
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded
+from ronde.net.control import ControlClient
+from ronde.net.event_loop import EventLoop
+from ronde.net.keys import JobKey
+from ronde.net.listener import MAX_PENDING_HANDSHAKES, Listener
 from ronde.net.messages import (
+    ActivityReport,
     AgreedOperation,
     AnnounceOperations,
     ChangeGroups,
     EndRound,
     GroupsChanged,
     LeaveConfirmed,
+    LeaveReason,
     LeaveRound,
     MissingRanks,
     MissingRanksQuery,
@@ -24,19 +35,30 @@ from ronde.net.messages import (
     RankHeartbeatReply,
     RankLost,
     RunOperations,
+    SetTracing,
     StackReply,
     StackRequest,
     StallReport,
+    TimelineReply,
+    TimelineRequest,
+    TraceBatch,
+    TraceFlushed,
     UnknownOperationId,
+    WorkerMessage,
 )
+from ronde.observe.recorder import Recorder
+from ronde.settings import Settings
 from ronde.types import Deadline
+from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
+from tests.limits import PATIENCE_S, promised_s
 from tests.unit.comm.scripted_channel import ScriptedChannel
 from tests.unit.comm.scripted_control import Stage
+from tests.unit.net.polled import PolledServer
 
 
 def test_what_is_queued_together_is_announced_together(stage: Stage) -> None:
     stage.control.expect(RankHeartbeat)
-    with stage.control._changed:  # the engine cannot send meanwhile
+    with stage.control._changed:  # the control thread cannot send meanwhile
         works = [stage.announce(str(index)) for index in range(50)]
     names: list[str] = []
     while len(names) < 50:
@@ -144,7 +166,7 @@ def test_the_end_of_the_round_ends_everything(stage: Stage) -> None:
 
 def test_the_end_of_the_lifeline_is_the_end_of_the_round(stage: Stage) -> None:
     work = stage.announce("w")
-    stage.control.hang_up()
+    stage.hang_up()
     with pytest.raises(RoundEnded, match="the coordinator is gone"):
         work.wait(10)
 
@@ -152,7 +174,7 @@ def test_the_end_of_the_lifeline_is_the_end_of_the_round(stage: Stage) -> None:
 def test_the_last_words_say_more_than_the_end_of_the_lifeline(stage: Stage) -> None:
     work = stage.announce("w")
     stage.control.tell(EndRound("out of memory"))
-    stage.control.hang_up()
+    stage.hang_up()
     with pytest.raises(RoundEnded, match="out of memory"):
         work.wait(10)
 
@@ -161,11 +183,11 @@ def test_a_coordinator_that_rank_0_hosted_is_lost_with_it() -> None:
     stage = Stage(coordinator_rank=0)
     try:
         work = stage.announce("w")
-        stage.control.hang_up()
+        stage.hang_up()
         with pytest.raises(PeerLost, match=r"lost rank 0 .it hosted the coordinator"):
             work.wait(10)
     finally:
-        stage.engine.stop()
+        stage.close()
 
 
 def test_a_wait_asks_before_its_end_whom_the_work_waits_for(stage: Stage) -> None:
@@ -199,7 +221,7 @@ def test_it_says_where_the_main_thread_is(stage: Stage) -> None:
     stage.control.tell(StackRequest(9))
     reply = stage.control.expect(StackReply)
     assert reply.query_id == 9
-    assert "test_engine.py" in reply.stack
+    assert "test_control_thread.py" in reply.stack
 
 
 def test_changes_of_groups_are_handed_to_who_asked(stage: Stage) -> None:
@@ -225,12 +247,12 @@ def test_an_orderly_goodbye_waits_for_the_answer(stage: Stage) -> None:
     left = threading.Event()
 
     def leave() -> None:
-        stage.engine.leave(LeaveRound(True), Deadline(10))
+        stage.engine.leave(LeaveRound(LeaveReason.SHUTDOWN), Deadline(10))
         left.set()
 
     thread = threading.Thread(target=leave)
     thread.start()
-    assert stage.control.expect(LeaveRound).orderly
+    assert stage.control.expect(LeaveRound).reason is LeaveReason.SHUTDOWN
     assert not left.is_set()
     stage.control.tell(LeaveConfirmed())
     thread.join(10)
@@ -238,9 +260,9 @@ def test_an_orderly_goodbye_waits_for_the_answer(stage: Stage) -> None:
 
 
 def test_a_goodbye_in_disorder_does_not_wait_but_is_sent(stage: Stage) -> None:
-    stage.engine.leave(LeaveRound(False, "ValueError: x"), Deadline(10))
+    stage.engine.leave(LeaveRound(LeaveReason.FAILED, "ValueError: x"), Deadline(10))
     stage.engine.stop()
-    assert stage.control.expect(LeaveRound).reason == "ValueError: x"
+    assert stage.control.expect(LeaveRound).detail == "ValueError: x"
 
 
 def test_the_clock_of_the_same_host_is_not_corrected(stage: Stage) -> None:
@@ -255,16 +277,132 @@ def test_the_clock_of_the_same_host_is_not_corrected(stage: Stage) -> None:
 def test_an_engine_that_breaks_ends_the_round(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
     work = stage.announce("w")
     stage.control.tell(RunOperations(0, (AgreedOperation(1, "nobody announced this"),)))
-    with pytest.raises(RoundEnded, match="ronde's engine broke: KeyError"):
+    with pytest.raises(RoundEnded, match="ronde's control thread failed: KeyError"):
         work.wait(10)
-    assert "the engine broke" in caplog.text
+    assert "the control thread failed" in caplog.text
 
 
-def test_a_sleeping_engine_is_woken_once(stage: Stage) -> None:
+def test_without_a_launcher_nobody_is_told_how_it_is(stage: Stage) -> None:
     stage.control.expect(RankHeartbeat)
-    before = stage.control.num_wakes
-    with stage.control._changed:
-        for index in range(100):
-            stage.announce(str(index))
+    assert not any(isinstance(message, ActivityReport) for message in stage.control.said)
+
+
+def test_a_launcher_is_told_how_it_is_at_the_start_and_before_leaving() -> None:
+    stage = Stage(watched=True)
+    try:
+        assert stage.control.expect(ActivityReport).activity.steps == 0
+        stage.recorder.mark_step()
+        stage.engine.leave(LeaveRound(LeaveReason.FAILED), Deadline(10))
+        deadline = Deadline(10)
+        while stage.control.expect(ActivityReport).activity.steps != 1:
+            assert not deadline.expired
+    finally:
+        stage.close()
+
+
+def test_who_waits_for_a_named_operation_knows_whom_it_waited_for(stage: Stage) -> None:
+    work = stage.announce("w")
     stage.control.expect(AnnounceOperations)
-    assert stage.control.num_wakes - before <= 2
+    waiter = threading.Thread(target=work.wait)
+    waiter.start()
+    while stage.engine.waits.blocked_operation() is None:
+        pass
+    doing = stage.engine.waits.blocked_operation()
+    assert doing is not None and (doing.op, doing.named_operation) == ("allreduce 'w' of group 0", (0, "w"))
+    # Rank 2 came last, rank 1 an hour before it; so did this rank, says the coordinator.
+    stage.control.tell(RunOperations(0, (AgreedOperation(1, "w"),), stragglers=((2, 0), (0, 1), (1, 3600 * 10**9))))
+    work._wait_for_start(Deadline(10))
+    stage.finish(work)
+    waiter.join()
+    reading = stage.recorder.sample_activity(0, None)
+    blamed = dict(reading.waited_for)
+    assert blamed[2] > 0 == blamed[1] and 0 not in blamed
+    assert reading.waiting_ns >= blamed[2]
+    assert stage.engine.waits.blocked_operation() is None
+
+
+def is_tracing(stage: Stage) -> bool:
+    return stage.recorder.tracing
+
+
+def test_a_timeline_begins_and_ends_when_the_coordinator_says_so(stage: Stage) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(stage.engine.request_timeline, TimelineRequest("/tmp/t.json"), Deadline(10))
+        stage.control.expect(TimelineRequest)
+        stage.control.tell(SetTracing(True), TimelineReply())
+        assert asked.result(10) == ""
+    assert is_tracing(stage)
+    stage.recorder.record_operation("allreduce", "w", 0, 4, 1, 2, 3)
+    stage.control.expect(TraceBatch, lambda batch: any(b"allreduce w" in event for event in batch.events))
+    stage.recorder.record_operation("allreduce", "last", 0, 4, 1, 2, 3)
+    stage.control.tell(SetTracing(False))
+    stage.control.expect(TraceFlushed)
+    assert not is_tracing(stage)
+    stage.control.expect(TraceBatch, lambda batch: any(b"allreduce last" in event for event in batch.events))
+
+
+def test_a_timeline_that_cannot_be_is_refused_and_nobody_waits_for_ever(stage: Stage) -> None:
+    with ThreadPoolExecutor(1) as thread:
+        asked = thread.submit(stage.engine.request_timeline, TimelineRequest("/no/t.json"), Deadline(10))
+        stage.control.expect(TimelineRequest)
+        stage.control.tell(TimelineReply("cannot be written"))
+        assert asked.result(10) == "cannot be written"
+    with pytest.raises(OperationTimeout, match="not begun in time"):
+        stage.engine.request_timeline(TimelineRequest("/tmp/t.json"), Deadline(0.01))
+    stage.control.tell(EndRound("enough"))
+    with pytest.raises(RoundEnded, match="enough"):
+        stage.engine.request_timeline(TimelineRequest(""), Deadline(10))
+
+
+# --- the loop never waits --------------------------------------------------------------------------------------------
+
+BACKLOG = [OperationRejected(99, "of no group", "x" * (1 << 20))] * 100
+NUM_HALF_OPEN = MAX_PENDING_HANDSHAKES
+
+
+def test_half_open_handshakes_and_a_backlog_of_messages_delay_nobody() -> None:
+    """Stack requests and the death of the coordinator are callbacks of one loop: it has to come round quickly while
+    64 peers do not finish their handshake and 100 MB of messages are read."""
+    key = JobKey("5a" * 32)
+    with ExitStack() as stack:
+        server = PolledServer("127.0.0.1", key)
+        stack.callback(server.close)
+        client = ControlClient(f"127.0.0.1:{server.port}", key, 0)
+        stack.callback(client.close)
+        loop, recorder = EventLoop(), Recorder(0)
+        listener = Listener(key, unix=True, tcp_host=None, loop=loop)
+        stack.callback(listener.close)
+        here, there = (stack.enter_context(end) for end in socket.socketpair())
+        open_channels = OpenChannels(0, 3, ThreadsBackend(ThreadsHub()), recorder, Settings())
+        thread = ControlThread(loop, client, open_channels, recorder, liveness_fd=here.fileno())
+        stack.callback(thread.stop)
+        gaps: list[float] = []
+        last_s = time.monotonic()
+
+        def tick() -> None:
+            nonlocal last_s
+            now_s = time.monotonic()
+            gaps.append(now_s - last_s)
+            last_s = now_s
+            loop.call_later(0.005, tick)
+
+        loop.call_later(0.0, tick)
+        thread.start()
+        for _ in range(NUM_HALF_OPEN):
+            peer = stack.enter_context(socket.socket(socket.AF_UNIX))
+            peer.connect("\0" + listener.unix_name)
+            peer.sendall(b"RON")
+        assert server.poll(PATIENCE_S)  # its first heartbeat: it is connected
+        for message in BACKLOG:
+            server.send(0, message)
+        server.send(0, StackRequest(7))
+        deadline = Deadline(PATIENCE_S)
+        replies: list[WorkerMessage] = []
+        while not replies and not deadline.expired:
+            replies = [message for _, message in server.poll(1.0) if isinstance(message, StackReply)]
+        assert replies
+        there.close()
+        while open_channels.closed_error is None and not deadline.expired:
+            time.sleep(0.01)
+        assert isinstance(open_channels.closed_error, RoundEnded)
+        assert len(gaps) > 1 and max(gaps) < promised_s(0.2), max(gaps)

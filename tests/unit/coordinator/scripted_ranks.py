@@ -9,7 +9,6 @@ from typing import TypeVar
 from ronde.comm.joining import connect_to_coordinator
 from ronde.coordinator.server import CoordinatorServer
 from ronde.net.addresses import host_identity
-from ronde.net.control import ControlClient
 from ronde.net.keys import JobKey, new_job_key
 from ronde.net.messages import (
     VERSION,
@@ -17,6 +16,7 @@ from ronde.net.messages import (
     CoordinatorMessage,
     JoinRound,
     LeaveConfirmed,
+    LeaveReason,
     LeaveRound,
     OperationRequest,
     RankHeartbeat,
@@ -27,6 +27,7 @@ from ronde.net.messages import (
 from ronde.observe.stacks import pid_namespace
 from ronde.settings import Settings
 from ronde.types import Deadline, DType, Member, OperationKind
+from tests.unit.net.polled import PolledClient
 
 KEY = JobKey(new_job_key())
 PATIENCE_S = 20.0
@@ -43,7 +44,7 @@ class Rank:
         self.line, control = connect_to_coordinator(
             coordinator.address, KEY, rank, round=round, deadline=deadline, heartbeat_s=10.0
         )
-        self.control = ControlClient(control, KEY, rank)
+        self.control = PolledClient(control, KEY, rank)
         self._heard: list[CoordinatorMessage] = []
 
     def say(self, message: WorkerMessage) -> None:
@@ -77,7 +78,7 @@ class Rank:
         self.line.close()
 
     def leave(self) -> None:
-        self.say(LeaveRound(orderly=True))
+        self.say(LeaveRound(LeaveReason.SHUTDOWN))
         self.hear(LeaveConfirmed)
         self.die()
 

@@ -25,16 +25,20 @@ def gathering(*joined: int, size: int = 3) -> PendingRound:
 
 
 def decide(
-    made: PendingRound, *, at_s: float = 0.0, watched: tuple[int, ...] | None = None, busy: frozenset[int] = frozenset()
+    made: PendingRound,
+    *,
+    at_s: float = 0.0,
+    connected: tuple[int, ...] | None = None,
+    busy: frozenset[int] = frozenset(),
 ) -> JoinDecision:
-    """With the connections of all ranks watched, unless a test says otherwise."""
-    decision = made.decide(int(at_s * SECOND), frozenset(range(made.size) if watched is None else watched), busy)
+    """With the connections of all ranks connected, unless a test says otherwise."""
+    decision = made.decide(int(at_s * SECOND), frozenset(range(made.size) if connected is None else connected), busy)
     assert decision is not None
     return decision
 
 
-def refusal(made: PendingRound, *, at_s: float = 0.0, watched: tuple[int, ...] | None = None) -> str:
-    decision = decide(made, at_s=at_s, watched=watched)
+def refusal(made: PendingRound, *, at_s: float = 0.0, connected: tuple[int, ...] | None = None) -> str:
+    decision = decide(made, at_s=at_s, connected=connected)
     assert decision.refused and decision.members is None
     return decision.reason
 
@@ -45,14 +49,14 @@ def test_a_round_begins_when_everybody_has_joined() -> None:
     assert [member.rank for member in decision.members] == [0, 1, 2]
 
 
-def test_a_round_waits_until_the_connection_of_every_member_is_watched() -> None:
-    decision = decide(gathering(0, 1, 2), watched=(0, 2))
+def test_a_round_waits_until_the_connection_of_every_member_is_connected() -> None:
+    decision = decide(gathering(0, 1, 2), connected=(0, 2))
     assert (decision.members, decision.refused) == (None, False)
     assert decision.reason == "waiting for the connection of rank 1 of 3"
 
 
 def test_it_does_not_wait_for_a_connection_for_ever() -> None:
-    reason = refusal(gathering(0, 1, 2), at_s=10.1, watched=(0,))
+    reason = refusal(gathering(0, 1, 2), at_s=10.1, connected=(0,))
     assert reason.startswith("the connection of ranks 1, 2 of 3 was not there within 10.1 s; ")
 
 
@@ -110,7 +114,7 @@ def test_a_rank_that_goes_away_after_it_joined_fails_this_gathering_but_not_the_
 
 def test_two_processes_with_one_rank_are_refused() -> None:
     made = gathering(0, 1)
-    made.duplicate(1)
+    made.duplicates.add(1)
     assert refusal(made) == "two processes say that they are rank 1; give each its own RONDE_RANK"
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.coordinator.membership import LeaveReason, MembershipEnd
+from ronde.coordinator.membership import MembershipEnd
 from ronde.coordinator.negotiation import Send
 from ronde.coordinator.rounds import Round, RoundSettings
 from ronde.net.messages import (
     AnnounceOperations,
     ChangeGroups,
     GroupsChanged,
+    LeaveReason,
     MissingRanks,
     MissingRanksQuery,
     OperationRejected,
@@ -23,7 +24,7 @@ from ronde.net.messages import (
     WaitingTooLong,
 )
 from ronde.types import Member
-from tests.unit.comm.scripted_ranks import allreduce
+from tests.unit.coordinator.scripted_ranks import allreduce
 
 SECOND = 10**9
 START = 1000 * SECOND
@@ -62,7 +63,7 @@ def test_a_rank_that_left_is_told_nothing_more() -> None:
     for rank in range(3):
         made.handle(rank, allreduce("w"), START)
     made.member_left(2, MembershipEnd(LeaveReason.SHUTDOWN), START)
-    assert kinds(made.advance(START)) == [((0, 1), "Run")]
+    assert kinds(made.advance(START)) == [((0, 1), "RunOperations")]
     assert made.present == {0, 1}
 
 
@@ -86,7 +87,7 @@ def test_a_rank_that_left_and_then_died_is_not_lost_twice() -> None:
     made = make_round(2)
     made.member_left(1, MembershipEnd(LeaveReason.SHUTDOWN), START)
     made.member_lost(1, KILLED)
-    assert kinds(made.advance(START + 5 * SECOND)) == [((0,), "Lost")]
+    assert kinds(made.advance(START + 5 * SECOND)) == [((0,), "RankLost")]
 
 
 def test_a_new_group_is_known_before_anything_runs_in_it() -> None:
@@ -94,7 +95,7 @@ def test_a_new_group_is_known_before_anything_runs_in_it() -> None:
     for rank in (0, 1):
         made.handle(rank, ChangeGroups((0,)), START)
     made.handle(0, allreduce("w", group=1), START)
-    assert kinds(made.advance(START)) == [((0,), "GroupChanged"), ((1,), "GroupChanged"), ((0,), "Run")]
+    assert kinds(made.advance(START)) == [((0,), "GroupsChanged"), ((1,), "GroupsChanged"), ((0,), "RunOperations")]
 
 
 def test_a_change_of_groups_that_waits_for_a_lost_rank_ends() -> None:
@@ -123,7 +124,7 @@ def test_a_late_operation_is_asked_for_then_reported_even_if_nobody_answers() ->
     made = make_round(2, stall_s=10.0)
     made.handle(0, allreduce("w"), START)
     assert made.advance(START + 9 * SECOND) == []
-    assert kinds(made.advance(START + 11 * SECOND)) == [((1,), "StackQuery")]
+    assert kinds(made.advance(START + 11 * SECOND)) == [((1,), "StackRequest")]
     assert made.advance(START + 11 * SECOND + SECOND // 2) == []
     [send] = made.advance(START + 12 * SECOND)
     assert isinstance(send.message, StallReport)

@@ -1,0 +1,408 @@
+"""The coordinator without sockets, threads and clock: events in, messages out.
+
+It forms rounds of the ranks that join, routes what their members send, and decides who is lost. The server carries it
+out over the network, InProcessCoordinator inside one process.
+
+A rank is seen through two things: its messages, and its liveness connection, a socket that the kernel closes when the
+process dies. Whether a second process may be the same rank is decided by the connection: as long as the former one is
+open the second is refused; once it is closed the second has to retry until the rank is declared lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+from ronde.coordinator.membership import JoinDecision, LostPeer, MembershipEnd, PendingRound
+from ronde.coordinator.negotiation import Send
+from ronde.coordinator.queries import OnStacks, RankQueries, TraceCollector
+from ronde.coordinator.rounds import Round, RoundSettings
+from ronde.net.addresses import host_name
+from ronde.net.handshake import ConnectionRequest
+from ronde.net.messages import (
+    LEAVE_GRACE_S,
+    LIVENESS,
+    ActivityReport,
+    Admission,
+    AdmissionStatus,
+    EndRound,
+    JoinRefused,
+    JoinRound,
+    LeaveConfirmed,
+    LeaveReason,
+    LeaveRound,
+    RankHeartbeat,
+    RankHeartbeatReply,
+    StackReply,
+    TimelineRequest,
+    TraceBatch,
+    TraceFlushed,
+    WorkerMessage,
+)
+from ronde.observe.activity import JobActivity
+from ronde.observe.stalls import Whereabouts
+from ronde.settings import Settings
+from ronde.text import format_ranks, shorten
+from ronde.types import Member
+
+__all__ = [
+    "CoordinatorCore",
+    "Event",
+    "MessageReceived",
+    "ProcessExited",
+    "RankConnected",
+    "RankDisconnected",
+]
+
+# When a rank is declared lost after its end was noticed. Each wait is for a better reason, so they are in this order.
+REASON_GRACE_NS = 10_000_000
+"""For the message in which the rank itself gives the reason."""
+EXIT_REPORT_GRACE_NS = 200_000_000
+"""For the launcher's report of how the process ended, if there is a launcher."""
+assert REASON_GRACE_NS < EXIT_REPORT_GRACE_NS < LEAVE_GRACE_S * 1e9
+
+START_MARGIN_S = 1.0
+"""The wait for all ranks ends this much before the ranks' own (or a tenth of it), so that they get the reason."""
+
+logger = logging.getLogger("ronde.coordinator")
+
+
+class MessageReceived(NamedTuple):
+    rank: int
+    message: WorkerMessage
+
+
+class RankConnected(NamedTuple):
+    """An admitted process has its liveness connection, whose end will be reported as RankDisconnected."""
+
+    rank: int
+    connection: int
+    """A number that no other connection has."""
+    attempt: str
+    """The same for all connections that a process opens in one attempt to join."""
+
+
+class RankDisconnected(NamedTuple):
+    rank: int
+    connection: int
+    end: MembershipEnd
+
+
+class ProcessExited(NamedTuple):
+    """The launcher reports that a rank's process has ended, and how."""
+
+    rank: int
+    how: str
+
+
+Event: TypeAlias = MessageReceived | RankConnected | RankDisconnected | ProcessExited
+
+
+@dataclass(slots=True)
+class _Connection:
+    id: int
+    attempt: str
+    is_open: bool = True
+
+
+class _ReportedExit(NamedTuple):
+    """A rank whose end was noticed. At due_ns it is declared lost for this reason."""
+
+    due_ns: int
+    end: MembershipEnd
+
+
+class CoordinatorCore:
+    """Serves `rounds` rounds of `size` ranks; None for any number of them.
+
+    handle() takes an event, advance() acts on all that were handled; both return what to send. advance() is to be
+    called after events, and at next_due_ns().
+    """
+
+    def __init__(
+        self,
+        size: int,
+        settings: Settings,
+        *,
+        rounds: int | None = 1,
+        process_state: Callable[[JoinRound], str] = lambda join: "",
+    ) -> None:
+        self.host_names: Sequence[str] = ()
+        """By rank, the user's names for the hosts; empty without a launcher."""
+        self._size = size
+        self._rounds_left = rounds
+        self._num_rounds = 0
+        self._round: Round | None = None
+        self._member_joins: dict[int, JoinRound] = {}
+        """Of the newest round."""
+        self._process_state = process_state
+        self._pending_round = PendingRound(size, settings.start_s - min(START_MARGIN_S, 0.1 * settings.start_s))
+        self._queries = RankQueries(self._pending_round, self._member_state)
+        self._trace_collector = TraceCollector(settings.timeline, settings.timeline_events)
+        self._round_settings = RoundSettings(
+            fusion_bytes=settings.fusion_bytes,
+            stall_s=settings.stall_s,
+            leave_grace_s=min(LEAVE_GRACE_S, settings.shutdown_s),
+            process_state=self._member_state,
+            host_name=self._host_name,
+        )
+        self._connections: dict[int, _Connection] = {}
+        self._reported_exits: dict[int, _ReportedExit] = {}
+        self._exit_grace_ns = EXIT_REPORT_GRACE_NS if rounds is None else REASON_GRACE_NS
+        self.lost_peers: dict[int, LostPeer] = {}
+        """By rank, those that failed in the newest round because another rank was gone."""
+        self._closing = False
+        self._logged_reason = ""
+        self._former_first_lost: tuple[int, MembershipEnd] | None = None
+        self._former_whereabouts: Whereabouts | None = None
+        """Of the newest round that is over and has lost a rank."""
+
+    @property
+    def has_round(self) -> bool:
+        return self._round is not None
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether all rounds were served."""
+        return self._rounds_left == 0 and self._round is None
+
+    @property
+    def first_lost(self) -> tuple[int, MembershipEnd] | None:
+        """The first rank that was lost in the newest round that lost one, and how. Other ranks may have ended before
+        it: they learned of the loss while the lost one was still printing its traceback."""
+        return (self._round.first_lost if self._round is not None else None) or self._former_first_lost
+
+    @property
+    def whereabouts(self) -> Whereabouts | None:
+        """Where ranks were when the rank of first_lost failed, if it failed in an operation."""
+        if self._round is not None and self._round.first_lost is not None:
+            return self._round.whereabouts()
+        return self._former_whereabouts
+
+    def activity(self, now_ns: int) -> JobActivity:
+        return self._queries.activity(now_ns)
+
+    def start_stack_query(self, due_ns: int, on_done: OnStacks) -> list[Send]:
+        """Ask all members for their stacks. on_done gets the answers by due_ns, from handle(), advance() or close()."""
+        return self._queries.start_stack_query(due_ns, on_done)
+
+    # --- connections -----------------------------------------------------------------------------------------------
+
+    def admit(self, request: ConnectionRequest, control_port: int) -> Admission:
+        """Decide whether a process that has proved the job's key may be the rank it says. RankConnected follows."""
+        rank = request.rank
+        if request.purpose != LIVENESS:
+            return _refusal(f"the coordinator has no use for {shorten(request.purpose)!r}")
+        if not 0 <= rank < self._size:
+            return _refusal(
+                f"there is no rank {rank} among the {self._size} of this job; check RONDE_RANK and RONDE_SIZE"
+            )
+        former = self._connections.get(rank)
+        if former is not None and former.attempt != request.detail:
+            if former.is_open:
+                self._add_duplicate(rank)
+                return _refusal(f"another process already is rank {rank} of this job; give each its own RONDE_RANK")
+            return Admission(AdmissionStatus.RETRY, reason="the round before is not over")
+        if self._rounds_left == 0 or self._closing:
+            return Admission(AdmissionStatus.RETRY, reason="the round before is not over")
+        if former is not None:  # the same process connects again: the end of its former connection means nothing
+            del self._connections[rank]
+            self._reported_exits.pop(rank, None)
+        self._pending_round.connected(rank)
+        return Admission(AdmissionStatus.ADMITTED, control_port)
+
+    def _add_duplicate(self, rank: int) -> None:
+        logger.warning("a second process says that it is rank %d; it was refused", rank)
+        if not self._is_member(rank):
+            self._pending_round.duplicates.add(rank)
+
+    # --- events ----------------------------------------------------------------------------------------------------
+
+    def handle(self, event: Event, now_ns: int) -> list[Send]:
+        """Take an event; returns what to send at once."""
+        if type(event) is MessageReceived:
+            return self._handle_message(event.rank, event.message, now_ns)
+        if type(event) is RankConnected:
+            if event.rank in self._connections:
+                self._add_duplicate(event.rank)
+            else:
+                self._connections[event.rank] = _Connection(event.connection, event.attempt)
+        elif type(event) is RankDisconnected:
+            connection = self._connections.get(event.rank)
+            if connection is not None and connection.id == event.connection:
+                connection.is_open = False
+                self._reported_exits.setdefault(event.rank, _ReportedExit(now_ns + self._exit_grace_ns, event.end))
+        elif type(event) is ProcessExited:
+            self._handle_process_exit(event.rank, event.how, now_ns)
+        return []
+
+    def _handle_message(self, rank: int, message: WorkerMessage, now_ns: int) -> list[Send]:
+        round = self._round if self._is_member(rank) else None
+        if round is not None and round.handle(rank, message, now_ns):
+            return []
+        if isinstance(message, RankHeartbeat):
+            return [Send((rank,), RankHeartbeatReply(message.sent_ns, now_ns))]
+        if isinstance(message, ActivityReport) and round is not None:
+            self._queries.record_activity(rank, message, now_ns)
+        elif isinstance(message, StackReply):
+            self._queries.add_stack_reply(rank, message)
+        elif isinstance(message, TraceBatch | TimelineRequest | TraceFlushed):
+            return self._trace_collector.handle(rank, message, self._present)
+        elif isinstance(message, LeaveRound):
+            self._handle_leave(rank, MembershipEnd.from_leave_message(message), now_ns)
+            return [Send((rank,), LeaveConfirmed())]
+        elif isinstance(message, JoinRound) and round is None:
+            return self._handle_join(rank, message, now_ns)
+        else:  # a late message of a rank that was declared lost
+            logger.info("dropped %s of rank %d, which does not fit its state", type(message).__name__, rank)
+        return []
+
+    def _handle_join(self, rank: int, message: JoinRound, now_ns: int) -> list[Send]:
+        if not 0 <= rank < self._size:
+            return [Send((rank,), JoinRefused(f"there is no rank {rank} among the {self._size} of this job"))]
+        if self._rounds_left == 0:
+            return [Send((rank,), JoinRefused("the only round of this coordinator has begun without it"))]
+        self._pending_round.join(rank, message, now_ns)
+        return []
+
+    def _handle_leave(self, rank: int, end: MembershipEnd, now_ns: int) -> None:
+        if end.lost_peer is not None:
+            self.lost_peers[rank] = LostPeer(end.lost_peer, end.description)
+        self._reported_exits.pop(rank, None)
+        self._connections.pop(rank, None)
+        if self._round is not None and rank in self._round.present:
+            if end.reason.is_orderly:
+                self._round.member_left(rank, end, now_ns)
+            else:
+                self._round.member_lost(rank, end)
+        self._pending_round.withdraw(rank, end.detail or "it gave up")
+
+    def _handle_process_exit(self, rank: int, how: str, now_ns: int) -> None:
+        """The launcher knows more than the end of a connection says, but less than the rank itself."""
+        if rank in self._pending_round.joins or self._is_member(rank):
+            end = MembershipEnd(LeaveReason.PROCESS_ENDED, how)
+            self._reported_exits[rank] = _ReportedExit(now_ns + REASON_GRACE_NS, end)
+        else:
+            self._pending_round.exited(rank, how)
+
+    # --- time ------------------------------------------------------------------------------------------------------
+
+    def advance(self, now_ns: int) -> list[Send]:
+        """Act on all events that were handled: what came together may be sent together."""
+        sends: list[Send] = []
+        if self._reported_exits:
+            self._declare_lost(now_ns)
+        if self._pending_round.joins:
+            sends += self._start_round_if_ready(now_ns)
+        round = self._round
+        if round is not None:
+            sends += round.advance(now_ns)
+            for rank in round.vanished & round.present:
+                end = MembershipEnd(LeaveReason.PROCESS_GONE)
+                self._reported_exits.setdefault(rank, _ReportedExit(now_ns + self._exit_grace_ns, end))
+            sends += self._trace_collector.close_if_complete(round.present)
+            if not round.present:
+                self._end_round(round)
+        self._queries.advance(now_ns)
+        return sends
+
+    def next_due_ns(self, now_ns: int) -> int:
+        """Return when advance() has to be called even if nothing happens."""
+        due_ns = self._queries.next_due_ns
+        if self._round is not None:
+            due_ns = min(due_ns, self._round.next_due_ns(now_ns))
+        if self._reported_exits:
+            due_ns = min(due_ns, *(reported.due_ns for reported in self._reported_exits.values()))
+        if self._pending_round.joins:
+            start_timeout_ns = int(self._pending_round.start_timeout_s * 1e9)
+            due_ns = min(due_ns, self._pending_round.first_join_ns + start_timeout_ns)
+        return due_ns
+
+    def _declare_lost(self, now_ns: int) -> None:
+        for rank in [rank for rank, reported in self._reported_exits.items() if reported.due_ns <= now_ns]:
+            end = self._reported_exits.pop(rank).end
+            self._connections.pop(rank, None)
+            is_member = self._is_member(rank)
+            if is_member or rank in self._pending_round.joins:
+                logger.warning("rank %d is lost: %s", rank, end.description)
+                self._pending_round.exited(rank, end.description)
+            if is_member and self._round is not None:
+                self._round.member_lost(rank, end)
+
+    # --- rounds ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _present(self) -> Sequence[int]:
+        return tuple(self._round.present) if self._round is not None else ()
+
+    def _is_member(self, rank: int) -> bool:
+        return self._round is not None and rank in self._round.present
+
+    def _start_round_if_ready(self, now_ns: int) -> list[Send]:
+        connected = frozenset(rank for rank, connection in self._connections.items() if connection.is_open)
+        decision = self._pending_round.decide(now_ns, connected, frozenset(self._present))
+        if decision is None:
+            return []
+        if decision.reason != self._logged_reason:
+            self._logged_reason = decision.reason
+            logger.info("round %d: %s", self._num_rounds, decision.reason)
+        if decision.members is not None:
+            self._start_round(decision, decision.members, now_ns)
+        elif decision.refused:
+            refused = self._pending_round.clear(decision)
+            for rank in refused:  # each may connect again, and its former connection must not prevent it
+                self._connections.pop(rank, None)
+                if decision.exited:
+                    self.lost_peers[rank] = LostPeer(decision.exited[0], f"StartFailed: {decision.reason}")
+            return [Send(refused, JoinRefused(decision.reason))]
+        return []
+
+    def _start_round(self, decision: JoinDecision, members: tuple[Member, ...], now_ns: int) -> None:
+        if self._round is not None:
+            self._end_round(self._round)
+        self._member_joins = dict(self._pending_round.joins)
+        self._pending_round.clear(decision)
+        self.lost_peers.clear()
+        self._round = Round(members, self._member_joins[0].groups, self._round_settings, now_ns)
+        self._round.start(self._num_rounds)
+        self._queries.start_round(self._round, self._num_rounds, now_ns)
+        self._num_rounds += 1
+        if self._rounds_left is not None:
+            self._rounds_left -= 1
+
+    def _end_round(self, round: Round) -> None:
+        logger.info("round %d is over", self._num_rounds - 1)
+        if round.first_lost is not None:
+            self._former_first_lost, self._former_whereabouts = round.first_lost, round.whereabouts()
+        self._trace_collector.end_round()
+        self._round = None
+        self._logged_reason = ""
+
+    def stop_admitting(self) -> None:
+        """No further rank is admitted: the coordinator is about to be closed."""
+        self._closing = True
+
+    def close(self, reason: str) -> list[Send]:
+        """End everything; returns what to send to those who are still there."""
+        sends = [Send(tuple(self._pending_round.joins), JoinRefused(reason))]
+        if self._present:
+            logger.info("the round ends with %s still in it: %s", format_ranks(self._present), reason)
+            sends.insert(0, Send(tuple(self._present), EndRound(reason)))
+        self._queries.close()
+        self._trace_collector.close()
+        return sends
+
+    # --- members ---------------------------------------------------------------------------------------------------
+
+    def _member_state(self, member: Member) -> str:
+        join = self._member_joins.get(member.rank)
+        return self._process_state(join) if join is not None and join.member == member else ""
+
+    def _host_name(self, member: Member) -> str:
+        return self.host_names[member.rank] if self.host_names else host_name(member.host)
+
+
+def _refusal(reason: str) -> Admission:
+    return Admission(AdmissionStatus.REFUSED, reason=reason)

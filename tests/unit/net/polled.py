@@ -1,0 +1,59 @@
+"""The two sides of a control connection, for tests that ask them for messages."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ronde.net.control import FLUSH_S, ControlClient, ControlServer
+from ronde.net.event_loop import EventLoop
+from ronde.net.keys import JobKey
+from ronde.net.messages import CoordinatorMessage, WorkerMessage
+
+
+class PolledServer(ControlServer):
+    def __init__(self, host: str, key: JobKey, *, port: int = 0) -> None:
+        super().__init__(host, key, port=port)
+        self.loop = EventLoop()
+        self._messages: list[tuple[int, WorkerMessage]] = []
+        self.start_receiving(self.loop, lambda rank, message: self._messages.append((rank, message)))
+
+    def poll(self, timeout_s: float) -> list[tuple[int, WorkerMessage]]:
+        """Return what has come, oldest first; waits for a message or a refusal, at most timeout_s."""
+        before = self.num_refused
+        run_for(self.loop, timeout_s, lambda: bool(self._messages) or self.num_refused != before)
+        found, self._messages = self._messages, []
+        return found
+
+    def close(self, flush_s: float = FLUSH_S) -> None:
+        super().close(flush_s)
+        if hasattr(self, "loop"):  # the constructor closes it when it fails
+            self.loop.close()
+
+
+class PolledClient(ControlClient):
+    def __init__(self, address: str, key: JobKey, rank: int) -> None:
+        super().__init__(address, key, rank)
+        self.loop = EventLoop()
+        self._messages: list[CoordinatorMessage] = []
+        self.start_receiving(self.loop, self._messages.append)
+
+    def poll(self, timeout_s: float) -> list[CoordinatorMessage]:
+        """Return what has come, oldest first; waits for a message or a refusal, at most timeout_s."""
+        before = self.num_refused
+        run_for(self.loop, timeout_s, lambda: bool(self._messages) or self.num_refused != before)
+        found = self._messages.copy()
+        self._messages.clear()
+        return found
+
+    def close(self, flush_s: float = FLUSH_S) -> None:
+        super().close(flush_s)
+        self.loop.close()
+
+
+def run_for(loop: EventLoop, timeout_s: float, condition: Callable[[], bool]) -> None:
+    """Run the loop for at least one turn, until the condition is true or the time is over."""
+    turns: list[None] = []
+    loop.call_soon(lambda: turns.append(None))
+    timer = loop.call_later(max(0.0, timeout_s), lambda: None)
+    loop.run_until(lambda: bool(turns) and (condition() or not timer.pending))
+    timer.cancel()

@@ -1,0 +1,478 @@
+"""The listener: who is let in, who is refused, and that nothing a peer does stops it."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ronde.errors import PeerLost, StartFailed
+from ronde.net import connect as sockets
+from ronde.net import listener as listener_module
+from ronde.net.connect import connect_authenticated
+from ronde.net.keys import JobKey
+from ronde.net.listener import ConnectionRequest, Listener
+from ronde.types import Deadline
+from tests.services import needs
+from tests.unit.net.peers import LOCAL, address, ends, meet, raw
+
+
+def test_both_ends_get_a_plain_socket_that_is_ready_for_use(listener: Listener, link: str, key: JobKey) -> None:
+    here, greeting = connect_authenticated(address(listener, link), key, ConnectionRequest("data", 5), Deadline(20))
+    with here, listener.accept("data", 5, Deadline(20)) as there:
+        assert greeting == b""
+        for sock in (here, there):
+            assert sock.gettimeout() is None
+            assert fcntl.fcntl(sock, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
+            if link == "tcp":
+                assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+                assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        here.sendall(b"a")
+        there.sendall(b"b")
+        assert (here.recv(9), there.recv(9)) == (b"b", b"a")
+
+
+@needs("IPv6")
+def test_ipv6_works_too(key: JobKey) -> None:
+    if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
+        pytest.skip("no IPv6 here")
+    with Listener(key, unix=False, tcp_host="::1") as listener:
+        here, _ = connect_authenticated(f"[::1]:{listener.tcp_port}", key, ConnectionRequest("data", 0), Deadline(20))
+        with here, listener.accept("data", 0, Deadline(20)):
+            pass
+
+
+@pytest.mark.parametrize(("heartbeat_s", "limit_s"), [(10, 10), (30, 30), (0.5, 4)])
+def test_a_cut_link_is_noticed_within_a_heartbeat(key: JobKey, heartbeat_s: float, limit_s: float) -> None:
+    with Listener(key, unix=False, tcp_host=LOCAL, heartbeat_s=heartbeat_s) as listener:
+        here, _ = connect_authenticated(
+            address(listener, "tcp"), key, ConnectionRequest("life", 0), Deadline(20), heartbeat_s=heartbeat_s
+        )
+        with here, listener.accept("life", 0, Deadline(20)) as there:
+            for sock in (here, there):
+                idle, pause, num = (
+                    sock.getsockopt(socket.IPPROTO_TCP, option)
+                    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT)
+                )
+                assert idle + num * pause <= limit_s
+
+
+def test_the_door_speaks_to_whom_it_knows(link: str, key: JobKey) -> None:
+    def greet(caller: ConnectionRequest) -> bytes:
+        return f"{caller.purpose} {caller.rank} {caller.detail}".encode() + bytes(60_000)
+
+    with Listener(key, unix=True, tcp_host=LOCAL, make_reply=greet) as listener:
+        sock, greeting = connect_authenticated(
+            address(listener, link), key, ConnectionRequest("life", 3, "round 2"), Deadline(20)
+        )
+        sock.close()
+        assert greeting == b"life 3 round 2" + bytes(60_000)
+
+
+def test_what_is_said_right_after_the_welcome_is_not_lost(link: str, key: JobKey) -> None:
+    def arrived(caller: ConnectionRequest, sock: socket.socket) -> bool:
+        sock.sendall(b"first words")
+        sock.close()
+        return True
+
+    with Listener(key, unix=True, tcp_host=LOCAL, on_connection=arrived) as listener:
+        sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest("life", 0), Deadline(20))
+        with sock:
+            assert sock.recv(100) == b"first words"
+
+
+def test_callers_are_told_apart_by_purpose_and_rank_and_come_in_order(
+    listener: Listener, link: str, key: JobKey
+) -> None:
+    callers = [("data", 1, b"a"), ("life", 1, b"b"), ("data", 0, b"c"), ("data", 1, b"d")]
+    for purpose, rank, word in callers:
+        sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest(purpose, rank), Deadline(20))
+        sock.sendall(word)
+        sock.close()
+    for purpose, rank, word in [callers[1], callers[0], callers[3], callers[2]]:
+        with listener.accept(purpose, rank, Deadline(20)) as sock:
+            assert sock.recv(9) == word
+
+
+def test_many_come_at_once(listener: Listener, link: str, key: JobKey) -> None:
+    with ThreadPoolExecutor(16) as pool:
+        list(pool.map(lambda rank: meet(listener, link, key, rank), range(200)))
+    assert listener.num_refused == 0
+
+
+def test_a_caller_that_does_not_come_is_named(listener: Listener) -> None:
+    with pytest.raises(StartFailed, match=r"rank 7 did not connect for 'data' within 0\.01 s"):
+        listener.accept("data", 7, Deadline(0.01))
+
+
+def test_a_failed_rank_ends_the_waits_for_it_and_no_others(listener: Listener, link: str, key: JobKey) -> None:
+    sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest("other", 1), Deadline(20))
+    lost = PeerLost(rank=0, peer=1, why="killed")
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(listener.accept, "data", rank, Deadline(20)) for rank in (1, 2)]
+        listener.fail_rank(1, lost)
+        listener.fail_rank(1, StartFailed("a later reason"))
+        with pytest.raises(PeerLost, match="killed"):
+            waits[0].result(20)
+        with pytest.raises(PeerLost, match="killed"):
+            listener.accept("other", 1, Deadline(0))
+        with (
+            connect_authenticated(address(listener, link), key, ConnectionRequest("data", 2), Deadline(20))[0],
+            waits[1].result(20),
+        ):
+            pass
+    with sock:
+        assert sock.recv(1) == b""
+
+
+def test_closing_ends_all_waits_and_hangs_up_on_untaken_callers(key: JobKey, link: str) -> None:
+    listener = Listener(key, unix=True, tcp_host=LOCAL)
+    sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest("data", 0), Deadline(20))
+    silent = raw(listener, link)
+    with ThreadPoolExecutor(1) as pool, sock, silent:
+        wait = pool.submit(listener.accept, "data", 1, Deadline(20))
+        listener.close()
+        listener.close()
+        with pytest.raises(StartFailed, match="rank 1 can no longer connect for 'data': the listener was closed"):
+            wait.result(20)
+        assert sock.recv(1) == b""
+        assert ends(silent)
+
+
+def test_a_door_may_be_closed_by_its_own_callback(key: JobKey, link: str) -> None:
+    listeners: list[Listener] = []
+
+    def arrived(caller: ConnectionRequest, sock: socket.socket) -> bool:
+        listeners[0].close()
+        return False
+
+    listeners.append(Listener(key, unix=True, tcp_host=LOCAL, on_connection=arrived))
+    sock, _ = connect_authenticated(address(listeners[0], link), key, ConnectionRequest("data", 0), Deadline(20))
+    with sock:
+        assert sock.recv(1) == b""
+    listeners[0].close()
+
+
+@pytest.mark.parametrize("callback", ["greet", "arrived"])
+def test_a_callback_that_fails_costs_its_caller_and_not_the_door(
+    key: JobKey, link: str, callback: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail_at_zero(caller: ConnectionRequest, *_: object) -> bool:
+        if caller.rank == 0:
+            raise KeyError("a mistake")
+        return False
+
+    def greet(caller: ConnectionRequest) -> bytes:
+        fail_at_zero(caller)
+        return b"hello"
+
+    with Listener(
+        key,
+        unix=True,
+        tcp_host=LOCAL,
+        make_reply=greet if callback == "greet" else None,
+        on_connection=fail_at_zero if callback == "arrived" else None,
+    ) as listener:
+        if callback == "greet":
+            with pytest.raises(StartFailed, match="the log of the other side says why"):
+                connect_authenticated(address(listener, link), key, ConnectionRequest("data", 0), Deadline(20))
+        else:
+            sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest("data", 0), Deadline(20))
+            with sock:
+                assert sock.recv(1) == b""
+        meet(listener, link, key, rank=1)
+    assert "a mistake" in caplog.text
+
+
+# --- knocking at what is not the right listener ------------------------------------------------------------------------
+
+
+def test_a_wrong_key_fails_at_once_and_in_words(listener: Listener, link: str, other_key: JobKey) -> None:
+    deadline = Deadline(60)
+    with pytest.raises(StartFailed, match=r"rank 3 could not connect to .* for 'data': it refused the job's key"):
+        connect_authenticated(address(listener, link), other_key, ConnectionRequest("data", 3), deadline)
+    assert deadline.remaining_s > 30
+
+
+def test_a_door_that_opens_late_is_found(key: JobKey) -> None:
+    with socket.create_server((LOCAL, 0)) as place_holder:
+        port = place_holder.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(connect_authenticated, f"{LOCAL}:{port}", key, ConnectionRequest("data", 0), Deadline(20))
+        with Listener(key, unix=False, tcp_host=LOCAL, port=port) as listener, listener.accept("data", 0, Deadline(20)):
+            call.result(20)[0].close()
+
+
+def test_a_door_that_hangs_up_on_its_queue_is_tried_again(key: JobKey) -> None:
+    """As a coordinator does that closes while the next round's callers are already in its queue."""
+    former = socket.create_server((LOCAL, 0))
+    port = former.getsockname()[1]
+    with ThreadPoolExecutor(1) as pool:
+        call = pool.submit(connect_authenticated, f"{LOCAL}:{port}", key, ConnectionRequest("data", 0), Deadline(20))
+        former.accept()[0].close()
+        former.close()
+        with Listener(key, unix=False, tcp_host=LOCAL, port=port) as listener, listener.accept("data", 0, Deadline(20)):
+            call.result(20)[0].close()
+
+
+@pytest.mark.parametrize("where", ["unix:ronde-nobody", f"{LOCAL}:1"])
+def test_nobody_at_home_is_said_after_the_deadline(key: JobKey, where: str) -> None:
+    with pytest.raises(StartFailed, match=r"nobody listens there .*, for 0\.05 s; is the other side running"):
+        connect_authenticated(where, key, ConnectionRequest("data", 0), Deadline(0.05))
+
+
+def test_an_unknown_name_is_said_at_once(key: JobKey) -> None:
+    deadline = Deadline(60)
+    with pytest.raises(StartFailed, match=r"'no-such-host\.invalid' is unknown"):
+        connect_authenticated("no-such-host.invalid:80", key, ConnectionRequest("data", 0), deadline)
+    assert deadline.remaining_s > 30
+
+
+def test_somebody_who_does_not_answer_is_not_waited_for_forever(key: JobKey) -> None:
+    with socket.create_server((LOCAL, 0)) as silent:
+        where = f"{LOCAL}:{silent.getsockname()[1]}"
+        with pytest.raises(StartFailed, match=r"something listens there but did not answer within 0\.05 s"):
+            connect_authenticated(where, key, ConnectionRequest("data", 0), Deadline(0.05))
+
+
+def test_something_that_is_not_ronde_is_said_to_be_so(key: JobKey) -> None:
+    with socket.create_server((LOCAL, 0)) as listener, ThreadPoolExecutor(1) as pool:
+        call = pool.submit(
+            connect_authenticated,
+            f"{LOCAL}:{listener.getsockname()[1]}",
+            key,
+            ConnectionRequest("data", 0),
+            Deadline(20),
+        )
+        with listener.accept()[0] as sock:
+            sock.sendall(b"SSH-2.0-OpenSSH_9.6 and some more words of greeting\r\n")
+            with pytest.raises(StartFailed, match="what answers there is not ronde"):
+                call.result(20)
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "words"),
+    [
+        (ConnectionRefusedError(111, "Connection refused"), sockets.NotListening, "nobody listens"),
+        (BlockingIOError(11, "Resource temporarily unavailable"), sockets.NotListening, "too busy"),
+        (ConnectionResetError(104, "Connection reset by peer"), sockets.NotListening, "too busy"),
+        (TimeoutError("timed out"), StartFailed, "firewall"),
+        (TimeoutError(110, "Connection timed out"), StartFailed, "firewall"),
+        (OSError(113, "No route to host"), StartFailed, "unreachable"),
+        (OSError(101, "Network is unreachable"), StartFailed, "unreachable"),
+        (PermissionError(13, "Permission denied"), StartFailed, "Permission denied"),
+    ],
+)
+def test_each_way_not_to_connect_has_its_words(error: OSError, kind: type[Exception], words: str) -> None:
+    translated = sockets._connect_error(error, Deadline(1))
+    assert type(translated) is kind
+    assert words in str(translated)
+
+
+def test_one_of_several_addresses_is_enough(listener: Listener, key: JobKey, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[sockets.SocketAddress] = [(LOCAL, 1), (LOCAL, listener.tcp_port)]
+    monkeypatch.setattr(sockets, "resolve_address", lambda address: places)
+    meet(listener, "tcp", key)
+
+
+def test_a_caller_does_not_talk_to_itself() -> None:
+    """Calling a port where nobody listens, from that very port, connects in TCP."""
+    with socket.create_server((LOCAL, 0)) as place_holder:
+        here = place_holder.getsockname()
+
+    class FromThere(socket.socket):
+        def connect(self, address: object) -> None:
+            self.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            self.bind(here)
+            super().connect(here)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ronde.net.connect.socket.socket", FromThere)
+        with pytest.raises(sockets.NotListening, match="nobody listens"):
+            sockets.connect_socket([here], Deadline(20))
+
+
+def test_an_address_that_cannot_be_listened_on_is_named(key: JobKey) -> None:
+    with socket.create_server((LOCAL, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(StartFailed, match=rf"cannot listen on {LOCAL}:{port} .*another port"):
+            Listener(key, unix=True, tcp_host=LOCAL, port=port)
+    with pytest.raises(StartFailed, match=r"cannot listen on 192\.0\.2\.1:0"):
+        Listener(key, unix=True, tcp_host="192.0.2.1")
+
+
+def test_a_door_listens_on_nothing_but_its_address(listener: Listener) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", listener.tcp_port), timeout=20)
+
+
+NOISE = [
+    b"\0",
+    b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n" * 3,
+    b"RONDc\x02\xff\xff" + bytes(32),
+    bytes(1 << 20),
+]
+
+
+@pytest.mark.parametrize("noise", [*NOISE, b""], ids=["a byte", "http", "too much announced", "a flood", "nothing"])
+def test_a_stranger_is_refused_and_delays_nobody(
+    listener: Listener,
+    link: str,
+    key: JobKey,
+    noise: bytes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(listener_module, "HANDSHAKE_S", 0.3)
+    with raw(listener, link) as stranger:
+        try:
+            stranger.sendall(noise)
+        except ConnectionError:
+            pass  # refused before all was sent
+        meet(listener, link, key)
+        assert ends(stranger)
+    meet(listener, link, key)
+    assert listener.num_refused == 1
+    assert [record.name for record in caplog.records if "refused a connection" in record.getMessage()] == ["ronde.net"]
+
+
+def test_a_silent_stranger_has_five_seconds_at_most() -> None:
+    assert listener_module.HANDSHAKE_S <= 5
+
+
+def test_many_strangers_make_few_lines(listener: Listener, key: JobKey, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(50):
+        with raw(listener, "tcp") as stranger:
+            stranger.sendall(bytes(40))
+            assert ends(stranger)
+    meet(listener, "tcp", key)
+    assert listener.num_refused == 50
+    assert len(caplog.records) == 1
+
+
+def test_a_crowd_of_silent_strangers_keeps_nobody_out(
+    listener: Listener, link: str, key: JobKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "MAX_PENDING_HANDSHAKES", 4)
+    monkeypatch.setattr(listener_module, "EVICT_AFTER_S", 0.05)
+    monkeypatch.setattr(listener_module, "HANDSHAKE_S", 600.0)
+    strangers = [raw(listener, link) for _ in range(12)]
+    meet(listener, link, key)
+    for stranger in strangers:
+        stranger.close()
+
+
+def test_the_log_says_nothing_secret(
+    listener: Listener, key: JobKey, other_key: JobKey, caplog: pytest.LogCaptureFixture, link: str
+) -> None:
+    with pytest.raises(StartFailed) as refused:
+        connect_authenticated(address(listener, link), other_key, ConnectionRequest("data", 0), Deadline(20))
+    for text in (caplog.text, str(refused.value), listener.unix_name):
+        assert "5a5a" not in text
+        assert "a5a5" not in text
+
+
+def test_another_user_is_refused_even_with_the_key(
+    listener: Listener, key: JobKey, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "peer_uid", lambda sock: os.getuid() + 1)
+    with raw(listener, "unix") as stranger:
+        assert ends(stranger)
+    monkeypatch.undo()
+    monkeypatch.setattr(sockets, "peer_uid", lambda sock: os.getuid() + 1)
+    with pytest.raises(StartFailed, match="its owner is another user"):
+        connect_authenticated(address(listener, "unix"), key, ConnectionRequest("data", 0), Deadline(20))
+
+
+class Heard(logging.Handler):
+    """Waits for a line in the log."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__()
+        self.words = words
+        self.event = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if self.words in record.getMessage():
+            self.event.set()
+
+
+@pytest.fixture
+def heard() -> Iterator[Callable[[str], threading.Event]]:
+    handlers: list[Heard] = []
+
+    def listen(words: str) -> threading.Event:
+        handlers.append(Heard(words))
+        listener_module.logger.addHandler(handlers[-1])
+        return handlers[-1].event
+
+    yield listen
+    for handler in handlers:
+        listener_module.logger.removeHandler(handler)
+
+
+def test_a_process_out_of_descriptors_lets_callers_in_later(
+    listener: Listener, key: JobKey, heard: Callable[[str], threading.Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned = heard("cannot accept a connection")
+    (listening,) = (sock for sock in listener._listening_sockets if sock.family == socket.AF_INET)
+
+    def accept(self: socket.socket) -> tuple[socket.socket, object]:
+        if self is listening and not warned.is_set():
+            raise OSError(24, "Too many open files")
+        return real(self)
+
+    real = socket.socket.accept
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    meet(listener, "tcp", key)
+    assert warned.is_set()
+
+
+def test_a_door_that_breaks_tells_whoever_waits(
+    key: JobKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Listener(key, unix=True, tcp_host=None) as listener:
+        monkeypatch.setattr(listener, "_check_timeouts", lambda: 1 / 0)
+        with raw(listener, "unix"), pytest.raises(StartFailed, match="the listener failed: ZeroDivisionError"):
+            listener.accept("data", 0, Deadline(20))
+    assert "the listener failed" in caplog.text
+
+
+HELLO = b"RONDc\x02\x00\x10" + bytes(32)
+
+
+@pytest.mark.parametrize("start", [b"", HELLO], ids=["from the start", "after a hello"])
+def test_noise_does_not_stop_the_door(start: bytes) -> None:
+    key = JobKey("77" * 32)
+    with Listener(key, unix=True, tcp_host=None) as listener:
+
+        @settings(deadline=None, max_examples=50)
+        @given(st.binary(max_size=200))
+        def make(noise: bytes) -> None:
+            with socket.socket(socket.AF_UNIX) as stranger:
+                stranger.settimeout(20)
+                stranger.connect("\0" + listener.unix_name)
+                try:
+                    stranger.sendall(start + noise)
+                    stranger.shutdown(socket.SHUT_WR)
+                    while stranger.recv(100):
+                        pass
+                except ConnectionError:
+                    pass  # refused before all was sent
+            here, _ = connect_authenticated(
+                f"unix:{listener.unix_name}", key, ConnectionRequest("data", 0), Deadline(20)
+            )
+            with here, listener.accept("data", 0, Deadline(20)):
+                pass
+
+        make()
+        assert listener.num_refused > 0
