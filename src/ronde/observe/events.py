@@ -1,6 +1,6 @@
-"""Events: what happened, as typed values. Recorded by the Recorder; returned by ronde.events(), shown in the timeline.
+"""Events: what happened to a rank, as typed values. ronde.events() returns them, and the timeline shows them.
 
-`at_ns` is time.monotonic_ns() of the process that emitted the event.
+`at_ns` is time.monotonic_ns() of the process that recorded the event.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ __all__ = [
     "StallReported",
     "Started",
     "Stopped",
-    "decode",
-    "encode",
 ]
 
 COORDINATOR = -1
@@ -134,35 +132,6 @@ class ChannelClosed(Event, frozen=True, kw_only=True):
 
     def words(self) -> str:
         return f"channel {shorten(self.channel)} closed{_reason_suffix(self.why)}"
-
-
-_decoder: msgspec.json.Decoder[Event] = msgspec.json.Decoder(
-    Started
-    | Stopped
-    | OperationFailed
-    | PeerGone
-    | StallReported
-    | GroupAdded
-    | GroupRemoved
-    | ChannelOpened
-    | ChannelClosed
-)
-_encoder = msgspec.json.Encoder()
-
-
-def encode(event: Event) -> bytes:
-    """Return the event as a JSON object; its "type" is the name of the class. What UTF-8 cannot hold is escaped."""
-    try:
-        return _encoder.encode(event)
-    except UnicodeEncodeError:
-        texts = {field: getattr(event, field) for field in event.__struct_fields__}
-        clean = {field: escape_surrogates(value) for field, value in texts.items() if isinstance(value, str)}
-        return _encoder.encode(msgspec.structs.replace(event, **clean))
-
-
-def decode(data: bytes) -> Event:
-    """Return the event that was encoded. A msgspec.DecodeError says what is wrong with the data."""
-    return _decoder.decode(data)
 
 
 def _reason_suffix(why: str) -> str:
