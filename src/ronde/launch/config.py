@@ -223,7 +223,7 @@ def read_config(path: str) -> dict[str, Any]:
 
 
 def _env_source(path: str, text: str, env_lines: Mapping[str, int]) -> str:
-    """Say where a file sets this variable (NAME or NAME=VALUE); the line is not known of what YAML took from an anchor."""
+    """Say where a file sets this variable (NAME or NAME=VALUE); what YAML took from an anchor has no line."""
     line = env_lines.get(text) or env_lines.get(text.partition("=")[0])
     return f"{path}, line {line}: env:" if line else f"{path}: env:"
 

@@ -36,7 +36,8 @@ FUNCTION_RANK_COMMAND = (
     "",  # the agent's own Python
     "-c",
     # Not -m: that looks into the working directory first, where the user may have files of any name.
-    "import sys; sys.path[:1] == [''] and sys.path.pop(0); from ronde.launch.function_rank import main; sys.exit(main())",
+    "import sys; sys.path[:1] == [''] and sys.path.pop(0)\n"
+    "from ronde.launch.function_rank import main; sys.exit(main())",
 )
 """Job.command of ranks that call a function."""
 

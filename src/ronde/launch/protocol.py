@@ -148,7 +148,7 @@ DriverMessage: TypeAlias = (
 
 
 class AgentHello(LaunchMessage, frozen=True, forbid_unknown_fields=False, tag="Hello"):
-    """The first message of an agent. Other versions of ronde must be able to read it: they may add fields at its end."""
+    """The first message of an agent. Other versions of ronde have to read it: fields are added at its end only."""
 
     version: str
     python: str

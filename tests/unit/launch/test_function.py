@@ -109,10 +109,7 @@ def test_too_many_ranks_are_refused_before_anything_starts() -> None:
     [
         ({"np": "2"}, "np must be a whole number, got '2'"),
         ({"np": 2.0}, "np must be a whole number, got 2.0"),
-        (
-            {"num_ranks": 2},
-            "unknown setting num_ranks; the number of ranks is np, as in ronde.run(fn, np=4)",
-        ),
+        ({"num_ranks": 2}, "unknown setting num_ranks; the number of ranks is np, as in ronde.run(fn, np=4)"),
         ({"env": {"A": 1}}, "env must have texts, as in env={'A': '1'}; got 'A': 1"),
     ],
 )

@@ -45,7 +45,7 @@ done
 
 
 class OrphanKiller:
-    """Kills the process groups it watches, and all processes with its cookie, when this process ends or it is closed."""
+    """Kills the process groups it watches and all processes with its cookie when this process ends or it is closed."""
 
     def __init__(self) -> None:
         self.cookie = {COOKIE_VARIABLE: uuid.uuid4().hex}

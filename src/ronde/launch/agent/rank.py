@@ -1,7 +1,7 @@
 """One rank of an agent: its process, its pipes or ptys, and its result.
 
     standard input     empty, or the rank's pty, or a pipe beside that (order.stdin_pipe)
-    standard output    a pipe; or a pty that does not change the bytes (order.output_ptys); or the rank's pty (order.tty)
+    standard output    a pipe; a pty that does not change the bytes (order.output_ptys); or the rank's pty (order.tty)
     standard error     the same, apart; with order.tty both are one
     $RONDE_CALL_FD     order.pickled_call, up to the end of the pipe
     $RONDE_RESULT_FD   takes the result: its length (8 bytes, big endian), then so many bytes
@@ -39,7 +39,7 @@ _STREAMS: tuple[StdStream, ...] = ("out", "err")
 
 
 class RankProcess:
-    """A rank from its start, which may raise StartFailed, to its end, when on_exit is called once with the exit code."""
+    """A rank from its start, which may raise StartFailed, to its end: then on_exit is called with the exit code."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class RankProcess:
                 set_window_size(reader.fd, rows, columns)
 
     def set_reading_paused(self, paused: bool) -> None:
-        """Stop reading output, so that the rank waits, or go on. What a dead rank has left is little, and read anyway."""
+        """Stop reading output, so that the rank waits, or go on. What little a dead rank has left is read anyway."""
         if self._exit_code is None:
             for reader in self._output_readers.values():
                 if paused:

@@ -81,8 +81,8 @@ HUNG_UP = StopRequest(128 + signal.SIGHUP, "ended by SIGHUP: the terminal was cl
 
 SIGNAL_REPEAT_S: Mapping[signal.Signals, float] = {signal.SIGTERM: 1.0, signal.SIGHUP: 1.0, signal.SIGINT: 0.1}
 """The same signal again within this time is the same request, not a second one. `timeout` sends SIGTERM to its command
-and at once to the command's process group, as service managers do. For Ctrl-C it is shorter than a person needs to press
-the keys twice. Other signals always count."""
+and at once to the command's process group, as service managers do. For Ctrl-C it is shorter than a person needs to
+press the keys twice. Other signals always count."""
 
 
 class SignalRepeatFilter:
@@ -93,8 +93,8 @@ class SignalRepeatFilter:
         self._last_request_s: dict[signal.Signals, float] = {}
 
     def is_new_request(self, number: signal.Signals, now_s: float) -> bool:
-        """Return whether a signal that comes at this time (of a monotonic clock) is a new request. Repeats do not extend
-        the interval: one of several that keep coming is a new request again."""
+        """Return whether a signal that comes at this time (of a monotonic clock) is a new request. Repeats do not
+        extend the interval: one of several that keep coming is a new request again."""
         before_s = self._last_request_s.get(number)
         if before_s is not None and now_s - before_s < self._intervals_s.get(number, 0.0):
             return False

@@ -238,7 +238,7 @@ class AgentGroup:
             self._connections[index].send(messages[index])
 
     def suspend_heartbeat(self, suspended: bool) -> None:
-        """Tell agents that the driver is about to be suspended by its user, and will send nothing; or that it goes on."""
+        """Tell agents that the driver is about to be suspended and will send nothing; or that it goes on."""
         for connection in self._connections:
             connection.send(DriverHeartbeat(UNLIMITED_S) if suspended else self._heartbeat)
 

@@ -2,7 +2,7 @@
 its driver answers requests about it, and how others find that.
 
 Each job has a socket in a directory that only its user can enter; the kernel tells both sides that the other one is the
-same user. Request and reply are a JSON object on a line each: see docs/reference/json.md and docs/internals/monitoring.md.
+same user. Request and reply are a JSON object on a line each: see docs/reference/json.md.
 """
 
 from __future__ import annotations

@@ -18,15 +18,7 @@ from ronde.launch.driver.hosts import AgentConnection, LocalAgentConnection
 from ronde.launch.driver.ssh import NO_DIRECTORY_STATUS, NO_PYTHON_STATUS, HostError, SshAgentConnection, SshCommand
 from ronde.launch.job import SshOptions
 from ronde.launch.placement import Host
-from ronde.launch.protocol import (
-    AgentHello,
-    AgentMessage,
-    DriverHeartbeat,
-    RankExit,
-    RankOrder,
-    RankOutput,
-    StartRanks,
-)
+from ronde.launch.protocol import AgentHello, AgentMessage, DriverHeartbeat, RankExit, RankOrder, RankOutput, StartRanks
 from ronde.net.event_loop import EventLoop
 from tests.unit.launch.agent.watched_agent import PATIENCE_S
 
