@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -41,3 +42,14 @@ def test_every_module_that_a_page_names_exists(page: Path) -> None:
     for name in MODULE.findall(page.read_text(encoding="utf-8")):
         path = ROOT / "src/ronde" / name.rstrip("/")
         assert path.is_dir() or path.with_suffix(".py").exists(), name
+
+
+def test_every_hop_of_the_walks_exists() -> None:
+    page = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    hops = re.findall(r"^\| \d+ \| `([\w/]+\.py)` \| `(\w+)(?:\.(\w+))?`", page, re.MULTILINE)
+    assert len(hops) > 40
+    for file, name, method in hops:
+        tree = ast.parse((ROOT / "src/ronde" / file).read_text(encoding="utf-8"))
+        (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
+        methods = [node.name for node in found.body if isinstance(node, ast.FunctionDef)]
+        assert not method or method in methods, f"{file} has no {name}.{method}"

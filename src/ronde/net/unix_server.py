@@ -59,7 +59,7 @@ class UnixLineServer:
             self._listening_socket.close()
             raise
         # Owned by the desk. Accepts callers and gives each a thread, which touches its own socket only.
-        self._thread = threading.Thread(target=self._serve, name="ronde-desk", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="ronde-monitor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
@@ -100,7 +100,7 @@ class UnixLineServer:
                 self.num_refused += 1
                 sock.close()
                 return
-            thread = threading.Thread(target=self._serve_client, args=(sock,), name="ronde-desk-caller", daemon=True)
+            thread = threading.Thread(target=self._serve_client, args=(sock,), name="ronde-monitor-client", daemon=True)
             self._clients[thread] = sock
             thread.start()
 
