@@ -47,12 +47,9 @@ __all__ = [
     "RunStarted",
     "StepTimer",
     "decode_record",
-    "downsample",
     "encode_record",
-    "limit_to_steps",
     "parse_log",
     "process_sampler",
-    "read_blocked_times",
     "read_log",
 ]
 
@@ -130,7 +127,7 @@ class StepTimer:
         self._clock = clock
         self._sample_resources = sample_resources or process_sampler()
         self._next_sample_s = 0.0
-        self._read_blocked = read_blocked or read_blocked_times
+        self._read_blocked = read_blocked or _read_blocked_times
         self._interval: _Interval | None = None
 
     @contextmanager
@@ -159,11 +156,11 @@ class StepTimer:
         waited_s, moved_s = (
             now_s - before_s for now_s, before_s in zip(self._read_blocked(), interval.blocked_at_start, strict=True)
         )
-        wait_s, move_s = limit_to_steps(total_s, waited_s, moved_s)
+        wait_s, move_s = _limit_to_steps(total_s, waited_s, moved_s)
         return RankTimeBreakdown(
             rank=self._rank,
             num_steps=len(interval.step_times_s),
-            step_s=tuple(downsample(interval.step_times_s, MAX_STEP_TIMES)),
+            step_s=tuple(_downsample(interval.step_times_s, MAX_STEP_TIMES)),
             longest_s=max(interval.step_times_s, default=0.0),
             compute_s=total_s - wait_s - move_s,
             wait_s=wait_s,
@@ -175,7 +172,7 @@ class StepTimer:
         )
 
 
-def limit_to_steps(total_s: float, wait_s: float, move_s: float) -> tuple[float, float]:
+def _limit_to_steps(total_s: float, wait_s: float, move_s: float) -> tuple[float, float]:
     """Return waiting and moving as parts of the steps. Several threads can be blocked at once, and some between steps:
     if that is more than the steps took, both shrink alike."""
     blocked_s = wait_s + move_s
@@ -183,7 +180,7 @@ def limit_to_steps(total_s: float, wait_s: float, move_s: float) -> tuple[float,
     return wait_s * factor, move_s * factor
 
 
-def downsample(values: Sequence[float], max_values: int) -> list[float]:
+def _downsample(values: Sequence[float], max_values: int) -> list[float]:
     """Return at most `max_values` values: means of equally many neighbours each; the last, of what is left."""
     width = -(-len(values) // max_values)
     return [sum(part) / len(part) for part in (values[i : i + width] for i in range(0, len(values), max(width, 1)))]
@@ -206,7 +203,7 @@ def process_sampler(gpu: Callable[[], float] | None = None) -> Callable[[], Reso
     return sample
 
 
-def read_blocked_times() -> tuple[float, float]:
+def _read_blocked_times() -> tuple[float, float]:
     """Return the seconds that callers of ronde's operations were blocked: waiting for a member, and moving data."""
     if not ronde.is_initialized():
         return 0.0, 0.0
