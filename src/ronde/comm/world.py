@@ -32,9 +32,11 @@ from ronde.types import Deadline, check_group_ranks
 
 __all__ = ["World", "current_world", "init", "is_initialized", "resolve_group", "shutdown"]
 
+logger = logging.getLogger("ronde.comm")
+
 
 class World:
-    """One rank's part in one round."""
+    """One rank in one round: its groups and channels, its control thread and its recorder."""
 
     def __init__(self, joined_round: JoinedRound, groups: Groups = ()) -> None:
         settings, self.topology = joined_round.settings, joined_round.topology
@@ -129,8 +131,6 @@ class World:
         if self._joined_round.liveness_fd >= 0:
             os.close(self._joined_round.liveness_fd)
 
-    # --- inside ----------------------------------------------------------------------------------------------------
-
     def _make_group(self, id: int, ranks: tuple[int, ...]) -> Group:
         group = Group(id, ranks, self.rank, self._open_channels, self.control_thread)
         if id:
@@ -175,9 +175,6 @@ def _make_leave(orderly: bool, why: str, error: BaseException | None, at_exit: b
         reason = LeaveReason.TIMED_OUT
     lost_peer = error.peer if isinstance(error, PeerLost) else None
     return LeaveRound(reason, why, missing, where_was_raised(error), lost_peer)
-
-
-logger = logging.getLogger("ronde.comm")
 
 
 class _ProcessState:
@@ -226,7 +223,6 @@ def is_initialized() -> bool:
 
 
 def current_world(what: str = "this call") -> World:
-    """The running world."""
     world = _state.world
     if world is None:
         raise NotInitialized(what)
@@ -234,7 +230,7 @@ def current_world(what: str = "this call") -> World:
 
 
 def resolve_group(group: Group | None) -> Group:
-    """The group, or all ranks."""
+    """The group, or that of all ranks."""
     return current_world().group if group is None else group
 
 

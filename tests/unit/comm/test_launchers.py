@@ -1,4 +1,4 @@
-"""Who started this process, read from the variables of other launchers."""
+"""Which launcher started this process, from its variables."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ HOROVOD = {
 }
 
 
-def look(*variables: dict[str, str], **changes: str) -> LauncherEnvironment | None:
+def detect(*variables: dict[str, str], **changes: str) -> LauncherEnvironment | None:
     merged = {name: value for given in variables for name, value in given.items()}
     return detect_launcher({**merged, **changes})
 
 
-def place(*variables: dict[str, str], **changes: str) -> tuple[str, int, int] | None:
-    found = look(*variables, **changes)
+def identify(*variables: dict[str, str], **changes: str) -> tuple[str, int, int] | None:
+    found = detect(*variables, **changes)
     return None if found is None else (found.launcher, found.rank, found.size)
 
 
@@ -62,46 +62,46 @@ def place(*variables: dict[str, str], **changes: str) -> tuple[str, int, int] | 
     ],
 )
 def test_each_launcher_is_recognised(variables: dict[str, str], expected: tuple[str, int, int] | None) -> None:
-    assert place(variables) == expected
+    assert identify(variables) == expected
 
 
 @pytest.mark.parametrize("variables", [TORCH, OPEN_MPI, MPICH, {"SLURM_STEP_ID": "0", **BATCH}, HOROVOD])
 def test_half_of_a_set_is_no_set(variables: dict[str, str]) -> None:
     for missing in variables:
         if missing not in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_JOB_NODELIST"):
-            assert look({name: value for name, value in variables.items() if name != missing}) is None
+            assert detect({name: value for name, value in variables.items() if name != missing}) is None
 
 
 def test_the_shell_of_a_batch_script_is_no_rank() -> None:
-    assert look(BATCH) is None
-    assert look(BATCH, SLURM_STEP_ID="4294967291") is None, "the step of the batch script itself"
-    assert look(BATCH, SLURM_STEP_ID="4294967290") is None, "the interactive step of salloc"
+    assert detect(BATCH) is None
+    assert detect(BATCH, SLURM_STEP_ID="4294967291") is None, "the step of the batch script itself"
+    assert detect(BATCH, SLURM_STEP_ID="4294967290") is None, "the interactive step of salloc"
 
 
 def test_a_shell_in_a_step_of_one_is_a_job_of_one_whatever_the_allocation_has() -> None:
-    assert place(BATCH, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="1") == ("srun", 0, 1)
+    assert identify(BATCH, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="1") == ("srun", 0, 1)
 
 
-def test_an_mpi_inside_of_slurm_counts_more_than_the_daemon_that_carries_it() -> None:
-    assert place(STEP, OPEN_MPI) == ("Open MPI", 2, 4)
-    assert place(STEP, MPICH, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2") == ("MPICH", 3, 4)
+def test_an_mpi_inside_of_slurm_counts_more_than_the_srun_of_its_daemon() -> None:
+    assert identify(STEP, OPEN_MPI) == ("Open MPI", 2, 4)
+    assert identify(STEP, MPICH, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2") == ("MPICH", 3, 4)
 
 
-def test_srun_that_also_speaks_mpis_language_is_srun() -> None:
-    assert place(STEP, {"PMI_RANK": "3", "PMI_SIZE": "4"}) == ("srun", 3, 4)
+def test_srun_that_also_sets_the_variables_of_mpich_is_srun() -> None:
+    assert identify(STEP, {"PMI_RANK": "3", "PMI_SIZE": "4"}) == ("srun", 3, 4)
 
 
 def test_torchrun_started_by_another_launcher_counts_more_than_that() -> None:
     for outer in (STEP, OPEN_MPI, MPICH):
-        assert place(outer, TORCHRUN) == ("torchrun", 1, 4)
+        assert identify(outer, TORCHRUN) == ("torchrun", 1, 4)
 
 
 def test_variables_that_anybody_may_have_exported_come_last() -> None:
     for started in (STEP, OPEN_MPI, MPICH):
-        assert place(TORCH, started) == place(started)
+        assert identify(TORCH, started) == identify(started)
 
 
-def test_ranks_on_one_host_meet_on_the_loopback() -> None:
+def test_ranks_on_one_host_use_the_loopback() -> None:
     for variables, changes in (
         (TORCHRUN, {"LOCAL_WORLD_SIZE": "4"}),
         (TORCH, {"MASTER_ADDR": "localhost"}),
@@ -110,11 +110,11 @@ def test_ranks_on_one_host_meet_on_the_loopback() -> None:
         (STEP, {"SLURM_STEP_NUM_NODES": "1"}),
         (STEP, {"SLURM_STEP_NUM_NODES": "", "SLURM_STEP_NODELIST": "n3"}),
     ):
-        found = look(variables, **changes)
+        found = detect(variables, **changes)
         assert found is not None and found.is_one_host and found.host == "127.0.0.1"
 
 
-def test_ranks_on_several_hosts_meet_where_the_launcher_says() -> None:
+def test_ranks_on_several_hosts_use_the_host_of_the_launcher() -> None:
     for variables, changes, host in (
         (TORCHRUN, {}, "node0"),
         (TORCH, {}, "node0"),
@@ -123,7 +123,7 @@ def test_ranks_on_several_hosts_meet_where_the_launcher_says() -> None:
         (MPICH, {"MPI_LOCALNRANKS": ""}, ""),
         (STEP, {}, "n3"),
     ):
-        found = look(variables, **changes)
+        found = detect(variables, **changes)
         assert found is not None and not found.is_one_host and found.host == host
 
 
@@ -133,10 +133,10 @@ def test_ranks_of_one_job_agree_on_its_name_and_other_jobs_do_not() -> None:
         ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-a-1@1"}, "OMPI_COMM_WORLD_RANK", {"PMIX_NAMESPACE": "prterun-a-2@1"}),
         (STEP, "SLURM_PROCID", {"SLURM_STEP_ID": "1"}),
     ):
-        mine, mate, stranger = look(variables), look(variables, **{rank: "0"}), look(variables, **other)
-        assert mine is not None and mate is not None and stranger is not None
-        assert mine.job == mate.job != ""
-        assert stranger.job != mine.job
+        first, second, other_job = detect(variables), detect(variables, **{rank: "0"}), detect(variables, **other)
+        assert first is not None and second is not None and other_job is not None
+        assert first.job == second.job != ""
+        assert other_job.job != first.job
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_ranks_of_one_job_agree_on_its_name_and_other_jobs_do_not() -> None:
 )
 def test_nonsense_is_named(variables: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        look(variables)
+        detect(variables)
     assert words in str(caught.value)
 
 
@@ -168,7 +168,7 @@ def test_the_first_host_of_slurms_short_form(nodes: str, first: str) -> None:
     assert first_slurm_host(nodes) == first
 
 
-def test_the_ports_of_a_meeting_are_behind_the_launchers_or_follow_from_the_job() -> None:
+def test_the_ports_follow_the_launchers_or_come_from_the_job() -> None:
     assert coordinator_port_range("a", 29500, "j") == "a:29501-29516"
     assert coordinator_port_range("::1", 65535, "j") == "[::1]:65519-65534"
     mine, other = coordinator_port_range("a", 0, "job 1"), coordinator_port_range("a", 0, "job 2")
@@ -182,17 +182,17 @@ def test_the_users_folder_follows_the_convention() -> None:
     assert config_dir({"XDG_CONFIG_HOME": "relative"}) == Path.home() / ".config/ronde"
 
 
-def test_the_launcher_is_the_nearest_process_above_that_has_no_mark() -> None:
-    script = "from ronde.comm.launchers import find_launcher_process; print(find_launcher_process('SURROUNDINGS_TEST'))"
+def test_the_launcher_is_the_nearest_process_above_without_the_variable() -> None:
+    script = "from ronde.comm.launchers import find_launcher_process; print(find_launcher_process('LAUNCHER_TEST'))"
     shell = f'"{sys.executable}" -c "{script}"; true'  # one more process between
     found = {
         subprocess.run(
-            ["sh", "-c", shell], env={"SURROUNDINGS_TEST": "1"}, capture_output=True, text=True, check=True, timeout=30
+            ["sh", "-c", shell], env={"LAUNCHER_TEST": "1"}, capture_output=True, text=True, check=True, timeout=30
         ).stdout.strip()
         for _ in range(2)
     }
     assert len(found) == 1, "the same for all that we start"
-    assert found == {find_launcher_process("SURROUNDINGS_TEST")}, "which is us"
+    assert found == {find_launcher_process("LAUNCHER_TEST")}, "which is us"
 
 
 def test_a_launcher_that_cannot_be_seen_has_no_name(tmp_path: Path) -> None:
