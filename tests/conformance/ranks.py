@@ -5,14 +5,13 @@ from __future__ import annotations
 import threading
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from ronde.comm.joining import Groups, JoinedRound
 from ronde.comm.world import World
 from ronde.coordinator.inprocess import InProcessCoordinator
 from ronde.settings import Settings
 from ronde.types import Member, Topology
-from tests.conformance.cases import Case
 from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
 from tests.limits import OPERATION_S, RANK_S
 
@@ -20,13 +19,6 @@ Body: TypeAlias = Callable[[World], Any]
 
 QUICK = Settings(operation_s=OPERATION_S, start_s=OPERATION_S, stall_s=0.0)
 """What hangs should not hang for long."""
-
-
-class Ranks(Protocol):
-    """Ranks of one job, ready to show how they behave."""
-
-    def run(self, case: Case) -> None:
-        """Run it on every rank; RanksFailed shows what each rank that failed has to say."""
 
 
 class RanksFailed(AssertionError):
@@ -37,26 +29,15 @@ class RanksFailed(AssertionError):
         super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(failures.items())))
 
 
-class ThreadRanks:
-    """The ranks are threads of this process; every behaviour gets a fresh world."""
-
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def run(self, case: Case) -> None:
-        """Run it on every rank."""
-        run_threads(self._size, case.body)
-
-
 def run_threads(size: int, body: Body, *, groups: Groups = (), settings: Settings = QUICK) -> list[Any]:
     """Run the body in a world per rank; what each returned."""
-    places = make_places(size, groups, settings)
+    rounds = join_in_process(size, groups, settings)
     results: list[Any] = [None] * size
     failures: dict[int, str] = {}
 
     def one(rank: int) -> None:
         try:
-            world = World(places[rank], groups)
+            world = World(rounds[rank], groups)
             try:
                 results[rank] = body(world)
             except BaseException as error:
@@ -79,12 +60,12 @@ def run_threads(size: int, body: Body, *, groups: Groups = (), settings: Setting
     return results
 
 
-def make_places(size: int, groups: Groups, settings: Settings) -> list[JoinedRound]:
-    """Places for ranks that are threads: one coordinator and one hub for all of them."""
+def join_in_process(size: int, groups: Groups, settings: Settings) -> list[JoinedRound]:
+    """What joining gives to ranks that are threads: one coordinator and one hub for all of them."""
     given = [settings.replace(rank=rank, size=size) for rank in range(size)]
     members = tuple(Member(rank, "here", 1, "") for rank in range(size))
-    loopback, hub = InProcessCoordinator(members, groups, given[0]), ThreadsHub()
+    coordinator, hub = InProcessCoordinator(members, groups, given[0]), ThreadsHub()
     return [
-        JoinedRound(given[rank], Topology(members, rank), loopback.client(rank), ThreadsBackend(hub))
+        JoinedRound(given[rank], Topology(members, rank), coordinator.client(rank), ThreadsBackend(hub))
         for rank in range(size)
     ]

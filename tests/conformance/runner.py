@@ -52,9 +52,9 @@ class ProcessRanks:
             lines.flush()
         failures = self._collect()
         if failures:
-            said = self._said()
+            printed = self._printed()
             self.close()
-            raise RanksFailed({**failures, **({-1: f"the ranks said:\n{said}"} if said else {})})
+            raise RanksFailed({**failures, **({-1: f"the ranks printed:\n{printed}"} if printed else {})})
 
     def close(self) -> None:
         """End the processes. Idempotent."""
@@ -98,7 +98,7 @@ class ProcessRanks:
                     return {**{key.data: "it hangs" for key in selector.get_map().values()}, **failures}
         return failures
 
-    def _said(self) -> str:
+    def _printed(self) -> str:
         self._output.seek(0)
         return self._output.read().decode(errors="replace")
 

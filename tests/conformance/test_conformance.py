@@ -13,7 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.conformance.cases import Case, all_cases
-from tests.conformance.ranks import Ranks, ThreadRanks
+from tests.conformance.ranks import run_threads
 from tests.conformance.runner import ProcessRanks
 
 HOSTS = {"native": "one", "tcp": "apart", "two-hosts": "two"}
@@ -41,29 +41,29 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def crews() -> Iterator[dict[tuple[str, int], ProcessRanks]]:
-    """Processes that were started for a test and serve the next ones, too; one kind at a time."""
-    started: dict[tuple[str, int], ProcessRanks] = {}
-    yield started
-    for crew in started.values():
-        crew.close()
+def running() -> Iterator[dict[tuple[str, int], ProcessRanks]]:
+    """The processes that were started for a test and serve the next ones, too; of one kind and number at a time."""
+    running: dict[tuple[str, int], ProcessRanks] = {}
+    yield running
+    for ranks in running.values():
+        ranks.close()
 
 
-def test_behaviour(kind: str, size: int, case: Case, crews: dict[tuple[str, int], ProcessRanks]) -> None:
-    ranks: Ranks = ThreadRanks(size)
-    if kind != "threads":
-        if (kind, size) not in crews:
-            for crew in crews.values():
-                crew.close()
-            crews.clear()
-            crews[kind, size] = ProcessRanks(size, hosts=HOSTS[kind])
-        ranks = crews[kind, size]
-    ranks.run(case)
+def test_behaviour(kind: str, size: int, case: Case, running: dict[tuple[str, int], ProcessRanks]) -> None:
+    if kind == "threads":
+        run_threads(size, case.body)
+        return
+    if (kind, size) not in running:
+        for ranks in running.values():
+            ranks.close()
+        running.clear()
+        running[kind, size] = ProcessRanks(size, hosts=HOSTS[kind])
+    running[kind, size].run(case)
 
 
 def test_processes_leave_nothing_behind() -> None:
-    crew = ProcessRanks(2)
+    ranks = ProcessRanks(2)
     try:
-        crew.run(all_cases()["allreduce.shapes_of_all_kinds_come_back"])
+        ranks.run(all_cases()["allreduce.shapes_of_all_kinds_come_back"])
     finally:
-        crew.close()
+        ranks.close()

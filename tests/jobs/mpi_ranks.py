@@ -1,66 +1,207 @@
-"""What each rank of tests/jobs/test_mpi.py does under mpiexec: every case in turn, results to a file per rank.
+"""What each rank of tests/jobs/test_mpi.py does under mpiexec, in environments that hold an MPI library and no pytest.
 
-Runs where there is no pytest: in the small environments that hold an MPI library. `python -m tests.jobs.mpi_ranks
-FOLDER` writes FOLDER/rank-N.json: {case: "" or what went wrong}.
+`python -m tests.jobs.mpi_ranks PROGRAM`, where PROGRAM is one of
+
+    cases FOLDER        every case of tests/jobs/mpi_cases.py
+    behaviours FOLDER   every behaviour of tests/conformance that makes sense on so many ranks
+    collectives         every public function once, in two rounds
+    fails               the last rank fails while the others wait for it; they exit with 0 when they are told why
+    killed N            rank N is killed
+
+The first two write FOLDER/rank-N.json: {case: "" or what went wrong}.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 from mpi4py import MPI
 
-from ronde.comm.backends.mpi.backend import MpiBackend
+import ronde
+from ronde.comm.backends.mpi.backend import MpiBackend, settings_from_mpi
 from ronde.comm.backends.mpi.requests import wait_all
+from ronde.comm.joining import join_round
+from ronde.comm.world import World
+from ronde.errors import RoundEnded
 from ronde.settings import Settings
 from ronde.types import Deadline
-from tests.jobs import mpi_order_cases, mpi_result_cases  # noqa: F401  # they fill CASES
-from tests.jobs.mpi_kit import (
-    CASES,
-    LONG_S,
-    RANK,
-    SIZE,
-    topology,
-)
+from tests.conformance.cases import Case, all_cases
+from tests.jobs.mpi_cases import CASES, topology
+from tests.limits import OPERATION_S
+
+RANK, SIZE = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+SETTINGS = Settings(backend="mpi", operation_s=OPERATION_S, start_s=OPERATION_S, stall_s=0.0, shutdown_s=2.0)
+
+# --- cases -----------------------------------------------------------------------------------------------------------
 
 
-def meet() -> None:
-    """Cases begin together, whatever the one before came to."""
-    deadline = Deadline(LONG_S)
+def run_all(folder: str, functions: dict[str, Callable[[], None]]) -> None:
+    """Run one after the other, whatever the one before came to."""
+    results: dict[str, str] = {}
+    for name, function in functions.items():
+        try:
+            function()
+            results[name] = ""
+        except Exception:  # the edge of the process: the test shows it
+            results[name] = traceback.format_exc()
+        Path(folder, f"rank-{RANK}.json").write_text(json.dumps(results))
+
+
+def begin_together(fine: bool = True) -> bool:
+    """Wait until all ranks are here; returns whether all of them are fine."""
+    deadline = Deadline(2 * OPERATION_S)
+    state = np.array([fine])
 
     def check() -> None:
         assert not deadline.expired, "some rank is stuck in the case before"
 
-    wait_all([MPI.COMM_WORLD.Ibarrier()], check)
+    wait_all([MPI.COMM_WORLD.Iallreduce(MPI.IN_PLACE, state, MPI.LAND)], check)
+    return bool(state[0])
 
 
-def outcome(function: Callable[[MpiBackend], None]) -> str:
+def expect_no_threads() -> None:
+    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ronde")]
+    assert not left, f"threads are left: {left}"
+
+
+def run_case(body: Callable[[MpiBackend], None]) -> None:
+    begin_together()
+    backend = MpiBackend(topology(), Settings(backend="mpi", start_s=OPERATION_S))
     try:
-        backend = MpiBackend(topology(), Settings(backend="mpi", start_s=LONG_S))
+        body(backend)
+    finally:
+        backend.close()
+    expect_no_threads()
+
+
+class Behaviours:
+    """Runs behaviours in one world after the other: a new one only when the one before cannot be used any more."""
+
+    def __init__(self) -> None:
+        self._world: World | None = None
+        self._num_rounds = 0
+
+    def run(self, case: Case) -> None:
+        if not begin_together(self._world is not None):
+            self.close()
         try:
-            function(backend)
-        finally:
-            backend.close()
-        left = [thread.name for thread in threading.enumerate() if thread.name.startswith("ronde")]
-        assert not left, f"threads are left: {left}"
-    except Exception:  # the edge of the process: the test shows it
-        return traceback.format_exc()
-    return ""
+            if self._world is None:
+                self._num_rounds += 1
+                self._world = World(join_round(settings_from_mpi(SETTINGS), (), self._num_rounds - 1))
+            case.body(self._world)
+            if case.spoils:
+                self.close()
+        except Exception as error:
+            self.close(orderly=False, why=f"the test failed here: {error}")
+            raise
+
+    def close(self, orderly: bool = True, why: str = "") -> None:
+        world, self._world = self._world, None
+        if world is not None:
+            world.close(orderly, why)
+        expect_no_threads()
 
 
-def main(folder: Path) -> None:
-    results: dict[str, str] = {}
-    for name, function in CASES.items():
-        meet()
-        results[name] = outcome(function)
-        (folder / f"rank-{RANK}.json").write_text(json.dumps(results))
+def cases(folder: str) -> None:
+    run_all(folder, {name: lambda body=body: run_case(body) for name, body in CASES.items()})  # type: ignore[misc]
 
+
+def behaviours(folder: str) -> None:
+    runner = Behaviours()
+    wanted = [case for case in all_cases().values() if SIZE in case.sizes]
+    run_all(folder, {case.name: lambda case=case: runner.run(case) for case in wanted})  # type: ignore[misc]
+    runner.close()
+
+
+# --- the public functions --------------------------------------------------------------------------------------------
+
+
+def collectives() -> None:
+    """Two rounds in one process: what the first leaves must not disturb the second."""
+    for _ in range(2):
+        ronde.init(start_s=OPERATION_S, operation_s=OPERATION_S)
+        use_everything(ronde.rank(), ronde.size())
+        exchange(ronde.rank(), ronde.size())
+        ronde.shutdown()
+
+
+def use_everything(rank: int, size: int) -> None:
+    """Every collective, by order and by name."""
+    everybody = range(size)
+    x = np.full(5, rank + 1.0, np.float32)
+    total = sum(rank + 1 for rank in everybody)
+    assert (ronde.allreduce(x) == total).all()
+    assert (ronde.allreduce(x, name="w", op="mean") == total / size).all()
+    works = [ronde.allreduce(x * index, name=f"w{index}", wait=False) for index in range(5)]
+    assert all((work.wait() == total * index).all() for index, work in enumerate(works))
+    assert ronde.allgather(np.arange(rank)).tolist() == [n for other in everybody for n in range(other)]
+    assert (ronde.broadcast(x, root=size - 1) == size).all()
+    assert (ronde.reduce_scatter(np.ones((size + 1, 3))) == size).all()
+    rows, splits = ronde.alltoall(np.full(size, rank))
+    assert rows.tolist() == list(everybody) and splits.tolist() == [1] * size
+    ronde.barrier()
+    group = ronde.add_group([0, size - 1])
+    if group.included:
+        assert (group.allreduce(np.ones(1)) == 2).all()
+    ronde.remove_group(group)
+    with ronde.plan([ronde.Bucket(count=1000), ronde.Bucket(count=3)]) as plan:
+        plan.arrays[0][:] = rank
+        plan.run(0)
+        assert (plan.arrays[0] == sum(everybody) / size).all()
+    for _ in range(rank):
+        ronde.allreduce(x)
+    assert ronde.join() == size - 1
+
+
+def exchange(rank: int, size: int) -> None:
+    """Messages in a ring, and Python objects."""
+    got = np.empty(3)
+    sent = ronde.send(np.full(3, float(rank)), (rank + 1) % size, wait=False)
+    ronde.receive(got, (rank - 1) % size)
+    sent.wait()
+    assert (got == (rank - 1) % size).all()
+    assert ronde.objects.broadcast({"rank": rank}, root=1) == {"rank": 1}
+    assert ronde.objects.allgather("x" * rank) == ["x" * other for other in range(size)]
+
+
+def fails() -> None:
+    ronde.init(start_s=OPERATION_S, operation_s=OPERATION_S)
+    if RANK == SIZE - 1:
+        raise ArithmeticError("the last rank gives up")
+    report_the_end()
+    ronde.shutdown()
+
+
+def killed(victim: str) -> None:
+    ronde.init(start_s=OPERATION_S, operation_s=OPERATION_S)
+    if RANK == int(victim):
+        os.kill(os.getpid(), signal.SIGKILL)
+    report_the_end()
+    ronde.shutdown()
+
+
+def report_the_end() -> None:
+    """Wait for the rank that does not come, and print why the wait ended."""
+    try:
+        ronde.allreduce(np.ones(3))
+    except RoundEnded as error:
+        os.write(2, f"told: {error}\n".encode())  # as one piece: all ranks write to one file
+    else:
+        raise AssertionError("nothing ended the wait")
+
+
+PROGRAMS: dict[str, Callable[..., None]] = {
+    program.__name__: program for program in (cases, behaviours, collectives, fails, killed)
+}
 
 if __name__ == "__main__":
     assert SIZE > 1, "start me with mpiexec -n 2 or more"
-    main(Path(sys.argv[1]))
+    PROGRAMS[sys.argv[1]](*sys.argv[2:])

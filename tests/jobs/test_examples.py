@@ -109,9 +109,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def train(folder: Path, place: Path, *more: str) -> list[str | Path]:
+def train(folder: Path, directory: Path, *more: str) -> list[str | Path]:
     return [
-        *(EXAMPLES / "imagenet/train.py", "--data", folder, "--cache", place / "cache", "--run", place / "run"),
+        *(EXAMPLES / "imagenet/train.py", "--data", folder, "--cache", directory / "cache", "--run", directory / "run"),
         *(*SHORT, *more),
     ]
 
@@ -122,18 +122,18 @@ def outcome(run: RunHistory) -> dict[str, object]:
 
 @pytest.fixture(scope="module")
 def whole(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A run that nobody disturbs: its place, and what it printed."""
-    place = tmp_path_factory.mktemp("whole")
-    return place, run(train(folder, place))
+    """A run that nobody disturbs: its directory, and what it printed."""
+    directory = tmp_path_factory.mktemp("whole")
+    return directory, run(train(folder, directory))
 
 
 def test_the_main_job_leaves_a_report_and_scalars(whole: tuple[Path, str]) -> None:
-    place, printed = whole
+    directory, printed = whole
     report = re.search(r"report: (.*)", printed)
     assert report
     assert Path(report[1]).read_text().startswith("<!DOCTYPE html>")
-    assert list((place / "run/tensorboard").glob("events.out.tfevents.*"))
-    log = read_log(place / "run/log.jsonl")
+    assert list((directory / "run/tensorboard").glob("events.out.tfevents.*"))
+    log = read_log(directory / "run/log.jsonl")
     assert log.ranks() == [0, 1]
     assert sum(share.num_steps for _, share in log.breakdowns(1)) == 6
     assert [step for step, _ in log.series("val/accuracy")] == [2, 4, 6]
@@ -159,7 +159,7 @@ def test_the_main_job_goes_on_after_it_was_killed_as_if_nothing_had_been(
     went_on = re.search(r"going on after step (\d+) of 6", again)
     assert went_on, again
     assert int(went_on[1]) >= 2
-    logs = [read_log(place / "run/log.jsonl") for place in (whole[0], tmp_path)]
+    logs = [read_log(directory / "run/log.jsonl") for directory in (whole[0], tmp_path)]
     assert outcome(logs[0]) == outcome(logs[1])
     assert logs[1].num_resumes == 1
 

@@ -1,9 +1,9 @@
 """A rank dies, in every way, in the middle of every operation: within a second every other one is told who it was, can
-leave, and can begin anew. Nobody hangs.
+leave, and can join a new round. Nobody hangs.
 
 Two moments. *waiting*: the others are known to wait in the operation for the victim, which does not come. *inside*: the
 victim itself is in the middle of large operations. All operations of a job are under way at once, each in a group of
-its own, so one job tells of all of them; the tests look at what it told.
+its own, so one job tells of all of them; the tests look at what it outcome.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ operations = pytest.mark.parametrize("operation", OPERATIONS)
 
 
 @dataclass(frozen=True)
-class Story:
+class Outcome:
     """What became of a job in which a rank died."""
 
     victim: int
     died_at: float
     ended: dict[int, dict[str, Any]]
-    """What each survivor said."""
-    anew: dict[int, dict[str, Any]]
+    """What each survivor reported."""
+    rejoined: dict[int, dict[str, Any]]
     """By survivor: how leaving and the fresh job went."""
     second: float
     """How long a second was on this machine, at that time."""
@@ -65,22 +65,22 @@ class Story:
     def check(self, operation: str, why: str) -> None:
         """Every survivor's operation has failed, in time and in the right words."""
         in_time_s = self.second * (TOLD_S + (LEAVING_S if why == WORDS["sys.exit"] else 0.0))
-        for rank, heard in self.ended.items():
-            ended = heard["operations"][operation]
+        for rank, message in self.ended.items():
+            ended = message["operations"][operation]
             assert (ended["error"], ended["peer"], ended["why"]) == ("PeerLost", self.victim, why), (rank, ended)
             assert ended["at"] - self.died_at < in_time_s, f"rank {rank} after {ended['at'] - self.died_at:.3f} s"
 
-    def check_anew(self) -> None:
+    def check_rejoined(self) -> None:
         """Every survivor has left in time, and its next job has gone well."""
-        for rank, anew in self.anew.items():
+        for rank, rejoined in self.rejoined.items():
             in_time_s = self.second * LEAVING_S
-            assert anew["leaving_s"] < in_time_s and anew["joining_s"] < in_time_s, (rank, anew)
-            assert anew["total"] == 3 * len(self.anew)
+            assert rejoined["leaving_s"] < in_time_s and rejoined["joining_s"] < in_time_s, (rank, rejoined)
+            assert rejoined["total"] == 3 * len(self.rejoined)
 
 
 @functools.cache
-def story(death: str, size: int, moment: str, victim: int, host: str = "launcher") -> Story:
-    """Let a rank of a job die, and hear what the others have to say."""
+def let_a_rank_die(death: str, size: int, moment: str, victim: int, host: str = "launcher") -> Outcome:
+    """Let a rank of a job die, and collect what the others report."""
     others = [rank for rank in range(size) if rank != victim]
     with start_ranks("faults", size, settings=SETTINGS) as job:
         settings = {} if host == "launcher" else hosted_by_rank_0()
@@ -89,10 +89,10 @@ def story(death: str, size: int, moment: str, victim: int, host: str = "launcher
         died_at = kill(job, victim, death)
         ended = job.receive_all(others, "ended")
         second = promised_s(1.0)
-        anew = begin_anew(job, others)
+        rejoined = rejoin(job, others)
         codes = job.wait()
         assert [codes[rank] for rank in others] == [0] * len(others), job.printed()
-    return Story(victim, died_at, ended, anew, second)
+    return Outcome(victim, died_at, ended, rejoined, second)
 
 
 def kill(job: LocalRanks, victim: int, death: str) -> float:
@@ -109,14 +109,14 @@ def kill(job: LocalRanks, victim: int, death: str) -> float:
     return at
 
 
-def begin_anew(job: LocalRanks, others: list[int]) -> dict[int, dict[str, Any]]:
+def rejoin(job: LocalRanks, others: list[int]) -> dict[int, dict[str, Any]]:
     """Let the survivors leave, and be a job of their own."""
     key = new_job_key()
     with CoordinatorServer("127.0.0.1", 0, len(others), JobKey(key), settings=SETTINGS) as coordinator:
         for index, rank in enumerate(others):
             place = {"rank": index, "size": len(others), "coordinator": coordinator.address, "key": key}
             job.send([rank], settings={**place, "coordinator_hosted": True})
-        return job.receive_all(others, "anew")
+        return job.receive_all(others, "rejoined")
 
 
 @operations
@@ -124,29 +124,29 @@ def begin_anew(job: LocalRanks, others: list[int]) -> dict[int, dict[str, Any]]:
 @sizes
 @deaths
 def test_every_survivor_is_told_who_died(death: str, size: int, moment: str, operation: str) -> None:
-    story(death, size, moment, victim=size - 1).check(operation, WORDS[death])
+    let_a_rank_die(death, size, moment, victim=size - 1).check(operation, WORDS[death])
 
 
 @moments
 @sizes
 @deaths
 def test_survivors_leave_at_once_and_begin_anew(death: str, size: int, moment: str) -> None:
-    story(death, size, moment, victim=size - 1).check_anew()
+    let_a_rank_die(death, size, moment, victim=size - 1).check_rejoined()
 
 
 @pytest.mark.parametrize("victim", [0, 1])
 @deaths
 def test_the_same_goes_without_a_launcher(death: str, victim: int) -> None:
-    told = story(death, 3, "waiting", victim, host="rank 0")
+    outcome = let_a_rank_die(death, 3, "waiting", victim, host="rank 0")
     for operation in OPERATIONS:
-        told.check(operation, (WITHOUT_LAUNCHER if victim else COORDINATOR_GONE)[death])
-    told.check_anew()
+        outcome.check(operation, (WITHOUT_LAUNCHER if victim else COORDINATOR_GONE)[death])
+    outcome.check_rejoined()
 
 
 @pytest.mark.parametrize("death", [death for death in WORDS if death not in SAID_ITSELF])
 def test_ranks_that_wait_for_the_start_are_told_who_will_not_come(death: str) -> None:
-    told = story(death, 3, "start", victim=1)
-    for rank, ended in told.ended.items():
+    outcome = let_a_rank_die(death, 3, "start", victim=1)
+    for rank, ended in outcome.ended.items():
         assert f"rank 1 ended before the round began ({WORDS[death]})" in ended["error"]
-        assert ended["at"] - told.died_at < told.second * TOLD_S, rank
-    told.check_anew()
+        assert ended["at"] - outcome.died_at < outcome.second * TOLD_S, rank
+    outcome.check_rejoined()

@@ -189,8 +189,8 @@ def test_functions_and_classes_of_a_script_and_modules_next_to_it_are_found(tmp_
     script = write(tmp_path / "code", script=SCRIPT, beside="def double(x):\n    return 2 * x\n")
     # Where one stands are files that must not be taken for what is installed.
     write(tmp_path / "here", pickle="raise SystemError", cloudpickle="raise SystemError", beside="raise SystemError")
-    said = run_script(script, "--fast", cwd=tmp_path / "here")
-    assert said == "before\n(8, ['--fast'])\n(0, 0)\n"
+    printed = run_script(script, "--fast", cwd=tmp_path / "here")
+    assert printed == "before\n(8, ['--fast'])\n(0, 0)\n"
 
 
 STAYING = """
@@ -252,6 +252,6 @@ def test_ranks_may_be_on_other_hosts(tmp_path: Path) -> None:
         a, b, _ = hosts.addresses
         options = (f"UserKnownHostsFile={tmp_path / 'known'}", "IdentitiesOnly=yes", "StrictHostKeyChecking=yes")
         words = (f"{a}:1,{b}:2", str(hosts.port), str(tmp_path / "user"), *options)
-        said = run_script(script, *words, cwd=tmp_path, before=hosts.exec(0))
+        printed = run_script(script, *words, cwd=tmp_path, before=hosts.exec(0))
         hosts.await_nothing_left()
-    assert said == "[(0, 6, True), (1, 6, True), (0, 6, True)]\n"
+    assert printed == "[(0, 6, True), (1, 6, True), (0, 6, True)]\n"

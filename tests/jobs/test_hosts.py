@@ -77,10 +77,10 @@ def test_when_a_host_dies_its_ranks_are_named_and_the_job_ends(hosts: SshHosts) 
     with hosts.start("-H", f"{a}:1,{b}:2", "-np", "3", "--no-fold", *script("ronde_run", "step")) as job:
         job.read_lines(3)
         hosts.hang_up(1)
-        code, _, said = job.result()
-    assert code == 255, said
-    assert f"ranks 1, 2 on host {b} ended when the connection to it was lost" in said
-    assert "1 other rank ended in consequence" in said
+        code, _, printed = job.result()
+    assert code == 255, printed
+    assert f"ranks 1, 2 on host {b} ended when the connection to it was lost" in printed
+    assert "1 other rank ended in consequence" in printed
     hosts.await_nothing_left()
 
 
@@ -91,13 +91,13 @@ def test_a_cut_network_ends_the_job_on_both_sides(hosts: SshHosts) -> None:
         job.read_lines(2)
         hosts.cut(1)
         try:
-            code, _, said = job.result()
+            code, _, printed = job.result()
             hosts.await_nothing_left(ignored="sshd:")  # which waits for its network, not for us
         finally:
             hosts.cut(1, "up")
             hosts.hang_up(1)
-    assert code == 255, said
-    assert f"rank 1 on host {b} ended when the connection to it was lost" in said
+    assert code == 255, printed
+    assert f"rank 1 on host {b} ended when the connection to it was lost" in printed
 
 
 def test_ctrl_c_ends_every_host_within_seconds(hosts: SshHosts) -> None:
@@ -105,9 +105,9 @@ def test_ctrl_c_ends_every_host_within_seconds(hosts: SshHosts) -> None:
     with hosts.start("-H", f"{a},{b},{c}", "-np", "3", "--no-fold", *script("ronde_run", "stay")) as job:
         job.read_lines(3)
         job.driver.send_signal(signal.SIGINT)
-        code, _, said = job.result()
-    assert code == 130, said
-    assert "interrupted by Ctrl-C" in said
+        code, _, printed = job.result()
+    assert code == 130, printed
+    assert "interrupted by Ctrl-C" in printed
     hosts.await_nothing_left()
 
 

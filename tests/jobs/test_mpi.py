@@ -23,9 +23,8 @@ from tests.limits import LONG_S, LONG_TEST_S
 from tests.services import needs
 
 ROOT = Path(__file__).resolve().parents[2]
-FIND = re.compile(r"^@case\ndef (\w+)", re.MULTILINE)
-FILES = sorted(Path(__file__).parent.glob("mpi_*_cases.py"))
-CASES = [name for file in FILES for name in FIND.findall(file.read_text())]
+RANKS = "tests.jobs.mpi_ranks"
+CASES = re.findall(r"^@case\ndef (\w+)", Path(__file__).with_name("mpi_cases.py").read_text(), re.MULTILINE)
 pytestmark = pytest.mark.timeout(LONG_TEST_S)
 
 SMALL_MACHINE = {
@@ -57,7 +56,7 @@ every_mpi = pytest.mark.parametrize("python", [of_python(path) for path in find_
 
 def mpiexec(python: Path, size: int, *arguments: str, **environment: str) -> tuple[int, str]:
     """The exit code of a program under mpiexec, and all that its ranks said. Ends within LONG_S."""
-    command = [str(python.with_name("mpiexec")), "-n", str(size), str(python), "-W", "error", *arguments]
+    command = [str(python.with_name("mpiexec")), "-n", str(size), str(python), "-W", "error", "-m", RANKS, *arguments]
     path = os.pathsep.join(map(str, (ROOT / "src", ROOT)))
     environ = {**os.environ, **SMALL_MACHINE, "PYTHONPATH": path, **environment}
     with tempfile.TemporaryFile("w+") as said:
@@ -78,7 +77,7 @@ def mpiexec(python: Path, size: int, *arguments: str, **environment: str) -> tup
 def results(python: Path, size: int, program: str) -> tuple[int, str, tuple[dict[str, str], ...]]:
     """How a program ended, what it said, and per rank what went wrong in each case."""
     with tempfile.TemporaryDirectory() as folder:
-        code, said = mpiexec(python, size, "-m", program, folder)
+        code, said = mpiexec(python, size, program, folder)
         files = [Path(folder, f"rank-{rank}.json") for rank in range(size)]
         return code, said, tuple(json.loads(file.read_text()) if file.exists() else {} for file in files)
 
@@ -95,7 +94,7 @@ def check(python: Path, size: int, program: str, case: str) -> None:
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("case", CASES)
 def test_a_channel(python: Path, size: int, case: str) -> None:
-    check(python, size, "tests.jobs.mpi_ranks", case)
+    check(python, size, "cases", case)
 
 
 @every_mpi
@@ -103,11 +102,11 @@ def test_a_channel(python: Path, size: int, case: str) -> None:
     ("size", "case"), [(size, case.name) for size in (2, 3) for case in all_cases().values() if size in case.sizes]
 )
 def test_a_behaviour(python: Path, size: int, case: str) -> None:
-    check(python, size, "tests.jobs.mpi_conformance", case)
+    check(python, size, "behaviours", case)
 
 
 @every_mpi
-@pytest.mark.parametrize("program", ["tests.jobs.mpi_ranks", "tests.jobs.mpi_conformance"])
+@pytest.mark.parametrize("program", ["cases", "behaviours"], ids=[RANKS, "tests.jobs.mpi_conformance"])
 def test_the_programs_end_well(python: Path, program: str) -> None:
     code, said, _ = results(python, 2, program)
     assert code == 0, said
@@ -116,13 +115,13 @@ def test_the_programs_end_well(python: Path, program: str) -> None:
 @every_mpi
 @pytest.mark.parametrize("size", [2, 4])
 def test_the_public_functions_work_under_mpiexec(python: Path, size: int) -> None:
-    code, said = mpiexec(python, size, "-m", "tests.jobs.mpi_job", "collectives", RONDE_BACKEND="mpi")
+    code, said = mpiexec(python, size, "collectives", RONDE_BACKEND="mpi")
     assert code == 0, said
 
 
 @every_mpi
 def test_ranks_that_wait_for_one_that_failed_are_told_why(python: Path) -> None:
-    code, said = mpiexec(python, 2, "-m", "tests.jobs.mpi_job", "fails", RONDE_BACKEND="mpi")
+    code, said = mpiexec(python, 2, "fails", RONDE_BACKEND="mpi")
     assert code != 0
     assert "told: rank 0 lost rank 1 during allreduce" in said and "the last rank gives up" in said, said
 
@@ -133,7 +132,7 @@ def test_ranks_that_wait_for_one_that_failed_are_told_why(python: Path) -> None:
 def test_nobody_but_the_killed_rank_is_named(python: Path, backend: str, victim: int) -> None:
     if "mpich" in str(python):
         pytest.skip("MPICH's mpiexec kills the other ranks before they can say anything")
-    code, said = mpiexec(python, 4, "-m", "tests.jobs.mpi_job", "killed", str(victim), RONDE_BACKEND=backend)
+    code, said = mpiexec(python, 4, "killed", str(victim), RONDE_BACKEND=backend)
     assert code != 0
     named = {*re.findall(r"lost rank (\d+)", said), *re.findall(r"^rank (\d+) is lost", said, re.MULTILINE)}
     assert named == {str(victim)}, said

@@ -57,7 +57,7 @@ def ranks_on(hosts: NetworkHosts, per_host: int) -> Iterator[ControlledRanks]:
             )
             opened.callback(end, process)
         ranks.accept()
-        places = {rank: heard["place"] for rank, heard in ranks.receive_all(range(size), "right").items()}
+        places = {rank: message["place"] for rank, message in ranks.receive_all(range(size), "right").items()}
         assert places == {rank: [rank % per_host, per_host, rank // per_host, 2] for rank in range(size)}
         yield ranks
 
@@ -76,7 +76,7 @@ def test_collectives_between_hosts_are_right(per_host: int) -> None:
         everybody = range(2 * per_host)
         ranks.send(everybody, moment="none")
         assert all(
-            heard["leaving_s"] < promised_s(LEAVING_S) for heard in ranks.receive_all(everybody, "left").values()
+            message["leaving_s"] < promised_s(LEAVING_S) for message in ranks.receive_all(everybody, "left").values()
         )
 
 

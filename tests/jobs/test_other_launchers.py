@@ -15,7 +15,7 @@ from typing import IO, Any
 from tests.jobs.test_mpi import SMALL_MACHINE, every_mpi
 from tests.limits import PATIENCE_S
 
-SCRIPT = Path(__file__).parent / "scripts/guest.py"
+SCRIPT = Path(__file__).parent / "scripts/two_rounds.py"
 SOURCES = Path(__file__).resolve().parents[2] / "src"
 
 STALE = {
@@ -40,33 +40,33 @@ class Started:
         """Start one more."""
         clean = {name: value for name, value in os.environ.items() if not name.startswith("RONDE_")}
         own = {"PYTHONPATH": str(SOURCES), "XDG_CONFIG_HOME": str(self._folder / "config")}
-        said = self._opened.enter_context((self._folder / f"said-{len(self._running)}").open("w+b"))
+        printed = self._opened.enter_context((self._folder / f"printed-{len(self._running)}").open("w+b"))
         process = subprocess.Popen(
             command,
             env={**clean, **SMALL_MACHINE, **own, **(variables or {})},
-            stdout=said,
+            stdout=printed,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        self._running.append((process, said))
+        self._running.append((process, printed))
 
     def wait(self) -> str:
-        """Wait until all have ended well; what they said."""
-        for process, said in self._running:
+        """Wait until all have ended well; what they printed."""
+        for process, printed in self._running:
             code = process.wait(PATIENCE_S)
-            assert code == 0, Path(said.name).read_text(errors="replace")
-        return "".join(Path(said.name).read_text(errors="replace") for _process, said in self._running)
+            assert code == 0, Path(printed.name).read_text(errors="replace")
+        return "".join(Path(printed.name).read_text(errors="replace") for _process, printed in self._running)
 
     def __exit__(self, *_: object) -> None:
-        for process, _said in self._running:
+        for process, _printed in self._running:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         self._opened.close()
 
 
-def places(folder: Path) -> list[Any]:
-    """What the ranks have found, in their order."""
+def results(folder: Path) -> list[Any]:
+    """What the ranks report, in their order."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("rank-*.json"))]
 
 
@@ -80,7 +80,7 @@ def test_plain_python_is_a_job_of_one_and_leaves_no_secret(tmp_path: Path) -> No
     with Started(tmp_path) as started:
         started.add([sys.executable, str(SCRIPT), str(tmp_path)])
         started.wait()
-    assert places(tmp_path) == together(1)
+    assert results(tmp_path) == together(1)
     assert not (tmp_path / "config").exists()
 
 
@@ -89,7 +89,7 @@ def test_torchrun(tmp_path: Path) -> None:
     with Started(tmp_path) as started:
         started.add([sys.executable, *torchrun, str(SCRIPT), str(tmp_path)])
         started.wait()
-    assert places(tmp_path) == together(2)
+    assert results(tmp_path) == together(2)
 
 
 @every_mpi
@@ -98,7 +98,7 @@ def test_mpirun_whatever_else_was_inherited(tmp_path: Path, python: Path) -> Non
     with Started(tmp_path) as started:
         started.add(command, STALE)
         started.wait()
-    assert places(tmp_path) == together(3)
+    assert results(tmp_path) == together(3)
 
 
 @every_mpi
@@ -111,7 +111,7 @@ def test_two_jobs_of_one_mpi_at_the_same_time_do_not_mix(tmp_path: Path, python:
             script = f'"{python}" "{SCRIPT}" "{folder}"; exit $?'
             started.add([str(python.with_name("mpirun")), "-n", "2", "sh", "-c", script])
         started.wait()
-    assert [places(folder) for folder in folders] == [together(2), together(2)]
+    assert [results(folder) for folder in folders] == [together(2), together(2)]
 
 
 @every_mpi
@@ -120,7 +120,7 @@ def test_on_several_hosts_mpi_itself_tells_where_rank_0_is(tmp_path: Path, pytho
     with Started(tmp_path) as started:
         started.add([str(python.with_name("mpirun")), "-n", "2", *several, str(python), str(SCRIPT), str(tmp_path)])
         started.wait()
-    assert places(tmp_path) == together(2)
+    assert results(tmp_path) == together(2)
     assert not (tmp_path / "config").exists(), "the key came from rank 0"
 
 
@@ -131,7 +131,7 @@ def test_variables_of_srun(tmp_path: Path) -> None:
             command = [sys.executable, str(SCRIPT), str(tmp_path)]
             started.add(command, {**step, "SLURM_NTASKS": "3", "SLURM_STEP_NODELIST": "n7", "SLURM_PROCID": str(rank)})
         started.wait()
-    assert places(tmp_path) == together(3)
+    assert results(tmp_path) == together(3)
 
 
 def test_ronde_run_counts_more_than_a_launcher_around_it(tmp_path: Path) -> None:
@@ -140,4 +140,4 @@ def test_ronde_run_counts_more_than_a_launcher_around_it(tmp_path: Path) -> None
     with Started(tmp_path) as started:
         started.add([*run, sys.executable, str(SCRIPT), str(tmp_path)], around)
         started.wait()
-    assert places(tmp_path) == together(2)
+    assert results(tmp_path) == together(2)

@@ -25,8 +25,8 @@ def test_nothing_of_a_round_stays_behind(host: str, caplog: pytest.LogCaptureFix
         over = job.receive_all((0, 1), "over")
         assert job.wait() == [0, 0], job.printed()
         assert caplog.text + job.output(0) + job.output(1) == "", "when all is well, nobody complains"
-    for rank, heard in over.items():
-        first, settled, last = heard["held"]
+    for rank, message in over.items():
+        first, settled, last = message["held"]
         for what in ("files", "threads", "shared"):
             assert last[what] == first[what], (rank, what)
         assert last["shared"] == []

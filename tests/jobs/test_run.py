@@ -40,14 +40,14 @@ def test_the_first_that_failed_is_named_with_its_last_words_and_not_its_peers(
 ) -> None:
     done = run("-np", "3", *script("ronde_run", "end", how))
     assert (done.code, done.out) == (code, ""), done
-    first, *said, last = done.summary
+    first, *shown, last = done.summary
     assert first == f"rank 1 on host localhost failed first: {reason}"
     assert last == "2 other ranks ended in consequence"
-    assert all(line.startswith("  | ") for line in said)
+    assert all(line.startswith("  | ") for line in shown)
     for line in last_words:
-        assert any(line in each for each in said), said
-    assert bool(said) == bool(last_words)
-    assert not any("PeerLost" in line for line in said)
+        assert any(line in each for each in shown), shown
+    assert bool(shown) == bool(last_words)
+    assert not any("PeerLost" in line for line in shown)
     assert "PeerLost: rank 2 lost rank 1 during all" in done.err, "it is on the screen, under its number"
 
 
@@ -230,7 +230,7 @@ def await_silence(job: RondeRun) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "reason"),
     [
         ("-np 2", 2, "there is no command to run"),
         ("-np 2 --outptu x true", 2, "no such flag: --outptu; did you mean --output?"),
@@ -245,10 +245,10 @@ def await_silence(job: RondeRun) -> None:
         ("-np 2 /etc/passwd", 126, "'/etc/passwd' may not be executed on host"),
     ],
 )
-def test_a_request_that_cannot_be_met_says_why(words: str, code: int, said: str) -> None:
+def test_a_request_that_cannot_be_met_says_why(words: str, code: int, reason: str) -> None:
     done = run(*words.split())
     assert (done.code, done.out) == (code, "")
-    assert said in done.err and "Traceback" not in done.err
+    assert reason in done.err and "Traceback" not in done.err
 
 
 @pytest.mark.parametrize(("closed", "out"), [(">&-", ""), ("2>&-", "[0] out\n"), ("<&- >&- 2>&-", "")])
@@ -301,9 +301,9 @@ def test_ports_and_places_that_others_have_are_in_nobodys_way() -> None:
 SLOW = 2
 
 
-def is_known(told: dict[str, Any]) -> bool:
+def is_known(status: dict[str, Any]) -> bool:
     """ControlledRanks and agents tell about once per second."""
-    return told["slowest"] is not None and all(rank["memory_bytes"] is not None for rank in told["ranks"])
+    return status["slowest"] is not None and all(rank["memory_bytes"] is not None for rank in status["ranks"])
 
 
 def test_a_running_job_tells_who_is_slow_and_where_everybody_is() -> None:
@@ -313,10 +313,10 @@ def test_a_running_job_tells_who_is_slow_and_where_everybody_is() -> None:
         taken = run("-np", "1", "--name", name, "true")
         assert taken.code == 2 and f"a job named {name!r} is running already" in taken.err
         deadline = Deadline(PATIENCE_S)
-        while not is_known(told := json.loads(ask("top", name, "--json").out)):
-            assert not deadline.expired, told
-        assert told["slowest"] == SLOW, told
-        ranks = told["ranks"]
+        while not is_known(status := json.loads(ask("top", name, "--json").out)):
+            assert not deadline.expired, status
+        assert status["slowest"] == SLOW, status
+        ranks = status["ranks"]
         assert [rank["state"] for rank in ranks] == ["running"] * 3
         assert {rank["pid"] for rank in ranks} <= {process.pid for process in job.processes()}
         slow, *others = sorted(ranks, key=lambda rank: rank["rank"] != SLOW)

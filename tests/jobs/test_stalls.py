@@ -46,10 +46,10 @@ def finish(job: LocalRanks) -> dict[int, dict[str, Any]]:
     job.send(OTHERS)
     over = job.receive_all(OTHERS, "over")
     assert job.wait() == [0, 0, 0], job.printed()
-    for heard in over.values():
-        assert heard["totals"] == [9.0, 9.0, 3.0], "the late rank came, and all went well"
-        told = [report["op"] for report in heard["reports"]]
-        assert len(told) == len(OPERATIONS) and all(map(str.startswith, told, OPERATIONS)), told
+    for message in over.values():
+        assert message["totals"] == [9.0, 9.0, 3.0], "the late rank came, and all went well"
+        reported = [report["op"] for report in message["reports"]]
+        assert len(reported) == len(OPERATIONS) and all(map(str.startswith, reported, OPERATIONS)), reported
     return over
 
 
@@ -74,8 +74,8 @@ def test_a_late_rank_is_reported_once_with_the_line_where_it_is(
         over = finish(job)
         pid, log = job.pids[LATE], job.output(0) if host == "rank 0" else caplog.text
     where = "does not answer; its process is stopped" if how == "stopped" else f"is at {line_of(how)}"
-    for heard in over.values():
-        for report, operation, began in zip(heard["reports"], OPERATIONS, heard["began"], strict=True):
+    for message in over.values():
+        for report, operation, began in zip(message["reports"], OPERATIONS, message["began"], strict=True):
             text = report["report"]
             assert text.startswith(operation)
             assert (report["missing"], report["group"]) == ([LATE], 0)
@@ -96,8 +96,8 @@ def test_who_comes_to_a_reported_operation_does_not_make_it_new() -> None:
         for number in (1, 2):
             do(job, OTHERS, start=number)
             do(job, OTHERS, reports=number + 1)
-        for heard in finish(job).values():
-            assert [report["missing"] for report in heard["reports"]] == [[1, LATE], [LATE], [LATE]]
+        for message in finish(job).values():
+            assert [report["missing"] for report in message["reports"]] == [[1, LATE], [LATE], [LATE]]
 
 
 HANGS = """import ronde, numpy, signal
@@ -108,11 +108,11 @@ ronde.allreduce(numpy.ones(3), name="grad.3")"""
 
 def test_the_report_calls_the_host_as_the_users_of_the_launcher_do() -> None:
     with RondeRun("-np", "2", "--stall-s", "0.3", sys.executable, "-c", HANGS) as job:
-        said = job.read_errors_until(" is at ")
+        printed = job.read_errors_until(" is at ")
         job.signal(signal.SIGTERM)
         job.result()
     assert re.search(
         r"allreduce 'grad.3' sum float64\[3\] \(group 0\) has waited [\d.]+ s for rank 1 \(rank 0 is there\)\n"
         r".*  rank 1 on host localhost, pid \d+, is at ",
-        said,
-    ), said
+        printed,
+    ), printed

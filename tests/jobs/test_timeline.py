@@ -84,8 +84,8 @@ def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -
     assert not apart, {name: (mine[name], other[name]) for name in apart}
     times = [event["ts"] for event in trace["traceEvents"] if event["ph"] != "M"]
     assert max(times) - min(times) < PATIENCE_S * 1e6, "all that happened, happened during the job"
-    told = trace["otherData"]
-    assert (told["written_events"], told["dropped_events"]) == (len(trace["traceEvents"]), 0)
+    totals = trace["otherData"]
+    assert (totals["written_events"], totals["dropped_events"]) == (len(trace["traceEvents"]), 0)
 
 
 def test_it_is_complete_when_a_rank_is_killed(tmp_path: Path) -> None:

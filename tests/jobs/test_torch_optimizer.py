@@ -29,7 +29,7 @@ CURVES = [name for name, check in CHECKS.items() if "1 rank" in check.jobs]
 
 
 @cache
-def told(job: str) -> dict[str, dict[str, Any]]:
+def results(job: str) -> dict[str, dict[str, Any]]:
     """How the checks of a job ended, on the rank that has more to tell."""
     size, before = JOBS[job]
     wanted = [name for name, check in CHECKS.items() if job in check.jobs]
@@ -43,7 +43,9 @@ def told(job: str) -> dict[str, dict[str, Any]]:
         ranks.wait()
     ended: dict[str, dict[str, Any]] = {}
     for name in wanted:
-        by_rank = {rank: heard["told"].get(name, {"failed": "an earlier one failed"}) for rank, heard in over.items()}
+        by_rank = {
+            rank: message["results"].get(name, {"failed": "an earlier one failed"}) for rank, message in over.items()
+        }
         failed = {rank: each["failed"] for rank, each in by_rank.items() if "failed" in each}
         ended[name] = (
             {"failed": "\n".join(f"--- rank {rank}\n{text}" for rank, text in failed.items())} if failed else by_rank[0]
@@ -53,19 +55,19 @@ def told(job: str) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize(("job", "name"), [(job, name) for job in JOBS for name in CHECKS if job in CHECKS[name].jobs])
 def test_among_processes(job: str, name: str) -> None:
-    ended = told(job)[name]
+    ended = results(job)[name]
     assert "failed" not in ended, ended["failed"]
 
 
 @pytest.mark.parametrize("name", CURVES)
 def test_one_two_and_four_ranks_learn_the_same(name: str) -> None:
-    one = told("1 rank")[name]["value"]["losses"]
+    one = results("1 rank")[name]["value"]["losses"]
     rounding = 0.03 if "bfloat16" in name else 1e-5
     for job in ("2 ranks", "4 ranks", "2 hosts"):
-        assert told(job)[name]["value"]["losses"] == pytest.approx(one, rel=rounding), job
+        assert results(job)[name]["value"]["losses"] == pytest.approx(one, rel=rounding), job
     assert one[-1] < 0.9 * one[1]
 
 
 @pytest.mark.parametrize("name", CURVES)
 def test_another_run_learns_the_same_bit_by_bit(name: str) -> None:
-    assert told("2 ranks")[name]["value"] == told("2 ranks again")[name]["value"]
+    assert results("2 ranks")[name]["value"] == results("2 ranks again")[name]["value"]

@@ -26,7 +26,7 @@ def test_a_run_that_died_in_a_checkpoint_goes_on_exactly_with_more_ranks(tmp_pat
         first = job.receive_all((0, 1), "trained")
         assert job.receive(1, "lost")["peer"] == 0
         codes = job.wait()
-    assert codes[0] == -9 and all(heard["step"] == 4 for heard in first.values())
+    assert codes[0] == -9 and all(message["step"] == 4 for message in first.values())
     left = {path.name for path in tmp_path.iterdir()}
     assert ".unfinished-step-000000000005.data" in left, "rank 0 died in the middle of it"
     assert "step-000000000005.json" not in left
@@ -37,9 +37,9 @@ def test_a_run_that_died_in_a_checkpoint_goes_on_exactly_with_more_ranks(tmp_pat
         second = job.receive_all(ranks, "trained")
         over = job.receive_all(ranks, "over")
         assert job.wait() == [0, 0, 0], job.printed()
-    for heard in second.values():
-        assert (heard["restored"], heard["step"], heard["epoch"]) == (4, 10, 1)
-    used = chain(*(heard["used"] for heard in (*first.values(), *second.values())))
+    for message in second.values():
+        assert (message["restored"], message["step"], message["epoch"]) == (4, 10, 1)
+    used = chain(*(message["used"] for message in (*first.values(), *second.values())))
     assert sorted(used) == list(range(NUM_SAMPLES))
     assert over[0]["weights"] == over[1]["weights"] == over[2]["weights"]
     assert over[0]["metrics"] == {"samples": 12.0}

@@ -47,39 +47,39 @@ def expected_s(times: dict[int, Times]) -> list[float]:
 
 
 def until(job: LocalRanks, condition: Callable[[JobActivity], bool]) -> JobActivity:
-    """The vitals as soon as they fulfil the condition: ranks tell once per second."""
+    """The activity as soon as they fulfil the condition: ranks tell once per second."""
     deadline = Deadline(PATIENCE_S)
-    while not condition(vitals := job.coordinator.activity()):
-        assert not deadline.expired, vitals
+    while not condition(activity := job.coordinator.activity()):
+        assert not deadline.expired, activity
         time.sleep(0.02)
-    return vitals
+    return activity
 
 
 @pytest.mark.parametrize("how", ["ordered", "named", "planned"])
 def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) -> None:
     with start_ranks("watching", SIZE) as job:
         job.send(range(SIZE), steps=STEPS, slow=SLOW, how=how)
-        begun = {rank: said["operations"] for rank, said in job.receive_all(range(SIZE), "ready").items()}
-        before = until(job, lambda vitals: all(rank.operations >= begun[rank.rank] for rank in vitals.ranks))
+        begun = {rank: message["operations"] for rank, message in job.receive_all(range(SIZE), "ready").items()}
+        before = until(job, lambda activity: all(rank.operations >= begun[rank.rank] for rank in activity.ranks))
         job.send(range(SIZE))
-        times = {rank: said["times"] for rank, said in job.receive_all(range(SIZE), "done").items()}
+        times = {rank: message["times"] for rank, message in job.receive_all(range(SIZE), "done").items()}
         expected = expected_s(times)
         assert expected[SLOW] > 2 * STEPS * (watching.LATE_S - watching.OVERLAP_S) * 0.9 / promised_s(1.0)
 
-        def is_known(vitals: JobActivity) -> bool:
-            return all(rank.steps == STEPS for rank in vitals.ranks)
+        def is_known(activity: JobActivity) -> bool:
+            return all(rank.steps == STEPS for rank in activity.ranks)
 
-        vitals = until(job, is_known)
+        activity = until(job, is_known)
         job.send(range(SIZE))
         assert job.wait() == [0] * SIZE, job.printed()
         after = job.coordinator.activity()
         found = [rank.held_up_s - was.held_up_s for rank, was in zip(after.ranks, before.ranks, strict=True)]
     for rank in range(SIZE):
         assert found[rank] == pytest.approx(expected[rank], rel=0.25, abs=promised_s(CLOSE_S)), (found, expected)
-    assert vitals.slowest == SLOW
-    slow, *others = sorted(vitals.ranks, key=lambda rank: rank.rank != SLOW)
+    assert activity.slowest == SLOW
+    slow, *others = sorted(activity.ranks, key=lambda rank: rank.rank != SLOW)
     assert all(rank.waiting is not None and slow.waiting is not None for rank in others)
-    assert all((rank.waiting or 0) > 2 * (slow.waiting or 0) for rank in others), vitals
+    assert all((rank.waiting or 0) > 2 * (slow.waiting or 0) for rank in others), activity
 
 
 @pytest.mark.parametrize("how", ["ordered", "named", "planned"])
@@ -88,9 +88,9 @@ def test_a_job_that_hangs_shows_on_whom(how: str) -> None:
         job.send(range(SIZE), steps=1, slow=SLOW, how=how, hangs=True)
         job.receive_all(range(SIZE), "ready")
         job.send(range(SIZE))
-        vitals = until(job, lambda vitals: vitals.slowest is not None)
-        others = [rank for rank in vitals.ranks if rank.doing]
-        assert vitals.slowest == SLOW and others
+        activity = until(job, lambda activity: activity.slowest is not None)
+        others = [rank for rank in activity.ranks if rank.doing]
+        assert activity.slowest == SLOW and others
         for rank in others:
             assert rank.rank != SLOW and f" for rank {SLOW} in " in rank.doing
         job.send([SLOW])
@@ -105,8 +105,8 @@ def test_a_job_tells_others_of_itself() -> None:
 
         def status() -> JobStatus:
             facts = [RankProcessInfo(host="here", local_rank=rank, pid=job.pids[rank]) for rank in range(SIZE)]
-            vitals = job.coordinator.activity()
-            return make_job_status("watched", ["python"], vitals, facts, time.monotonic() - began)
+            activity = job.coordinator.activity()
+            return make_job_status("watched", ["python"], activity, facts, time.monotonic() - began)
 
         folder = Path(job.env["TEST_SOCKET"]).parent
         coordinator = job.coordinator
@@ -118,9 +118,9 @@ def test_a_job_tells_others_of_itself() -> None:
             job.receive_all(range(SIZE), "ready")
             job.send(range(SIZE))
             job.receive_all(range(SIZE), "done")
-            until(job, lambda vitals: all(rank.steps == 5 for rank in vitals.ranks))
-            told = query_status(found)
-            assert [(rank.state, rank.host, rank.steps) for rank in told.ranks] == [("running", "here", 5)] * SIZE
+            until(job, lambda activity: all(rank.steps == 5 for rank in activity.ranks))
+            status_now = query_status(found)
+            assert [(rank.state, rank.host, rank.steps) for rank in status_now.ranks] == [("running", "here", 5)] * SIZE
             ((ranks, stack),) = group_stacks(query_stacks(found))
             assert ranks == tuple(range(SIZE))
             assert stack.line.startswith("control.py:") and WAITING in stack.stack
@@ -134,8 +134,8 @@ def test_a_job_of_one_rank_is_watched_too() -> None:
         job.receive(0, "ready")
         job.send([0])
         job.receive(0, "done")
-        vitals = until(job, lambda vitals: vitals.ranks[0].steps == 5)
-        assert vitals.ranks[0].state == "running"
+        activity = until(job, lambda activity: activity.ranks[0].steps == 5)
+        assert activity.ranks[0].state == "running"
         assert WAITING in job.coordinator.collect_stacks(Deadline(PATIENCE_S))[0].stack
         job.send([0])
         assert job.wait() == [0], job.printed()

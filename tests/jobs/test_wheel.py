@@ -95,7 +95,7 @@ def test_it_installs_without_a_compiler_and_adds_up(wheel: Path, environment: Pa
     environ["PATH"] = str(programs)  # neither cc nor cmake
     pip = (sys.executable, "-m", "pip", "--python", programs / "python")  # spares making a pip per environment
     run(*pip, "install", "--quiet", "--no-compile", "--only-binary", ":all:", wheel, cwd=tmp_path, environ=environ)
-    said = run(programs / "python", "-c", FIRST_STEPS, cwd=tmp_path, environ=environ).splitlines()
-    assert Path(said[0]).is_relative_to(environment)
-    assert said[1] == "[1.0, 1.0, 1.0]"
+    printed = run(programs / "python", "-c", FIRST_STEPS, cwd=tmp_path, environ=environ).splitlines()
+    assert Path(printed[0]).is_relative_to(environment)
+    assert printed[1] == "[1.0, 1.0, 1.0]"
     assert "bench" in run(programs / "ronde", "--help", cwd=tmp_path, environ=environ)

@@ -93,17 +93,17 @@ class Rank:
             die(self._test)
         callers = {name: Caller(operate, again=self._inside) for name, operate in self._operations()}
         if self._inside:
-            lane = self._group("allreduce").ordered_channel
+            channel = self._group("allreduce").ordered_channel
             rest = [caller for name, caller in callers.items() if name != "allreduce"]
             self._until(
-                lambda: missing(lane) == () and all(each.num_done for each in rest), "everybody inside", callers
+                lambda: missing(channel) == () and all(each.num_done for each in rest), "everybody inside", callers
             )
         else:
             # The coordinator hears things in order: when this is over, it has heard of what was announced before.
             ronde.groups()[1].barrier(name="heard")
             for name in IN_ORDER:
-                lane = self._group(name).ordered_channel
-                self._until(functools.partial(self._misses_victim, lane), f"all but the victim in {name}", callers)
+                channel = self._group(name).ordered_channel
+                self._until(functools.partial(self._misses_victim, channel), f"all but the victim in {name}", callers)
         self._test.send("under way")
         if self._is_victim:
             die(self._test)
@@ -140,8 +140,8 @@ class Rank:
 
         until(check, what)
 
-    def _misses_victim(self, lane: Channel) -> bool:
-        return missing(lane) == (self._victim,)
+    def _misses_victim(self, channel: Channel) -> bool:
+        return missing(channel) == (self._victim,)
 
 
 def die(test: ControlSocket) -> NoReturn:
@@ -155,10 +155,10 @@ def die(test: ControlSocket) -> NoReturn:
     raise ArithmeticError("the victim's own mistake")
 
 
-def missing(lane: Channel) -> tuple[int, ...] | None:
+def missing(channel: Channel) -> tuple[int, ...] | None:
     """Whom the operation under way waits for; None when there is none."""
-    looking = lane.current_call()
-    return None if looking is None else tuple(lane.members[index] for index in looking.missing)
+    looking = channel.current_call()
+    return None if looking is None else tuple(channel.members[index] for index in looking.missing)
 
 
 def fail_to_start(test: ControlSocket, wanted: dict[str, Any]) -> None:
@@ -172,7 +172,7 @@ def fail_to_start(test: ControlSocket, wanted: dict[str, Any]) -> None:
         test.send("ended", error=str(error))
 
 
-def begin_anew(test: ControlSocket) -> None:
+def rejoin(test: ControlSocket) -> None:
     """Leave the broken round, and take part in a fresh job of those who are left."""
     wanted = test.receive()
     began = time.monotonic()
@@ -182,7 +182,7 @@ def begin_anew(test: ControlSocket) -> None:
     joined = time.monotonic()
     total = float(ronde.allreduce(np.ones(3)).sum())
     ronde.shutdown()
-    test.send("anew", leaving_s=left - began, joining_s=joined - left, total=total)
+    test.send("rejoined", leaving_s=left - began, joining_s=joined - left, total=total)
 
 
 def main() -> None:
@@ -193,7 +193,7 @@ def main() -> None:
             fail_to_start(test, wanted)
         else:
             Rank(test, wanted).run()
-        begin_anew(test)
+        rejoin(test)
 
 
 if __name__ == "__main__":

@@ -34,9 +34,9 @@ def wait_for_nobody(how: str) -> None:
 
 def say_when_waiting(test: ControlSocket, how: str) -> None:
     """Tell the test when the data plane waits; a named operation waits for the coordinator instead."""
-    lane = ronde.world().ordered_channel
+    channel = ronde.world().ordered_channel
     if how != "named":
-        until(lambda: lane.current_call() is not None, "the operation to wait")
+        until(lambda: channel.current_call() is not None, "the operation to wait")
     test.send("waiting")
 
 

@@ -22,17 +22,17 @@ def main() -> None:
     with ControlSocket() as test:
         wanted = test.receive()["checks"]
         ronde.init()
-        told: dict[str, dict[str, Any]] = {}
+        results: dict[str, dict[str, Any]] = {}
         for name in wanted:
             began = time.monotonic()
             try:
                 value = CHECKS[name].body()
             except BaseException:  # what pytest.raises() raises is no Exception
-                told[name] = {"failed": traceback.format_exc()[-3000:]}
-                test.send("over", told=told)
+                results[name] = {"failed": traceback.format_exc()[-3000:]}
+                test.send("over", results=results)
                 raise SystemExit(1) from None
-            told[name] = {"value": value, "took_s": time.monotonic() - began}
-        test.send("over", told=told)
+            results[name] = {"value": value, "took_s": time.monotonic() - began}
+        test.send("over", results=results)
         ronde.shutdown()
 
 

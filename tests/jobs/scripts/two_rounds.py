@@ -1,6 +1,6 @@
-"""What each rank of tests/jobs/test_other_launchers.py does: finds its place by itself, twice, and says so.
+"""What each rank of tests/jobs/test_other_launchers.py does: joins by itself, twice, and reports what it found.
 
-Needs nothing but ronde, so that it runs in every environment: `python guest.py FOLDER` writes FOLDER/rank-N.json.
+Needs nothing but ronde, so that it runs in every environment: `python two_rounds.py FOLDER` writes FOLDER/rank-N.json.
 """
 
 from __future__ import annotations
