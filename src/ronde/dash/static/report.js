@@ -5,6 +5,8 @@
   const NUM_COLORS = 8;
   const MAX_MARKED = 60; // a line of at most so many points has a dot at each
 
+  const WHOLE_STEPS = [...Array(12).keys()].flatMap((power) => [1, 2, 5].map((digit) => digit * 10 ** power));
+
   const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
   const color = (index) => () => css(`--c${index % NUM_COLORS}`);
@@ -64,7 +66,7 @@
         x: { time: false, range: (u, min, max) => (min === max ? [min - 1, max + 1] : [min, max]) },
         y: { range: yRange(plot) },
       },
-      axes: [axis(plot.x_label, { size: 32 }), axis(plot.y_label, { size: 52 })],
+      axes: [axis(plot.x_label, { size: 32, incrs: WHOLE_STEPS }), axis(plot.y_label, { size: 52 })],
       series: [{ label: plot.x_label, value: (u, value) => compact(value ?? data[0][data[0].length - 1]) }, ...series],
       cursor: { y: false },
       legend: { markers: { width: 0, fill: (u, index) => `var(--c${(index - 1) % NUM_COLORS})` } },
