@@ -1,5 +1,5 @@
-"""A job of `ronde run` as an attacker finds it. What listens, and what a stranger gets, is in docs/security.md, and
-nothing else is there."""
+"""A job of `ronde run` as an attacker finds it: docs/security.md lists what listens and what an attacker gets, and there
+is nothing else."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from ronde.net.handshake import VERSION
 from ronde.net.keys import JobKey
 from ronde.types import Deadline
 from tests.jobs.kit import ROOT, ControlledRanks, Result, RondeRun, run, script, short_folder
@@ -26,7 +27,7 @@ from tests.services import needs
 
 NOBODY = 65534
 LOCALHOST = "127.0.0.1"
-CHALLENGE = re.compile(rb"RONDd\x01.{32}(\x01\0\0\0\0)?", re.DOTALL)
+CHALLENGE = re.compile(re.escape(b"RONDd" + bytes([VERSION])) + rb".{32}(\x01\0\0\0\0)?", re.DOTALL)
 ZEROMQ = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\x01" + bytes(31)
 
 needs_root = needs("another user", missing="" if os.geteuid() == 0 else "only root can become somebody else")
@@ -69,7 +70,7 @@ class SecretJob(ControlledRanks):
 
 @contextmanager
 def start_job(*flags: str) -> Iterator[SecretJob]:
-    with short_folder() as (folder, opened), ExitStack() as places:
+    with short_folder() as (folder, opened), ExitStack() as running:
         job = SecretJob(2, folder, opened)
         job.folder = folder / "all"
         env = {**job.env, "PYTHONPATH": str(ROOT), "TEST_STEPS": "logging"}
@@ -77,7 +78,7 @@ def start_job(*flags: str) -> Iterator[SecretJob]:
             (job.folder / name).mkdir(parents=True)
             env[name] = str(job.folder / name)
         words = ("-np", "2", "--no-fold", "--name", "secret", "--output", str(job.folder / "output"), *flags)
-        job.running = places.enter_context(RondeRun(*words, *script("until_stopped"), env=env))
+        job.running = running.enter_context(RondeRun(*words, *script("until_stopped"), env=env))
         job.accept()
         job.receive_all((0, 1), "running")
         yield job
@@ -95,14 +96,14 @@ def documented() -> Counter[tuple[str, str]]:
 
 
 def listening(pid: int) -> list[tuple[str, str]]:
-    """(kind, place) of everything where a process listens."""
+    """(kind, address) of everything where a process listens."""
     found = [("TCP", f"{host}:{port}") for host, port in listening_tcp(pid)]
     found += [("Unix, a path" if name.startswith("/") else "Unix, abstract", name) for name in listening_unix(pid)]
     return found + [("UDP", str(each.laddr)) for each in psutil.Process(pid).net_connections(kind="udp")]
 
 
 def listening_at(pid: int, kind: str) -> list[str]:
-    return [place for each, place in listening(pid) if each == kind]
+    return [address for each, address in listening(pid) if each == kind]
 
 
 def test_only_what_the_documentation_lists_listens() -> None:
@@ -113,7 +114,7 @@ def test_only_what_the_documentation_lists_listens() -> None:
             of_this = Counter({kind: number for (process, kind), number in wanted.items() if process == what})
             for pid in pids:
                 assert Counter(kind for kind, _ in listening(pid)) == of_this
-                assert {place.rpartition(":")[0] for place in listening_at(pid, "TCP")} <= {LOCALHOST}
+                assert {address.rpartition(":")[0] for address in listening_at(pid, "TCP")} <= {LOCALHOST}
         path = str(job.folder / "XDG_RUNTIME_DIR/ronde/secret.sock")
         assert listening_at(job.running.driver.pid, "Unix, a path") == [path]
         job.finish()
@@ -129,27 +130,27 @@ def test_a_job_of_one_without_a_launcher_listens_at_nothing() -> None:
 # --- strangers -----------------------------------------------------------------------------------------------------
 
 
-def call(kind: str, place: str) -> socket.socket:
-    stranger = socket.socket(socket.AF_INET if kind == "TCP" else socket.AF_UNIX)
-    stranger.settimeout(SECONDS_S)
-    host, _, port = place.rpartition(":")
+def connect(kind: str, address: str) -> socket.socket:
+    client = socket.socket(socket.AF_INET if kind == "TCP" else socket.AF_UNIX)
+    client.settimeout(SECONDS_S)
+    host, _, port = address.rpartition(":")
     try:
-        stranger.connect((host, int(port)) if kind == "TCP" else f"\0{place}" if kind == "Unix, abstract" else place)
+        client.connect((host, int(port)) if kind == "TCP" else f"\0{address}" if kind == "Unix, abstract" else address)
     except OSError:
-        stranger.close()
+        client.close()
         raise
-    return stranger
+    return client
 
 
-def until_cut_off(stranger: socket.socket, deadline: Deadline) -> bytes:
-    """All that it is told until it is cut off. It must be: nobody waits for a stranger."""
+def until_cut_off(client: socket.socket, deadline: Deadline) -> bytes:
+    """All that it receives until it is cut off, which has to happen: nobody waits for it."""
     got = b""
     poll = select.poll()
-    poll.register(stranger, select.POLLIN)
+    poll.register(client, select.POLLIN)
     while True:
         assert poll.poll(1000 * deadline.remaining_s), "it was not cut off"
         try:
-            data = stranger.recv(4096)
+            data = client.recv(4096)
         except ConnectionResetError:
             return got
         if not data:
@@ -157,43 +158,45 @@ def until_cut_off(stranger: socket.socket, deadline: Deadline) -> bytes:
         got += data
 
 
-def say(stranger: socket.socket, noise: bytes) -> None:
+def send(client: socket.socket, noise: bytes) -> None:
     try:
-        stranger.sendall(noise)
-    except ConnectionError:  # turned away before all was said
+        client.sendall(noise)
+    except ConnectionError:  # refused before all was sent
         pass
 
 
 def test_strangers_learn_nothing_and_change_nothing() -> None:
     with start_job() as job, ExitStack() as opened:
-        places = [each for pids in job.processes().values() for pid in pids for each in listening(pid)]
+        addresses = [each for pids in job.processes().values() for pid in pids for each in listening(pid)]
         (control,) = (port for port in listening_at(job.running.driver.pid, "TCP") if port != job.coordinator)
-        callers = [(*each, noise, opened.enter_context(call(*each))) for noise in NOISE.values() for each in places]
+        callers = [
+            (*each, noise, opened.enter_context(connect(*each))) for noise in NOISE.values() for each in addresses
+        ]
         assert len(callers) == 7 * len(NOISE)
-        for _, _, noise, stranger in callers:
-            say(stranger, noise)
+        for _, _, noise, client in callers:
+            send(client, noise)
         deadline = Deadline(PATIENCE_S)
         lengths: Counter[int] = Counter()
-        for kind, place, noise, stranger in callers:
-            if place == control:  # ZeroMQ keeps a silent caller, and says nothing more to it
-                got = until_silent(stranger)
+        for kind, address, noise, client in callers:
+            if address == control:  # ZeroMQ keeps a silent caller, and says nothing more to it
+                got = until_silent(client)
                 assert ZEROMQ.startswith(got), got
             elif kind != "Unix, a path":  # there it is the user himself
-                got = until_cut_off(stranger, deadline)
+                got = until_cut_off(client, deadline)
                 assert got == b"" or (CHALLENGE.fullmatch(got) and noise.startswith(b"RONDc")), got
                 lengths[len(got)] += 1
-        assert lengths[38] == lengths[43] == 5, "another version, and a wrong proof, at each of five doors"
+        assert lengths[38] == lengths[43] == 5, "another version, and a wrong proof, at each of five listeners"
         done = job.finish()
     assert "[ronde] refused a connection from 127.0.0.1:" in done.err
     assert "[ronde] a connection to the control port: failed in the handshake" in done.err
     assert "Traceback" not in done.err
 
 
-def until_silent(stranger: socket.socket) -> bytes:
+def until_silent(client: socket.socket) -> bytes:
     got = b""
-    stranger.settimeout(0.05)
+    client.settimeout(0.05)
     try:
-        while data := stranger.recv(4096):
+        while data := client.recv(4096):
             got += data
     except (TimeoutError, ConnectionResetError):
         pass
@@ -210,32 +213,36 @@ for path in sys.argv[2:]:
         print(path, len(open(path, "rb").read()))
     except OSError as error:
         print(path, error.strerror)
-for place in sys.argv[1].split():
+for address in sys.argv[1].split():
     sock = socket.socket(socket.AF_UNIX)
     sock.settimeout({patience})
     try:
-        sock.connect(place.replace("@", chr(0)))
-        sock.sendall(b"RONDc" + bytes([1, 0, 0]) + bytes(32))
-        print(place, sock.recv(100))
+        sock.connect(address.replace("@", chr(0)))
+        sock.sendall(b"RONDc" + bytes([{version}, 0, 0]) + bytes(32))
+        print(address, sock.recv(100))
     except OSError as error:
-        print(place, error.strerror)
+        print(address, error.strerror)
 """
 
 
 @needs_root
 def test_another_user_of_the_host_cannot_even_talk_to_it() -> None:
     with start_job() as job:
-        sockets = [place for pids in job.processes().values() for pid in pids for _, place in listening(pid)]
-        path, *names = sorted((place for place in sockets if ":" not in place), key=lambda place: place[0] != "/")
+        sockets = [address for pids in job.processes().values() for pid in pids for _, address in listening(pid)]
+        path, *names = sorted(
+            (address for address in sockets if ":" not in address), key=lambda address: address[0] != "/"
+        )
         for folder in (job.folder, job.folder.parent, job.folder / "XDG_RUNTIME_DIR"):
             folder.chmod(0o755)  # its own directory has to be enough
         environments = [f"/proc/{pid}/environ" for pid in (job.running.driver.pid, *job.pids.values())]
-        program = AS_NOBODY.format(nobody=NOBODY, patience=SECONDS_S)
-        places = " ".join([path, *(f"@{name}" for name in names)])
-        command = [sys.executable, "-c", program, places, *environments]
+        program = AS_NOBODY.format(nobody=NOBODY, patience=SECONDS_S, version=VERSION)
+        addresses = " ".join([path, *(f"@{name}" for name in names)])
+        command = [sys.executable, "-c", program, addresses, *environments]
         said = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S, check=True).stdout
-        refused = {place: said.split(f"{place} ")[1].split("\n")[0] for place in (*places.split(), *environments)}
-        assert {refused[place] for place in environments} == {"Permission denied"}
+        refused = {
+            address: said.split(f"{address} ")[1].split("\n")[0] for address in (*addresses.split(), *environments)
+        }
+        assert {refused[address] for address in environments} == {"Permission denied"}
         assert refused[path] == "Permission denied"
         assert {refused[f"@{name}"] for name in names} <= {"b''", "Connection reset by peer", "Broken pipe"}
         assert "belongs to another user" in job.finish().err

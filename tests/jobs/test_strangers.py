@@ -48,7 +48,7 @@ NOISE = {
 }
 
 
-Place = tuple[str, int] | str
+Address = tuple[str, int] | str
 """A TCP port, or the name of an abstract Unix socket."""
 
 
@@ -73,20 +73,20 @@ def listening_unix(pid: int) -> set[str]:
     }
 
 
-def make_noise(place: Place, noise: bytes, opened: ExitStack) -> None:
-    """Connect, say it, and stay on the line: what becomes of it is the other side's business."""
-    family = socket.AF_UNIX if isinstance(place, str) else socket.AF_INET
-    stranger = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
-    stranger.settimeout(SECONDS_S)
-    stranger.connect(f"\0{place}" if isinstance(place, str) else place)
+def send_noise(address: Address, noise: bytes, opened: ExitStack) -> None:
+    """Connect, send it, and keep the connection open."""
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    client = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+    client.settimeout(SECONDS_S)
+    client.connect(f"\0{address}" if isinstance(address, str) else address)
     try:
-        stranger.sendall(noise)
+        client.sendall(noise)
     except (ConnectionError, TimeoutError):
-        pass  # turned away before all was said
+        pass  # refused before all was sent
 
 
-def speak_zeromq(port: int, server_public: bytes | None, opened: ExitStack) -> None:
-    """Knock as a rank with keys of our own, and see that we are turned away."""
+def connect_zeromq(port: int, server_public: bytes | None, opened: ExitStack) -> None:
+    """Connect as a rank with keys of our own, which has to be refused."""
     context = zmq.Context()
     opened.callback(context.term)
     client = context.socket(zmq.DEALER)
@@ -100,7 +100,7 @@ def speak_zeromq(port: int, server_public: bytes | None, opened: ExitStack) -> N
     opened.callback(client.disable_monitor)
     client.connect(f"tcp://127.0.0.1:{port}")
     client.send(encode(LeaveRound(LeaveReason.SHUTDOWN)), zmq.NOBLOCK)
-    assert monitor.poll(int(1000 * SECONDS_S)), "nobody turned it away"
+    assert monitor.poll(int(1000 * SECONDS_S)), "nobody refused it"
     assert recv_monitor_message(monitor)["event"] & (FAILED | zmq.EVENT_DISCONNECTED)
 
 
@@ -134,21 +134,21 @@ def test_strangers_are_turned_away_and_the_job_goes_on(
 ) -> None:
     job.receive_all((0, 1), "running")
     coordinator = listening_tcp(os.getpid()) - others
-    places: list[Place] = [place for pid in job.pids.values() for place in listening_tcp(pid)]
-    places += [place for pid in job.pids.values() for place in listening_unix(pid)]
-    assert len(coordinator) == 2 and len(places) == 4
-    door = ("127.0.0.1", int(job.coordinator.address.rpartition(":")[2]))
-    ((_, control_port),) = coordinator - {door}
+    addresses: list[Address] = [address for pid in job.pids.values() for address in listening_tcp(pid)]
+    addresses += [address for pid in job.pids.values() for address in listening_unix(pid)]
+    assert len(coordinator) == 2 and len(addresses) == 4
+    listener = ("127.0.0.1", int(job.coordinator.address.rpartition(":")[2]))
+    ((_, control_port),) = coordinator - {listener}
     with ExitStack() as opened:
-        for place in (*coordinator, *places):
+        for address in (*coordinator, *addresses):
             for noise in NOISE.values():
-                make_noise(place, noise, opened)
+                send_noise(address, noise, opened)
         for server_public in (None, JobKey(new_job_key()).server_public, JobKey(key).server_public):
-            speak_zeromq(control_port, server_public, opened)
-        for place in (door, *places):
-            address = f"unix:{place}" if isinstance(place, str) else f"{place[0]}:{place[1]}"
+            connect_zeromq(control_port, server_public, opened)
+        for address in (listener, *addresses):
+            target = f"unix:{address}" if isinstance(address, str) else f"{address[0]}:{address[1]}"
             with pytest.raises(StartFailed, match="key"):
-                connect_authenticated(address, JobKey(new_job_key()), ConnectionRequest("life", 0), Deadline(SECONDS_S))
+                connect_authenticated(target, JobKey(new_job_key()), ConnectionRequest("life", 0), Deadline(SECONDS_S))
         finish(job)
     for text in (caplog.text, job.output(0), job.output(1)):
         assert "refused a connection" in text
@@ -158,13 +158,13 @@ def test_strangers_are_turned_away_and_the_job_goes_on(
 
 
 def test_only_what_is_needed_listens_and_only_on_this_host(others: set[tuple[str, int]], job: LocalRanks) -> None:
-    doors = job.receive_all((0, 1), "running")
+    listeners = job.receive_all((0, 1), "running")
     for rank, pid in job.pids.items():
         tcp = {f"{host}:{port}" for host, port in listening_tcp(pid)}
-        assert tcp == set(doors[rank]["tcp"]) and len(tcp) == 1
-        assert listening_unix(pid) == set(doors[rank]["unix"]) and len(doors[rank]["unix"]) == 1
+        assert tcp == set(listeners[rank]["tcp"]) and len(tcp) == 1
+        assert listening_unix(pid) == set(listeners[rank]["unix"]) and len(listeners[rank]["unix"]) == 1
     mine = listening_tcp(os.getpid()) - others
-    assert len(mine) == 2, "the coordinator's door and its control port"
+    assert len(mine) == 2, "the coordinator's listener and its control port"
     assert job.coordinator.address in {f"{host}:{port}" for host, port in mine}
     everywhere = mine.union(*(listening_tcp(pid) for pid in job.pids.values()))
     assert {host for host, _ in everywhere} == {"127.0.0.1"}
