@@ -2,7 +2,7 @@
 operations.
 
 The channel keeps every running call until it has ended, so that memory stays alive when a caller forgets its work, and
-records each of them, whoever waited for it.
+records each of them, no matter which thread waited for it.
 
 Collectives are numbered, equally on all members because they run in one order: so the coordinator can compare when each
 member came to one of them (observe/stragglers). Messages between two members are not part of that order.
@@ -208,4 +208,4 @@ class Channel:
             try:
                 running_call.wait(Deadline(0.0))
             except (RondeError, ValueError, TypeError):
-                pass  # recorded, and raised again for whoever waits
+                pass  # recorded, and raised again for those who wait

@@ -296,7 +296,7 @@ class PointToPointOperation(Operation):
 
 
 class RowCountsOperation(Operation):
-    """The small call ahead of another operation, in which members tell each other their numbers of rows.
+    """The small call ahead of another operation, in which members exchange their numbers of rows.
 
     Its hash is made from that of the other operation, so members that ask for different things differ here already.
     """

@@ -9,12 +9,12 @@ import pytest
 from ronde.comm.joining import join_round
 from ronde.comm.world import World
 from ronde.settings import Settings
-from tests.unit.comm.scripted_control import Stage
+from tests.unit.comm.scripted_control import ScriptedRound
 
 
 @pytest.fixture
-def stage() -> Iterator[Stage]:
-    made = Stage()
+def scripted() -> Iterator[ScriptedRound]:
+    made = ScriptedRound()
     yield made
     made.close()
 

@@ -1,4 +1,4 @@
-"""A coordinator that the test plays, and an engine in front of it. For the tests of the engine."""
+"""A scripted coordinator, and a control thread that is connected to it."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class ScriptedControl:
         pass
 
 
-class Stage:
+class ScriptedRound:
     """A control thread with one group of three ranks on a scripted channel."""
 
     def __init__(self, coordinator_rank: int = -1, *, watched: bool = False) -> None:
@@ -88,29 +88,29 @@ class Stage:
         self.recorder = Recorder(0)
         self.loop = EventLoop()
         self.liveness, self._coordinator_end = socket.socketpair()
-        self.presence = OpenChannels(0, 3, ThreadsBackend(ThreadsHub()), self.recorder, Settings())
-        self.engine = ControlThread(
+        self.open_channels = OpenChannels(0, 3, ThreadsBackend(ThreadsHub()), self.recorder, Settings())
+        self.control_thread = ControlThread(
             self.loop,
             self.control,
-            self.presence,
+            self.open_channels,
             self.recorder,
             liveness_fd=self.liveness.fileno(),
             coordinator_rank=coordinator_rank,
             report_activity=watched,
         )
         self.channel = ScriptedChannel(members=(0, 1, 2))
-        lane = Channel(self.channel, 0, self.recorder, 10.0)
-        self.presence.add(lane)
-        self.named = NamedOperations(0, lane, self.engine.waits)
-        self.presence.add_named_operations(self.named)
-        self.engine.start()
+        channel = Channel(self.channel, 0, self.recorder, 10.0)
+        self.open_channels.add(channel)
+        self.named = NamedOperations(0, channel, self.control_thread.waits)
+        self.open_channels.add_named_operations(self.named)
+        self.control_thread.start()
 
     def hang_up(self) -> None:
         """The coordinator's process ends."""
         self._coordinator_end.close()
 
     def close(self) -> None:
-        self.engine.stop()
+        self.control_thread.stop()
         self.liveness.close()
         self._coordinator_end.close()
 
@@ -120,7 +120,7 @@ class Stage:
         return self.named.announce(SingleArrayAllreduceOperation(signature, x, x, name), 10.0)
 
     def finish(self, *works: Work) -> None:
-        for ticket in self.channel.running_calls:
-            ticket.end()
+        for running_call in self.channel.running_calls:
+            running_call.end()
         for work in works:
             work.wait()

@@ -52,306 +52,306 @@ from ronde.types import Deadline
 from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
 from tests.limits import PATIENCE_S, promised_s
 from tests.unit.comm.scripted_channel import ScriptedChannel
-from tests.unit.comm.scripted_control import Stage
+from tests.unit.comm.scripted_control import ScriptedRound
 from tests.unit.net.polled import PolledServer
 
 
-def test_what_is_queued_together_is_announced_together(stage: Stage) -> None:
-    stage.control.expect(RankHeartbeat)
-    with stage.control._changed:  # the control thread cannot send meanwhile
-        works = [stage.announce(str(index)) for index in range(50)]
+def test_what_is_queued_together_is_announced_together(scripted: ScriptedRound) -> None:
+    scripted.control.expect(RankHeartbeat)
+    with scripted.control._changed:  # the control thread cannot send meanwhile
+        works = [scripted.announce(str(index)) for index in range(50)]
     names: list[str] = []
     while len(names) < 50:
-        names += [request.name for request in stage.control.expect(AnnounceOperations).new]
+        names += [request.name for request in scripted.control.expect(AnnounceOperations).new]
     assert names == [str(index) for index in range(50)]
-    stage.control.tell(RunOperations(0, tuple(AgreedOperation(index + 1, str(index)) for index in range(50))))
+    scripted.control.tell(RunOperations(0, tuple(AgreedOperation(index + 1, str(index)) for index in range(50))))
     works[0]._wait_for_start(Deadline(10))
-    assert len(stage.channel.running_calls) == 1
-    assert len(stage.channel.running_calls[0].submitted.spans) == 50
-    assert stage.channel.running_calls[0].submitted.pre_agreed
-    stage.finish(*works)
-    assert stage.recorder.metrics().of(0, "allreduce").operations == 50
+    assert len(scripted.channel.running_calls) == 1
+    assert len(scripted.channel.running_calls[0].submitted.spans) == 50
+    assert scripted.channel.running_calls[0].submitted.pre_agreed
+    scripted.finish(*works)
+    assert scripted.recorder.metrics().of(0, "allreduce").operations == 50
 
 
-def test_what_is_known_is_announced_by_its_id(stage: Stage) -> None:
+def test_what_is_known_is_announced_by_its_id(scripted: ScriptedRound) -> None:
     for known in ((), (41,)):
-        work = stage.announce("w")
-        announce = stage.control.expect(AnnounceOperations)
+        work = scripted.announce("w")
+        announce = scripted.control.expect(AnnounceOperations)
         assert (len(announce.new), announce.known_ids) == (0 if known else 1, known)
-        stage.control.tell(RunOperations(0, (AgreedOperation(41, "w"),)))
+        scripted.control.tell(RunOperations(0, (AgreedOperation(41, "w"),)))
         work._wait_for_start(Deadline(10))
-        stage.finish(work)
-    stage.announce("w", count=4)
-    assert stage.control.expect(AnnounceOperations).new[0].shapes == ((4,),)
+        scripted.finish(work)
+    scripted.announce("w", count=4)
+    assert scripted.control.expect(AnnounceOperations).new[0].shapes == ((4,),)
 
 
-def test_an_id_that_was_forgotten_is_announced_in_full_again(stage: Stage) -> None:
-    work = stage.announce("w")
-    stage.control.expect(AnnounceOperations)
-    stage.control.tell(RunOperations(0, (AgreedOperation(41, "w"),)))
+def test_an_id_that_was_forgotten_is_announced_in_full_again(scripted: ScriptedRound) -> None:
+    work = scripted.announce("w")
+    scripted.control.expect(AnnounceOperations)
+    scripted.control.tell(RunOperations(0, (AgreedOperation(41, "w"),)))
     work._wait_for_start(Deadline(10))
-    stage.finish(work)
-    again = stage.announce("w")
-    assert stage.control.expect(AnnounceOperations).known_ids == (41,)
-    stage.control.tell(UnknownOperationId(41))
-    assert stage.control.expect(AnnounceOperations).new[0].name == "w"
-    stage.control.tell(RunOperations(0, (AgreedOperation(42, "w"),)))
+    scripted.finish(work)
+    again = scripted.announce("w")
+    assert scripted.control.expect(AnnounceOperations).known_ids == (41,)
+    scripted.control.tell(UnknownOperationId(41))
+    assert scripted.control.expect(AnnounceOperations).new[0].name == "w"
+    scripted.control.tell(RunOperations(0, (AgreedOperation(42, "w"),)))
     again._wait_for_start(Deadline(10))
-    stage.finish(again)
-    stage.announce("w")
-    assert stage.control.expect(AnnounceOperations).known_ids == (42,)
+    scripted.finish(again)
+    scripted.announce("w")
+    assert scripted.control.expect(AnnounceOperations).known_ids == (42,)
 
 
-def test_a_name_is_free_again_when_its_operation_is_over(stage: Stage) -> None:
-    work = stage.announce("w")
-    stage.control.expect(AnnounceOperations)
+def test_a_name_is_free_again_when_its_operation_is_over(scripted: ScriptedRound) -> None:
+    work = scripted.announce("w")
+    scripted.control.expect(AnnounceOperations)
     with pytest.raises(ValueError, match="allreduce 'w' of group 0 is still under way on this rank"):
-        stage.announce("w")
-    stage.control.tell(RunOperations(0, (AgreedOperation(1, "w"),)))
+        scripted.announce("w")
+    scripted.control.tell(RunOperations(0, (AgreedOperation(1, "w"),)))
     work._wait_for_start(Deadline(10))
     with pytest.raises(ValueError, match="still under way"):
-        stage.announce("w")
-    stage.channel.running_calls[0].end()
-    stage.announce("w")
+        scripted.announce("w")
+    scripted.channel.running_calls[0].end()
+    scripted.announce("w")
 
 
-def test_a_disagreement_fails_that_work_only(stage: Stage) -> None:
-    wrong, right = stage.announce("wrong"), stage.announce("right")
-    stage.control.tell(
+def test_a_disagreement_fails_that_work_only(scripted: ScriptedRound) -> None:
+    wrong, right = scripted.announce("wrong"), scripted.announce("right")
+    scripted.control.tell(
         OperationRejected(0, "wrong", "ranks disagree"), RunOperations(0, (AgreedOperation(1, "right"),))
     )
     with pytest.raises(Mismatch, match="ranks disagree"):
         wrong.wait(10)
     right._wait_for_start(Deadline(10))
-    stage.finish(right)
-    stage.announce("wrong")
+    scripted.finish(right)
+    scripted.announce("wrong")
 
 
-def test_a_rank_that_has_joined_gives_zeros(stage: Stage) -> None:
-    work = stage.announce("mine")
-    request = stage.control.expect(AnnounceOperations).new[0]
-    stage.control.tell(RunOperations(0, (AgreedOperation(1, "mine"), AgreedOperation(2, "theirs", request))))
+def test_a_rank_that_has_joined_gives_zeros(scripted: ScriptedRound) -> None:
+    work = scripted.announce("mine")
+    request = scripted.control.expect(AnnounceOperations).new[0]
+    scripted.control.tell(RunOperations(0, (AgreedOperation(1, "mine"), AgreedOperation(2, "theirs", request))))
     work._wait_for_start(Deadline(10))
-    call = stage.channel.running_calls[0].submitted
+    call = scripted.channel.running_calls[0].submitted
     assert [part.count for part in call.spans] == [3, 3]
-    stage.finish(work)
+    scripted.finish(work)
 
 
-def test_a_lost_rank_ends_what_it_was_part_of(stage: Stage) -> None:
-    work = stage.announce("w")
-    stage.control.tell(RankLost(2, "it fell"))
+def test_a_lost_rank_ends_what_it_was_part_of(scripted: ScriptedRound) -> None:
+    work = scripted.announce("w")
+    scripted.control.tell(RankLost(2, "it fell"))
     with pytest.raises(PeerLost, match=r"rank 0 lost rank 2 .it fell"):
         work.wait(10)
-    assert stage.channel.aborted == [(2, "it fell")]
+    assert scripted.channel.aborted == [(2, "it fell")]
     with pytest.raises(PeerLost):
-        stage.announce("later")
+        scripted.announce("later")
     late = ScriptedChannel(members=(0, 2))
-    stage.presence.add(Channel(late, 1, stage.recorder, 10.0))
+    scripted.open_channels.add(Channel(late, 1, scripted.recorder, 10.0))
     assert late.aborted == [(2, "it fell")]
     unharmed = ScriptedChannel(members=(0, 1))
-    stage.presence.add(Channel(unharmed, 2, stage.recorder, 10.0))
+    scripted.open_channels.add(Channel(unharmed, 2, scripted.recorder, 10.0))
     assert unharmed.aborted == []
-    assert [event.words() for event in stage.recorder.events()] == ["lost rank 2: it fell"]
+    assert [event.words() for event in scripted.recorder.events()] == ["lost rank 2: it fell"]
 
 
-def test_the_end_of_the_round_ends_everything(stage: Stage) -> None:
-    work = stage.announce("w")
-    stage.control.tell(EndRound("the coordinator was closed"))
+def test_the_end_of_the_round_ends_everything(scripted: ScriptedRound) -> None:
+    work = scripted.announce("w")
+    scripted.control.tell(EndRound("the coordinator was closed"))
     with pytest.raises(RoundEnded, match="the coordinator was closed"):
         work.wait(10)
-    assert stage.channel.aborted == [(-1, "the coordinator was closed")]
+    assert scripted.channel.aborted == [(-1, "the coordinator was closed")]
     with pytest.raises(RoundEnded):
-        stage.engine.request_groups(ChangeGroups((0, 1)), Deadline(10))
+        scripted.control_thread.request_groups(ChangeGroups((0, 1)), Deadline(10))
 
 
-def test_the_end_of_the_lifeline_is_the_end_of_the_round(stage: Stage) -> None:
-    work = stage.announce("w")
-    stage.hang_up()
+def test_the_end_of_the_lifeline_is_the_end_of_the_round(scripted: ScriptedRound) -> None:
+    work = scripted.announce("w")
+    scripted.hang_up()
     with pytest.raises(RoundEnded, match="the coordinator is gone"):
         work.wait(10)
 
 
-def test_the_last_words_say_more_than_the_end_of_the_lifeline(stage: Stage) -> None:
-    work = stage.announce("w")
-    stage.control.tell(EndRound("out of memory"))
-    stage.hang_up()
+def test_the_last_words_say_more_than_the_end_of_the_lifeline(scripted: ScriptedRound) -> None:
+    work = scripted.announce("w")
+    scripted.control.tell(EndRound("out of memory"))
+    scripted.hang_up()
     with pytest.raises(RoundEnded, match="out of memory"):
         work.wait(10)
 
 
 def test_a_coordinator_that_rank_0_hosted_is_lost_with_it() -> None:
-    stage = Stage(coordinator_rank=0)
+    scripted = ScriptedRound(coordinator_rank=0)
     try:
-        work = stage.announce("w")
-        stage.hang_up()
+        work = scripted.announce("w")
+        scripted.hang_up()
         with pytest.raises(PeerLost, match=r"lost rank 0 .it hosted the coordinator"):
             work.wait(10)
     finally:
-        stage.close()
+        scripted.close()
 
 
-def test_a_wait_asks_before_its_end_whom_the_work_waits_for(stage: Stage) -> None:
-    work = stage.announce("w")
+def test_a_wait_asks_before_its_end_whom_the_work_waits_for(scripted: ScriptedRound) -> None:
+    work = scripted.announce("w")
     with ThreadPoolExecutor(1) as thread:
         waits = thread.submit(work.wait, 1.0)
-        assert stage.control.expect(MissingRanksQuery) == MissingRanksQuery(0, "w")
-        stage.control.tell(MissingRanks(0, "w.1", (0,)), MissingRanks(0, "w", (1, 2)))
+        assert scripted.control.expect(MissingRanksQuery) == MissingRanksQuery(0, "w")
+        scripted.control.tell(MissingRanks(0, "w.1", (0,)), MissingRanks(0, "w", (1, 2)))
         with pytest.raises(OperationTimeout, match=r"'w' of group 0 did not start .* 1 s; it waits for ranks 1, 2$"):
             waits.result(10)
 
 
-def test_a_wait_that_gets_no_answer_ends_in_time(stage: Stage) -> None:
-    work = stage.announce("w")
+def test_a_wait_that_gets_no_answer_ends_in_time(scripted: ScriptedRound) -> None:
+    work = scripted.announce("w")
     for limit_s, asks in ((0.1, True), (0.001, False)):
         with pytest.raises(OperationTimeout, match=rf"allreduce 'w' of group 0 did not start within {limit_s} s$"):
             work.wait(limit_s)
-        stage.control.tell(StackRequest(4))
-        stage.control.expect(StackReply)
-        assert any(isinstance(said, MissingRanksQuery) for said in stage.control.said) == asks
-        stage.control.said.clear()
+        scripted.control.tell(StackRequest(4))
+        scripted.control.expect(StackReply)
+        assert any(isinstance(said, MissingRanksQuery) for said in scripted.control.said) == asks
+        scripted.control.said.clear()
 
 
-def test_a_stall_is_an_event(stage: Stage) -> None:
-    stage.control.tell(StallReport("allreduce 'w' sum float32[3]", 0, 5.0, (1, 2), "report"), StackRequest(4))
-    assert stage.control.expect(StackReply).query_id == 4
-    assert [event.words() for event in stage.recorder.events()] == ["report"]
+def test_a_stall_is_an_event(scripted: ScriptedRound) -> None:
+    scripted.control.tell(StallReport("allreduce 'w' sum float32[3]", 0, 5.0, (1, 2), "report"), StackRequest(4))
+    assert scripted.control.expect(StackReply).query_id == 4
+    assert [event.words() for event in scripted.recorder.events()] == ["report"]
 
 
-def test_it_says_where_the_main_thread_is(stage: Stage) -> None:
-    stage.control.tell(StackRequest(9))
-    reply = stage.control.expect(StackReply)
+def test_it_says_where_the_main_thread_is(scripted: ScriptedRound) -> None:
+    scripted.control.tell(StackRequest(9))
+    reply = scripted.control.expect(StackReply)
     assert reply.query_id == 9
     assert "test_control_thread.py" in reply.stack
 
 
-def test_changes_of_groups_are_handed_to_who_asked(stage: Stage) -> None:
+def test_changes_of_groups_are_handed_to_who_asked(scripted: ScriptedRound) -> None:
     answers: list[GroupsChanged] = []
 
     def ask(wanted: ChangeGroups) -> None:
-        answers.append(stage.engine.request_groups(wanted, Deadline(10)))
+        answers.append(scripted.control_thread.request_groups(wanted, Deadline(10)))
 
     threads = [threading.Thread(target=ask, args=(w,)) for w in (ChangeGroups((0, 1)), ChangeGroups((1, 2), 5))]
     for thread in threads:
         thread.start()
-    stage.control.expect(ChangeGroups)
-    stage.control.expect(ChangeGroups)
-    stage.control.tell(GroupsChanged((1, 2), 5, removed=True), GroupsChanged((0, 1), 6))
+    scripted.control.expect(ChangeGroups)
+    scripted.control.expect(ChangeGroups)
+    scripted.control.tell(GroupsChanged((1, 2), 5, removed=True), GroupsChanged((0, 1), 6))
     for thread in threads:
         thread.join(10)
     assert {(answer.id, answer.removed) for answer in answers} == {(5, True), (6, False)}
     with pytest.raises(OperationTimeout, match="not every rank of the job asked to make a group of ranks 0, 2"):
-        stage.engine.request_groups(ChangeGroups((0, 2)), Deadline(0.001))
+        scripted.control_thread.request_groups(ChangeGroups((0, 2)), Deadline(0.001))
 
 
-def test_an_orderly_goodbye_waits_for_the_answer(stage: Stage) -> None:
+def test_an_orderly_goodbye_waits_for_the_answer(scripted: ScriptedRound) -> None:
     left = threading.Event()
 
     def leave() -> None:
-        stage.engine.leave(LeaveRound(LeaveReason.SHUTDOWN), Deadline(10))
+        scripted.control_thread.leave(LeaveRound(LeaveReason.SHUTDOWN), Deadline(10))
         left.set()
 
     thread = threading.Thread(target=leave)
     thread.start()
-    assert stage.control.expect(LeaveRound).reason is LeaveReason.SHUTDOWN
+    assert scripted.control.expect(LeaveRound).reason is LeaveReason.SHUTDOWN
     assert not left.is_set()
-    stage.control.tell(LeaveConfirmed())
+    scripted.control.tell(LeaveConfirmed())
     thread.join(10)
     assert left.is_set()
 
 
-def test_a_goodbye_in_disorder_does_not_wait_but_is_sent(stage: Stage) -> None:
-    stage.engine.leave(LeaveRound(LeaveReason.FAILED, "ValueError: x"), Deadline(10))
-    stage.engine.stop()
-    assert stage.control.expect(LeaveRound).detail == "ValueError: x"
+def test_a_goodbye_in_disorder_does_not_wait_but_is_sent(scripted: ScriptedRound) -> None:
+    scripted.control_thread.leave(LeaveRound(LeaveReason.FAILED, "ValueError: x"), Deadline(10))
+    scripted.control_thread.stop()
+    assert scripted.control.expect(LeaveRound).detail == "ValueError: x"
 
 
-def test_the_clock_of_the_same_host_is_not_corrected(stage: Stage) -> None:
-    sent = stage.control.expect(RankHeartbeat).sent_ns
-    stage.control.tell(RankHeartbeatReply(sent, sent), StackRequest(1))
-    stage.control.expect(StackReply)
-    assert stage.engine._offset_ns == 0
-    stage.control.tell(RankHeartbeatReply(sent, sent + 10**15), StackRequest(2))
-    stage.control.expect(StackReply)
+def test_the_clock_of_the_same_host_is_not_corrected(scripted: ScriptedRound) -> None:
+    sent = scripted.control.expect(RankHeartbeat).sent_ns
+    scripted.control.tell(RankHeartbeatReply(sent, sent), StackRequest(1))
+    scripted.control.expect(StackReply)
+    assert scripted.control_thread._offset_ns == 0
+    scripted.control.tell(RankHeartbeatReply(sent, sent + 10**15), StackRequest(2))
+    scripted.control.expect(StackReply)
 
 
-def test_an_engine_that_breaks_ends_the_round(stage: Stage, caplog: pytest.LogCaptureFixture) -> None:
-    work = stage.announce("w")
-    stage.control.tell(RunOperations(0, (AgreedOperation(1, "nobody announced this"),)))
+def test_an_engine_that_breaks_ends_the_round(scripted: ScriptedRound, caplog: pytest.LogCaptureFixture) -> None:
+    work = scripted.announce("w")
+    scripted.control.tell(RunOperations(0, (AgreedOperation(1, "nobody announced this"),)))
     with pytest.raises(RoundEnded, match="ronde's control thread failed: KeyError"):
         work.wait(10)
     assert "the control thread failed" in caplog.text
 
 
-def test_without_a_launcher_nobody_is_told_how_it_is(stage: Stage) -> None:
-    stage.control.expect(RankHeartbeat)
-    assert not any(isinstance(message, ActivityReport) for message in stage.control.said)
+def test_without_a_launcher_nobody_is_told_how_it_is(scripted: ScriptedRound) -> None:
+    scripted.control.expect(RankHeartbeat)
+    assert not any(isinstance(message, ActivityReport) for message in scripted.control.said)
 
 
 def test_a_launcher_is_told_how_it_is_at_the_start_and_before_leaving() -> None:
-    stage = Stage(watched=True)
+    scripted = ScriptedRound(watched=True)
     try:
-        assert stage.control.expect(ActivityReport).activity.steps == 0
-        stage.recorder.mark_step()
-        stage.engine.leave(LeaveRound(LeaveReason.FAILED), Deadline(10))
+        assert scripted.control.expect(ActivityReport).activity.steps == 0
+        scripted.recorder.mark_step()
+        scripted.control_thread.leave(LeaveRound(LeaveReason.FAILED), Deadline(10))
         deadline = Deadline(10)
-        while stage.control.expect(ActivityReport).activity.steps != 1:
+        while scripted.control.expect(ActivityReport).activity.steps != 1:
             assert not deadline.expired
     finally:
-        stage.close()
+        scripted.close()
 
 
-def test_who_waits_for_a_named_operation_knows_whom_it_waited_for(stage: Stage) -> None:
-    work = stage.announce("w")
-    stage.control.expect(AnnounceOperations)
+def test_who_waits_for_a_named_operation_knows_whom_it_waited_for(scripted: ScriptedRound) -> None:
+    work = scripted.announce("w")
+    scripted.control.expect(AnnounceOperations)
     waiter = threading.Thread(target=work.wait)
     waiter.start()
-    while stage.engine.waits.blocked_operation() is None:
+    while scripted.control_thread.waits.blocked_operation() is None:
         pass
-    doing = stage.engine.waits.blocked_operation()
+    doing = scripted.control_thread.waits.blocked_operation()
     assert doing is not None and (doing.op, doing.named_operation) == ("allreduce 'w' of group 0", (0, "w"))
     # Rank 2 came last, rank 1 an hour before it; so did this rank, says the coordinator.
-    stage.control.tell(RunOperations(0, (AgreedOperation(1, "w"),), stragglers=((2, 0), (0, 1), (1, 3600 * 10**9))))
+    scripted.control.tell(RunOperations(0, (AgreedOperation(1, "w"),), stragglers=((2, 0), (0, 1), (1, 3600 * 10**9))))
     work._wait_for_start(Deadline(10))
-    stage.finish(work)
+    scripted.finish(work)
     waiter.join()
-    reading = stage.recorder.sample_activity(0, None)
+    reading = scripted.recorder.sample_activity(0, None)
     blamed = dict(reading.waited_for)
     assert blamed[2] > 0 == blamed[1] and 0 not in blamed
     assert reading.waiting_ns >= blamed[2]
-    assert stage.engine.waits.blocked_operation() is None
+    assert scripted.control_thread.waits.blocked_operation() is None
 
 
-def is_tracing(stage: Stage) -> bool:
-    return stage.recorder.tracing
+def is_tracing(scripted: ScriptedRound) -> bool:
+    return scripted.recorder.tracing
 
 
-def test_a_timeline_begins_and_ends_when_the_coordinator_says_so(stage: Stage) -> None:
+def test_a_timeline_begins_and_ends_when_the_coordinator_says_so(scripted: ScriptedRound) -> None:
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(stage.engine.request_timeline, TimelineRequest("/tmp/t.json"), Deadline(10))
-        stage.control.expect(TimelineRequest)
-        stage.control.tell(SetTracing(True), TimelineReply())
+        asked = thread.submit(scripted.control_thread.request_timeline, TimelineRequest("/tmp/t.json"), Deadline(10))
+        scripted.control.expect(TimelineRequest)
+        scripted.control.tell(SetTracing(True), TimelineReply())
         assert asked.result(10) == ""
-    assert is_tracing(stage)
-    stage.recorder.record_operation("allreduce", "w", 0, 4, 1, 2, 3)
-    stage.control.expect(TraceBatch, lambda batch: any(b"allreduce w" in event for event in batch.events))
-    stage.recorder.record_operation("allreduce", "last", 0, 4, 1, 2, 3)
-    stage.control.tell(SetTracing(False))
-    stage.control.expect(TraceFlushed)
-    assert not is_tracing(stage)
-    stage.control.expect(TraceBatch, lambda batch: any(b"allreduce last" in event for event in batch.events))
+    assert is_tracing(scripted)
+    scripted.recorder.record_operation("allreduce", "w", 0, 4, 1, 2, 3)
+    scripted.control.expect(TraceBatch, lambda batch: any(b"allreduce w" in event for event in batch.events))
+    scripted.recorder.record_operation("allreduce", "last", 0, 4, 1, 2, 3)
+    scripted.control.tell(SetTracing(False))
+    scripted.control.expect(TraceFlushed)
+    assert not is_tracing(scripted)
+    scripted.control.expect(TraceBatch, lambda batch: any(b"allreduce last" in event for event in batch.events))
 
 
-def test_a_timeline_that_cannot_be_is_refused_and_nobody_waits_for_ever(stage: Stage) -> None:
+def test_a_timeline_that_cannot_be_is_refused_and_nobody_waits_for_ever(scripted: ScriptedRound) -> None:
     with ThreadPoolExecutor(1) as thread:
-        asked = thread.submit(stage.engine.request_timeline, TimelineRequest("/no/t.json"), Deadline(10))
-        stage.control.expect(TimelineRequest)
-        stage.control.tell(TimelineReply("cannot be written"))
+        asked = thread.submit(scripted.control_thread.request_timeline, TimelineRequest("/no/t.json"), Deadline(10))
+        scripted.control.expect(TimelineRequest)
+        scripted.control.tell(TimelineReply("cannot be written"))
         assert asked.result(10) == "cannot be written"
     with pytest.raises(OperationTimeout, match="not begun in time"):
-        stage.engine.request_timeline(TimelineRequest("/tmp/t.json"), Deadline(0.01))
-    stage.control.tell(EndRound("enough"))
+        scripted.control_thread.request_timeline(TimelineRequest("/tmp/t.json"), Deadline(0.01))
+    scripted.control.tell(EndRound("enough"))
     with pytest.raises(RoundEnded, match="enough"):
-        stage.engine.request_timeline(TimelineRequest(""), Deadline(10))
+        scripted.control_thread.request_timeline(TimelineRequest(""), Deadline(10))
 
 
 # --- the loop never waits --------------------------------------------------------------------------------------------

@@ -22,42 +22,42 @@ def channel() -> ScriptedChannel:
 
 
 @pytest.fixture
-def lane(channel: ScriptedChannel) -> Channel:
+def watched(channel: ScriptedChannel) -> Channel:
     return Channel(channel, 2, Recorder(0), 10.0)
 
 
-def test_an_operation_is_reported_once_when_it_is_late(channel: ScriptedChannel, lane: Channel) -> None:
+def test_an_operation_is_reported_once_when_it_is_late(channel: ScriptedChannel, watched: Channel) -> None:
     watch = ChannelStallInspector(8.0)
     channel.reported_call = CurrentCall("allreduce", 10 * S, (0, 2))
-    assert watch.overdue([lane], 12 * S) == []
-    assert watch.overdue([lane], 18 * S, 5) == [WaitingTooLong("allreduce", 2, 10 * S + 5, (3, 8))]
-    assert watch.overdue([lane], 20 * S) == []
+    assert watch.overdue([watched], 12 * S) == []
+    assert watch.overdue([watched], 18 * S, 5) == [WaitingTooLong("allreduce", 2, 10 * S + 5, (3, 8))]
+    assert watch.overdue([watched], 20 * S) == []
     channel.reported_call = CurrentCall("allreduce", 21 * S, (1,))
-    assert watch.overdue([lane], 25 * S) == []
-    assert watch.overdue([lane], 30 * S) == [WaitingTooLong("allreduce", 2, 21 * S, (5,))]
+    assert watch.overdue([watched], 25 * S) == []
+    assert watch.overdue([watched], 30 * S) == [WaitingTooLong("allreduce", 2, 21 * S, (5,))]
 
 
-def test_it_looks_four_times_per_limit(channel: ScriptedChannel, lane: Channel) -> None:
+def test_it_looks_four_times_per_limit(channel: ScriptedChannel, watched: Channel) -> None:
     watch = ChannelStallInspector(8.0)
     channel.reported_call = CurrentCall("barrier", 1, (1,))
-    assert len(watch.overdue([lane], 100 * S)) == 1
+    assert len(watch.overdue([watched], 100 * S)) == 1
     assert watch.remaining_s(101 * S) == 1.0
     channel.reported_call = CurrentCall("barrier", 2, (1,))
-    assert watch.overdue([lane], 101 * S) == []
-    assert len(watch.overdue([lane], 102 * S)) == 1
+    assert watch.overdue([watched], 101 * S) == []
+    assert len(watch.overdue([watched], 102 * S)) == 1
 
 
-def test_idle_lanes_and_those_who_joined_are_not_late(channel: ScriptedChannel, lane: Channel) -> None:
+def test_idle_channels_and_those_who_joined_are_not_late(channel: ScriptedChannel, watched: Channel) -> None:
     watch = ChannelStallInspector(1.0)
-    assert watch.overdue([lane], 100 * S) == []
+    assert watch.overdue([watched], 100 * S) == []
     channel.reported_call = CurrentCall("join", 1, (1,))
-    assert watch.overdue([lane], 200 * S) == []
+    assert watch.overdue([watched], 200 * S) == []
     channel.reported_call = CurrentCall("allreduce that moves data", 1, ())
-    assert watch.overdue([lane], 300 * S) == []
+    assert watch.overdue([watched], 300 * S) == []
 
 
-def test_a_limit_of_0_turns_it_off(channel: ScriptedChannel, lane: Channel) -> None:
+def test_a_limit_of_0_turns_it_off(channel: ScriptedChannel, watched: Channel) -> None:
     watch = ChannelStallInspector(0.0)
     channel.reported_call = CurrentCall("barrier", 1, (1,))
-    assert watch.overdue([lane], 100 * S) == []
+    assert watch.overdue([watched], 100 * S) == []
     assert watch.remaining_s(100 * S) == math.inf

@@ -84,7 +84,7 @@ class RunningCall:
     def __init__(self, call: Call) -> None:
         self.call: Call | None = call
         self.timing: CallTiming | None = None
-        """Set when the call has succeeded, and somebody has waited for it."""
+        """Set when the call has succeeded and a thread has waited for it."""
         self.waiting_since_ns = 0
         """Since when a thread waits for it; 0 when none does."""
         self.on_wait: Callable[[int, int], object] | None = None

@@ -15,7 +15,7 @@ Which waits end when a member is gone:
     collective number i         finished up to <= i   ends: it will never come
     message i with that member  likewise, by the number of messages finished between us
     message with another one    closed                goes on
-    message with another one    aborted               ends: an abort is for everybody
+    message with another one    aborted               ends: an abort is for all members
 """
 
 from __future__ import annotations
