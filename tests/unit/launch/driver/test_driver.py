@@ -145,6 +145,15 @@ def test_the_first_to_fail_is_named_though_its_peers_are_gone_before_it() -> Non
     assert result.summary.endswith("  | ValueError: there are no samples\n2 other ranks ended in consequence")
 
 
+def test_a_rank_that_never_joins_is_named_as_the_one_that_left_too_early() -> None:
+    script = "import os, ronde; os.environ['RANK'] == '1' or ronde.init()"
+    result = Driver(Job(command=(sys.executable, "-c", script), num_ranks=2), RecordingSink()).run()
+    assert (result.exit_code, result.first_failed_rank) == (1, 0)
+    left, then = result.summary.splitlines()
+    assert left == "rank 1 on host localhost left too early: exited with code 0"
+    assert then.startswith("rank 0 then exited with code 1: StartFailed: rank 1 ended before the round began (exited")
+
+
 def test_the_key_is_on_no_command_line_and_shared_by_all_ranks() -> None:
     result, sink = run('echo $RONDE_KEY; tr "\\0" " " < /proc/$$/cmdline; echo')
     assert result.exit_code == 0
