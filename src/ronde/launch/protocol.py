@@ -61,7 +61,7 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 
     rank: int
     argv: tuple[str, ...]
-    """If there is a pickled call, an empty first word stands for the Python that runs the agent."""
+    """An empty first word stands for the Python that runs the agent."""
     env: dict[str, str]
     """The whole environment of the rank; on another host, on top of that host's login variables (HOME, USER …)."""
     cwd: str
@@ -74,8 +74,6 @@ class RankOrder(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     either and has an end."""
     output_ptys: bool = False
     """Give the rank ptys as standard output and error, so that it shows progress bars."""
-    pickled_call: bytes = b""
-    """The function call of `ronde.run`, which the rank reads from a pipe of its own (agent/rank)."""
 
 
 class ProbeRequest(LaunchMessage, frozen=True):
@@ -96,7 +94,7 @@ class StartRanks(LaunchMessage, frozen=True):
 
     orders: tuple[RankOrder, ...]
     pickled_call: bytes = b""
-    """RankOrder.pickled_call of all of them, sent once."""
+    """The function call of `ronde.run`, which every rank reads from a pipe of its own (agent/rank)."""
 
 
 class SignalRanks(LaunchMessage, frozen=True):

@@ -35,9 +35,7 @@ from ronde.launch.protocol import (
 )
 
 ORDERS: list[DriverMessage] = [
-    StartRanks(
-        (RankOrder(3, ("python", "train.py"), {"A": "ä"}, "/", cpus=(1, 2), output_ptys=True, pickled_call=b"\0\xff"),)
-    ),
+    StartRanks((RankOrder(3, ("python", "train.py"), {"A": "ä"}, "/", cpus=(1, 2), output_ptys=True),), b"\0\xff"),
     SignalRanks((0, 1), 15),
     RankInput(0, b"\x03"),
     ResizeTerminal(0, 50, 132),

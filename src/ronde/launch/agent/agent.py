@@ -106,7 +106,7 @@ class Agent:
         match message:
             case StartRanks(orders, pickled_call):
                 for order in orders:
-                    self._start_rank(msgspec.structs.replace(order, pickled_call=pickled_call or order.pickled_call))
+                    self._start_rank(order, pickled_call)
             case SignalRanks(ranks, number):
                 for rank in ranks:
                     if rank in self._ranks:
@@ -161,7 +161,7 @@ class Agent:
 
     # --- ranks -------------------------------------------------------------------------------------------------
 
-    def _start_rank(self, order: RankOrder) -> None:
+    def _start_rank(self, order: RankOrder, pickled_call: bytes) -> None:
         if self._closed:  # by whoever got the report about the rank before this one
             return
         if order.rank in self._ranks:
@@ -170,12 +170,13 @@ class Agent:
         if self._prober is not None:  # it is not needed any more
             self._prober.close()
             self._prober = None
-        argv = (sys.executable, *order.argv[1:]) if order.pickled_call and order.argv[:1] == ("",) else order.argv
+        argv = (sys.executable, *order.argv[1:]) if order.argv[:1] == ("",) else order.argv
         order = msgspec.structs.replace(order, argv=argv, env={**self._host_variables, **order.env})
         try:
             self._orphan_killer = self._orphan_killer or OrphanKiller()
             rank = RankProcess(
                 order,
+                pickled_call,
                 loop=self._loop,
                 orphan_killer=self._orphan_killer,
                 on_report=self.on_report,  # a closed rank reports nothing

@@ -3,10 +3,10 @@
     standard input     empty, or the rank's pty, or a pipe beside that (order.stdin_pipe)
     standard output    a pipe; a pty that does not change the bytes (order.output_ptys); or the rank's pty (order.tty)
     standard error     the same, apart; with order.tty both are one
-    $RONDE_CALL_FD     order.pickled_call, up to the end of the pipe
+    $RONDE_CALL_FD     the pickled call, up to the end of the pipe
     $RONDE_RESULT_FD   takes the result: its length (8 bytes, big endian), then so many bytes
 
-The last two exist when the order has a pickled call. All output of a rank is reported before its exit.
+The last two exist when there is a pickled call. All output of a rank is reported before its exit.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ class RankProcess:
     def __init__(
         self,
         order: RankOrder,
+        pickled_call: bytes,
         *,
         loop: EventLoop,
         orphan_killer: OrphanKiller,
@@ -57,7 +58,7 @@ class RankProcess:
         self._on_exit = on_exit
         self._exit_code: int | None = None
         self._drain_timer: Timer | None = None
-        pipes = _StdioPipes(order)
+        pipes = _StdioPipes(order, has_call=bool(pickled_call))
         try:
             self._process = _spawn_rank(order, pipes, orphan_killer)
         except BaseException:
@@ -75,9 +76,9 @@ class RankProcess:
         self._stdin_is_pipe = order.stdin_pipe
         self._has_ptys = order.tty or order.output_ptys
         self._call_writer: PipeWriter | None = None
-        if order.pickled_call:
+        if pickled_call:
             self._call_writer = PipeWriter(loop, pipes.parent_fds["call"])
-            self._call_writer.write(order.pickled_call)
+            self._call_writer.write(pickled_call)
             self._call_writer.write_eof()
             result_reader = _ResultReader(lambda data: on_report(FunctionResult(order.rank, data)))
             self._readers.add(self._make_reader(pipes.parent_fds["result"], result_reader))
@@ -168,7 +169,7 @@ class RankProcess:
 class _StdioPipes:
     """Both ends of all pipes and ptys between a rank and its agent, by name."""
 
-    def __init__(self, order: RankOrder) -> None:
+    def __init__(self, order: RankOrder, *, has_call: bool) -> None:
         self.parent_fds: dict[str, int] = {}
         self.child_fds: dict[str, int] = {}
         try:
@@ -183,7 +184,7 @@ class _StdioPipes:
                     self.parent_fds[stream], self.child_fds[stream] = (
                         open_pty(raw=True) if order.output_ptys else os.pipe()
                     )
-            if order.pickled_call:
+            if has_call:
                 self.child_fds["call"], self.parent_fds["call"] = os.pipe()
                 self.parent_fds["result"], self.child_fds["result"] = os.pipe()
         except OSError as error:
@@ -204,7 +205,7 @@ def _spawn_rank(order: RankOrder, pipes: _StdioPipes, orphan_killer: OrphanKille
     inherited = {
         variable: pipes.child_fds[name]
         for variable, name in ((CALL_FD_VARIABLE, "call"), (RESULT_FD_VARIABLE, "result"))
-        if order.pickled_call
+        if name in pipes.child_fds
     }
     out = pipes.child_fds["out"]
     order = msgspec.structs.replace(

@@ -232,20 +232,20 @@ def test_a_call_of_many_megabytes_goes_there_and_back() -> None:
     call = os.urandom(1_000_000) * 50
     with an_agent() as watched:
         text = CALL.format(result="len(data).to_bytes(8, 'big') + data[::-1]")
-        assert watched.run(order(python(text), pickled_call=call)) == {0: 0}
+        assert watched.run(order(python(text)), pickled_call=call) == {0: 0}
         assert watched.all(FunctionResult) == [FunctionResult(0, call[::-1])]
         assert isinstance(watched.reports[-1], RankExit)
 
 
 def test_a_result_that_was_not_finished_is_none() -> None:
     with an_agent() as watched:
-        watched.run(order(python(CALL.format(result="(1000).to_bytes(8, 'big') + b'half'")), pickled_call=b"x"))
+        watched.run(order(python(CALL.format(result="(1000).to_bytes(8, 'big') + b'half'"))), pickled_call=b"x")
         assert watched.all(FunctionResult) == []
 
 
 def test_a_rank_that_does_not_want_its_call_ends_all_the_same() -> None:
     with an_agent() as watched:
-        assert watched.run(order(("true",), pickled_call=b"x" * 10_000_000)) == {0: 0}
+        assert watched.run(order(("true",)), pickled_call=b"x" * 10_000_000) == {0: 0}
 
 
 def test_the_load_of_a_rank_and_its_children_is_told() -> None:

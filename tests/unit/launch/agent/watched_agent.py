@@ -58,9 +58,9 @@ class Watched:
         """All that a rank printed so far."""
         return b"".join(each.data for each in self.all(RankOutput) if (each.rank, each.stream) == (rank, stream))
 
-    def run(self, *orders: RankOrder) -> dict[int, int]:
+    def run(self, *orders: RankOrder, pickled_call: bytes = b"") -> dict[int, int]:
         """Start these ranks, wait for their ends: their exit codes."""
-        self.agent.handle(StartRanks(orders))
+        self.agent.handle(StartRanks(orders, pickled_call))
         self.until(lambda: len(self.all(RankExit)) == len(orders))
         return {each.rank: each.exit_code for each in self.all(RankExit)}
 
