@@ -45,8 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return exit_code
     except KeyboardInterrupt:
         return INTERRUPTED_CODE
-    except BrokenPipeError:  # the reader of the output has left; Python would complain at the exit
-        sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: PTH123  # a device, until the end
+    except BrokenPipeError:  # the reader of the output has left
+        # What is still in the buffer goes nowhere: otherwise Python would complain when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return BROKEN_PIPE_CODE
 
 

@@ -99,7 +99,9 @@ def test_help_is_shown_where_the_encoding_lacks_characters(command: str) -> None
 
 
 def test_a_reader_that_leaves_early_is_no_error() -> None:
-    finished = subprocess.run(
-        f"{sys.executable} -m ronde.cli.main version | true", shell=True, capture_output=True, timeout=30, check=False
-    )
-    assert finished.stderr == b""
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "ronde.cli.main", "version"]
+    finished = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=30, check=False)
+    os.close(writer)
+    assert (finished.returncode, finished.stderr) == (1, b"")

@@ -10,17 +10,16 @@ process that started it has ended, the pipe ends, and so does the rank.
 from __future__ import annotations
 
 import gc
-import importlib.util
+import importlib
 import json
 import sys
 import time
 import traceback
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -253,7 +252,7 @@ class TrainingLoop:
     """A network under training, always with the same batch."""
 
     def __init__(self, model: Any, batch: int, library: Library, options: Options) -> None:
-        """`model` is a BenchmarkModel of models.py, which is loaded by its path too."""
+        """`model` is a BenchmarkModel of models.py, which is imported without the ronde around it."""
         import torch
 
         torch.set_num_threads(1)
@@ -321,8 +320,9 @@ def sum_kilobytes(path: Path, fields: Iterable[str]) -> int:
 class CommandLoop:
     """Carries out the commands that come through the pipe, with one library."""
 
-    def __init__(self, library: Library) -> None:
+    def __init__(self, library: Library, models: Mapping[str, Any]) -> None:
         self._library = library
+        self._models = models
         self._steps: dict[str, PreparedStep] = {}
         self._training: TrainingLoop | None = None
 
@@ -364,7 +364,7 @@ class CommandLoop:
             case "release":
                 self.release()
             case "prepare_training":
-                model = load_neighbour("models").MODELS[command["model"]]
+                model = self._models[command["model"]]
                 self._training = TrainingLoop(model, command["batch"], self._library, command["options"])
                 self._training.step()
                 return {"checksum": self._training.checksum()}
@@ -417,15 +417,6 @@ def time_steps(step: Callable[[], Any], num_steps: int) -> tuple[list[int], list
     return took_ns, returned
 
 
-def load_neighbour(name: str) -> ModuleType:
-    """A module of this directory, loaded by its path."""
-    spec = importlib.util.spec_from_file_location(f"ronde_bench_{name}", Path(__file__).with_name(f"{name}.py"))
-    assert spec is not None and spec.loader is not None, "a file of our own"
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def join(name: str, directory: Path, rank_and_size: list[str]) -> Library:
     """Start the library. Those without RANK and SIZE have them from their launcher."""
     match name:
@@ -446,11 +437,13 @@ def join(name: str, directory: Path, rank_and_size: list[str]) -> Library:
 
 
 def main(arguments: list[str]) -> None:
-    # Python has put the directory of this file on its path; the modules beside it are not top-level ones.
+    # Python has put the directory of this file first on its path. Only models.py is wanted from there: the names of the
+    # other modules may be those of libraries.
+    models = importlib.import_module("models").MODELS
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
     name, directory, *rank_and_size = arguments
     library = join(name, Path(directory), rank_and_size)
-    CommandLoop(library).run(Path(directory))
+    CommandLoop(library, models).run(Path(directory))
     library.close()
 
 
