@@ -5,10 +5,72 @@ from __future__ import annotations
 import pytest
 
 from ronde.comm.world import World
+from ronde.errors import Mismatch
 from ronde.training.exchange import GradientSettings
-from ronde.training.steps import TrainingStep
+from ronde.training.steps import TRANSITIONS, StepEvent, StepState, TrainingStep
 from tests.conformance.ranks import run_threads
-from tests.unit.training.arrays import ONE_EACH, ArrayBackwardPass, ArrayTraining, weights
+from tests.unit.training.arrays import ONE_EACH, ArrayBackwardPass, ArrayTraining, Weight, weights
+
+
+def test_every_state_can_be_reached_and_closed() -> None:
+    assert len(TRANSITIONS) == len(StepState) <= 8
+    reached, found = {StepState.IDLE}, [StepState.IDLE]
+    while found:
+        following = set(TRANSITIONS[found.pop()].values()) - reached
+        reached |= following
+        found += following
+    assert reached == set(StepState)
+    assert all(TRANSITIONS[state][StepEvent.CLOSED] is StepState.CLOSED for state in reached - {StepState.CLOSED})
+
+
+def test_a_step_goes_through_its_states() -> None:
+    def body(world: World) -> list[StepState]:
+        training = ArrayTraining(world.group, weights("a"), passes=2)
+        step, seen = training.training_step, []
+
+        def look() -> None:
+            seen.append(step.state)
+
+        look()
+        training.backward_nested(a=1.0)
+        look()
+        training.backward(a=1.0)
+        look()
+        training.backward_pass.run(training.adapter, {})  # a pass without a gradient is none
+        training.backward(a=1.0)
+        look()
+        step.synchronize()
+        step.step_done()
+        look()
+        training.adapter.on_ready(0)
+        look()
+        training.clear()
+        training.backward_pass.run_end_callbacks()  # of the pass that was cleared
+        look()
+        step.close()
+        step.synchronize()
+        look()
+        return seen
+
+    (seen,) = run_threads(1, body)
+    assert [state.name for state in seen] == [
+        *("IDLE", "OUTER_BACKWARD", "ACCUMULATING", "REDUCED", "IDLE", "BACKWARD", "IDLE", "CLOSED")
+    ]
+
+
+def test_ranks_that_could_not_agree_begin_the_next_step_anew() -> None:
+    def body(world: World) -> object:
+        training = ArrayTraining(world.group, [Weight("a", count=4 + world.rank)])
+        with pytest.raises(Mismatch):
+            training.backward(a=1.0)
+        assert training.training_step.state is StepState.IDLE
+        training.adapter.weights[0].count = 4
+        training.clear()
+        training.backward(a=world.rank)
+        training.training_step.close()
+        return training.grad("a")
+
+    assert run_threads(2, body) == [0.5] * 2
 
 
 @pytest.mark.parametrize("names", ["a", "ab"])
