@@ -1,8 +1,8 @@
 """Gradients of PyTorch's parameters for training/reducer, and the end of a backward pass for training/steps.
 
-A gradient that autograd makes is copied to its memory in the bucket, and a view of that memory becomes p.grad: gradients
-exist once, and what the optimizer reads is what the ranks wrote. Large ones are copied at once, while they are in the
-cache, so that their memory is free for the next; small ones when their bucket is full, in one call for all.
+A gradient that autograd makes is copied to its memory in the bucket, and a view of that memory becomes p.grad:
+gradients exist once, and what the optimizer reads is what the ranks wrote. Large ones are copied at once, while they
+are in the cache, so that their memory is free for the next; small ones when their bucket is full, in one call for all.
 
 What runs in every step has no loop over parameters in Python: lists of parameters and views are made once per bucket,
 and are handed to map() and to torch._foreach_*.
@@ -455,9 +455,10 @@ def _call_before_next_nodes(node: Node, callback: Callable[[], None]) -> None:
 def disable_dynamo(*functions: Callable[..., object]) -> None:
     """Keep torch.compile away from these functions and all that they call. Before PyTorch 2.7 it may try all the same.
 
-    Who compiles a whole step, backward() included, lets Dynamo look at every Python frame in it, the hooks of parameters
-    and the end of the pass among them, which cannot be compiled. The decorator torch.compiler.disable() would import
-    Dynamo, which is large, and add time to every call. So each function is marked as that decorator marks its own.
+    Who compiles a whole step, backward() included, lets Dynamo look at every Python frame in it, the hooks of
+    parameters and the end of the pass among them, which cannot be compiled. The decorator torch.compiler.disable()
+    would import Dynamo, which is large, and add time to every call. So each function is marked as that decorator marks
+    its own.
     """
     frames: Any = eval_frame
     for function in functions:

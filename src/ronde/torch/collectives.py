@@ -1,15 +1,11 @@
-"""Sums of sparse tensors: every member's indices and values are gathered, and equal indices added up.
+"""The collectives on tensors: as ronde's own of the same names, and differentiable.
 
-Used by allreduce for sparse COO tensors, such as the gradients of an embedding with sparse=True.
+A tensor on the CPU is used where it is, without a copy. A result is differentiable when the tensor that was given
+requires a gradient (on all ranks or on none), the call waits and has no `out`; the rules are in
+ronde.torch.differentiable. With `out`, or wait=False, autograd does not see the operation, as under torch.no_grad().
 
-The collectives on tensors. As ronde's own of the same names, and differentiable.
-
-A tensor on the CPU travels from where it is, without a copy. A result is differentiable when the tensor that was given
-requires a gradient (on all ranks or on none), the call waits and has no `out`; the rules are in ronde.torch.differentiable.
-With `out`, or wait=False,
-numbers are moved and autograd knows nothing of it, as under torch.no_grad().
-
-A list of tensors gives a list. In an allreduce those of one dtype travel as a unit.
+A list of tensors gives a list. In an allreduce those of one dtype are one operation. A sparse COO tensor, such as the
+gradient of an embedding with sparse=True, is summed by gathering every member's indices and values.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ __all__ = ["allgather", "allreduce", "allreduce_sparse", "alltoall", "barrier", 
 
 
 def allreduce_sparse(group: Group, x: Tensor, options: ReduceOptions, *, name: str | None, wait: bool) -> Any:
-    """The sum or mean of sparse tensors of one shape, coalesced; with wait=False its TensorWork."""
+    """The coalesced sum or mean of sparse tensors of one shape; with wait=False a TensorWork."""
     op = parse_op(options.op)
     if op not in (Op.SUM, Op.MEAN):
         raise ValueError(f"allreduce of sparse tensors knows sum and mean, got {op.name.lower()}; use x.to_dense()")
@@ -41,7 +37,7 @@ def allreduce_sparse(group: Group, x: Tensor, options: ReduceOptions, *, name: s
     factor = options.postscale / (group.size if op is Op.MEAN else 1)
     if x.sparse_dim() == 0:
         raise ValueError("allreduce of sparse tensors needs at least one sparse dimension; use x.to_dense()")
-    # Before they travel: a member's factor may be its own.
+    # Before they are gathered: members may have different factors.
     values = x.values() if options.prescale == 1.0 else x.values() * options.prescale
     parts = [_indices_with_shape(x), values]
     gathered = transport.allgather_tensors(group, parts, name=name, wait=wait)
@@ -52,7 +48,7 @@ def allreduce_sparse(group: Group, x: Tensor, options: ReduceOptions, *, name: s
 
 
 def _indices_with_shape(x: Tensor) -> Tensor:
-    """One row per index, and ahead of them one with the shape, told apart by being negative: members compare it."""
+    """One row per index, and before them one with the shape as negative numbers, for the members to compare."""
     shape = torch.tensor([x.shape[: x.sparse_dim()]], dtype=torch.int64, device=x.device)
     return torch.cat([-1 - shape, x.indices().t()])
 
@@ -62,8 +58,8 @@ def _sum_equal_indices(parts: list[Tensor], x: Tensor, factor: float) -> Tensor:
     is_shape = rows[:, 0] < 0
     shapes = (-1 - rows[is_shape]).tolist()
     if any(shape != shapes[0] for shape in shapes):
-        told = "; ".join(f"member {index}: {shape}" for index, shape in enumerate(shapes))
-        raise Mismatch(f"allreduce: the sparse tensors differ in shape: {told}")
+        text = "; ".join(f"member {index}: {shape}" for index, shape in enumerate(shapes))
+        raise Mismatch(f"allreduce: the sparse tensors differ in shape: {text}")
     if factor != 1.0:
         values = values * factor
     return torch.sparse_coo_tensor(rows[~is_shape].t(), values, x.shape, check_invariants=False).coalesce()
@@ -180,7 +176,7 @@ def _as_list(x: Tensor | Sequence[Tensor], what: str) -> tuple[list[Tensor], boo
         if not x:
             raise ValueError(f"{what}: the list of tensors is empty")
         return list(x), True
-    return [x], False  # type: ignore[list-item]  # what is no tensor is refused where it is read
+    return [x], False  # type: ignore[list-item]  # another type is refused by check_tensor()
 
 
 def _output_list(out: Any, xs: list[Tensor], many: bool, what: str) -> list[Tensor | None]:
@@ -192,7 +188,7 @@ def _output_list(out: Any, xs: list[Tensor], many: bool, what: str) -> list[Tens
 
 
 def _operation_names(name: str | None, xs: list[Tensor]) -> list[str | None]:
-    """As the transport names the tensors of a list."""
+    """A name per tensor, as the functions in tensors.py give them."""
     return [f"{name}.{index}" if name and len(xs) > 1 else name for index in range(len(xs))]
 
 
@@ -201,7 +197,7 @@ def _needs_gradient(xs: list[Tensor]) -> bool:
 
 
 def _unwrap_single(outcome: Any, many: bool) -> Any:
-    """A list for a list, one tensor for one; the same for what is under way."""
+    """The list, or its only tensor if the caller gave one; the same for a TensorWork."""
     if many:
         return outcome
     return outcome.then(lambda results: results[0]) if isinstance(outcome, TensorWork) else outcome[0]

@@ -1,8 +1,7 @@
-"""What the parameters of an optimizer are called, in errors and to compare ranks. For the distributed optimizer.
+"""DistributedOptimizer: any optimizer of PyTorch, with gradients averaged over ranks.
 
-All that combines the gradients of one optimizer: one reducer per group of ranks. Used by DistributedOptimizer.
-
-Any optimizer of PyTorch, with gradients combined among ranks. Public as ronde.torch.DistributedOptimizer.
+OptimizerReducers holds one Reducer per group of ranks and the TrainingStep that commands them; ParameterNames gives
+every parameter the name that errors and comparisons between ranks use.
 """
 
 from __future__ import annotations
@@ -40,18 +39,19 @@ __all__ = ["Distributed", "DistributedOptimizer", "OptimizerReducers", "Paramete
 
 
 class ParameterNames:
-    """As the caller says, as the optimizer knows them, or by their places in it."""
+    """Names of parameters: the caller's, else the optimizer's own, else made of group and index."""
 
     def __init__(self, named: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
         self._rank = rank
         self._given = None if named is None else _read_names(named, rank)
         self.reserved: set[str] = set()
-        """All that parameters have."""
+        """Names that are taken."""
 
     def named_parameters(
         self, group_index: int, group: Mapping[str, Any], *, added_later: bool = False
     ) -> list[tuple[str, Tensor]]:
-        """The parameters of an optimizer's group with their names. `later`: it was added after the names were given."""
+        """The parameters of one of the optimizer's groups with their names. `added_later`: the caller, who named the
+        others, need not have named these."""
         known: Sequence[str] = group.get("param_names", ())
         found: dict[str, Tensor] = {}
         for index, parameter in enumerate(group["params"]):
@@ -65,9 +65,9 @@ class ParameterNames:
                 )
             if not name:
                 raise ValueError(
-                    f"rank {self._rank}: named_parameters lacks parameter {index} of the optimizer's group {group_index} "
-                    f"({parameter.dtype}{list(parameter.shape)}); pass model.named_parameters() of the model that the "
-                    "optimizer was built for, and build it after the model was moved or copied"
+                    f"rank {self._rank}: named_parameters lacks parameter {index} of the optimizer's group "
+                    f"{group_index} ({parameter.dtype}{list(parameter.shape)}); pass model.named_parameters() of the "
+                    "model that the optimizer was built for, and build it after the model was moved or copied"
                 )
             if name in self.reserved or name in found:
                 raise ValueError(f"rank {self._rank}: two parameters of the optimizer are named {name!r}")
@@ -75,12 +75,11 @@ class ParameterNames:
         return list(found.items())
 
     def reserve(self, names: Iterable[str]) -> None:
-        """No other parameter may get one of these."""
         self.reserved.update(names)
 
 
 def _read_names(named: Iterable[tuple[str, Tensor]], rank: int) -> dict[int, tuple[str, Tensor]]:
-    """Names by identity; the parameters are kept, so that no other gets theirs."""
+    """Names by the identity of parameters, which are kept alive: no other object gets their identity."""
     found: dict[int, tuple[str, Tensor]] = {}
     names: set[str] = set()
     for pair in named if isinstance(named, Iterable) else (named,):
@@ -100,11 +99,11 @@ def _read_names(named: Iterable[tuple[str, Tensor]], rank: int) -> dict[int, tup
 
 
 _open_reducers: WeakSet[OptimizerReducers] = WeakSet()
-"""Those of this process that are not closed: no parameter may be in two of them."""
+"""Those of this process that are not closed. No parameter may be in two of them."""
 
 NamedParameters = Sequence[tuple[str, Tensor]]
 
-# The hooks of parameters, and what is called at the end of a pass and around a step.
+# Called by hooks of parameters, at the end of a pass, and around a step.
 disable_dynamo(Reducer.mark_ready, Reducer.mark_new_parameter, TorchAdapter._on_large_gradient)
 disable_dynamo(
     TrainingStep.pass_started,
@@ -117,7 +116,7 @@ disable_dynamo(
 
 
 class OptimizerReducers:
-    """The parameters of one optimizer; those of each group of ranks have a reducer of their own."""
+    """The parameters of one optimizer, with one reducer for each group of ranks, and the optimizer's step."""
 
     def __init__(
         self,
@@ -131,21 +130,18 @@ class OptimizerReducers:
         self._group = _check_group(group)
         self._settings = settings
         self._codec = codec
-        self._params: list[list[Tensor]] = []  # of each of the optimizer's groups
-        self._groups: list[Group] = []  # the ranks of each
+        self._params: list[list[Tensor]] = []  # by the optimizer's group of parameters
+        self._groups: list[Group] = []  # by the same, the ranks over which its gradients are averaged
         self._reducers: dict[Group, tuple[TorchAdapter, Reducer]] = {}
-        self._single_rank_params: list[
-            tuple[Group, NamedParameters]
-        ] = []  # a rank that is alone has nothing to do for these
-        self._named_by_id: dict[int, tuple[str, Tensor]] = {}  # what the reducers have, by identity
+        self._single_rank_params: list[tuple[Group, NamedParameters]] = []  # of groups with nothing to reduce
+        self._named_by_id: dict[int, tuple[str, Tensor]] = {}  # the parameters of the reducers
         self.training_step = TrainingStep(
             TorchBackwardPass(), num_passes, gradient_version=partial(_gradient_version, self._named_by_id)
         )
-        """Counts the backward passes, and sees to it that gradients are combined."""
         _open_reducers.add(self)
 
     def add_param_group(self, param_group: Mapping[str, Any], *, added_later: bool = False) -> None:
-        """One of the optimizer's groups. Its `group` says over which ranks it averages."""
+        """Average the gradients of one of the optimizer's groups, over the ranks of its `group` if it has one."""
         group = _check_group(param_group.get("group")) or self._group or current_world("DistributedOptimizer").group
         named = self._names.named_parameters(len(self._params), param_group, added_later=added_later)
         if group.included:
@@ -155,10 +151,10 @@ class OptimizerReducers:
         self._groups.append(group)
 
     def check_param_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Whether the optimizer still has the parameters it had. In every step, so it has to be quick."""
+        """Raise ValueError if the optimizer has other parameters than it was given. Called in every step."""
         try:
-            # Lists of the same objects are equal without a look at the numbers. Others may be taken for equal while
-            # they have one number each and it is the same: until the step after.
+            # Lists of the same objects are equal without a look at the tensors. Others may be taken for equal while
+            # they have one number each and it is the same: until the next step.
             if not self._reducers or [group["params"] for group in param_groups] == self._params:
                 return
         except RuntimeError:  # a tensor is not true or false
@@ -166,14 +162,12 @@ class OptimizerReducers:
         raise self._replaced_error(param_groups)
 
     def set_num_passes(self, num_passes: int) -> None:
-        """How many passes make a step from now on. With several, one rank has to do something, too."""
+        """Let so many backward passes make a step. With several, even a single rank has to average them."""
         self.training_step.num_passes = num_passes
-        idle, self._single_rank_params = self._single_rank_params, []
-        for group, named in idle:
-            self._add_to_reducer(group, named)
+        self._add_single_rank_params({})
 
     def average_loss(self, loss: Any) -> Any:  # a tensor, a number, or None
-        """What a closure returned, combined among ranks: an optimizer that looks at it must not decide differently."""
+        """The result of a closure, averaged over ranks: an optimizer that looks at it must decide alike on all."""
         group: Group = self._group or current_world().group
         if loss is None or not group.included or group.size == 1:
             return loss
@@ -183,27 +177,25 @@ class OptimizerReducers:
         return torch.full_like(loss.detach(), float(group.allreduce(np.array(loss.item()), op=op)))
 
     def reset(self) -> None:
-        """Begin anew: parameters may have been converted, and it may be a new round, with all ranks of it."""
+        """Agree anew at the next step: parameters were converted, or a new round has begun. Every rank calls it."""
         world = current_world("reset()")
         groups = self._groups if self._group is None else [*self._groups, self._group]
         now = {group: group if group.id else world.group for group in groups}
         for group in now.values():
             if group not in world.groups:
                 raise ValueError(
-                    f"{group} is no more; close() this optimizer, and build one for the groups there are now"
+                    f"{group} belongs to a round that is over; close() this optimizer, and build one for today's groups"
                 )
         self._groups = [now[group] for group in self._groups]
         self._group = None if self._group is None else now[self._group]
         self._reducers = {now[group]: part for group, part in self._reducers.items()}
         for group, (_, reducer) in self._reducers.items():
             reducer.reset(group)
-        self.training_step.gradients_cleared()  # what broke off before is no more
-        idle, self._single_rank_params = self._single_rank_params, []
-        for group, named in idle:
-            self._add_to_reducer(now[group], named)
+        self.training_step.gradients_cleared()  # a pass may have been interrupted by the end of the round
+        self._add_single_rank_params(now)
 
     def close(self) -> None:
-        """Combine gradients no more. Idempotent."""
+        """Average gradients no more. Idempotent."""
         _open_reducers.discard(self)
         self.training_step.close()
         self._reducers.clear()
@@ -212,8 +204,14 @@ class OptimizerReducers:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
+    def _add_single_rank_params(self, groups: Mapping[Group, Group]) -> None:
+        """Look again at the parameters that had nothing to reduce. `groups` has new groups by old ones."""
+        waiting, self._single_rank_params = self._single_rank_params, []
+        for group, named in waiting:
+            self._add_to_reducer(groups.get(group, group), named)
+
     def _add_to_reducer(self, group: Group, named: NamedParameters) -> None:
-        """Give these to the reducer of the group, if there is something to do."""
+        """Give these parameters to the reducer of the group, unless there is nothing to reduce."""
         if group.size == 1 and not self._needed_on_one_rank:
             self._single_rank_params.append((group, named))
             return
@@ -239,31 +237,31 @@ class OptimizerReducers:
 
     @property
     def _needed_on_one_rank(self) -> bool:
-        """Whether a single rank has something to do."""
+        """Whether the gradients of a single rank have to be averaged over passes, compressed or checked."""
         return self.training_step.num_passes > 1 or self._codec is not None or self._settings.check_finite
 
     def _check_not_shared(self, named: NamedParameters) -> None:
-        """No other optimizer may combine these, too."""
+        """Raise ValueError if another optimizer has one of these parameters."""
         if not _names_in_others(named, self):
             return
-        gc.collect()  # one that nobody uses may still be there
+        gc.collect()  # an optimizer that nobody uses may still exist
         for name in _names_in_others(named, self):
             raise ValueError(
-                f"rank {current_world().rank}: parameter {name!r} is in another distributed optimizer already, and both "
-                "would combine its gradients; call close() of that one before you build this one"
+                f"rank {current_world().rank}: parameter {name!r} is in another distributed optimizer already, and "
+                "both would combine its gradients; call close() of that one before you build this one"
             )
 
     def _replaced_error(self, param_groups: Sequence[Mapping[str, Any]]) -> ValueError:
-        rank, words = current_world().rank, "the optimizer has other groups of parameters than it was given"
+        rank, what = current_world().rank, "the optimizer has other groups of parameters than it was given"
         for number, (group, known) in enumerate(zip(param_groups, self._params, strict=False)):
             odd = [index for index, (one, two) in enumerate(zip_longest(group["params"], known)) if one is not two]
             if odd:
                 was = self._named_by_id.get(id(known[odd[0]])) if odd[0] < len(known) else None
                 name = f", which was {was[0]!r}," if was else ""
-                words = f"parameter {odd[0]} of the optimizer's group {number}{name} is not the one it was given"
+                what = f"parameter {odd[0]} of the optimizer's group {number}{name} is not the one it was given"
                 break
         return ValueError(
-            f"rank {rank}: {words}: gradients of others are not combined. Replace parameters before "
+            f"rank {rank}: {what}: gradients of others are not combined. Replace parameters before "
             "DistributedOptimizer is called (or close() it and build another), and add some by add_param_group()"
         )
 
@@ -277,15 +275,15 @@ def _check_group(group: object) -> Group | None:
 
 
 def _names_in_others(named: NamedParameters, mine: OptimizerReducers) -> list[str]:
-    """Names of those that another optimizer combines."""
+    """The names of those that another optimizer has."""
     others = {key for each in _open_reducers if each is not mine for key in each._named_by_id}
     return [name for name, parameter in named if id(parameter) in others]
 
 
 def _gradient_version(named_by_id: dict[int, tuple[str, Tensor]]) -> tuple[object, ...]:
-    """A gradient and how often it was written to, as who clips gradients writes to all of them; and whether a scaler is
-    making the step: it has looked for infinities before, and unscaled gradients, which nobody counts."""
-    grads = (parameter.grad for _, parameter in reversed(named_by_id.values()))  # what is frozen comes first, mostly
+    """A value that changes when gradients are changed: one gradient and its version counter, as clipping writes to all
+    of them, and whether a GradScaler makes the step, as it has unscaled gradients without counting."""
+    grads = (parameter.grad for _, parameter in reversed(named_by_id.values()))  # frozen ones are mostly the first
     grad = next((grad for grad in grads if grad is not None), None)
     num_writes = 0 if grad is None else grad._version
     return id(grad), num_writes, find_frame(GradScaler.step) is None
@@ -322,11 +320,11 @@ def DistributedOptimizer(
     """The same optimizer, made to average gradients over all ranks (or over `group`) in every backward().
 
     When backward() returns, p.grad is the average: clip it, unscale it, step as ever. `passes` backward passes make a
-    step: nothing travels before the last, and their gradients are averaged, as if their batches were one. `codec` is
-    what gradients are on the wire: "float16", "bfloat16", or a Codec of your own. A group of parameters may have a
+    step: their gradients are averaged, as if their batches were one, and are exchanged after the last. `codec`
+    compresses gradients on the wire: "float16", "bfloat16", or a Codec of your own. A group of parameters may have a
     `group` of its own: `SGD([{"params": head, "group": some_ranks}])`. Further settings are those of GradientSettings.
 
-    What it adds to the optimizer is in `Distributed`.
+    The class `Distributed` has what it adds to the optimizer.
     """
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"DistributedOptimizer takes an optimizer of PyTorch, got {type(optimizer).__name__}")
@@ -347,7 +345,7 @@ def DistributedOptimizer(
 
 
 def _convert(optimizer: Optimizer, reducers: OptimizerReducers) -> Distributed:
-    """The same optimizer, of a class that combines these gradients."""
+    """Give the optimizer a class with the methods of Distributed, and hooks around step()."""
     plain: Any = type(optimizer)
     distributed: Any = optimizer
     distributed.__class__ = _distributed_class(plain)
@@ -355,8 +353,8 @@ def _convert(optimizer: Optimizer, reducers: OptimizerReducers) -> Distributed:
     optimizer.register_step_pre_hook(_StepPreHook(reducers))
     optimizer.register_step_post_hook(_StepPostHook(reducers))
     for param_group in optimizer.param_groups:
-        param_group.pop("group", None)  # the optimizer need not know, nor its state
-    # The hooks of parameters live as long as the model: without the optimizer they have nothing to do.
+        param_group.pop("group", None)  # it does not belong into state_dict()
+    # The hooks of parameters would live as long as the model.
     weakref.finalize(optimizer, reducers.close).atexit = False
     result: Distributed = distributed
     return result
@@ -366,17 +364,20 @@ class Distributed(Optimizer):
     """What DistributedOptimizer adds to an optimizer's class."""
 
     _reducers: OptimizerReducers | None = None
-    """None in a copy, which is an optimizer like any other."""
+    """None in a copy, which is an ordinary optimizer."""
 
     def synchronize(self) -> None:
-        """Combine gradients now. backward() and step() do it by themselves; it is needed only on a rank that had no
-        backward pass, or fewer than `passes`, and looks at gradients, clips or unscales them before step()."""
+        """Average the gradients if backward() has not done so. Collective.
+
+        backward() and step() call it. It is needed only on a rank that had no backward pass, or fewer than `passes`,
+        and looks at gradients, clips or unscales them before step().
+        """
         if self._reducers is not None:
             self._reducers.training_step.synchronize()
 
     @property
     def passes(self) -> int:
-        """How many backward passes make a step. It can be set between steps."""
+        """The number of backward passes per step. It can be set between steps."""
         return 1 if self._reducers is None else self._reducers.training_step.num_passes
 
     @passes.setter
@@ -385,52 +386,49 @@ class Distributed(Optimizer):
             self._reducers.set_num_passes(passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As ever. With several passes per step it begins a new one: those before are forgotten."""
+        """As in PyTorch. It begins a step: passes before it do not count."""
         if self._reducers is not None:
             self._reducers.training_step.gradients_cleared()
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As ever; `group` in it may be a ronde.Group. Every rank adds it before the same step."""
+        """As in PyTorch; it may have a ronde.Group as `group`. Every rank adds it before the same step."""
         super().add_param_group(param_group)
         if self._reducers is None:
             return
         try:
             self._reducers.add_param_group(self.param_groups[-1], added_later=True)
         except BaseException:
-            del self.param_groups[-1]  # or it would train, uncombined
+            del self.param_groups[-1]  # it would train with gradients that are not averaged
             raise
         self.param_groups[-1].pop("group", None)
 
     def reset(self) -> None:
-        """After shutdown() and init(): go on in the new round. After the model was converted: agree on it anew. Every
-        rank calls it."""
+        """Go on in a new round, after shutdown() and init(), or with a converted model. Every rank calls it."""
         if self._reducers is not None:
             self._reducers.reset()
 
     def close(self) -> None:
-        """Combine gradients no more, and give back what that takes. Idempotent."""
+        """Average gradients no more, and free memory and hooks. Idempotent."""
         if self._reducers is not None:
             self._reducers.close()
 
     def __reduce_ex__(self, protocol: Any) -> Any:  # as object's
-        """Copies are optimizers of the class it had before."""
+        """A copy has the class that the optimizer had before."""
         return _new_instance, (type(self).__mro__[2],), self.__getstate__()
 
 
 def _new_instance(plain: type[Optimizer]) -> Optimizer:
-    """An optimizer that is about to get its state."""
     return plain.__new__(plain)
 
 
 @cache
 def _distributed_class(plain: Any) -> type[Optimizer]:  # a class
-    """A subclass of the same name."""
     return type(plain.__name__, (Distributed, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__})
 
 
 class _StepPreHook:
-    """Before step(): gradients are to be combined, also those that a closure makes."""
+    """Averages gradients before step(), and those that its closure makes."""
 
     def __init__(self, reducers: OptimizerReducers) -> None:
         self._reducers = reducers
@@ -438,7 +436,7 @@ class _StepPreHook:
     def __call__(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """What step() is to be called with instead, when it was given a closure."""
+        """Returns other arguments for step() if it was given a closure."""
         self._reducers.check_param_groups(optimizer.param_groups)
         if len(args) > 1 and args[1] is not None:
             return (args[0], self._wrap_closure(args[1]), *args[2:]), kwargs
@@ -448,22 +446,21 @@ class _StepPreHook:
         return None
 
     def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def combined() -> Any:  # whatever the closure returns
+        def synchronized() -> Any:  # as the closure returns
             loss = closure()
             self._reducers.training_step.synchronize()
             return self._reducers.average_loss(loss)
 
-        return combined
+        return synchronized
 
 
 class _StepPostHook:
-    """After step(): gradients are used up."""
+    """Ends the training step after the optimizer's step()."""
 
     def __init__(self, reducers: OptimizerReducers) -> None:
         self._reducers = reducers
 
     def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Tell those who count."""
         self._reducers.training_step.step_done()
         if is_initialized():
             mark_step()

@@ -1,10 +1,7 @@
-"""Tensors as memory that the collectives read and write, and back. Used by everything here that sends a tensor.
+"""Tensors as memory that ronde's collectives read and write, and those collectives on tensors without autograd.
 
-Tensors on the CPU are used where they are, without a copy; those on another device travel through a copy on the host.
-
-The collectives on tensors, without autograd: each is ronde's own, with tensors going in and coming out.
-
-Used by the public collectives, by their backward rules, and wherever numbers travel that have no gradient.
+Tensors on the CPU are used where they are, without a copy; those on another device through a copy on the host.
+collectives.py has the public functions, and differentiable.py their gradients.
 """
 
 from __future__ import annotations
@@ -42,11 +39,11 @@ __all__ = [
 
 CPU = torch.device("cpu")
 HostArray: TypeAlias = "Array | Bfloat16View"
-"""What a collective of ronde takes and gives."""
+"""What a collective of ronde takes and returns."""
 
 
 def check_tensor(x: object, what: str) -> Tensor:
-    """The tensor, or an error that says what to pass instead. `what` is the operation's name."""
+    """The tensor, or TypeError if it cannot be exchanged. `what` is the operation, for the message."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{what}: takes a tensor, got {type(x).__name__}; for NumPy arrays and numbers use ronde's own")
     if x.layout is not torch.strided:
@@ -63,7 +60,7 @@ def check_tensor(x: object, what: str) -> Tensor:
 def as_host_array(x: Tensor, what: str) -> HostArray:
     """The tensor's memory when it is on the CPU, else a copy on the host."""
     host = check_tensor(x, what)
-    # PyTorch's own operations let go of the interpreter's lock, and another thread may take it for long: none unasked.
+    # Every operation of PyTorch releases the GIL, and it may take long to get it back: none that is not needed.
     if host.requires_grad:
         host = host.detach()
     if not host.is_cpu:
@@ -86,7 +83,7 @@ def _host_memory(host: Tensor) -> HostArray:
 
 
 def as_tensor(result: HostArray, device: torch.device) -> Tensor:
-    """What a collective gave, as a tensor over the same memory (or moved to its device)."""
+    """The result of a collective as a tensor over the same memory, or copied to its device."""
     if isinstance(result, Bfloat16View):
         tensor = torch.from_numpy(result.bits.view(np.int16)).view(torch.bfloat16)
     else:
@@ -95,12 +92,12 @@ def as_tensor(result: HostArray, device: torch.device) -> Tensor:
 
 
 def tensor_view(memory: Array, dtype: str) -> Tensor:
-    """The memory of a bucket or of a wire, which shows bfloat16 as bits, as a flat tensor of its dtype."""
+    """A flat array of numbers of this dtype, in which bfloat16 is uint16, as a tensor over the same memory."""
     return as_tensor(Bfloat16View(memory) if dtype == "bfloat16" else memory, CPU)
 
 
 class OutputTensor:
-    """Where a result goes: the caller's `out`, or a new tensor on the device of what was given."""
+    """The tensor of a result: the caller's `out`, or a new one on the device of the input."""
 
     __slots__ = ("_device", "_out", "array")
 
@@ -108,7 +105,7 @@ class OutputTensor:
         self._out = out
         self._device = x.device
         self.array: HostArray | None = None
-        """To be passed as `out` of ronde's collective."""
+        """The `out` of ronde's collective."""
         if out is not None:
             self.array = given if out is x else as_host_array(out, f"{what}: out")
 
@@ -122,10 +119,10 @@ class OutputTensor:
                 out.copy_(as_tensor(result, torch.device("cpu")))
             return out
         try:
-            # Autograd did not see the write: it must, or a backward could use numbers that are no longer there.
+            # Autograd has to know of the write, or a backward pass could use numbers that were overwritten.
             torch.autograd.graph.increment_version(out)
         except RuntimeError:
-            if not out.is_inference():  # of which nobody counts versions
+            if not out.is_inference():  # it has no version counter
                 raise
         return out
 
@@ -142,7 +139,7 @@ class TensorWork:
         self._lock = threading.Lock()
 
     def wait(self, timeout_s: float | None = None) -> Any:  # a tensor, a list of them, or a pair
-        """The result, or the error it ended in; any number of times, from any thread."""
+        """Wait and return the result, or raise the error. It may be called again, and from any thread."""
         deadline = None if timeout_s is None else Deadline(timeout_s)
         results = [work.wait(None if deadline is None else deadline.remaining_s) for work in self._works]
         with self._lock:
@@ -156,24 +153,23 @@ class TensorWork:
         return all(work.done() for work in self._works)
 
     def result(self) -> Any:  # as wait()
-        """The result of an operation that is over, without waiting."""
+        """The result of an operation that is done(); ValueError before that."""
         if not self.done():
             raise ValueError(f"{self.name or 'the operation'} is still under way; wait() for it")
         return self.wait()
 
     def then(self, convert: Callable[[Any], Any]) -> TensorWork:
-        """The same work with another form of its result. Take one of the two, not both."""
+        """This work with its result converted. Only one of the two may be waited for."""
         finish = self._finish
-        assert finish is not None, "nobody has waited for it yet"
+        assert finish is not None, "wait() was called before then()"
         return TensorWork(self._works, lambda results: convert(finish(results)), self.name)
 
     def __repr__(self) -> str:
-        """For debugging."""
         return f"<TensorWork {self.name or 'unnamed'}: {'over' if self.done() else 'under way'}>"
 
 
 class ReduceOptions(NamedTuple):
-    """How numbers are combined: postscale * op(prescale * x)."""
+    """The reduction postscale * op(prescale * x)."""
 
     op: str | Op = "sum"
     prescale: float = 1.0
@@ -183,16 +179,16 @@ class ReduceOptions(NamedTuple):
 def allreduce_tensor(
     group: Group, x: Tensor, out: Tensor | None, options: ReduceOptions, *, name: str | None, wait: bool
 ) -> Any:  # a tensor, or its TensorWork
-    """The sum of one tensor: the most frequent case, the short way."""
+    """The reduction of one tensor, which is the most frequent case."""
     given = as_host_array(x, "allreduce")
-    landing = OutputTensor(out, x, given, "allreduce")
+    output = OutputTensor(out, x, given, "allreduce")
     op, prescale, postscale = options
     outcome = group.allreduce(
-        given, op=op, out=landing.array, name=name, prescale=prescale, postscale=postscale, wait=wait
+        given, op=op, out=output.array, name=name, prescale=prescale, postscale=postscale, wait=wait
     )
     if wait:
-        return landing.finish(outcome)
-    return TensorWork([outcome], lambda results: landing.finish(results[0]), name)
+        return output.finish(outcome)
+    return TensorWork([outcome], lambda results: output.finish(results[0]), name)
 
 
 def allreduce_tensors(
@@ -204,42 +200,41 @@ def allreduce_tensors(
     name: str | None,
     wait: bool,
 ) -> Any:  # a list of tensors, or its TensorWork
-    """The sums of some tensors as a list. Those of one dtype travel as a unit; each dtype is a unit of its own."""
+    """The reductions of some tensors as a list. Those of one dtype are one operation."""
     given = [as_host_array(x, "allreduce") for x in xs]
-    landings = [OutputTensor(out, x, array, "allreduce") for out, x, array in zip(outs, xs, given, strict=True)]
-    units = _indices_by_dtype(xs)
+    outputs = [OutputTensor(out, x, array, "allreduce") for out, x, array in zip(outs, xs, given, strict=True)]
+    by_dtype = _indices_by_dtype(xs)
     outcomes = []
-    for dtype, unit in units.items():
-        unit_outs = [landings[index].array for index in unit]
+    for dtype, indices in by_dtype.items():
+        dtype_outs = [outputs[index].array for index in indices]
         outcomes.append(
             group.allreduce(
-                [given[index] for index in unit],
-                out=None if outs[unit[0]] is None else unit_outs,
-                name=f"{name}.{dtype}" if name and len(units) > 1 else name,
+                [given[index] for index in indices],
+                out=None if outs[indices[0]] is None else dtype_outs,
+                name=f"{name}.{dtype}" if name and len(by_dtype) > 1 else name,
                 wait=wait,
                 **options._asdict(),
             )
         )
 
     def finish(results: list[list[HostArray]]) -> list[Tensor]:
-        landed: dict[int, Tensor] = {}
-        for unit, result in zip(units.values(), results, strict=True):
-            landed.update((index, landings[index].finish(array)) for index, array in zip(unit, result, strict=True))
-        return [landed[index] for index in range(len(xs))]
+        tensors: dict[int, Tensor] = {}
+        for indices, result in zip(by_dtype.values(), results, strict=True):
+            tensors.update((index, outputs[index].finish(array)) for index, array in zip(indices, result, strict=True))
+        return [tensors[index] for index in range(len(xs))]
 
     return _result_or_work(outcomes, finish, name, wait)
 
 
 def _indices_by_dtype(xs: Sequence[Tensor]) -> dict[str, list[int]]:
-    """Which tensors have which dtype, in the order in which dtypes first appear."""
-    units: dict[str, list[int]] = {}
+    by_dtype: dict[str, list[int]] = {}
     for index, x in enumerate(xs):
-        units.setdefault(str(x.dtype).removeprefix("torch."), []).append(index)
-    return units
+        by_dtype.setdefault(str(x.dtype).removeprefix("torch."), []).append(index)
+    return by_dtype
 
 
 def allgather_tensors(group: Group, xs: Sequence[Tensor], *, name: str | None, wait: bool) -> Any:
-    """Everybody's rows of some tensors, as a list."""
+    """All members' rows of each tensor, as a list."""
 
     def start(index: int, name: str | None) -> tuple[Any, Callable[[HostArray], Tensor]]:
         device = xs[index].device
@@ -252,12 +247,12 @@ def allgather_tensors(group: Group, xs: Sequence[Tensor], *, name: str | None, w
 def broadcast_tensors(
     group: Group, xs: Sequence[Tensor], outs: Sequence[Tensor | None], root: int, *, name: str | None, wait: bool
 ) -> Any:
-    """The root's tensors for everybody, as a list."""
+    """The root's tensors, as a list."""
 
     def start(index: int, name: str | None) -> tuple[Any, Callable[[HostArray], Tensor]]:
         given = as_host_array(xs[index], "broadcast")
-        landing = OutputTensor(outs[index], xs[index], given, "broadcast")
-        return group.broadcast(given, root=root, out=landing.array, name=name, wait=wait), landing.finish
+        output = OutputTensor(outs[index], xs[index], given, "broadcast")
+        return group.broadcast(given, root=root, out=output.array, name=name, wait=wait), output.finish
 
     return _start_each(len(xs), start, name, wait)
 
@@ -265,7 +260,7 @@ def broadcast_tensors(
 def reduce_scatter_tensors(
     group: Group, xs: Sequence[Tensor], options: ReduceOptions, *, name: str | None, wait: bool
 ) -> Any:
-    """My rows of the sums of some tensors, as a list."""
+    """This member's rows of the reduction of each tensor, as a list."""
 
     def start(index: int, name: str | None) -> tuple[Any, Callable[[HostArray], Tensor]]:
         device = xs[index].device
@@ -278,7 +273,7 @@ def reduce_scatter_tensors(
 
 
 def alltoall_tensor(group: Group, x: Tensor, splits: Any, *, name: str | None, wait: bool) -> Any:
-    """The rows that came, and how many from each member (int64)."""
+    """The received rows, and how many came from each member (int64)."""
     if isinstance(splits, Tensor):
         splits = splits.tolist()
     outcome = group.alltoall(as_host_array(x, "alltoall"), splits=splits, name=name, wait=wait)
@@ -297,7 +292,7 @@ def _start_each(
     name: str | None,
     wait: bool,
 ) -> Any:
-    """One operation per tensor. start() gives what ronde returned, and what makes a tensor of its result."""
+    """Start one operation per tensor. start() returns what ronde did, and what makes a tensor of its result."""
     started = [start(index, f"{name}.{index}" if name and count > 1 else name) for index in range(count)]
     finishes = [finish for _, finish in started]
 
@@ -308,5 +303,4 @@ def _start_each(
 
 
 def _result_or_work(outcomes: list[Any], finish: Callable[[list[Any]], Any], name: str | None, wait: bool) -> Any:
-    """Results right away, or the handle of what is under way."""
     return finish(outcomes) if wait else TensorWork(outcomes, finish, name)

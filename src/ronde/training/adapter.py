@@ -1,7 +1,7 @@
 """What the training logic asks of an ML library: FrameworkAdapter and BackwardPass.
 
-A framework's package (ronde.torch and its siblings) implements both. Parameters are known by their index in the list that
-describe_parameters() returned last; only the adapter knows what a gradient is and where it lies.
+A framework's package (ronde.torch and its siblings) implements both. Parameters are known by their index in the list
+that describe_parameters() returned last; only the adapter knows what a gradient is and where it lies.
 """
 
 from __future__ import annotations
@@ -102,4 +102,5 @@ class BackwardPass(Protocol):
         """Call this at the end of the running pass."""
 
     def is_nested(self, on_resume: Callable[[], None]) -> bool:
-        """Whether the pass that is ending runs inside of another one. Then on_resume is called when that one goes on."""
+        """Whether the pass that is ending runs inside of another one. Then on_resume is called when that one goes
+        on."""

@@ -1,7 +1,7 @@
-"""Which gradients travel together, and in which order. Used by the Reducer; pure functions of what all ranks agreed on.
+"""Which gradients share a bucket, and in which order buckets are reduced: pure functions of what all ranks agreed on.
 
 Gradients become ready in about the same order in every step. A bucket takes neighbours of that order, so it is full
-early; the first ones are small, so that traffic starts early.
+early; the first ones are small, so that the first reduction starts early.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MIN_BUCKETS = 4
 
 
 class BucketSizeLimits(NamedTuple):
-    """How large buckets may become. One gradient that is larger has a bucket of its own."""
+    """How large buckets may become. A gradient that is larger has a bucket of its own."""
 
     first_bytes: int
     """The first one; each next may be twice as large."""
@@ -39,7 +39,7 @@ class BucketSizeLimits(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GradientLocation:
-    """The place of one gradient in its bucket, in elements."""
+    """Where one gradient lies in its bucket, in elements."""
 
     index: int
     start: int
@@ -48,7 +48,7 @@ class GradientLocation:
 
 @dataclass(frozen=True, slots=True)
 class GradientBucket:
-    """Gradients of one dtype that travel as one array."""
+    """Gradients of one dtype that are reduced as one array."""
 
     dtype: str
     locations: tuple[GradientLocation, ...]
@@ -57,32 +57,30 @@ class GradientBucket:
 
     @property
     def count(self) -> int:
-        """Number of elements."""
         last = self.locations[-1]
         return last.start + last.count
 
     @property
     def indices(self) -> tuple[int, ...]:
-        """The parameters, in the order of their places."""
-        return tuple(span.index for span in self.locations)
+        return tuple(location.index for location in self.locations)
 
 
 def choose_size_limits(total_bytes: int, bucket_mb: float | None, overlap: bool) -> BucketSizeLimits:
-    """Sizes for so many bytes of gradients. `overlap`: whether buckets travel while the backward pass runs."""
+    """Limits for so many bytes of gradients. `overlap`: whether buckets are reduced while the backward pass runs."""
     if bucket_mb is not None:
         most_bytes = max(1, int(bucket_mb * MEGABYTE))
         return BucketSizeLimits(most_bytes, most_bytes)
-    if not overlap:  # nothing to gain from pieces: each costs a meeting of all members
+    if not overlap:  # nothing to gain from several: each has a latency
         return BucketSizeLimits(total_bytes, total_bytes)
     most_bytes = min(MAX_BUCKET_BYTES, max(FIRST_BUCKET_BYTES, total_bytes // MIN_BUCKETS))
     return BucketSizeLimits(min(FIRST_BUCKET_BYTES, most_bytes), most_bytes)
 
 
 def should_overlap(*, num_hosts: int, num_busy_threads: int, num_cores: int) -> bool:
-    """Whether buckets should travel while the backward pass runs, on hosts with so many busy threads and cores.
+    """Whether buckets should be reduced while the backward pass runs, on hosts with so many busy threads and cores.
 
-    A network works by itself. Inside a host it is the same cores that would compute: then sending at the end costs
-    less, for no thread has to be woken and none is interrupted.
+    A network works by itself. Inside a host the same cores reduce and compute: then reducing at the end costs less, as
+    no thread has to be woken and none is interrupted.
     """
     return num_hosts > 1 or num_busy_threads < num_cores
 
@@ -95,8 +93,8 @@ def assign_buckets(
 ) -> tuple[GradientBucket, ...]:
     """The buckets of all dense parameters, in the order in which they will be full.
 
-    `ready` is the order in which gradients came; what is missing there (it was not used) comes behind, last parameters
-    first. `together` are names that share a bucket, whatever its size.
+    `ready_order` is the order in which gradients became ready; parameters that are missing there follow, the last ones
+    first. Each set of names in `together` shares a bucket, whatever its size.
     """
     order = list(dict.fromkeys([*ready_order, *reversed(range(len(parameters)))]))
     dense = [index for index in order if not parameters[index].sparse and parameters[index].count]
@@ -118,16 +116,16 @@ def assign_buckets(
         filling[key].append(index)
         used_bytes[key] += num_bytes
     full.extend(filling.values())
-    place = {index: position for position, index in enumerate(order)}
-    full.sort(key=lambda bucket: place[bucket[-1]])
+    position = {index: number for number, index in enumerate(order)}
+    full.sort(key=lambda bucket: position[bucket[-1]])
     return tuple(_make_bucket(parameters, bucket) for bucket in full)
 
 
 def _make_bucket(parameters: Sequence[ParameterInfo], indices: Sequence[int]) -> GradientBucket:
-    spans, start = [], 0
+    locations, start = [], 0
     for index in indices:
-        spans.append(GradientLocation(index, start, parameters[index].count))
+        locations.append(GradientLocation(index, start, parameters[index].count))
         start += parameters[index].count
     first = parameters[indices[0]]
     more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
-    return GradientBucket(first.dtype, tuple(spans), f"{first.name}{more}")
+    return GradientBucket(first.dtype, tuple(locations), f"{first.name}{more}")

@@ -1,8 +1,8 @@
 """How gradients are reduced (GradientSettings), and the reduction of one set of buckets (GradientExchange).
 
-A GradientExchange has a plan of its own, and so a channel on which nothing else runs. The order on that channel is equal
-on all members: the first wire of every bucket; the flags; then, for codecs with more than one wire, the further wires
-bucket by bucket.
+A GradientExchange has a plan of its own, and so a channel on which nothing else runs. The order on that channel is
+equal on all members: the first wire of every bucket; the flags; then, for codecs with more than one wire, the further
+wires bucket by bucket.
 """
 
 from __future__ import annotations
@@ -28,29 +28,28 @@ __all__ = ["GradientExchange", "GradientSettings", "HAD_BACKWARD", "REPLAN_WANTE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientSettings:
-    """What all ranks of an optimizer have in common."""
+    """How gradients are reduced. All ranks of an optimizer must have equal settings."""
 
     op: str | Op = "mean"
     """mean, sum or adasum."""
     bucket_mb: float | None = None
-    """Size of the buckets in which gradients travel, in megabytes; None chooses."""
+    """Size of the buckets in megabytes; None chooses."""
     overlap: bool | None = None
-    """Whether buckets travel while the backward pass runs; None: when there are cores for it, or several hosts."""
+    """Whether buckets are reduced while the backward pass runs; None: when cores are idle, or with several hosts."""
     predivide: float = 1.0
-    """Of a mean: divide by this before the sum and by the rest behind it, for numbers that a sum would overflow."""
+    """For a mean: divide by this before the sum and by the rest after it, so that the sum does not overflow."""
     average_passes: bool = True
     """Whether several backward passes per step are averaged, as if their batches were one; else they are summed."""
     check_finite: bool = False
-    """Look for infinities and not-a-numbers before gradients travel; the error names rank and parameter."""
+    """Look for infinities and NaNs before gradients are reduced; the error names rank and parameter."""
     sparse_as_dense: bool = False
-    """Let sparse gradients travel as dense ones: for embeddings of which most rows are used in every step."""
+    """Reduce sparse gradients as dense ones: for embeddings of which most rows are used in every step."""
     together: Sequence[Sequence[str]] = ()
-    """Sets of parameters (names) that share a bucket; the others are put together automatically."""
+    """Sets of parameters (by name) that share a bucket; the others are assigned to buckets automatically."""
     idle_steps: bool = False
-    """Whether a step for which no rank had a backward pass is all right. It is more often a mistake."""
+    """Allow steps for which no rank had a backward pass. They are more often a mistake."""
 
     def __post_init__(self) -> None:
-        """Check at once."""
         given = self.op.name.lower() if isinstance(self.op, Op) else self.op
         if given not in ("mean", "sum", "adasum"):
             raise ValueError(f"op must be mean, sum or adasum for gradients, got {given!r}")
@@ -81,15 +80,15 @@ class GradientSettings:
             raise TypeError(f"together must be sets of names, such as [('a', 'b')], got {self.together!r}")
 
     def check_names(self, known: Iterable[str]) -> None:
-        """Whether all names are those of parameters, when these are known."""
+        """Raise ValueError if `together` has a name that is not among these."""
         unknown = sorted({name for names in self.together for name in names}.difference(known))
         if unknown:
             raise ValueError(f"together: no parameter of the optimizer is named {', '.join(map(repr, unknown))}")
 
     def describe(self) -> dict[str, str]:
-        """What ranks compare."""
-        words = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
-        return {**words, "op": parse_op(self.op).name.lower()}
+        """The settings in the form in which ranks compare them."""
+        texts = {field.name: repr(getattr(self, field.name)) for field in fields(self)}
+        return {**texts, "op": parse_op(self.op).name.lower()}
 
     @property
     def is_idempotent(self) -> bool:
@@ -97,15 +96,15 @@ class GradientSettings:
         return parse_op(self.op) is Op.MEAN
 
     def scales(self, num_passes: int) -> tuple[float, float]:
-        """Factors before and behind the sum of one step of so many passes."""
+        """Factors before and after the sum, for a step of so many passes."""
         return 1.0 / (self.predivide * self.pass_divisor(num_passes)), self.predivide
 
     def pass_divisor(self, num_passes: int) -> int:
-        """What the sum of so many passes is divided by."""
         return num_passes if self.average_passes else 1
 
     def sparse_scales(self, num_passes: int, size: int) -> tuple[float, float]:
-        """Factors before and behind the sum of sparse gradients. A rank's passes are its own: they count before it."""
+        """Factors before and after the sum of sparse gradients. Ranks may have had different numbers of passes, so each
+        divides by its own before the sum."""
         op = parse_op(self.op)
         if op is Op.ADASUM:
             raise ValueError("adasum does not know sparse gradients; set sparse_as_dense=True")

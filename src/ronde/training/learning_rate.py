@@ -1,6 +1,6 @@
-"""Learning rates for many ranks: how far to scale, and factors per step. Used by the schedulers of the frameworks.
+"""Learning rates for many ranks: how far to scale, and factors per step for the frameworks' schedulers.
 
-A *factor* is a function from the number of the step (from 0) to what the learning rate is multiplied with.
+A *factor* is a function from the number of the step (from 0) to what the learning rate is multiplied by.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ def scaled_lr(lr: float, batch_factor: float, *, rule: str = "linear") -> float:
 
 
 def constant(step: int) -> float:
-    """Always 1."""
     return 1.0
 
 

@@ -1,4 +1,4 @@
-"""Means over ranks that saw different numbers of samples. Used by the metrics of the frameworks."""
+"""Means over ranks that saw different numbers of samples."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ WeightedValues = dict[str, tuple[float, float]]
 def weighted_values(
     values: Mapping[str, SupportsFloat], count: SupportsFloat | Mapping[str, SupportsFloat]
 ) -> WeightedValues:
-    """My part. count is how many samples stand behind the values: one number, or one per metric."""
-    weighed: WeightedValues = {}
+    """This rank's values with their weights. `count` is on how many samples they were computed: one number, or one per
+    metric."""
+    weighted: WeightedValues = {}
     for name, given in values.items():
         if isinstance(count, Mapping) and name not in count:
             raise ValueError(f"there is no count of {name!r}, only of {', '.join(map(repr, count)) or 'nothing'}")
@@ -24,8 +25,8 @@ def weighted_values(
         if not weight >= 0.0:
             raise ValueError(f"the count of {name!r} must be 0 or more, got {weight}")
         value = _as_float(f"the metric {name!r}", given)
-        weighed[name] = (value * weight if weight else 0.0, weight)  # a mean of nothing is NaN: it says nothing
-    return weighed
+        weighted[name] = (value * weight if weight else 0.0, weight)  # a mean of no samples is NaN
+    return weighted
 
 
 def _as_float(what: str, given: SupportsFloat) -> float:
@@ -36,9 +37,9 @@ def _as_float(what: str, given: SupportsFloat) -> float:
 
 
 def weighted_means(by_rank: Sequence[WeightedValues]) -> dict[str, float]:
-    """The means over all parts. A metric that nobody has a sample of is NaN; names may be missing in some parts."""
-    names = dict.fromkeys(name for part in by_rank for name in part)
-    return {name: _mean([part[name] for part in by_rank if name in part]) for name in names}
+    """The weighted mean of every metric. One without any sample is NaN. A rank may lack some metrics."""
+    names = dict.fromkeys(name for values in by_rank for name in values)
+    return {name: _mean([values[name] for values in by_rank if name in values]) for name in names}
 
 
 def _mean(pairs: Sequence[tuple[float, float]]) -> float:

@@ -2,7 +2,8 @@
 
 TrainingStep says when a pass may begin, when no more gradients will come and when results are needed;
 docs/internals/gradients.md has the whole protocol. Nothing is agreed on before the first gradients are there: only then
-do ranks know which are sparse, which train, and in which order they become ready. From then on a full bucket just starts.
+do ranks know which are sparse, which train, and in which order they become ready. From then on a full bucket just
+starts.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Which samples belong to whom, and how far all have come. Used by the samplers of the frameworks.
+"""Which samples belong to which rank, and how many are used up. Used by the samplers of the frameworks.
 
-The samples of an epoch have one order, the same on every rank. What is left of it is dealt out like cards: of each
-`size` samples in a row, every rank gets one. So when each rank has taken m samples, the first m * size of the order are
-used up, whoever had them, and one number says where training stands. That number is all a restart needs, with as many
-ranks as before or another number of them; and ranks times batch size being equal, a global batch has the same samples
-for any number of ranks.
+The samples of an epoch have one order, the same on every rank. Of each `size` samples in a row that are not used up,
+every rank gets one. So when each rank has taken m samples, the first m * size of the order are used up, and one number
+says where training stands. That number is all a restart needs, with any number of ranks; and if ranks times batch size
+is equal, a global batch has the same samples for any number of ranks.
 
-At the end of an epoch the rest may not go round. Three ways out:
+At the end of an epoch fewer than `size` samples may be left. There are three policies:
 
     pad      everybody gets equally many; some samples of the epoch's beginning are used twice
     drop     everybody gets equally many; up to size - 1 samples are left out
@@ -37,7 +36,7 @@ def epoch_order(length: int, *, epoch: int, seed: int, shuffle: bool) -> Array:
 
 
 def shard_size(num_remaining: int, rank: int, size: int, tail_policy: str) -> int:
-    """How many of the samples that are left go to this rank."""
+    """How many of the remaining samples belong to this rank."""
     least, more = divmod(num_remaining, size)
     if tail_policy == "drop":
         return least
@@ -47,7 +46,7 @@ def shard_size(num_remaining: int, rank: int, size: int, tail_policy: str) -> in
 
 
 def shard_indices(order: Array, consumed: int, rank: int, size: int, tail_policy: str) -> Array:
-    """My samples of an epoch of which so many are used up."""
+    """The samples of this rank, in an epoch of which `consumed` are used up."""
     left = order[consumed:]
     if tail_policy == "pad":
         left = np.concatenate([left, np.resize(order, -left.size % size)])
@@ -58,17 +57,17 @@ def shard_indices(order: Array, consumed: int, rank: int, size: int, tail_policy
 
 @dataclass(frozen=True, slots=True)
 class SamplePosition:
-    """Where all ranks stand: in which epoch, and how many of its samples are used up. The same on every rank."""
+    """The epoch, and how many of its samples are used up. The same on every rank."""
 
     epoch: int = 0
     consumed: int = 0
 
     def after(self, samples_per_rank: int, size: int, length: int) -> SamplePosition:
-        """When each rank has taken so many samples (or all it had) since this position."""
+        """The position when each rank has taken so many more samples (or all it had)."""
         return replace(self, consumed=min(self.consumed + samples_per_rank * size, length))
 
     def at_epoch(self, epoch: int) -> SamplePosition:
-        """The beginning of an epoch; the position itself if that epoch is under way."""
+        """The beginning of an epoch; this position if it is in that epoch."""
         return self if epoch == self.epoch else SamplePosition(epoch)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Finding out, cheaply, whether ranks still hold the same numbers, and who does not. Used by the frameworks' checks.
+"""Whether ranks still hold the same numbers, and which ranks do not, found out cheaply.
 
-Every tensor gets a 32-bit sum of its bytes, one 16-byte fingerprint of all of them goes around, and only if those
-differ do the members compare tensor by tensor. Equal numbers in another form (-0.0 and 0.0) count as different: ranks
+Every tensor gets a 32-bit checksum of its bytes. The members compare one 16-byte fingerprint of all checksums, and only
+if those differ the checksums themselves. Equal numbers of different bits (-0.0 and 0.0) count as different: ranks
 that get equal gradients compute equal bits.
 """
 
@@ -25,29 +25,29 @@ __all__ = ["ChecksumDifference", "TensorChecksums", "checksum", "compare_checksu
 
 NUM_COLUMNS = 16384
 ROW_BYTES = 4 * NUM_COLUMNS
-"""64 KB: what is added up stays in the cache."""
+"""64 KB: the columns stay in the cache."""
 ODD_FACTOR = np.uint32(0x9E3779B1)
 """Odd, so that no bit of a row is lost when it is multiplied by later ones."""
 
 TensorChecksums = Sequence[tuple[str, int]]
-"""Tensor by tensor: its name, and the sum of its bytes."""
+"""Tensor by tensor: its name, and the checksum of its bytes."""
 
 
 def checksum(data: Array) -> int:
-    """The sum of a flat array of bytes. Different bytes, or equal ones in another order, give another sum.
+    """The checksum of a flat array of bytes. It depends on their order.
 
-    Large arrays are first folded to 64 KB, row by row: lanes = lanes * odd + row, at the speed of memory. A CRC of what
-    is left makes it one number.
+    Large arrays are first folded to 64 KB, row by row: columns = columns * odd + row, at the speed of memory. The
+    checksum is the CRC of the result.
     """
     num_rows = data.size // ROW_BYTES
     if num_rows < 2:
         return zlib.crc32(data.data)
     whole = num_rows * ROW_BYTES
-    lanes = np.zeros(NUM_COLUMNS, np.uint32)
+    columns = np.zeros(NUM_COLUMNS, np.uint32)
     for row in data[:whole].view(np.uint32).reshape(num_rows, NUM_COLUMNS):
-        np.multiply(lanes, ODD_FACTOR, out=lanes)
-        np.add(lanes, row, out=lanes)
-    return zlib.crc32(data[whole:].data, zlib.crc32(lanes.data))
+        np.multiply(columns, ODD_FACTOR, out=columns)
+        np.add(columns, row, out=columns)
+    return zlib.crc32(data[whole:].data, zlib.crc32(columns.data))
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +56,12 @@ class ChecksumDifference:
 
     tensor: str
     minority_ranks: tuple[int, ...]
-    """The ranks that are not with the majority; empty when there is none."""
+    """The ranks that differ from the majority; empty when there is none."""
     ranks: tuple[int, ...]
-    """All ranks."""
     num_different: int
     num_tensors: int
 
     def __str__(self) -> str:
-        """In words."""
         others = [rank for rank in self.ranks if rank not in self.minority_ranks]
         if self.minority_ranks:
             word = "differs" if len(self.minority_ranks) == 1 else "differ"
@@ -75,7 +73,7 @@ class ChecksumDifference:
 
 
 def find_difference(checksums_by_rank: Mapping[int, TensorChecksums]) -> ChecksumDifference | None:
-    """The first tensor whose sums differ between the ranks; their tensors are the same."""
+    """The first tensor whose checksums differ between ranks. All ranks have the same tensors."""
     ranks = tuple(checksums_by_rank)
     rows = list(zip(*checksums_by_rank.values(), strict=True))
     different = [row for row in rows if len({value for _, value in row}) > 1]
@@ -90,7 +88,7 @@ def find_difference(checksums_by_rank: Mapping[int, TensorChecksums]) -> Checksu
 
 
 def compare_checksums(group: Group, checksums: TensorChecksums) -> None:
-    """Raise OutOfSync, the same on every member, if their sums are not equal."""
+    """Raise OutOfSync, the same on every member, if the checksums differ between members. Collective."""
     names = "\n".join([name for name, _ in checksums]).encode()
     if all_equal(group, fingerprint(names + np.array([value for _, value in checksums], np.uint32).tobytes())):
         return

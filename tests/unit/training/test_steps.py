@@ -42,6 +42,7 @@ def test_a_step_goes_through_its_states() -> None:
         step.synchronize()
         step.step_done()
         look()
+        training.clear()
         training.adapter.on_ready(0)
         look()
         training.clear()

@@ -1,8 +1,8 @@
 """Horovod's DistributedOptimizer: its arguments, methods and warnings, over ronde.torch's.
 
 Gradients are averaged when backward() ends and not only in synchronize(), so code that looks at them before step() is
-right in any case. With op=hvd.Adasum the steps are combined and not the gradients: every process takes its own step, and
-Adasum of all processes' changes is added to the parameters.
+right in any case. With op=hvd.Adasum the steps are combined and not the gradients: every process takes its own step,
+and Adasum of all processes' changes is added to the parameters.
 """
 
 from __future__ import annotations
@@ -139,8 +139,8 @@ def DistributedOptimizer(
     """The optimizer, made to average gradients over the processes while backward() runs.
 
     The gradients of backward_passes_per_step passes are added up before they are averaged. gradient_predivide_factor
-    divides before the sum, and the rest of the division follows it. `groups` are parameters that are reduced together: a
-    number of groups, or lists of parameters. compression=None means Compression.none.
+    divides before the sum, and the rest of the division follows it. `groups` are parameters that are reduced together:
+    a number of groups, or lists of parameters. compression=None means Compression.none.
     """
     compression = Compression.none if compression is None else compression
     _check_arguments(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
