@@ -183,9 +183,7 @@ class OptimizerReducers:
         now = {group: group if group.id else world.group for group in groups}
         for group in now.values():
             if group not in world.groups:
-                raise ValueError(
-                    f"{group} belongs to a round that is over; close() this optimizer, and build one for today's groups"
-                )
+                raise ValueError(f"{group} no longer exists; close() this optimizer, and build one for today's groups")
         self._groups = [now[group] for group in self._groups]
         self._group = None if self._group is None else now[self._group]
         self._reducers = {now[group]: part for group, part in self._reducers.items()}

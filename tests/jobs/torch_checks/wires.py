@@ -192,7 +192,9 @@ def a_trunk_averages_over_all_ranks_and_each_head_over_those_of_its_task() -> No
     optimizer.close()
     for group in tasks:
         ronde.remove_group(group)
-    with pytest.raises(ValueError, match=rf"<Group {tasks[0].id}: ranks 0, 1> belongs to a round that is over; close\(\) this optimizer"):
+    with pytest.raises(
+        ValueError, match=rf"<Group {tasks[0].id}: ranks 0, 1> no longer exists; close\(\) this optimizer"
+    ):
         optimizer.reset()
 
 
