@@ -74,40 +74,44 @@ class NamedOperations:
         return work
 
     def make_request(self, work: Work) -> int | OperationRequest | None:
-        """How to announce the work: by its id if that stands for the same, else in full. None: it was aborted."""
-        if work.done():
-            return None
-        operation = work.operation
+        """How to announce the work: by its id if that stands for the same, else in full. None: it has ended."""
+        with self._lock:  # abort() sets the error under it before it ends works
+            if self._closed_error is not None or work.done():
+                return None
+            operation = work.operation
         cached = self._cached_requests.get(work.name)
         if cached is not None and cached.signature is operation.signature and cached.splits == operation.splits:
             self._announced_by_id[cached.id] = work
             return cached.id
-        return self._make_full_request(work)
+        return self._make_full_request(operation)
 
     def resend_in_full(self, id: int) -> OperationRequest | None:
         """What was announced by an id that the coordinator does not know any more; None if that was not here."""
         work = self._announced_by_id.pop(id, None)
-        if work is None or work.done():
+        if work is None:
             return None
         self._cached_requests.pop(work.name, None)
-        return self._make_full_request(work)
+        request = self.make_request(work)
+        assert not isinstance(request, int)
+        return request
 
     def run_agreed(self, agreed: Sequence[AgreedOperation], stragglers: tuple[tuple[int, int], ...] = ()) -> None:
         """Start operations that every member has announced, fused into one call. `stragglers` came last."""
-        if self._closed_error is not None:
-            return
         batch_start = BatchStart(time.monotonic_ns(), stragglers)
         works: list[Work] = []
         operations: list[Operation] = []
-        for item in agreed:
-            if item.request is not None:  # not announced here: this rank has joined
-                self._cached_requests.pop(item.name, None)
-                operations.append(zeros_for_joined(_signature_of(item.request), item.name))
-            else:
-                work = self._works[item.name]
-                self._cache_request(work, item.id)
-                works.append(work)
-                operations.append(work.operation)
+        with self._lock:
+            if self._closed_error is not None:
+                return
+            for item in agreed:
+                if item.request is not None:  # not announced here: this rank has joined
+                    self._cached_requests.pop(item.name, None)
+                    operations.append(zeros_for_joined(_signature_of(item.request), item.name))
+                else:
+                    work = self._works[item.name]
+                    self._cache_request(work, item.id)
+                    works.append(work)
+                    operations.append(work.operation)
         if self._waits.tracing:
             self._waits.record_batch_start(works, batch_start.at_ns)
         try:
@@ -158,11 +162,11 @@ class NamedOperations:
         running_calls += [self.channel.submit(call, operations, on_done=on_done) for call in calls[-1:]]
         return tuple(running_calls)
 
-    def _make_full_request(self, work: Work) -> OperationRequest:
-        signature = work.operation.signature
+    def _make_full_request(self, operation: Operation) -> OperationRequest:
+        signature = operation.signature
         return OperationRequest(
             group=self.group,
-            name=work.name,
+            name=operation.name,
             kind=signature.kind,
             dtype=signature.dtype,
             shapes=signature.shapes,
@@ -170,7 +174,7 @@ class NamedOperations:
             root=signature.root,
             prescale=signature.prescale,
             postscale=signature.postscale,
-            splits=work.operation.splits,
+            splits=operation.splits,
         )
 
     def _cache_request(self, work: Work, id: int) -> None:

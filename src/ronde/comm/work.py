@@ -58,6 +58,7 @@ class Work:
         "_waits",
         "announced_ns",
         "group",
+        "label",
         "missing",
         "name",
     )
@@ -73,6 +74,7 @@ class Work:
     ) -> None:
         self.name = operation.name
         """The name it was given; empty for an operation matched by program order."""
+        self.label = operation.signature.label
         self._operation: Operation | None = operation
         self._timeout_s = timeout_s
         self._running_calls = running_calls
@@ -123,7 +125,7 @@ class Work:
 
     @property
     def operation(self) -> Operation:
-        # Of a work that has not ended.
+        # Of a work that has not ended, and cannot end meanwhile.
         assert self._operation is not None
         return self._operation
 
@@ -141,8 +143,7 @@ class Work:
             self._end(error)
 
     def describe(self) -> str:
-        label = self._operation.signature.label if self._operation is not None else "operation"
-        return f"{label} {self.name!r} of group {self.group}"
+        return f"{self.label} {self.name!r} of group {self.group}"
 
     # --- the wait ----------------------------------------------------------------------------------------------------
 
@@ -220,8 +221,7 @@ class NegotiationWaits:
     def record_batch_start(self, works: Iterable[Work], at_ns: int) -> None:
         """Record for the timeline that these works start together."""
         slices = [
-            NegotiationSlice(work.operation.signature.label, work.name, work.group, work.announced_ns or at_ns, at_ns)
-            for work in works
+            NegotiationSlice(work.label, work.name, work.group, work.announced_ns or at_ns, at_ns) for work in works
         ]
         self._recorder.record_batch_start(at_ns, slices)
 
