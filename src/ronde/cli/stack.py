@@ -49,22 +49,15 @@ def stack(arguments: Sequence[str]) -> int:
 
 
 def format_stacks(stacks: tuple[RankStack, ...]) -> str:
-    """All stacks, the one of most ranks first: `ranks 0-6: train.py:42 in step: …`, then the stack."""
+    """All stacks, the one of most ranks first: `ranks 0-6: train.py:42 in step: …`, then the stack; or the reason why
+    there is none."""
     blocks = []
-    for ranks, at in group_stacks(stacks):
-        process = f" on {at.host}, pid {at.pid}" if len(ranks) == 1 and at.pid else ""
-        reason = at.why.removeprefix("its process ")  # it follows the rank's name
-        reason = reason if len(ranks) == 1 else _pluralize(reason)
-        where = f": {at.line}\n{_indent(at.stack)}" if at.line else f" {reason}"
-        blocks.append(f"{format_ranks(ranks)}{process}{where}".rstrip())
+    for ranks, first in group_stacks(stacks):
+        process = f" on {first.host}, pid {first.pid}" if len(ranks) == 1 and first.pid else ""
+        text = f"{first.line}\n{_indent(first.stack)}" if first.line else first.why
+        each = ", each" if not first.line and len(ranks) > 1 else ""
+        blocks.append(f"{format_ranks(ranks)}{process}{each}: {text}".rstrip())
     return "\n\n".join(blocks)
-
-
-def _pluralize(reason: str) -> str:
-    """A reason written for one rank, for several."""
-    verb, space, rest = reason.partition(" ")
-    verbs = {"has": "have", "does": "do", "is": "are"}
-    return verbs.get(verb, verb) + space + rest.replace("; its process is", "; their processes are")
 
 
 def _indent(text: str) -> str:
