@@ -53,3 +53,10 @@ def test_every_hop_of_the_walks_exists() -> None:
         (found,) = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == name]
         methods = [node.name for node in found.body if isinstance(node, ast.FunctionDef)]
         assert not method or method in methods, f"{file} has no {name}.{method}"
+
+
+def test_every_page_that_the_code_names_exists() -> None:
+    sources = [path for folder in ("src", "compat", "native", "tests") for path in (ROOT / folder).rglob("*.[pch]*")]
+    texts = [path.read_text(encoding="utf-8") for path in sources if path.suffix in (".py", ".cc", ".h")]
+    named = {page for text in texts for page in re.findall(r"\bdocs/[\w/-]+\.md\b", text)}
+    assert named and [page for page in sorted(named) if not (ROOT / page).exists()] == []
