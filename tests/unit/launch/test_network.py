@@ -15,6 +15,7 @@ from ronde.launch.protocol import AgentError, ProbeReply, ProbeRequest
 from ronde.net.addresses import candidate_addresses, parse_address
 from ronde.net.keys import new_job_key
 from ronde.types import Deadline
+from tests.limits import promised_s
 from tests.unit.launch.agent.watched_agent import PATIENCE_S, an_agent
 
 A = ("10.0.0.1:4001", "192.168.7.1:4002")
@@ -156,7 +157,7 @@ def test_closing_does_not_wait_for_the_silent() -> None:
     waiting = WaitingProber()
     with silent_port() as silent:
         waiting.prober.probe(ProbeRequest(KEY, ((silent,),), timeout_s=60.0))
-        deadline = Deadline(10.0)
+        deadline = Deadline(promised_s(10.0))
         waiting.prober.close()
         assert not deadline.expired
 

@@ -31,6 +31,7 @@ from ronde.launch.protocol import (
 )
 from ronde.net.addresses import host_identity
 from ronde.types import Deadline
+from tests.limits import promised_s
 from tests.unit.launch.agent.watched_agent import an_agent, ends, order, python
 
 FLOOD = "import os\nfor n in range({num}): os.write(1, b'%08d|' % n + bytes(range(256)) * 40); os.write(2, b'%08d' % n)"
@@ -128,7 +129,7 @@ def test_what_a_rank_started_ends_with_it() -> None:
 
 def test_somebody_who_left_the_group_and_holds_the_pipe_does_not_delay_the_end() -> None:
     with an_agent() as watched:
-        deadline = Deadline(5)
+        deadline = Deadline(promised_s(5.0))
         assert watched.run(order(("sh", "-c", "setsid sleep 300 & echo $!; echo last"))) == {0: 0}
         assert not deadline.expired
         pid, last = watched.printed().split()
@@ -289,7 +290,7 @@ def test_closing_kills_ranks_that_do_not_want_to_end_and_their_children(how: str
             watched.agent.handle(StopAgent())
         watched.agent.close()
         pids = [each.pid for each in watched.all(RankStarted)] + [int(watched.printed(rank)) for rank in range(3)]
-        assert all(ends(pid, 1.0) for pid in pids)
+        assert all(ends(pid, promised_s(1.0)) for pid in pids)
         watched.agent.handle(StartRanks((order(("true",)),)))
         assert not watched.all(RankExit)
 
@@ -304,6 +305,7 @@ def test_whoever_hears_of_a_start_may_close_the_agent() -> None:
 HOLDER = """
 import sys
 sys.path.insert(0, {root!r})
+from ronde.launch.protocol import StartRanks
 from tests.unit.launch.agent.watched_agent import *
 with an_agent() as watched:
     script = "trap '' TERM; (sleep 300; true) & echo $$ $!; wait"
@@ -324,5 +326,5 @@ def test_a_killed_agent_takes_its_ranks_and_their_children_along_within_a_second
             pids += map(int, holder.stdout.readline().split())
         assert not any(ends(pid, 0.0) for pid in pids)
         holder.kill()
-    deadline = Deadline(1.0)
+    deadline = Deadline(promised_s(1.0))
     assert all(ends(pid, deadline.remaining_s) for pid in pids)

@@ -8,6 +8,7 @@ import time
 
 from ronde.launch.agent.orphans import OrphanKiller
 from ronde.types import Deadline
+from tests.limits import promised_s
 from tests.unit.launch.agent.watched_agent import ends
 
 SLEEP = ["sleep", "300"]
@@ -38,7 +39,7 @@ def test_a_killed_process_takes_its_groups_along_within_a_second() -> None:
         assert holder.stdout is not None
         orphan_killer, a, b, forgotten, child_a, child_b, child, daemon = map(int, holder.stdout.readline().split())
         holder.kill()
-    deadline = Deadline(1.0)
+    deadline = Deadline(promised_s(1.0))
     assert all(ends(pid, deadline.remaining_s) for pid in (a, b, child_a, child_b, daemon, orphan_killer))
     for pid in (forgotten, child):
         assert not ends(pid, 0.0)
@@ -84,4 +85,4 @@ def test_an_orphan_killer_that_was_killed_or_stopped_holds_up_nobody() -> None:
     subprocess.run(["kill", "-CONT", str(orphan_killer.pid)], check=True)
     before_s = time.monotonic()
     orphan_killer.close()
-    assert time.monotonic() - before_s < 5
+    assert time.monotonic() - before_s < promised_s(5.0)

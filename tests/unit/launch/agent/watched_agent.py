@@ -13,8 +13,9 @@ from typing import Any, TypeVar
 from ronde.launch.agent.agent import Agent
 from ronde.launch.protocol import AgentMessage, RankExit, RankOrder, RankOutput, StartRanks, StdStream
 from ronde.net.event_loop import EventLoop
+from tests.limits import PATIENCE_S
 
-PATIENCE_S = 30.0
+__all__ = ["PATIENCE_S", "Watched", "an_agent", "ends", "order", "python"]
 
 T = TypeVar("T")
 
