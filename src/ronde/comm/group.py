@@ -222,7 +222,7 @@ class Group:
         self._check_open()
         source = self._as_send_buffer(x, "send")
         span = Span(address_of(source.array), 0, source.array.size)
-        return self._start_message(self._make_message(OperationKind.SEND, source, span, to, source), wait)
+        return self._start(self._make_message(OperationKind.SEND, source, span, to, source), wait)
 
     def receive(self, out: Any, source: int, *, wait: bool = True) -> Any:
         """Receive an array from one member (a rank of the world) into `out`, and return `out`."""
@@ -230,7 +230,7 @@ class Group:
         given = self._as_send_buffer(out, "receive")
         target = as_receive_buffer(out, given, "receive")
         span = Span(0, address_of(target.array), target.array.size)
-        return self._start_message(self._make_message(OperationKind.RECEIVE, given, span, source, target), wait)
+        return self._start(self._make_message(OperationKind.RECEIVE, given, span, source, target), wait)
 
     # --- for the world, plans and objects --------------------------------------------------------------------------
 
@@ -293,7 +293,9 @@ class Group:
         row_counts = None if operation.own_rows is None else self._exchange_row_counts(operation)
         calls = operation.calls(row_counts)
         if wait and len(calls) == 1:
-            channel.run(calls[0], operation.signature)
+            # Messages between two members are not part of the order of the collectives.
+            run = channel.send_or_receive if isinstance(operation, PointToPointOperation) else channel.run
+            run(calls[0], operation.signature)
             return operation.result()
         running_calls = [channel.submit(call) for call in calls[:-1]]
         running_calls.append(channel.submit(calls[-1], (operation,)))
@@ -304,15 +306,6 @@ class Group:
         ahead = RowCountsOperation(operation, self.size, label or f"{operation.signature.label} rows")
         self.ordered_channel.run(ahead.calls()[0], ahead.signature)
         return ahead.result()
-
-    def _start_message(self, operation: PointToPointOperation, wait: bool) -> Any:  # the result, or a Work
-        """Start a send or receive, which is not part of the order of the collectives."""
-        (call,) = operation.calls()
-        if wait:
-            self.ordered_channel.send_or_receive(call, operation.signature)
-            return operation.result()
-        running_call = self.ordered_channel.submit(call, (operation,))
-        return Work(operation, self.operation_timeout_s, (running_call,))
 
     @property
     def _index(self) -> int:

@@ -1,4 +1,4 @@
-"""What callers may hand in, and what they are told when it cannot be."""
+"""What callers may pass as arrays, and the errors for what cannot be sent."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_timeline_can_come_and_go(tmp_path: Path) -> None:
     assert "in it" in trace and "behind it" not in trace
 
 
-def test_an_uncaught_error_is_told_to_the_others() -> None:
+def test_an_uncaught_error_reaches_the_others() -> None:
     codes, output = run_ranks(
         2,
         """
@@ -153,7 +153,7 @@ def test_an_error_is_described_in_one_line_as_python_prints_it(error: Exception,
     assert world_module._describe_error(error) == line
 
 
-def test_leaving_without_shutdown_is_told_to_the_others() -> None:
+def test_leaving_without_shutdown_reaches_the_others() -> None:
     codes, output = run_ranks(
         2,
         """
