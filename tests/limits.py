@@ -49,7 +49,7 @@ BUILD_TEST_S = 2000.0
 
 MAX_SLOWDOWN = 4.0
 """How many times longer a promise may take on a busy machine. Promises are of a second or less, and what breaks one
-costs more than four: the heartbeat, `shutdown_s` (5 s), `start_s`, `operation_s`. So a broken promise is always seen."""
+costs more than four: the heartbeat, `shutdown_s` (5 s), `start_s`, `operation_s`. So a broken one is always seen."""
 
 
 def promised_s(seconds: float) -> float:

@@ -38,7 +38,7 @@ def burn(parent: int) -> None:
 
 @contextmanager
 def busy(number: int) -> Iterator[list[int]]:
-    """So many busy processes; their process ids."""
+    """Start so many busy processes; they end with the context. Yields their process ids."""
     parent, pids = os.getpid(), list[int]()
     try:
         for _ in range(number):
@@ -60,14 +60,14 @@ def run(command: Sequence[str]) -> tuple[int, bytes]:
     for number in ENDINGS:
         signal.signal(number, lambda got, _: process.send_signal(got))
     assert process.stdout is not None
-    said = b""
+    output = b""
     while data := os.read(process.stdout.fileno(), 1 << 16):
-        said += data
+        output += data
         sys.stdout.buffer.write(data)
         sys.stdout.buffer.flush()
     process.stdout.close()
     code = process.wait()
-    return (128 - code if code < 0 else code), said
+    return (128 - code if code < 0 else code), output
 
 
 def commit() -> str:
@@ -77,16 +77,16 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def entry(at: datetime.datetime, commit: str, code: int, seconds: float, said: bytes) -> str:
+def entry(at: datetime.datetime, commit: str, code: int, seconds: float, output: bytes) -> str:
     """The line for the log."""
-    failed = [name.decode(errors="replace") for name in dict.fromkeys(FAILED.findall(said))]
+    failed = [name.decode(errors="replace") for name in dict.fromkeys(FAILED.findall(output))]
     outcome = "passed" if code == 0 else f"code {code}"
     words = [f"{at:%Y-%m-%d %H:%M:%S}", commit, outcome, f"{seconds / 60:.1f} min", f"{len(failed)} failed", *failed]
     return "  ".join(words) + "\n"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Do what the command line says."""
+    """Run the command of the command line and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-n", type=int, default=2, metavar="NUMBER", help="how many busy processes (default: 2)")
     parser.add_argument("--log", type=Path, metavar="FILE", help="add a line with the outcome to this file")
@@ -96,11 +96,11 @@ def main(arguments: Sequence[str]) -> int:
         parser.error("there is no command to run")
     at, began, checked_out = datetime.datetime.now(), time.monotonic(), commit()
     with busy(wanted.n):
-        code, said = run(wanted.command)
+        code, output = run(wanted.command)
     if wanted.log is not None:
         wanted.log.parent.mkdir(parents=True, exist_ok=True)
         with wanted.log.open("a") as log:
-            log.write(entry(at, checked_out, code, time.monotonic() - began, said))
+            log.write(entry(at, checked_out, code, time.monotonic() - began, output))
     return code
 
 

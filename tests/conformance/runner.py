@@ -121,7 +121,6 @@ def answer(case: Case) -> str:
 
 
 def main(address: str) -> None:
-    """One rank."""
     cases = all_cases()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)

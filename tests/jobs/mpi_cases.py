@@ -1,4 +1,4 @@
-"""The cases of the mpi backend, run by tests/jobs/mpi_ranks.py under mpiexec: results, order, disagreement, failures."""
+"""Cases of the mpi backend, run by tests/jobs/mpi_ranks.py under mpiexec: results, order, disagreement, failures."""
 
 from __future__ import annotations
 

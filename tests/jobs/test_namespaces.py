@@ -14,8 +14,8 @@ from contextlib import contextmanager
 import pytest
 
 from ronde.net.keys import new_job_key
-from tests.jobs.kit import ControlledRanks, NetworkHosts, ip, needs_namespaces, script, short_folder
-from tests.limits import PATIENCE_S, promised_s
+from tests.jobs.kit import ControlledRanks, NetworkHosts, ip, kill, needs_namespaces, script, short_folder
+from tests.limits import promised_s
 
 PORT = 29500
 HEARTBEAT_S = 4.0
@@ -55,18 +55,11 @@ def ranks_on(hosts: NetworkHosts, per_host: int) -> Iterator[ControlledRanks]:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-            opened.callback(end, process)
+            opened.callback(kill, process)
         ranks.accept()
         places = {rank: message["place"] for rank, message in ranks.receive_all(range(size), "right").items()}
         assert places == {rank: [rank % per_host, per_host, rank // per_host, 2] for rank in range(size)}
         yield ranks
-
-
-def end(process: subprocess.Popen[bytes]) -> None:
-    """However the test went."""
-    if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait(PATIENCE_S)
 
 
 @needs_namespaces

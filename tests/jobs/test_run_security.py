@@ -1,5 +1,5 @@
-"""A job of `ronde run` as an attacker finds it: docs/security.md lists what listens and what an attacker gets, and there
-is nothing else."""
+"""A job of `ronde run` as an attacker finds it: docs/security.md lists what listens and what an attacker gets, and
+there is nothing else."""
 
 from __future__ import annotations
 

@@ -186,7 +186,6 @@ def rejoin(test: ControlSocket) -> None:
 
 
 def main() -> None:
-    """Do what the test says."""
     with ControlSocket() as test:
         wanted = test.receive()
         if wanted["moment"] == "start":

@@ -18,7 +18,6 @@ class Alarm(Exception):
 
 
 def raise_alarm(_number: int, _frame: FrameType | None) -> None:
-    """The handler."""
     raise Alarm
 
 
@@ -41,7 +40,6 @@ def say_when_waiting(test: ControlSocket, how: str) -> None:
 
 
 def main(how: str) -> None:
-    """Do what the test says."""
     signal.signal(signal.SIGUSR1, raise_alarm)
     with ControlSocket() as test:
         ronde.init()

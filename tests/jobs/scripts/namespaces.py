@@ -54,7 +54,6 @@ def be_cut_off(test: ControlSocket, moment: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Do what the test says."""
     with ControlSocket() as test:
         ronde.init()
         collectives()

@@ -51,7 +51,6 @@ def has_heard(num_reports: int) -> bool:
 
 
 def facts(event: StallReported) -> dict[str, Any]:
-    """For the test."""
     return {
         "op": event.op,
         "group": event.group,
@@ -87,7 +86,6 @@ def wait_for_late(test: ControlSocket, plan: ronde.Plan) -> None:
 
 
 def main() -> None:
-    """Do what the test says."""
     with ControlSocket() as test:
         wanted = test.receive()
         ronde.init(**wanted["settings"])

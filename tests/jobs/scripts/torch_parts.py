@@ -78,7 +78,6 @@ def run(test: ControlSocket, path: str, num_samples: int, die_at: int | None) ->
 
 
 def main() -> None:
-    """One rank."""
     warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)  # how a loader starts its workers
     torch.set_num_threads(1)
     with ControlSocket() as test:
