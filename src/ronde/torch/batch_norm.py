@@ -16,8 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm, _LazyNormBase
 
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
-from ronde.torch import tensors as transport
-from ronde.torch.tensors import ReduceOptions
+from ronde.torch.tensors import ReduceOptions, allgather_tensors, allreduce_tensors
 
 __all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
 
@@ -139,9 +138,7 @@ class _NormalizeFunction(torch.autograd.Function):
         dy, xmu = dy.to(mean.dtype), x.to(mean.dtype) - _broadcast_channels(mean, x)
         sums = torch.stack([dy.sum(dims), (dy * xmu).sum(dims)])
         mine_dy, mine_dy_xmu = sums.unbind()
-        total_dy, total_dy_xmu = transport.allreduce_tensors(
-            ctx.group, [sums], [None], ReduceOptions(), name=None, wait=True
-        )[0]
+        total_dy, total_dy_xmu = allreduce_tensors(ctx.group, [sums], [None], ReduceOptions(), name=None, wait=True)[0]
         dx = None
         if ctx.needs_input_grad[0]:
             scale = invstd if weight is None else invstd * weight.to(invstd.dtype)
@@ -163,7 +160,7 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     if count:
         variance, mean = torch.var_mean(x.to(exact), dims, correction=0)
         mine[0, :channels], mine[0, channels:-1], mine[0, -1] = mean, variance, count
-    everybody = transport.allgather_tensors(group, [mine], name=None, wait=True)[0]
+    everybody = allgather_tensors(group, [mine], name=None, wait=True)[0]
     means, variances, counts = everybody[:, :channels], everybody[:, channels:-1], everybody[:, -1:]
     total = counts.sum()
     if total <= 1:

@@ -1,6 +1,6 @@
-"""One rank's parameters, optimizer state and objects for everybody. Called once before training, and after a restart.
+"""One rank's parameters, optimizer state and objects on all ranks. Called before training, and after a restart.
 
-Nothing is computed on the way: state that only the root has is made from what the root sends, not by taking a step.
+Optimizer state that only the root has is created from what the root sends, not by taking a step.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
-from ronde.torch import tensors as transport
-from ronde.torch.tensors import check_tensor
+from ronde.torch.tensors import broadcast_tensors, check_tensor
 from ronde.training.agreement import check_equal
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
@@ -60,15 +59,15 @@ def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, *, group: Gro
     check_equal(members, "broadcast_optimizer_state", list(_describe_param_groups(optimizer)))
     is_root = members.rank is not None and members.ranks[members.rank] == root
     sent: list[Tensor] = []
-    outline = _StateSkeleton.from_optimizer(optimizer, params, sent) if is_root else None
-    outline = objects.broadcast(outline, root, group=members)
-    assert outline is not None
+    skeleton = _StateSkeleton.from_optimizer(optimizer, params, sent) if is_root else None
+    skeleton = objects.broadcast(skeleton, root, group=members)
+    assert skeleton is not None
     if is_root:
         _broadcast_in_place(members, sent, root)
         return
-    arrived: list[Tensor] = []
-    state, options = outline.fill(optimizer, params, arrived)
-    _broadcast_in_place(members, arrived, root)
+    received: list[Tensor] = []
+    state, options = skeleton.fill(optimizer, params, received)
+    _broadcast_in_place(members, received, root)
     optimizer.state = defaultdict(dict, state)
     for mine, given in zip(optimizer.param_groups, options, strict=True):
         mine.update(given)
@@ -124,14 +123,13 @@ def _describe_param_groups(optimizer: Optimizer) -> Iterator[str]:
 
 
 def _broadcast_in_place(members: Group, tensors: list[Tensor], root: int) -> None:
-    """In place, one after the other; they are under way together."""
     if tensors:
-        places = [_as_sendable(tensor) for tensor in tensors]
-        transport.broadcast_tensors(members, places, places, root, name=None, wait=False).wait()
+        memory = [_as_sendable(tensor) for tensor in tensors]
+        broadcast_tensors(members, memory, memory, root, name=None, wait=False).wait()
 
 
 def _as_sendable(tensor: Tensor) -> Tensor:
-    """The same memory as numbers of a type that travels. Nothing is computed with them on the way."""
+    """The same memory as a dtype that can be broadcast."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.detach())
     if tensor.is_floating_point() and tensor.element_size() == 1:  # float8 in all its forms
@@ -141,29 +139,29 @@ def _as_sendable(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _TensorPlaceholder:
-    """Stands for a tensor in an outline: the tensor itself follows as numbers."""
+    """Stands for a tensor in a skeleton. The tensor itself is broadcast after it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     on_param_device: bool
-    """It lives where its parameter does; otherwise on the CPU, as step counters do."""
+    """Whether it is on the device of its parameter, or on the CPU, as step counters are."""
 
 
 class _RankLocal:
-    """Stands for something that each rank has its own of, such as a group."""
+    """Stands for something that every rank has its own of, such as a group."""
 
 
 @dataclass(frozen=True)
 class _StateSkeleton:
-    """An optimizer's state and options with slots for tensors. States are by the number of their parameter; keys that
-    are no parameter stay as they are."""
+    """An optimizer's state and options with placeholders for tensors. The key of a parameter's state is its number;
+    other keys stay as they are."""
 
     state: list[tuple[Any, Any]]
     options: list[dict[str, Any]]
 
     @classmethod
     def from_optimizer(cls, optimizer: Optimizer, params: list[Tensor], sent: list[Tensor]) -> _StateSkeleton:
-        """The root's. The tensors go to `sent`, in the order of their slots."""
+        """The root's skeleton. The tensors are appended to `sent`, in the order of their placeholders."""
         numbers = {id(param): number for number, param in enumerate(params)}
         state: list[tuple[Any, Any]] = []
         states: Mapping[Any, Any] = optimizer.state  # torch says tensors only, but some optimizers keep other keys too
@@ -181,7 +179,7 @@ class _StateSkeleton:
     def fill(
         self, optimizer: Optimizer, params: list[Tensor], received: list[Tensor]
     ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-        """Another rank's state and options, with tensors for the slots (old ones that fit), which go to `arrived`."""
+        """Another rank's state and options. Its tensors, old ones where they fit, are appended to `received`."""
         state = {}
         for key, value in self.state:
             param = params[key] if isinstance(key, int) else None
@@ -195,7 +193,7 @@ class _StateSkeleton:
 
 
 def _replace_tensors(value: Any, param: Tensor | None, sent: list[Tensor]) -> Any:  # any state
-    """The value with slots in place of its tensors, which go to `sent`."""
+    """The value with placeholders for its tensors, which are appended to `sent`."""
     if isinstance(value, Tensor):
         sent.append(value)
         with_param = param is not None and value.device == param.device and param.device.type != "cpu"
@@ -210,7 +208,7 @@ def _replace_tensors(value: Any, param: Tensor | None, sent: list[Tensor]) -> An
 
 
 def _restore_tensors(value: Any, param: Tensor | None, mine: Any, received: list[Tensor]) -> Any:
-    """The value with tensors in place of its slots; `mine` is what this rank has there now."""
+    """The value with tensors for its placeholders; `mine` is what this rank has there now."""
     if isinstance(value, _TensorPlaceholder):
         fits = isinstance(mine, Tensor) and tuple(mine.shape) == value.shape and mine.dtype is value.dtype
         device = param.device if value.on_param_device and param is not None else "cpu"

@@ -20,9 +20,17 @@ from ronde.comm.collectives import barrier
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.errors import Mismatch
-from ronde.torch import differentiable as backward
-from ronde.torch import tensors as transport
-from ronde.torch.tensors import ReduceOptions, TensorWork
+from ronde.torch import differentiable
+from ronde.torch.tensors import (
+    ReduceOptions,
+    TensorWork,
+    allgather_tensors,
+    allreduce_tensor,
+    allreduce_tensors,
+    alltoall_tensor,
+    broadcast_tensors,
+    reduce_scatter_tensors,
+)
 from ronde.types import Op, parse_op
 
 __all__ = ["allgather", "allreduce", "allreduce_sparse", "alltoall", "barrier", "broadcast", "reduce_scatter"]
@@ -40,7 +48,7 @@ def allreduce_sparse(group: Group, x: Tensor, options: ReduceOptions, *, name: s
     # Before they are gathered: members may have different factors.
     values = x.values() if options.prescale == 1.0 else x.values() * options.prescale
     parts = [_indices_with_shape(x), values]
-    gathered = transport.allgather_tensors(group, parts, name=name, wait=wait)
+    gathered = allgather_tensors(group, parts, name=name, wait=wait)
     if not wait:
         assert isinstance(gathered, TensorWork)
         return gathered.then(lambda parts: _sum_equal_indices(parts, x, factor))
@@ -82,17 +90,17 @@ def allreduce(
     gathering their indices and values. With wait=False it returns a TensorWork at once. Without a name, members are
     matched by the order of their calls; with a name the order does not matter.
     """
-    members, how = resolve_group(group), ReduceOptions(op, prescale, postscale)
+    members, options = resolve_group(group), ReduceOptions(op, prescale, postscale)
     if isinstance(x, Tensor) and x.is_sparse:
         if out is not None:
             raise ValueError("allreduce: the sum of sparse tensors is a new tensor; leave out= away")
-        return allreduce_sparse(members, x, how, name=name, wait=wait)
+        return allreduce_sparse(members, x, options, name=name, wait=wait)
     xs, many = _as_list(x, "allreduce")
     if out is None and wait and _needs_gradient(xs):
-        return _unwrap_single(backward.allreduce(members, xs, how, name), many)
+        return _unwrap_single(differentiable.allreduce(members, xs, options, name), many)
     if not many:
-        return transport.allreduce_tensor(members, xs[0], out, how, name=name, wait=wait)
-    return transport.allreduce_tensors(members, xs, _output_list(out, xs, many, "allreduce"), how, name=name, wait=wait)
+        return allreduce_tensor(members, xs[0], out, options, name=name, wait=wait)
+    return allreduce_tensors(members, xs, _output_list(out, xs, many, "allreduce"), options, name=name, wait=wait)
 
 
 def allgather(
@@ -106,8 +114,10 @@ def allgather(
     xs, many = _as_list(x, "allgather")
     if wait and _needs_gradient(xs):
         names = _operation_names(name, xs)
-        return _unwrap_single([backward.allgather(members, x, name) for x, name in zip(xs, names, strict=True)], many)
-    return _unwrap_single(transport.allgather_tensors(members, xs, name=name, wait=wait), many)
+        return _unwrap_single(
+            [differentiable.allgather(members, x, name) for x, name in zip(xs, names, strict=True)], many
+        )
+    return _unwrap_single(allgather_tensors(members, xs, name=name, wait=wait), many)
 
 
 def broadcast(
@@ -128,9 +138,9 @@ def broadcast(
     outs = _output_list(out, xs, many, "broadcast")
     if out is None and wait and _needs_gradient(xs):
         names = _operation_names(name, xs)
-        given = [backward.broadcast(members, x, root, name) for x, name in zip(xs, names, strict=True)]
+        given = [differentiable.broadcast(members, x, root, name) for x, name in zip(xs, names, strict=True)]
         return _unwrap_single(given, many)
-    return _unwrap_single(transport.broadcast_tensors(members, xs, outs, root, name=name, wait=wait), many)
+    return _unwrap_single(broadcast_tensors(members, xs, outs, root, name=name, wait=wait), many)
 
 
 def reduce_scatter(
@@ -145,13 +155,13 @@ def reduce_scatter(
 ) -> Any:
     """Reduce x over all members and return this rank's share of the rows. If the rows cannot be divided evenly, the
     first members get one more."""
-    members, how = resolve_group(group), ReduceOptions(op, prescale, postscale)
+    members, options = resolve_group(group), ReduceOptions(op, prescale, postscale)
     xs, many = _as_list(x, "reduce_scatter")
     if wait and _needs_gradient(xs):
         names = _operation_names(name, xs)
-        rows = [backward.reduce_scatter(members, x, how, name) for x, name in zip(xs, names, strict=True)]
+        rows = [differentiable.reduce_scatter(members, x, options, name) for x, name in zip(xs, names, strict=True)]
         return _unwrap_single(rows, many)
-    return _unwrap_single(transport.reduce_scatter_tensors(members, xs, how, name=name, wait=wait), many)
+    return _unwrap_single(reduce_scatter_tensors(members, xs, options, name=name, wait=wait), many)
 
 
 def alltoall(
@@ -166,8 +176,8 @@ def alltoall(
     order of the members, and how many came from each."""
     members = resolve_group(group)
     if wait and isinstance(x, Tensor) and _needs_gradient([x]):
-        return backward.alltoall(members, x, splits, name)
-    return transport.alltoall_tensor(members, x, splits, name=name, wait=wait)
+        return differentiable.alltoall(members, x, splits, name)
+    return alltoall_tensor(members, x, splits, name=name, wait=wait)
 
 
 def _as_list(x: Tensor | Sequence[Tensor], what: str) -> tuple[list[Tensor], bool]:

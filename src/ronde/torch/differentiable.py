@@ -1,17 +1,17 @@
-"""What the collectives do on the way back. Used by the public collectives for tensors that require a gradient.
+"""The gradients of the collectives, for tensors that require one.
 
-The rules follow from one convention: the loss of the job is the sum of the members' losses. So the gradient of what one
-member gave is what all members' losses say about it:
+By convention the loss of the job is the sum of the members' losses. So the gradient of one member's input is the
+gradient of the sum of all members' losses:
 
     allreduce        allreduce with the same op and scales
-    allgather        my rows of the sum of everybody's gradients
-    broadcast        the sum of everybody's gradients on the root, zeros elsewhere (and back: a broadcast)
-    reduce_scatter   allgather, with the factors of the way there
-    alltoall         alltoall with the numbers of rows that came
+    allgather        this member's rows of the sum of all members' gradients
+    broadcast        the sum of all members' gradients on the root, zeros elsewhere (its own gradient is a broadcast)
+    reduce_scatter   allgather, with the same factors
+    alltoall         alltoall with the received numbers of rows
 
-Backward is a collective as well: each member has to reach it, so the tensor requires a gradient on all of them or on
-none. An operation with a name has one on the way back too (`<name>.backward`), so its order among others does not
-matter there either. As the rules are written with these same functions, gradients of gradients work.
+Backward is a collective too: each member has to reach it, so the tensor requires a gradient on all of them or on none.
+The gradient of an operation with a name has the name `<name>.backward`, so its order among others does not matter
+either. As the gradients are computed by these same functions, gradients of gradients work.
 """
 
 from __future__ import annotations
@@ -22,38 +22,39 @@ import torch
 from torch import Tensor
 
 from ronde.comm.group import Group
-from ronde.torch import tensors as transport
-from ronde.torch.tensors import ReduceOptions
+from ronde.torch.tensors import (
+    ReduceOptions,
+    allgather_tensors,
+    allreduce_tensors,
+    alltoall_tensor,
+    broadcast_tensors,
+    reduce_scatter_tensors,
+)
 from ronde.types import Op, parse_op
 
 __all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reduce_scatter"]
 
 
 def allreduce(group: Group, xs: list[Tensor], options: ReduceOptions, name: str | None) -> list[Tensor]:
-    """Differentiable sums."""
     return list(_AllreduceFunction.apply(group, options, name, *xs))
 
 
 def allgather(group: Group, x: Tensor, name: str | None) -> Tensor:
-    """Differentiable rows of everybody."""
     gathered: Tensor = _AllgatherFunction.apply(group, name, x)
     return gathered
 
 
 def broadcast(group: Group, x: Tensor, root: int, name: str | None) -> Tensor:
-    """The root's tensor, differentiable."""
     given: Tensor = _BroadcastFunction.apply(group, root, name, x)
     return given
 
 
 def reduce_scatter(group: Group, x: Tensor, options: ReduceOptions, name: str | None) -> Tensor:
-    """My rows of the sum, differentiable."""
     rows: Tensor = _ReduceScatterFunction.apply(group, options, name, x)
     return rows
 
 
 def alltoall(group: Group, x: Tensor, splits: Any, name: str | None) -> tuple[Tensor, Tensor]:
-    """Differentiable rows that came, and how many from whom."""
     rows, received = _AlltoallFunction.apply(group, splits, name, x)
     return rows, received
 
@@ -61,20 +62,20 @@ def alltoall(group: Group, x: Tensor, splits: Any, name: str | None) -> tuple[Te
 class _AllreduceFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, options: ReduceOptions, name: str | None, *xs: Tensor) -> tuple[Tensor, ...]:
-        ctx.group, ctx.how, ctx.name = group, options, name
-        return tuple(transport.allreduce_tensors(group, xs, [None] * len(xs), options, name=name, wait=True))
+        ctx.group, ctx.options, ctx.name = group, options, name
+        return tuple(allreduce_tensors(group, xs, [None] * len(xs), options, name=name, wait=True))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        _check_has_gradient("allreduce", ctx.how)
-        return None, None, None, *allreduce(ctx.group, list(grads), ctx.how, _backward_name(ctx.name))
+        _check_has_gradient("allreduce", ctx.options)
+        return None, None, None, *allreduce(ctx.group, list(grads), ctx.options, _backward_name(ctx.name))
 
 
 class _AllgatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, name: str | None, x: Tensor) -> Tensor:
         ctx.group, ctx.name, ctx.shape = group, name, x.shape
-        gathered: Tensor = transport.allgather_tensors(group, [x], name=name, wait=True)[0]
+        gathered: Tensor = allgather_tensors(group, [x], name=name, wait=True)[0]
         return gathered
 
     @staticmethod
@@ -82,7 +83,7 @@ class _AllgatherFunction(torch.autograd.Function):
         group, name = ctx.group, _backward_name(ctx.name)
         rows_name = f"{name}.rows" if name else None
         mine = torch.tensor([ctx.shape[0] if ctx.shape else 1])
-        rows = transport.allgather_tensors(group, [mine], name=rows_name, wait=True)[0].tolist()
+        rows = allgather_tensors(group, [mine], name=rows_name, wait=True)[0].tolist()
         if len(set(rows)) == 1:
             share = reduce_scatter(group, grad, ReduceOptions(), name)
         else:
@@ -95,7 +96,7 @@ class _BroadcastFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, root: int, name: str | None, x: Tensor) -> Tensor:
         ctx.group, ctx.root, ctx.name = group, root, name
-        given: Tensor = transport.broadcast_tensors(group, [x], [None], root, name=name, wait=True)[0]
+        given: Tensor = broadcast_tensors(group, [x], [None], root, name=name, wait=True)[0]
         return given
 
     @staticmethod
@@ -104,12 +105,12 @@ class _BroadcastFunction(torch.autograd.Function):
 
 
 class _ReduceToRootFunction(torch.autograd.Function):
-    """The sum on the root, zeros elsewhere. Every member is in the graph: all take part in the broadcast back."""
+    """The sum on the root, zeros elsewhere. Every member has it in its graph, so all take part in its gradient."""
 
     @staticmethod
     def forward(ctx: Any, group: Group, root: int, name: str | None, x: Tensor) -> Tensor:
         ctx.group, ctx.root, ctx.name = group, root, name
-        total: Tensor = transport.allreduce_tensors(group, [x], [None], ReduceOptions(), name=name, wait=True)[0]
+        total: Tensor = allreduce_tensors(group, [x], [None], ReduceOptions(), name=name, wait=True)[0]
         is_root = group.rank is not None and group.ranks[group.rank] == root
         return total if is_root else torch.zeros_like(total)
 
@@ -121,22 +122,22 @@ class _ReduceToRootFunction(torch.autograd.Function):
 class _ReduceScatterFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, options: ReduceOptions, name: str | None, x: Tensor) -> Tensor:
-        ctx.group, ctx.how, ctx.name = group, options, name
-        rows: Tensor = transport.reduce_scatter_tensors(group, [x], options, name=name, wait=True)[0]
+        ctx.group, ctx.options, ctx.name = group, options, name
+        rows: Tensor = reduce_scatter_tensors(group, [x], options, name=name, wait=True)[0]
         return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        how = ctx.how
-        _check_has_gradient("reduce_scatter", how)
-        factor = how.prescale * how.postscale / (ctx.group.size if parse_op(how.op) is Op.MEAN else 1)
+        options = ctx.options
+        _check_has_gradient("reduce_scatter", options)
+        factor = options.prescale * options.postscale / (ctx.group.size if parse_op(options.op) is Op.MEAN else 1)
         return None, None, None, allgather(ctx.group, grad, _backward_name(ctx.name)) * factor
 
 
 class _AlltoallFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, splits: Any, name: str | None, x: Tensor) -> tuple[Tensor, Tensor]:
-        rows, received = transport.alltoall_tensor(group, x, splits, name=name, wait=True)
+        rows, received = alltoall_tensor(group, x, splits, name=name, wait=True)
         ctx.mark_non_differentiable(received)
         ctx.group, ctx.name, ctx.num_rows, ctx.received = group, name, x.shape[0], received.tolist()
         return rows, received
@@ -151,7 +152,6 @@ class _AlltoallFunction(torch.autograd.Function):
 
 
 def _backward_name(name: str | None) -> str | None:
-    """The name of an operation on the way back."""
     return None if name is None else f"{name}.backward"
 
 

@@ -92,8 +92,8 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         return shard_size(self.length - self.consumed, *self._rank_and_size(), self.ends)
 
     def track(self, loader: Iterable[Batch], *, batch_size: int | None = None) -> Iterator[Batch]:
-        """Iterate over the batches of the loader, and count each as used when the loop gets it. At the end the next epoch
-        begins.
+        """Iterate over the batches of the loader, and count each as used when the loop gets it. At the end the next
+        epoch begins.
 
         batch_size is the loader's own unless given. Leave the loop early and a new track() goes on where it stopped.
         """

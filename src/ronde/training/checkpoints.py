@@ -1,11 +1,9 @@
-"""Files under one folder, on this machine or on any file system that fsspec knows. Used by checkpoints.
+"""Checkpoints in a folder, on this machine or on any file system that fsspec knows: each is written whole or not at
+all, the last few are kept, and the latest valid one is found. The frameworks' packages know what goes into the file.
 
-A file appears under its name only when all of it is there. On this machine it is written under another name, flushed
-to the disk, and renamed. Elsewhere it is made here and put there as a whole: object stores show it when they have all
-of it; for those that do not, the manifest of a checkpoint, which comes last, holds a sum of its bytes.
-
-Checkpoints in a store: written whole or not at all, the last few kept, the latest valid one found. Used by the
-frameworks' checkpoints, which know what goes into the file.
+A file appears under its name only when it is complete. On this machine it is written under another name, flushed to the
+disk, and renamed. Elsewhere it is written here and uploaded as a whole: object stores show a file when it is complete;
+for those that do not, the manifest of the checkpoint, which is written last, has a checksum.
 
 A checkpoint of step 1200 is two files: step-000000001200.data, and step-000000001200.json, its manifest with the size
 and a CRC of the data. A checkpoint is never written over: a step that is saved again gets the next version
@@ -16,7 +14,7 @@ is written and goes first when one is removed, so at any moment:
     no     no         nothing
     part   no         a crash while writing: it does not count, and the next save() removes it
     yes    no         a crash before the manifest, or while removing: as above
-    yes    yes        a checkpoint, if size and CRC agree; otherwise a damaged one, which is passed over with a warning
+    yes    yes        a checkpoint, if size and CRC agree; otherwise a damaged one, which is skipped with a warning
 """
 
 from __future__ import annotations
@@ -55,26 +53,26 @@ UNFINISHED_PREFIX = ".unfinished-"
 
 
 class CheckpointStorage(Protocol):
-    """Files by name. Whatever goes wrong with them is an OSError."""
+    """Files by name. Every failure is an OSError."""
 
     def path_of(self, name: str) -> str:
         """The whole path of a file, for messages."""
 
-    def write(self, name: str, fill: Callable[[Path], None]) -> None:
-        """Make a file: fill() writes it at a path of this machine, then it appears under its name."""
+    def write(self, name: str, fill: Callable[[Path], object]) -> None:
+        """Create a file: fill() writes it at a path of this machine, then it appears under its name."""
 
     def local_copy(self, name: str) -> Any:  # a context manager of a Path
         """A context in which the file is at a path of this machine."""
 
     def names(self) -> list[str]:
-        """What there is, unfinished files included."""
+        """All files, unfinished ones included."""
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""
 
 
 def open_storage(path: str | os.PathLike[str]) -> CheckpointStorage:
-    """The folder of a path such as runs/7, file:///runs/7, s3://bucket/runs/7 or memory://runs."""
+    """The storage of a path such as runs/7, file:///runs/7, s3://bucket/runs/7 or memory://runs."""
     text = os.fspath(path)
     scheme, found, rest = text.partition("://")
     if not found:
@@ -91,33 +89,28 @@ class LocalStorage:
         self._directory = directory.absolute()
 
     def path_of(self, name: str) -> str:
-        """The whole path."""
         return str(self._directory / name)
 
-    def write(self, name: str, fill: Callable[[Path], None]) -> None:
-        """Write aside, flush, rename, and flush the folder, so that a crash leaves the old or the new."""
+    def write(self, name: str, fill: Callable[[Path], object]) -> None:
         self._directory.mkdir(parents=True, exist_ok=True)
-        aside = self._directory / f"{UNFINISHED_PREFIX}{name}"
+        unfinished = self._directory / f"{UNFINISHED_PREFIX}{name}"
         try:
-            fill(aside)
-            _fsync(aside)
-            aside.replace(self._directory / name)
+            fill(unfinished)
+            _fsync(unfinished)
+            unfinished.replace(self._directory / name)
         except BaseException:
-            aside.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
             raise
         _fsync(self._directory)
 
     @contextmanager
     def local_copy(self, name: str) -> Iterator[Path]:
-        """The file where it is."""
         yield self._directory / name
 
     def names(self) -> list[str]:
-        """What there is."""
         return sorted(path.name for path in self._directory.iterdir()) if self._directory.is_dir() else []
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
         (self._directory / name).unlink(missing_ok=True)
 
 
@@ -134,11 +127,9 @@ class FsspecStorage:
         self._directory = folder.rstrip("/")
 
     def path_of(self, name: str) -> str:
-        """The whole URL."""
         return f"{self._url}/{name}"
 
-    def write(self, name: str, fill: Callable[[Path], None]) -> None:
-        """Make it here and put it there."""
+    def write(self, name: str, fill: Callable[[Path], object]) -> None:
         with _as_os_error():
             self._fs.makedirs(self._directory, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix="ronde-") as folder:
@@ -149,7 +140,6 @@ class FsspecStorage:
 
     @contextmanager
     def local_copy(self, name: str) -> Iterator[Path]:
-        """A copy here."""
         with tempfile.TemporaryDirectory(prefix="ronde-") as folder:
             here = Path(folder) / name
             with _as_os_error():
@@ -157,15 +147,13 @@ class FsspecStorage:
             yield here
 
     def names(self) -> list[str]:
-        """What there is now: other processes may have changed it since it was last listed."""
-        with _as_os_error():
+        with _as_os_error():  # without the cache: other processes may have changed the folder
             self._fs.invalidate_cache(self._directory)
             if not self._fs.isdir(self._directory):
                 return []
             return sorted(path.rstrip("/").rpartition("/")[2] for path in self._fs.ls(self._directory, detail=False))
 
     def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
         with _as_os_error():
             if self._fs.exists(self._remote_path(name)):
                 self._fs.rm_file(self._remote_path(name))
@@ -176,7 +164,7 @@ class FsspecStorage:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """A file system of fsspec raises what the library behind it does: any class of error."""
+    """Around calls of fsspec, which raise errors of any class."""
     try:
         yield
     except OSError:
@@ -186,7 +174,6 @@ def _as_os_error() -> Iterator[None]:
 
 
 def _fsync(path: Path) -> None:
-    """Wait until a file or folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -202,7 +189,7 @@ FILE_PATTERN = re.compile(rf"(?:{re.escape(UNFINISHED_PREFIX)})?step-(\d{{12}})(
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """What there has to be for a checkpoint to be whole."""
+    """The contents of a manifest file."""
 
     step: int
     num_bytes: int
@@ -211,20 +198,18 @@ class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CheckpointId(NamedTuple):
-    """Which checkpoint: the later one is greater."""
+    """Step and version of a checkpoint. A later one is greater."""
 
     step: int
     version: int = 0
-    """One more than that of the checkpoint of this step that was there when it was saved."""
+    """From 0, counted up when a step is saved again."""
 
     @property
     def data_file(self) -> str:
-        """The file with the contents."""
         return f"{self._stem}.data"
 
     @property
     def manifest_file(self) -> str:
-        """The file that says that they are complete."""
         return f"{self._stem}.json"
 
     @property
@@ -233,39 +218,41 @@ class CheckpointId(NamedTuple):
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint that is whole."""
+    """A checkpoint that was checked."""
 
     step: int
     full_path: str
-    """The whole path of its data, for messages."""
+    """The path of its data, for messages."""
     local_path: Path
-    """Where they are on this machine."""
+    """The path of its data, or of a copy, on this machine."""
     num_bytes: int
 
 
-def save(storage: CheckpointStorage, step: int, fill: Callable[[Path], None], *, keep: int) -> str:
-    """Write a checkpoint, then remove all but the last `keep` and what crashes left. Its path."""
+def save(storage: CheckpointStorage, step: int, fill: Callable[[Path], object], *, keep: int) -> str:
+    """Write a checkpoint, then remove all but the last `keep` and what crashes left. Returns its path."""
     if not 0 <= step < 10**12:
         raise ValueError(f"step must be from 0 to 10**12 - 1, got {step}")
-    seen: list[tuple[int, int]] = []
+    written: list[tuple[int, int]] = []
 
     def fill_and_sum(path: Path) -> None:
         fill(path)
-        seen.append(_size_and_crc(path))
+        written.append(_size_and_crc(path))
 
-    label = CheckpointId(step)
+    checkpoint_id = CheckpointId(step)
     try:
-        # Not over the one that is there: until the new one is whole it may be the only one.
-        versions = [there.version for there in list_checkpoints(storage.names()) if there.step == step]
-        label = CheckpointId(step, max(versions) + 1 if versions else 0)
-        storage.write(label.data_file, fill_and_sum)
-        num_bytes, crc = seen[-1]
+        # An older checkpoint of this step stays until the new one is complete: it may be the only one.
+        versions = [found.version for found in list_checkpoints(storage.names()) if found.step == step]
+        checkpoint_id = CheckpointId(step, max(versions) + 1 if versions else 0)
+        storage.write(checkpoint_id.data_file, fill_and_sum)
+        num_bytes, crc = written[-1]
         manifest = msgspec.json.encode(CheckpointManifest(step=step, num_bytes=num_bytes, crc32=crc))
-        storage.write(label.manifest_file, lambda path: _write_bytes(path, manifest))
+        storage.write(checkpoint_id.manifest_file, lambda path: path.write_bytes(manifest))
     except OSError as error:
-        raise CheckpointError(f"cannot write the checkpoint {storage.path_of(label.data_file)}: {error}") from error
-    _delete_old(storage, keep, label)
-    return storage.path_of(label.data_file)
+        raise CheckpointError(
+            f"cannot write the checkpoint {storage.path_of(checkpoint_id.data_file)}: {error}"
+        ) from error
+    _delete_old(storage, keep, checkpoint_id)
+    return storage.path_of(checkpoint_id.data_file)
 
 
 def clear(storage: CheckpointStorage) -> None:
@@ -278,7 +265,7 @@ def clear(storage: CheckpointStorage) -> None:
 
 
 def _delete_old(storage: CheckpointStorage, keep: int, newest: CheckpointId) -> None:
-    """Remove what is superfluous. The new checkpoint is safe, so nothing here is a reason to stop training."""
+    """Remove what is not kept. The new checkpoint is complete, so an error here is only logged."""
     try:
         names = [*storage.names(), newest.manifest_file]  # also where a new file is listed late
         for name in files_to_delete(names, keep, newest.step):
@@ -296,51 +283,48 @@ def _delete_old(storage: CheckpointStorage, keep: int, newest: CheckpointId) -> 
 
 
 def files_to_delete(names: list[str], keep: int, newest: int) -> list[str]:
-    """Files to remove, manifests first: all but the last `keep` checkpoints up to the newest step; earlier versions;
-    data without a manifest.
-
-    Checkpoints later than the newest belong to another run: they are not ours to remove.
-    """
-    labels = list_checkpoints(names)
-    last_versions = {label.step: label for label in labels}
-    upto = [label for step, label in last_versions.items() if step <= newest]
-    kept_labels = [*upto[-keep:], *(label for label in labels if label.step > newest)]
-    kept = {name for label in kept_labels for name in (label.data_file, label.manifest_file)}
+    """Files to remove, manifests first: all but the last `keep` checkpoints up to step `newest`; earlier versions of a
+    step; data without a manifest. Checkpoints of later steps belong to another run and are kept."""
+    ids = list_checkpoints(names)
+    last_versions = {checkpoint_id.step: checkpoint_id for checkpoint_id in ids}
+    upto = [checkpoint_id for step, checkpoint_id in last_versions.items() if step <= newest]
+    kept_ids = [*upto[-keep:], *(checkpoint_id for checkpoint_id in ids if checkpoint_id.step > newest)]
+    kept = {name for checkpoint_id in kept_ids for name in (checkpoint_id.data_file, checkpoint_id.manifest_file)}
     return [name for name in _checkpoint_files(names) if name not in kept]
 
 
 def _checkpoint_files(names: list[str]) -> list[str]:
-    """Those of checkpoints, manifests first."""
+    """The files of checkpoints, manifests first."""
     ours = (name for name in names if FILE_PATTERN.fullmatch(name))
     return sorted(ours, key=lambda name: (not name.endswith(".json"), name))
 
 
 def list_checkpoints(names: list[str]) -> list[CheckpointId]:
-    """The checkpoints of which there is a manifest, in order."""
+    """The checkpoints that have a manifest, in order."""
     found = (FILE_PATTERN.fullmatch(name) for name in names if not name.startswith(UNFINISHED_PREFIX))
     return sorted(CheckpointId(int(match[1]), int(match[2] or 0)) for match in found if match and match[3] == "json")
 
 
 @contextmanager
 def open_latest(storage: CheckpointStorage, step: int | None = None) -> Iterator[FoundCheckpoint | None]:
-    """A context with the latest checkpoint (of a step) that is whole, its data checked and at a path of this machine;
-    None if there never was one. Damaged ones are reported.
+    """A context with the latest valid checkpoint (of a step), its data at a path of this machine; None if there is no
+    checkpoint at all. Damaged ones are skipped with a warning.
 
-    When there are only damaged ones, or none of that step, it is an error: training must not start over by itself.
+    CheckpointError if all are damaged, or there is none of that step: training must not start over unasked.
     """
     with _as_checkpoint_error(storage.path_of("")):
-        there = list_checkpoints(storage.names())
-    labels = [label for label in there if step in (None, label.step)]
-    if step is not None and not labels:
-        steps = ", ".join(str(each) for each in sorted({label.step for label in there})) or "none"
+        existing = list_checkpoints(storage.names())
+    ids = [checkpoint_id for checkpoint_id in existing if step in (None, checkpoint_id.step)]
+    if step is not None and not ids:
+        steps = ", ".join(str(each) for each in sorted({checkpoint_id.step for checkpoint_id in existing})) or "none"
         raise CheckpointError(f"there is no checkpoint of step {step} in {storage.path_of('')}; those there: {steps}")
     damaged = []
-    for label in reversed(labels):
+    for checkpoint_id in reversed(ids):
         with ExitStack() as opening:
             try:
-                found = opening.enter_context(_open_checked(storage, label))
+                found = opening.enter_context(_open_checked(storage, checkpoint_id))
             except CheckpointError as error:
-                logger.warning("%s; it is passed over", error)
+                logger.warning("%s; it is skipped", error)
                 damaged.append(str(error))
                 continue
             yield found
@@ -352,21 +336,21 @@ def open_latest(storage: CheckpointStorage, step: int | None = None) -> Iterator
 
 @contextmanager
 def _open_checked(storage: CheckpointStorage, checkpoint_id: CheckpointId) -> Iterator[FoundCheckpoint]:
-    place = storage.path_of(checkpoint_id.data_file)
+    full_path = storage.path_of(checkpoint_id.data_file)
     with ExitStack() as reading:
-        with _as_checkpoint_error(place):
+        with _as_checkpoint_error(full_path):
             with storage.local_copy(checkpoint_id.manifest_file) as path:
                 manifest = msgspec.json.decode(path.read_bytes(), type=CheckpointManifest)
             path = reading.enter_context(storage.local_copy(checkpoint_id.data_file))
             found = _size_and_crc(path)
         if manifest.format != FORMAT:
-            raise CheckpointError(f"the checkpoint {place} has format {manifest.format}, this ronde reads {FORMAT}")
+            raise CheckpointError(f"the checkpoint {full_path} has format {manifest.format}, this ronde reads {FORMAT}")
         if found != (manifest.num_bytes, manifest.crc32):
             raise CheckpointError(
-                f"the checkpoint {place} is damaged: {found[0]} bytes with CRC {found[1]:08x}, "
+                f"the checkpoint {full_path} is damaged: {found[0]} bytes with CRC {found[1]:08x}, "
                 f"but {manifest.num_bytes} with {manifest.crc32:08x} were written"
             )
-        yield FoundCheckpoint(checkpoint_id.step, place, path, manifest.num_bytes)
+        yield FoundCheckpoint(checkpoint_id.step, full_path, path, manifest.num_bytes)
 
 
 @contextmanager
@@ -378,14 +362,9 @@ def _as_checkpoint_error(path: str) -> Iterator[None]:
 
 
 def _size_and_crc(path: Path) -> tuple[int, int]:
-    """Number of bytes, and their CRC."""
     crc = num_bytes = 0
     with path.open("rb") as file:
         while chunk := file.read(CHUNK_BYTES):
             crc = zlib.crc32(chunk, crc)
             num_bytes += len(chunk)
     return num_bytes, crc
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    path.write_bytes(data)

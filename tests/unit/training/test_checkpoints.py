@@ -88,7 +88,7 @@ class MortalStorage:
         self._left = num_changes
         self.path_of, self.local_copy, self.names = storage.path_of, storage.local_copy, storage.names
 
-    def write(self, name: str, fill: Callable[[Path], None]) -> None:
+    def write(self, name: str, fill: Callable[[Path], object]) -> None:
         """As far as half of the file, under its name: not every file system hides what it does not have whole."""
         self._storage.write(name, lambda path: self._live(path, fill))
         self._die_if_due()
@@ -97,7 +97,7 @@ class MortalStorage:
         self._die_if_due()
         self._storage.remove(name)
 
-    def _live(self, path: Path, fill: Callable[[Path], None]) -> None:
+    def _live(self, path: Path, fill: Callable[[Path], object]) -> None:
         fill(path)
         if self._left == 1:
             path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
