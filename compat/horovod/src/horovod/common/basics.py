@@ -1,4 +1,4 @@
-"""init(), rank(), size() and their kin, for all framework modules. Each module has one HorovodBasics."""
+"""HorovodBasics: init(), rank(), size() and what else needs no framework. Each framework module has one."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class HorovodBasics:
         """Whether hvd.init() was called."""
         return ronde.is_initialized()
 
-    # --- who is where ----------------------------------------------------------------------------------------------
+    # --- ranks and sizes -------------------------------------------------------------------------------------------
 
     def size(self) -> int:
         """Number of processes."""
@@ -106,7 +106,7 @@ class HorovodBasics:
             return ronde.local_size()
 
     def cross_size(self) -> int:
-        """Number of hosts with a process of my local number."""
+        """Number of hosts that have a process of this local rank."""
         with translate_errors():
             return ronde.cross_size()
 
@@ -121,7 +121,7 @@ class HorovodBasics:
             return ronde.local_rank()
 
     def cross_rank(self) -> int:
-        """This host's number among those with a process of my local number."""
+        """This host's number among those that have a process of this local rank."""
         with translate_errors():
             return ronde.cross_rank()
 
@@ -132,15 +132,15 @@ class HorovodBasics:
     def is_homogeneous(self) -> bool:
         """Whether every host has the same number of processes."""
         with translate_errors():
-            places = current_world("is_homogeneous()").topology.host_indices
-        return len({places.count(place) for place in places}) == 1
+            hosts = current_world("is_homogeneous()").topology.host_indices
+        return len({hosts.count(host) for host in hosts}) == 1
 
     # --- timeline --------------------------------------------------------------------------------------------------
 
     def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
         """Write a timeline of all processes from now on. Rank 0's call counts; the others return at once.
 
-        There are no cycles: mark_cycles marks when negotiated operations take off.
+        There are no cycles: mark_cycles marks when negotiated operations start.
         """
         if self.rank() == 0:
             with translate_errors():
@@ -154,7 +154,7 @@ class HorovodBasics:
             with translate_errors():
                 ronde.stop_timeline()
 
-    # --- what there is ---------------------------------------------------------------------------------------------
+    # --- what is available------------------------------------------------------------------------------------------
 
     def mpi_threads_supported(self) -> bool:
         """Whether MPI may be called from several threads."""
@@ -171,7 +171,7 @@ class HorovodBasics:
         return self.mpi_enabled() or util.mpi_built()
 
     def gloo_enabled(self) -> bool:
-        """Whether operations go through ronde's own data plane, which stands where Gloo did."""
+        """Whether operations go through ronde's own data plane, which replaces Gloo."""
         return ronde.is_initialized() and not self.mpi_enabled()
 
     def gloo_built(self) -> bool:

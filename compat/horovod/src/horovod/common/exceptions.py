@@ -1,4 +1,4 @@
-"""Horovod's exceptions. `translated` turns ronde's errors into them, in one place."""
+"""Horovod's exceptions, and translate_errors(), which converts ronde's errors into them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def get_version_mismatch_message(name: str, version: str, installed_version: str) -> str:
-    """What to tell somebody whose framework has another version."""
+    """The message for a framework of another version than expected."""
     return (
         f"{name} {installed_version} is installed, but {version} was expected; "
         f"install {name}=={version}, or reinstall ronde-horovod beside {name} {installed_version}"
@@ -50,8 +50,8 @@ def get_version_mismatch_message(name: str, version: str, installed_version: str
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Ronde's errors as Horovod's: what the ranks disagree on, and the world's faults, are HorovodInternalError; the
-    caller's own mistakes stay ValueError."""
+    """Raise ronde's errors as Horovod's: Mismatch and RondeError become HorovodInternalError, NotInitialized and the
+    caller's other mistakes ValueError."""
     try:
         yield
     except NotInitialized as error:

@@ -1,6 +1,6 @@
-"""Process sets: some of the ranks, who run collectives among themselves. Each is a group of ronde's.
+"""Process sets: some of the ranks, which run collectives among themselves. Each is a group of ronde's.
 
-The book of sets lives in one place for all framework modules of a process, as the ranks do.
+All framework modules of a process share one table of process sets.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class ProcessSet:
         return None if self.process_set_id is None else process_set_table.group(self.process_set_id).size
 
     def rank(self) -> int | None:
-        """My number among the members; None before the set is in use."""
+        """This process's number among the members; None before the set is in use."""
         if self.process_set_id is None:
             return None
         group = process_set_table.group(self.process_set_id)
@@ -55,7 +55,6 @@ class ProcessSet:
             return None if self.ranks is None else ronde.rank() in self.ranks
 
     def __str__(self) -> str:
-        """As Horovod shows it."""
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
     def _invalidate(self) -> None:
@@ -63,8 +62,8 @@ class ProcessSet:
 
 
 class ProcessSetTable:
-    """Which process set has which number, and which group of ronde's it is. Numbers that became free are used again,
-    the one that was free first before the others, so all ranks agree on them."""
+    """The groups of ronde's by the ids of process sets. Ids that became free are used again in the order in which they
+    became free, so all ranks agree on them."""
 
     def __init__(self) -> None:
         self._groups: dict[int, ronde.Group] = {}
@@ -72,14 +71,13 @@ class ProcessSetTable:
         self._next = 1
 
     def start_round(self) -> None:
-        """A round begins: only the global set is there."""
+        """Start with the global process set alone. Called when a round begins."""
         self.clear()
         self._groups[0] = ronde.world()
         global_process_set.process_set_id = 0
         global_process_set.ranks = list(range(ronde.size()))
 
     def clear(self) -> None:
-        """The round is over, and all sets with it."""
         self._groups.clear()
         self._free.clear()
         self._next = 1

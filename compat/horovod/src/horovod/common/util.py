@@ -40,14 +40,13 @@ EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 AVAILABLE = ["torch"]
 """Frameworks whose module exists here."""
 IMPORT_TIMEOUT_S = 20.0
-"""A library on a network file system takes its time."""
+"""Loading a library from a network file system may take long."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
 def _cache(function: Callable[P, T]) -> Callable[P, T]:
-    """Remember what a function returned, by its arguments."""
     return cast("Callable[P, T]", functools.cache(function))
 
 
@@ -86,9 +85,8 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 @_cache
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether operations can go through MPI: mpi4py is there, and finds a library of MPI. Tried in a process of its
-    own, as the library may do anything when it is loaded."""
-    from ronde.cli.doctor.system_info import check_component  # only who asks waits for it
+    """Whether mpi4py is installed and finds an MPI library. Tried in a process of its own, as loading may crash."""
+    from ronde.cli.doctor.system_info import check_component  # a slow import that is rarely needed
     from ronde.types import Deadline
 
     return importlib.util.find_spec("mpi4py") is not None and (
@@ -97,7 +95,7 @@ def mpi_built(verbose: bool = False) -> bool:
 
 
 def gloo_built(verbose: bool = False) -> bool:
-    """Whether jobs run without MPI: ronde's own data plane stands where Gloo did."""
+    """Always true: ronde's own data plane, which replaces Gloo, needs no MPI."""
     return True
 
 
@@ -118,7 +116,7 @@ def ccl_built(verbose: bool = False) -> bool:
 
 @contextmanager
 def env(**kwargs: str | None) -> Iterator[None]:
-    """Set variables of the environment for a while; those that are None are left alone."""
+    """Set variables of the environment within the context; those that are None are left alone."""
     given = {name: value for name, value in kwargs.items() if value is not None}
     before = {name: os.environ.get(name) for name in given}
     os.environ.update(given)
@@ -152,7 +150,7 @@ def num_rank_is_power_2(num_rank: int) -> bool:
 
 
 def split_list(l: Sequence[T], n: int) -> list[list[T]]:  # noqa: E741  # Horovod's name, may be given by keyword
-    """n parts as equal as can be, the larger ones first."""
+    """n parts of nearly equal length, the longer ones first."""
     base, more = divmod(len(l), n)
     starts = [i * base + min(i, more) for i in range(n + 1)]
     return [list(l[start:end]) for start, end in itertools.pairwise(starts)]
@@ -166,7 +164,6 @@ def check_installed_version(name: str, version: str, exception: Exception | None
 
 
 def is_iterable(x: object) -> bool:
-    """Whether one can walk through it."""
     return hasattr(x, "__iter__")
 
 

@@ -1,4 +1,4 @@
-"""The command `horovodrun`: Horovod's flags, carried out by ronde's launcher."""
+"""The command `horovodrun`: Horovod's flags, for ronde's launcher."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ WITHOUT_EFFECT: dict[str, tuple[str, str]] = {
     "use_mpi": ("--mpi", "processes are started by ronde; to go through MPI, start them with mpirun"),
     "use_jsrun": ("--jsrun", "processes are started by ronde over ssh"),
 }
-"""Flags that are taken for the sake of old scripts, and why they change nothing."""
+"""Flags that are accepted for old scripts, and why they have no effect."""
 
 
 def parse_args() -> argparse.Namespace:
@@ -99,7 +99,7 @@ def _apply_config_file(args: argparse.Namespace) -> None:
 
 
 def _read_config(path: str) -> Mapping[str, Any]:
-    import yaml  # only who has a file waits for it
+    import yaml  # a slow import that is rarely needed
 
     try:
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
@@ -159,9 +159,9 @@ def make_job(args: argparse.Namespace, command: tuple[str, ...], environ: Mappin
     """The job that the options ask for, in the environment of whoever asks."""
     if args.min_num_proc is not None or args.max_num_proc is not None or args.host_discovery_script:
         raise ValueError(NO_ELASTIC)
-    # What has no effect was told of by its flag: as a variable it would be told of again.
-    asked = config_parser.set_env_from_args({}, args)
-    given = {name: text for name, text in asked.items() if name not in variables.WITHOUT_EFFECT}
+    # Options without effect were reported as flags: as variables they would be reported again.
+    wanted = config_parser.set_env_from_args({}, args)
+    given = {name: text for name, text in wanted.items() if name not in variables.WITHOUT_EFFECT}
     if args.tcp_flag:
         given["NCCL_IB_DISABLE"] = "1"
     return Job(

@@ -1,6 +1,6 @@
-"""The collectives that wait, with Horovod's autograd rules.
+"""Horovod's collectives that wait, with Horovod's gradients.
 
-They are Horovod's and not ronde.torch's own: the gradient of an allgather or a broadcast is averaged over the ranks.
+They differ from those of ronde.torch: the gradient of an allgather or a broadcast is averaged over the ranks.
 """
 
 from __future__ import annotations
@@ -41,8 +41,6 @@ __all__ = [
 
 
 class _ReduceArguments(NamedTuple):
-    """A reduction, and the ranks it is over."""
-
     op: int
     prescale: float
     postscale: float
@@ -57,50 +55,46 @@ class HorovodAllreduce(Function):
     """Backward: the same reduction of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, how: _ReduceArguments) -> Tensor:
-        """The reduced tensor."""
-        ctx.how = how
-        handle = operations.allreduce_async(tensor, None, name, how.op, how.prescale, how.postscale, how.process_set)
+    def forward(ctx: Any, tensor: Tensor, name: str | None, arguments: _ReduceArguments) -> Tensor:
+        ctx.arguments = arguments
+        handle = operations.allreduce_async(
+            tensor, None, name, arguments.op, arguments.prescale, arguments.postscale, arguments.process_set
+        )
         reduced: Tensor = synchronize(handle)
         return reduced
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The reduced gradient."""
-        return _apply(HorovodAllreduce, grads[0], None, ctx.how), None, None
+        return _apply(HorovodAllreduce, grads[0], None, ctx.arguments), None, None
 
 
 class HorovodGroupedAllreduce(Function):
-    """Backward: the same reduction of the gradients, again as a unit."""
+    """Backward: the same reduction of the gradients, as one operation."""
 
     @staticmethod
-    def forward(ctx: Any, name: str | None, how: _ReduceArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """The reduced tensors."""
-        ctx.how = how
+    def forward(ctx: Any, name: str | None, arguments: _ReduceArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.arguments = arguments
         handle = operations.grouped_allreduce_async(
-            tensors, None, name, how.op, how.prescale, how.postscale, how.process_set
+            tensors, None, name, arguments.op, arguments.prescale, arguments.postscale, arguments.process_set
         )
         return tuple(synchronize(handle))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The reduced gradients."""
-        return (None, None, *_apply(HorovodGroupedAllreduce, None, ctx.how, *grads))
+        return (None, None, *_apply(HorovodGroupedAllreduce, None, ctx.arguments, *grads))
 
 
 class HorovodAllgather(Function):
-    """Backward: the average of the gradients, of which I take my own rows."""
+    """Backward: this rank's rows of the average of the gradients."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, name: str | None, process_set: ProcessSet) -> Tensor:
-        """Everybody's rows."""
         gathered: Tensor = synchronize(operations.allgather_async(tensor, name, process_set))
         ctx.num_rows, ctx.process_set = tensor.shape[0], process_set
         return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """My rows of the averaged gradient."""
         return _my_rows(grads[0], ctx.num_rows, ctx.process_set), None, None
 
 
@@ -109,14 +103,12 @@ class HorovodGroupedAllgather(Function):
 
     @staticmethod
     def forward(ctx: Any, name: str | None, process_set: ProcessSet, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Everybody's rows of each."""
         gathered = tuple(synchronize(operations.grouped_allgather_async(tensors, name, process_set)))
         ctx.num_rows, ctx.process_set = [tensor.shape[0] for tensor in tensors], process_set
         return gathered
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """My rows of the averaged gradients."""
         rows = [_my_rows(grad, num_rows, ctx.process_set) for grad, num_rows in zip(grads, ctx.num_rows, strict=True)]
         return (None, None, *rows)
 
@@ -135,14 +127,12 @@ class HorovodBroadcast(Function):
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, root_rank: int, name: str | None, process_set: ProcessSet) -> Tensor:
-        """The root's tensor."""
         ctx.root_rank, ctx.process_set = root_rank, process_set
         received: Tensor = synchronize(operations.broadcast_async(tensor, root_rank, name, process_set))
         return received
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The root's share."""
         averaged = allreduce(grads[0], op=Average, process_set=ctx.process_set)
         mine = averaged if operations._basics.rank() == ctx.root_rank else averaged * 0
         return mine, None, None, None
@@ -159,7 +149,6 @@ class HorovodAlltoall(Function):
         name: str | None,
         process_set: ProcessSet,
     ) -> tuple[Tensor, Tensor]:
-        """The rows that came, and how many from each."""
         rows, received = synchronize(operations.alltoall_async(tensor, splits, name, process_set))
         ctx.received, ctx.num_rows, ctx.process_set = received.to(device="cpu"), tensor.shape[0], process_set
         ctx.mark_non_differentiable(received)
@@ -167,7 +156,6 @@ class HorovodAlltoall(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the rows I sent; rows that were not sent have none."""
         back, _ = _apply(HorovodAlltoall, grads[0], ctx.received, None, ctx.process_set)
         missing = ctx.num_rows - back.shape[0]
         if missing:
@@ -176,40 +164,42 @@ class HorovodAlltoall(Function):
 
 
 class HorovodReducescatter(Function):
-    """Backward: everybody's rows of the gradient."""
+    """Backward: all ranks' rows of the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, name: str | None, how: _ReduceArguments) -> Tensor:
-        """My rows."""
-        ctx.how = how
-        handle = operations.reducescatter_async(tensor, name, how.op, how.process_set, how.prescale, how.postscale)
+    def forward(ctx: Any, tensor: Tensor, name: str | None, arguments: _ReduceArguments) -> Tensor:
+        ctx.arguments = arguments
+        handle = operations.reducescatter_async(
+            tensor, name, arguments.op, arguments.process_set, arguments.prescale, arguments.postscale
+        )
         rows: Tensor = synchronize(handle)
         return rows
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradient of the whole."""
-        scaled = grads[0] * _scatter_factor(ctx.how)
-        return allgather(scaled, process_set=ctx.how.process_set), None, None
+        scaled = grads[0] * _scatter_factor(ctx.arguments)
+        return allgather(scaled, process_set=ctx.arguments.process_set), None, None
 
 
 class HorovodGroupedReducescatter(Function):
     """Backward: as of a reducescatter, for each tensor."""
 
     @staticmethod
-    def forward(ctx: Any, name: str | None, how: _ReduceArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """My rows of each."""
-        ctx.how = how
+    def forward(ctx: Any, name: str | None, arguments: _ReduceArguments, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.arguments = arguments
         handle = operations.grouped_reducescatter_async(
-            tensors, name, how.op, how.process_set, how.prescale, how.postscale
+            tensors, name, arguments.op, arguments.process_set, arguments.prescale, arguments.postscale
         )
         return tuple(synchronize(handle))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """The gradients of the whole."""
-        factor = _scatter_factor(ctx.how)
-        return (None, None, *grouped_allgather([grad * factor for grad in grads], process_set=ctx.how.process_set))
+        factor = _scatter_factor(ctx.arguments)
+        return (
+            None,
+            None,
+            *grouped_allgather([grad * factor for grad in grads], process_set=ctx.arguments.process_set),
+        )
 
 
 def _scatter_factor(arguments: _ReduceArguments) -> float:
@@ -232,11 +222,11 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Tensor:
     """The reduction over all processes of the set, as a new tensor. Differentiable."""
-    how = _ReduceArguments(
+    arguments = _ReduceArguments(
         handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor, process_set
     )
     small, context = compression.compress(tensor)
-    return compression.decompress(_apply(HorovodAllreduce, small, name, how), context)
+    return compression.decompress(_apply(HorovodAllreduce, small, name, arguments), context)
 
 
 def allreduce_(
@@ -265,12 +255,12 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Tensor]:
-    """The reductions of several tensors, which travel as a unit. Differentiable."""
-    how = _ReduceArguments(
+    """The reductions of several tensors, as one operation. Differentiable."""
+    arguments = _ReduceArguments(
         handle_average_backwards_compatibility(op, average), prescale_factor, postscale_factor, process_set
     )
     pairs = [compression.compress(tensor) for tensor in tensors]
-    reduced = _apply(HorovodGroupedAllreduce, name, how, *[small for small, _ in pairs])
+    reduced = _apply(HorovodGroupedAllreduce, name, arguments, *[small for small, _ in pairs])
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(reduced, pairs, strict=True)]
 
 
@@ -292,7 +282,7 @@ def grouped_allreduce_(
 
 
 def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> Tensor:
-    """Everybody's rows, one after the other. Differentiable."""
+    """All ranks' rows, concatenated. Differentiable."""
     gathered: Tensor = _apply(HorovodAllgather, tensor, name, process_set)
     return gathered
 
@@ -300,14 +290,14 @@ def allgather(tensor: Tensor, name: str | None = None, process_set: ProcessSet =
 def grouped_allgather(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[Tensor, ...]:
-    """Everybody's rows of several tensors. Differentiable."""
+    """All ranks' rows of several tensors. Differentiable."""
     return tuple(_apply(HorovodGroupedAllgather, name, process_set, *tensors))
 
 
 def broadcast(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """The root's tensor for everybody, as a new one. Differentiable."""
+    """The root's tensor, as a new one. Differentiable."""
     received: Tensor = _apply(HorovodBroadcast, tensor, root_rank, name, process_set)
     return received
 
@@ -315,7 +305,7 @@ def broadcast(
 def broadcast_(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Tensor:
-    """The root's tensor for everybody, in place."""
+    """The root's tensor, in place."""
     received: Tensor = synchronize(operations.broadcast_async_(tensor, root_rank, name, process_set))
     return received
 
@@ -326,7 +316,7 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """The rows that others have for me; with splits also how many from each. Differentiable."""
+    """The received rows; with splits also how many came from each rank. Differentiable."""
     rows, received = _apply(HorovodAlltoall, tensor, splits, name, process_set)
     return rows if splits is None else (rows, received)
 
@@ -340,10 +330,10 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Tensor:
-    """My rows of the reduction. Differentiable."""
+    """This rank's rows of the reduction. Differentiable."""
     small, context = compression.compress(tensor)
-    how = _ReduceArguments(op, prescale_factor, postscale_factor, process_set)
-    return compression.decompress(_apply(HorovodReducescatter, small, name, how), context)
+    arguments = _ReduceArguments(op, prescale_factor, postscale_factor, process_set)
+    return compression.decompress(_apply(HorovodReducescatter, small, name, arguments), context)
 
 
 def grouped_reducescatter(
@@ -355,8 +345,8 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Tensor]:
-    """My rows of the reductions of several tensors. Differentiable."""
+    """This rank's rows of the reductions of several tensors. Differentiable."""
     pairs = [compression.compress(tensor) for tensor in tensors]
-    how = _ReduceArguments(op, prescale_factor, postscale_factor, process_set)
-    rows = _apply(HorovodGroupedReducescatter, name, how, *[small for small, _ in pairs])
+    arguments = _ReduceArguments(op, prescale_factor, postscale_factor, process_set)
+    rows = _apply(HorovodGroupedReducescatter, name, arguments, *[small for small, _ in pairs])
     return [compression.decompress(tensor, context) for tensor, (_, context) in zip(rows, pairs, strict=True)]

@@ -1,4 +1,4 @@
-"""Everybody begins with rank 0's parameters, optimizer state and objects."""
+"""Broadcasts of parameters, optimizer state and objects, and the allgather of objects."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", 
 
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
-    """Give everybody the root's tensors, in place. Takes a state_dict, or a list of tensors or (name, tensor)."""
+    """Broadcast the root's tensors, in place. Takes a state_dict, or a list of tensors or (name, tensor)."""
     handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in _named(params)]
     for handle in handles:
         synchronize(handle)
@@ -39,9 +39,9 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str | None, 
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer, root_rank: int, model: torch.nn.Module | None = None
 ) -> None:
-    """Give everybody the root's optimizer state: momenta, counters, learning rates.
+    """Broadcast the root's optimizer state: momenta, counters, learning rates.
 
-    Parameters that train and have no gradient get one of zeros, as ever, unless theirs are sparse: `model` tells which.
+    As in Horovod, parameters that train and have no gradient get zeros, except those of sparse embeddings in `model`.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ValueError("the state of LBFGS cannot be broadcast: it is made of closures' results")
@@ -58,7 +58,7 @@ def _fill_gradients(optimizer: torch.optim.Optimizer, sparse: set[Tensor]) -> No
 
 
 def _sparse(model: torch.nn.Module) -> set[Tensor]:
-    """Parameters whose gradients are sparse."""
+    """The parameters whose gradients are sparse."""
     embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
     return {module.weight for module in model.modules() if isinstance(module, embeddings) and module.sparse}
 
@@ -69,12 +69,12 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """The root's object for everybody; on the root it is the object itself."""
+    """The root's object; on the root it is the object itself."""
     with translate_errors():
         return ronde.objects.broadcast(obj, root=root_rank, group=running_group(process_set))
 
 
 def allgather_object(obj: Any, name: str | None = None) -> list[Any]:
-    """Everybody's object, by rank."""
+    """The objects of all ranks, by rank."""
     with translate_errors():
         return ronde.objects.allgather(obj, group=running_group())

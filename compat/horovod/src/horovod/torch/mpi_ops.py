@@ -1,4 +1,4 @@
-"""The historic address of the collectives: everything from operations and gradients, and who is where."""
+"""Horovod's module of the collectives: all of operations and differentiable, init(), shutdown(), ranks and sizes."""
 
 from __future__ import annotations
 
@@ -139,7 +139,7 @@ def init(*args: object, **kwargs: object) -> None:
 
 
 def shutdown() -> None:
-    """Leave the job. Without one it does nothing; init() may begin another."""
+    """Leave the job. Does nothing before init(), which may be called again."""
     _basics.shutdown()
     _handles.reset()
 

@@ -1,8 +1,6 @@
-"""Numbers for operations under way, as poll() and synchronize() take them.
+"""Horovod's collectives that return a handle at once, on PyTorch tensors, over ronde.torch; poll() and synchronize().
 
-Horovod's collectives that return a handle at once, on PyTorch tensors, over ronde.torch.
-
-Every operation has a name, given or counted, so ranks may issue them in any order.
+Every operation has a name, given or counted, so ranks may start them in any order.
 """
 
 from __future__ import annotations
@@ -21,8 +19,16 @@ from horovod.common.exceptions import NOT_INITIALIZED, HorovodInternalError, tra
 from horovod.common.process_sets import ProcessSet, global_process_set, group_of
 from horovod.common.util import get_average_backwards_compatibility_fun
 from ronde import Group
-from ronde.torch import tensors as transport
-from ronde.torch.tensors import ReduceOptions, TensorWork
+from ronde.torch.tensors import (
+    ReduceOptions,
+    TensorWork,
+    allgather_tensors,
+    allreduce_tensor,
+    allreduce_tensors,
+    alltoall_tensor,
+    broadcast_tensors,
+    reduce_scatter_tensors,
+)
 from ronde.types import Op
 
 __all__ = [
@@ -54,14 +60,14 @@ __all__ = [
 
 
 class _HandleWork(NamedTuple):
-    """One operation, and what makes its result of ronde's."""
+    """An operation under way, and what converts its result into Horovod's."""
 
     work: TensorWork
     finish: Callable[[Any], Any]
 
 
 class HandleManager:
-    """One counter for all operations of a process, from 1; hvd.shutdown() sets it back."""
+    """The operations under way by handle. Handles are counted from 1; hvd.shutdown() resets the counter."""
 
     def __init__(self) -> None:
         self._works: dict[int, _HandleWork] = {}
@@ -70,44 +76,43 @@ class HandleManager:
         self._name_counters: dict[tuple[str, int], Iterator[int]] = defaultdict(itertools.count)
 
     def make_name(self, what: str, group: int) -> str:
-        """For an operation without a name. Counted for each kind of operation and each group: members need to agree on
-        the order of those only, whatever else some of them do."""
+        """A name for an operation without one. It is counted per kind of operation and group, so members need to have
+        the same order among those only."""
         with self._lock:
             return f"{what}.noname.{next(self._name_counters[what, group])}"
 
     def add(self, work: TensorWork, finish: Callable[[Any], Any]) -> int:
-        """An operation is under way; its number."""
         with self._lock:
-            number = next(self._handle_counter)
-            self._works[number] = _HandleWork(work, finish)
-        return number
+            handle = next(self._handle_counter)
+            self._works[handle] = _HandleWork(work, finish)
+        return handle
 
     def poll(self, handle: int) -> bool:
         """Whether synchronize() would return at once."""
-        flight = self._works.get(handle)
-        if flight is None:
+        running = self._works.get(handle)
+        if running is None:
             raise ValueError(f"handle {handle} was not created, or was synchronized before")
-        return flight.work.done()
+        return running.work.done()
 
     def synchronize(self, handle: int) -> Any:  # a tensor, a list of them, or a pair
-        """The result. A number that is not under way gives None, as it does in Horovod."""
-        flight = self._works.pop(handle, None)
-        if flight is None:
+        """Wait for the result. An unknown handle gives None, as in Horovod."""
+        running = self._works.pop(handle, None)
+        if running is None:
             return None
         with translate_errors():
-            return flight.finish(flight.work.wait())
+            return running.finish(running.work.wait())
 
     def reset_names(self) -> None:
-        """All processes have joined: some have had operations that others had not, so all count anew."""
+        """All processes have joined. Some may have started operations that others did not, so all count from 0."""
         with self._lock:
             self._name_counters.clear()
 
     def clear(self) -> None:
-        """hvd.init(): what was under way in an older round is not to be had any more."""
+        """Called by hvd.init(): operations of an older round have no result any more."""
         self._works.clear()
 
     def reset(self) -> None:
-        """hvd.shutdown(): count from 1 again."""
+        """Called by hvd.shutdown()."""
         with self._lock:
             self._works.clear()
             self._name_counters.clear()
@@ -130,7 +135,7 @@ handle_average_backwards_compatibility = get_average_backwards_compatibility_fun
 
 
 def running_group(process_set: ProcessSet = global_process_set) -> Group:
-    """The group in which a collective of this set runs. Without a job collectives raise what Horovod's do."""
+    """The group of a process set. Raises HorovodInternalError before hvd.init(), as Horovod's collectives do."""
     if not _basics.is_initialized():
         raise HorovodInternalError(NOT_INITIALIZED)
     return group_of(process_set)
@@ -148,8 +153,7 @@ def _reduce_options(
 
 
 def _round_factor(dtype: torch.dtype, factor: float) -> float:
-    """The factor as Horovod multiplies with it: in the precision of what it multiplies, of which float32 is the least.
-    Integers are multiplied in double."""
+    """The factor in the precision in which Horovod multiplies: float32 for floats up to float32, else float64."""
     narrow = dtype.is_floating_point and dtype is not torch.float64
     return torch.tensor(factor, dtype=torch.float32).item() if narrow else factor
 
@@ -169,13 +173,13 @@ def _start(
     start: Callable[[Group, str], TensorWork],
     finish: Callable[[Any], Any] = _unchanged,
 ) -> int:
-    """Begin an operation; its handle."""
+    """Start an operation and return its handle."""
     group = running_group(process_set)
-    full = f"{what}.{name}" if name is not None else _handles.make_name(what, group.id)
+    full_name = f"{what}.{name}" if name is not None else _handles.make_name(what, group.id)
     try:
         with translate_errors():
-            work = start(group, full)
-    except TypeError as error:  # numbers that cannot travel
+            work = start(group, full_name)
+    except TypeError as error:  # a dtype that cannot be exchanged
         raise ValueError(str(error)) from error
     return _handles.add(work, finish)
 
@@ -187,7 +191,7 @@ def _start_allreduce(
         "allreduce",
         name,
         process_set,
-        lambda group, name: transport.allreduce_tensor(group, tensor, out, options, name=name, wait=False),
+        lambda group, name: allreduce_tensor(group, tensor, out, options, name=name, wait=False),
     )
 
 
@@ -202,7 +206,7 @@ def _start_grouped_allreduce(
         "grouped_allreduce",
         name,
         process_set,
-        lambda group, name: transport.allreduce_tensors(group, tensors, outs, options, name=name, wait=False),
+        lambda group, name: allreduce_tensors(group, tensors, outs, options, name=name, wait=False),
     )
 
 
@@ -218,10 +222,10 @@ def allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin an allreduce into a new tensor; a handle for poll() and synchronize()."""
+    """Start an allreduce into a new tensor. Returns a handle for poll() and synchronize()."""
     op = handle_average_backwards_compatibility(op, average)
-    how = _reduce_options(op, prescale_factor, postscale_factor, [tensor])
-    return _start_allreduce(tensor, None, name, how, process_set)
+    options = _reduce_options(op, prescale_factor, postscale_factor, [tensor])
+    return _start_allreduce(tensor, None, name, options, process_set)
 
 
 def allreduce_async_(
@@ -235,8 +239,8 @@ def allreduce_async_(
 ) -> int:
     """As allreduce_async, in place."""
     op = handle_average_backwards_compatibility(op, average)
-    how = _reduce_options(op, prescale_factor, postscale_factor, [tensor])
-    return _start_allreduce(tensor, tensor, name, how, process_set)
+    options = _reduce_options(op, prescale_factor, postscale_factor, [tensor])
+    return _start_allreduce(tensor, tensor, name, options, process_set)
 
 
 def grouped_allreduce_async(
@@ -248,10 +252,10 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin an allreduce of several tensors as a unit."""
+    """Start an allreduce of several tensors as one operation."""
     op = handle_average_backwards_compatibility(op, average)
-    how = _reduce_options(op, prescale_factor, postscale_factor, tensors)
-    return _start_grouped_allreduce(tensors, [None] * len(tensors), name, how, process_set)
+    options = _reduce_options(op, prescale_factor, postscale_factor, tensors)
+    return _start_grouped_allreduce(tensors, [None] * len(tensors), name, options, process_set)
 
 
 def grouped_allreduce_async_(
@@ -265,14 +269,14 @@ def grouped_allreduce_async_(
 ) -> int:
     """As grouped_allreduce_async, in place."""
     op = handle_average_backwards_compatibility(op, average)
-    how = _reduce_options(op, prescale_factor, postscale_factor, tensors)
-    return _start_grouped_allreduce(tensors, tensors, name, how, process_set)
+    options = _reduce_options(op, prescale_factor, postscale_factor, tensors)
+    return _start_grouped_allreduce(tensors, tensors, name, options, process_set)
 
 
 def sparse_allreduce_async(
     tensor: Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
 ) -> Callable[[], Tensor]:
-    """Begin a sum (or average) of sparse tensors. Not a handle: call what is returned to get the result."""
+    """Start a sum (or average) of sparse tensors. Returns a function that waits for the result."""
     group = running_group(process_set)
     indices = allgather_async(tensor._indices().transpose(0, 1).contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor._values(), f"{name}.values", process_set)
@@ -295,13 +299,13 @@ def _check_rows(what: str, tensors: Sequence[Tensor]) -> None:
 
 
 def allgather_async(tensor: Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
-    """Begin to gather everybody's rows."""
+    """Start to gather all ranks' rows."""
     _check_rows("allgather", [tensor])
     return _start(
         "allgather",
         name,
         process_set,
-        lambda group, name: transport.allgather_tensors(group, [tensor], name=name, wait=False),
+        lambda group, name: allgather_tensors(group, [tensor], name=name, wait=False),
         _first,
     )
 
@@ -309,13 +313,13 @@ def allgather_async(tensor: Tensor, name: str | None = None, process_set: Proces
 def grouped_allgather_async(
     tensors: Sequence[Tensor], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to gather everybody's rows of several tensors."""
+    """Start to gather all ranks' rows of several tensors."""
     _check_rows("grouped_allgather", tensors)
     return _start(
         "grouped_allgather",
         name,
         process_set,
-        lambda group, name: transport.allgather_tensors(group, tensors, name=name, wait=False),
+        lambda group, name: allgather_tensors(group, tensors, name=name, wait=False),
         tuple,
     )
 
@@ -325,7 +329,7 @@ def _broadcast(tensor: Tensor, out: Tensor | None, root_rank: int, name: str | N
         "broadcast",
         name,
         process_set,
-        lambda group, name: transport.broadcast_tensors(group, [tensor], [out], root_rank, name=name, wait=False),
+        lambda group, name: broadcast_tensors(group, [tensor], [out], root_rank, name=name, wait=False),
         _first,
     )
 
@@ -333,7 +337,7 @@ def _broadcast(tensor: Tensor, out: Tensor | None, root_rank: int, name: str | N
 def broadcast_async(
     tensor: Tensor, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Begin to give everybody the root's tensor, as a new one. root_rank counts in the whole job."""
+    """Start to broadcast the root's tensor into a new one. root_rank is a rank of the job."""
     return _broadcast(tensor, None, root_rank, name, process_set)
 
 
@@ -350,19 +354,19 @@ def alltoall_async(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Begin to exchange rows. synchronize() gives the rows that came, and how many from each."""
+    """Start to exchange rows. synchronize() returns the received rows, and how many came from each rank."""
     given = _splits(splits)
 
     def finish(pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         rows, received = pair
-        where = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
-        return rows, received.to(device=where, dtype=torch.int32)
+        device = splits.device if isinstance(splits, Tensor) else torch.device("cpu")
+        return rows, received.to(device=device, dtype=torch.int32)
 
     return _start(
         "alltoall",
         name,
         process_set,
-        lambda group, name: transport.alltoall_tensor(group, tensor, given, name=name, wait=False),
+        lambda group, name: alltoall_tensor(group, tensor, given, name=name, wait=False),
         finish,
     )
 
@@ -383,13 +387,13 @@ def reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Begin to add up and share out the rows."""
-    how = _reducescatter_options(op, prescale_factor, postscale_factor, [tensor])
+    """Start to reduce, and to scatter the rows."""
+    options = _reducescatter_options(op, prescale_factor, postscale_factor, [tensor])
     return _start(
         "reducescatter",
         name,
         process_set,
-        lambda group, name: transport.reduce_scatter_tensors(group, [tensor], how, name=name, wait=False),
+        lambda group, name: reduce_scatter_tensors(group, [tensor], options, name=name, wait=False),
         _first,
     )
 
@@ -403,12 +407,12 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As reducescatter_async, for several tensors."""
-    how = _reducescatter_options(op, prescale_factor, postscale_factor, tensors)
+    options = _reducescatter_options(op, prescale_factor, postscale_factor, tensors)
     return _start(
         "grouped_reducescatter",
         name,
         process_set,
-        lambda group, name: transport.reduce_scatter_tensors(group, tensors, how, name=name, wait=False),
+        lambda group, name: reduce_scatter_tensors(group, tensors, options, name=name, wait=False),
         list,
     )
 
@@ -428,12 +432,12 @@ def poll(handle: int) -> bool:
 
 
 def synchronize(handle: int) -> Any:  # a tensor, a list of them, or a pair
-    """The result of an operation that was begun; HorovodInternalError when it failed."""
+    """Wait for an operation and return its result; HorovodInternalError when it failed."""
     return _handles.synchronize(handle)
 
 
 def join(device: int = -1) -> int:
-    """Out of data: give zeros to the others' allreduces until all have joined. The rank that did last."""
+    """Give zeros to the allreduces of others until all have joined. Returns the rank that joined last."""
     with translate_errors():
         last = running_group().join()
     _handles.reset_names()
@@ -441,6 +445,6 @@ def join(device: int = -1) -> int:
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Return when every process of the set has come here."""
+    """Wait until every process of the set has called it."""
     with translate_errors():
         running_group(process_set).barrier(name="barrier.noname")

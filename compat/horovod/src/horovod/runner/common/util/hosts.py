@@ -1,4 +1,4 @@
-"""Hosts, slots, and which rank goes where."""
+"""Hosts, slots, and the placement of ranks on them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class HostInfo:
 
 @dataclass
 class SlotInfo:
-    """The place of one process."""
+    """Host and ranks of one process."""
 
     hostname: str
     rank: int
@@ -51,7 +51,7 @@ class SlotInfo:
     cross_size: int
 
     def to_response_string(self) -> str:
-        """As the rendezvous gave it out."""
+        """The text that Horovod's rendezvous sends."""
         numbers = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank, self.cross_size)
         return ",".join(map(str, numbers))
 
@@ -78,22 +78,22 @@ def parse_host_files(filename: str | Path) -> str:
 def get_host_assignments(
     hosts: Sequence[HostInfo], min_num_proc: int, max_num_proc: int | None = None
 ) -> list[SlotInfo]:
-    """A place for every process: host by host, min_num_proc at least, and at most max_num_proc or all slots."""
+    """Place processes host by host: at least min_num_proc, and at most max_num_proc or all slots."""
     num_slots = sum(host.slots for host in hosts)
     if num_slots < min_num_proc:
         raise ValueError(f"{min_num_proc} processes were asked for, but there are only {num_slots} slots")
     size = num_slots if max_num_proc is None else min(num_slots, max_num_proc)
-    seats = place_ranks([Host(host.hostname, host.slots) for host in hosts if host.slots], size)
+    placements = place_ranks([Host(host.hostname, host.slots) for host in hosts if host.slots], size)
     names = [host.hostname for host in hosts if host.slots]
     return [
         SlotInfo(
-            hostname=names[seat.host_index],
-            rank=seat.rank,
-            local_rank=seat.local_rank,
-            cross_rank=seat.cross_rank,
+            hostname=names[placement.host_index],
+            rank=placement.rank,
+            local_rank=placement.local_rank,
+            cross_rank=placement.cross_rank,
             size=size,
-            local_size=seat.local_size,
-            cross_size=seat.cross_size,
+            local_size=placement.local_size,
+            cross_size=placement.cross_size,
         )
-        for seat in seats
+        for placement in placements
     ]
