@@ -106,9 +106,14 @@ class Round:
         rank = first[0]
         if self.ended_members[rank].reason is LeaveReason.MISMATCHED:
             ends = sorted(self.ended_members.items())
-            disagreeing = [(other, end.line) for other, end in ends if end.reason is LeaveReason.MISMATCHED]
+            disagreeing = [(other, end.line) for other, end in ends if self._has_disagreed(end)]
             return Whereabouts(rank, disagreeing=tuple(self._stack(other, line=line) for other, line in disagreeing))
         return Whereabouts(rank, missing=tuple(self._missing.values())) if self._missing else None
+
+    def _has_disagreed(self, end: MembershipEnd) -> bool:
+        """A member that disagrees may have left before another one has seen it: that one has lost it instead."""
+        lost = None if end.lost_peer is None else self.ended_members.get(end.lost_peer)
+        return LeaveReason.MISMATCHED in (end.reason, None if lost is None else lost.reason)
 
     def membership_end(self, rank: int) -> MembershipEnd | None:
         """Return how a membership ended, even if the others have not learned of it yet; None while it lasts."""

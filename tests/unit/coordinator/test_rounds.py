@@ -187,3 +187,13 @@ def test_a_watch_that_is_off_asks_nobody() -> None:
     made.handle(0, allreduce("w"), START)
     made.handle(0, WaitingTooLong("barrier", 0, START, (1,)), START)
     assert not any(isinstance(send.message, StackRequest) for send in made.advance(START + 10**6 * SECOND))
+
+
+def test_a_disagreement_shows_the_line_of_every_rank_also_of_one_that_lost_the_other() -> None:
+    made = make_round(3)
+    made.member_lost(1, MembershipEnd(LeaveReason.MISMATCHED, "Mismatch: …", line="a.py:4"))
+    made.member_lost(0, MembershipEnd(LeaveReason.FAILED, "PeerLost: …", line="a.py:6", lost_peer=1))
+    made.member_lost(2, MembershipEnd(LeaveReason.FAILED, "ValueError: …", line="b.py:1"))
+    where = made.whereabouts()
+    assert where is not None
+    assert [(each.rank, each.line) for each in where.disagreeing] == [(0, "a.py:6"), (1, "a.py:4")]
