@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ronde.coordinator.queries import OnStacks
 from ronde.launch.driver.monitor import (
     JobStatus,
     MonitorServer,
@@ -110,7 +111,11 @@ def test_a_job_tells_others_of_itself() -> None:
 
         folder = Path(job.env["TEST_SOCKET"]).parent
         coordinator = job.coordinator
-        with MonitorServer("watched", status, lambda s: coordinator.collect_stacks(Deadline(s)), jobs_dir=folder):
+
+        def stacks(limit_s: float, on_done: OnStacks) -> None:
+            coordinator.request_stacks(Deadline(limit_s), on_done)
+
+        with MonitorServer("watched", status, stacks, thread=coordinator.thread, jobs_dir=folder):
             found = find_job("watched", folder)
             before = query_stacks(found)
             assert {stack.why for stack in before} == {"has not called ronde.init() yet"}

@@ -63,12 +63,11 @@ class CoordinatorServer:
         self._connection_ids = itertools.count()
         self._advance_scheduled = False
         self._timer: Timer | None = None
-        # Its thread is the only one that touches the core and the sockets. Others reach it by call() and
-        # call_soon_threadsafe().
-        self._thread = LoopThread("ronde-coordinator")
-        self.loop = self._thread.loop
+        self.thread = LoopThread("ronde-coordinator")
+        """The only thread that touches the core and the sockets. What is about the job may run in its loop as well."""
+        self._loop = self.thread.loop
         with ExitStack() as opened:
-            opened.callback(self.loop.close)
+            opened.callback(self._loop.close)
             self._core = CoordinatorCore(size, settings, rounds=rounds, process_state=_process_state)
             opened.callback(self._core.close, "")
             self._control = ControlServer(host, key)
@@ -78,7 +77,7 @@ class CoordinatorServer:
                 unix=False,
                 tcp_host=host,
                 port=port,
-                loop=self.loop,
+                loop=self._loop,
                 make_reply=self._make_reply,
                 on_connection=self._on_connection,
                 heartbeat_s=settings.heartbeat_s,
@@ -90,29 +89,29 @@ class CoordinatorServer:
     def start(self, host_names: Sequence[str] = ()) -> None:
         """Serve in a thread. A launcher gives the user's names for the hosts, by rank."""
         self._core.host_names = host_names
-        self._control.start_receiving(self.loop, self._on_message)
-        self._thread.start(self._serve)
+        self._control.start_receiving(self._loop, self._on_message)
+        self.thread.start(self._serve)
 
     # --- for all threads -------------------------------------------------------------------------------------------
 
     def rank_exited(self, rank: int, how: str) -> None:
         """The launcher reports that a rank's process has ended, also if the rank had left before."""
-        self.loop.call_soon_threadsafe(lambda: self._handle(ProcessExited(rank, how)))
+        self._loop.call_soon_threadsafe(lambda: self._handle(ProcessExited(rank, how)))
 
     def first_lost(self) -> tuple[int, MembershipEnd] | None:
         """Return the first rank that was lost in the newest round that lost one, and how."""
-        return self._thread.call(lambda: self._core.first_lost)
+        return self.thread.call(lambda: self._core.first_lost)
 
     def whereabouts(self) -> Whereabouts | None:
         """Return where ranks were when the rank of first_lost() failed, if it failed in an operation."""
-        return self._thread.call(lambda: self._core.whereabouts)
+        return self.thread.call(lambda: self._core.whereabouts)
 
     def lost_peers(self) -> dict[int, LostPeer]:
         """Return, by rank, those that failed in the newest round because another rank was gone."""
-        return self._thread.call(lambda: dict(self._core.lost_peers))
+        return self.thread.call(lambda: dict(self._core.lost_peers))
 
     def activity(self) -> JobActivity:
-        return self._thread.call(lambda: self._core.activity(time.monotonic_ns()))
+        return self.thread.call(lambda: self._core.activity(time.monotonic_ns()))
 
     def request_stacks(self, deadline: Deadline, on_done: OnStacks) -> None:
         """Hand the stacks of all ranks, as far as they answer before the deadline, to on_done in the server's thread."""
@@ -121,7 +120,7 @@ class CoordinatorServer:
             self._send(self._core.start_stack_query(time.monotonic_ns() + int(deadline.remaining_s * 1e9), on_done))
             self._schedule_advance()
 
-        self._thread.call(start)
+        self.thread.call(start)
 
     def collect_stacks(self, deadline: Deadline) -> tuple[RankStack, ...]:
         """Return the stacks of all ranks, as far as they answer before the deadline."""
@@ -139,16 +138,16 @@ class CoordinatorServer:
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all rounds were served; returns whether they were."""
-        return self._thread.join(timeout_s)
+        return self.thread.join(timeout_s)
 
     def close(self) -> None:
         """End. If it serves a counted number of rounds, members of the last one get shutdown_s to leave before. Then
         every rank that is still there gets EndRound. Idempotent."""
-        if not self._thread.is_running():
+        if not self.thread.is_running():
             self._close_all("")
             return
-        self.loop.call_soon_threadsafe(self._begin_close)
-        if not self._thread.join(self._close_wait_s + CLOSE_TIMEOUT_S):
+        self._loop.call_soon_threadsafe(self._begin_close)
+        if not self.thread.join(self._close_wait_s + CLOSE_TIMEOUT_S):
             logger.error("the coordinator's thread did not end; its sockets stay open")
 
     def __enter__(self) -> CoordinatorServer:
@@ -163,7 +162,7 @@ class CoordinatorServer:
     def _serve(self) -> None:
         reason = "the coordinator was closed by its host (the launcher, or rank 0)"
         try:
-            self.loop.run_until(lambda: not self._is_needed())
+            self._loop.run_until(lambda: not self._is_needed())
         except Exception as error:  # the end of the thread: no rank may wait for a coordinator that has failed
             logger.exception("the coordinator failed; the round ends")
             reason = f"the coordinator failed: {error!r}"
@@ -179,7 +178,7 @@ class CoordinatorServer:
         if self._close_deadline is None:
             self._core.stop_admitting()
             self._close_deadline = Deadline(self._close_wait_s)
-            self.loop.call_later(self._close_wait_s, lambda: None)  # so that the loop looks at the deadline
+            self._loop.call_later(self._close_wait_s, lambda: None)  # so that the loop looks at the deadline
 
     def _close_all(self, reason: str) -> None:
         if self._closed:
@@ -193,7 +192,7 @@ class CoordinatorServer:
         self._control.close()  # before the connections: a rank should get the reason before it sees the connection end
         for _, connection in self._connections.values():
             connection.close()
-        self.loop.close()
+        self._loop.close()
 
     def _handle(self, event: Event) -> None:
         sends = self._core.handle(event, time.monotonic_ns())
@@ -205,7 +204,7 @@ class CoordinatorServer:
     def _schedule_advance(self) -> None:
         """Advance after all other events that are there now."""
         self._advance_scheduled = True
-        self.loop.call_soon(self._advance)
+        self._loop.call_soon(self._advance)
 
     def _advance(self) -> None:
         self._advance_scheduled = False
@@ -215,7 +214,7 @@ class CoordinatorServer:
         if self._timer is None or not self._timer.pending or self._timer.due_s > due_s:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self.loop.call_later(due_s - time.monotonic(), self._advance)
+            self._timer = self._loop.call_later(due_s - time.monotonic(), self._advance)
 
     def _send(self, sends: list[Send]) -> None:
         send = self._control.send
@@ -240,7 +239,7 @@ class CoordinatorServer:
         id = next(self._connection_ids)
         connection.setblocking(False)
         self._connections[id] = (request.rank, connection)
-        self.loop.add_reader(connection.fileno(), functools.partial(self._on_readable, id))
+        self._loop.add_reader(connection.fileno(), functools.partial(self._on_readable, id))
         self._handle(RankConnected(request.rank, id, request.detail))
         return True
 
@@ -258,7 +257,7 @@ class CoordinatorServer:
             if unreachable:
                 end = MembershipEnd(LeaveReason.UNREACHABLE, unreachable)
         del self._connections[id]
-        self.loop.remove_reader(connection.fileno())
+        self._loop.remove_reader(connection.fileno())
         connection.close()
         self._handle(RankDisconnected(rank, id, end))
 

@@ -1,52 +1,54 @@
-"""A Unix socket at a path, where processes of the same user ask questions: one line in, one line out. Used by
-launch/endpoint on both sides.
+"""A Unix socket in the file system on which processes of the same user ask questions: one line in, one line out.
 
-The kernel says who is at the other end: another user is refused, by both sides. Every read and write has a deadline.
+The kernel says which user is at the other end: both sides refuse another one. Used by the driver's monitor.
 """
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import selectors
 import socket
-import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 from ronde.net.connect import peer_credentials, peer_uid
-from ronde.net.descriptors import WakeupFd
+from ronde.net.event_loop import LoopThread, Timer
 from ronde.types import Deadline
 
-__all__ = ["MAX_SOCKET_PATH_BYTES", "UnixLineServer", "listening_pid", "query_monitor"]
+__all__ = ["MAX_SOCKET_PATH_BYTES", "OnRequest", "UnixLineServer", "listening_pid", "query_monitor"]
 
 MAX_SOCKET_PATH_BYTES = 107
-"""Bytes of a Unix socket's path."""
+"""The kernel's limit."""
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 256 * 1024 * 1024
+READ_BYTES = 65536
 IDLE_TIMEOUT_S = 10.0
-"""How long a caller may take for its next question, or to read an answer."""
+"""How long a client may take for its next request, or to read a reply."""
 MAX_CLIENTS = 8
-"""Callers at a time; more are sent away."""
+"""More are refused."""
 BACKLOG = 128
-"""Callers that have not been let in yet. With a short queue a burst of them would see an error of the kernel's."""
-CLOSE_TIMEOUT_S = 1.0
-"""For those who are being answered; nobody waits for them any longer."""
+"""Connections that are not accepted yet. With a short queue a burst of them would get an error of the kernel."""
+
+OnRequest: TypeAlias = "Callable[[bytes, Callable[[bytes], None]], None]"
 
 logger = logging.getLogger("ronde.net")
 
 
 class UnixLineServer:
-    """Listens until it is closed. `answer` is called in a thread of each caller; lines have no newline."""
+    """Answers requests until it is closed. The path must be free, in a directory that only its user can enter.
 
-    def __init__(self, path: Path, make_reply: Callable[[bytes], bytes]) -> None:
-        """The path must be free, in a directory that only its user can enter."""
+    `on_request` gets a line and a function that sends the reply, which any thread may call later; lines have no newline
+    here. It runs in the loop of the given thread, or of one that the server starts, and must not wait.
+    """
+
+    def __init__(self, path: Path, on_request: OnRequest, *, thread: LoopThread | None = None) -> None:
         self.path = path
         self.num_refused = 0
-        """Callers that were sent away."""
-        self._make_reply = make_reply
-        self._lock = threading.Lock()
-        self._clients: dict[threading.Thread, socket.socket] = {}
+        """Clients that were refused."""
+        self._on_request = on_request
+        self._clients: set[_Client] = set()
         self._closed = False
         self._listening_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -54,86 +56,127 @@ class UnixLineServer:
             path.chmod(0o600)
             self._listening_socket.listen(BACKLOG)
             self._listening_socket.setblocking(False)
-            self._wakeup = WakeupFd()
         except BaseException:
             self._listening_socket.close()
             raise
-        # Owned by the desk. Accepts callers and gives each a thread, which touches its own socket only.
-        self._thread = threading.Thread(target=self._serve, name="ronde-monitor", daemon=True)
-        self._thread.start()
+        self._thread = thread or LoopThread("ronde-monitor")
+        self._owns_thread = thread is None
+        self._loop = self._thread.loop
+        self._thread.call(lambda: self._loop.add_reader(self._listening_socket.fileno(), self._accept))
+        if self._owns_thread:
+            self._thread.start()
 
     def close(self) -> None:
-        """Hang up on everybody, and free the path. Idempotent."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            callers = dict(self._clients)
-        self.path.unlink(missing_ok=True)
-        self._wakeup.notify()
-        self._thread.join()
-        for sock in callers.values():
-            _shut_down(sock)
-        deadline = Deadline(CLOSE_TIMEOUT_S)
-        for thread in callers:
-            thread.join(deadline.remaining_s)
+        """Close all connections and remove the path. Idempotent. For any thread."""
+        self._thread.call(self._close_sockets)
+        if self._owns_thread:
+            self._thread.stop()
 
-    def _serve(self) -> None:
-        try:
-            with selectors.DefaultSelector() as selector:
-                selector.register(self._listening_socket, selectors.EVENT_READ)
-                selector.register(self._wakeup.fileno(), selectors.EVENT_READ)
-                while not self._closed:
-                    selector.select()
-                    self._accept()
-        finally:
+    def _close_sockets(self) -> None:
+        if not self._closed:
+            self._closed = True
+            self.path.unlink(missing_ok=True)
+            self._loop.remove_reader(self._listening_socket.fileno())
             self._listening_socket.close()
-            self._wakeup.close()
+            for client in list(self._clients):
+                self._close_client(client)
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listening_socket.accept()
-        except OSError:  # nobody, or gone again, or out of descriptors: who wants an answer calls again
+        except OSError:  # closed again, or out of descriptors: who needs an answer connects again
             return
-        with self._lock:
-            if self._closed or peer_uid(sock) != os.getuid() or len(self._clients) >= MAX_CLIENTS:
-                self.num_refused += 1
-                sock.close()
-                return
-            thread = threading.Thread(target=self._serve_client, args=(sock,), name="ronde-monitor-client", daemon=True)
-            self._clients[thread] = sock
-            thread.start()
-
-    def _serve_client(self, sock: socket.socket) -> None:
-        try:
-            left = b""
-            while not self._closed:
-                question, left = _read_line(sock, left, MAX_REQUEST_BYTES, Deadline(IDLE_TIMEOUT_S))
-                if question is None:
-                    return
-                _send(sock, self._make_reply(question) + b"\n", Deadline(IDLE_TIMEOUT_S))
-        except (OSError, ValueError):  # it has gone, was silent for too long, or asks too much
-            return
-        except Exception:  # the edge to the owner's answer(): its mistake costs this caller, not the desk
-            logger.exception("a question could not be answered")
-        finally:
-            with self._lock:
-                self._clients.pop(threading.current_thread(), None)
+        if peer_uid(sock) != os.getuid() or len(self._clients) >= MAX_CLIENTS:
+            self.num_refused += 1
             sock.close()
+            return
+        sock.setblocking(False)
+        client = _Client(sock)
+        self._clients.add(client)
+        self._read_next(client)
+
+    def _close_client(self, client: _Client) -> None:
+        if client in self._clients:
+            self._clients.remove(client)
+            self._stop_waiting(client)
+            client.sock.close()
+
+    def _stop_waiting(self, client: _Client) -> None:
+        self._loop.remove_reader(client.sock.fileno())
+        self._loop.remove_writer(client.sock.fileno())
+        if client.timer is not None:
+            client.timer.cancel()
+
+    def _start_timer(self, client: _Client) -> None:
+        client.timer = self._loop.call_later(IDLE_TIMEOUT_S, functools.partial(self._close_client, client))
+
+    def _read_next(self, client: _Client) -> None:
+        """Answer the next line, or wait for it."""
+        line, newline, rest = client.unread.partition(b"\n")
+        if not newline:
+            self._loop.add_reader(client.sock.fileno(), functools.partial(self._read, client))
+            return self._start_timer(client)
+        client.unread = rest
+        try:
+            self._on_request(line, functools.partial(self._reply, client))
+        except Exception:  # a mistake of the server's owner concerns this client only
+            logger.exception("a request could not be answered")
+            self._close_client(client)
+
+    def _read(self, client: _Client) -> None:
+        try:
+            data = client.sock.recv(READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        client.unread += data
+        if not data or (b"\n" not in client.unread and len(client.unread) > MAX_REQUEST_BYTES):
+            return self._close_client(client)
+        if b"\n" in client.unread:
+            self._stop_waiting(client)
+            self._read_next(client)
+
+    def _reply(self, client: _Client, reply: bytes) -> None:
+        self._loop.call_soon_threadsafe(functools.partial(self._start_writing, client, reply))
+
+    def _start_writing(self, client: _Client, reply: bytes) -> None:
+        if client in self._clients:
+            client.unsent = memoryview(reply + b"\n")
+            self._loop.add_writer(client.sock.fileno(), functools.partial(self._write, client))
+            self._start_timer(client)
+
+    def _write(self, client: _Client) -> None:
+        try:
+            client.unsent = client.unsent[client.sock.send(client.unsent) :]
+        except BlockingIOError:
+            return
+        except OSError:
+            return self._close_client(client)
+        if not client.unsent:
+            self._stop_waiting(client)
+            self._read_next(client)
+
+
+class _Client:
+    """A connection, which has one request at a time."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.unread = b""
+        self.unsent = memoryview(b"")
+        self.timer: Timer | None = None
 
 
 def query_monitor(path: Path, request: bytes, deadline: Deadline) -> bytes:
-    """The answer of the desk at this path. OSError when nobody is there, or does not answer in time."""
+    """Return the reply of the server at this path. OSError when nobody listens or does not answer in time."""
     with _connect(path, deadline) as sock:
         _send(sock, request + b"\n", deadline)
-        answer, _ = _read_line(sock, b"", MAX_REPLY_BYTES, deadline)
-    if answer is None:
-        raise ConnectionError(f"{path}: it hung up without an answer")
-    return answer
+        return _read_line(sock, deadline)
 
 
 def listening_pid(path: Path, deadline: Deadline) -> int | None:
-    """The process that listens at this path; None when nobody does any more, 0 when it is too busy to tell."""
+    """Return the process that listens at this path; None if nobody does, 0 if it is too busy to answer."""
     try:
         with _connect(path, deadline) as sock:
             return peer_credentials(sock)[0]
@@ -156,29 +199,21 @@ def _connect(path: Path, deadline: Deadline) -> socket.socket:
     return sock
 
 
-def _read_line(sock: socket.socket, left: bytes, limit: int, deadline: Deadline) -> tuple[bytes | None, bytes]:
-    """The next line, and what came behind it; None when the other side has hung up."""
-    pieces, num_bytes = [left], len(left)
-    while b"\n" not in pieces[-1]:
-        if num_bytes > limit:
-            raise ValueError(f"a line of more than {limit} bytes")
+def _read_line(sock: socket.socket, deadline: Deadline) -> bytes:
+    pieces: list[bytes] = []
+    num_bytes = 0
+    while not pieces or b"\n" not in pieces[-1]:
         sock.settimeout(max(deadline.remaining_s, 1e-6))
-        data = sock.recv(65536)
+        data = sock.recv(READ_BYTES)
         if not data:
-            return None, b""
+            raise ConnectionError(f"{sock.getpeername()}: the connection was closed without an answer")
         pieces.append(data)
         num_bytes += len(data)
-    line, _, rest = b"".join(pieces).partition(b"\n")
-    return line, rest
+        if num_bytes > MAX_REPLY_BYTES:
+            raise ConnectionError(f"an answer of more than {MAX_REPLY_BYTES} bytes")
+    return b"".join(pieces).partition(b"\n")[0]
 
 
 def _send(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
     sock.settimeout(max(deadline.remaining_s, 1e-6))
     sock.sendall(data)
-
-
-def _shut_down(sock: socket.socket) -> None:
-    try:
-        sock.shutdown(socket.SHUT_RDWR)  # ends a read that its thread may be in
-    except OSError:
-        pass

@@ -114,7 +114,7 @@ def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[MonitorServer]:
     with tempfile.TemporaryDirectory(prefix="ronde") as directory:
         monkeypatch.setenv("XDG_RUNTIME_DIR", directory)
         stacks = (RankStack(rank=0, line="train.py:5"),)
-        with MonitorServer("demo", lambda: status_of(running(0)), lambda limit_s: stacks) as endpoint:
+        with MonitorServer("demo", lambda: status_of(running(0)), lambda limit_s, on_done: on_done(stacks)) as endpoint:
             yield endpoint
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
+import queue
 import socket
 import stat
 import tempfile
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -16,19 +16,18 @@ import pytest
 from ronde.net import unix_server as module
 from ronde.net.unix_server import MAX_CLIENTS, UnixLineServer, listening_pid, query_monitor
 from ronde.types import Deadline
-
-PATIENCE_S = 20.0
+from tests.limits import PATIENCE_S
 
 
 @pytest.fixture
 def path() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="ronde") as folder:  # short, as a socket's path must be
-        yield Path(folder) / "desk"
+        yield Path(folder) / "server"
 
 
 @pytest.fixture
-def desk(path: Path) -> Iterator[UnixLineServer]:
-    made = UnixLineServer(path, lambda question: question.upper())
+def server(path: Path) -> Iterator[UnixLineServer]:
+    made = UnixLineServer(path, lambda request, reply: reply(request.upper()))
     yield made
     made.close()
 
@@ -40,20 +39,20 @@ def connect(path: Path, stack: ExitStack) -> socket.socket:
     return sock
 
 
-def test_a_question_is_answered(desk: UnixLineServer) -> None:
+def test_a_question_is_answered(server: UnixLineServer) -> None:
     for question in (b"a", b"", b"b" * 4000):
-        assert query_monitor(desk.path, question, Deadline(PATIENCE_S)) == question.upper()
+        assert query_monitor(server.path, question, Deadline(PATIENCE_S)) == question.upper()
 
 
 def test_a_long_answer_comes_whole(path: Path) -> None:
-    desk = UnixLineServer(path, lambda question: question * 1_000_000)
+    server = UnixLineServer(path, lambda request, reply: reply(request * 1_000_000))
     assert query_monitor(path, b"abc", Deadline(PATIENCE_S)) == b"abc" * 1_000_000
-    desk.close()
+    server.close()
 
 
-def test_several_questions_on_one_connection_are_answered_in_turn(desk: UnixLineServer) -> None:
+def test_several_questions_on_one_connection_are_answered_in_turn(server: UnixLineServer) -> None:
     with ExitStack() as stack:
-        sock = connect(desk.path, stack)
+        sock = connect(server.path, stack)
         sock.sendall(b"one\ntwo\nthr")
         sock.sendall(b"ee\n")
         answers = b""
@@ -62,92 +61,103 @@ def test_several_questions_on_one_connection_are_answered_in_turn(desk: UnixLine
     assert answers == b"ONE\nTWO\nTHREE\n"
 
 
-def test_a_silent_caller_does_not_keep_others_waiting(desk: UnixLineServer) -> None:
+def test_a_silent_caller_does_not_keep_others_waiting(server: UnixLineServer) -> None:
     with ExitStack() as stack:
-        connect(desk.path, stack)
-        connect(desk.path, stack).sendall(b"half a question")
-        assert query_monitor(desk.path, b"a", Deadline(PATIENCE_S)) == b"A"
+        connect(server.path, stack)
+        connect(server.path, stack).sendall(b"half a question")
+        assert query_monitor(server.path, b"a", Deadline(PATIENCE_S)) == b"A"
 
 
-def test_a_caller_that_says_nothing_is_sent_away_in_time(desk: UnixLineServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_caller_that_says_nothing_is_sent_away_in_time(
+    server: UnixLineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(module, "IDLE_TIMEOUT_S", 0.05)
     with ExitStack() as stack:
-        assert connect(desk.path, stack).recv(1) == b""
+        assert connect(server.path, stack).recv(1) == b""
 
 
-def test_a_question_without_end_is_cut(desk: UnixLineServer) -> None:
+def test_a_question_without_end_is_cut(server: UnixLineServer) -> None:
     with ExitStack() as stack:
-        sock = connect(desk.path, stack)
+        sock = connect(server.path, stack)
         with pytest.raises(OSError):
             while True:
                 sock.sendall(b"x" * 65536)
 
 
-def test_more_callers_than_there_is_room_for_are_sent_away(desk: UnixLineServer) -> None:
+def test_more_callers_than_there_is_room_for_are_sent_away(server: UnixLineServer) -> None:
     with ExitStack() as stack:
-        callers = [connect(desk.path, stack) for _ in range(MAX_CLIENTS)]
-        for sock in callers:  # each has its thread now
+        callers = [connect(server.path, stack) for _ in range(MAX_CLIENTS)]
+        for sock in callers:  # each is accepted now
             sock.sendall(b"x\n")
             assert sock.recv(10) == b"X\n"
-        assert connect(desk.path, stack).recv(1) == b""
-    assert desk.num_refused == 1
+        assert connect(server.path, stack).recv(1) == b""
+    assert server.num_refused == 1
 
 
-def test_another_user_is_refused_by_both_sides(desk: UnixLineServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_refused_by_both_sides(server: UnixLineServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "peer_uid", lambda sock: os.getuid() + 1)
     with pytest.raises(PermissionError, match="another user"):
-        query_monitor(desk.path, b"a", Deadline(PATIENCE_S))
+        query_monitor(server.path, b"a", Deadline(PATIENCE_S))
     with ExitStack() as stack:
-        assert connect(desk.path, stack).recv(1) == b""
-    assert desk.num_refused >= 1
+        assert connect(server.path, stack).recv(1) == b""
+    assert server.num_refused >= 1
 
 
-def test_only_its_user_may_connect(desk: UnixLineServer) -> None:
-    assert stat.S_IMODE(desk.path.stat().st_mode) == 0o600
+def test_only_its_user_may_connect(server: UnixLineServer) -> None:
+    assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
 
 
 def test_a_mistake_in_an_answer_costs_this_caller_only(path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    desk = UnixLineServer(path, lambda question: bytes(10 // len(question)))
+    server = UnixLineServer(path, lambda request, reply: reply(bytes(10 // len(request))))
     with pytest.raises(ConnectionError, match="without an answer"):
         query_monitor(path, b"", Deadline(PATIENCE_S))
     assert query_monitor(path, b"12345", Deadline(PATIENCE_S)) == bytes(2)
     assert "ZeroDivisionError" in caplog.text
-    desk.close()
+    server.close()
 
 
-def test_it_says_who_listens(desk: UnixLineServer, path: Path) -> None:
+def test_it_says_who_listens(server: UnixLineServer, path: Path) -> None:
     assert listening_pid(path, Deadline(PATIENCE_S)) == os.getpid()
-    desk.close()
+    server.close()
     assert listening_pid(path, Deadline(PATIENCE_S)) is None
     with socket.socket(socket.AF_UNIX) as dead:  # as a killed process leaves it
         dead.bind(str(path))
     assert listening_pid(path, Deadline(PATIENCE_S)) is None
 
 
-def test_closing_ends_conversations_and_frees_the_path(path: Path) -> None:
-    began, over = threading.Event(), threading.Event()
+def test_a_reply_may_come_later_from_any_thread_and_others_are_answered_meanwhile(path: Path) -> None:
+    replies: queue.SimpleQueue[Callable[[bytes], None]] = queue.SimpleQueue()
 
-    def answer(question: bytes) -> bytes:
-        began.set()
-        over.wait(PATIENCE_S)
-        return question
+    def answer(request: bytes, reply: Callable[[bytes], None]) -> None:
+        replies.put(reply) if request == b"late" else reply(b"soon")
 
-    desk = UnixLineServer(path, answer)
+    server = UnixLineServer(path, answer)
+    with ExitStack() as stack:
+        waiting = connect(path, stack)
+        waiting.sendall(b"late\n")
+        reply = replies.get(timeout=PATIENCE_S)
+        assert query_monitor(path, b"now", Deadline(PATIENCE_S)) == b"soon"
+        reply(b"here")
+        assert waiting.recv(10) == b"here\n"
+    server.close()
+
+
+def test_closing_ends_connections_and_removes_the_path(path: Path) -> None:
+    replies: queue.SimpleQueue[Callable[[bytes], None]] = queue.SimpleQueue()
+    server = UnixLineServer(path, lambda request, reply: replies.put(reply))
     with ExitStack() as stack:
         silent, waiting = connect(path, stack), connect(path, stack)
         waiting.sendall(b"x\n")
-        assert began.wait(PATIENCE_S)
-        threading.Timer(0.05, over.set).start()
-        desk.close()
-        desk.close()
-        assert silent.recv(1) == b""
+        reply = replies.get(timeout=PATIENCE_S)
+        server.close()
+        server.close()
+        reply(b"too late")
+        assert silent.recv(1) == waiting.recv(1) == b""
         assert not path.exists()
 
 
 def test_an_answer_that_does_not_come_in_time_is_an_error(path: Path) -> None:
-    over = threading.Event()
-    desk = UnixLineServer(path, lambda question: bytes(over.wait(PATIENCE_S)))
+    server = UnixLineServer(path, lambda request, reply: None)
     with pytest.raises(TimeoutError):
         query_monitor(path, b"a", Deadline(0.05))
-    over.set()
-    desk.close()
+    server.close()

@@ -22,6 +22,7 @@ from functools import partial
 
 import msgspec
 
+from ronde.coordinator.queries import OnStacks
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
 from ronde.launch.driver.failure_report import StopRequest, describe_exit, make_failure_report
@@ -51,7 +52,6 @@ from ronde.launch.timeouts import OUTPUT_FLUSH_TIMEOUT_S, UNLIMITED_S
 from ronde.launch.tty import RawTerminalInput
 from ronde.net.event_loop import EventLoop, Timer
 from ronde.net.keys import JobKey, new_job_key
-from ronde.observe.stacks import RankStack
 from ronde.settings import Settings
 from ronde.text import LOST_CODE, format_ranks
 from ronde.types import Deadline
@@ -483,14 +483,16 @@ class Driver:
             elapsed_s = time.monotonic() - began_s
             return make_job_status(name, job.command, coordinator.activity(), supervisor.process_infos, elapsed_s)
 
-        def stacks(timeout_s: float) -> tuple[RankStack, ...]:
-            return make_rank_stacks(coordinator.collect_stacks(Deadline(timeout_s)), supervisor.process_infos)
+        def stacks(timeout_s: float, on_done: OnStacks) -> None:
+            coordinator.request_stacks(
+                Deadline(timeout_s), lambda found: on_done(make_rank_stacks(found, supervisor.process_infos))
+            )
 
         pid = os.getpid()
         names = [job.name] if job.name else [str(pid), *(f"{pid}-{number}" for number in range(2, 100))]
         for name in names:
             try:
-                opened.callback(MonitorServer(name, partial(status, name), stacks).close)
+                opened.callback(MonitorServer(name, partial(status, name), stacks, thread=coordinator.thread).close)
                 return
             except ValueError:  # the name of another job, perhaps of this process
                 if name == names[-1]:

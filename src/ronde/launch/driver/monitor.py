@@ -22,7 +22,9 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from ronde.coordinator.queries import OnStacks
 from ronde.errors import ProtocolError, RondeError, StartFailed
+from ronde.net.event_loop import LoopThread
 from ronde.net.unix_server import MAX_SOCKET_PATH_BYTES, UnixLineServer, listening_pid, query_monitor
 from ronde.observe.activity import JobActivity, RankActivity, RankState
 from ronde.observe.stacks import RankStack
@@ -185,11 +187,16 @@ class MonitorServer:
         self,
         name: str,
         status: Callable[[], JobStatus],
-        stacks: Callable[[float], Sequence[RankStack]],
+        stacks: Callable[[float, OnStacks], None],
         *,
+        thread: LoopThread | None = None,
         jobs_dir: Path | None = None,
     ) -> None:
-        """An empty name becomes the process id. ValueError when another job has the name."""
+        """An empty name becomes the process id. ValueError when another job has the name.
+
+        `status` and `stacks` are called by the loop of the thread (by default one of its own) and must not wait:
+        `stacks` gets a time limit and a function for the result, which any thread may call.
+        """
         self.name = name or str(os.getpid())
         if not _JOB_NAME.fullmatch(self.name):
             raise ValueError(f"a job's name is up to 64 letters, digits, '.', '_' and '-', got {self.name!r}")
@@ -205,7 +212,7 @@ class MonitorServer:
                     raise ValueError(
                         f"a job named {self.name!r} is running already (process {job.pid}); choose another name"
                     )
-            self._socket_server = UnixLineServer(path, self._handle_request)
+            self._socket_server = UnixLineServer(path, self._handle_request, thread=thread)
 
     def close(self) -> None:
         """Idempotent."""
@@ -217,18 +224,18 @@ class MonitorServer:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _handle_request(self, line: bytes) -> bytes:
+    def _handle_request(self, line: bytes, reply: Callable[[bytes], None]) -> None:
         try:
             request = msgspec.json.decode(line, type=MonitorRequest)
             if request.ask == "status":
-                return msgspec.json.encode(self._status())
+                return reply(msgspec.json.encode(self._status()))
             timeout_s = min(max(0.0, request.limit_s), MAX_STACKS_TIMEOUT_S)
-            return msgspec.json.encode(JobStacks(tuple(self._stacks(timeout_s))))
+            self._stacks(timeout_s, lambda stacks: reply(msgspec.json.encode(JobStacks(stacks))))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            return msgspec.json.encode(ErrorReply(f"not a question: {error}"))
+            reply(msgspec.json.encode(ErrorReply(f"not a question: {error}")))
         except Exception as error:  # a mistake in a reply must not end the driver
             _monitor_logger.exception("a request about the job could not be answered")
-            return msgspec.json.encode(ErrorReply(f"the driver could not answer: {error!r}"))
+            reply(msgspec.json.encode(ErrorReply(f"the driver could not answer: {error!r}")))
 
 
 def open_jobs_dir() -> Path:

@@ -17,6 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from ronde.coordinator.queries import OnStacks
 from ronde.errors import ProtocolError, RondeError, StartFailed
 from ronde.launch.driver.monitor import (
     JobStatus,
@@ -47,8 +48,8 @@ def jobs_dir() -> Iterator[Path]:
         yield Path(made)
 
 
-def stacks(limit_s: float) -> tuple[RankStack, ...]:
-    return (RankStack(rank=0, line=f"asked for {limit_s:g} s"),)
+def stacks(limit_s: float, on_done: OnStacks) -> None:
+    on_done((RankStack(rank=0, line=f"asked for {limit_s:g} s"),))
 
 
 def serve(name: str, jobs_dir: Path) -> MonitorServer:
@@ -106,7 +107,7 @@ def test_a_mistake_of_the_driver_is_told_to_who_asked(jobs_dir: Path, caplog: py
 
 
 def test_an_answer_of_another_version_is_told(jobs_dir: Path) -> None:
-    server = UnixLineServer(jobs_dir / "old.sock", lambda request: b'{"ranks": 5}')
+    server = UnixLineServer(jobs_dir / "old.sock", lambda request, reply: reply(b'{"ranks": 5}'))
     with pytest.raises(ProtocolError, match="job old gave no answer of this version"):
         query_status(find_job("old", jobs_dir))
     server.close()
@@ -163,7 +164,7 @@ def test_what_a_killed_driver_left_behind_is_removed(jobs_dir: Path) -> None:
 import time
 from pathlib import Path
 from ronde.launch.driver.monitor import MonitorServer
-MonitorServer("killed", lambda: None, lambda limit_s: (), jobs_dir=Path({str(jobs_dir)!r}))
+MonitorServer("killed", lambda: None, lambda limit_s, on_done: None, jobs_dir=Path({str(jobs_dir)!r}))
 print(flush=True)
 time.sleep(60)
 """
