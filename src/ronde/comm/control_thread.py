@@ -137,8 +137,8 @@ class ControlThread:
                     raise OperationTimeout(f"not every rank of the job asked to {what} within {deadline.timeout_s:g} s")
 
     def request_timeline(self, request: TimelineRequest, deadline: Deadline) -> str:
-        """Start a timeline or end it, and wait until that is done. Returns why it cannot be done; empty if it is. For one
-        thread at a time."""
+        """Start a timeline or end it, and wait until that is done. Returns why it cannot be done; empty if it is done.
+        For one thread at a time."""
         self._enqueue(request)
         changed = self.waits.condition
         with changed:

@@ -125,7 +125,7 @@ class ActivityReporter:
         self._waits = waits
 
     def make_report(self, now_ns: int, offset_ns: int) -> ActivityReport:
-        """Return the totals so far and the arrivals since the last call. `offset_ns` leads to the coordinator's clock."""
+        """Return the totals so far and the arrivals since the last call, on the coordinator's clock."""
         current = self._longest_blocked()
         if current is not None:
             current = msgspec.structs.replace(current, since_ns=min(current.since_ns, now_ns) + offset_ns)

@@ -1,22 +1,19 @@
-"""Whether requests of one name can run together, and what to say when they cannot. Used by the negotiator.
+"""Negotiation of named operations: when may one run, and do the requests of its members agree? Without I/O.
 
-Everything here is a function of the requests. Numbers come from the wire and may be anything: nothing here trusts them.
+A named operation is *idle* (remembered, so that ranks can announce it by its id) or *pending* (some members have
+announced it). When the last member has, it is *ready*. The next take_sends() checks that the requests agree, sends
+RunOperations to all members, or OperationRejected with the difference, and the operation is idle again or forgotten.
+What became ready between two calls may be fused; no operation ever waits for another.
 
-When may a named operation run? A state machine without I/O: announcements in, messages out. Used by the coordinator.
+    idle ──first member announces──> pending ──last member announces──> ready ──agreed: RunOperations──> idle
+                                                                          └─────else: OperationRejected──> forgotten
 
-An *entry* is a name of a group with what each rank asked for under it. It is *idle* (remembered, so that ranks can
-announce it by its id) or *in flight* (some members have announced it). When the last member has, the entry is *ready*;
-the next flush() checks that the members agree, tells all of them to run it, or all of them why not, and the entry is
-idle again. What became ready between two flushes may travel together; nothing ever waits for company.
+An id stands for the request that *this rank* last announced in full under that name; a rank whose request is not known
+any more is asked for it (UnknownOperationId). A rank that has called join() counts as having announced every allreduce;
+afterwards it has to announce in full, so that an id has one meaning on both sides.
 
-    idle ──first member announces──> in flight ──last member announces──> ready ──flush: Run──> idle
-                                                                            └─────flush: Failed──> forgotten
-
-An id stands for what *this rank* announced last in full under that name; so a rank whose words are not known any more
-is asked for them (Unknown). A rank that has joined counts as having announced every allreduce; afterwards it has to
-announce in full, so that an id can never mean something else here than there.
-
-Cost: a known announcement is a few dictionary lookups, however many names are in flight.
+Announcing a known id costs a few dictionary lookups, however many operations are pending. Numbers in requests come from
+the network and may be anything: nothing here relies on them before find_mismatch() has checked them.
 """
 
 from __future__ import annotations
@@ -51,22 +48,22 @@ __all__ = [
 
 REDUCING_KINDS = (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER)
 SINGLE_ARRAY_KINDS = (OperationKind.REDUCE_SCATTER, OperationKind.ALLTOALL)
-"""Kinds that work on one array: how rows are shared out is said once per operation."""
+"""Kinds that take one array: rows are split once per operation."""
 VARIABLE_ROW_KINDS = (OperationKind.ALLGATHER, OperationKind.ALLTOALL)
-"""Kinds where members may give different numbers of rows."""
+"""Kinds where members may have different numbers of rows."""
 NAMED_KINDS = (*REDUCING_KINDS, *VARIABLE_ROW_KINDS, OperationKind.BARRIER, OperationKind.BROADCAST)
 
 ComparedField = tuple[str, Callable[[OperationRequest], str]]
 
 
 def operation_title(request: OperationRequest) -> str:
-    """What an error starts with: `allreduce 'w'`, and the group when it is not the world."""
+    """Return the start of an error text: `allreduce 'w'`, and the group if it is not the world."""
     where = f" of group {request.group}" if request.group else ""
     return f"{_format_kind(request)} {shorten(request.name)!r}{where}"
 
 
 def describe_request(request: OperationRequest) -> str:
-    """In words, for the stall report: `allreduce 'w' sum float32[3, 4]`, as without a name but for that."""
+    """Return the text for stall reports: `allreduce 'w' sum float32[3, 4]`."""
     words = [_format_kind(request), repr(shorten(request.name))]
     if request.kind in REDUCING_KINDS:
         words.append(_format_op(request))
@@ -77,20 +74,20 @@ def describe_request(request: OperationRequest) -> str:
 
 
 def num_bytes(request: OperationRequest) -> int:
-    """Size of what one member gives. The request must be without fault."""
+    """Return the size of one member's data. The request must be valid."""
     return sum(map(math.prod, request.shapes)) * DType(request.dtype).num_bytes
 
 
 def fusion_key(request: OperationRequest) -> tuple[int, int, int, float, float] | None:
-    """Requests with equal keys may travel as one; None travels alone."""
+    """Return a key; operations with equal keys may be fused, one with None may not."""
     if request.kind != OperationKind.ALLREDUCE or request.op == Op.ADASUM:  # Adasum looks at each tensor as a whole
         return None
     return (request.group, request.dtype, request.op, request.prescale, request.postscale)
 
 
 def row_counts(requests: Mapping[int, OperationRequest], members: tuple[int, ...]) -> tuple[int, ...] | None:
-    """RunItem.rows for requests without fault: who gives how many rows, where members may differ in that. Where they
-    may not, a member that has joined may be without a request."""
+    """Return AgreedOperation.row_counts for valid requests. None if all members have the same number of rows; a member
+    that has called join() has no request then."""
     kind = next(iter(requests.values())).kind
     if kind == OperationKind.ALLGATHER:
         return tuple(shape[0] for member in members for shape in requests[member].shapes)
@@ -100,19 +97,19 @@ def row_counts(requests: Mapping[int, OperationRequest], members: tuple[int, ...
 
 
 def find_mismatch(requests: Mapping[int, OperationRequest], members: tuple[int, ...]) -> str:
-    """Why these requests, by rank, cannot run as one operation of the members; empty when they can."""
+    """Return why these requests, by rank, cannot run as one operation; empty if they can."""
     ranks = sorted(requests)
     first = requests[ranks[0]]
     if any(requests[rank].kind != first.kind for rank in ranks):
-        gave = format_rank_answers({rank: _format_kind(requests[rank]) for rank in ranks})
-        return f"operation {first.name!r}: ranks disagree on what it is: {gave}"
+        kinds = format_rank_answers({rank: _format_kind(requests[rank]) for rank in ranks})
+        return f"operation {first.name!r}: ranks disagree on what it is: {kinds}"
     if any(requests[rank] != first for rank in ranks):
         for what, text in _compared_fields(first, requests):
-            said = {rank: text(requests[rank]) for rank in ranks}
-            if len(set(said.values())) > 1:
-                return f"{operation_title(first)}: ranks disagree on {what}: {format_rank_answers(said)}"
-    faults = {rank: _find_invalid(requests[rank], members) for rank in ranks}
-    wrong = {rank: fault for rank, fault in faults.items() if fault}
+            answers = {rank: text(requests[rank]) for rank in ranks}
+            if len(set(answers.values())) > 1:
+                return f"{operation_title(first)}: ranks disagree on {what}: {format_rank_answers(answers)}"
+    errors = {rank: _find_invalid(requests[rank], members) for rank in ranks}
+    wrong = {rank: error for rank, error in errors.items() if error}
     if not wrong:
         return ""
     if len(wrong) == len(ranks) and len(set(wrong.values())) == 1:
@@ -121,7 +118,7 @@ def find_mismatch(requests: Mapping[int, OperationRequest], members: tuple[int, 
 
 
 def _compared_fields(first: OperationRequest, requests: Mapping[int, OperationRequest]) -> Iterator[ComparedField]:
-    """What has to be equal on all members, in the order in which a difference is told."""
+    """What has to be equal on all members. The first difference in this order is reported."""
     if first.kind not in NAMED_KINDS or first.kind == OperationKind.BARRIER:
         return
     yield "dtype", _format_dtype
@@ -137,7 +134,7 @@ def _compared_fields(first: OperationRequest, requests: Mapping[int, OperationRe
 
 
 def _first_unequal_shape(first: OperationRequest, requests: Mapping[int, OperationRequest]) -> ComparedField:
-    """A group of hundreds of arrays is not worth reading: only the first array that differs is shown."""
+    """Of a group of hundreds of arrays, only the first one that differs is shown."""
     text = _format_row_shape if first.kind in VARIABLE_ROW_KINDS else str
     differing = (
         index
@@ -150,7 +147,7 @@ def _first_unequal_shape(first: OperationRequest, requests: Mapping[int, Operati
 
 
 def _find_invalid(request: OperationRequest, members: tuple[int, ...]) -> str:
-    """What is wrong with one request, whatever the others ask for."""
+    """Return what is wrong with one request by itself."""
     if request.kind not in NAMED_KINDS:
         return f"{_format_kind(request)} is nothing that can be asked for by name"
     if request.kind == OperationKind.BARRIER:
@@ -225,26 +222,25 @@ def _format_row_shape(shape: tuple[int, ...]) -> str:
 
 
 MAX_CACHED_OPERATIONS = 65_536
-"""Names kept for announcing by id; the one that ran longest ago is forgotten first."""
+"""Idle operations that are remembered; the one that ran longest ago is forgotten first."""
 MAX_ERROR_CHARS = 4000
-"""Characters of an error that go to every member."""
 MIN_STRAGGLER_DELAY_NS = 100_000
-"""Members that announce within so short a time are not late."""
+"""Members that announce within this time are not late."""
 MAX_STRAGGLERS = 8
-"""Members told of as late, those that came last."""
+"""Most stragglers that are reported, the last ones."""
 
 _FusionKey = tuple[int, int, int, float, float]
 
 
 class Send(NamedTuple):
-    """What the state machine wants done: this message to these ranks, in this order."""
+    """A message to be sent to these ranks."""
 
     ranks: tuple[int, ...]
     message: CoordinatorMessage
 
 
 class PendingOperation(NamedTuple):
-    """An operation in flight, for the stall watch."""
+    """A pending operation, for the search for stalls."""
 
     group: int
     name: str
@@ -255,7 +251,7 @@ class PendingOperation(NamedTuple):
 
 
 class _GroupState:
-    """One group: who is in it, what is in flight. Sets of ranks are bit masks."""
+    """One group and its pending operations. Sets of ranks are bit masks."""
 
     __slots__ = ("closed_reason", "id", "joined_mask", "member_mask", "members", "operations", "pending")
 
@@ -267,11 +263,11 @@ class _GroupState:
         self.operations: dict[str, _NegotiatedOperation] = {}
         self.pending: dict[int, _NegotiatedOperation] = {}
         self.closed_reason = ""
-        """Why nothing can run here any more: a member is gone."""
+        """Why nothing can run any more: a member is lost."""
 
 
 class _NegotiatedOperation:
-    """One name of a group. `run` and what follows are made when the members agree, and hold until a request changes."""
+    """One name of a group. What follows is_agreed is made when the members agree, and valid until a request changes."""
 
     __slots__ = (
         *("id", "group", "name", "requests"),
@@ -298,7 +294,7 @@ class _NegotiatedOperation:
 
 
 class Negotiator:
-    """All groups of one round. feed() what the ranks say, then flush() for what to tell them."""
+    """The named operations of a round. announce() takes what ranks announce, take_sends() returns the answers."""
 
     def __init__(self, size: int, *, fusion_bytes: int, max_cached: int = MAX_CACHED_OPERATIONS) -> None:
         self._fusion_bytes = fusion_bytes
@@ -317,15 +313,15 @@ class Negotiator:
         self._groups[group] = _GroupState(group, members)
 
     def remove_group(self, group: int) -> None:
-        """What is in flight there fails on those who announced it."""
+        """Its pending operations are rejected on the ranks that announced them."""
         self._decide_ready()
-        gone = self._groups.pop(group)
-        for entry in gone.pending.values():
-            self._reject(entry, f"{self._title(entry)}: the group was removed before all members announced it")
-        self._forget_all(gone)
+        removed = self._groups.pop(group)
+        for operation in removed.pending.values():
+            self._reject(operation, f"{self._title(operation)}: the group was removed before all members announced it")
+        self._forget_all(removed)
 
     def rank_lost(self, rank: int, why: str) -> None:
-        """A rank is gone: nothing more runs in its groups. Those who wait there are told by Lost, not from here."""
+        """Nothing more runs in the groups of a lost rank. Members that wait learn it from RankLost, not from here."""
         self._decide_ready()
         for group in self._groups.values():
             if group.member_mask >> rank & 1 and not group.closed_reason:
@@ -333,20 +329,20 @@ class Negotiator:
                 self._forget_all(group)
 
     def announce(self, rank: int, message: AnnounceOperations, now_ns: int) -> None:
-        """A rank is ready for operations. Answers wait for flush()."""
+        """A rank is ready for operations. The answers are returned by take_sends()."""
         bit = 1 << rank
         for request in message.new:
             self._announce_in_full(rank, bit, request, now_ns)
-        entries = self._operations
+        operations = self._operations
         for known in message.known_ids:
-            entry = entries.get(known)
-            if entry is None or rank not in entry.requests:
+            operation = operations.get(known)
+            if operation is None or rank not in operation.requests:
                 self._sends.append(Send((rank,), UnknownOperationId(known)))
             else:
-                self._count_announcement(entry, bit, now_ns)
+                self._count_announcement(operation, bit, now_ns)
 
     def take_sends(self) -> list[Send]:
-        """What to send now, in this order."""
+        """Return what to send, in this order."""
         if self._ready:
             self._decide_ready()
         out = self._sends
@@ -355,21 +351,26 @@ class Negotiator:
         return out
 
     def missing(self, group: int, name: str) -> tuple[int, ...]:
-        """Whom a named operation waits for; nobody when it is not in flight."""
+        """Return the ranks that a named operation waits for; empty if it is not pending."""
         found = self._groups.get(group)
-        entry = found.operations.get(name) if found is not None else None
-        return _missing_ranks(entry) if entry is not None and entry.announced_mask else ()
+        operation = found.operations.get(name) if found is not None else None
+        return _missing_ranks(operation) if operation is not None and operation.announced_mask else ()
 
     def pending(self, until_ns: int) -> Iterator[PendingOperation]:
-        """What is in flight since until_ns or longer, per group the oldest first."""
+        """Yield what has been pending since until_ns or longer, per group the oldest first."""
         for group in self._groups.values():
-            for entry in group.pending.values():
-                if entry.since_ns > until_ns:
+            for operation in group.pending.values():
+                if operation.since_ns > until_ns:
                     break
-                announced = _ranks_in_mask(group, entry.announced_mask)
-                request = entry.requests[announced[0]]
+                announced = _ranks_in_mask(group, operation.announced_mask)
+                request = operation.requests[announced[0]]
                 yield PendingOperation(
-                    group.id, entry.name, describe_request(request), entry.since_ns, announced, _missing_ranks(entry)
+                    group.id,
+                    operation.name,
+                    describe_request(request),
+                    operation.since_ns,
+                    announced,
+                    _missing_ranks(operation),
                 )
 
     # --- announcements ---------------------------------------------------------------------------------------------
@@ -385,19 +386,19 @@ class Negotiator:
         if request.kind == OperationKind.JOIN:
             self._join(group, rank, request)
             return
-        entry = group.operations.get(request.name)
-        if entry is None:
+        operation = group.operations.get(request.name)
+        if operation is None:
             self._last_id += 1
-            entry = _NegotiatedOperation(self._last_id, group, request.name)
-            group.operations[request.name] = self._operations[entry.id] = entry
-        if entry.announced_mask & bit:  # the first stands: do not replace what it asked for
-            self._count_announcement(entry, bit, now_ns)
+            operation = _NegotiatedOperation(self._last_id, group, request.name)
+            group.operations[request.name] = self._operations[operation.id] = operation
+        if operation.announced_mask & bit:  # announced twice: the first request stays
+            self._count_announcement(operation, bit, now_ns)
             return
-        before = entry.requests.get(rank)
+        before = operation.requests.get(rank)
         if before is None or before != request:
-            entry.requests[rank] = request
-            entry.is_agreed = False
-        self._count_announcement(entry, bit, now_ns)
+            operation.requests[rank] = request
+            operation.is_agreed = False
+        self._count_announcement(operation, bit, now_ns)
 
     def _count_announcement(self, operation: _NegotiatedOperation, bit: int, now_ns: int) -> None:
         arrived = operation.announced_mask
@@ -407,7 +408,7 @@ class Negotiator:
             group.pending[operation.id] = operation
             operation.since_ns = now_ns
         elif arrived & bit:
-            # Told when all have announced, as every other error: then each member gets it once, for this flight.
+            # Rejected when all have announced it, as for every other error: then each member gets one answer.
             twice = format_ranks(_ranks_in_mask(group, bit))
             operation.invalid_reason = f"{self._title(operation)}: {twice} announced it again while it was under way"
             return
@@ -420,48 +421,50 @@ class Negotiator:
 
     def _join(self, group: _GroupState, rank: int, request: OperationRequest) -> None:
         group.joined_mask |= 1 << rank
-        for entry in group.pending.values():
-            if entry.announced_mask | group.joined_mask == group.member_mask and not entry.ready:
-                entry.ready = True
-                self._ready.append(entry)
+        for operation in group.pending.values():
+            if operation.announced_mask | group.joined_mask == group.member_mask and not operation.ready:
+                operation.ready = True
+                self._ready.append(operation)
         if group.joined_mask != group.member_mask:
             return
         self._decide_ready()
         group.joined_mask = 0
         item = AgreedOperation(
             0, request.name, row_counts=(rank,)
-        )  # 0 is nobody's id: a join is always announced in full
+        )  # no operation has the id 0: a join is always announced in full
         self._sends.append(Send(group.members, RunOperations(group.id, (item,))))
 
     # --- what is ready ---------------------------------------------------------------------------------------------
 
     def _decide_ready(self) -> None:
-        """Run or fail everything that is ready, fusing in the order of readiness."""
+        """Run or reject everything that is ready, fused in the order of readiness."""
         ready = self._ready
         self._ready = []
         runs: list[list[_NegotiatedOperation]] = []
         open_runs: dict[_FusionKey, list[_NegotiatedOperation]] = {}
         left: dict[_FusionKey, int] = {}  # bytes of room in the open run
-        for entry in ready:
+        for operation in ready:
             if (
-                not entry.is_agreed or entry.invalid_reason or entry.announced_mask != entry.group.member_mask
-            ) and not self._check_agreement(entry):
+                not operation.is_agreed
+                or operation.invalid_reason
+                or operation.announced_mask != operation.group.member_mask
+            ) and not self._check_agreement(operation):
                 continue
-            key = entry.fusion_key
+            key = operation.fusion_key
             if key is None:
-                runs.append([entry])
-            elif key in open_runs and entry.num_bytes <= left[key]:
-                open_runs[key].append(entry)
-                left[key] -= entry.num_bytes
+                runs.append([operation])
+            elif key in open_runs and operation.num_bytes <= left[key]:
+                open_runs[key].append(operation)
+                left[key] -= operation.num_bytes
             else:
-                open_runs[key] = run = [entry]
-                left[key] = self._fusion_bytes - entry.num_bytes
+                open_runs[key] = run = [operation]
+                left[key] = self._fusion_bytes - operation.num_bytes
                 runs.append(run)
         for run in runs:
             self._run_batch(run)
 
     def _check_agreement(self, operation: _NegotiatedOperation) -> bool:
-        """Whether the members that announced it agree, and joined ones can stand in. Otherwise it has failed."""
+        """Return whether it can run: the requests agree, and joined members can contribute zeros. Else reject it."""
         group = operation.group
         announced = _ranks_in_mask(group, operation.announced_mask)
         requests = {rank: operation.requests[rank] for rank in announced}
@@ -485,41 +488,44 @@ class Negotiator:
 
     def _run_batch(self, batch: list[_NegotiatedOperation]) -> None:
         group = batch[0].group
-        late = _stragglers(batch)
-        if any(entry.announced_mask != group.member_mask for entry in batch):
-            self._run_batch_with_joined(batch, late)
-        elif len(batch) == 1 and not late:
+        stragglers = _stragglers(batch)
+        if any(operation.announced_mask != group.member_mask for operation in batch):
+            self._run_batch_with_joined(batch, stragglers)
+        elif len(batch) == 1 and not stragglers:
             self._sends.append(batch[0].run_message)
         else:
             self._sends.append(
-                Send(group.members, RunOperations(group.id, tuple([entry.agreed_operation for entry in batch]), late))
+                Send(
+                    group.members,
+                    RunOperations(group.id, tuple([operation.agreed_operation for operation in batch]), stragglers),
+                )
             )
-        for entry in batch:
-            entry.announced_mask = 0
-            entry.announce_times.clear()
-            entry.ready = False
-            del group.pending[entry.id]
-            self._idle[entry.id] = entry
+        for operation in batch:
+            operation.announced_mask = 0
+            operation.announce_times.clear()
+            operation.ready = False
+            del group.pending[operation.id]
+            self._idle[operation.id] = operation
         while len(self._operations) > self._max_cached and self._idle:
             self._forget(next(iter(self._idle.values())))
 
     def _run_batch_with_joined(
         self, batch: list[_NegotiatedOperation], stragglers: tuple[tuple[int, int], ...]
     ) -> None:
-        """Each member gets in full what it has not announced itself, and its id for that is forgotten."""
+        """Each member gets in full what it has not announced itself, and has to announce that in full next time."""
         group = batch[0].group
         for rank in group.members:
             items = []
-            for entry in batch:
-                if entry.announced_mask >> rank & 1:
-                    items.append(entry.agreed_operation)
+            for operation in batch:
+                if operation.announced_mask >> rank & 1:
+                    items.append(operation.agreed_operation)
                 else:
-                    entry.requests.pop(rank, None)
-                    entry.is_agreed = False
+                    operation.requests.pop(rank, None)
+                    operation.is_agreed = False
                     request = next(
-                        entry.requests[other] for other in group.members if entry.announced_mask >> other & 1
+                        operation.requests[other] for other in group.members if operation.announced_mask >> other & 1
                     )
-                    items.append(AgreedOperation(entry.id, entry.name, request))
+                    items.append(AgreedOperation(operation.id, operation.name, request))
             self._sends.append(Send((rank,), RunOperations(group.id, tuple(items), stragglers)))
 
     def _reject(self, operation: _NegotiatedOperation, why: str) -> None:
@@ -534,15 +540,15 @@ class Negotiator:
         operation.group.pending.pop(operation.id, None)
 
     def _forget_all(self, group: _GroupState) -> None:
-        for entry in list(group.operations.values()):
-            self._forget(entry)
+        for operation in list(group.operations.values()):
+            self._forget(operation)
 
     def _title(self, operation: _NegotiatedOperation) -> str:
         return operation_title(operation.requests[_ranks_in_mask(operation.group, operation.announced_mask)[0]])
 
 
 def _find_exclusion(group: _GroupState | None, rank: int, request: OperationRequest) -> str:
-    """Why this rank cannot announce anything in this group."""
+    """Return why this rank cannot announce anything in this group; empty if it can."""
     if group is None:
         return f"group {request.group} does not exist, or was removed"
     if not group.member_mask >> rank & 1:
@@ -551,15 +557,15 @@ def _find_exclusion(group: _GroupState | None, rank: int, request: OperationRequ
 
 
 def _stragglers(batch: list[_NegotiatedOperation]) -> tuple[tuple[int, int], ...]:
-    """Run.late: the members that came last to what travels together, the very last first."""
-    last_ns = max([entry.announce_times[-1][1] for entry in batch])
-    if last_ns - min([entry.since_ns for entry in batch]) < MIN_STRAGGLER_DELAY_NS:
+    """Return RunOperations.stragglers: the members that announced this batch last, the very last first."""
+    last_ns = max([operation.announce_times[-1][1] for operation in batch])
+    if last_ns - min([operation.since_ns for operation in batch]) < MIN_STRAGGLER_DELAY_NS:
         return ()
-    came: dict[int, int] = {}
-    for entry in batch:
-        for bit, at_ns in entry.announce_times:
-            came[bit] = max(at_ns, came.get(bit, 0))
-    latest = sorted(came.items(), key=lambda item: -item[1])[:MAX_STRAGGLERS]
+    last_announced: dict[int, int] = {}
+    for operation in batch:
+        for bit, at_ns in operation.announce_times:
+            last_announced[bit] = max(at_ns, last_announced.get(bit, 0))
+    latest = sorted(last_announced.items(), key=lambda item: -item[1])[:MAX_STRAGGLERS]
     return tuple((bit.bit_length() - 1, last_ns - at_ns) for bit, at_ns in latest)
 
 

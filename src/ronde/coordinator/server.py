@@ -114,7 +114,7 @@ class CoordinatorServer:
         return self.thread.call(lambda: self._core.activity(time.monotonic_ns()))
 
     def request_stacks(self, deadline: Deadline, on_done: OnStacks) -> None:
-        """Hand the stacks of all ranks, as far as they answer before the deadline, to on_done in the server's thread."""
+        """Call on_done in the server's thread with the stacks of all ranks that answer before the deadline."""
 
         def start() -> None:
             self._send(self._core.start_stack_query(time.monotonic_ns() + int(deadline.remaining_s * 1e9), on_done))

@@ -1,5 +1,4 @@
-"""`host:port` in words and numbers, the addresses of this machine, and which host this is. Used by door, control
-and whoever tells others where to connect."""
+"""Addresses `host:port`, the addresses of this machine, and the identity of its host."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ __all__ = [
 ]
 
 HOST_LOCAL_INTERFACES = ("docker", "br-", "veth", "virbr", "cni", "podman")
-"""Interfaces inside one machine. Their addresses repeat on every host, so another host would reach itself."""
+"""Interfaces inside one machine. Their addresses are the same on every host, so another host would reach itself."""
 
 _IDENTITY_SUFFIX = re.compile(r"-[0-9a-f]{12}\Z")
-"""What an identity has behind the host's name."""
+"""What follows the host's name in an identity."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
-    """Host and port of `host:port`; an IPv6 address stands in brackets: `[::1]:29500`."""
+    """Return host and port of `host:port`; an IPv6 address is in brackets: `[::1]:29500`."""
     host, colon, port = text.rpartition(":")
     if host.startswith("[") and host.endswith("]"):
         host = host[1:-1]
@@ -47,12 +46,12 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """The text that parse_address reads."""
+    """Return the text that parse_address() reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def resolve_host(host: str, port: int) -> list[tuple[str, int]]:
-    """All numeric addresses of a host, in the system's order of preference. Takes as long as the system's resolver."""
+    """Return all numeric addresses of a host, in the system's order of preference. Waits for the system's resolver."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -64,21 +63,21 @@ def resolve_host(host: str, port: int) -> list[tuple[str, int]]:
 
 
 def address_family(host: str) -> socket.AddressFamily:
-    """The address family of a numeric host."""
+    """Return the address family of a numeric host."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
 
 
 def peer_host(sock: socket.socket) -> str:
-    """The numeric host at the other end of a TCP socket: where its other ports are."""
+    """Return the numeric host at the other end of a TCP socket."""
     return str(sock.getpeername()[0])
 
 
 def local_address_for(host: str) -> str:
-    """The address of this machine from which it talks to `host`, and which that host can therefore reach."""
+    """Return the address from which this machine connects to `host`, and which that host can therefore reach."""
     found, port = resolve_host(host, 9)[0]
     with socket.socket(address_family(found), socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((found, port))  # UDP: picks the route, sends nothing
+            probe.connect((found, port))  # UDP: chooses the route, sends nothing
         except OSError as error:
             raise StartFailed(
                 f"host {socket.gethostname()} has no route to {host} ({error.strerror}); check its network"
@@ -87,16 +86,16 @@ def local_address_for(host: str) -> str:
 
 
 def find_free_port(host: str) -> int:
-    """A TCP port of an address of this machine that nobody uses now, for an address that must be told before there is
-    a listener. The system does not hand it out again soon, but it does not keep it for us either."""
-    place = resolve_host(host, 0)[0]
-    with socket.socket(address_family(place[0]), socket.SOCK_STREAM) as probe:
-        probe.bind(place)
+    """Return a TCP port of this machine that nobody uses now, for an address that others must know before there is a
+    listener. The system does not assign it again soon, but does not reserve it either."""
+    address = resolve_host(host, 0)[0]
+    with socket.socket(address_family(address[0]), socket.SOCK_STREAM) as probe:
+        probe.bind(address)
         return int(probe.getsockname()[1])
 
 
 def find_free_ports(host: str, num_ports: int) -> tuple[int, ...]:
-    """So many different free TCP ports, see find_free_port."""
+    """Return different free TCP ports, see find_free_port()."""
     found: set[int] = set()
     for _ in range(100 * num_ports):  # the system repeats itself only when it has next to none
         if len(found) < num_ports:
@@ -107,8 +106,8 @@ def find_free_ports(host: str, num_ports: int) -> tuple[int, ...]:
 
 
 def candidate_addresses(host: str = "") -> tuple[str, ...]:
-    """Addresses where others may reach this machine, best first: the one facing `host`, then those of the network
-    interfaces that are up. Loopback only when there is nothing else."""
+    """Return addresses where others may reach this machine, best first: the one that connects to `host`, then those of
+    the network interfaces that are up. Loopback only if there is nothing else."""
     import psutil  # not at the top: it takes long to load, and ranks of one host do not need it
 
     first = [local_address_for(host)] if host else []
@@ -130,8 +129,8 @@ def _is_reachable(text: str) -> bool:
 
 @functools.cache
 def host_identity() -> str:
-    """A name that is equal exactly where processes share memory and abstract Unix sockets: one machine since one
-    boot, and one network namespace of it. Readable: the host's name comes first."""
+    """Return a name that is equal exactly where processes share memory and abstract Unix sockets: one machine since one
+    boot, and one network namespace of it. It begins with the host's name."""
     name = socket.gethostname()
     facts = (name, _read("/proc/sys/kernel/random/boot_id"), _link("/proc/self/ns/net"))
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
@@ -139,14 +138,14 @@ def host_identity() -> str:
 
 
 def host_name(identity: str) -> str:
-    """What people call the host of this identity. A name that somebody gave it stands as it is."""
+    """Return the host's name of an identity, for people. A name that the user gave the host stays as it is."""
     return _IDENTITY_SUFFIX.sub("", identity)
 
 
 def _read(path: str) -> str:
     try:
         return Path(path).read_text().strip()
-    except OSError:  # hidden in some containers; the other facts remain
+    except OSError:  # hidden in some containers
         return ""
 
 

@@ -1,5 +1,4 @@
-"""Shared memory without a name in any file system, its way to another process, and a bell. Used by comm's native
-backend (memory), and by door and control (bell)."""
+"""Shared memory that is in no file system, descriptors over a Unix socket, and a descriptor that ends a poll."""
 
 from __future__ import annotations
 
@@ -22,13 +21,13 @@ _F_SEAL_GROW = 0x4
 
 _INT = struct.Struct("i")
 _TOKEN = b"f"
-"""A descriptor rides on a byte of data: Linux sends none without."""
+"""Linux sends a descriptor only along with data."""
 
 
 def create_shared_memory(name: str, num_bytes: int) -> int:
-    """A descriptor of fresh, zeroed memory to share. Its size is sealed: nobody can cut it under another's feet.
+    """Return a descriptor of zeroed memory, whose size is sealed: no process can shrink it while others use it.
 
-    The name is for people (/proc/PID/maps); the memory is gone with its last descriptor and mapping.
+    The name is shown in /proc/PID/maps. The memory is freed with its last descriptor and mapping.
     """
     if num_bytes < 1:
         raise ValueError(f"shared memory needs at least 1 byte, got {num_bytes}")
@@ -43,15 +42,15 @@ def create_shared_memory(name: str, num_bytes: int) -> int:
 
 
 def send_descriptor(sock: socket.socket, fd: int) -> None:
-    """Hand a copy of the descriptor to the other side of a Unix socket. The caller still owns his."""
+    """Send a copy of the descriptor over a Unix socket."""
     socket.send_fds(sock, [_TOKEN], [fd])
 
 
 def receive_descriptor(sock: socket.socket, deadline: Deadline) -> int:
-    """The next descriptor from the other side of a Unix socket; the caller owns it. It does not survive exec."""
+    """Return the next descriptor sent over a Unix socket, which the caller owns. It does not survive exec."""
     before = sock.gettimeout()
     try:
-        # A timeout of 0 would mean "do not wait at all" in another way; a passed deadline fails the same.
+        # A timeout of 0 would mean non-blocking mode, whose error is another one.
         sock.settimeout(max(deadline.remaining_s, 1e-6))
         # Not socket.recv_fds: it drops the flags.
         data, extras, _, _ = sock.recvmsg(len(_TOKEN), socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
@@ -67,7 +66,7 @@ def receive_descriptor(sock: socket.socket, deadline: Deadline) -> int:
     for descriptor in found:
         os.close(descriptor)
     if not data:
-        raise StartFailed("the other side of the Unix socket hung up before it handed over a descriptor")
+        raise StartFailed("the other side of the Unix socket closed it before it sent a descriptor")
     raise ProtocolError(f"expected a descriptor over the Unix socket, got {data!r} and {len(found)} descriptors")
 
 
@@ -79,33 +78,31 @@ def _rights(level: int, kind: int, payload: bytes) -> list[int]:
 
 
 class WakeupFd:
-    """Wakes whoever polls its descriptor. ring() is safe from every thread, also during and after close()."""
+    """Ends the poll of its descriptor. notify() may be called by every thread, also during and after close()."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Without it, a late ring could write into a stranger's file that got the same number. Reentrant: a signal
-        # handler may ring while its own thread does.
+        # Without it, a late notify() could write into another file that got the same number. Reentrant: a signal
+        # handler may notify while its own thread does.
         self._lock = threading.RLock()
 
     def fileno(self) -> int:
-        """For pollers: readable while rung."""
+        """Readable from notify() to clear()."""
         return self._fd
 
     def notify(self) -> None:
-        """Make it readable."""
         with self._lock:
             if self._fd >= 0:
                 os.eventfd_write(self._fd, 1)
 
     def clear(self) -> None:
-        """Make it unreadable again; all rings so far count as one."""
         try:
             os.eventfd_read(self._fd)
         except BlockingIOError:
             pass
 
     def close(self) -> None:
-        """Free the descriptor. Idempotent."""
+        """Idempotent."""
         with self._lock:
             if self._fd >= 0:
                 os.close(self._fd)

@@ -1,13 +1,10 @@
-"""The job's secret and all that is derived from it. Used by door (proofs) and control (CURVE keys).
+"""The job's key and what is derived from it, and the user's secret from which jobs of other launchers derive their key.
 
 One job has one seed of 32 random bytes. It travels only in the environment of the job's own processes; what goes over
 a network is derived from it one way, under a label of its own, so that no use can be mistaken for another.
 
-A secret of the user, kept in a file, and the keys of jobs derived from it. Used by comm/guest where no launcher of
-ours has given the ranks a key.
-
-Ranks of one user that see the same file and know the same job derive the same key without a word. The file is made
-once, readable by its owner only; when several ranks make it at the same time, exactly one of them does.
+Where no launcher of ours gave the ranks a key, they derive it from a file of the user and the id of the job. The file
+is created once, readable by its owner only; if several ranks create it at the same time, exactly one of them succeeds.
 """
 
 from __future__ import annotations
@@ -32,12 +29,12 @@ SEED_BYTES = 32
 
 
 def new_job_key() -> str:
-    """A fresh secret for one job, as 64 hexadecimal digits."""
+    """Return a new key, as 64 hexadecimal digits."""
     return secrets.token_hex(SEED_BYTES)
 
 
 class JobKey:
-    """The secret of one job. Whoever holds it is a member; it shows itself in no text and in no pickle."""
+    """The secret of one job. A process that has it belongs to the job. It appears in no text and in no pickle."""
 
     __slots__ = ("_seed", "client_public", "client_secret", "server_public", "server_secret")
 
@@ -48,7 +45,7 @@ class JobKey:
     client_public: bytes
 
     def __init__(self, hex: str) -> None:
-        # The value is not repeated in the error: a mistyped secret is still nearly a secret.
+        # The error does not repeat the value: a mistyped secret is still nearly a secret.
         digits = "0123456789abcdefABCDEF"
         if not isinstance(hex, str) or len(hex) != 2 * SEED_BYTES or not set(hex) <= set(digits):
             raise ValueError(
@@ -59,7 +56,7 @@ class JobKey:
         self.client_secret, self.client_public = self._curve_pair(b"client")
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
-        """HMAC-SHA256 over the label and the parts. Each goes in with its length, so no two lists look alike."""
+        """Return the HMAC-SHA256 of the label and the parts, each with its length, so that no two lists are alike."""
         digest = hmac.new(self._seed, b"ronde", hashlib.sha256)
         for part in (label, *parts):
             digest.update(len(part).to_bytes(8, "big"))
@@ -71,11 +68,9 @@ class JobKey:
         return secret, zmq.curve_public(secret)
 
     def __repr__(self) -> str:
-        """Never the secret."""
         return "JobKey(hidden)"
 
     def __reduce__(self) -> NoReturn:
-        """A pickle would carry the secret to where nobody expects it."""
         raise TypeError("a JobKey cannot be pickled; hand on the hexadecimal digits in the environment")
 
 
@@ -84,12 +79,12 @@ SECRET_BYTES = 32
 
 
 def derive_job_key(secret: bytes, job: str) -> str:
-    """The key of a job, as 64 hexadecimal digits."""
+    """Return the key of a job, as 64 hexadecimal digits."""
     return hmac.new(secret, b"ronde job key\0" + job.encode(), hashlib.sha256).hexdigest()
 
 
 def load_user_secret(directory: Path) -> bytes:
-    """The secret in that folder; made if there is none."""
+    """Return the secret in that directory; creates it if there is none."""
     path = directory / SECRET_FILE_NAME
     try:
         with contextlib.suppress(FileNotFoundError):
@@ -122,16 +117,16 @@ def _read_secret_file(path: Path) -> bytes:
 
 
 def _create_secret_file(path: Path) -> None:
-    """Write it aside and link it to its name: the name shows up complete, and only for the first one."""
+    """Write another file and link it to the name, which thus appears with its content, and only for the first one."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    aside = path.with_name(f"{SECRET_FILE_NAME}.{secrets.token_hex(8)}")
-    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    temporary = path.with_name(f"{SECRET_FILE_NAME}.{secrets.token_hex(8)}")
+    handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     try:
         with open(handle, "w") as file:  # noqa: PTH123  # a descriptor, not a path
             file.write(secrets.token_hex(SECRET_BYTES) + "\n")
             file.flush()
             os.fsync(file.fileno())
         with contextlib.suppress(FileExistsError):
-            os.link(aside, path)
+            os.link(temporary, path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
