@@ -74,9 +74,9 @@ class NamedOperations:
         return work
 
     def make_request(self, work: Work) -> int | OperationRequest | None:
-        """How to announce the work: by its id if that stands for the same, else in full. None: it has ended."""
+        """How to announce the work: by its id if that stands for the same, else in full. None: it was aborted."""
         with self._lock:  # abort() sets the error under it before it ends works
-            if self._closed_error is not None or work.done():
+            if self._closed_error is not None:
                 return None
             operation = work.operation
         cached = self._cached_requests.get(work.name)
@@ -88,7 +88,7 @@ class NamedOperations:
     def resend_in_full(self, id: int) -> OperationRequest | None:
         """What was announced by an id that the coordinator does not know any more; None if that was not here."""
         work = self._announced_by_id.pop(id, None)
-        if work is None:
+        if work is None or work.done():
             return None
         self._cached_requests.pop(work.name, None)
         request = self.make_request(work)
