@@ -71,7 +71,7 @@ class SyncBatchNorm(_BatchNorm):
         )
 
     def _count_batch(self) -> float:
-        """One batch more; how much it weighs in the running statistics. momentum None means their plain average."""
+        """Count a batch, and return its weight in the running statistics. momentum None means their plain average."""
         if not self.track_running_stats or self.num_batches_tracked is None:
             return 0.0
         self.num_batches_tracked.add_(1)
@@ -160,8 +160,8 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     if count:
         variance, mean = torch.var_mean(x.to(exact), dims, correction=0)
         mine[0, :channels], mine[0, channels:-1], mine[0, -1] = mean, variance, count
-    everybody = allgather_tensors(group, [mine], name=None, wait=True)[0]
-    means, variances, counts = everybody[:, :channels], everybody[:, channels:-1], everybody[:, -1:]
+    gathered = allgather_tensors(group, [mine], name=None, wait=True)[0]
+    means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
     total = counts.sum()
     if total <= 1:
         raise ValueError(f"SyncBatchNorm needs more than 1 value per channel to train, all ranks have {int(total)}")
@@ -171,7 +171,7 @@ def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _broadcast_channels(per_channel: Tensor, x: Tensor) -> Tensor:
-    """One number per channel, in a shape that spreads over x."""
+    """One number per channel, in a shape that broadcasts over x."""
     return per_channel.view(1, -1, *([1] * (x.dim() - 2)))
 
 

@@ -6,7 +6,7 @@
     ...
     checkpoints.save(step, extras={"best": 0.97})
 
-Rank 0 of the group writes; when training goes on elsewhere, only rank 0 needs to reach the path.
+Rank 0 of the group writes and reads; the others need no access to the path.
 """
 
 from __future__ import annotations
@@ -26,23 +26,21 @@ from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.errors import CheckpointError
-from ronde.training import checkpoints as checkpoint
+from ronde.training import checkpoints
 from ronde.training.checkpoints import FoundCheckpoint, open_storage
 
 __all__ = ["Checkpoints", "Restored", "Stateful"]
 
 CHUNK_BYTES = 64 << 20
-"""A checkpoint goes from rank 0 to the others in pieces of this size."""
+"""Rank 0 broadcasts a checkpoint in pieces of this size."""
 
 
 class Stateful(Protocol):
     """A part of a checkpoint."""
 
-    def state_dict(self) -> Mapping[str, Any]:
-        """What has to be kept."""
+    def state_dict(self) -> Mapping[str, Any]: ...
 
-    def load_state_dict(self, state: Any, /) -> Any:  # each class has its own idea of it
-        """Go on from there."""
+    def load_state_dict(self, state: Any, /) -> Any: ...  # classes differ in both types
 
 
 @dataclass(frozen=True)
@@ -95,7 +93,7 @@ class Checkpoints:
             return None
         parts = {name: part.state_dict() for name, part in self._parts.items()}
         contents = {"step": step, "extras": dict(extras or {}), "parts": parts}
-        return checkpoint.save(self._storage, step, lambda path: self._write(contents, path), keep=self._keep)
+        return checkpoints.save(self._storage, step, lambda path: self._write(contents, path), keep=self._keep)
 
     def restore(self, step: int | None = None) -> Restored | None:
         """Load the latest valid checkpoint (or that of a step) into all parts. Return None if there is none.
@@ -120,17 +118,17 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in order, as this rank sees the folder."""
-        return sorted({label.step for label in checkpoint.list_checkpoints(self._storage.names())})
+        return sorted({found.step for found in checkpoints.list_checkpoints(self._storage.names())})
 
     def clear(self) -> None:
         """Remove all checkpoints of the folder, to start over. Rank 0 does it; the others return at once."""
         if resolve_group(self._group).rank == 0:
-            checkpoint.clear(self._storage)
+            checkpoints.clear(self._storage)
 
     def _find(self, step: int | None, reading: ExitStack) -> FoundCheckpoint | str | None:
-        """Rank 0: the checkpoint, None or the error, to be told to the others."""
+        """Called on rank 0. Returns the checkpoint, None, or an error message for all ranks."""
         try:
-            return reading.enter_context(checkpoint.open_latest(self._storage, step))
+            return reading.enter_context(checkpoints.open_latest(self._storage, step))
         except CheckpointError as error:
             return str(error)
 
@@ -173,7 +171,7 @@ class Checkpoints:
 
 
 def _broadcast_file(members: Group, found: FoundCheckpoint) -> Path | io.BytesIO:
-    """Rank 0's file for everybody: itself on rank 0, a copy in memory on the others."""
+    """Broadcast rank 0's file. Returns its path on rank 0, and a copy in memory on the others."""
     root = members.ranks[0]
     if members.rank == 0:
         data = np.memmap(found.local_path, np.uint8, "r")

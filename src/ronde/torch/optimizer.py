@@ -252,11 +252,11 @@ class OptimizerReducers:
     def _replaced_error(self, param_groups: Sequence[Mapping[str, Any]]) -> ValueError:
         rank, what = current_world().rank, "the optimizer has other groups of parameters than it was given"
         for number, (group, known) in enumerate(zip(param_groups, self._params, strict=False)):
-            odd = [index for index, (one, two) in enumerate(zip_longest(group["params"], known)) if one is not two]
-            if odd:
-                was = self._named_by_id.get(id(known[odd[0]])) if odd[0] < len(known) else None
+            changed = [index for index, (one, two) in enumerate(zip_longest(group["params"], known)) if one is not two]
+            if changed:
+                was = self._named_by_id.get(id(known[changed[0]])) if changed[0] < len(known) else None
                 name = f", which was {was[0]!r}," if was else ""
-                what = f"parameter {odd[0]} of the optimizer's group {number}{name} is not the one it was given"
+                what = f"parameter {changed[0]} of the optimizer's group {number}{name} is not the one it was given"
                 break
         return ValueError(
             f"rank {rank}: {what}: gradients of others are not combined. Replace parameters before "
@@ -317,7 +317,7 @@ def DistributedOptimizer(
 ) -> Distributed:
     """The same optimizer, made to average gradients over all ranks (or over `group`) in every backward().
 
-    When backward() returns, p.grad is the average: clip it, unscale it, step as ever. `passes` backward passes make a
+    When backward() returns, p.grad is the average: clip it, unscale it, call step(). `passes` backward passes make a
     step: their gradients are averaged, as if their batches were one, and are exchanged after the last. `codec`
     compresses gradients on the wire: "float16", "bfloat16", or a Codec of your own. A group of parameters may have a
     `group` of its own: `SGD([{"params": head, "group": some_ranks}])`. Further settings are those of GradientSettings.

@@ -31,9 +31,9 @@ Batch = TypeVar("Batch")
 class ShardedSampler(torch.utils.data.Sampler[int]):
     """A sampler that gives each rank its share of a dataset, in an order that depends only on the seed and the epoch.
 
-    `ends` says what happens when the samples do not go round: "pad" (default) repeats a few so that every rank has
-    equally many; "drop" leaves a few out; "uneven" gives every sample to exactly one rank, so that some ranks run out
-    one batch earlier than others: those call ronde.join() after their loop, which gives zeros to the collectives of
+    `ends` says what happens when the samples cannot be divided evenly: "pad" (default) repeats a few so that every rank
+    has equally many; "drop" leaves a few out; "uneven" gives every sample to exactly one rank, so that some ranks run
+    out one batch earlier than others: those call ronde.join() after their loop, which gives zeros to the collectives of
     the others until all have joined. Use "uneven" for evaluation, with average_metrics(…, count=…).
     """
 
@@ -57,7 +57,9 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         self.ends = ends
         self._group = group
         self._position = SamplePosition()
-        self._finished_from: SamplePosition | None = None  # from where the last pass went to its end
+        self._finished_from: SamplePosition | None = (
+            None  # the position from which a loop without track() ran to its end
+        )
 
     @property
     def epoch(self) -> int:
@@ -76,7 +78,8 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         self._finished_from = None
 
     def __iter__(self) -> Iterator[int]:
-        """My samples from the present position on. After a whole pass that nobody counted: those of the next epoch."""
+        """This rank's samples from the present position on; after a whole loop without track(), those of the next
+        epoch."""
         if self._finished_from == self._position:
             self._position = SamplePosition(self.epoch + 1)
         order = epoch_order(self.length, epoch=self.epoch, seed=self.seed, shuffle=self.shuffle)

@@ -1,5 +1,5 @@
-"""Whether all ranks still have the same model. Silent divergence (a forgotten broadcast, a rank-dependent branch, bad
-memory) is found within so many steps, and named.
+"""Checks that all ranks still have the same model. A forgotten broadcast, a rank-dependent branch or bad memory makes
+them diverge silently.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def check_tensor(x: object, what: str) -> Tensor:
             f"{what}: takes a dense tensor, got one with layout {x.layout}; only allreduce takes sparse ones"
         )
     if x.dtype.is_complex:
-        raise TypeError(f"{what}: complex numbers do not travel as such; pass torch.view_as_real(x), which is a view")
+        raise TypeError(f"{what}: complex numbers cannot be exchanged; pass torch.view_as_real(x), which is a view")
     if x.device.type == "meta":
         raise TypeError(f"{what}: the tensor is on the meta device and has no numbers; move it with to_empty() first")
     return x
@@ -72,7 +72,7 @@ def as_host_array(x: Tensor, what: str) -> HostArray:
             copy: Array = host.resolve_neg().numpy()
             copy.flags.writeable = False  # as `out` it would not be the caller's memory
             return copy
-        raise TypeError(f"{what}: numbers of type {x.dtype} cannot travel: {error}") from None
+        raise TypeError(f"{what}: numbers of type {x.dtype} cannot be exchanged: {error}") from None
 
 
 def _host_memory(host: Tensor) -> HostArray:

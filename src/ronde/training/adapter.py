@@ -79,7 +79,7 @@ class FrameworkAdapter(Protocol):
         of a pass, that of `ready_index`, or of a new parameter (None)."""
 
     def has_unreduced_gradient(self) -> bool:
-        """Whether there is a gradient that is no result: without a backward pass, somebody has set it."""
+        """Whether there is a gradient that is no result: without a backward pass, the user has set it."""
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
         """Multiply these arrays."""

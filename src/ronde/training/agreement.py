@@ -106,9 +106,9 @@ def explain_joined_ranks() -> Iterator[None]:
         if not error.joined:
             raise
         raise Mismatch(
-            f"{error}. While a rank is in join() only gradients travel that all ranks agreed on before: every rank "
-            "needs a step before the first one joins, sparse gradients cannot travel, and no parameter may begin or "
-            "cease to train. Or give all ranks equally many steps"
+            f"{error}. While a rank is in join() only gradients are reduced that all ranks agreed on before: every "
+            "rank needs a step before the first one joins, sparse gradients cannot be reduced, and no parameter may "
+            "begin or cease to train. Or give all ranks equally many steps"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Compression of gradients: which arrays are reduced in place of a bucket. A user's own implements Codec and
+"""Compression of gradients: which arrays are reduced instead of a bucket. A user's codec implements Codec and
 BucketEncoder.
 
 A codec opens one encoder per bucket, which may keep state from step to step: what rounding lost (error feedback), a

@@ -7,8 +7,8 @@ is equal, a global batch has the same samples for any number of ranks.
 
 At the end of an epoch fewer than `size` samples may be left. There are three policies:
 
-    pad      everybody gets equally many; some samples of the epoch's beginning are used twice
-    drop     everybody gets equally many; up to size - 1 samples are left out
+    pad      every rank gets equally many; some samples of the epoch's beginning are used twice
+    drop     every rank gets equally many; up to size - 1 samples are left out
     uneven   every sample exactly once; some ranks get one more than others
 """
 

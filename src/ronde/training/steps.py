@@ -48,7 +48,7 @@ class StepEvent(enum.Enum):
     """One that is not the last of its step."""
     LAST_PASS_ENDED = enum.auto()
     SYNCHRONIZE = enum.auto()
-    """Somebody needs the results now, however many passes there were."""
+    """step() or the user needs the results now, however many passes there were."""
     FINISHED = enum.auto()
     """All results are there, or an error is, on all ranks alike."""
     FAILED = enum.auto()

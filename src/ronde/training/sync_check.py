@@ -83,8 +83,8 @@ def find_difference(checksums_by_rank: Mapping[int, TensorChecksums]) -> Checksu
     values = [value for _, value in first]
     (common, most), *rest = Counter(values).most_common()
     has_majority = all(count < most for _, count in rest)
-    odd = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != common) if has_majority else ()
-    return ChecksumDifference(first[0][0], odd, ranks, len(different), len(rows))
+    minority = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != common) if has_majority else ()
+    return ChecksumDifference(first[0][0], minority, ranks, len(different), len(rows))
 
 
 def compare_checksums(group: Group, checksums: TensorChecksums) -> None:

@@ -192,7 +192,7 @@ def test_mistakes_are_explained() -> None:
             broadcast(torch.ones(2, device="meta"), group=group)
         with pytest.raises(TypeError, match="only allreduce takes sparse"):
             allgather(torch.ones(2, 2).to_sparse(), group=group)
-        with pytest.raises(TypeError, match="float8_e4m3fn cannot travel"):
+        with pytest.raises(TypeError, match="float8_e4m3fn cannot be exchanged"):
             broadcast(torch.ones(2).to(torch.float8_e4m3fn), group=group)
         with pytest.raises(ValueError, match="list of 2 tensors"):
             allreduce([torch.ones(1)] * 2, out=torch.ones(1), group=group)

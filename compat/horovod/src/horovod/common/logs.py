@@ -19,7 +19,7 @@ LOGGERS = ("horovod", "ronde")
 
 
 def set_level(text: str, *, hide_time: bool = False) -> None:
-    """Log from this level on. Whoever asks for more than warnings gets it on standard error; a script's own logging
+    """Log from this level on. Levels below WARNING are printed on standard error; a script's own logging
     is left alone."""
     if text.upper() not in LEVELS:
         raise ValueError(f"HOROVOD_LOG_LEVEL must be one of {', '.join(LEVELS)}, got {text!r}")

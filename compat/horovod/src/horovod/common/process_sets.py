@@ -218,14 +218,14 @@ def _find_duplicate(process_sets: list[ProcessSet], ranks_of_sets: list[list[int
 
 def _check_equal_on_all_ranks(wanted: list[list[int]], error: str) -> None:
     """ValueError on all ranks when they want different sets, or one of them what cannot be."""
-    everybodys = ronde.objects.allgather((wanted, error))
+    gathered = ronde.objects.allgather((wanted, error))
     if error:
         raise ValueError(error)
-    for rank, (its, its_mistake) in enumerate(everybodys):
-        if its_mistake:
-            raise ValueError(f"rank {rank} gave hvd.init() process sets that cannot be: {its_mistake}")
-        if its != everybodys[0][0]:
+    for rank, (theirs, their_error) in enumerate(gathered):
+        if their_error:
+            raise ValueError(f"rank {rank} gave hvd.init() process sets that cannot be: {their_error}")
+        if theirs != gathered[0][0]:
             raise ValueError(
-                f"every rank must give hvd.init() the same process sets, but rank 0 gave {everybodys[0][0]} "
-                f"and rank {rank} gave {its}"
+                f"every rank must give hvd.init() the same process sets, but rank 0 gave {gathered[0][0]} "
+                f"and rank {rank} gave {theirs}"
             )

@@ -13,11 +13,11 @@ from typing import Any
 __all__ = ["WITHOUT_EFFECT", "is_true", "settings_from", "timeline_from", "warn_without_effect"]
 
 OPERATION_TIMEOUT_S = 7 * 24 * 3600.0
-"""Horovod waits for an operation for ever unless told otherwise; a week is as good."""
+"""By default Horovod waits for an operation without limit; here it is a week."""
 STALL_S = 60.0
 DYNAMIC = "DYNAMIC"
 
-_CHOSEN = "the algorithm is chosen by size and places; RONDE_ALGORITHM forces one"
+_CHOSEN = "the algorithm is chosen by message size and hosts; RONDE_ALGORITHM forces one"
 _NOT_TUNED = "there is nothing to tune while training; `ronde bench` measures a machine"
 _NOT_ELASTIC = "elastic mode is not part of ronde-horovod yet"
 
@@ -38,7 +38,7 @@ WITHOUT_EFFECT: dict[str, str] = {
     "HOROVOD_NUM_NCCL_STREAMS": "NCCL is not used",
     "HOROVOD_THREAD_AFFINITY": "bind processes to cores with `ronde run --bind core`",
     "HOROVOD_BATCH_D2D_MEMCOPIES": "nothing is copied between devices",
-    "HOROVOD_DISABLE_GROUP_FUSION": "the tensors of a group travel together in any case",
+    "HOROVOD_DISABLE_GROUP_FUSION": "the tensors of a group are one operation in any case",
     "HOROVOD_ENABLE_ASYNC_COMPLETION": "operations complete without blocking in any case",
     "HOROVOD_ENABLE_XLA_OPS": "there are no operations of its own for XLA",
     "HOROVOD_DISABLE_NVTX_RANGES": "there are no NVTX ranges; use a timeline",
@@ -71,11 +71,11 @@ _READ_ELSEWHERE = {
     *("HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_LOG_LEVEL", "HOROVOD_LOG_HIDE_TIME", "HOROVOD_START_TIMEOUT"),
     "HOROVOD_TEST_GPU",
 }
-"""Read elsewhere: for the place of a process, at hvd.init(), by horovodrun, or by tests."""
+"""Read elsewhere: for the ranks of a process, at hvd.init(), by horovodrun, or by tests."""
 
 
 def is_true(text: str | None) -> bool:
-    """As Horovod reads a switch: a whole number above 0. Words for yes count, too, which Horovod took for no."""
+    """Whether a switch is on: a whole number above 0, as in Horovod, or a word such as yes."""
     if text is None:
         return False
     if text.strip().lower() in ("true", "yes", "on"):

@@ -1,3 +1,3 @@
-"""The place of Horovod for Keras. It is not part of ronde-horovod yet."""
+"""Horovod for Keras. It is not part of ronde-horovod yet."""
 
 raise ImportError("horovod.keras is not part of ronde-horovod yet; horovod.torch is")

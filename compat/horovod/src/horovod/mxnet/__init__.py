@@ -1,3 +1,3 @@
-"""The place of Horovod for MXNet. It is not part of ronde-horovod yet."""
+"""Horovod for MXNet. It is not part of ronde-horovod yet."""
 
 raise ImportError("horovod.mxnet is not part of ronde-horovod yet; horovod.torch is")

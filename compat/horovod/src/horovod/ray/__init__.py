@@ -1,3 +1,3 @@
-"""The place of Horovod for Ray. It is not part of ronde-horovod yet."""
+"""Horovod for Ray. It is not part of ronde-horovod yet."""
 
 raise ImportError("horovod.ray is not part of ronde-horovod yet; horovod.torch is")

@@ -94,11 +94,11 @@ def _number(group: argparse._ArgumentGroup, name: str, kind: type, help: str) ->
 
 
 def _add_tuneable(group: argparse._ArgumentGroup) -> None:
-    _number(group, "fusion-threshold-mb", int, "most megabytes of tensors that travel as one")
+    _number(group, "fusion-threshold-mb", int, "maximum megabytes of tensors that are fused")
     _number(group, "cycle-time-ms", float, "without effect: there is no cycle")
     _number(group, "cache-capacity", int, "without effect: operations are always cached")
     for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce"):
-        _tri_state(group, name, "without effect: the algorithm is chosen by size and places")
+        _tri_state(group, name, "without effect: the algorithm is chosen by message size and hosts")
 
 
 def _add_autotune(group: argparse._ArgumentGroup) -> None:

@@ -37,7 +37,7 @@ __all__ = [
 NO_ELASTIC = "elastic mode is not part of ronde-horovod yet; leave --min-np, --max-np and --host-discovery-script away"
 USAGE_EXIT_CODE = 2
 
-_CHOSEN = "the algorithm is chosen by size and places"
+_CHOSEN = "the algorithm is chosen by message size and hosts"
 _NOT_TUNED = "there is nothing to tune while training; `ronde bench` measures a machine"
 _NOT_ELASTIC = "it is for elastic mode"
 _BOUND = "use `ronde run --bind core` to bind processes to cores"
@@ -156,7 +156,7 @@ def no_effect_messages(args: argparse.Namespace) -> list[str]:
 
 
 def make_job(args: argparse.Namespace, command: tuple[str, ...], environ: Mapping[str, str], call: bytes = b"") -> Job:
-    """The job that the options ask for, in the environment of whoever asks."""
+    """The job that the options describe. `environ` is the environment of the caller."""
     if args.min_num_proc is not None or args.max_num_proc is not None or args.host_discovery_script:
         raise ValueError(NO_ELASTIC)
     # Options without effect were reported as flags: as variables they would be reported again.

@@ -1,3 +1,3 @@
-"""The place of Horovod for Spark. It is not part of ronde-horovod yet."""
+"""Horovod for Spark. It is not part of ronde-horovod yet."""
 
 raise ImportError("horovod.spark is not part of ronde-horovod yet; horovod.torch is")

@@ -1,3 +1,3 @@
-"""The place of Horovod for TensorFlow. It is not part of ronde-horovod yet."""
+"""Horovod for TensorFlow. It is not part of ronde-horovod yet."""
 
 raise ImportError("horovod.tensorflow is not part of ronde-horovod yet; horovod.torch is")

@@ -94,7 +94,7 @@ LEVEL = _ValueKind(f"one of {', '.join(LOG_LEVELS)}", lambda value: str(value).u
 
 
 class _Option(NamedTuple):
-    """One option: its place in a configuration file, and the variable it becomes."""
+    """One option: its section and key in a configuration file, and the variable that it sets."""
 
     dest: str
     section: str

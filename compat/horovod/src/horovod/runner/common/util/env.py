@@ -18,7 +18,7 @@ _PAIRS = (
 
 
 def get_env_rank_and_size(environ: Mapping[str, str] | None = None) -> tuple[int, int]:
-    """Rank and size, as far as a launcher has told; (0, 1) without one."""
+    """Rank and size, as the launcher has set them; (0, 1) without one."""
     environ = os.environ if environ is None else environ
     for rank_name, size_name in _PAIRS:
         rank, size = environ.get(rank_name), environ.get(size_name)
