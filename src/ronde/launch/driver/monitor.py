@@ -181,7 +181,7 @@ class RunningJob:
 
 
 class MonitorServer:
-    """Serves requests about one job. `status` and `stacks` are called in threads of the server, several at a time."""
+    """Serves requests about one job at a Unix socket."""
 
     def __init__(
         self,
@@ -194,7 +194,7 @@ class MonitorServer:
     ) -> None:
         """An empty name becomes the process id. ValueError when another job has the name.
 
-        `status` and `stacks` are called by the loop of the thread (by default one of its own) and must not wait:
+        `status` and `stacks` are called in the loop of `thread` (by default one of the server's own) and must not wait:
         `stacks` gets a time limit and a function for the result, which any thread may call.
         """
         self.name = name or str(os.getpid())
