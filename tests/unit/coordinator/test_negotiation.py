@@ -756,13 +756,6 @@ def test_a_join_where_a_rank_is_gone_fails() -> None:
     assert script.told[0] == [OperationRejected(0, "join", "join 'join': rank 1 is gone: exited with code 1")]
 
 
-def test_who_has_joined_is_not_missing() -> None:
-    script = Script(3)
-    script.say(2, join())
-    script.say(0, allreduce("w"))
-    assert [pending.missing for pending in script.negotiator.pending(0)] == [(1,)]
-
-
 NAMES = [f"n{i}" for i in range(5)]
 
 

@@ -28,7 +28,6 @@ from ronde.net.messages import (
     EndRound,
     GroupsChanged,
     JoinRefused,
-    LeaveConfirmed,
     LeaveReason,
     LeaveRound,
     OperationRejected,
@@ -90,18 +89,6 @@ def test_who_does_not_come_in_time_is_named_to_those_who_did(job: Job) -> None:
     assert rank.hear(JoinRefused).reason.startswith("ranks 0, 2 of 3 did not join within ")
 
 
-def test_ranks_that_disagree_are_all_refused_also_late_ones(job: Job) -> None:
-    job.start(3)
-    ranks = [job.come(rank) for rank in range(3)]
-    ranks[0].join(3)
-    assert not ranks[0].has_heard(JoinRefused)  # its Join has come
-    ranks[1].join(4)
-    why = "ranks disagree on the number of ranks: rank 0 gave 3; rank 1 gave 4"
-    assert ranks[0].hear(JoinRefused).reason == ranks[1].hear(JoinRefused).reason == why
-    ranks[2].join(3)
-    assert ranks[2].hear(JoinRefused).reason == why
-
-
 def test_a_second_process_with_the_same_rank_is_sent_away_and_the_round_refused(job: Job) -> None:
     job.start(2)
     rank = job.come(0)
@@ -120,30 +107,6 @@ def test_a_second_process_does_not_disturb_a_round_that_is_on(job: Job) -> None:
     assert [rank.hear(RunOperations).operations[0].name for rank in ranks] == ["w", "w"]
 
 
-def test_a_rank_outside_of_the_job_is_sent_away(job: Job) -> None:
-    job.start(2)
-    with pytest.raises(StartFailed, match="no rank 2 among the 2 of this job"):
-        job.come(2)
-
-
-def test_a_rank_that_dies_before_the_round_begins_ends_the_wait_of_the_others(job: Job) -> None:
-    job.start(3)
-    ranks = [job.come(rank) for rank in (0, 1)]
-    for rank in ranks:
-        rank.join(3)
-    ranks[1].has_heard(RoundStarted)  # its Join has come
-    ranks[1].die()
-    assert ranks[0].hear(JoinRefused).reason == "rank 1 ended before the round began (its process is gone)"
-
-
-def test_a_launcher_that_saw_a_rank_die_ends_the_wait_of_the_others(job: Job) -> None:
-    coordinator = job.start(2, rounds=None)
-    rank = job.come(0)
-    rank.join(2)
-    coordinator.rank_exited(1, "exited with code 3")
-    assert rank.hear(JoinRefused).reason == "rank 1 ended before the round began (exited with code 3)"
-
-
 # --- named operations and groups -------------------------------------------------------------------------------------
 
 
@@ -153,15 +116,6 @@ def test_a_named_operation_runs_on_all_when_all_have_announced_it(job: Job) -> N
     assert not first.has_heard(RunOperations)
     second.say(allreduce("w"))
     assert first.hear(RunOperations) == second.hear(RunOperations)
-
-
-def test_ranks_that_disagree_hear_the_same_words(job: Job) -> None:
-    first, second = job.gather(2)
-    first.say(allreduce("w", (3, 4)))
-    second.say(allreduce("w", (3, 5)))
-    failed = first.hear(OperationRejected)
-    assert failed == second.hear(OperationRejected)
-    assert failed.reason == "allreduce 'w': ranks disagree on shape: rank 0 gave (3, 4); rank 1 gave (3, 5)"
 
 
 def test_groups_of_the_beginning_and_later_ones_work(job: Job) -> None:
@@ -233,18 +187,6 @@ def test_a_rank_that_does_not_answer_is_reported_too_with_its_hosts_name(job: Jo
     assert f"rank 1 on host {host}, pid {os.getpid()}, does not answer" in first.hear(StallReport).report
 
 
-def test_a_wait_in_an_operation_without_a_name_is_reported_for_all_who_wait(job: Job) -> None:
-    ranks = job.gather(3, stall_s=0.1)
-    now_ns = time.monotonic_ns()
-    for rank in ranks[:2]:
-        rank.say(WaitingTooLong("barrier", 0, now_ns, (2,)))
-    query = ranks[2].hear(StackRequest)
-    ranks[2].say(StackReply(query.query_id, "eval.py:7 in main: run()", ""))
-    stalled = ranks[0].hear(StallReport)
-    assert (stalled.op, stalled.missing) == ("barrier", (2,))
-    assert "eval.py:7" in stalled.report
-
-
 def test_the_timeline_collects_what_all_ranks_recorded(job: Job, tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     ranks = job.gather(2, timeline=str(path))
@@ -295,26 +237,11 @@ def test_a_rank_whose_process_is_gone_is_lost_though_its_connection_stays_open(j
     assert first.hear(RankLost) == RankLost(1, "its process is gone")
 
 
-def test_the_last_words_of_a_rank_are_told(job: Job) -> None:
-    ranks = job.gather(2)
-    ranks[1].say(LeaveRound(LeaveReason.FAILED, "exited: ValueError: boom"))
-    ranks[1].hear(LeaveConfirmed)
-    assert ranks[0].hear(RankLost) == RankLost(1, "exited: ValueError: boom")
-
-
 def test_the_words_of_the_launcher_are_told(job: Job) -> None:
     ranks = job.gather(2, rounds=None)
     job.coordinator.rank_exited(1, "killed by signal 9")
     ranks[1].die()
     assert ranks[0].hear(RankLost) == RankLost(1, "killed by signal 9")
-
-
-def test_a_rank_that_left_in_good_order_is_told_to_the_others_after_a_while(job: Job) -> None:
-    ranks = job.gather(2)
-    began = time.monotonic()
-    ranks[1].leave()
-    assert ranks[0].hear(RankLost) == RankLost(1, "it has left the round by shutdown()")
-    assert time.monotonic() - began > 0.15  # shutdown_s is 0.2 here
 
 
 def test_a_rank_whose_script_just_ends_is_missed_but_not_shown_as_lost(job: Job) -> None:
@@ -325,14 +252,6 @@ def test_a_rank_whose_script_just_ends_is_missed_but_not_shown_as_lost(job: Job)
     assert (shown.state, shown.why) == ("left", "has come to the end of its script")
     lost = job.coordinator.first_lost()
     assert lost is not None and (lost[0], lost[1].reason) == (1, LeaveReason.SCRIPT_ENDED)
-
-
-def test_what_is_asked_of_a_lost_rank_fails(job: Job) -> None:
-    ranks = job.gather(2)
-    ranks[1].die()
-    ranks[0].hear(RankLost)
-    ranks[0].say(allreduce("w"))
-    assert ranks[0].hear(OperationRejected).reason == "allreduce 'w': rank 1 is gone: its process is gone"
 
 
 def test_when_all_have_left_a_coordinator_of_one_round_ends(job: Job) -> None:
@@ -386,16 +305,6 @@ def test_who_comes_early_where_rank_0_hosts_calls_until_the_next_coordinator_is_
     first.leave()
 
 
-def test_after_a_death_the_survivors_do_not_wait_for_the_dead(job: Job) -> None:
-    ranks = job.gather(2, rounds=None)
-    ranks[1].die()
-    ranks[0].hear(RankLost)
-    ranks[0].leave()
-    again = job.come(0)
-    again.join(2)
-    assert again.hear(JoinRefused).reason == "rank 1 ended before the round began (its process is gone)"
-
-
 def test_a_coordinator_that_breaks_ends_the_round_for_everybody(
     job: Job, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -442,19 +351,6 @@ def first_lost(job: Job) -> tuple[int, str] | None:
 
 
 # --- who was lost first -----------------------------------------------------------------------------------------------
-
-
-def test_the_first_that_is_lost_is_remembered_with_its_reason(job: Job) -> None:
-    ranks = job.gather(3, rounds=None)
-    assert job.coordinator.first_lost() is None
-    ranks[2].say(LeaveRound(LeaveReason.FAILED, "ValueError: boom"))
-    ranks[0].hear(RankLost)
-    ranks[0].say(LeaveRound(LeaveReason.FAILED, "PeerLost: rank 0 lost rank 2"))
-    ranks[1].hear(RankLost)
-    assert first_lost(job) == (2, "ValueError: boom")
-    ranks[1].leave()
-    until(job, ["lost", "left", "lost"])
-    assert first_lost(job) == (2, "ValueError: boom")
 
 
 def test_leaving_in_good_order_is_no_loss(job: Job) -> None:
@@ -565,18 +461,6 @@ def asking(coordinator: CoordinatorServer, deadline: Deadline) -> Callable[[], t
             pool.shutdown()
 
     return result
-
-
-def test_every_rank_says_where_it_is(job: Job) -> None:
-    ranks = job.gather(2)
-    result = asking(job.coordinator, Deadline(PATIENCE_S))
-    for rank in ranks:
-        ticket = rank.hear(StackRequest).query_id
-        rank.say(StackReply(ticket, f"train.py:{rank.rank}", "main thread: …"))
-    assert [(stack.line, stack.stack, stack.why) for stack in result()] == [
-        ("train.py:0", "main thread: …", ""),
-        ("train.py:1", "main thread: …", ""),
-    ]
 
 
 def test_for_a_rank_that_does_not_answer_there_are_words(job: Job) -> None:

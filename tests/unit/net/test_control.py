@@ -127,7 +127,7 @@ def test_ipv6_works_too(key: JobKey) -> None:
     server.close()
 
 
-def test_a_rank_that_comes_again_takes_its_place(server: PolledServer, join: Join) -> None:
+def test_a_rank_that_comes_again_replaces_it(server: PolledServer, join: Join) -> None:
     former, latter = join(4), join(4)
     server.send(4, MissingRanks(0, "w", (1,)))
     assert told(latter) == [MissingRanks(0, "w", (1,))]
@@ -143,7 +143,7 @@ def test_what_is_said_to_nobody_is_said_in_vain(server: PolledServer, join: Join
     assert server.poll(0) == []
 
 
-def test_last_words_are_heard_after_close(server: PolledServer, join: Join) -> None:
+def test_messages_before_close_are_heard_after_close(server: PolledServer, join: Join) -> None:
     client = join(0)
     client.send(LeaveRound(LeaveReason.SHUTDOWN))
     client.close()
@@ -151,7 +151,7 @@ def test_last_words_are_heard_after_close(server: PolledServer, join: Join) -> N
     assert heard(server) == [(0, LeaveRound(LeaveReason.SHUTDOWN))]
 
 
-def test_last_words_of_the_server_are_heard_too(key: JobKey) -> None:
+def test_messages_before_close_of_the_server_are_heard_too(key: JobKey) -> None:
     server = PolledServer(LOCAL, key)
     client = PolledClient(f"{LOCAL}:{server.port}", key, 0)
     client.send(RankHeartbeat(1))

@@ -11,23 +11,23 @@ from ronde.net.keys import JobKey
 KEY = JobKey("11" * 32)
 OTHER = JobKey("22" * 32)
 ME = ConnectionRequest("data", 3, "0.ordered")
-CALLER_NONCE = bytes(range(32))
-DOOR_NONCE = bytes(range(32, 64))
+CLIENT_NONCE = bytes(range(32))
+SERVER_NONCE = bytes(range(32, 64))
 
 
-def door_side(key: JobKey = KEY, *, nonce: bytes = DOOR_NONCE, greeting: bytes = b"hello") -> ServerHandshake:
-    return ServerHandshake(key, nonce, lambda caller: greeting)
+def server_side(key: JobKey = KEY, *, nonce: bytes = SERVER_NONCE, reply: bytes = b"hello") -> ServerHandshake:
+    return ServerHandshake(key, nonce, lambda client: reply)
 
 
-def caller_side(key: JobKey = KEY, *, nonce: bytes = CALLER_NONCE, caller: ConnectionRequest = ME) -> ClientHandshake:
-    return ClientHandshake(key, nonce, caller)
+def client_side(key: JobKey = KEY, *, nonce: bytes = CLIENT_NONCE, client: ConnectionRequest = ME) -> ClientHandshake:
+    return ClientHandshake(key, nonce, client)
 
 
-def shake(caller: ClientHandshake, door: ServerHandshake, num_bytes: int = 1 << 20) -> list[tuple[str, bytes]]:
+def shake(client: ClientHandshake, server: ServerHandshake, num_bytes: int = 1 << 20) -> list[tuple[str, bytes]]:
     """Carry bytes between the two, at most num_bytes at a time; what each said, in order."""
-    said = [("caller", caller.hello)]
-    wire = caller.hello
-    listener: ClientHandshake | ServerHandshake = door
+    said = [("client", client.hello)]
+    wire = client.hello
+    listener: ClientHandshake | ServerHandshake = server
     while wire:
         answer = b""
         while wire:
@@ -36,121 +36,121 @@ def shake(caller: ClientHandshake, door: ServerHandshake, num_bytes: int = 1 << 
             answer += listener.feed(wire[:end])
             wire = wire[end:]
         wire = answer
-        said.append(("door" if listener is door else "caller", answer))
-        listener = caller if listener is door else door
+        said.append(("server" if listener is server else "client", answer))
+        listener = client if listener is server else server
     return said[:-1]
 
 
 @pytest.mark.parametrize("num_bytes", [1, 7, 1 << 20])
-@pytest.mark.parametrize("greeting", [b"", b"hello", bytes(64 * 1024)])
-def test_two_sides_with_one_key_find_each_other(greeting: bytes, num_bytes: int) -> None:
-    caller, door = caller_side(), door_side(greeting=greeting)
-    shake(caller, door, num_bytes)
-    assert door.request == ME
-    assert caller.reply == greeting
-    assert caller.num_wanted == door.num_wanted == 0
+@pytest.mark.parametrize("reply", [b"", b"hello", bytes(64 * 1024)])
+def test_two_sides_with_one_key_find_each_other(reply: bytes, num_bytes: int) -> None:
+    client, server = client_side(), server_side(reply=reply)
+    shake(client, server, num_bytes)
+    assert server.request == ME
+    assert client.reply == reply
+    assert client.num_wanted == server.num_wanted == 0
 
 
 def test_a_wrong_key_is_refused_with_a_word_about_it() -> None:
-    caller, door = caller_side(OTHER), door_side()
-    proof = caller.feed(door.feed(caller.hello))
+    client, server = client_side(OTHER), server_side()
+    proof = client.feed(server.feed(client.hello))
     with pytest.raises(HandshakeFailed, match="does not have the job's key") as refused:
-        door.feed(proof)
-    assert door.request is None
+        server.feed(proof)
+    assert server.request is None
     with pytest.raises(HandshakeFailed, match="refused the job's key; give all ranks the same"):
-        caller.feed(refused.value.reply)
+        client.feed(refused.value.reply)
 
 
-def test_a_door_that_only_claims_to_know_the_key_is_refused() -> None:
-    caller, door = caller_side(), door_side()
-    welcome = door.feed(caller.feed(door.feed(caller.hello)))
-    caller.feed(welcome[:5])
+def test_a_listener_that_only_claims_to_know_the_key_is_refused() -> None:
+    client, server = client_side(), server_side()
+    welcome = server.feed(client.feed(server.feed(client.hello)))
+    client.feed(welcome[:5])
     with pytest.raises(HandshakeFailed, match="it does not have the job's key"):
-        caller.feed(welcome[5:-1] + bytes([welcome[-1] ^ 1]))
-    assert caller.reply is None
+        client.feed(welcome[5:-1] + bytes([welcome[-1] ^ 1]))
+    assert client.reply is None
 
 
 def test_a_changed_greeting_is_refused() -> None:
-    caller, door = caller_side(), door_side(greeting=b"29500")
-    welcome = door.feed(caller.feed(door.feed(caller.hello))).replace(b"29500", b"29501")
-    caller.feed(welcome[:5])
+    client, server = client_side(), server_side(reply=b"29500")
+    welcome = server.feed(client.feed(server.feed(client.hello))).replace(b"29500", b"29501")
+    client.feed(welcome[:5])
     with pytest.raises(HandshakeFailed):
-        caller.feed(welcome[5:])
+        client.feed(welcome[5:])
 
 
 def test_a_changed_rank_is_refused() -> None:
-    caller, door = caller_side(), door_side()
-    proof = caller.feed(door.feed(caller.hello)).replace(b"\xa4rank\x03", b"\xa4rank\x04")
+    client, server = client_side(), server_side()
+    proof = client.feed(server.feed(client.hello)).replace(b"\xa4rank\x03", b"\xa4rank\x04")
     with pytest.raises(HandshakeFailed):
-        door.feed(proof)
+        server.feed(proof)
 
 
 def test_a_recorded_proof_opens_no_other_door() -> None:
-    recorded = [data for who, data in shake(caller_side(), door_side()) if who == "caller"]
-    door = door_side(nonce=bytes(32))
-    door.feed(recorded[0])
+    recorded = [data for who, data in shake(client_side(), server_side()) if who == "client"]
+    server = server_side(nonce=bytes(32))
+    server.feed(recorded[0])
     with pytest.raises(HandshakeFailed):
-        door.feed(recorded[1])
+        server.feed(recorded[1])
 
 
-def test_a_recorded_door_deceives_no_other_caller() -> None:
-    recorded = [data for who, data in shake(caller_side(), door_side()) if who == "door"]
-    caller = caller_side(nonce=bytes(32))
-    caller.feed(recorded[0])
-    caller.feed(recorded[1][:5])
+def test_a_recorded_listener_deceives_no_other_peer() -> None:
+    recorded = [data for who, data in shake(client_side(), server_side()) if who == "server"]
+    client = client_side(nonce=bytes(32))
+    client.feed(recorded[0])
+    client.feed(recorded[1][:5])
     with pytest.raises(HandshakeFailed):
-        caller.feed(recorded[1][5:])
+        client.feed(recorded[1][5:])
 
 
-def test_a_mirror_is_not_a_door() -> None:
-    caller = caller_side()
+def test_a_mirror_is_not_a_listener() -> None:
+    client = client_side()
     with pytest.raises(HandshakeFailed, match="not ronde"):
-        caller.feed(caller.hello[: caller.num_wanted])
-    # … nor when it makes up a challenge and sends the caller's own proof back as its own.
-    caller = caller_side()
-    proof = caller.feed(door_side().feed(caller.hello))
-    caller.feed(handshake._RESULT.pack(0, len(proof) - 32))
+        client.feed(client.hello[: client.num_wanted])
+    # … nor when it makes up a challenge and sends the client's own proof back as its own.
+    client = client_side()
+    proof = client.feed(server_side().feed(client.hello))
+    client.feed(handshake._RESULT.pack(0, len(proof) - 32))
     with pytest.raises(HandshakeFailed):
-        caller.feed(proof)
+        client.feed(proof)
 
 
 def test_the_two_proofs_have_labels_of_their_own() -> None:
-    (_, _), (_, _), (_, proof), (_, welcome) = shake(caller_side(), door_side(greeting=b"hello"))
-    parts = (CALLER_NONCE, DOOR_NONCE, proof[:-32])
+    (_, _), (_, _), (_, proof), (_, welcome) = shake(client_side(), server_side(reply=b"hello"))
+    parts = (CLIENT_NONCE, SERVER_NONCE, proof[:-32])
     assert proof[-32:] == KEY.mac(b"client", *parts)
     assert welcome[-32:] == KEY.mac(b"server", *parts, b"hello")
 
 
 def test_two_versions_tell_each_other_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    caller = caller_side()
+    client = client_side()
     monkeypatch.setattr(handshake, "VERSION", 3)
     with pytest.raises(HandshakeFailed, match="speaks version 2 of the handshake, this is 3") as refused:
-        door_side().feed(caller.hello)
+        server_side().feed(client.hello)
     monkeypatch.setattr(handshake, "VERSION", 2)
     with pytest.raises(HandshakeFailed, match=r"version 3 .* install the same ronde"):
-        caller.feed(refused.value.reply)
+        client.feed(refused.value.reply)
 
 
 def test_promises_of_too_many_bytes_are_refused_before_they_come() -> None:
     with pytest.raises(HandshakeFailed, match="at most 4096"):
-        door_side().feed(handshake._HELLO.pack(b"RONDc", 2, 4097, bytes(32)))
-    caller = caller_side()
-    caller.feed(door_side().feed(caller.hello))
+        server_side().feed(handshake._HELLO.pack(b"RONDc", 2, 4097, bytes(32)))
+    client = client_side()
+    client.feed(server_side().feed(client.hello))
     with pytest.raises(HandshakeFailed):
-        caller.feed(handshake._RESULT.pack(0, 64 * 1024 + 1))
+        client.feed(handshake._RESULT.pack(0, 64 * 1024 + 1))
 
 
-def test_a_caller_with_too_much_to_say_is_a_mistake_of_ours() -> None:
+def test_a_peer_with_too_much_to_say_is_a_mistake_of_ours() -> None:
     with pytest.raises(ValueError, match="may take 4096 bytes"):
-        caller_side(caller=ConnectionRequest("data", 0, "x" * 5000))
+        client_side(client=ConnectionRequest("data", 0, "x" * 5000))
 
 
 def test_a_greeting_that_is_too_long_is_not_sent() -> None:
-    caller, door = caller_side(), door_side(greeting=bytes(64 * 1024 + 1))
+    client, server = client_side(), server_side(reply=bytes(64 * 1024 + 1))
     with pytest.raises(HandshakeFailed) as refused:
-        door.feed(caller.feed(door.feed(caller.hello)))
+        server.feed(client.feed(server.feed(client.hello)))
     with pytest.raises(HandshakeFailed, match="the log of the other side"):
-        caller.feed(refused.value.reply)
+        client.feed(refused.value.reply)
 
 
 def feed_until_over(side: ClientHandshake | ServerHandshake, data: bytes) -> None:
@@ -163,27 +163,27 @@ def feed_until_over(side: ClientHandshake | ServerHandshake, data: bytes) -> Non
 @settings(deadline=None)
 @given(st.binary(max_size=300), st.sampled_from([b"", b"RONDc\x02\x00\x04", b"RONDc\x02\x00\x00", b"RONDd\x02"]))
 def test_random_bytes_open_nothing_and_raise_nothing_else(data: bytes, start: bytes) -> None:
-    door, caller = door_side(), caller_side()
-    for side in (door, caller):
+    server, client = server_side(), client_side()
+    for side in (server, client):
         try:
             feed_until_over(side, start + data)
         except HandshakeFailed:
             pass
-    assert door.request is None
-    assert caller.reply is None
+    assert server.request is None
+    assert client.reply is None
 
 
 @settings(deadline=None)
 @given(st.integers(0, 2), st.data())
 def test_one_changed_bit_opens_nothing(message: int, data: st.DataObject) -> None:
     """Of CHALLENGE, PROOF and WELCOME; whoever changes HELLO's nonce changes what is proved."""
-    caller, door = caller_side(), door_side()
-    wire = door.feed(caller.hello)
+    client, server = client_side(), server_side()
+    wire = server.feed(client.hello)
     for step in range(3):
         if step == message:
             bit = data.draw(st.integers(0, 8 * len(wire) - 1))
             wire = bytes(byte ^ (1 << bit % 8 if index == bit // 8 else 0) for index, byte in enumerate(wire))
-        side = caller if step != 1 else door
+        side = client if step != 1 else server
         answer = b""
         try:
             while wire and side.num_wanted:
@@ -193,4 +193,4 @@ def test_one_changed_bit_opens_nothing(message: int, data: st.DataObject) -> Non
         except HandshakeFailed:
             return
         wire = answer
-    assert caller.reply is None
+    assert client.reply is None

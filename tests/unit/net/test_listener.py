@@ -27,9 +27,9 @@ from tests.unit.net.peers import LOCAL, address, ends, meet, raw
 
 
 def test_both_ends_get_a_plain_socket_that_is_ready_for_use(listener: Listener, link: str, key: JobKey) -> None:
-    here, greeting = connect_authenticated(address(listener, link), key, ConnectionRequest("data", 5), Deadline(20))
+    here, reply = connect_authenticated(address(listener, link), key, ConnectionRequest("data", 5), Deadline(20))
     with here, listener.accept("data", 5, Deadline(20)) as there:
-        assert greeting == b""
+        assert reply == b""
         for sock in (here, there):
             assert sock.gettimeout() is None
             assert fcntl.fcntl(sock, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -66,20 +66,20 @@ def test_a_cut_link_is_noticed_within_a_heartbeat(key: JobKey, heartbeat_s: floa
                 assert idle + num * pause <= limit_s
 
 
-def test_the_door_speaks_to_whom_it_knows(link: str, key: JobKey) -> None:
-    def greet(caller: ConnectionRequest) -> bytes:
-        return f"{caller.purpose} {caller.rank} {caller.detail}".encode() + bytes(60_000)
+def test_the_reply_reaches_a_peer_with_the_key(link: str, key: JobKey) -> None:
+    def make_reply(peer: ConnectionRequest) -> bytes:
+        return f"{peer.purpose} {peer.rank} {peer.detail}".encode() + bytes(60_000)
 
-    with Listener(key, unix=True, tcp_host=LOCAL, make_reply=greet) as listener:
-        sock, greeting = connect_authenticated(
+    with Listener(key, unix=True, tcp_host=LOCAL, make_reply=make_reply) as listener:
+        sock, reply = connect_authenticated(
             address(listener, link), key, ConnectionRequest("life", 3, "round 2"), Deadline(20)
         )
         sock.close()
-        assert greeting == b"life 3 round 2" + bytes(60_000)
+        assert reply == b"life 3 round 2" + bytes(60_000)
 
 
-def test_what_is_said_right_after_the_welcome_is_not_lost(link: str, key: JobKey) -> None:
-    def arrived(caller: ConnectionRequest, sock: socket.socket) -> bool:
+def test_what_is_said_right_after_the_reply_is_not_lost(link: str, key: JobKey) -> None:
+    def arrived(peer: ConnectionRequest, sock: socket.socket) -> bool:
         sock.sendall(b"first words")
         sock.close()
         return True
@@ -90,15 +90,13 @@ def test_what_is_said_right_after_the_welcome_is_not_lost(link: str, key: JobKey
             assert sock.recv(100) == b"first words"
 
 
-def test_callers_are_told_apart_by_purpose_and_rank_and_come_in_order(
-    listener: Listener, link: str, key: JobKey
-) -> None:
-    callers = [("data", 1, b"a"), ("life", 1, b"b"), ("data", 0, b"c"), ("data", 1, b"d")]
-    for purpose, rank, word in callers:
+def test_peers_are_told_apart_by_purpose_and_rank_and_come_in_order(listener: Listener, link: str, key: JobKey) -> None:
+    peers = [("data", 1, b"a"), ("life", 1, b"b"), ("data", 0, b"c"), ("data", 1, b"d")]
+    for purpose, rank, word in peers:
         sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest(purpose, rank), Deadline(20))
         sock.sendall(word)
         sock.close()
-    for purpose, rank, word in [callers[1], callers[0], callers[3], callers[2]]:
+    for purpose, rank, word in [peers[1], peers[0], peers[3], peers[2]]:
         with listener.accept(purpose, rank, Deadline(20)) as sock:
             assert sock.recv(9) == word
 
@@ -109,7 +107,7 @@ def test_many_come_at_once(listener: Listener, link: str, key: JobKey) -> None:
     assert listener.num_refused == 0
 
 
-def test_a_caller_that_does_not_come_is_named(listener: Listener) -> None:
+def test_a_peer_that_does_not_come_is_named(listener: Listener) -> None:
     with pytest.raises(StartFailed, match=r"rank 7 did not connect for 'data' within 0\.01 s"):
         listener.accept("data", 7, Deadline(0.01))
 
@@ -134,7 +132,7 @@ def test_a_failed_rank_ends_the_waits_for_it_and_no_others(listener: Listener, l
         assert sock.recv(1) == b""
 
 
-def test_closing_ends_all_waits_and_hangs_up_on_untaken_callers(key: JobKey, link: str) -> None:
+def test_closing_ends_all_waits_and_closes_sockets_that_nobody_took(key: JobKey, link: str) -> None:
     listener = Listener(key, unix=True, tcp_host=LOCAL)
     sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest("data", 0), Deadline(20))
     silent = raw(listener, link)
@@ -148,10 +146,10 @@ def test_closing_ends_all_waits_and_hangs_up_on_untaken_callers(key: JobKey, lin
         assert ends(silent)
 
 
-def test_a_door_may_be_closed_by_its_own_callback(key: JobKey, link: str) -> None:
+def test_a_listener_may_be_closed_by_its_own_callback(key: JobKey, link: str) -> None:
     listeners: list[Listener] = []
 
-    def arrived(caller: ConnectionRequest, sock: socket.socket) -> bool:
+    def arrived(peer: ConnectionRequest, sock: socket.socket) -> bool:
         listeners[0].close()
         return False
 
@@ -162,27 +160,27 @@ def test_a_door_may_be_closed_by_its_own_callback(key: JobKey, link: str) -> Non
     listeners[0].close()
 
 
-@pytest.mark.parametrize("callback", ["greet", "arrived"])
-def test_a_callback_that_fails_costs_its_caller_and_not_the_door(
+@pytest.mark.parametrize("callback", ["make_reply", "arrived"])
+def test_a_callback_that_fails_costs_its_peer_and_not_the_listener(
     key: JobKey, link: str, callback: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail_at_zero(caller: ConnectionRequest, *_: object) -> bool:
-        if caller.rank == 0:
+    def fail_at_zero(peer: ConnectionRequest, *_: object) -> bool:
+        if peer.rank == 0:
             raise KeyError("a mistake")
         return False
 
-    def greet(caller: ConnectionRequest) -> bytes:
-        fail_at_zero(caller)
+    def make_reply(peer: ConnectionRequest) -> bytes:
+        fail_at_zero(peer)
         return b"hello"
 
     with Listener(
         key,
         unix=True,
         tcp_host=LOCAL,
-        make_reply=greet if callback == "greet" else None,
+        make_reply=make_reply if callback == "make_reply" else None,
         on_connection=fail_at_zero if callback == "arrived" else None,
     ) as listener:
-        if callback == "greet":
+        if callback == "make_reply":
             with pytest.raises(StartFailed, match="the log of the other side says why"):
                 connect_authenticated(address(listener, link), key, ConnectionRequest("data", 0), Deadline(20))
         else:
@@ -203,7 +201,7 @@ def test_a_wrong_key_fails_at_once_and_in_words(listener: Listener, link: str, o
     assert deadline.remaining_s > 30
 
 
-def test_a_door_that_opens_late_is_found(key: JobKey) -> None:
+def test_a_listener_that_opens_late_is_found(key: JobKey) -> None:
     with socket.create_server((LOCAL, 0)) as place_holder:
         port = place_holder.getsockname()[1]
     with ThreadPoolExecutor(1) as pool:
@@ -212,8 +210,8 @@ def test_a_door_that_opens_late_is_found(key: JobKey) -> None:
             call.result(20)[0].close()
 
 
-def test_a_door_that_hangs_up_on_its_queue_is_tried_again(key: JobKey) -> None:
-    """As a coordinator does that closes while the next round's callers are already in its queue."""
+def test_a_listener_that_hangs_up_on_its_queue_is_tried_again(key: JobKey) -> None:
+    """As a coordinator does that closes while the next round's peers are already in its queue."""
     former = socket.create_server((LOCAL, 0))
     port = former.getsockname()[1]
     with ThreadPoolExecutor(1) as pool:
@@ -225,12 +223,12 @@ def test_a_door_that_hangs_up_on_its_queue_is_tried_again(key: JobKey) -> None:
 
 
 @pytest.mark.parametrize("where", ["unix:ronde-nobody", f"{LOCAL}:1"])
-def test_nobody_at_home_is_said_after_the_deadline(key: JobKey, where: str) -> None:
+def test_no_listener_is_reported_after_the_deadline(key: JobKey, where: str) -> None:
     with pytest.raises(StartFailed, match=r"nobody listens there .*, for 0\.05 s; is the other side running"):
         connect_authenticated(where, key, ConnectionRequest("data", 0), Deadline(0.05))
 
 
-def test_an_unknown_name_is_said_at_once(key: JobKey) -> None:
+def test_an_unknown_name_is_reported_at_once(key: JobKey) -> None:
     deadline = Deadline(60)
     with pytest.raises(StartFailed, match=r"'no-such-host\.invalid' is unknown"):
         connect_authenticated("no-such-host.invalid:80", key, ConnectionRequest("data", 0), deadline)
@@ -244,7 +242,7 @@ def test_somebody_who_does_not_answer_is_not_waited_for_forever(key: JobKey) -> 
             connect_authenticated(where, key, ConnectionRequest("data", 0), Deadline(0.05))
 
 
-def test_something_that_is_not_ronde_is_said_to_be_so(key: JobKey) -> None:
+def test_something_that_is_not_ronde_is_reported(key: JobKey) -> None:
     with socket.create_server((LOCAL, 0)) as listener, ThreadPoolExecutor(1) as pool:
         call = pool.submit(
             connect_authenticated,
@@ -254,7 +252,7 @@ def test_something_that_is_not_ronde_is_said_to_be_so(key: JobKey) -> None:
             Deadline(20),
         )
         with listener.accept()[0] as sock:
-            sock.sendall(b"SSH-2.0-OpenSSH_9.6 and some more words of greeting\r\n")
+            sock.sendall(b"SSH-2.0-OpenSSH_9.6 and some more words of reply\r\n")
             with pytest.raises(StartFailed, match="what answers there is not ronde"):
                 call.result(20)
 
@@ -284,7 +282,7 @@ def test_one_of_several_addresses_is_enough(listener: Listener, key: JobKey, mon
     meet(listener, "tcp", key)
 
 
-def test_a_caller_does_not_talk_to_itself() -> None:
+def test_a_peer_does_not_talk_to_itself() -> None:
     """Calling a port where nobody listens, from that very port, connects in TCP."""
     with socket.create_server((LOCAL, 0)) as place_holder:
         here = place_holder.getsockname()
@@ -310,7 +308,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(key: JobKey) -> None:
         Listener(key, unix=True, tcp_host="192.0.2.1")
 
 
-def test_a_door_listens_on_nothing_but_its_address(listener: Listener) -> None:
+def test_a_listener_listens_on_nothing_but_its_address(listener: Listener) -> None:
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", listener.tcp_port), timeout=20)
 
@@ -324,7 +322,7 @@ NOISE = [
 
 
 @pytest.mark.parametrize("noise", [*NOISE, b""], ids=["a byte", "http", "too much announced", "a flood", "nothing"])
-def test_a_stranger_is_refused_and_delays_nobody(
+def test_a_peer_is_refused_and_delays_nobody(
     listener: Listener,
     link: str,
     key: JobKey,
@@ -333,42 +331,38 @@ def test_a_stranger_is_refused_and_delays_nobody(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     monkeypatch.setattr(listener_module, "HANDSHAKE_S", 0.3)
-    with raw(listener, link) as stranger:
+    with raw(listener, link) as peer:
         try:
-            stranger.sendall(noise)
+            peer.sendall(noise)
         except ConnectionError:
             pass  # refused before all was sent
         meet(listener, link, key)
-        assert ends(stranger)
+        assert ends(peer)
     meet(listener, link, key)
     assert listener.num_refused == 1
     assert [record.name for record in caplog.records if "refused a connection" in record.getMessage()] == ["ronde.net"]
 
 
-def test_a_silent_stranger_has_five_seconds_at_most() -> None:
-    assert listener_module.HANDSHAKE_S <= 5
-
-
-def test_many_strangers_make_few_lines(listener: Listener, key: JobKey, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_peers_make_few_lines(listener: Listener, key: JobKey, caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(50):
-        with raw(listener, "tcp") as stranger:
-            stranger.sendall(bytes(40))
-            assert ends(stranger)
+        with raw(listener, "tcp") as peer:
+            peer.sendall(bytes(40))
+            assert ends(peer)
     meet(listener, "tcp", key)
     assert listener.num_refused == 50
     assert len(caplog.records) == 1
 
 
-def test_a_crowd_of_silent_strangers_keeps_nobody_out(
+def test_a_number_of_silent_peers_keeps_nobody_out(
     listener: Listener, link: str, key: JobKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener_module, "MAX_PENDING_HANDSHAKES", 4)
     monkeypatch.setattr(listener_module, "EVICT_AFTER_S", 0.05)
     monkeypatch.setattr(listener_module, "HANDSHAKE_S", 600.0)
-    strangers = [raw(listener, link) for _ in range(12)]
+    peers = [raw(listener, link) for _ in range(12)]
     meet(listener, link, key)
-    for stranger in strangers:
-        stranger.close()
+    for peer in peers:
+        peer.close()
 
 
 def test_the_log_says_nothing_secret(
@@ -385,8 +379,8 @@ def test_another_user_is_refused_even_with_the_key(
     listener: Listener, key: JobKey, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(listener_module, "peer_uid", lambda sock: os.getuid() + 1)
-    with raw(listener, "unix") as stranger:
-        assert ends(stranger)
+    with raw(listener, "unix") as peer:
+        assert ends(peer)
     monkeypatch.undo()
     monkeypatch.setattr(sockets, "peer_uid", lambda sock: os.getuid() + 1)
     with pytest.raises(StartFailed, match="its owner is another user"):
@@ -420,7 +414,7 @@ def heard() -> Iterator[Callable[[str], threading.Event]]:
         listener_module.logger.removeHandler(handler)
 
 
-def test_a_process_out_of_descriptors_lets_callers_in_later(
+def test_a_process_out_of_descriptors_lets_peers_in_later(
     listener: Listener, key: JobKey, heard: Callable[[str], threading.Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     warned = heard("cannot accept a connection")
@@ -437,7 +431,7 @@ def test_a_process_out_of_descriptors_lets_callers_in_later(
     assert warned.is_set()
 
 
-def test_a_door_that_breaks_tells_whoever_waits(
+def test_a_listener_that_breaks_tells_whoever_waits(
     key: JobKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with Listener(key, unix=True, tcp_host=None) as listener:
@@ -451,20 +445,20 @@ HELLO = b"RONDc\x02\x00\x10" + bytes(32)
 
 
 @pytest.mark.parametrize("start", [b"", HELLO], ids=["from the start", "after a hello"])
-def test_noise_does_not_stop_the_door(start: bytes) -> None:
+def test_noise_does_not_stop_the_listener(start: bytes) -> None:
     key = JobKey("77" * 32)
     with Listener(key, unix=True, tcp_host=None) as listener:
 
         @settings(deadline=None, max_examples=50)
         @given(st.binary(max_size=200))
         def make(noise: bytes) -> None:
-            with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.settimeout(20)
-                stranger.connect("\0" + listener.unix_name)
+            with socket.socket(socket.AF_UNIX) as peer:
+                peer.settimeout(20)
+                peer.connect("\0" + listener.unix_name)
                 try:
-                    stranger.sendall(start + noise)
-                    stranger.shutdown(socket.SHUT_WR)
-                    while stranger.recv(100):
+                    peer.sendall(start + noise)
+                    peer.shutdown(socket.SHUT_WR)
+                    while peer.recv(100):
                         pass
                 except ConnectionError:
                     pass  # refused before all was sent

@@ -61,16 +61,14 @@ def test_several_questions_on_one_connection_are_answered_in_turn(server: UnixLi
     assert answers == b"ONE\nTWO\nTHREE\n"
 
 
-def test_a_silent_caller_does_not_keep_others_waiting(server: UnixLineServer) -> None:
+def test_a_silent_peer_does_not_keep_others_waiting(server: UnixLineServer) -> None:
     with ExitStack() as stack:
         connect(server.path, stack)
         connect(server.path, stack).sendall(b"half a question")
         assert query_monitor(server.path, b"a", Deadline(PATIENCE_S)) == b"A"
 
 
-def test_a_caller_that_says_nothing_is_sent_away_in_time(
-    server: UnixLineServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_peer_that_says_nothing_is_sent_away_in_time(server: UnixLineServer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "IDLE_TIMEOUT_S", 0.05)
     with ExitStack() as stack:
         assert connect(server.path, stack).recv(1) == b""
@@ -84,10 +82,10 @@ def test_a_question_without_end_is_cut(server: UnixLineServer) -> None:
                 sock.sendall(b"x" * 65536)
 
 
-def test_more_callers_than_there_is_room_for_are_sent_away(server: UnixLineServer) -> None:
+def test_more_peers_than_there_is_room_for_are_sent_away(server: UnixLineServer) -> None:
     with ExitStack() as stack:
-        callers = [connect(server.path, stack) for _ in range(MAX_CLIENTS)]
-        for sock in callers:  # each is accepted now
+        peers = [connect(server.path, stack) for _ in range(MAX_CLIENTS)]
+        for sock in peers:  # each is accepted now
             sock.sendall(b"x\n")
             assert sock.recv(10) == b"X\n"
         assert connect(server.path, stack).recv(1) == b""
@@ -107,7 +105,7 @@ def test_only_its_user_may_connect(server: UnixLineServer) -> None:
     assert stat.S_IMODE(server.path.stat().st_mode) == 0o600
 
 
-def test_a_mistake_in_an_answer_costs_this_caller_only(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_mistake_in_an_answer_costs_this_peer_only(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     server = UnixLineServer(path, lambda request, reply: reply(bytes(10 // len(request))))
     with pytest.raises(ConnectionError, match="without an answer"):
         query_monitor(path, b"", Deadline(PATIENCE_S))

@@ -18,7 +18,7 @@ from ronde.types import Deadline
 from tests.unit.net.polled import PolledClient, PolledServer
 
 LOCAL = "127.0.0.1"
-TURNED_AWAY = (
+REFUSED = (
     zmq.EVENT_HANDSHAKE_FAILED_AUTH
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
@@ -45,15 +45,15 @@ class RawClient:
             self.socket.set(zmq.CURVE_SERVERKEY, server_public)
             self.socket.set(zmq.CURVE_PUBLICKEY, pair[0])
             self.socket.set(zmq.CURVE_SECRETKEY, pair[1])
-        self.monitor = self.socket.get_monitor_socket(TURNED_AWAY)
+        self.monitor = self.socket.get_monitor_socket(REFUSED)
         self.socket.connect(f"tcp://{LOCAL}:{port}")
 
-    def wait_until_turned_away(self, server: PolledServer) -> None:
+    def wait_until_refused(self, server: PolledServer) -> None:
         deadline = Deadline(20)
         while not self.monitor.poll(0):
-            assert not deadline.expired, "nobody turned it away"
+            assert not deadline.expired, "nobody refused it"
             assert server.poll(0.01) == []
-        assert recv_monitor_message(self.monitor)["event"] & TURNED_AWAY
+        assert recv_monitor_message(self.monitor)["event"] & REFUSED
 
     def close(self) -> None:
         self.socket.disable_monitor()
@@ -108,15 +108,15 @@ def still_talk(server: PolledServer, honest: PolledClient) -> None:
     assert answers == [RankHeartbeatReply(77, 1)]
 
 
-@pytest.mark.parametrize("stranger", ["no key", "wrong server key", "wrong client key"])
-def test_a_stranger_is_turned_away_and_takes_nobodys_place(
-    server: PolledServer, honest: PolledClient, raw: Callable[..., RawClient], key: JobKey, stranger: str
+@pytest.mark.parametrize("peer", ["no key", "wrong server key", "wrong client key"])
+def test_a_peer_is_refused_and_replaces_nobody(
+    server: PolledServer, honest: PolledClient, raw: Callable[..., RawClient], key: JobKey, peer: str
 ) -> None:
     pair = zmq.curve_keypair()
     server_public = {"no key": None, "wrong server key": zmq.curve_keypair()[0], "wrong client key": key.server_public}
-    client = raw(server_public=server_public[stranger], pair=pair)
+    client = raw(server_public=server_public[peer], pair=pair)
     client.socket.send(encode(RankHeartbeat(666)), zmq.NOBLOCK)
-    client.wait_until_turned_away(server)
+    client.wait_until_refused(server)
     server.send(0, MissingRanks(0, "w", (1,)))
     assert honest.poll(20) == [MissingRanks(0, "w", (1,))]
     still_talk(server, honest)
@@ -127,7 +127,7 @@ def test_a_client_with_the_wrong_key_is_logged_once(
     server: PolledServer, raw: Callable[..., RawClient], key: JobKey, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(3):
-        raw(server_public=key.server_public, pair=zmq.curve_keypair()).wait_until_turned_away(server)
+        raw(server_public=key.server_public, pair=zmq.curve_keypair()).wait_until_refused(server)
     assert server.num_refused >= 3
     (line,) = (record.getMessage() for record in caplog.records)
     assert line.startswith("control client at 127.0.0.1: does not have the job's key")
@@ -135,8 +135,8 @@ def test_a_client_with_the_wrong_key_is_logged_once(
 
 @pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03", bytes(4096), b""])
 def test_noise_on_the_port_changes_nothing(server: PolledServer, honest: PolledClient, noise: bytes) -> None:
-    with socket.create_connection((LOCAL, server.port), timeout=20) as stranger:
-        stranger.sendall(noise)
+    with socket.create_connection((LOCAL, server.port), timeout=20) as peer:
+        peer.sendall(noise)
         still_talk(server, honest)
     still_talk(server, honest)
 
@@ -157,7 +157,7 @@ def member(raw: Callable[..., RawClient], key: JobKey, routing_id: bytes) -> Raw
     ],
     ids=["empty", "version only", "garbage", "another version", "two parts", "twice"],
 )
-def test_a_member_that_talks_nonsense_is_logged_once_and_not_heard(
+def test_a_member_that_sends_nonsense_is_logged_once_and_not_heard(
     server: PolledServer,
     honest: PolledClient,
     raw: Callable[..., RawClient],
@@ -186,7 +186,7 @@ def refused_until(server: PolledServer, num: int) -> None:
 @pytest.mark.parametrize(
     "routing_id", [b"rank-", b"rank--1", b"rank-01", b"rank-1\n", b"rank-9999999999", b"\x01", b"x" * 255]
 )
-def test_a_member_that_is_no_rank_is_not_heard(
+def test_a_member_that_is_no_rank_is_ignored(
     server: PolledServer, raw: Callable[..., RawClient], key: JobKey, routing_id: bytes
 ) -> None:
     member(raw, key, routing_id).socket.send(encode(RankHeartbeat(1)))
@@ -204,7 +204,7 @@ def test_a_member_that_says_too_much_is_cut_off(
         server.port, server_public=key.server_public, pair=(key.client_public, key.client_secret), routing_id=b"rank-5"
     )
     client.socket.send(bytes(100_000))
-    client.wait_until_turned_away(server)
+    client.wait_until_refused(server)
     still_talk(server, honest)
     client.close()
     honest.close()
@@ -235,7 +235,7 @@ def test_random_messages_of_a_member_change_nothing(key: JobKey) -> None:
         server.close()
 
 
-def test_a_coordinator_that_talks_nonsense_is_not_heard(
+def test_a_coordinator_that_sends_nonsense_is_ignored(
     server: PolledServer, honest: PolledClient, caplog: pytest.LogCaptureFixture
 ) -> None:
     for parts in ([b"garbage"], [b""], [b"a", b"b"], [encode(RankHeartbeat(1))]):
@@ -248,15 +248,15 @@ def test_a_coordinator_that_talks_nonsense_is_not_heard(
     still_talk(server, honest)
 
 
-def test_a_false_coordinator_is_not_talked_to(key: JobKey, other_key: JobKey) -> None:
+def test_nothing_is_sent_to_a_false_coordinator(key: JobKey, other_key: JobKey) -> None:
     server = PolledServer(LOCAL, other_key)
     client = PolledClient(f"{LOCAL}:{server.port}", key, 0)
-    monitor = client._socket.get_monitor_socket(TURNED_AWAY)
+    monitor = client._socket.get_monitor_socket(REFUSED)
     client.send(RankHeartbeat(1))
     deadline = Deadline(20)
     while not monitor.poll(0) and not deadline.expired:
         assert server.poll(0.01) == []
-    assert recv_monitor_message(monitor)["event"] & TURNED_AWAY
+    assert recv_monitor_message(monitor)["event"] & REFUSED
     client._socket.disable_monitor()
     monitor.close()
     client.close(flush_s=0)
