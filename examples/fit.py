@@ -1,4 +1,4 @@
-"""fit.py: fit a plane; every rank looks at data of its own."""
+"""fit.py: fit a plane; every rank has data of its own."""
 
 import numpy as np
 

@@ -2,7 +2,7 @@
 
     ronde run -np 2 python examples/uneven_data.py
 
-A rank that has run out just steps along: it has no gradients of its own, and takes those of the others.
+A rank that has run out of data calls step() with the others: it has no gradients of its own, and gets theirs.
 """
 
 import torch
