@@ -23,7 +23,7 @@ from typing import IO, Literal, TypeAlias
 import msgspec
 import psutil
 
-from ronde.launch.agent.resource_usage import read_cgroup_limits
+from ronde.launch.agent.cgroup_limits import read_cgroup_limits
 from ronde.net.descriptors import create_shared_memory
 from ronde.text import describe_exit_code, shorten
 from ronde.types import Deadline

@@ -19,17 +19,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from ronde.errors import ProtocolError, StartFailed
+from ronde.launch.agent.cgroup_limits import OomKillCounter, effective_cpu_count
 from ronde.launch.agent.orphans import OrphanKiller
 from ronde.launch.agent.process import CommandNotExecutable
 from ronde.launch.agent.rank import RankProcess
-from ronde.launch.agent.resource_usage import (
-    GpuMonitor,
-    OomKillCounter,
-    UsageSampler,
-    available_cpus,
-    effective_cpu_count,
-    read_session_usage,
-)
+from ronde.launch.agent.resource_usage import GpuMonitor, UsageSampler, available_cpus, read_session_usage
 from ronde.launch.environment import login_variables
 from ronde.launch.protocol import (
     PREAMBLE,

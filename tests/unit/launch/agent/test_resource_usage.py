@@ -9,15 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ronde.launch.agent.cgroup_limits import CgroupLimits, OomKillCounter, effective_cpu_count, read_cgroup_limits
 from ronde.launch.agent.resource_usage import (
-    CgroupLimits,
     GpuMonitor,
-    OomKillCounter,
     ProcessUsage,
     UsageSampler,
     available_cpus,
-    effective_cpu_count,
-    read_cgroup_limits,
     read_session_usage,
     sort_by_topology,
 )
