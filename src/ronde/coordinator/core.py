@@ -15,9 +15,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from ronde.coordinator.membership import JoinDecision, LostPeer, MembershipEnd, PendingRound
+from ronde.coordinator.membership import LostPeer, MembershipEnd
 from ronde.coordinator.negotiation import Send
 from ronde.coordinator.queries import OnStacks, RankQueries, TraceCollector
+from ronde.coordinator.round_start import JoinDecision, PendingRound
 from ronde.coordinator.rounds import Round, RoundSettings
 from ronde.net.addresses import host_name
 from ronde.net.handshake import ConnectionRequest

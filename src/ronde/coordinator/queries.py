@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import msgspec
 
-from ronde.coordinator.membership import PendingRound
 from ronde.coordinator.negotiation import Send
+from ronde.coordinator.round_start import PendingRound
 from ronde.coordinator.rounds import NEVER_NS, Round
 from ronde.net.messages import (
     ActivityReport,

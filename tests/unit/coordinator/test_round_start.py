@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.coordinator.membership import GroupRegistry, JoinDecision, PendingRound
+from ronde.coordinator.membership import GroupRegistry
+from ronde.coordinator.round_start import JoinDecision, PendingRound
 from ronde.net.messages import VERSION, ChangeGroups, GroupsChanged, JoinRound
 from ronde.types import Member
 
