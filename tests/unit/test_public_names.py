@@ -1,4 +1,4 @@
-"""The public names of ronde and ronde.torch are lists, and docs/reference shows them: adding a name shows in the diff."""
+"""The public names of ronde and ronde.torch are lists that docs/reference shows: adding a name shows in the diff."""
 
 from __future__ import annotations
 

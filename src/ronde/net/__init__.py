@@ -1,1 +1,1 @@
-"""Connections between the processes of a job: addresses, keys, sockets, messages and the event loop. Knows no tensors."""
+"""Connections between the processes of a job: addresses, keys, sockets, messages, the event loop. Knows no tensors."""

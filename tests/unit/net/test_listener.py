@@ -191,7 +191,7 @@ def test_a_callback_that_fails_costs_its_peer_and_not_the_listener(
     assert "a mistake" in caplog.text
 
 
-# --- knocking at what is not the right listener ------------------------------------------------------------------------
+# --- connecting to what is not the right listener ---------------------------------------------------------------------
 
 
 def test_a_wrong_key_fails_at_once_and_in_words(listener: Listener, link: str, other_key: JobKey) -> None:

@@ -1,4 +1,4 @@
-"""The result of `ronde doctor`: its values, whose JSON docs/reference/json.md describes, and the tables made of them."""
+"""The result of `ronde doctor`: its values, whose JSON docs/reference/json.md describes, and the tables of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The limits that control groups set for this process, such as the CPU quota of a container, and kills for want of memory.
+"""The limits that control groups set for this process (the CPU quota of a container, …), and kills for want of memory.
 
 A container sees the whole machine and may use a part of it; its control groups (of both versions) say how large that
 part is. Every group above counts, too: the smallest limit wins.
