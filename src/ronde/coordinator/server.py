@@ -31,7 +31,7 @@ from ronde.net.control import ControlServer
 from ronde.net.event_loop import CALL_TIMEOUT_S, LoopThread, Timer
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
-from ronde.net.messages import JoinRound, LeaveReason, StallReport, WorkerMessage, encode
+from ronde.net.messages import AdmissionStatus, JoinRound, LeaveReason, StallReport, WorkerMessage, encode
 from ronde.observe.activity import JobActivity
 from ronde.observe.stacks import RankStack, pid_namespace, process_state
 from ronde.observe.stalls import Whereabouts
@@ -61,6 +61,8 @@ class CoordinatorServer:
         self._connections: dict[int, tuple[int, Connection]] = {}
         """The rank and the socket of every open liveness connection."""
         self._connection_ids = itertools.count()
+        self._admitted: set[tuple[int, str]] = set()
+        """Rank and attempt of the processes that were admitted and are about to have a liveness connection."""
         self._advance_scheduled = False
         self._timer: Timer | None = None
         self.thread = LoopThread("ronde-coordinator")
@@ -233,9 +235,16 @@ class CoordinatorServer:
         for id, (rank, connection) in list(self._connections.items()):
             while rank == request.rank and id in self._connections and is_closed(connection):
                 self._on_readable(id)  # the loop has not come to it yet
-        return encode(self._core.admit(request, self._control.port))
+        admission = self._core.admit(request, self._control.port)
+        if admission.status is AdmissionStatus.ADMITTED:
+            self._admitted.add((request.rank, request.detail))
+        return encode(admission)
 
     def _on_connection(self, request: ConnectionRequest, connection: Connection) -> bool:
+        if (request.rank, request.detail) not in self._admitted:  # it was refused, or has to retry
+            connection.close()
+            return True
+        self._admitted.remove((request.rank, request.detail))
         id = next(self._connection_ids)
         connection.setblocking(False)
         self._connections[id] = (request.rank, connection)

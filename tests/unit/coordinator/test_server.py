@@ -107,6 +107,18 @@ def test_a_second_process_does_not_disturb_a_round_that_is_on(job: Job) -> None:
     assert [rank.hear(RunOperations).operations[0].name for rank in ranks] == ["w", "w"]
 
 
+def test_a_process_that_replaces_one_that_died_while_it_joined_is_no_second_process(
+    job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    job.start(2, rounds=None)
+    job.come(1).die()
+    ranks = [job.come(0), job.come(1)]  # rank 1 has to retry until the coordinator has done with the former one
+    for rank in ranks:
+        rank.join(2)
+    assert [rank.hear(RoundStarted).round for rank in ranks] == [0, 0]
+    assert "a second process" not in caplog.text
+
+
 # --- named operations and groups -------------------------------------------------------------------------------------
 
 
