@@ -7,16 +7,25 @@ import signal
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from typing import IO
 
 from ronde.coordinator.server import CoordinatorServer
 from ronde.net.keys import JobKey, new_job_key
+from ronde.observe.stacks import RankStack
 from ronde.settings import PREFIX, Settings
 from ronde.types import Deadline
-from tests.limits import SECONDS_S
+from tests.limits import PATIENCE_S, SECONDS_S
 
 DEFAULTS = Settings()
 SET_BY_JOB = ("rank", "size", "coordinator", "coordinator_hosted", "key")
+
+
+def collect_stacks(coordinator: CoordinatorServer, deadline: Deadline) -> tuple[RankStack, ...]:
+    """Return the stacks of all ranks, as far as they answer before the deadline."""
+    done: Future[tuple[RankStack, ...]] = Future()
+    coordinator.request_stacks(deadline, done.set_result)
+    return done.result(deadline.remaining_s + PATIENCE_S)
 
 
 class LocalJob:

@@ -25,6 +25,7 @@ from ronde.types import Deadline
 from tests.jobs.kit import LocalRanks, start_ranks
 from tests.jobs.scripts import watching
 from tests.limits import PATIENCE_S, promised_s
+from tests.local_job import collect_stacks
 
 SIZE = 3
 SLOW = 2
@@ -141,6 +142,6 @@ def test_a_job_of_one_rank_is_watched_too() -> None:
         job.receive(0, "done")
         activity = until(job, lambda activity: activity.ranks[0].steps == 5)
         assert activity.ranks[0].state == "running"
-        assert WAITING in job.coordinator.collect_stacks(Deadline(PATIENCE_S))[0].stack
+        assert WAITING in collect_stacks(job.coordinator, Deadline(PATIENCE_S))[0].stack
         job.send([0])
         assert job.wait() == [0], job.printed()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -28,12 +27,12 @@ from ronde.coordinator.queries import OnStacks
 from ronde.net.addresses import format_address, host_identity
 from ronde.net.connect import Connection, describe_disconnect, is_closed
 from ronde.net.control import ControlServer
-from ronde.net.event_loop import CALL_TIMEOUT_S, LoopThread, Timer
+from ronde.net.event_loop import LoopThread, Timer
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.net.messages import AdmissionStatus, JoinRound, LeaveReason, StallReport, WorkerMessage, encode
 from ronde.observe.activity import JobActivity
-from ronde.observe.stacks import RankStack, pid_namespace, process_state
+from ronde.observe.stacks import pid_namespace, process_state
 from ronde.observe.stalls import Whereabouts
 from ronde.settings import Settings
 from ronde.types import Deadline
@@ -123,20 +122,6 @@ class CoordinatorServer:
             self._schedule_advance()
 
         self.thread.call(start)
-
-    def collect_stacks(self, deadline: Deadline) -> tuple[RankStack, ...]:
-        """Return the stacks of all ranks, as far as they answer before the deadline."""
-        done = threading.Event()
-        found: list[tuple[RankStack, ...]] = []
-
-        def on_done(stacks: tuple[RankStack, ...]) -> None:
-            found.append(stacks)
-            done.set()
-
-        self.request_stacks(deadline, on_done)
-        if not done.wait(deadline.remaining_s + CALL_TIMEOUT_S):
-            raise TimeoutError(f"the coordinator did not answer within {CALL_TIMEOUT_S:g} s; its host is very busy")
-        return found[0]
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until all rounds were served; returns whether they were."""

@@ -48,6 +48,7 @@ from ronde.observe.stacks import RankStack
 from ronde.observe.stragglers import ArrivalSample
 from ronde.settings import Settings
 from ronde.types import Deadline
+from tests.local_job import collect_stacks
 from tests.unit.coordinator.scripted_ranks import KEY, PATIENCE_S, Job, Rank, allreduce
 
 # --- coming together -------------------------------------------------------------------------------------------------
@@ -453,7 +454,7 @@ def test_the_end_of_a_job_can_still_be_looked_at(job: Job) -> None:
     assert job.coordinator.wait(PATIENCE_S)
     job.coordinator.close()
     assert states(job.coordinator.activity()) == ["left", "left"]
-    assert [stack.why for stack in job.coordinator.collect_stacks(Deadline(5.0))] == [
+    assert [stack.why for stack in collect_stacks(job.coordinator, Deadline(5.0))] == [
         "has left the round by shutdown()"
     ] * 2
 
@@ -464,7 +465,7 @@ def test_the_end_of_a_job_can_still_be_looked_at(job: Job) -> None:
 def asking(coordinator: CoordinatorServer, deadline: Deadline) -> Callable[[], tuple[RankStack, ...]]:
     """Asks in a thread; the result is what was answered."""
     pool = ThreadPoolExecutor(1)
-    answer = pool.submit(coordinator.collect_stacks, deadline)
+    answer = pool.submit(collect_stacks, coordinator, deadline)
 
     def result() -> tuple[RankStack, ...]:
         try:
@@ -494,7 +495,7 @@ def test_before_init_there_is_nothing_to_ask(job: Job) -> None:
     rank = job.come(0)
     rank.join(2)
     sync(rank)
-    assert [stack.why for stack in job.coordinator.collect_stacks(Deadline(PATIENCE_S))] == [
+    assert [stack.why for stack in collect_stacks(job.coordinator, Deadline(PATIENCE_S))] == [
         "is in init(), which waits for rank 1",
         "has not called ronde.init() yet",
     ]
