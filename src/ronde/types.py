@@ -114,7 +114,7 @@ class OperationKind(enum.IntEnum):
 
 
 def find_reduction_error(kind: OperationKind, dtype: DType, op: Op, *, scaled: bool) -> str:
-    """Why a reduction of this kind cannot be done, in words; empty when it can.
+    """Return why a reduction of this kind cannot be done; empty when it can.
 
     These are the rules of supported() in the native library.
     """

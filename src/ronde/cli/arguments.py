@@ -47,12 +47,12 @@ class CommandParser(argparse.ArgumentParser):
         )
 
     def add_flag(self, *names: str, metavar: str, help: str, default: Any = None, **more: Any) -> None:
-        """A flag with a value. Its default, if it has one, is added to the help."""
+        """Add a flag with a value. Its default, if it has one, is added to the help."""
         shown = "" if default is None else " Default: %(default)s."
         self.add_argument(*names, metavar=metavar, default=default, help=help + shown, **more)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """The flags by name. A mistake ends the process (SystemExit) with one line; so does --help, with its text."""
+        """Return the flags by name. A mistake ends the process (SystemExit) with one line, and --help with its text."""
         found, unknown = self.parse_known_args(arguments)
         if unknown:
             flags = [text for action in self._actions for text in action.option_strings]
@@ -100,7 +100,7 @@ def print_error(prog: str, error: object) -> int:
 
 
 def whole_number(minimum: int) -> Callable[[str], int]:
-    """A type for flags."""
+    """Return the `type` of a flag whose value is a whole number of at least this."""
 
     def parse(text: str) -> int:
         if not (text.isascii() and text.isdigit()) or int(text) < minimum:
@@ -111,7 +111,7 @@ def whole_number(minimum: int) -> Callable[[str], int]:
 
 
 def number(minimum: float = float("-inf"), maximum: float = float("inf")) -> Callable[[str], float]:
-    """A type for flags."""
+    """Return the `type` of a flag whose value is a number in this range."""
 
     def parse(text: str) -> float:
         try:

@@ -51,7 +51,7 @@ class Channel:
         self.group = group
         self.members = backend_channel.spec.members
         self.arrival_sampler = ArrivalSampler(len(self.members) if sample_arrivals else 0)
-        """When this rank came to operations, for the coordinator; stays empty without sample_arrivals."""
+        """When this rank arrived at operations, for the coordinator; stays empty without sample_arrivals."""
         self._run = backend_channel.run
         self._record = recorder.record_operation
         self._recorder = recorder
@@ -110,7 +110,7 @@ class Channel:
         return running_call
 
     def current_call(self) -> CurrentCall | None:
-        """The call under way, for the stall watch."""
+        """The call under way, for ChannelStallInspector; None when the channel is idle or closed."""
         return None if self._closed else self.backend_channel.current_call()
 
     def blocked_operation(self) -> CurrentOperation | None:
@@ -184,7 +184,7 @@ class Channel:
             signature = operation.signature
             self._record(signature.label, operation.name, self.group, signature.num_bytes, start_ns, ready_ns, end_ns)
         if call.kind is OperationKind.JOIN:
-            ready_ns = end_ns  # it only waits
+            ready_ns = end_ns  # a join only waits
         waited_ns = self._blocked_intervals.blocked_ns_between(start_ns, ready_ns)
         moved_ns = self._blocked_intervals.blocked_ns_between(ready_ns, end_ns)
         # Each operation of the call was recorded with all of the time.

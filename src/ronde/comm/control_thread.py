@@ -1,8 +1,8 @@
 """A rank's one control thread: everything that is not data, from the start of a round to its end.
 
 It sends announcements and reports, handles the coordinator's messages, notices when the coordinator is gone, and runs
-the listener's handshakes with other ranks. All of this are callbacks of one EventLoop, which never waits for anything
-else. User threads put named operations and messages into a queue; whatever is there is sent as one message.
+the listener's handshakes with other ranks. Each of these is a callback of one EventLoop, and no callback waits. User
+threads put named operations and messages into a queue; the operations in it are announced in one message.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = ["ControlConnection", "ControlThread"]
 
 HEARTBEAT_INTERVAL_S = 1.0
 NUM_INITIAL_HEARTBEATS = 16
-"""The first ones follow each other at once: the clock offset is known as well as the quickest of them measured it."""
+"""So many heartbeats are sent at once at the start: the quickest round trip gives the best clock offset."""
 REASON_GRACE_S = 0.2
 """How long the coordinator's reason may take to arrive after its connection was closed."""
 
@@ -109,9 +109,9 @@ class ControlThread:
         self._stopping = False
         self._leave_confirmed = threading.Event()
         self._group_replies: list[GroupsChanged] = []
-        """Answers that their thread has not taken yet; under the lock of `waits`."""
+        """Answers that the threads in request_groups() have not taken yet; under the lock of `waits`."""
         self._timeline_replies: list[TimelineReply] = []
-        """Likewise."""
+        """The answer that the thread in request_timeline() has not taken yet; under the lock of `waits`."""
         self._handlers = self._make_handlers()
         self._thread = threading.Thread(target=self._run, name="ronde-control", daemon=True)
 

@@ -154,9 +154,9 @@ class JoinedRound:
     coordinator_rank: int = -1
     """The rank that hosts the coordinator; -1 when a launcher does."""
     loop: EventLoop = field(default_factory=EventLoop)
-    """For the control thread, which closes it. The listener's handshakes run in it."""
+    """The loop of the control thread, which closes it. The listener's handshakes run in it, too."""
     resources: ExitStack = field(default_factory=ExitStack)
-    """Closes all of this."""
+    """Closing this closes all connections of the round."""
 
 
 def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
@@ -248,7 +248,7 @@ def _request_join(
             if deadline.expired:
                 control.send(LeaveRound(LeaveReason.FAILED, "it waited too long for the round to begin"))
                 raise StartFailed(
-                    f"rank {join.member.rank} heard nothing from the coordinator within {deadline.timeout_s:g} s; "
+                    f"rank {join.member.rank} got no answer from the coordinator within {deadline.timeout_s:g} s; "
                     "look at its output, or give more time with start_s (RONDE_START_S)"
                 )
             control.send(join)  # again and again: that is harmless, and a lost message is not

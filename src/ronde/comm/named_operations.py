@@ -33,7 +33,7 @@ MAX_CACHED_REQUESTS = 65_536
 
 
 class _CachedRequest(NamedTuple):
-    """What an id stands for."""
+    """The request that an id of the coordinator stands for on this rank."""
 
     id: int
     signature: Signature
@@ -41,7 +41,7 @@ class _CachedRequest(NamedTuple):
 
 
 class NamedOperations:
-    """Those of one group. announce() and abort() are for any thread, everything else for the control thread."""
+    """The named operations of one group. announce() and abort() are for any thread, the rest for the control thread."""
 
     def __init__(self, group: int, channel: Channel, waits: NegotiationWaits) -> None:
         self.group = group
@@ -52,11 +52,12 @@ class NamedOperations:
         self._works: dict[str, Work] = {}
         self._cached_requests: dict[str, _CachedRequest] = {}
         self._announced_by_id: dict[int, Work] = {}
-        """What was announced by id and has not been answered."""
+        """By id, the works that were announced by it and have not been answered."""
         self._lock = threading.Lock()
 
     def announce(self, operation: Operation, timeout_s: float) -> Work:
-        """This rank is ready for the operation, which takes its name until it is over."""
+        """Announce that this rank is ready for the operation, and return its work. The name is taken until the
+        operation has ended."""
         work = Work(operation, timeout_s, None, self.group, self._waits)
         if self._waits.tracing:
             work.announced_ns = time.monotonic_ns()
@@ -74,7 +75,8 @@ class NamedOperations:
         return work
 
     def make_request(self, work: Work) -> int | OperationRequest | None:
-        """How to announce the work: by its id if that stands for the same, else in full. None: it was aborted."""
+        """Return the id to announce the work by, if that stands for the same request, else the request in full. None:
+        the work was aborted."""
         with self._lock:  # abort() sets the error under it before it ends works
             if self._closed_error is not None:
                 return None
@@ -86,7 +88,8 @@ class NamedOperations:
         return self._make_full_request(operation)
 
     def resend_in_full(self, id: int) -> OperationRequest | None:
-        """What was announced by an id that the coordinator does not know any more; None if that was not here."""
+        """Return the request in full that was announced by an id which the coordinator does not know any more; None if
+        this group has not announced it."""
         work = self._announced_by_id.pop(id, None)
         if work is None or work.done():
             return None
@@ -127,13 +130,13 @@ class NamedOperations:
             self._release_names(works)
 
     def set_missing(self, name: str, ranks: tuple[int, ...]) -> None:
-        """These ranks have not announced the operation; a wait that takes too long names them."""
+        """Store the ranks that have not announced the operation: a wait that times out names them."""
         work = self._works.get(name)
         if work is not None:
             work.missing = ranks
 
     def reject(self, name: str, error: Exception) -> None:
-        """The operation cannot run."""
+        """End the operation with this error, because the members do not agree on it."""
         self._cached_requests.pop(name, None)
         work = self._works.get(name)
         if work is not None:
@@ -141,7 +144,7 @@ class NamedOperations:
             self._fail_works([work], error)
 
     def abort(self, error: RondeError) -> None:
-        """Nothing starts here any more. Operations that have started end with their channel."""
+        """Start nothing any more, and end with this error what has not started. The rest ends with its channel."""
         with self._lock:
             self._closed_error = self._closed_error or error
             works = list(self._works.values())
@@ -302,7 +305,7 @@ class OpenChannels:
             self._named_operations.pop(group, None)
 
     def abort_for(self, rank: int, why: str) -> None:
-        """A rank is lost: everything it was part of ends."""
+        """Abort all channels and named operations of which the lost rank is a member."""
         with self._lock:
             self._lost.setdefault(rank, why)
             channels = [channel for channel in self._channels if rank in channel.members]
@@ -311,7 +314,7 @@ class OpenChannels:
         _abort(channels, named, PeerLost(rank=self._rank, peer=rank, why=why))
 
     def abort_all(self, error: RondeError) -> None:
-        """The round is over, and everything with it. The first reason counts."""
+        """Abort all channels and named operations, because the round is over. The first error counts."""
         with self._lock:
             if self._closed_error is not None:
                 return

@@ -44,7 +44,7 @@ class Operation:
     own_rows: tuple[int, ...] | None = None
     """The numbers of rows that this rank gives, when members may differ in them."""
     splits: tuple[int, ...] | None = None
-    """Of alltoall, as the caller gave them."""
+    """For alltoall, how many rows go to each member."""
 
     def __init__(self, signature: Signature, name: str = "") -> None:
         self.signature = signature
@@ -333,6 +333,6 @@ class RowCountsOperation(Operation):
 
 
 def _even_split(num_rows: int, num_members: int) -> tuple[int, ...]:
-    """As even as possible: the first members get one row more."""
+    """Return how many rows each member gets: equally many, and the first members one more if there is a remainder."""
     least, more = divmod(num_rows, num_members)
     return tuple(least + (index < more) for index in range(num_members))

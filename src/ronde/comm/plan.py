@@ -38,9 +38,9 @@ class Bucket:
     op: str | Op = "mean"
     """How the members' numbers are combined, as in allreduce."""
     prescale: float = 1.0
-    """Factor on the way in."""
+    """Each member's numbers are multiplied by this before they are combined."""
     postscale: float = 1.0
-    """Factor on the way out."""
+    """The result is multiplied by this."""
     name: str = ""
     """For errors and events."""
     parts: tuple[int, ...] = ()
@@ -74,7 +74,7 @@ class Plan:
 
     def __init__(self, buckets: Sequence[Bucket], group: Group) -> None:
         self.buckets = tuple(buckets)
-        """What was agreed on."""
+        """The buckets that the members agreed on."""
         if not self.buckets:
             raise ValueError("a plan needs at least one bucket")
         self._group = group

@@ -33,7 +33,7 @@ __all__ = ["ActivityReporter", "ChannelStallInspector", "TraceSender"]
 
 MAX_EVENTS_PER_MESSAGE = 10_000
 SEND_INTERVAL_S = 0.02
-"""The file shows what happened a moment ago."""
+"""How often trace events are sent to the coordinator, which appends them to the file."""
 CHECKS_PER_STALL_TIME = 4
 
 

@@ -105,7 +105,7 @@ class World:
         self._request_timeline(TimelineRequest(str(Path(path).absolute()), style.horovod, style.batch_markers))
 
     def stop_timeline(self) -> None:
-        """End it; the file has everything then. Without one it does nothing."""
+        """End the timeline and complete its file. It does nothing if no timeline is being written."""
         self._request_timeline(TimelineRequest(""))
 
     def close(
@@ -178,7 +178,7 @@ def _make_leave(orderly: bool, why: str, error: BaseException | None, at_exit: b
 
 
 class _ProcessState:
-    """The current world, and what survives it."""
+    """The current world of this process, and what stays when the world has ended."""
 
     world: World | None = None
     num_rounds = 0

@@ -59,9 +59,9 @@ __all__ = [
 
 # When a rank is declared lost after its end was noticed. Each wait is for a better reason, so they are in this order.
 REASON_GRACE_NS = 10_000_000
-"""For the message in which the rank itself gives the reason."""
+"""The wait for the message in which the rank itself gives the reason."""
 EXIT_REPORT_GRACE_NS = 200_000_000
-"""For the launcher's report of how the process ended, if there is a launcher."""
+"""The wait for the launcher's report of how the process ended, if there is a launcher."""
 assert REASON_GRACE_NS < EXIT_REPORT_GRACE_NS < LEAVE_GRACE_S * 1e9
 
 START_MARGIN_S = 1.0
@@ -137,7 +137,7 @@ class CoordinatorCore:
         self._num_rounds = 0
         self._round: Round | None = None
         self._member_joins: dict[int, JoinRound] = {}
-        """Of the newest round."""
+        """By rank, the requests with which the members of the newest round joined it."""
         self._process_state = process_state
         self._pending_round = PendingRound(size, settings.start_s - min(START_MARGIN_S, 0.1 * settings.start_s))
         self._queries = RankQueries(self._pending_round, self._member_state)
@@ -158,7 +158,7 @@ class CoordinatorCore:
         self._logged_reason = ""
         self._former_first_lost: tuple[int, MembershipEnd] | None = None
         self._former_whereabouts: Whereabouts | None = None
-        """Of the newest round that is over and has lost a rank."""
+        """What first_lost and whereabouts were in the newest round that is over and has lost a rank."""
 
     @property
     def has_round(self) -> bool:
@@ -281,7 +281,8 @@ class CoordinatorCore:
         self._pending_round.withdraw(rank, end.detail or "it gave up")
 
     def _handle_process_exit(self, rank: int, how: str, now_ns: int) -> None:
-        """The launcher knows more than the end of a connection says, but less than the rank itself."""
+        """Replace the reason of a closed connection by the launcher's, unless the rank itself gives one within
+        REASON_GRACE_NS."""
         if rank in self._pending_round.joins or self._is_member(rank):
             end = MembershipEnd(LeaveReason.PROCESS_ENDED, how)
             self._reported_exits[rank] = _ReportedExit(now_ns + REASON_GRACE_NS, end)

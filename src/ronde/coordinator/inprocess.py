@@ -67,7 +67,7 @@ class InProcessCoordinator:
 
 
 class InProcessControlClient:
-    """What net.control.ControlClient is between processes."""
+    """The ControlConnection of a rank whose coordinator is in this process, in place of net.control.ControlClient."""
 
     def __init__(self, coordinator: InProcessCoordinator, rank: int) -> None:
         self._coordinator = coordinator

@@ -29,7 +29,7 @@ class MembershipEnd:
 
     reason: LeaveReason
     detail: str = ""
-    """More about it, in words for the user."""
+    """What is known beyond the reason, as text for the user."""
     missing: tuple[int, ...] = ()
     """If it timed out: the ranks that it waited for."""
     line: str = ""

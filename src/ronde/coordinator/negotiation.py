@@ -308,12 +308,12 @@ class Negotiator:
         self.add_group(0, tuple(range(size)))
 
     def add_group(self, group: int, members: tuple[int, ...]) -> None:
-        """Members are ranks of the world; their order is the order of rows."""
+        """Add a group. Its members are ranks of the world; allgather concatenates rows in their order."""
         assert group not in self._groups, f"group {group} exists"
         self._groups[group] = _GroupState(group, members)
 
     def remove_group(self, group: int) -> None:
-        """Its pending operations are rejected on the ranks that announced them."""
+        """Remove a group. Its pending operations are rejected on the ranks that announced them."""
         self._decide_ready()
         removed = self._groups.pop(group)
         for operation in removed.pending.values():
@@ -321,7 +321,7 @@ class Negotiator:
         self._forget_all(removed)
 
     def rank_lost(self, rank: int, why: str) -> None:
-        """Nothing more runs in the groups of a lost rank. Members that wait learn it from RankLost, not from here."""
+        """Let nothing more run in the groups of a lost rank. Rejects nothing: members that wait get RankLost."""
         self._decide_ready()
         for group in self._groups.values():
             if group.member_mask >> rank & 1 and not group.closed_reason:
@@ -329,7 +329,7 @@ class Negotiator:
                 self._forget_all(group)
 
     def announce(self, rank: int, message: AnnounceOperations, now_ns: int) -> None:
-        """A rank is ready for operations. The answers are returned by take_sends()."""
+        """Take the operations that a rank is ready for. take_sends() returns the answers."""
         bit = 1 << rank
         for request in message.new:
             self._announce_in_full(rank, bit, request, now_ns)

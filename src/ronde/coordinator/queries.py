@@ -162,7 +162,7 @@ class RankQueries:
     # --- ranks -----------------------------------------------------------------------------------------------------
 
     def _rank_state(self, rank: int) -> tuple[RankState, str]:
-        """The state of a rank, and more about it in words for the user."""
+        """Return the state of a rank, and what more is known about it as text for the user."""
         round, pending = self._round, self._pending_round
         if round is not None and rank in round.present:
             return "running", ""

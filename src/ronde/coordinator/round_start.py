@@ -16,7 +16,7 @@ MAX_GROUPS_CHARS = 400
 
 @dataclass(frozen=True, slots=True)
 class JoinDecision:
-    """Whether the next round starts (with `members`), is refused, or has to wait; and why, in words for the user."""
+    """Whether the next round starts (with `members`), is refused, or has to wait; and why, as text for the user."""
 
     reason: str
     members: tuple[Member, ...] | None = None
@@ -151,7 +151,7 @@ def _find_join_error(rank: int, join: JoinRound, size: int) -> str:
             f"rank {rank} speaks version {join.version} of the protocol, the coordinator {VERSION}; install one ronde"
         )
     if join.size != size:
-        return f"rank {rank} was told of {join.size} ranks, the coordinator of {size}; check RONDE_SIZE"
+        return f"rank {rank} has a job of {join.size} ranks, the coordinator one of {size}; check RONDE_SIZE"
     if join.member.rank != rank:
         return f"the process that connected as rank {rank} says it is rank {join.member.rank}"
     for ranks in join.groups:

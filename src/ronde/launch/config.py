@@ -292,7 +292,7 @@ def _read_command(value: object, source: str) -> tuple[str, ...]:
 
 
 def _format_variable(name: object, value: object, source: str) -> str:
-    """Write a variable as for -x."""
+    """Write a variable as the flag -x takes it: NAME=VALUE, or NAME alone."""
     return str(name) if value is None else f"{name}={_format_plain(_single_value(value, source))}"
 
 

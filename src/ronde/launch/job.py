@@ -18,7 +18,7 @@ CpuBinding: TypeAlias = Literal["none", "core"]
 
 
 def working_directory() -> str:
-    """Return this process's own. StartFailed when it was deleted."""
+    """Return the working directory of this process. StartFailed when it was deleted."""
     try:
         return str(Path.cwd())
     except FileNotFoundError:

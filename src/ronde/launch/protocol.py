@@ -222,7 +222,7 @@ class RankExit(LaunchMessage, frozen=True):
     host: str = ""
     """The host's name as the user wrote it. Added by the driver."""
     requested: bool = False
-    """Whether the rank ended after the driver had told it to. Added by the driver."""
+    """Whether the driver had sent the rank a signal to end. Added by the driver."""
 
 
 class UsageReport(LaunchMessage, frozen=True):

@@ -216,7 +216,7 @@ class LeaveRound(ControlMessage, frozen=True):
 
     reason: LeaveReason
     detail: str = ""
-    """What happened, in words for the user."""
+    """What happened, as text for the user."""
     missing: tuple[int, ...] = ()
     """The ranks that the operation waited for when it timed out."""
     line: str = ""
@@ -398,7 +398,7 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     control_port: int = 0
     """Where the coordinator's control server listens, if the rank is admitted."""
     reason: str = ""
-    """Why it is not, in words for the user."""
+    """Why the rank is not admitted, as text for the user."""
 
 
 _T = TypeVar("_T")

@@ -48,9 +48,9 @@ class CurrentOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     op: str
     since_ns: int
     missing: tuple[int, ...] = ()
-    """Members that have not come; empty when data moves."""
+    """Members that have not arrived; empty when data moves."""
     is_waiting: bool = True
-    """For other members; otherwise data moves."""
+    """Whether it waits for other members; otherwise data moves."""
     named_operation: tuple[int, str] | None = None
     """Group and name of a named operation that has not started: only the coordinator knows who is missing."""
 

@@ -32,9 +32,9 @@ class MetricsRow(msgspec.Struct, frozen=True, kw_only=True):
     operations: int = 0
     bytes: int = 0
     wait_s: float = 0.0
-    """Until the last member had come."""
+    """Time from the call until the last member had arrived."""
     move_s: float = 0.0
-    """From then on until the end."""
+    """Time from then on until the end: data moved."""
 
 
 class Metrics(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,8 +1,8 @@
 """Where a process is right now: its Python stacks, and the state of the process.
 
-A rank replies to the coordinator's StackQuery with dump_stacks(), from its control thread, while the main thread waits
-or computes. process_state() is for a process that does not reply. `ronde stack` shows the stacks of all ranks, equal
-ones together.
+A rank replies to the coordinator's StackRequest with dump_stacks(), from its control thread, while the main thread
+waits or computes. process_state() is for a process that does not reply. `ronde stack` shows the stacks of all ranks,
+equal ones together.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Which operations wait too long, and what the ranks they wait for are doing. The coordinator runs it; pure.
 
     at every tick       for stall in inspector.overdue(now_ns, operations):
-                            send StackQuery(stall.query_id) to each of stall.asked_ranks
+                            send StackRequest(stall.query_id) to each of stall.asked_ranks
     on a StackReply     inspector.add_reply(query_id, rank, line)
     at every tick       for stall in inspector.take_finished(now_ns): log describe_stall(stall, now_ns, …)
 
@@ -52,10 +52,10 @@ class Stall:
 
     query_id: int
     operations: tuple[WaitingOperation, ...]
-    """Of one group, for the same missing ranks; the one that has waited longest first."""
+    """The operations of one group that wait for the same ranks; the one that has waited longest first."""
     asked_ns: int
     lines: dict[int, str] = dataclasses.field(default_factory=dict)
-    """By rank, the line it is at."""
+    """By rank, the line of its program that it has reported."""
 
     @property
     def longest_waiting(self) -> WaitingOperation:

@@ -58,7 +58,7 @@ class NegotiationSlice(NamedTuple):
 
 
 class BatchMarker(NamedTuple):
-    """One named operation starts, or several as one."""
+    """The start of one named operation, or of several that were fused."""
 
     at_ns: int
 
@@ -69,7 +69,7 @@ class TraceStyle(NamedTuple):
     horovod: bool = False
     """NEGOTIATE_ALLREDUCE, ALLREDUCE and so on, as in Horovod's timeline."""
     batch_markers: bool = False
-    """Show BatchMarkers."""
+    """Whether the trace shows every BatchMarker."""
 
 
 Phase: TypeAlias = Literal["X", "i", "M", "b", "e"]

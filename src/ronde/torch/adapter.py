@@ -333,7 +333,7 @@ class _BucketSlice(NamedTuple):
     large: _BucketViews
     small: _BucketViews
     views: list[Tensor]
-    """Of both."""
+    """The views of the large and the small gradients."""
     addresses: list[int]
     """Where the memory of each view begins."""
     without_bucket: list[int]
@@ -386,7 +386,7 @@ def _view_like(memory: Array, parameter: Tensor) -> Tensor:
 
 
 def _memory_order(tensor: Tensor) -> str:
-    """The order of its elements in memory in words; empty when it is row by row."""
+    """Describe the order of its elements in memory; empty when it is row by row."""
     if tensor.is_contiguous() or not _is_packed(tensor):
         return ""
     formats = {4: torch.channels_last, 5: torch.channels_last_3d}

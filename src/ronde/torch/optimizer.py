@@ -99,7 +99,7 @@ def _read_names(named: Iterable[tuple[str, Tensor]], rank: int) -> dict[int, tup
 
 
 _open_reducers: WeakSet[OptimizerReducers] = WeakSet()
-"""Those of this process that are not closed. No parameter may be in two of them."""
+"""The OptimizerReducers of this process that are not closed. No parameter may be in two of them."""
 
 NamedParameters = Sequence[tuple[str, Tensor]]
 
@@ -273,7 +273,7 @@ def _check_group(group: object) -> Group | None:
 
 
 def _names_in_others(named: NamedParameters, mine: OptimizerReducers) -> list[str]:
-    """The names of those that another optimizer has."""
+    """Return the names of these parameters that another optimizer has, too."""
     others = {key for each in _open_reducers if each is not mine for key in each._named_by_id}
     return [name for name, parameter in named if id(parameter) in others]
 

@@ -91,7 +91,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         self._finished_from = start
 
     def __len__(self) -> int:
-        """How many samples of this epoch are still mine."""
+        """Return how many samples of this epoch this rank has not used yet."""
         return shard_size(self.length - self.consumed, *self._rank_and_size(), self.ends)
 
     def track(self, loader: Iterable[Batch], *, batch_size: int | None = None) -> Iterator[Batch]:
@@ -133,7 +133,8 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         self._finished_from = None
 
     def _check_source(self, loader: object) -> None:
-        """A forgotten `sampler=` would show every rank all of the data. What we do not know may well draw from us."""
+        """Raise ValueError if the loader draws from another sampler: with a forgotten `sampler=`, every rank would see
+        all of the data. A sampler of an unknown class is accepted, since it may draw from this one."""
         batches = getattr(loader, "batch_sampler", None)
         source = getattr(loader if batches is None else batches, "sampler", None)
         if source is not self and isinstance(source, INDEPENDENT_SAMPLERS):
@@ -146,7 +147,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}
 
     def _rank_and_size(self) -> tuple[int, int]:
-        """My index and the number of members, as they are now: after a restart they may be others."""
+        """Return the index of this rank and the number of members. A restart may change both, so they are not kept."""
         group = resolve_group(self._group)
         if group.rank is None:
             raise ValueError(f"this rank is not a member of {group!r}, among which the samples are shared out")
@@ -159,7 +160,7 @@ INDEPENDENT_SAMPLERS = (
     torch.utils.data.RandomSampler,
     torch.utils.data.DistributedSampler,
 )
-"""Samplers that draw from no other."""
+"""Samplers that do not draw from another sampler."""
 
 
 def _batch_size(loader: object) -> int:

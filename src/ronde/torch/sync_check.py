@@ -61,7 +61,7 @@ class SyncCheck:
         self._group = group
 
     def __call__(self) -> bool:
-        """Compare if it is time. Whether it was."""
+        """Compare if this is the first or an N-th call. Return whether it has compared."""
         due = self.num_calls % self.every == 0
         self.num_calls += 1
         if due:

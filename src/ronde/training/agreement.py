@@ -55,7 +55,7 @@ def all_equal(group: Group, data: bytes) -> bool:
 
 
 def first_difference(lists: Mapping[int, Sequence[str]]) -> str:
-    """The first position at which the lists of some ranks differ, and what each rank has there, in words."""
+    """The first position at which the lists of some ranks differ, and what each rank has there, as text."""
     for index, row in enumerate(zip_longest(*lists.values(), fillvalue=MISSING)):
         if len(set(row)) > 1:
             return f"At position {index}, {format_rank_answers(dict(zip(lists, row, strict=True)), ': ')}"
@@ -63,7 +63,7 @@ def first_difference(lists: Mapping[int, Sequence[str]]) -> str:
 
 
 class PlanProposal(msgspec.Struct, frozen=True):
-    """What one rank tells the others before buckets are made."""
+    """What one rank sends to the others before buckets are made."""
 
     settings: dict[str, str]
     """All that must be equal beside the parameters."""

@@ -113,9 +113,9 @@ class GradientSettings:
 
 NUM_STEP_FLAGS = 2
 HAD_BACKWARD = -2
-"""Behind the flags of the parameters: whether a member had a backward pass."""
+"""Index of the flag, after those of the parameters, that says whether a member had a backward pass."""
 REPLAN_WANTED = -1
-"""Whether other parameters train on a member than were agreed on."""
+"""Index of the flag that says whether a member trains other parameters than were agreed on."""
 
 
 class GradientExchange:

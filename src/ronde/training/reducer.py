@@ -30,7 +30,7 @@ class _PassProgress:
     num_missing: list[int]
     """By bucket, how many of its gradients are not ready."""
     fills_buckets: bool
-    """Whether gradients are reduced behind this pass, so that a full bucket may start."""
+    """Whether this is the last pass of its step, after which gradients are reduced: then a full bucket may start."""
     num_overlapped: int
     """How many buckets may start before the pass is over."""
     scale_factor: float
@@ -42,7 +42,7 @@ class _PassProgress:
     ready_order: list[int] = field(default_factory=list)
     """The indices of the parameters in the order in which gradients became ready, while no buckets are filled."""
     kinds: dict[int, GradientKind] = field(default_factory=dict)
-    """What is not a dense gradient."""
+    """By index of the parameter, the kinds of the gradients that are not dense."""
 
 
 class Reducer:
@@ -164,7 +164,7 @@ class Reducer:
             self._rebuild_buckets()
 
     def gradients_cleared(self) -> None:
-        """What becomes ready from now on does not add to results."""
+        """Gradients were cleared: those that become ready from now on are not added to results."""
         self._holds_results = False
 
     def drain(self) -> None:
@@ -320,7 +320,7 @@ class Reducer:
             self._assign_results(exchange, flags)
 
     def _forget_buckets(self) -> None:
-        """Only note which gradients come, until the members agree."""
+        """Close the buckets, and only record the order of gradients until the members agree on new ones."""
         self._close_exchange()
         self._parameters = self._adapter.describe_parameters()
         self._progress = self._new_progress(is_last=False, inline=False)

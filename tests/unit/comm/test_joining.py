@@ -115,7 +115,7 @@ def test_a_wrong_key_fails_all_ranks() -> None:
 def test_ranks_with_different_sizes_all_fail() -> None:
     results = run_ranks(2, use, lambda rank: {"size": 3} if rank else {}, start_s=2.0)
     assert [type(result) for result in results] == [StartFailed, StartFailed]
-    words = "ranks disagree on the number of ranks|rank 1 was told of 3 ranks, the coordinator of 2"
+    words = "ranks disagree on the number of ranks|rank 1 has a job of 3 ranks, the coordinator one of 2"
     assert all(re.search(words, str(result)) for result in results)
 
 

@@ -140,7 +140,7 @@ def test_a_rank_that_differs_is_named_with_what_each_gave(other: JoinRound, word
 def test_all_ranks_may_be_wrong_together() -> None:
     made = PendingRound(2, start_timeout_s=10.0)
     made.join(0, make_join(0, size=3), 0)
-    assert refusal(made) == "rank 0 was told of 3 ranks, the coordinator of 2; check RONDE_SIZE"
+    assert refusal(made) == "rank 0 has a job of 3 ranks, the coordinator one of 2; check RONDE_SIZE"
 
 
 @pytest.mark.parametrize(

@@ -330,7 +330,7 @@ class MeasurementBudget:
 
     rounds: int = 10
     seconds: float = 1.0
-    """Shared by the rounds."""
+    """The time of all rounds together."""
     steps: int | None = None
     """Steps per round, however long they take; None: as many as fit."""
 

@@ -188,19 +188,19 @@ class SystemInfo(msgspec.Struct, frozen=True, kw_only=True):
 class CpuInfo(msgspec.Struct, frozen=True):
     total: int
     allowed: int
-    """Those that this process may run on."""
+    """The cores that this process may run on."""
     quota: float | None = None
-    """How many a container may keep busy; None: no limit."""
+    """How many cores the container may keep busy; None: no limit."""
 
 
 class MemoryInfo(msgspec.Struct, frozen=True):
-    """In bytes."""
+    """The memory of the host, in bytes."""
 
     total: int
     available: int
-    """Without swapping, and within the limit."""
+    """What a process can allocate without swapping and within the limit."""
     limit: int | None = None
-    """A container's; None: no limit."""
+    """The limit of the container; None: no limit."""
 
 
 class SharedMemoryInfo(msgspec.Struct, frozen=True):
@@ -209,12 +209,12 @@ class SharedMemoryInfo(msgspec.Struct, frozen=True):
 
     works: bool
     why: str = ""
-    """The reason why it does not."""
+    """Why it does not work; empty if it does."""
     dev_shm_bytes: int = 0
 
 
 class ResourceLimits(msgspec.Struct, frozen=True):
-    """Per process or user; None: no limit."""
+    """Limits of this process or its user; None: no limit."""
 
     open_files: int | None
     processes: int | None

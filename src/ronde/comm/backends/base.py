@@ -47,7 +47,7 @@ class CallTiming(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True)
 class CurrentCall:
-    """The call that a channel executes right now, for the stall watch."""
+    """The call that a channel executes right now, for ChannelStallInspector."""
 
     description: str
     since_ns: int
@@ -90,7 +90,7 @@ class RunningCall:
         self.on_wait: Callable[[int, int], object] | None = None
         """Called after every wait, with its begin and end."""
         self.on_end: Callable[[CallTiming | Exception], None] | None = None
-        """Called with what the call ended in."""
+        """Called once, with the timing or the error in which the call ended."""
         self._lock = threading.Lock()
         self._error: Exception | None = None
 
@@ -99,7 +99,8 @@ class RunningCall:
         return self.timing is not None or self._error is not None or self.has_ended()
 
     def wait(self, deadline: Deadline) -> CallTiming:
-        """Wait for the call; raises what it ended in. OperationTimeout leaves a call under way that is not done()."""
+        """Wait for the call; return its timing or raise its error. After an OperationTimeout the call may still
+        be under way: done() says so."""
         if self.timing is None and self._error is None:
             if not self._lock.acquire(timeout=deadline.remaining_s):
                 raise self.make_timeout(deadline)
@@ -146,7 +147,8 @@ class RunningCall:
         raise NotImplementedError
 
     def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
-        """Wait for the call, in one thread at a time; raises what it ended in. None: it is still under way."""
+        """Wait for the call and return its timing, or raise its error; None if it is still under way at the deadline.
+        Called by one thread at a time."""
         raise NotImplementedError
 
 

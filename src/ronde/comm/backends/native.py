@@ -74,13 +74,13 @@ class NativeBackend:
             return NativeChannel(spec, handle, self._settings.algorithm)
 
     def rank_lost(self, rank: int, why: str) -> None:
-        """End the waits for a rank that is gone, for its connection as for its listener."""
+        """A rank is gone: end all waits for its connections, and all attempts to connect to it."""
         lost = PeerLost(rank=self._topology.rank, peer=rank, op="opening a channel", why=why)
         self._lost[rank] = lost
         self._listener.fail_rank(rank, lost)
 
     def close(self) -> None:
-        """The listener belongs to the round."""
+        """Do nothing: the listener is closed with the round."""
 
     def _make_params(self, spec: ChannelSpec) -> ChannelParams:
         world = self._topology.host_indices

@@ -26,14 +26,14 @@ class SingleRankBackend:
         return SingleRankChannel(spec)
 
     def rank_lost(self, rank: int, why: str) -> None:
-        """There is no other rank."""
+        """Do nothing: there is no other rank."""
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Do nothing: a channel with one member opens nothing."""
 
 
 class SingleRankChannel:
-    """What a collective leaves behind when nobody else takes part: the input, scaled."""
+    """A channel with one member: the result of every collective is the member's own input, scaled."""
 
     def __init__(self, spec: ChannelSpec) -> None:
         self.spec = spec

@@ -81,9 +81,9 @@ class Agent:
         self._host_variables = dict(host_variables or {})
         self._ranks: dict[int, RankProcess] = {}
         self._pause_requested = False
-        """By the driver, whose own output is backlogged."""
+        """Whether the driver has asked for a pause, because the reader of its own output is behind."""
         self._backlogged = False
-        """The connection to the driver is."""
+        """Whether much waits to be sent to the driver."""
         self._closed = False
         self._orphan_killer: OrphanKiller | None = None
         self._prober: NetworkProber | None = None
@@ -94,7 +94,7 @@ class Agent:
         loop.call_soon_threadsafe(lambda: self._report(make_hello()))
 
     def handle(self, message: DriverMessage) -> None:
-        """Do what the driver wants."""
+        """Carry out a message of the driver."""
         if self._closed:
             return
         match message:
@@ -242,7 +242,7 @@ def choose_exit_reason(exit_code: int, *, killed_by_agent: bool, oom_killed: boo
 HIGH_WATER_BYTES = 1024 * 1024
 """When so much waits to be sent, the agent stops reading the output of ranks."""
 LOW_WATER_BYTES = 256 * 1024
-"""Then it goes on."""
+"""When so little waits, the agent reads again."""
 
 
 class AgentServer:

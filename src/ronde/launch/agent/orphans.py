@@ -1,6 +1,6 @@
 """Kills the ranks of an agent that was itself killed, so that they do not outlive it.
 
-A small shell holds the reading end of a pipe and is told of every process group that begins and ends. When the pipe
+A small shell reads from a pipe a line for every process group that begins and ends. When the pipe
 ends, the agent is gone, however it went: the shell kills the groups that are left, and then every process that left
 its group (a daemon, a server in a session of its own) but still has the cookie that all processes of the agent inherit
 in their environment.
@@ -49,7 +49,7 @@ class OrphanKiller:
 
     def __init__(self) -> None:
         self.cookie = {COOKIE_VARIABLE: uuid.uuid4().hex}
-        """To be in the environment of every rank."""
+        """The variable that every rank has to have in its environment."""
         reading, self._fd = os.pipe()
         try:
             os.set_blocking(self._fd, False)
@@ -70,11 +70,11 @@ class OrphanKiller:
 
     @property
     def pid(self) -> int:
-        """The shell's."""
+        """The process id of the shell."""
         return self._shell.pid
 
     def watch_group(self, group: int) -> None:
-        """From now on, this process group ends with this process."""
+        """Kill this process group when this process ends."""
         self._write_line(f"begin {group}\n")
 
     def forget_group(self, group: int) -> None:

@@ -175,7 +175,7 @@ class RankSupervisor:
         self._running = set(range(job.num_ranks))
         self._termination = Termination(grace_s=job.grace_s, terminate_s=job.terminate_s)
         self._exit_requested = False
-        """Whether ranks were told to end."""
+        """Whether the driver has sent the ranks a signal to end."""
         self._stage_timer: Timer | None = None
         self._refresh_timer: Timer | None = None
         self._refresh_scheduled = False

@@ -1,6 +1,6 @@
-"""Who failed first, and what the job's user is told about it. Pure. Used by the driver when all ranks have ended.
+"""Which rank failed first, and the report about it for the user. Pure. Used by the driver when all ranks have ended.
 
-The order of exits is not the order of failures: a failing rank tells its peers before its interpreter has ended, and
+The order of exits is not the order of failures: a failing rank informs its peers before its interpreter has ended, and
 they may be gone before it is. So whom the coordinator lost first counts more; scripts that do not use ronde have no
 coordinator, and for them the order of exits is all there is.
 """

@@ -117,7 +117,7 @@ class AgentConnection(Protocol):
         """Send a message. Never waits; after the end of the connection the message is dropped."""
 
     def send_heartbeat(self, message: DriverHeartbeat) -> None:
-        """The one method for other threads."""
+        """Send a heartbeat. Other threads may call this method, and no other one."""
 
     def stop_agent(self) -> None:
         """Kill its ranks and end the agent: `on_lost` is called when that is done."""
@@ -143,7 +143,7 @@ class LocalAgentConnection:
         self._agent.handle(message)
 
     def send_heartbeat(self, message: DriverHeartbeat) -> None:
-        """An agent in this process needs none."""
+        """Do nothing: an agent in this process ends with the driver."""
 
     def stop_agent(self) -> None:
         self.close()
@@ -157,7 +157,7 @@ Reply = TypeVar("Reply", AgentHello, ProbeReply)
 
 
 class StartCancelled(Exception):
-    """Somebody stops the job before its ranks are started."""
+    """The job was stopped before its ranks were started."""
 
 
 class AgentGroup:
@@ -238,7 +238,7 @@ class AgentGroup:
             self._connections[index].send(messages[index])
 
     def suspend_heartbeat(self, suspended: bool) -> None:
-        """Tell agents that the driver is about to be suspended and will send nothing; or that it goes on."""
+        """Let agents wait without heartbeats while the driver is suspended, or expect heartbeats again."""
         for connection in self._connections:
             connection.send(DriverHeartbeat(UNLIMITED_S) if suspended else self._heartbeat)
 

@@ -93,9 +93,9 @@ class SshCommand:
     host: Host
     options: SshOptions
     python: str
-    """The Python there that has ronde."""
+    """The Python on that host that has ronde."""
     cwd: str
-    """Has to exist there."""
+    """The working directory, which has to exist on that host."""
     heartbeat_s: float
     """ssh gives up a host that does not answer for so long."""
 

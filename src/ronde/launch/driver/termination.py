@@ -21,7 +21,7 @@ __all__ = ["Termination", "TerminationEvent", "TerminationStage", "TerminationSt
 class TerminationStage(enum.Enum):
     RUNNING = enum.auto()
     GRACE = enum.auto()
-    """A rank has failed; the others end by themselves, because the coordinator tells them."""
+    """A rank has failed; the others end by themselves, because the coordinator sends them RankLost."""
     INTERRUPT = enum.auto()
     TERMINATE = enum.auto()
     KILL = enum.auto()

@@ -19,11 +19,11 @@ __all__ = ["IDLE_DELAY_S", "LiveRows", "MAX_LINE_BYTES", "OPEN_LINE_DELAY_S", "S
 MAX_LINE_BYTES = 256 * 1024
 """A longer line is printed in pieces."""
 OPEN_LINE_DELAY_S = 0.25
-"""A line without its end, such as a prompt, is printed after so long."""
+"""A line without its end, such as a prompt, is printed after this time."""
 IDLE_DELAY_S = 0.2
-"""A stream that writes nothing for so long does not come back to rows above its cursor, unless it hid the cursor."""
+"""A stream that writes nothing for this time does not come back to rows above its cursor, unless it hid the cursor."""
 MAX_ROWS = 64
-"""So far up can a cursor move."""
+"""How many rows up a cursor can move."""
 
 _NON_COLOR_ESCAPE = re.compile(rb"\x1b(?!\[[0-9;:]*m)")
 """An escape sequence other than a colour."""

@@ -32,9 +32,9 @@ _NONFATAL_HEADERS = (
     "Error in atexit._run_exitfuncs",
     "Error in sys.excepthook",
 )
-"""Python prints these before tracebacks that end nothing."""
+"""Python prints these before the tracebacks of errors that do not end the process."""
 _WARNING = re.compile(r"\S+:\d+: \w*Warning: |(\[rank\d+\]:)?\[W\d")
-"""Of Python (such as those of leaked semaphores) and of PyTorch."""
+"""The first line of a warning of Python (such as that of leaked semaphores) or of PyTorch."""
 _INTRODUCTION_PREFIXES = ("Exception in thread ", "Process ")
 _FRAME_PREFIXES = (" ", "│", "╭", "╰", "Current thread", "Thread 0x", "Python runtime state: ")
 _UNCAUGHT_CODE = 1
