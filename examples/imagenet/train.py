@@ -31,7 +31,7 @@ import ronde.torch
 from ronde.dash import RunLog, read_log, write_report
 from ronde.torch import ShardedSampler, average_metrics
 
-TELL_STEPS = 10
+REPORT_STEPS = 10
 """Steps from one look at all ranks to the next."""
 
 
@@ -70,7 +70,7 @@ class Trainer:
         self.saved_s = time.monotonic()
 
     def resume(self, log: Path) -> None:
-        """Go on where an unfinished run was, unless told to start over. A finished one starts over by itself."""
+        """Go on where an unfinished run was, unless --fresh is given. A finished one starts over by itself."""
         finished = ronde.objects.broadcast(log.exists() and read_log(log).ended)
         if self.options.fresh or (finished and not self.options.resume):
             self.checkpoints.clear()  # so that they are not taken for those of the new run
@@ -132,11 +132,11 @@ class Telling:
         """After each step."""
         self.losses.append(loss)
         self.num_images += num_images
-        if len(self.losses) == TELL_STEPS:
+        if len(self.losses) == REPORT_STEPS:
             self.flush()
 
     def flush(self) -> None:
-        """Tell what was not told yet. All ranks together."""
+        """Print and log the losses since the last call. Collective."""
         if not self.losses:
             return
         step, shares = self.trainer.step, self.log.gather(self.trainer.step)

@@ -1,9 +1,9 @@
-"""A rank dies, in every way, in the middle of every operation: within a second every other one is told who it was, can
-leave, and can join a new round. Nobody hangs.
+"""A rank dies, in every way, in the middle of every operation: within a second every other one gets an error that
+names it, can leave, and can join a new round. Nobody hangs.
 
 Two moments. *waiting*: the others are known to wait in the operation for the victim, which does not come. *inside*: the
 victim itself is in the middle of large operations. All operations of a job are under way at once, each in a group of
-its own, so one job tells of all of them; the tests look at what it outcome.
+its own, so one job serves the tests of all of them, which look at its Outcome.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ WORDS = {
     "os._exit": "exited with code 0",
     "exception": "ArithmeticError: the victim's own mistake",
 }
-"""The ways to die, and what the others are told by the launcher or by the victim itself."""
+"""The ways to die, and the reason that the others get from the launcher or from the victim itself."""
 SAID_ITSELF = {death: WORDS[death] for death in ("sys.exit", "exception")}
 WITHOUT_LAUNCHER = {**dict.fromkeys(WORDS, "its process is gone"), **SAID_ITSELF}
 """… when nobody sees how it ended."""

@@ -1,5 +1,5 @@
 """Two hosts, as two network namespaces joined by a link: collectives are right, and when the link is cut, every rank on
-both sides is told in time.
+both sides gets an error in time.
 """
 
 from __future__ import annotations

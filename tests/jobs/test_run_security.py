@@ -127,7 +127,7 @@ def test_a_job_of_one_without_a_launcher_listens_at_nothing() -> None:
     assert done.stdout == b"[]\n"
 
 
-# --- strangers -----------------------------------------------------------------------------------------------------
+# --- processes without the key -------------------------------------------------------------------------------------
 
 
 def connect(kind: str, address: str) -> socket.socket:

@@ -99,8 +99,8 @@ class Rank:
                 lambda: missing(channel) == () and all(each.num_done for each in rest), "everybody inside", callers
             )
         else:
-            # The coordinator hears things in order: when this is over, it has heard of what was announced before.
-            ronde.groups()[1].barrier(name="heard")
+            # The coordinator handles messages in order: after this barrier it has handled what was announced before.
+            ronde.groups()[1].barrier(name="handled")
             for name in IN_ORDER:
                 channel = self._group(name).ordered_channel
                 self._until(functools.partial(self._misses_victim, channel), f"all but the victim in {name}", callers)
@@ -162,7 +162,7 @@ def missing(channel: Channel) -> tuple[int, ...] | None:
 
 
 def fail_to_start(test: ControlSocket, wanted: dict[str, Any]) -> None:
-    """The victim ends before it joins: the others are told."""
+    """The victim ends before it joins: the others get an error that names it."""
     if test.rank == wanted["victim"]:
         die(test)
     test.send("under way")

@@ -41,7 +41,7 @@ def operations(plan: ronde.Plan) -> list[Callable[[], ronde.Work]]:
 
 
 def reports() -> list[StallReported]:
-    """The stalls that this rank has heard of."""
+    """The stalls that were reported to this rank."""
     return [event for event in ronde.events() if isinstance(event, StallReported)]
 
 

@@ -100,7 +100,11 @@ def numbers_that_are_not_finite_are_found_in_all_gradients() -> None:
     def spoil(grad: Tensor) -> Tensor:
         return grad * (float("nan") if ronde.rank() == 1 else 1.0)
 
-    for name in ("table.weight", "table.weight", "head.bias"):  # without an accord, with one, and thawed
+    for name in (
+        "table.weight",
+        "table.weight",
+        "head.bias",
+    ):  # before the ranks have agreed on buckets, after it, and a parameter that was frozen
         parameter: Any = model.get_parameter(name)
         parameter.requires_grad_(True)
         hook = parameter.register_hook(spoil)

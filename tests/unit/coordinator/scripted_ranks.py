@@ -36,7 +36,7 @@ T = TypeVar("T", bound=CoordinatorMessage)
 
 
 class Rank:
-    """One rank, worked by hand: what it hears is kept until the test asks for it."""
+    """A rank whose messages the test sends itself. What it receives is kept until the test asks for it."""
 
     def __init__(self, coordinator: CoordinatorServer, rank: int, *, round: int = 0) -> None:
         self.rank = rank
@@ -45,41 +45,41 @@ class Rank:
             coordinator.address, KEY, rank, round=round, deadline=deadline, heartbeat_s=10.0
         )
         self.control = PolledClient(control, KEY, rank)
-        self._heard: list[CoordinatorMessage] = []
+        self._received: list[CoordinatorMessage] = []
 
-    def say(self, message: WorkerMessage) -> None:
+    def send(self, message: WorkerMessage) -> None:
         self.control.send(message)
 
     def join(self, size: int, groups: tuple[tuple[int, ...], ...] = (), *, pid: int = 0) -> None:
         """Ask to be in the round, as this process or another."""
-        member = Member(self.rank, host_identity(), pid or os.getpid(), f"door{self.rank}")
-        self.say(JoinRound(VERSION, 0, size, member, groups, pid_namespace()))
+        member = Member(self.rank, host_identity(), pid or os.getpid(), f"socket{self.rank}")
+        self.send(JoinRound(VERSION, 0, size, member, groups, pid_namespace()))
 
-    def hear(self, kind: type[T]) -> T:
+    def receive(self, kind: type[T]) -> T:
         """The next message of this kind; those of other kinds stay."""
         deadline = Deadline(PATIENCE_S)
         while not deadline.expired:
-            for message in self._heard:
+            for message in self._received:
                 if isinstance(message, kind):
-                    self._heard.remove(message)
+                    self._received.remove(message)
                     return message
-            self._heard += self.control.poll(deadline.remaining_s)
-        raise AssertionError(f"rank {self.rank} did not hear {kind.__name__}, but {self._heard}")
+            self._received += self.control.poll(deadline.remaining_s)
+        raise AssertionError(f"rank {self.rank} did not receive {kind.__name__}, but {self._received}")
 
-    def has_heard(self, kind: type[CoordinatorMessage]) -> bool:
-        """After a question and its answer, everything said before has come."""
-        self.say(RankHeartbeat(0))
-        self.hear(RankHeartbeatReply)
-        return any(isinstance(message, kind) for message in self._heard)
+    def has_received(self, kind: type[CoordinatorMessage]) -> bool:
+        """Whether such a message was sent to it before now: the reply to a heartbeat comes after all earlier ones."""
+        self.send(RankHeartbeat(0))
+        self.receive(RankHeartbeatReply)
+        return any(isinstance(message, kind) for message in self._received)
 
     def die(self) -> None:
-        """As a killed process does: without a word."""
+        """Close the connections without LeaveRound, as the kernel does for a killed process."""
         self.control.close(0)
         self.line.close()
 
     def leave(self) -> None:
-        self.say(LeaveRound(LeaveReason.SHUTDOWN))
-        self.hear(LeaveConfirmed)
+        self.send(LeaveRound(LeaveReason.SHUTDOWN))
+        self.receive(LeaveConfirmed)
         self.die()
 
 
@@ -99,7 +99,7 @@ class Job:
         self.coordinator.start(host_names)
         return self.coordinator
 
-    def come(self, rank: int, **how: int) -> Rank:
+    def connect(self, rank: int, **how: int) -> Rank:
         made = Rank(self.coordinator, rank, **how)
         self._stack.callback(made.die)
         return made
@@ -118,11 +118,11 @@ class Job:
         return self.join(size, groups)
 
     def join(self, size: int, groups: tuple[tuple[int, ...], ...] = ()) -> list[Rank]:
-        ranks = [self.come(rank) for rank in range(size)]
+        ranks = [self.connect(rank) for rank in range(size)]
         for rank in ranks:
             rank.join(size, groups)
         for rank in ranks:
-            rank.hear(RoundStarted)
+            rank.receive(RoundStarted)
         return ranks
 
 

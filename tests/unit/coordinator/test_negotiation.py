@@ -36,42 +36,44 @@ def join(group: int = 0) -> OperationRequest:
 
 
 class Script:
-    """A negotiator with what each rank has been told so far."""
+    """A negotiator with the messages that were sent to each rank so far."""
 
     def __init__(self, size: int, *, fusion_bytes: int = 64 * KIB, remembered: int = 8192) -> None:
         self.size = size
         self.negotiator = Negotiator(size, fusion_bytes=fusion_bytes, max_cached=remembered)
-        self.told: dict[int, list[CoordinatorMessage]] = {rank: [] for rank in range(size)}
+        self.sent: dict[int, list[CoordinatorMessage]] = {rank: [] for rank in range(size)}
 
-    def say(self, rank: int, *requests: OperationRequest, known: Sequence[int] = (), now_ns: int = 0) -> None:
-        """A rank announces; nothing is flushed yet."""
+    def announce(self, rank: int, *requests: OperationRequest, known: Sequence[int] = (), now_ns: int = 0) -> None:
+        """A rank announces operations. Nothing is sent before flush()."""
         self.negotiator.announce(rank, AnnounceOperations(requests, tuple(known)), now_ns)
 
     def flush(self) -> list[Send]:
         sends = self.negotiator.take_sends()
         for ranks, message in sends:
             for rank in ranks:
-                self.told[rank].append(message)
+                self.sent[rank].append(message)
         return sends
 
     def all_say(self, *requests: OperationRequest) -> list[Send]:
         for rank in range(self.size):
-            self.say(rank, *requests)
+            self.announce(rank, *requests)
         return self.flush()
 
     def names_run(self, rank: int) -> list[list[str]]:
-        """Per Run that this rank was told: the names in it."""
+        """The names in each RunOperations that was sent to this rank."""
         return [
             [item.name for item in message.operations]
-            for message in self.told[rank]
+            for message in self.sent[rank]
             if isinstance(message, RunOperations)
         ]
 
     def failures(self, rank: int) -> list[str]:
-        return [message.reason for message in self.told[rank] if isinstance(message, OperationRejected)]
+        return [message.reason for message in self.sent[rank] if isinstance(message, OperationRejected)]
 
     def id_of(self, name: str) -> int:
-        runs = [message for told in self.told.values() for message in told if isinstance(message, RunOperations)]
+        runs = [
+            message for messages in self.sent.values() for message in messages if isinstance(message, RunOperations)
+        ]
         return next(item.id for run in reversed(runs) for item in run.operations if item.name == name)
 
 
@@ -80,10 +82,10 @@ class Script:
 
 def test_an_operation_runs_when_the_last_member_has_announced_it() -> None:
     script = Script(3)
-    script.say(2, allreduce("w"))
-    script.say(0, allreduce("w"))
+    script.announce(2, allreduce("w"))
+    script.announce(0, allreduce("w"))
     assert script.flush() == []
-    script.say(1, allreduce("w"))
+    script.announce(1, allreduce("w"))
     [send] = script.flush()
     assert send.ranks == (0, 1, 2)
     assert isinstance(send.message, RunOperations)
@@ -92,8 +94,8 @@ def test_an_operation_runs_when_the_last_member_has_announced_it() -> None:
 
 def test_a_lone_operation_is_not_held_back_by_others_in_flight() -> None:
     script = Script(2)
-    script.say(0, *(allreduce(f"late {i}") for i in range(100)), allreduce("now"))
-    script.say(1, allreduce("now"))
+    script.announce(0, *(allreduce(f"late {i}") for i in range(100)), allreduce("now"))
+    script.announce(1, allreduce("now"))
     script.flush()
     assert script.names_run(0) == script.names_run(1) == [["now"]]
 
@@ -107,8 +109,8 @@ def test_a_round_of_one_runs_everything_at_once() -> None:
 def test_a_group_waits_for_its_own_members_only() -> None:
     script = Script(4)
     script.negotiator.add_group(7, (1, 3))
-    script.say(1, allreduce("w", group=7))
-    script.say(3, allreduce("w", group=7))
+    script.announce(1, allreduce("w", group=7))
+    script.announce(3, allreduce("w", group=7))
     [send] = script.flush()
     assert send.ranks == (1, 3)
     assert isinstance(send.message, RunOperations) and send.message.group == 7
@@ -117,8 +119,8 @@ def test_a_group_waits_for_its_own_members_only() -> None:
 def test_the_same_name_in_two_groups_is_two_operations() -> None:
     script = Script(2)
     script.negotiator.add_group(1, (0, 1))
-    script.say(0, allreduce("w"))
-    script.say(1, allreduce("w", group=1))
+    script.announce(0, allreduce("w"))
+    script.announce(1, allreduce("w", group=1))
     assert script.flush() == []
 
 
@@ -132,27 +134,27 @@ def test_the_same_name_in_two_groups_is_two_operations() -> None:
 def test_a_rank_outside_of_a_group_is_told_so(group: int, why: str) -> None:
     script = Script(3)
     script.negotiator.add_group(1, (1, 2))
-    script.say(0, allreduce("w", group=group))
+    script.announce(0, allreduce("w", group=group))
     script.flush()
     assert script.failures(0) == [why]
-    assert script.told[1] == script.told[2] == []
+    assert script.sent[1] == script.sent[2] == []
 
 
 def test_what_is_in_flight_in_a_removed_group_fails_for_those_who_announced_it() -> None:
     script = Script(2)
     script.negotiator.add_group(1, (0, 1))
-    script.say(0, allreduce("w", group=1))
+    script.announce(0, allreduce("w", group=1))
     script.negotiator.remove_group(1)
     script.flush()
     assert script.failures(0) == ["allreduce 'w' of group 1: the group was removed before all members announced it"]
-    assert script.told[1] == []
+    assert script.sent[1] == []
 
 
 def test_what_waits_is_shown_with_who_is_missing() -> None:
     script = Script(3)
-    script.say(0, allreduce("old", (3, 4)), now_ns=10)
-    script.say(2, allreduce("old", (3, 4)), now_ns=20)
-    script.say(0, allreduce("young"), now_ns=30)
+    script.announce(0, allreduce("old", (3, 4)), now_ns=10)
+    script.announce(2, allreduce("old", (3, 4)), now_ns=20)
+    script.announce(0, allreduce("young"), now_ns=30)
     [pending] = script.negotiator.pending(until_ns=29)
     assert pending == (0, "old", "allreduce 'old' sum float32[3, 4]", 10, (0, 2), (1,))
     assert len(list(script.negotiator.pending(until_ns=30))) == 2
@@ -163,7 +165,7 @@ def test_what_waits_is_shown_with_who_is_missing() -> None:
 def test_what_does_not_wait_misses_nobody() -> None:
     script = Script(2)
     script.all_say(allreduce("done"))
-    script.say(0, allreduce("w"), join(group=7))
+    script.announce(0, allreduce("w"), join(group=7))
     missing = script.negotiator.missing
     assert [missing(0, "done"), missing(0, "never heard of"), missing(7, "w")] == [(), (), ()]
 
@@ -177,7 +179,7 @@ def test_an_operation_in_a_group_is_described_without_it() -> None:
         "b": OperationRequest(1, "b", OperationKind.BARRIER, 0, ()),
         "g": OperationRequest(1, "g", OperationKind.ALLGATHER, DType.INT8, ((2, 3),)),
     }
-    script.say(0, *wanted.values())
+    script.announce(0, *wanted.values())
     assert [pending.description for pending in script.negotiator.pending(until_ns=0)] == [
         "allreduce 'grads' mean float32[1] [2] [3] [4] …",
         "barrier 'b'",
@@ -194,7 +196,7 @@ def test_an_operation_that_ran_can_be_announced_by_its_id() -> None:
     ids = [script.id_of("a"), script.id_of("b")]
     assert len(set(ids)) == 2
     for rank in (0, 1):
-        script.say(rank, known=ids)
+        script.announce(rank, known=ids)
     script.flush()
     assert script.names_run(1) == [["a"], ["b"], ["a"], ["b"]]
     assert [script.id_of("a"), script.id_of("b")] == ids
@@ -203,8 +205,8 @@ def test_an_operation_that_ran_can_be_announced_by_its_id() -> None:
 def test_a_rank_may_say_in_full_what_another_says_by_id() -> None:
     script = Script(2)
     script.all_say(allreduce("a"))
-    script.say(0, known=[script.id_of("a")])
-    script.say(1, allreduce("a"))
+    script.announce(0, known=[script.id_of("a")])
+    script.announce(1, allreduce("a"))
     script.flush()
     assert script.names_run(0) == [["a"], ["a"]]
 
@@ -214,18 +216,18 @@ def test_a_changed_request_takes_the_place_of_the_one_before() -> None:
     script.all_say(allreduce("a", (4,)))
     script.all_say(allreduce("a", (8,)))
     for rank in (0, 1):
-        script.say(rank, known=[script.id_of("a")])
+        script.announce(rank, known=[script.id_of("a")])
     script.flush()
     assert script.names_run(0) == [["a"]] * 3
-    script.say(0, allreduce("a", (4,)))
-    script.say(1, known=[script.id_of("a")])
+    script.announce(0, allreduce("a", (4,)))
+    script.announce(1, known=[script.id_of("a")])
     script.flush()
     assert script.failures(1) == ["allreduce 'a': ranks disagree on shape: rank 0 gave (4,); rank 1 gave (8,)"]
 
 
 def test_an_id_that_nobody_gave_is_unknown_to_the_one_who_says_it() -> None:
     script = Script(2)
-    script.say(1, known=[77])
+    script.announce(1, known=[77])
     assert script.flush() == [Send((1,), UnknownOperationId(77))]
 
 
@@ -236,10 +238,10 @@ def test_the_name_that_ran_longest_ago_is_forgotten_first() -> None:
     script.all_say(allreduce("a"))  # now b is the oldest
     a, b = script.id_of("a"), script.id_of("b")
     script.all_say(allreduce("c"))
-    script.say(0, known=[a, b])
+    script.announce(0, known=[a, b])
     assert script.flush() == [Send((0,), UnknownOperationId(b))]
-    script.say(0, allreduce("b"))
-    script.say(1, allreduce("b"), known=[a])
+    script.announce(0, allreduce("b"))
+    script.announce(1, allreduce("b"), known=[a])
     script.flush()
     assert script.names_run(0)[-1] == ["b", "a"]
     assert script.id_of("b") != b
@@ -247,9 +249,9 @@ def test_the_name_that_ran_longest_ago_is_forgotten_first() -> None:
 
 def test_what_is_in_flight_is_never_forgotten() -> None:
     script = Script(2, remembered=1)
-    script.say(0, *(allreduce(f"n{i}") for i in range(10)))
+    script.announce(0, *(allreduce(f"n{i}") for i in range(10)))
     script.flush()
-    script.say(1, *(allreduce(f"n{i}") for i in range(10)))
+    script.announce(1, *(allreduce(f"n{i}") for i in range(10)))
     script.flush()
     assert [name for run in script.names_run(0) for name in run] == [f"n{i}" for i in range(10)]
 
@@ -259,8 +261,8 @@ def test_what_is_in_flight_is_never_forgotten() -> None:
 
 def test_allreduces_that_are_ready_together_run_as_one_in_the_order_of_readiness() -> None:
     script = Script(2)
-    script.say(0, allreduce("a"), allreduce("b"), allreduce("c"))
-    script.say(1, allreduce("c"), allreduce("a"), allreduce("b"))
+    script.announce(0, allreduce("a"), allreduce("b"), allreduce("c"))
+    script.announce(1, allreduce("c"), allreduce("a"), allreduce("b"))
     script.flush()
     assert script.names_run(0) == script.names_run(1) == [["c", "a", "b"]]
 
@@ -320,11 +322,11 @@ def test_a_grouped_operation_counts_with_all_its_arrays() -> None:
 def test_nothing_runs_any_more_in_the_groups_of_a_lost_rank() -> None:
     script = Script(3)
     script.negotiator.add_group(1, (0, 1))
-    script.say(0, allreduce("w"), allreduce("v", group=1))
+    script.announce(0, allreduce("w"), allreduce("v", group=1))
     script.negotiator.rank_lost(2, "killed by signal 9")
     assert script.flush() == []
     assert [pending.name for pending in script.negotiator.pending(0)] == ["v"]
-    script.say(1, allreduce("w"), allreduce("v", group=1))
+    script.announce(1, allreduce("w"), allreduce("v", group=1))
     script.flush()
     assert script.failures(1) == ["allreduce 'w': rank 2 is gone: killed by signal 9"]
     assert script.names_run(0) == [["v"]]
@@ -334,7 +336,7 @@ def test_an_id_of_a_lost_ranks_group_is_unknown() -> None:
     script = Script(2)
     script.all_say(allreduce("w"))
     script.negotiator.rank_lost(1, "gone")
-    script.say(0, known=[script.id_of("w")])
+    script.announce(0, known=[script.id_of("w")])
     assert script.flush() == [Send((0,), UnknownOperationId(script.id_of("w")))]
 
 
@@ -366,23 +368,23 @@ def test_every_name_runs_once_per_step_and_in_the_same_order_on_every_rank(
     script = Script(size, fusion_bytes=40, remembered=remembered)
     ids: list[dict[str, int]] = [{} for _ in range(size)]
     for _, events in (step for step in steps if step[0] == size):
-        before = [len(script.told[rank]) for rank in range(size)]
+        before = [len(script.sent[rank]) for rank in range(size)]
         for event in events:
             if event is None:
                 _answer_unknown(script, ids)
                 continue
             rank, name = event
             if name in ids[rank]:
-                script.say(rank, known=[ids[rank][name]])
+                script.announce(rank, known=[ids[rank][name]])
             else:
-                script.say(rank, allreduce(name))
-        runs = [[m for m in script.told[rank][before[rank] :] if isinstance(m, RunOperations)] for rank in range(size)]
+                script.announce(rank, allreduce(name))
+        runs = [[m for m in script.sent[rank][before[rank] :] if isinstance(m, RunOperations)] for rank in range(size)]
         assert sorted(item.name for run in runs[0] for item in run.operations) == NAMES
         assert all(run == runs[0] for run in runs)
 
 
 def _answer_unknown(script: Script, ids: list[dict[str, int]]) -> None:
-    """Flush as a coordinator does; let each rank learn ids, and say in full what was forgotten, as an engine does."""
+    """Flush, let each rank learn ids, and announce in full what was forgotten, as NamedOperations does."""
     while sends := script.flush():
         for ranks, message in sends:
             for rank in ranks:
@@ -391,7 +393,7 @@ def _answer_unknown(script: Script, ids: list[dict[str, int]]) -> None:
                 elif isinstance(message, UnknownOperationId):
                     name = next(name for name, known in ids[rank].items() if known == message.id)
                     del ids[rank][name]
-                    script.say(rank, allreduce(name))
+                    script.announce(rank, allreduce(name))
 
 
 F32, I32, BOOL = DType.FLOAT32, DType.INT32, DType.BOOL
@@ -405,7 +407,7 @@ def make(
 
 
 def negotiate(*requests: OperationRequest) -> list[RunOperations | OperationRejected]:
-    """One request per rank; returns what rank 0 is told, after checking that all are told the same."""
+    """One request per rank; returns what is sent to rank 0, after checking that all get the same."""
     negotiator = Negotiator(len(requests), fusion_bytes=0)
     for rank, request in enumerate(requests):
         negotiator.announce(rank, AnnounceOperations((request,)), 0)
@@ -616,52 +618,52 @@ def test_a_very_long_name_is_cut_in_the_error_but_not_in_the_answer() -> None:
 def test_when_all_have_joined_everybody_learns_who_was_last() -> None:
     script = Script(3)
     for rank in (2, 0, 1):
-        script.say(rank, join())
+        script.announce(rank, join())
     script.flush()
     assert (
-        script.told[0]
-        == script.told[1]
-        == script.told[2]
+        script.sent[0]
+        == script.sent[1]
+        == script.sent[2]
         == [RunOperations(0, (AgreedOperation(0, "join", row_counts=(1,)),))]
     )
 
 
 def test_nobody_waits_for_a_rank_that_has_joined() -> None:
     script = Script(3)
-    script.say(2, join())
-    script.say(0, allreduce("w"))
+    script.announce(2, join())
+    script.announce(0, allreduce("w"))
     assert script.negotiator.missing(0, "w") == (1,)
 
 
 @pytest.mark.parametrize("joined", [0, 1, 2])
 def test_a_joined_rank_gets_the_others_allreduce_in_full(joined: int) -> None:
     script = Script(3)
-    script.say(joined, join())
+    script.announce(joined, join())
     others = [rank for rank in range(3) if rank != joined]
     for rank in others:
-        script.say(rank, allreduce("w"))
+        script.announce(rank, allreduce("w"))
     script.flush()
-    [run] = script.told[joined]
+    [run] = script.sent[joined]
     assert isinstance(run, RunOperations)
     assert run.operations[0].request == allreduce("w")
-    assert [script.told[rank] for rank in others] == [
+    assert [script.sent[rank] for rank in others] == [
         [RunOperations(0, (AgreedOperation(run.operations[0].id, "w"),))]
     ] * 2
 
 
 def test_a_join_completes_what_the_others_have_announced_before() -> None:
     script = Script(2)
-    script.say(0, allreduce("w"), allreduce("v"))
+    script.announce(0, allreduce("w"), allreduce("v"))
     assert script.flush() == []
-    script.say(1, join())
+    script.announce(1, join())
     script.flush()
     assert script.names_run(0) == script.names_run(1) == [["w", "v"]]
 
 
 def test_what_a_rank_announced_before_it_joined_runs_as_announced() -> None:
     script = Script(2)
-    script.say(1, allgather("g"), join())
-    script.say(0, allgather("g"))
+    script.announce(1, allgather("g"), join())
+    script.announce(0, allgather("g"))
     script.flush()
     assert script.names_run(0) == script.names_run(1) == [["g"]]
     assert script.failures(0) == []
@@ -669,21 +671,21 @@ def test_what_a_rank_announced_before_it_joined_runs_as_announced() -> None:
 
 def test_other_operations_fail_and_say_who_has_joined() -> None:
     script = Script(3)
-    script.say(2, join())
-    script.say(0, allgather("g"))
+    script.announce(2, join())
+    script.announce(0, allgather("g"))
     assert script.flush() == []  # rank 1 has to get the same answer for the same call
-    script.say(1, allgather("g"))
+    script.announce(1, allgather("g"))
     script.flush()
     words = ["allgather 'g': rank 2 called join() and takes part in allreduce only"]
     assert script.failures(0) == script.failures(1) == words
-    assert script.told[2] == []
+    assert script.sent[2] == []
 
 
 def test_members_that_disagree_while_another_has_joined_are_told() -> None:
     script = Script(3)
-    script.say(2, join())
-    script.say(0, allreduce("w", (1,)))
-    script.say(1, allreduce("w", (2,)))
+    script.announce(2, join())
+    script.announce(0, allreduce("w", (1,)))
+    script.announce(1, allreduce("w", (2,)))
     script.flush()
     assert script.failures(0) == ["allreduce 'w': ranks disagree on shape: rank 0 gave (1,); rank 1 gave (2,)"]
 
@@ -691,22 +693,22 @@ def test_members_that_disagree_while_another_has_joined_are_told() -> None:
 def test_after_all_have_joined_everybody_is_needed_again() -> None:
     script = Script(2)
     for rank in (0, 1):
-        script.say(rank, join())
+        script.announce(rank, join())
     script.flush()
-    script.say(0, allreduce("w"))
+    script.announce(0, allreduce("w"))
     assert script.flush() == []
-    script.say(1, allreduce("w"))
+    script.announce(1, allreduce("w"))
     script.flush()
     assert script.names_run(0)[-1] == ["w"]
 
 
 def test_an_operation_of_ranks_that_joined_later_runs_before_the_join_does() -> None:
     script = Script(2)
-    script.say(0, allreduce("w"), join())
-    script.say(1, join())
+    script.announce(0, allreduce("w"), join())
+    script.announce(1, join())
     script.flush()
     assert script.names_run(0) == script.names_run(1) == [["w"], ["join"]]
-    [run, _] = script.told[1]
+    [run, _] = script.sent[1]
     assert isinstance(run, RunOperations) and run.operations[0].request == allreduce("w")
 
 
@@ -714,26 +716,26 @@ def test_a_rank_that_had_joined_has_to_announce_in_full_what_others_changed_mean
     script = Script(2)
     script.all_say(allreduce("w", (4,)))
     number = script.id_of("w")
-    script.say(1, join())
-    script.say(0, allreduce("w", (8,)))
+    script.announce(1, join())
+    script.announce(0, allreduce("w", (8,)))
     script.flush()
-    script.say(0, join())
+    script.announce(0, join())
     script.flush()
-    script.say(1, known=[number])
+    script.announce(1, known=[number])
     script.flush()
-    assert script.told[1][-1] == UnknownOperationId(number)
-    script.say(1, allreduce("w", (8,)))
-    script.say(0, known=[number])
+    assert script.sent[1][-1] == UnknownOperationId(number)
+    script.announce(1, allreduce("w", (8,)))
+    script.announce(0, known=[number])
     script.flush()
-    assert isinstance(script.told[0][-1], RunOperations) and isinstance(script.told[1][-1], RunOperations)
+    assert isinstance(script.sent[0][-1], RunOperations) and isinstance(script.sent[1][-1], RunOperations)
 
 
 def test_fused_operations_are_filled_in_one_by_one() -> None:
     script = Script(2)
-    script.say(1, allreduce("mine"), join())
-    script.say(0, allreduce("yours"), allreduce("mine"))
+    script.announce(1, allreduce("mine"), join())
+    script.announce(0, allreduce("yours"), allreduce("mine"))
     script.flush()
-    [run] = script.told[1]
+    [run] = script.sent[1]
     assert isinstance(run, RunOperations)
     assert [(item.name, item.request is None) for item in run.operations] == [("yours", False), ("mine", True)]
     assert script.names_run(0) == [["yours", "mine"]]
@@ -742,8 +744,8 @@ def test_fused_operations_are_filled_in_one_by_one() -> None:
 def test_a_join_in_one_group_does_not_reach_another() -> None:
     script = Script(2)
     script.negotiator.add_group(1, (0, 1))
-    script.say(1, join(group=1))
-    script.say(0, allreduce("w"), allreduce("v", group=1))
+    script.announce(1, join(group=1))
+    script.announce(0, allreduce("w"), allreduce("v", group=1))
     script.flush()
     assert script.names_run(0) == [["v"]]
 
@@ -751,9 +753,9 @@ def test_a_join_in_one_group_does_not_reach_another() -> None:
 def test_a_join_where_a_rank_is_gone_fails() -> None:
     script = Script(2)
     script.negotiator.rank_lost(1, "exited with code 1")
-    script.say(0, join())
+    script.announce(0, join())
     script.flush()
-    assert script.told[0] == [OperationRejected(0, "join", "join 'join': rank 1 is gone: exited with code 1")]
+    assert script.sent[0] == [OperationRejected(0, "join", "join 'join': rank 1 is gone: exited with code 1")]
 
 
 NAMES = [f"n{i}" for i in range(5)]
@@ -785,7 +787,7 @@ def test_whatever_some_rank_announced_runs_once_on_all_before_the_join_does(
         if request is None:
             script.flush()
         else:
-            script.say(rank, request)
+            script.announce(rank, request)
     script.flush()
     announced = {request.name for _, request in events if request is not None} - {"join"}
     assert script.names_run(0) == script.names_run(1) == script.names_run(2)
@@ -793,7 +795,7 @@ def test_whatever_some_rank_announced_runs_once_on_all_before_the_join_does(
     assert ran[-1] == "join"
     assert sorted(ran[:-1]) == sorted(announced)
     for rank in range(3):
-        runs = [message for message in script.told[rank] if isinstance(message, RunOperations)]
+        runs = [message for message in script.sent[rank] if isinstance(message, RunOperations)]
         filled = {item.name for run in runs for item in run.operations if item.request is not None}
         assert filled == announced - {request.name for other, request in events if request and other == rank}
 
@@ -802,7 +804,7 @@ MS = 1_000_000
 
 
 def late_of(script: Script, rank: int = 0) -> tuple[tuple[int, int], ...]:
-    run = script.told[rank][-1]
+    run = script.sent[rank][-1]
     assert isinstance(run, RunOperations)
     return run.stragglers
 
@@ -810,7 +812,7 @@ def late_of(script: Script, rank: int = 0) -> tuple[tuple[int, int], ...]:
 def test_who_comes_together_is_not_late() -> None:
     script = Script(3)
     for rank in range(3):
-        script.say(rank, allreduce("w"), now_ns=5 * MS + rank * (MIN_STRAGGLER_DELAY_NS // 3))
+        script.announce(rank, allreduce("w"), now_ns=5 * MS + rank * (MIN_STRAGGLER_DELAY_NS // 3))
     script.flush()
     assert late_of(script) == ()
 
@@ -818,7 +820,7 @@ def test_who_comes_together_is_not_late() -> None:
 def test_the_late_are_told_with_how_far_they_were_behind() -> None:
     script = Script(3)
     for rank, at in ((1, 10), (0, 12), (2, 30)):
-        script.say(rank, allreduce("w"), now_ns=at * MS)
+        script.announce(rank, allreduce("w"), now_ns=at * MS)
     script.flush()
     for rank in range(3):
         assert late_of(script, rank) == ((2, 0), (0, 18 * MS), (1, 20 * MS))
@@ -827,8 +829,8 @@ def test_the_late_are_told_with_how_far_they_were_behind() -> None:
 def test_each_step_is_judged_anew() -> None:
     script = Script(2)
     for late, now in ((1, 10 * MS), (0, 50 * MS)):
-        script.say(1 - late, allreduce("w"), now_ns=now)
-        script.say(late, allreduce("w"), now_ns=now + 5 * MS)
+        script.announce(1 - late, allreduce("w"), now_ns=now)
+        script.announce(late, allreduce("w"), now_ns=now + 5 * MS)
         script.flush()
         assert late_of(script) == ((late, 0), (1 - late, 5 * MS))
     script.all_say(allreduce("w"))
@@ -837,10 +839,10 @@ def test_each_step_is_judged_anew() -> None:
 
 def test_of_what_travels_together_the_last_announcement_counts() -> None:
     script = Script(2)
-    script.say(0, allreduce("a"), now_ns=10 * MS)
-    script.say(1, allreduce("b"), now_ns=11 * MS)
-    script.say(0, allreduce("b"), now_ns=12 * MS)
-    script.say(1, allreduce("a"), now_ns=20 * MS)
+    script.announce(0, allreduce("a"), now_ns=10 * MS)
+    script.announce(1, allreduce("b"), now_ns=11 * MS)
+    script.announce(0, allreduce("b"), now_ns=12 * MS)
+    script.announce(1, allreduce("a"), now_ns=20 * MS)
     script.flush()
     assert script.names_run(0) == [["b", "a"]]
     assert late_of(script) == ((1, 0), (0, 8 * MS))
@@ -849,16 +851,16 @@ def test_of_what_travels_together_the_last_announcement_counts() -> None:
 def test_of_many_only_the_last_are_told() -> None:
     script = Script(3 * MAX_STRAGGLERS)
     for rank in range(script.size):
-        script.say(rank, allgather("w"), now_ns=rank * MS)
+        script.announce(rank, allgather("w"), now_ns=rank * MS)
     script.flush()
     assert [rank for rank, _ in late_of(script)] == list(range(script.size - 1, script.size - 1 - MAX_STRAGGLERS, -1))
 
 
 def test_who_has_joined_is_never_late() -> None:
     script = Script(3)
-    script.say(2, join(), now_ns=1 * MS)
-    script.say(0, allreduce("w"), now_ns=10 * MS)
-    script.say(1, allreduce("w"), now_ns=30 * MS)
+    script.announce(2, join(), now_ns=1 * MS)
+    script.announce(0, allreduce("w"), now_ns=10 * MS)
+    script.announce(1, allreduce("w"), now_ns=30 * MS)
     script.flush()
     for rank in range(3):
         assert late_of(script, rank) == ((1, 0), (0, 20 * MS))

@@ -56,11 +56,11 @@ from tests.unit.coordinator.scripted_ranks import KEY, PATIENCE_S, Job, Rank, al
 
 def test_all_ranks_are_welcomed_with_all_members(job: Job) -> None:
     job.start(2)
-    first, second = job.come(0), job.come(1)
+    first, second = job.connect(0), job.connect(1)
     second.join(2)
     first.join(2)
-    welcome = first.hear(RoundStarted)
-    assert welcome == second.hear(RoundStarted)
+    welcome = first.receive(RoundStarted)
+    assert welcome == second.receive(RoundStarted)
     assert (welcome.round, [member.rank for member in welcome.members]) == (0, [0, 1])
 
 
@@ -74,7 +74,7 @@ def test_a_rank_may_connect_before_the_coordinator_serves() -> None:
             rank = connecting.result(PATIENCE_S)
         stack.callback(rank.die)
         rank.join(1)
-        rank.hear(RoundStarted)
+        rank.receive(RoundStarted)
 
 
 def test_a_coordinator_that_was_never_started_closes() -> None:
@@ -85,38 +85,38 @@ def test_a_coordinator_that_was_never_started_closes() -> None:
 
 def test_who_does_not_come_in_time_is_named_to_those_who_did(job: Job) -> None:
     job.start(3, start_s=0.2)
-    rank = job.come(1)
+    rank = job.connect(1)
     rank.join(3)
-    assert rank.hear(JoinRefused).reason.startswith("ranks 0, 2 of 3 did not join within ")
+    assert rank.receive(JoinRefused).reason.startswith("ranks 0, 2 of 3 did not join within ")
 
 
 def test_a_second_process_with_the_same_rank_is_sent_away_and_the_round_refused(job: Job) -> None:
     job.start(2)
-    rank = job.come(0)
+    rank = job.connect(0)
     with pytest.raises(StartFailed, match="another process already is rank 0"):
-        job.come(0)
+        job.connect(0)
     rank.join(2)
-    assert rank.hear(JoinRefused).reason.startswith("two processes say that they are rank 0")
+    assert rank.receive(JoinRefused).reason.startswith("two processes say that they are rank 0")
 
 
 def test_a_second_process_does_not_disturb_a_round_that_is_on(job: Job) -> None:
     ranks = job.gather(2)
     with pytest.raises(StartFailed, match="another process already is rank 1"):
-        job.come(1)
+        job.connect(1)
     for rank in ranks:
-        rank.say(allreduce("w"))
-    assert [rank.hear(RunOperations).operations[0].name for rank in ranks] == ["w", "w"]
+        rank.send(allreduce("w"))
+    assert [rank.receive(RunOperations).operations[0].name for rank in ranks] == ["w", "w"]
 
 
 def test_a_process_that_replaces_one_that_died_while_it_joined_is_no_second_process(
     job: Job, caplog: pytest.LogCaptureFixture
 ) -> None:
     job.start(2, rounds=None)
-    job.come(1).die()
-    ranks = [job.come(0), job.come(1)]  # rank 1 has to retry until the coordinator has done with the former one
+    job.connect(1).die()
+    ranks = [job.connect(0), job.connect(1)]  # rank 1 has to retry until the coordinator has done with the former one
     for rank in ranks:
         rank.join(2)
-    assert [rank.hear(RoundStarted).round for rank in ranks] == [0, 0]
+    assert [rank.receive(RoundStarted).round for rank in ranks] == [0, 0]
     assert "a second process" not in caplog.text
 
 
@@ -125,34 +125,34 @@ def test_a_process_that_replaces_one_that_died_while_it_joined_is_no_second_proc
 
 def test_a_named_operation_runs_on_all_when_all_have_announced_it(job: Job) -> None:
     first, second = job.gather(2)
-    first.say(allreduce("w"))
-    assert not first.has_heard(RunOperations)
-    second.say(allreduce("w"))
-    assert first.hear(RunOperations) == second.hear(RunOperations)
+    first.send(allreduce("w"))
+    assert not first.has_received(RunOperations)
+    second.send(allreduce("w"))
+    assert first.receive(RunOperations) == second.receive(RunOperations)
 
 
 def test_groups_of_the_beginning_and_later_ones_work(job: Job) -> None:
     ranks = job.gather(2, groups=((0, 1),))
     for rank in ranks:
-        rank.say(allreduce("w", group=1))
-        rank.say(ChangeGroups((1,)))
-    assert [rank.hear(RunOperations).group for rank in ranks] == [1, 1]
-    assert [rank.hear(GroupsChanged) for rank in ranks] == [GroupsChanged((1,), 2)] * 2
-    ranks[1].say(allreduce("alone", group=2))
-    assert ranks[1].hear(RunOperations).group == 2
+        rank.send(allreduce("w", group=1))
+        rank.send(ChangeGroups((1,)))
+    assert [rank.receive(RunOperations).group for rank in ranks] == [1, 1]
+    assert [rank.receive(GroupsChanged) for rank in ranks] == [GroupsChanged((1,), 2)] * 2
+    ranks[1].send(allreduce("alone", group=2))
+    assert ranks[1].receive(RunOperations).group == 2
     for rank in ranks:
-        rank.say(ChangeGroups((1,), 2))
-    assert ranks[0].hear(GroupsChanged).removed
-    ranks[1].say(allreduce("late", group=2))
-    assert "group 2 does not exist" in ranks[1].hear(OperationRejected).reason
+        rank.send(ChangeGroups((1,), 2))
+    assert ranks[0].receive(GroupsChanged).removed
+    ranks[1].send(allreduce("late", group=2))
+    assert "group 2 does not exist" in ranks[1].receive(OperationRejected).reason
 
 
 def test_a_heartbeat_is_answered_with_the_clock(job: Job) -> None:
     job.start(1)
-    rank = job.come(0)
+    rank = job.connect(0)
     before_ns = time.monotonic_ns()
-    rank.say(RankHeartbeat(42))
-    answer = rank.hear(RankHeartbeatReply)
+    rank.send(RankHeartbeat(42))
+    answer = rank.receive(RankHeartbeatReply)
     assert answer.sent_ns == 42
     assert before_ns <= answer.coordinator_ns <= time.monotonic_ns()
 
@@ -161,15 +161,15 @@ def test_what_makes_no_sense_is_dropped_and_the_job_goes_on(job: Job) -> None:
     ranks = job.gather(2)
     ranks[0].control._socket.send(b"garbage")
     ranks[0].line.sendall(b"nobody writes here")
-    ranks[0].say(AnnounceOperations(known_ids=(123456,)))
-    ranks[0].say(WaitingTooLong("x", 99, -5, (-3, 77)))
-    ranks[0].say(StackReply(4711, "", ""))
-    ranks[0].say(ChangeGroups((5, 3)))
-    ranks[0].say(AnnounceOperations((OperationRequest(-7, "x", 99, 99, ((-1,),)),)))
+    ranks[0].send(AnnounceOperations(known_ids=(123456,)))
+    ranks[0].send(WaitingTooLong("x", 99, -5, (-3, 77)))
+    ranks[0].send(StackReply(4711, "", ""))
+    ranks[0].send(ChangeGroups((5, 3)))
+    ranks[0].send(AnnounceOperations((OperationRequest(-7, "x", 99, 99, ((-1,),)),)))
     ranks[0].join(2)
     for rank in ranks:
-        rank.say(allreduce("w"))
-    assert [rank.hear(RunOperations).operations[0].name for rank in ranks] == ["w", "w"]
+        rank.send(allreduce("w"))
+    assert [rank.receive(RunOperations).operations[0].name for rank in ranks] == ["w", "w"]
 
 
 # --- watching --------------------------------------------------------------------------------------------------------
@@ -178,26 +178,26 @@ def test_what_makes_no_sense_is_dropped_and_the_job_goes_on(job: Job) -> None:
 def test_a_stall_is_reported_once_with_where_the_missing_rank_is(job: Job, caplog: pytest.LogCaptureFixture) -> None:
     first, second = job.gather(2, stall_s=0.1)
     with caplog.at_level(logging.WARNING, "ronde.stall"):
-        first.say(allreduce("w"))
-        query = second.hear(StackRequest)
-        second.say(StackReply(query.query_id, "train.py:42 in step: sleep(1000)", "…"))
-        stalled = first.hear(StallReport)
-        assert second.hear(StallReport) == stalled
+        first.send(allreduce("w"))
+        query = second.receive(StackRequest)
+        second.send(StackReply(query.query_id, "train.py:42 in step: sleep(1000)", "…"))
+        stalled = first.receive(StallReport)
+        assert second.receive(StallReport) == stalled
     assert stalled.missing == (1,)
     assert "allreduce 'w'" in stalled.op
     assert "train.py:42 in step: sleep(1000)" in stalled.report
     assert caplog.messages == [stalled.report]
-    second.say(allreduce("w"))
-    first.hear(RunOperations)
-    assert not first.has_heard(StallReport)
+    second.send(allreduce("w"))
+    first.receive(RunOperations)
+    assert not first.has_received(StallReport)
 
 
 @pytest.mark.parametrize("names", [(), ("a", "b")], ids=["nobody told", "told by a launcher"])
 def test_a_rank_that_does_not_answer_is_reported_too_with_its_hosts_name(job: Job, names: tuple[str, ...]) -> None:
     first, _ = job.gather(2, stall_s=0.05, host_names=names)
-    first.say(allreduce("w"))
+    first.send(allreduce("w"))
     host = names[1] if names else gethostname()
-    assert f"rank 1 on host {host}, pid {os.getpid()}, does not answer" in first.hear(StallReport).report
+    assert f"rank 1 on host {host}, pid {os.getpid()}, does not answer" in first.receive(StallReport).report
 
 
 def test_the_timeline_collects_what_all_ranks_recorded(job: Job, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_the_timeline_collects_what_all_ranks_recorded(job: Job, tmp_path: Path)
     ranks = job.gather(2, timeline=str(path))
     for rank in ranks:
         event = {"name": f"of {rank.rank}", "ph": "X", "ts": 1, "dur": 1, "pid": rank.rank, "tid": 0}
-        rank.say(TraceBatch((msgspec.json.encode(event),)))
+        rank.send(TraceBatch((msgspec.json.encode(event),)))
         rank.leave()
     assert job.coordinator.wait(PATIENCE_S)
     trace = msgspec.json.decode(path.read_bytes())
@@ -232,7 +232,7 @@ def test_a_death_is_told_to_all_at_once(job: Job) -> None:
     ranks = job.gather(3)
     ranks[1].die()
     began = time.monotonic()
-    assert ranks[0].hear(RankLost) == ranks[2].hear(RankLost) == RankLost(1, "its process is gone")
+    assert ranks[0].receive(RankLost) == ranks[2].receive(RankLost) == RankLost(1, "its process is gone")
     assert time.monotonic() - began < 1.0
 
 
@@ -240,27 +240,27 @@ def test_a_rank_whose_process_is_gone_is_lost_though_its_connection_stays_open(j
     """As when a child of the process has inherited the connection."""
     process = subprocess.Popen(["sleep", "1000"])
     job.start(2, stall_s=0.1)
-    first, second = job.come(0), job.come(1)
+    first, second = job.connect(0), job.connect(1)
     first.join(2)
     second.join(2, pid=process.pid)
-    first.hear(RoundStarted)
-    first.say(allreduce("w"))
+    first.receive(RoundStarted)
+    first.send(allreduce("w"))
     process.kill()
     process.wait()
-    assert first.hear(RankLost) == RankLost(1, "its process is gone")
+    assert first.receive(RankLost) == RankLost(1, "its process is gone")
 
 
 def test_the_words_of_the_launcher_are_told(job: Job) -> None:
     ranks = job.gather(2, rounds=None)
     job.coordinator.rank_exited(1, "killed by signal 9")
     ranks[1].die()
-    assert ranks[0].hear(RankLost) == RankLost(1, "killed by signal 9")
+    assert ranks[0].receive(RankLost) == RankLost(1, "killed by signal 9")
 
 
 def test_a_rank_whose_script_just_ends_is_missed_but_not_shown_as_lost(job: Job) -> None:
     ranks = job.gather(2, rounds=None)
-    ranks[1].say(LeaveRound(LeaveReason.SCRIPT_ENDED, detail="exited without shutdown"))
-    assert ranks[0].hear(RankLost) == RankLost(1, "exited without shutdown")
+    ranks[1].send(LeaveRound(LeaveReason.SCRIPT_ENDED, detail="exited without shutdown"))
+    assert ranks[0].receive(RankLost) == RankLost(1, "exited without shutdown")
     shown = job.coordinator.activity().ranks[1]
     assert (shown.state, shown.why) == ("left", "has come to the end of its script")
     lost = job.coordinator.first_lost()
@@ -278,7 +278,7 @@ def test_closing_waits_for_those_who_have_not_left(job: Job) -> None:
     first.leave()
     closer = threading.Thread(target=job.coordinator.close)
     closer.start()
-    assert not second.has_heard(EndRound)
+    assert not second.has_received(EndRound)
     second.leave()
     closer.join(PATIENCE_S)
     assert not closer.is_alive()
@@ -288,7 +288,7 @@ def test_who_does_not_leave_in_time_hears_that_it_is_over(job: Job) -> None:
     first, second = job.gather(2)
     first.leave()
     job.coordinator.close()
-    assert "closed by its host" in second.hear(EndRound).reason
+    assert "closed by its host" in second.receive(EndRound).reason
 
 
 def test_a_launchers_coordinator_serves_round_after_round(job: Job) -> None:
@@ -301,13 +301,13 @@ def test_a_launchers_coordinator_serves_round_after_round(job: Job) -> None:
 def test_who_comes_early_to_the_next_round_waits_for_the_others_to_leave_this_one(job: Job) -> None:
     first, second = job.gather(2, rounds=None, shutdown_s=PATIENCE_S)
     first.leave()
-    early = job.come(0)
+    early = job.connect(0)
     early.join(2)
-    assert not early.has_heard(RoundStarted)
+    assert not early.has_received(RoundStarted)
     second.leave()
-    late = job.come(1)
+    late = job.connect(1)
     late.join(2)
-    assert early.hear(RoundStarted).round == late.hear(RoundStarted).round == 1
+    assert early.receive(RoundStarted).round == late.receive(RoundStarted).round == 1
 
 
 def test_who_comes_early_where_rank_0_hosts_calls_until_the_next_coordinator_is_there(job: Job) -> None:
@@ -328,8 +328,8 @@ def test_a_coordinator_that_breaks_ends_the_round_for_everybody(
 
     monkeypatch.setattr(Round, "handle", broken)
     with caplog.at_level(logging.CRITICAL, "ronde.coordinator"):
-        ranks[0].say(allreduce("w"))
-        assert [rank.hear(EndRound).reason for rank in ranks] == [
+        ranks[0].send(allreduce("w"))
+        assert [rank.receive(EndRound).reason for rank in ranks] == [
             "the coordinator failed: RuntimeError('a mistake of ours')"
         ] * 2
     assert ranks[1].line.recv(1) == b""
@@ -341,8 +341,8 @@ MS = 1_000_000
 
 def sync(rank: Rank) -> None:
     """After this, everything that the rank has said was heard."""
-    rank.say(RankHeartbeat(0))
-    rank.hear(RankHeartbeatReply)
+    rank.send(RankHeartbeat(0))
+    rank.receive(RankHeartbeatReply)
 
 
 def states(vitals: JobActivity) -> list[str]:
@@ -369,7 +369,7 @@ def first_lost(job: Job) -> tuple[int, str] | None:
 def test_leaving_in_good_order_is_no_loss(job: Job) -> None:
     ranks = job.gather(2, rounds=None)
     ranks[0].leave()
-    assert ranks[1].hear(RankLost).rank == 0
+    assert ranks[1].receive(RankLost).rank == 0
     assert job.coordinator.first_lost() is None
 
 
@@ -378,8 +378,8 @@ def test_a_later_round_that_loses_one_counts_and_one_that_loses_none_does_not(jo
     for lost in (1, None, 0):
         ranks = job.join(2)
         if lost is not None:
-            ranks[lost].say(LeaveRound(LeaveReason.FAILED, f"rank {lost} broke"))
-            ranks[1 - lost].hear(RankLost)
+            ranks[lost].send(LeaveRound(LeaveReason.FAILED, f"rank {lost} broke"))
+            ranks[1 - lost].receive(RankLost)
         for rank in (0, 1):
             if rank != lost:
                 ranks[rank].leave()
@@ -394,14 +394,14 @@ def test_a_later_round_that_loses_one_counts_and_one_that_loses_none_does_not(jo
 def test_the_life_of_a_rank(job: Job) -> None:
     job.start(3, rounds=None)
     assert states(job.coordinator.activity()) == ["starting"] * 3
-    first = job.come(0)
+    first = job.connect(0)
     first.join(3)
     sync(first)
     vitals = job.coordinator.activity()
     assert vitals.ranks[0].why == "is in init(), which waits for ranks 1, 2"
     assert vitals.ranks[1].why == "has not called ronde.init() yet"
     assert (vitals.ranks[0].pid, vitals.ranks[1].pid, vitals.round) == (os.getpid(), 0, -1)
-    others = [job.come(rank) for rank in (1, 2)]
+    others = [job.connect(rank) for rank in (1, 2)]
     for rank in others:
         rank.join(3)
     assert until(job, ["running"] * 3).round == 0
@@ -418,7 +418,7 @@ def test_what_ranks_tell_is_put_together(job: Job) -> None:
             waits = rank.rank == 0
             note = ArrivalSample(second, 0, 0 if waits else 500 * MS, 500 * MS * waits, 500 * MS * waits)
             reading = ActivitySample(second * S, 10 * second, waiting_ns=500 * MS * waits * second)
-            rank.say(
+            rank.send(
                 ActivityReport(
                     reading, (ArrivalSamples("0.ordered", 0, (note,)), ArrivalSamples("9.ordered", 9, (note,)))
                 )
@@ -433,8 +433,8 @@ def test_what_ranks_tell_is_put_together(job: Job) -> None:
 def test_a_named_operation_that_waits_shows_for_whom(job: Job) -> None:
     ranks = job.gather(3, rounds=None)
     for rank in ranks[:2]:
-        rank.say(allreduce("w"))
-        rank.say(
+        rank.send(allreduce("w"))
+        rank.send(
             ActivityReport(
                 ActivitySample(
                     4 * S, current_operation=CurrentOperation("allreduce 'w' of group 0", S, named_operation=(0, "w"))
@@ -479,11 +479,11 @@ def asking(coordinator: CoordinatorServer, deadline: Deadline) -> Callable[[], t
 def test_for_a_rank_that_does_not_answer_there_are_words(job: Job) -> None:
     ranks = job.gather(3)
     ranks[2].die()
-    ranks[0].hear(RankLost)
+    ranks[0].receive(RankLost)
     result = asking(job.coordinator, Deadline(0.3))
-    ticket = ranks[0].hear(StackRequest).query_id
-    ranks[0].say(StackReply(ticket - 1, "an answer to another question", ""))
-    ranks[0].say(StackReply(ticket, "train.py:7", ""))
+    query_id = ranks[0].receive(StackRequest).query_id
+    ranks[0].send(StackReply(query_id - 1, "an answer to another question", ""))
+    ranks[0].send(StackReply(query_id, "train.py:7", ""))
     first, second, third = result()
     assert (first.line, first.why) == ("train.py:7", "")
     assert second.why.startswith("does not answer; its process is ")
@@ -492,7 +492,7 @@ def test_for_a_rank_that_does_not_answer_there_are_words(job: Job) -> None:
 
 def test_before_init_there_is_nothing_to_ask(job: Job) -> None:
     job.start(2)
-    rank = job.come(0)
+    rank = job.connect(0)
     rank.join(2)
     sync(rank)
     assert [stack.why for stack in collect_stacks(job.coordinator, Deadline(PATIENCE_S))] == [
@@ -504,7 +504,7 @@ def test_before_init_there_is_nothing_to_ask(job: Job) -> None:
 def test_who_asks_does_not_wait_for_a_coordinator_that_ends(job: Job) -> None:
     ranks = job.gather(2, rounds=None)
     result = asking(job.coordinator, Deadline(PATIENCE_S))
-    ranks[0].hear(StackRequest)
+    ranks[0].receive(StackRequest)
     deadline = Deadline(PATIENCE_S / 2)
     job.coordinator.close()
     assert [bool(stack.why) for stack in result()] == [True, True]

@@ -83,7 +83,7 @@ class ProcessSetTable:
         self._next = 1
 
     def group(self, id: int) -> ronde.Group:
-        """The group of a set's number."""
+        """Return the group of the process set with this id."""
         if not self._groups:
             with translate_errors():
                 ronde.rank()
@@ -92,11 +92,11 @@ class ProcessSetTable:
         return self._groups[id]
 
     def find_id(self, ranks: list[int]) -> int | None:
-        """The number of the set with these ranks."""
+        """Return the id of the process set with these ranks; None if there is none."""
         return next((id for id, group in self._groups.items() if list(group.ranks) == ranks), None)
 
     def register(self, process_set: ProcessSet) -> None:
-        """Give a set its number, making its group if it has none. All ranks call it, in the same order."""
+        """Give a process set its id; add its group if there is none. All ranks call it, in the same order."""
         ranks = _resolve_ranks(process_set)
         id = self.find_id(ranks)
         if id is None:
@@ -105,13 +105,13 @@ class ProcessSetTable:
         process_set.process_set_id = id
 
     def remove(self, id: int) -> None:
-        """End a set. All ranks call it."""
+        """Remove a process set and its group. All ranks call it."""
         ronde.remove_group(self.group(id))
         del self._groups[id]
         self._free.append(id)
 
     def ranks_by_id(self) -> dict[int, list[int]]:
-        """All sets with their members."""
+        """Return the ranks of all process sets."""
         return {id: list(group.ranks) for id, group in sorted(self._groups.items())}
 
     def _add(self, ranks: list[int]) -> int:
@@ -195,7 +195,7 @@ def _setup(basics: HorovodBasics) -> None:
 
 
 def _init_process_sets(process_sets: list[ProcessSet], *, fresh: bool) -> None:
-    """Bind the sets given to hvd.init(). Two of the same ranks are a mistake, and so are others than on other ranks."""
+    """Register the sets given to hvd.init(). ValueError if two have the same ranks, or if ranks gave different sets."""
     try:
         wanted = [_resolve_ranks(process_set) for process_set in process_sets]
         mistake = _find_duplicate(process_sets, wanted)
@@ -217,7 +217,7 @@ def _find_duplicate(process_sets: list[ProcessSet], ranks_of_sets: list[list[int
 
 
 def _check_equal_on_all_ranks(wanted: list[list[int]], error: str) -> None:
-    """ValueError on all ranks when they want different sets, or one of them what cannot be."""
+    """Raise ValueError on all ranks if they gave different sets, or if one of them gave an impossible set."""
     gathered = ronde.objects.allgather((wanted, error))
     if error:
         raise ValueError(error)

@@ -54,7 +54,7 @@ _SWITCHES = {
     *("HOROVOD_AUTOTUNE", "HOROVOD_MPI_THREADS_DISABLE", "HOROVOD_DISABLE_GROUP_FUSION", "HOROVOD_CCL_CACHE"),
     *("HOROVOD_ENABLE_ASYNC_COMPLETION", "HOROVOD_ENABLE_XLA_OPS", "HOROVOD_DISABLE_NVTX_RANGES", "HOROVOD_ELASTIC"),
 }
-"""Off unless asked for: a 0 asks for nothing."""
+"""Switches that have no effect here. One that is set to 0 needs no warning."""
 
 _BUILD_PREFIXES = (
     *("HOROVOD_WITH_", "HOROVOD_WITHOUT_", "HOROVOD_GPU", "HOROVOD_CUDA_", "HOROVOD_ROCM_", "HOROVOD_NCCL_"),
@@ -71,7 +71,7 @@ _READ_ELSEWHERE = {
     *("HOROVOD_STALL_CHECK_DISABLE", "HOROVOD_LOG_LEVEL", "HOROVOD_LOG_HIDE_TIME", "HOROVOD_START_TIMEOUT"),
     "HOROVOD_TEST_GPU",
 }
-"""Read elsewhere: for the ranks of a process, at hvd.init(), by horovodrun, or by tests."""
+"""Variables that other modules read: for rank and size, in hvd.init(), in horovodrun, or in tests."""
 
 
 def is_true(text: str | None) -> bool:

@@ -14,7 +14,7 @@ __all__ = ["StoreOverride", "make_parser"]
 
 
 class StoreOverride(argparse.Action):
-    """Stores the value, and that it was given: it wins over the configuration file."""
+    """Stores the value, and in `override_args` that the flag was given: it wins over the configuration file."""
 
     def __init__(self, option_strings: Sequence[str], dest: str, **kwargs: Any) -> None:
         if "const" in kwargs:
@@ -28,13 +28,12 @@ class StoreOverride(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Take it down."""
         setattr(namespace, self.dest, self.const if self.nargs == 0 else values)
         namespace.override_args = {*getattr(namespace, "override_args", ()), self.dest}
 
 
 class _Interfaces(argparse.Action):
-    """Collects network interfaces over several uses."""
+    """Collects the network interfaces of all uses of the flag in `nics`."""
 
     def __call__(
         self,
@@ -43,7 +42,6 @@ class _Interfaces(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        """Add them."""
         if option_string == "--network-interface" and "," in values:
             warnings.warn("use --network-interfaces for a list of them", DeprecationWarning, stacklevel=2)
         namespace.nics = {*(namespace.nics or ()), *(name for name in values.split(",") if name)}

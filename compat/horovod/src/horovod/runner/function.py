@@ -100,6 +100,6 @@ def _prefer_new_name(old_name: str, old: Any, name: str, value: Any) -> Any:  # 
 
 
 def _make_arguments(values: Mapping[str, object], switches: Mapping[str, object]) -> list[str]:
-    """As they would stand on a command line."""
+    """Return the arguments of a command line with these flags."""
     arguments = [argument for flag, value in values.items() if value is not None for argument in (flag, str(value))]
     return arguments + [flag for flag, on in switches.items() if on]

@@ -209,7 +209,8 @@ def run_job(job: Job, args: argparse.Namespace) -> JobResult:
 
 
 def check_build() -> str:
-    """What there is, as a list of boxes."""
+    """Return the text of --check-build: frameworks, controllers and operations, each with a box that is ticked if it
+    can be used."""
     frameworks = {"TensorFlow": "tensorflow", "PyTorch": "torch", "MXNet": "mxnet"}
     sections = {
         "Frameworks": {title: extension_available(name) for title, name in frameworks.items()},

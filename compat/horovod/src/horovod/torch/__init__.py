@@ -31,7 +31,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    """Say clearly what is not here."""
+    """Raise AttributeError with a hint for what ronde-horovod does not have yet."""
     if name == "elastic":
         raise AttributeError("hvd.elastic is not part of ronde-horovod yet; run the script without elastic mode")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

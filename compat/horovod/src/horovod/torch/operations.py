@@ -103,7 +103,8 @@ class HandleManager:
             return running.finish(running.work.wait())
 
     def reset_names(self) -> None:
-        """All processes have joined. Some may have started operations that others did not, so all count from 0."""
+        """Count names from 0 again. Called when all processes have joined: some may have started operations that others
+        did not, so their counters differ."""
         with self._lock:
             self._name_counters.clear()
 

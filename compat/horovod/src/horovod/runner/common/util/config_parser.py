@@ -102,9 +102,9 @@ class _Option(NamedTuple):
     variable: str
     kind: _ValueKind
     format_value: Callable[[Any], str] = str
-    """The value as a variable."""
+    """Converts the value to the text of the variable."""
     needs: str = ""
-    """Only with this other option."""
+    """Another option, without which this one sets no variable."""
 
 
 _PARAMS = (
@@ -212,7 +212,7 @@ def set_args_from_config(args: argparse.Namespace, config: Mapping[str, Any], ov
 
 
 def validate_config_args(args: argparse.Namespace) -> None:
-    """ValueError for numbers that cannot be."""
+    """Raise ValueError if an option has a number outside of its range."""
     for name in _NOT_NEGATIVE:
         value = getattr(args, name, None)
         if value is not None and value < 0:

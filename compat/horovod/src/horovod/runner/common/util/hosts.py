@@ -31,7 +31,7 @@ class HostInfo:
 
     @staticmethod
     def from_string(host_string: str) -> HostInfo:
-        """Of `name:slots`."""
+        """Parse `name:slots`."""
         found = _HOST.fullmatch(host_string.strip())
         if found is None:
             raise ValueError(f"a host is written name:slots, as in server1:4, got {host_string!r}")
@@ -51,7 +51,7 @@ class SlotInfo:
     cross_size: int
 
     def to_response_string(self) -> str:
-        """The text that Horovod's rendezvous sends."""
+        """Return the text that Horovod's rendezvous server sends for this process."""
         numbers = (self.rank, self.size, self.local_rank, self.local_size, self.cross_rank, self.cross_size)
         return ",".join(map(str, numbers))
 
