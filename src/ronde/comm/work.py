@@ -152,7 +152,9 @@ class Work:
             for running_call in self._wait_for_start(deadline):
                 running_call.wait(deadline)
         except OperationTimeout as error:
-            if not self.done():
+            # Only the wait took too long, unless a call ended in this error. The call may have ended meanwhile, or
+            # another thread may have seen its result, so done() does not tell.
+            if all(call.error is not error for call in self._running_calls or ()):
                 raise
             self._end(error)
         except (RondeError, ValueError, TypeError) as error:

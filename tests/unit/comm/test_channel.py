@@ -133,6 +133,23 @@ def test_a_wait_that_takes_too_long_can_be_repeated(backend: ScriptedChannel, ch
     assert work.wait() == "result"
 
 
+def test_a_wait_that_took_too_long_does_not_end_work_that_ends_meanwhile(
+    channel: Channel, backend: ScriptedChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = start(channel)
+    running_call = backend.running_calls[0]
+    make_timeout = running_call.make_timeout
+
+    def end_meanwhile(deadline: Deadline) -> OperationTimeout:
+        running_call.end()
+        return make_timeout(deadline)
+
+    monkeypatch.setattr(running_call, "make_timeout", end_meanwhile)
+    with pytest.raises(OperationTimeout, match="still under way"):
+        work.wait(0.001)
+    assert work.wait() == "result"
+
+
 def test_an_operation_that_ran_out_of_time_stays_so(backend: ScriptedChannel, channel: Channel) -> None:
     work = start(channel)
     backend.running_calls[0].end(OperationTimeout("its own deadline"))

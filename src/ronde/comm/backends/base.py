@@ -79,12 +79,14 @@ class RunningCall:
     kept until a wait has seen its end; the thread that waited reports the end to `on_end`, once.
     """
 
-    __slots__ = ("_error", "_lock", "call", "on_end", "on_wait", "timing", "waiting_since_ns")
+    __slots__ = ("_lock", "call", "error", "on_end", "on_wait", "timing", "waiting_since_ns")
 
     def __init__(self, call: Call) -> None:
         self.call: Call | None = call
         self.timing: CallTiming | None = None
         """Set when the call has succeeded and a thread has waited for it."""
+        self.error: Exception | None = None
+        """Set when the call has failed and a thread has waited for it."""
         self.waiting_since_ns = 0
         """Since when a thread waits for it; 0 when none does."""
         self.on_wait: Callable[[int, int], object] | None = None
@@ -92,25 +94,24 @@ class RunningCall:
         self.on_end: Callable[[CallTiming | Exception], None] | None = None
         """Called once, with the timing or the error in which the call ended."""
         self._lock = threading.Lock()
-        self._error: Exception | None = None
 
     def done(self) -> bool:
         """Whether wait() would return at once."""
-        return self.timing is not None or self._error is not None or self.has_ended()
+        return self.timing is not None or self.error is not None or self.has_ended()
 
     def wait(self, deadline: Deadline) -> CallTiming:
-        """Wait for the call; return its timing or raise its error. After an OperationTimeout the call may still
-        be under way: done() says so."""
-        if self.timing is None and self._error is None:
+        """Wait for the call; return its timing or raise its error. After an OperationTimeout that is not `error` the
+        call goes on, or has ended meanwhile."""
+        if self.timing is None and self.error is None:
             if not self._lock.acquire(timeout=deadline.remaining_s):
                 raise self.make_timeout(deadline)
             try:
-                if self.timing is None and self._error is None:
+                if self.timing is None and self.error is None:
                     self._complete(deadline)
             finally:
                 self._lock.release()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         assert self.timing is not None
         return self.timing
 
@@ -132,7 +133,7 @@ class RunningCall:
         if isinstance(outcome, CallTiming):
             self.timing = outcome
         else:
-            self._error = outcome
+            self.error = outcome
         self.call = self.on_end = self.on_wait = None
 
     def make_timeout(self, deadline: Deadline) -> OperationTimeout:
