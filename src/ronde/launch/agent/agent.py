@@ -164,7 +164,7 @@ class Agent:
         if self._prober is not None:  # it is not needed any more
             self._prober.close()
             self._prober = None
-        argv = (sys.executable, *order.argv[1:]) if order.argv[:1] == ("",) else order.argv
+        argv = (sys.executable, *order.argv[1:]) if pickled_call and order.argv[:1] == ("",) else order.argv
         order = msgspec.structs.replace(order, argv=argv, env={**self._host_variables, **order.env})
         try:
             self._orphan_killer = self._orphan_killer or OrphanKiller()

@@ -80,6 +80,14 @@ def test_what_cannot_be_started_is_told_and_the_others_run() -> None:
         assert ended == RankExit(1, 0)
 
 
+def test_an_empty_command_is_python_only_for_a_function() -> None:
+    """As in `ronde run "$UNSET"`."""
+    with an_agent() as watched:
+        assert watched.run(order(("", "-c", ""))) == {0: 126}
+    with an_agent() as watched:
+        assert watched.run(order(("", "-c", "")), pickled_call=b"any") == {0: 0}
+
+
 def test_a_rank_that_runs_is_not_started_twice() -> None:
     with an_agent() as watched:
         watched.agent.handle(StartRanks((order(("sleep", "300")), order(("true",)))))
