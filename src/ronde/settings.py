@@ -234,8 +234,8 @@ def _warn_if_unknown(variable: str) -> None:
     if name in known or name.startswith(RESERVED_VARIABLES):
         return
     near = difflib.get_close_matches(name, known, n=1)
-    meant = f"; did you mean {PREFIX}{near[0]}?" if near else ""
-    logger.warning("%s is no setting of ronde and does nothing%s", variable, meant)
+    hint = f"; did you mean {PREFIX}{near[0]}?" if near else ""
+    logger.warning("%s is no setting of ronde and does nothing%s", variable, hint)
 
 
 def parse_setting(name: str, text: str, source: str) -> Any:  # the type is the setting's

@@ -1,7 +1,8 @@
 """Signature and Call: what a member asks for, and what a channel executes.
 
-A signature has all that must be equal on the members, as fields, in words and as a hash. It is made once per kind,
-shapes, dtype and options and then found in a dictionary, which keeps repeated operations cheap. A call adds the memory.
+A signature has all that must be equal on the members: as fields, as a description for errors, and as a hash. It is made
+once per kind, shapes, dtype and options and then found in a dictionary, which keeps repeated operations cheap. A call
+adds the memory.
 """
 
 from __future__ import annotations
@@ -170,9 +171,9 @@ class Call(msgspec.Struct, frozen=True, gc=True):
     prescale: float = 1.0
     postscale: float = 1.0
     counts: tuple[int, ...] | None = None
-    """Elements per member; allgather: given by each; reduce_scatter: for each; alltoall: from each to me."""
+    """Elements per member; allgather: given by each; reduce_scatter: for each; alltoall: from each to this one."""
     splits: tuple[int, ...] | None = None
-    """alltoall: elements I give to each member."""
+    """alltoall: elements that this member gives to each member."""
     description: str = ""
     """For errors and events."""
     signature_hash: int = 0
@@ -180,4 +181,4 @@ class Call(msgspec.Struct, frozen=True, gc=True):
     pre_agreed: bool = False
     """Whether the members agreed on this call before, by name: they need not compare it again."""
     owners: object = None
-    """Owners of the memory behind spans, kept until the call has ended."""
+    """The objects that own the memory of the spans, kept until the call has ended."""

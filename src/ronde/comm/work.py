@@ -125,7 +125,7 @@ class Work:
 
     @property
     def operation(self) -> Operation:
-        # Of a work that has not ended, and cannot end meanwhile.
+        # Called only while the work cannot end.
         assert self._operation is not None
         return self._operation
 
@@ -138,7 +138,7 @@ class Work:
         self._running_calls = running_calls
 
     def fail(self, error: Exception) -> None:
-        # It will not start.
+        # The operation will not start.
         if not self._done:
             self._end(error)
 

@@ -192,7 +192,8 @@ class CoordinatorCore:
     # --- connections -----------------------------------------------------------------------------------------------
 
     def admit(self, request: ConnectionRequest, control_port: int) -> Admission:
-        """Decide whether a process that has proved the job's key may be the rank it says. RankConnected follows."""
+        """Decide whether a process that has proved the job's key may be the rank that it claims to be. If it may, the
+        event RankConnected follows."""
         rank = request.rank
         if request.purpose != LIVENESS:
             return _refusal(f"the coordinator has no use for {shorten(request.purpose)!r}")

@@ -111,7 +111,7 @@ class Round:
         return Whereabouts(rank, missing=tuple(self._missing.values())) if self._missing else None
 
     def _has_disagreed(self, end: MembershipEnd) -> bool:
-        """A member that disagrees may have left before another one has seen it: that one has lost it instead."""
+        """Whether a member left because members disagreed, or because it lost a member that left for that reason."""
         lost = None if end.lost_peer is None else self.ended_members.get(end.lost_peer)
         return LeaveReason.MISMATCHED in (end.reason, None if lost is None else lost.reason)
 
@@ -189,12 +189,13 @@ class Round:
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _send(self, ranks: Iterable[int], message: CoordinatorMessage) -> None:
-        """After what the negotiator has decided so far: an operation that runs before a loss is sent before it."""
+        """Queue a message after what the negotiator has decided so far: operations that run before a loss are
+        sent before it."""
         self._sends += self._negotiator.take_sends()
         self._sends.append(Send(tuple(ranks), message))
 
     def _only_to_present(self, sends: list[Send]) -> Iterator[Send]:
-        """A rank that has left may already be joining the next round."""
+        """Drop the recipients that are not present: one that has left may already be joining the next round."""
         for ranks, message in sends:
             present = tuple(rank for rank in ranks if rank in self.present)
             if present:
@@ -228,7 +229,8 @@ class Round:
     # --- stalls ----------------------------------------------------------------------------------------------------
 
     def _on_waiting(self, rank: int, message: WaitingTooLong, now_ns: int) -> None:
-        """The clock of another host may differ: the time is limited to what is possible here."""
+        """Keep the report of a member until the next check. Its clock may differ, so the time is limited to what is
+        possible."""
         limit_ns = int(self._settings.stall_s * 1e9)
         if not limit_ns:
             return
@@ -266,7 +268,7 @@ class Round:
             self._send(stall.asked_ranks, StackRequest(stall.query_id))
 
     def _find_vanished(self) -> None:
-        """The connection of a member that has died stays open if a child of its process inherited it."""
+        """Find late members whose process is gone: their connection stays open if a child process inherited it."""
         self._late &= self.present
         self.vanished = {rank for rank in self._late if self._settings.process_state(self.members[rank]) == GONE}
 

@@ -372,12 +372,11 @@ def _format_plain(value: object) -> str:
 
 def _load_settings(file: Mapping[str, Any], given: Mapping[str, Any], environ: Mapping[str, str]) -> Settings:
     names = [option.name for option in launch_options() if option.kind == "setting"]
-    of_the_job = {
-        PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER
-    }  # those of an outer job, if this is a rank of one
+    # Variables of an outer job, if this process is a rank of one.
+    outer_job_variables = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
     return Settings.load(
         {name: given[name] for name in names if name in given},
-        {name: text for name, text in environ.items() if name not in of_the_job},
+        {name: text for name, text in environ.items() if name not in outer_job_variables},
         {name: file[name] for name in names if name in file},
     )
 

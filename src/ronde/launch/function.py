@@ -192,8 +192,9 @@ def _check_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _load_settings(given: Mapping[str, Any]) -> Settings:
-    # Without what an outer job tells its own ranks.
     if "num_ranks" in given:  # its name everywhere else
         raise TypeError("unknown setting num_ranks; the number of ranks is np, as in ronde.run(fn, np=4)")
-    of_the_job = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
-    return Settings.load(given, {name: text for name, text in os.environ.items() if name not in of_the_job})
+    # Variables of an outer job, if this process is a rank of one.
+    outer_job_variables = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
+    environ = {name: text for name, text in os.environ.items() if name not in outer_job_variables}
+    return Settings.load(given, environ)

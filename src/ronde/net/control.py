@@ -32,10 +32,10 @@ FLUSH_S = 1.0
 """How long close() may take to send what is still queued."""
 HANDSHAKE_S = 5.0
 CURVE_OVERHEAD_BYTES = 64
-"""More than encryption adds to a message."""
+"""An upper bound of what encryption adds to the size of a message."""
 MAX_MESSAGES_PER_TURN = 1000
 MAX_BYTES_PER_TURN = 4 * 1024 * 1024
-"""So much is received in one turn of the loop, so that other callbacks get their turn."""
+"""How much is received in one turn of the loop, so that other callbacks get their turn."""
 MAX_WARNINGS = 1000
 HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
 """Connections without ZeroMQ's protocol, or encrypted for another server: refused before ZAP_ADDRESS is asked."""

@@ -20,14 +20,14 @@ from ronde.types import Deadline
 __all__ = ["MAX_SOCKET_PATH_BYTES", "OnRequest", "UnixLineServer", "listening_pid", "query_monitor"]
 
 MAX_SOCKET_PATH_BYTES = 107
-"""The kernel's limit."""
+"""The longest path that the kernel takes for a Unix socket."""
 MAX_REQUEST_BYTES = 4096
 MAX_REPLY_BYTES = 256 * 1024 * 1024
 READ_BYTES = 65536
 IDLE_TIMEOUT_S = 10.0
 """How long a client may take for its next request, or to read a reply."""
 MAX_CLIENTS = 8
-"""More are refused."""
+"""Further clients are refused."""
 BACKLOG = 128
 """Connections that are not accepted yet. With a short queue a burst of them would get an error of the kernel."""
 

@@ -39,7 +39,7 @@ from ronde.training.adapter import GradientKind, ParameterInfo
 __all__ = ["TorchAdapter", "TorchBackwardPass", "disable_dynamo", "find_frame"]
 
 LARGE_BYTES = 64 * 1024
-"""From here on copying takes longer than a call of its own."""
+"""From this size on, copying a gradient takes longer than the call that copies it."""
 
 WIRE_TYPES: dict[torch.dtype, tuple[str, int]] = {
     torch.float16: ("float16", 1),

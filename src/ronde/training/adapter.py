@@ -79,13 +79,13 @@ class FrameworkAdapter(Protocol):
         of a pass, that of `ready_index`, or of a new parameter (None)."""
 
     def has_unreduced_gradient(self) -> bool:
-        """Whether there is a gradient that is no result: without a backward pass, the user has set it."""
+        """Whether there is a gradient that is not a result. If there was no backward pass, the user has set it."""
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
-        """Multiply these arrays."""
+        """Multiply the gradients in these arrays by a factor."""
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
-        """Those whose array, or sparse gradient, has an infinity or a NaN."""
+        """Return the indices of the gradients, dense or sparse, that have an infinity or a NaN."""
 
     def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
         """Make a gradient the sum of all members' sparse ones, with factors before and after the sum. If it has an

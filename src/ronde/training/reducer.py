@@ -255,9 +255,9 @@ class Reducer:
         dense = [index for index in exchange.dense if flags[index] == GradientKind.DENSE]
         kinds = self._progress.kinds
         self._adapter.assign_results(dense, [index for index in dense if kinds.get(index) is GradientKind.NONE])
-        by_itself = [index for index in exchange.sparse if flags[index]]
-        by_itself += [index for index in exchange.dense if flags[index] == GradientKind.SPARSE]
-        for index in sorted(by_itself):
+        sparse = [index for index in exchange.sparse if flags[index]]
+        sparse += [index for index in exchange.dense if flags[index] == GradientKind.SPARSE]
+        for index in sorted(sparse):
             scales = self._settings.sparse_scales(self._num_passes, self._group.size)
             with explain_joined_ranks():
                 self._adapter.allreduce_sparse(index, self._group, scales)

@@ -63,13 +63,13 @@ class SamplePosition:
     consumed: int = 0
 
     def after(self, samples_per_rank: int, size: int, length: int) -> SamplePosition:
-        """The position when each rank has taken so many more samples (or all it had)."""
+        """Return the position after each rank has taken this many more samples, or all that it had left."""
         return replace(self, consumed=min(self.consumed + samples_per_rank * size, length))
 
     def at_epoch(self, epoch: int) -> SamplePosition:
-        """The beginning of an epoch; this position if it is in that epoch."""
+        """Return the beginning of an epoch, or this position if it is in that epoch already."""
         return self if epoch == self.epoch else SamplePosition(epoch)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for a checkpoint."""
+        """Return the position as plain values, for a checkpoint."""
         return {"epoch": self.epoch, "consumed": self.consumed}

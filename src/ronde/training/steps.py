@@ -21,7 +21,7 @@ __all__ = ["StepEvent", "StepState", "TRANSITIONS", "TrainingStep"]
 
 
 class StepState(enum.Enum):
-    """Where a step is."""
+    """The state of a training step."""
 
     IDLE = enum.auto()
     """No pass has begun since gradients were used by the optimizer, or were cleared."""
@@ -39,18 +39,18 @@ class StepState(enum.Enum):
 
 
 class StepEvent(enum.Enum):
-    """What happens to a step."""
+    """What changes the state of a training step."""
 
     GRADIENT = enum.auto()
-    """The first gradient of a pass, or the outer pass goes on."""
+    """The first gradient of a pass is ready, or the outer one of two passes goes on."""
     INNER_PASS_ENDED = enum.auto()
     PASS_ENDED = enum.auto()
-    """One that is not the last of its step."""
+    """A pass has ended that is not the last of its step."""
     LAST_PASS_ENDED = enum.auto()
     SYNCHRONIZE = enum.auto()
     """step() or the user needs the results now, however many passes there were."""
     FINISHED = enum.auto()
-    """All results are there, or an error is, on all ranks alike."""
+    """All ranks have the results, or all ranks have raised an error."""
     FAILED = enum.auto()
     """The ranks could not begin to reduce."""
     STEP_DONE = enum.auto()
@@ -112,7 +112,7 @@ class TrainingStep:
         """`gradient_version` is called between the passes of a step. Its result changes when gradients are changed by
         something else than a backward pass."""
         self.backward_pass = backward_pass
-        """Reports the end of a pass."""
+        """The framework's backward pass, which reports its end."""
         self.state = StepState.IDLE
         self._num_passes = _check_num_passes(num_passes)
         self._num_passes_done = 0
@@ -158,7 +158,7 @@ class TrainingStep:
         self._finish_reducing()
 
     def step_done(self) -> None:
-        """The optimizer has used the gradients."""
+        """Called when the optimizer has used the gradients."""
         self._apply(StepEvent.STEP_DONE)
 
     def gradients_cleared(self) -> None:
@@ -185,7 +185,7 @@ class TrainingStep:
         self._reducers.clear()
 
     def _apply(self, event: StepEvent) -> bool:
-        """Go to the next state; whether the event changed anything."""
+        """Go to the next state. Return whether the event changed anything."""
         following = TRANSITIONS[self.state].get(event)
         if following is None:
             return False

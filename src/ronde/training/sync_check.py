@@ -25,9 +25,9 @@ __all__ = ["ChecksumDifference", "TensorChecksums", "checksum", "compare_checksu
 
 NUM_COLUMNS = 16384
 ROW_BYTES = 4 * NUM_COLUMNS
-"""64 KB: the columns stay in the cache."""
+"""A row has 64 KB, so that the columns stay in the cache."""
 ODD_FACTOR = np.uint32(0x9E3779B1)
-"""Odd, so that no bit of a row is lost when it is multiplied by later ones."""
+"""An odd factor: repeated multiplication, modulo 2**32, by an odd number loses no bit of a row."""
 
 TensorChecksums = Sequence[tuple[str, int]]
 """Tensor by tensor: its name, and the checksum of its bytes."""
@@ -52,11 +52,11 @@ def checksum(data: Array) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ChecksumDifference:
-    """The first tensor that is not the same everywhere."""
+    """The first tensor that is not equal on all ranks, and the ranks that have another one."""
 
     tensor: str
     minority_ranks: tuple[int, ...]
-    """The ranks that differ from the majority; empty when there is none."""
+    """The ranks that differ from the majority; empty when there is no majority."""
     ranks: tuple[int, ...]
     num_different: int
     num_tensors: int

@@ -129,11 +129,11 @@ def _is_one_failure(rank_exit: RankExit, first: RankExit) -> bool:
 
 
 def _is_same_exit(rank_exit: RankExit, first: RankExit) -> bool:
-    by_itself = (ExitReason.EXITED, ExitReason.OOM_KILLED, ExitReason.OOM_SUSPECTED)
+    process_ended = (ExitReason.EXITED, ExitReason.OOM_KILLED, ExitReason.OOM_SUSPECTED)
     return (
         not rank_exit.requested
-        and rank_exit.reason in by_itself
-        and first.reason in by_itself
+        and rank_exit.reason in process_ended
+        and first.reason in process_ended
         and rank_exit.exit_code == first.exit_code
     )
 

@@ -172,7 +172,7 @@ class AgentGroup:
         self._connections: list[AgentConnection] = []
         self._errors: dict[int, HostError] = {}
         self._replies: dict[int, AgentMessage] = {}
-        self._greeted: set[int] = set()
+        self._started_agents: set[int] = set()
         self._disconnected: set[int] = set()
         self._on_lost: Callable[[int, HostError], None] = self._errors.__setitem__
         self._cancelled = False
@@ -255,10 +255,10 @@ class AgentGroup:
         self._closing.set()
         for connection in connections:
             connection.set_message_handler(lambda message: None)
-        for index in self._greeted - self._disconnected:  # the others have started nothing
+        for index in self._started_agents - self._disconnected:  # the other agents have started nothing
             connections[index].stop_agent()
         timer = self._loop.call_later(AGENT_STOP_TIMEOUT_S, lambda: None)
-        self._loop.run_until(lambda: self._greeted <= self._disconnected or not timer.pending)
+        self._loop.run_until(lambda: self._started_agents <= self._disconnected or not timer.pending)
         timer.cancel()
         if self._heartbeat_thread.is_alive():
             self._heartbeat_thread.join()
@@ -294,7 +294,7 @@ class AgentGroup:
 
     def _record_reply(self, index: int, message: AgentMessage) -> None:
         if isinstance(message, AgentHello):
-            self._greeted.add(index)
+            self._started_agents.add(index)
         if isinstance(message, AgentHello | ProbeReply | AgentError):
             self._replies[index] = message
 

@@ -37,9 +37,9 @@ __all__ = [
 ]
 
 HIGH_WATER_BYTES = 1024 * 1024
-"""When so much waits, the driver stops reading from the ranks."""
+"""When this much waits to be written, the driver stops reading from the ranks."""
 _BLOCKING_BYTES = 64 * HIGH_WATER_BYTES
-"""When so much waits, because the driver went on reading, flush() waits for the reader. It is far above
+"""When this much waits to be written, because the driver went on reading, flush() waits for the reader. It is far above
 HIGH_WATER_BYTES: after reading stops, hundreds of dead ranks may still have left a full pipe each, and a driver that
 waits here does not handle Ctrl-C."""
 _PIPE_WRITE_BYTES = 4096
