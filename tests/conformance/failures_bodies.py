@@ -1,4 +1,4 @@
-"""What becomes of the others when a member is late, gives up, or leaves. Nobody hangs, and everybody hears why."""
+"""What becomes of the others when a member is late, gives up, or leaves. Nobody hangs, and all get the reason."""
 
 from __future__ import annotations
 

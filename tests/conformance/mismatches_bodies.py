@@ -16,28 +16,30 @@ from tests.conformance.cases import on_ranks
 Ask: TypeAlias = Callable[[bool, str | None], Any]
 
 
-def all_hear_the_same(world: World, ask: Ask, *words: str) -> None:
+def all_get_the_same_error(world: World, ask: Ask, *words: str) -> None:
     """`ask(odd, name)` fails on every rank with one text that has all the words; afterwards all is as good as new."""
     for name in (None, "x"):
-        text = heard(lambda name=name: ask(world.rank == world.size - 1, name))  # type: ignore[misc]  # bound now
+        text = mismatch_text(lambda name=name: ask(world.rank == world.size - 1, name))  # type: ignore[misc]  # bound now
         for word in words:
             assert re.search(word, text), f"{word!r} is not in {text!r}"
         assert set(objects.allgather(text, group=world.group)) == {text}
         assert world.group.allreduce(np.ones(2), name="after").tolist() == [world.size] * 2
 
 
-def heard(ask: Callable[[], Any]) -> str:
-    """The words of the Mismatch."""
+def mismatch_text(ask: Callable[[], Any]) -> str:
+    """The text of the Mismatch that this rank gets."""
     try:
         ask()
     except Mismatch as error:
         return str(error)
-    raise AssertionError("this rank was not told of the mismatch")
+    raise AssertionError("this rank got no Mismatch")
 
 
 @on_ranks(2, 3)
 def different_shapes(world: World) -> None:
-    all_hear_the_same(world, lambda odd, name: world.group.allreduce(np.ones(4 if odd else 3), name=name), "3", "4")
+    all_get_the_same_error(
+        world, lambda odd, name: world.group.allreduce(np.ones(4 if odd else 3), name=name), "3", "4"
+    )
 
 
 @on_ranks(2, 3)
@@ -45,7 +47,7 @@ def different_dtypes(world: World) -> None:
     def ask(odd: bool, name: str | None) -> None:
         world.group.allreduce(np.ones(3, np.float32 if odd else np.int64), name=name)
 
-    all_hear_the_same(world, ask, "float32", "int64")
+    all_get_the_same_error(world, ask, "float32", "int64")
 
 
 @on_ranks(2)
@@ -53,7 +55,7 @@ def different_operations(world: World) -> None:
     def ask(odd: bool, name: str | None) -> None:
         world.group.allreduce(np.ones(3), op="max" if odd else "min", name=name)
 
-    all_hear_the_same(world, ask, "rank 0.*min", "rank 1.*max")
+    all_get_the_same_error(world, ask, "rank 0.*min", "rank 1.*max")
 
 
 @on_ranks(2)
@@ -61,7 +63,7 @@ def different_factors(world: World) -> None:
     def ask(odd: bool, name: str | None) -> None:
         world.group.allreduce(np.ones(3), prescale=2.0 if odd else 0.5, name=name)
 
-    all_hear_the_same(world, ask, r"rank 0.*0\.5", r"rank 1.*2\.0")
+    all_get_the_same_error(world, ask, r"rank 0.*0\.5", r"rank 1.*2\.0")
 
 
 @on_ranks(2, 3)
@@ -72,12 +74,14 @@ def different_kinds(world: World) -> None:
         else:
             world.group.allreduce(np.ones(3), name=name)
 
-    all_hear_the_same(world, ask, "allreduce", "barrier")
+    all_get_the_same_error(world, ask, "allreduce", "barrier")
 
 
 @on_ranks(2)
 def different_roots(world: World) -> None:
-    all_hear_the_same(world, lambda odd, name: world.group.broadcast(np.ones(3), root=int(odd), name=name), "0", "1")
+    all_get_the_same_error(
+        world, lambda odd, name: world.group.broadcast(np.ones(3), root=int(odd), name=name), "0", "1"
+    )
 
 
 @on_ranks(2)
@@ -89,7 +93,7 @@ def rows_of_different_shape(world: World) -> None:
         world.group.alltoall(np.ones((2, 4 if odd else 3)), name=name)
 
     for ask in (gather, exchange):
-        all_hear_the_same(world, ask, r"\*, 3", r"\*, 4")
+        all_get_the_same_error(world, ask, r"\*, 3", r"\*, 4")
 
 
 @on_ranks(2)
@@ -100,8 +104,8 @@ def lists_of_different_length(world: World) -> None:
     def gather(odd: bool, name: str | None) -> None:
         world.group.allgather([np.ones(3)] * (3 if odd else 2), name=name)
 
-    all_hear_the_same(world, reduce, "allreduce")
-    all_hear_the_same(world, gather, "allgather")
+    all_get_the_same_error(world, reduce, "allreduce")
+    all_get_the_same_error(world, gather, "allgather")
 
 
 @on_ranks(2)
@@ -113,4 +117,4 @@ def a_mismatch_in_the_background_comes_with_wait(world: World) -> None:
         assert after.wait().tolist() == before.wait().tolist() == [2, 2, 2]
         wrong.wait()
 
-    all_hear_the_same(world, ask, "3", "4")
+    all_get_the_same_error(world, ask, "3", "4")

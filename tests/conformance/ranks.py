@@ -1,4 +1,4 @@
-"""Runs one function on several ranks at once, and tells which rank failed and how. Used by all tests with ranks."""
+"""Runs one function on several ranks at once, and reports which rank failed and how. Used by all tests with ranks."""
 
 from __future__ import annotations
 

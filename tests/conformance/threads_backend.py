@@ -204,10 +204,10 @@ class _SharedChannel:
     def _check(self, member_call: _MemberCall) -> None:
         """Raise when nothing can be done here any more."""
         while self._first_closed is not None and self._aborted is None:
-            who, patience = self._first_closed
+            who, deadline = self._first_closed
             if who == member_call.member_index:
                 raise RoundEnded(f"{member_call.call.description} cannot finish: channel {self.id} is closed")
-            if not self._changed.wait(patience.remaining_s) and patience.expired:
+            if not self._changed.wait(deadline.remaining_s) and deadline.expired:
                 self._aborted = (self.members[who], f"it has closed channel {self.id}")
         if self._aborted is None or member_call.end_ns:
             return
