@@ -59,7 +59,7 @@ def a_member_that_gives_up_is_named_to_all_who_wait(world: World) -> None:
             world.group.allreduce(np.ones(3), name=name)
     with raises(PeerLost, match="lost rank 2"):
         world.add_group([0, 1])
-    assert any("lost rank 2" in event.describe() for event in world.recorder.events())
+    assert any("lost rank 2" in event.words() for event in world.recorder.events())
 
 
 @on_ranks(3, spoils=True)

@@ -33,7 +33,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     at_ns: int
     rank: int
 
-    def describe(self) -> str:
+    def words(self) -> str:
         """Return what happened in a sentence, without the rank and the time."""
         return type(self).__name__
 
@@ -46,7 +46,7 @@ class Started(Event, frozen=True, kw_only=True):
     pid: int
     backend: str = ""
 
-    def describe(self) -> str:
+    def words(self) -> str:
         through = f", through {shorten(self.backend)}" if self.backend else ""
         return f"started as one of {self.size} on host {shorten(self.host)}, pid {self.pid}{through}"
 
@@ -57,7 +57,7 @@ class Stopped(Event, frozen=True, kw_only=True):
     orderly: bool = True
     why: str = ""
 
-    def describe(self) -> str:
+    def words(self) -> str:
         return ("left in order" if self.orderly else "left out of order") + _reason_suffix(self.why)
 
 
@@ -68,7 +68,7 @@ class OperationFailed(Event, frozen=True, kw_only=True):
     group: int
     why: str
 
-    def describe(self) -> str:
+    def words(self) -> str:
         return f"{shorten(self.op)} (group {self.group}) failed{_reason_suffix(self.why)}"
 
 
@@ -78,7 +78,7 @@ class PeerGone(Event, frozen=True, kw_only=True):
     peer: int
     why: str = ""
 
-    def describe(self) -> str:
+    def words(self) -> str:
         return f"lost rank {self.peer}{_reason_suffix(self.why)}"
 
 
@@ -91,7 +91,7 @@ class StallReported(Event, frozen=True, kw_only=True):
     missing: tuple[int, ...]
     report: str
 
-    def describe(self) -> str:
+    def words(self) -> str:
         return escape_surrogates(self.report)
 
 
@@ -101,7 +101,7 @@ class GroupAdded(Event, frozen=True, kw_only=True):
     group: int
     ranks: tuple[int, ...]
 
-    def describe(self) -> str:
+    def words(self) -> str:
         return f"group {self.group} added: {format_ranks(self.ranks)}"
 
 
@@ -110,7 +110,7 @@ class GroupRemoved(Event, frozen=True, kw_only=True):
 
     group: int
 
-    def describe(self) -> str:
+    def words(self) -> str:
         return f"group {self.group} removed"
 
 
@@ -120,7 +120,7 @@ class ChannelOpened(Event, frozen=True, kw_only=True):
     channel: str
     members: tuple[int, ...]
 
-    def describe(self) -> str:
+    def words(self) -> str:
         return f"channel {shorten(self.channel)} opened: {format_ranks(self.members)}"
 
 
@@ -130,7 +130,7 @@ class ChannelClosed(Event, frozen=True, kw_only=True):
     channel: str
     why: str = ""
 
-    def describe(self) -> str:
+    def words(self) -> str:
         return f"channel {shorten(self.channel)} closed{_reason_suffix(self.why)}"
 
 

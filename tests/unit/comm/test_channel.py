@@ -119,7 +119,7 @@ def test_a_work_gives_the_same_error_each_time(backend: ScriptedChannel, channel
         with pytest.raises(PeerLost):
             work.wait()
     assert work.done()
-    assert [event.describe() for event in recorder.events()] == [
+    assert [event.words() for event in recorder.events()] == [
         "allreduce (group 0) failed: rank 0 lost rank 1; start a new round, or look at the output of rank 1"
     ]
 
@@ -211,7 +211,7 @@ def test_a_failed_call_is_an_event(backend: ScriptedChannel, channel: Channel, r
     backend.refusal = ValueError("no")
     with pytest.raises(ValueError, match="no"):
         channel.run(call(), SIGNATURE)
-    assert [event.describe() for event in recorder.events()] == ["allreduce (group 0) failed: no"]
+    assert [event.words() for event in recorder.events()] == ["allreduce (group 0) failed: no"]
 
 
 def test_a_channel_closes_once_and_then_does_nothing(backend: ScriptedChannel, channel: Channel) -> None:

@@ -151,7 +151,7 @@ def test_a_lost_rank_ends_what_it_was_part_of(scripted: ScriptedRound) -> None:
     unharmed = ScriptedChannel(members=(0, 1))
     scripted.open_channels.add(Channel(unharmed, 2, scripted.recorder, 10.0))
     assert unharmed.aborted == []
-    assert [event.describe() for event in scripted.recorder.events()] == ["lost rank 2: it fell"]
+    assert [event.words() for event in scripted.recorder.events()] == ["lost rank 2: it fell"]
 
 
 def test_the_end_of_the_round_ends_everything(scripted: ScriptedRound) -> None:
@@ -214,7 +214,7 @@ def test_a_wait_that_gets_no_answer_ends_in_time(scripted: ScriptedRound) -> Non
 def test_a_stall_is_an_event(scripted: ScriptedRound) -> None:
     scripted.control.tell(StallReport("allreduce 'w' sum float32[3]", 0, 5.0, (1, 2), "report"), StackRequest(4))
     assert scripted.control.expect(StackReply).query_id == 4
-    assert [event.describe() for event in scripted.recorder.events()] == ["report"]
+    assert [event.words() for event in scripted.recorder.events()] == ["report"]
 
 
 def test_it_says_where_the_main_thread_is(scripted: ScriptedRound) -> None:

@@ -98,7 +98,7 @@ def test_all_functions_reach_the_world() -> None:
     with pytest.raises(ValueError, match="this very rank"):
         ronde.receive(x, 0)
     assert ronde.metrics().total.operations > 5
-    assert any("started as one of 1" in event.describe() for event in ronde.events())
+    assert any("started as one of 1" in event.words() for event in ronde.events())
 
 
 def test_the_trace_of_a_job_of_one_is_written(tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ EVENTS: list[tuple[Event, str]] = [
 
 @pytest.mark.parametrize(("event", "text"), EVENTS, ids=lambda value: type(value).__name__)
 def test_an_event_is_described_in_a_sentence_and_encoded_with_its_type(event: Event, text: str) -> None:
-    assert event.describe() == text
+    assert event.words() == text
     assert json.loads(msgspec.json.encode(event))["type"] == type(event).__name__
 
 
@@ -53,4 +53,4 @@ def test_every_event_is_in_the_table_above() -> None:
 
 def test_a_log_line_cannot_be_forged_by_a_name() -> None:
     event = events.OperationFailed(**AT, op="x\nrank 0: left in order", group=0, why="\x1b[2J")
-    assert event.describe() == r"x\nrank 0: left in order (group 0) failed: \x1b[2J"
+    assert event.words() == r"x\nrank 0: left in order (group 0) failed: \x1b[2J"
