@@ -26,6 +26,7 @@ MAX_REPLY_BYTES = 256 * 1024 * 1024
 READ_BYTES = 65536
 IDLE_TIMEOUT_S = 10.0
 """How long a client may take for its next request, or to read a reply."""
+OUT_OF_DESCRIPTORS_PAUSE_S = 0.5
 MAX_CLIENTS = 8
 """Further clients are refused."""
 BACKLOG = 128
@@ -62,7 +63,8 @@ class UnixLineServer:
         self._thread = thread or LoopThread("ronde-monitor")
         self._owns_thread = thread is None
         self._loop = self._thread.loop
-        self._thread.call(lambda: self._loop.add_reader(self._listening_socket.fileno(), self._accept))
+        self._accept_pause: Timer | None = None
+        self._thread.call(self._start_accepting)
         if self._owns_thread:
             self._thread.start()
 
@@ -76,15 +78,24 @@ class UnixLineServer:
         if not self._closed:
             self._closed = True
             self.path.unlink(missing_ok=True)
+            if self._accept_pause is not None:
+                self._accept_pause.cancel()
             self._loop.remove_reader(self._listening_socket.fileno())
             self._listening_socket.close()
             for client in list(self._clients):
                 self._close_client(client)
 
+    def _start_accepting(self) -> None:
+        self._loop.add_reader(self._listening_socket.fileno(), self._accept)
+
     def _accept(self) -> None:
         try:
             sock, _ = self._listening_socket.accept()
-        except OSError:  # closed again, or out of descriptors: who needs an answer connects again
+        except (BlockingIOError, ConnectionError):  # the client has closed it again
+            return
+        except OSError:  # out of descriptors or memory: a retry at once would only use up the processor
+            self._loop.remove_reader(self._listening_socket.fileno())
+            self._accept_pause = self._loop.call_later(OUT_OF_DESCRIPTORS_PAUSE_S, self._start_accepting)
             return
         if peer_uid(sock) != os.getuid() or len(self._clients) >= MAX_CLIENTS:
             self.num_refused += 1

@@ -7,6 +7,7 @@ import queue
 import socket
 import stat
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -42,6 +43,24 @@ def connect(path: Path, stack: ExitStack) -> socket.socket:
 def test_a_question_is_answered(server: UnixLineServer) -> None:
     for question in (b"a", b"", b"b" * 4000):
         assert query_monitor(server.path, question, Deadline(PATIENCE_S)) == question.upper()
+
+
+def test_a_process_out_of_descriptors_answers_later_and_does_not_spin(
+    server: UnixLineServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[socket.socket] = []
+
+    def accept(self: socket.socket) -> tuple[socket.socket, object]:
+        calls.append(self)
+        if len(calls) == 1:
+            raise OSError(24, "Too many open files")
+        return real(self)
+
+    real = socket.socket.accept
+    monkeypatch.setattr(socket.socket, "accept", accept)
+    began_s = time.monotonic()
+    assert query_monitor(server.path, b"a", Deadline(PATIENCE_S)) == b"A"
+    assert time.monotonic() - began_s >= module.OUT_OF_DESCRIPTORS_PAUSE_S
 
 
 def test_a_long_answer_comes_whole(path: Path) -> None:

@@ -98,7 +98,7 @@ def make_job_status(
     ranks = tuple(_make_rank_status(each, info) for each, info in zip(activity.ranks, process_infos, strict=True))
     return JobStatus(
         name=name,
-        command=tuple(command),
+        command=tuple(word.encode(errors="backslashreplace").decode() for word in command),  # JSON takes UTF-8 only
         at=time.time(),
         elapsed_s=elapsed_s,
         size=activity.size,

@@ -237,6 +237,11 @@ def rank_of(activity: RankActivity, info: RankProcessInfo) -> RankStatus:
     return make_job_status("demo", ["python"], JobActivity(size=1, ranks=(activity,)), [info], 2.0).ranks[0]
 
 
+def test_a_command_with_bytes_that_are_no_text_can_be_shown() -> None:
+    status = make_job_status("demo", [os.fsdecode(b"tr\xe9.py")], JobActivity(size=0), [], 0.0)
+    assert msgspec.json.decode(msgspec.json.encode(status))["command"] == ["tr\\udce9.py"]
+
+
 def test_the_driver_adds_what_it_knows() -> None:
     activity = RankActivity(rank=0, state="running", host="a-0123", pid=7, steps=5, held_up_s=1.5)
     info = RankProcessInfo(host="a", local_rank=1, pid=7, cpu=0.9, memory_bytes=100, gpu=0.5, gpu_bytes=200)
