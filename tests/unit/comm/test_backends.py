@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import subprocess
 from pathlib import Path
 
@@ -9,12 +10,15 @@ import numpy as np
 import pytest
 
 from ronde.comm.backends.base import ChannelSpec
+from ronde.comm.backends.native import NativeBackend
 from ronde.comm.backends.native_library import ABI, NativeLibrary
 from ronde.comm.backends.single_rank import SingleRankBackend, SingleRankChannel
 from ronde.comm.buffers import Array, address_of
 from ronde.comm.call import Call, Span
-from ronde.errors import RondeError, RoundEnded
-from ronde.types import Deadline, DType, Op, OperationKind
+from ronde.errors import PeerLost, RondeError, RoundEnded
+from ronde.net.keys import JobKey, new_job_key
+from ronde.settings import Settings
+from ronde.types import Deadline, DType, Member, Op, OperationKind, Topology
 
 DEADLINE = Deadline(10.0)
 
@@ -29,6 +33,27 @@ def allreduce(x: Array, out: Array, **more: object) -> Call:
     span = Span(address_of(x), address_of(out), x.size)
     dtype = DType[x.dtype.name.upper()]
     return Call(OperationKind.ALLREDUCE, dtype, spans=(span,), description="allreduce", **more)  # type: ignore[arg-type]
+
+
+class ListenerOfDyingRank:
+    """Rank 1 connects and dies; then the coordinator reports it."""
+
+    def __init__(self) -> None:
+        self._left = iter([True])
+
+    def accept(self, purpose: str, rank: int, deadline: Deadline) -> socket.socket:
+        if not next(self._left, False):
+            raise PeerLost(rank=0, peer=rank, op="opening a channel", why="its process is gone")
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        return ours
+
+
+def test_a_rank_that_dies_before_it_gets_the_shared_memory_is_named() -> None:
+    topology = Topology(tuple(Member(rank, "host", rank + 1, "") for rank in range(2)), 0)
+    backend = NativeBackend(topology, ListenerOfDyingRank(), JobKey(new_job_key()), Settings())  # type: ignore[arg-type]
+    with pytest.raises(PeerLost, match="rank 0 lost rank 1 during opening a channel"):
+        backend.open_channel(ChannelSpec(id="0.ordered", members=(0, 1), member_index=0, bucket_bytes=1000), DEADLINE)
 
 
 @pytest.mark.parametrize("op", list(Op))

@@ -40,6 +40,8 @@ from ronde.types import Deadline, Topology
 
 __all__ = ["NativeBackend", "NativeChannel"]
 
+LOSS_NOTICE_S = 5.0
+"""How long the coordinator may take to report the loss of a rank that has closed its connection."""
 WAIT_SLICE_S = 0.2
 """A wait for a submitted call returns to Python this often, which then runs its signal handlers."""
 
@@ -107,12 +109,21 @@ class NativeBackend:
         segment = create_shared_memory(f"ronde {spec.id}", params.segment_bytes())
         try:
             for rank in local[1:]:
-                with self._listener.accept(purpose, rank, deadline) as sock:
-                    send_descriptor(sock, segment)
+                self._send_segment(segment, purpose, rank, deadline)
         except BaseException:
             os.close(segment)
             raise
         return segment
+
+    def _send_segment(self, segment: int, purpose: str, rank: int, deadline: Deadline) -> None:
+        limit = deadline
+        while True:
+            with self._listener.accept(purpose, rank, limit) as sock:
+                try:
+                    return send_descriptor(sock, segment)
+                except ConnectionError:
+                    # The rank has died or given up. The coordinator is about to say so: then accept() raises PeerLost.
+                    limit = Deadline(min(LOSS_NOTICE_S, deadline.remaining_s))
 
     def _connect_members(
         self, spec: ChannelSpec, params: ChannelParams, stack: ExitStack, deadline: Deadline
