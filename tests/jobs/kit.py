@@ -12,6 +12,7 @@ and compared with nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -544,5 +545,6 @@ class SshHosts(NetworkHosts):
     def hang_up(self, index: int) -> None:
         """Kill what serves the ssh connections of a host, as if the host had died."""
         for process in self.processes(index):
-            if process.name().startswith("sshd"):
-                process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended with the one before
+                if process.name().startswith("sshd"):
+                    process.kill()
