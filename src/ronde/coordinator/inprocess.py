@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from ronde.coordinator.core import CoordinatorCore, Event, MessageReceived, ProcessExited, RankConnected
+from ronde.coordinator.coordinator import CoordinatorCore, Event, MessageReceived, ProcessExited, RankConnected
 from ronde.coordinator.negotiation import Send
 from ronde.net.event_loop import EventLoop, Timer
 from ronde.net.messages import VERSION, CoordinatorMessage, JoinRound, RoundStarted, WorkerMessage

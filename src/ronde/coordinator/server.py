@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
-from ronde.coordinator.core import (
+from ronde.coordinator.coordinator import (
     CoordinatorCore,
     Event,
     MessageReceived,

@@ -20,9 +20,7 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from ronde.net.descriptors import WakeupFd
-
-__all__ = ["EventLoop", "LoopThread", "PipeReader", "PipeWriter", "Timer"]
+__all__ = ["EventLoop", "LoopThread", "PipeReader", "PipeWriter", "Timer", "WakeupFd"]
 
 CALL_TIMEOUT_S = 10.0
 """LoopThread.call raises after this long. A loop answers within milliseconds unless the host is overloaded."""
@@ -441,3 +439,35 @@ class PipeWriter:
                 self._pending.appendleft(first[num_bytes:])
                 break
             num_bytes -= len(first)
+
+
+class WakeupFd:
+    """Ends the poll of its descriptor. notify() may be called by every thread, also during and after close()."""
+
+    def __init__(self) -> None:
+        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Without it, a late notify() could write into another file that got the same number. Reentrant: a signal
+        # handler may notify while its own thread does.
+        self._lock = threading.RLock()
+
+    def fileno(self) -> int:
+        """Readable from notify() to clear()."""
+        return self._fd
+
+    def notify(self) -> None:
+        with self._lock:
+            if self._fd >= 0:
+                os.eventfd_write(self._fd, 1)
+
+    def clear(self) -> None:
+        try:
+            os.eventfd_read(self._fd)
+        except BlockingIOError:
+            pass
+
+    def close(self) -> None:
+        """Idempotent."""
+        with self._lock:
+            if self._fd >= 0:
+                os.close(self._fd)
+                self._fd = -1

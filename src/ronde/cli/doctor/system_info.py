@@ -24,7 +24,7 @@ import msgspec
 import psutil
 
 from ronde.launch.agent.cgroup_limits import read_cgroup_limits
-from ronde.net.descriptors import create_shared_memory
+from ronde.net.shared_memory import create_shared_memory
 from ronde.text import describe_exit_code, shorten
 from ronde.types import Deadline
 from ronde.version import __version__

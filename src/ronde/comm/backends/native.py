@@ -32,9 +32,9 @@ from ronde.comm.backends.native_library import (
 from ronde.comm.call import Call, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, connect_authenticated, describe_disconnect
-from ronde.net.descriptors import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
+from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.settings import Settings
 from ronde.types import Deadline, Topology
 

@@ -25,8 +25,8 @@ import msgspec
 from ronde.coordinator.queries import OnStacks
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
+from ronde.launch.driver.agents import AgentGroup, StartCancelled
 from ronde.launch.driver.failure_report import StopRequest, describe_exit, make_failure_report
-from ronde.launch.driver.hosts import AgentGroup, StartCancelled
 from ronde.launch.driver.monitor import JobStatus, MonitorServer, RankProcessInfo, make_job_status, make_rank_stacks
 from ronde.launch.driver.ssh import HostError
 from ronde.launch.driver.termination import Termination, TerminationEvent, TerminationStage

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.driver.hosts import AgentConnection, LocalAgentConnection
+from ronde.launch.driver.agents import AgentConnection, LocalAgentConnection
 from ronde.launch.driver.ssh import NO_DIRECTORY_STATUS, NO_PYTHON_STATUS, HostError, SshAgentConnection, SshCommand
 from ronde.launch.job import SshOptions
 from ronde.launch.placement import Host

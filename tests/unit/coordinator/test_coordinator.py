@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.coordinator.core import (
+from ronde.coordinator.coordinator import (
     EXIT_REPORT_GRACE_NS,
     REASON_GRACE_NS,
     CoordinatorCore,

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from ronde.errors import ProtocolError, StartFailed
-from ronde.net.descriptors import WakeupFd, create_shared_memory, receive_descriptor, send_descriptor
+from ronde.net.event_loop import WakeupFd
+from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.types import Deadline
 
 Pair = tuple[socket.socket, socket.socket]

@@ -1,4 +1,4 @@
-"""Shared memory that is in no file system, descriptors over a Unix socket, and a descriptor that ends a poll."""
+"""Shared memory that is in no file system, and descriptors that travel over a Unix socket."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import fcntl
 import os
 import socket
 import struct
-import threading
 
 from ronde.errors import ProtocolError, StartFailed
 from ronde.types import Deadline
 
-__all__ = ["WakeupFd", "create_shared_memory", "receive_descriptor", "send_descriptor"]
+__all__ = ["create_shared_memory", "receive_descriptor", "send_descriptor"]
 
 # Not all in Python's fcntl before 3.13; the numbers are Linux's.
 _F_ADD_SEALS = 1033
@@ -75,35 +74,3 @@ def _rights(level: int, kind: int, payload: bytes) -> list[int]:
         return []
     whole = len(payload) - len(payload) % _INT.size
     return [fd for (fd,) in _INT.iter_unpack(payload[:whole])]
-
-
-class WakeupFd:
-    """Ends the poll of its descriptor. notify() may be called by every thread, also during and after close()."""
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Without it, a late notify() could write into another file that got the same number. Reentrant: a signal
-        # handler may notify while its own thread does.
-        self._lock = threading.RLock()
-
-    def fileno(self) -> int:
-        """Readable from notify() to clear()."""
-        return self._fd
-
-    def notify(self) -> None:
-        with self._lock:
-            if self._fd >= 0:
-                os.eventfd_write(self._fd, 1)
-
-    def clear(self) -> None:
-        try:
-            os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass
-
-    def close(self) -> None:
-        """Idempotent."""
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import StartFailed
-from ronde.launch.driver.hosts import LOCALHOST_NAMES, AgentGroup, LocalMachine, StartCancelled, find_local_hosts
+from ronde.launch.driver.agents import LOCALHOST_NAMES, AgentGroup, LocalMachine, StartCancelled, find_local_hosts
 from ronde.launch.job import Job, SshOptions
 from ronde.launch.network import LOOPBACK
 from ronde.launch.placement import Host
