@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,9 @@ import psutil
 import pytest
 
 from ronde.cli.doctor.report import DoctorReport
+from ronde.types import Deadline
 from tests.jobs.kit import SshHosts, ip, needs_hosts
-from tests.limits import PATIENCE_S
+from tests.limits import PATIENCE_S, SECONDS_S
 
 DOCTOR = (sys.executable, "-W", "error", "-m", "ronde.cli.main", "doctor")
 
@@ -32,11 +34,17 @@ def run(command: list[str] | tuple[str, ...], env: dict[str, str]) -> subprocess
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
 
 
-def is_running(pid: int) -> bool:
+def ends(pid: int) -> bool:
+    """Whether a process that was killed has ended, or does so soon: the kernel takes a moment."""
+    deadline = Deadline(SECONDS_S)
     try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE  # an orphan's end is for init to see
+        while psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:  # an orphan's end is for init to see
+            if deadline.expired:
+                return False
+            time.sleep(0.01)
     except psutil.NoSuchProcess:
-        return False
+        pass
+    return True
 
 
 def parse(text: str) -> DoctorReport:
@@ -71,7 +79,7 @@ def test_ctrl_c_ends_it_and_everything_that_it_started(tmp_path: Path, env: dict
         finally:
             doctor.kill()
     assert (doctor.returncode, out) == (130, ""), err
-    assert not is_running(pid)
+    assert ends(pid)
 
 
 @pytest.fixture(scope="module")
