@@ -18,16 +18,6 @@ from typing import Annotated, Any, get_args
 
 import msgspec
 
-__all__ = [
-    "ASSIGNED_BY_LAUNCHER",
-    "PREFIX",
-    "SettingInfo",
-    "Settings",
-    "config_dir",
-    "describe_settings",
-    "parse_setting",
-]
-
 PREFIX = "RONDE_"
 ASSIGNED_BY_LAUNCHER = ("rank", "size", "coordinator", "coordinator_hosted", "key", "host", "address")
 """Settings that a launcher gives to each rank. They have no flag and no key in a file."""

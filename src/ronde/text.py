@@ -6,29 +6,6 @@ import math
 import signal
 from collections.abc import Iterable, Mapping
 
-__all__ = [
-    "BINARY_UNITS",
-    "INTERRUPTED_CODE",
-    "LOST_CODE",
-    "NOT_EXECUTABLE_CODE",
-    "NOT_STARTED_CODE",
-    "USAGE_ERROR_CODE",
-    "describe_exit_code",
-    "escape_surrogates",
-    "format_bytes",
-    "format_compact_number",
-    "format_count",
-    "format_duration",
-    "format_exact_bytes",
-    "format_microseconds",
-    "format_number",
-    "format_rank_answers",
-    "format_rank_ranges",
-    "format_ranks",
-    "shell_exit_code",
-    "shorten",
-]
-
 MAX_TEXT_CHARS = 200
 
 # From here on, three digits would round to 1000, which `g` writes as 1e+03.

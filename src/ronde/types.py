@@ -12,18 +12,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-__all__ = [
-    "DType",
-    "Deadline",
-    "Member",
-    "Op",
-    "OperationKind",
-    "Topology",
-    "check_group_ranks",
-    "find_reduction_error",
-    "parse_op",
-]
-
 
 class DType(enum.IntEnum):
     """Element types; the numbers are those of the C header."""

@@ -218,16 +218,6 @@ def stolen_powers(sources: Sequence[Source]) -> list[str]:
     ]
 
 
-def silent_modules(sources: Sequence[Source]) -> list[str]:
-    """Public modules with contents but without __all__."""
-    return [
-        f"{source.path} has no __all__"
-        for source in sources
-        if not any(part.startswith("_") for part in source.name.split(".")) and _has_contents(source.tree)
-        if not any(isinstance(node, ast.Name) and node.id == "__all__" for node in ast.walk(source.tree))
-    ]
-
-
 def classes(source: Source) -> list[str]:
     return [node.name for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
 
@@ -269,10 +259,6 @@ def test_libraries_are_imported_only_where_they_belong() -> None:
 
 def test_every_power_has_one_owner() -> None:
     assert stolen_powers(read_all()) == []
-
-
-def test_every_public_module_says_what_is_public() -> None:
-    assert silent_modules(read_all()) == []
 
 
 def test_every_module_says_what_it_is() -> None:
@@ -386,13 +372,6 @@ def test_a_library_in_the_wrong_place_is_found(path: str, text: str, num_wrong: 
 def test_a_power_outside_of_its_owner_is_found(text: str, owner: str) -> None:
     assert len(stolen_powers(parse(observe__events=text))) == 1
     assert stolen_powers([Source.parse(owner.replace("__", "/") + ".py", text)]) == []
-
-
-def test_a_public_module_without_a_list_of_its_names_is_found() -> None:
-    assert silent_modules(parse(net__listeners='"""Listeners."""\n\ndef open(): ...')) == [
-        "net/listeners.py has no __all__"
-    ]
-    assert silent_modules(parse(net___listeners="def open(): ...", net__listener="__all__ = []")) == []
 
 
 def test_a_class_name_used_twice_and_a_metaphor_are_found() -> None:

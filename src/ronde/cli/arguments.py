@@ -15,8 +15,6 @@ from typing import Any, NamedTuple, NoReturn
 
 from ronde.text import USAGE_ERROR_CODE
 
-__all__ = ["Command", "CommandParser", "list_commands", "number", "print_error", "run_command", "whole_number"]
-
 
 class Command(NamedTuple):
     """A command and where it is."""

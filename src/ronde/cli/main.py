@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from ronde.cli.arguments import Command, CommandParser, list_commands, run_command
 from ronde.text import INTERRUPTED_CODE
 
-__all__ = ["COMMANDS", "main", "print_version"]
-
 COMMANDS = {
     "run": Command("ronde.cli.run:run", "Start a command as the ranks of one job, here or on many hosts."),
     "top": Command("ronde.cli.top:top", "Show live what ranks do with their time, and who holds up others."),

@@ -12,8 +12,6 @@ from ronde.launch.output.printer import OutputOptions, Printer
 from ronde.launch.output.terminal import StandardStreams
 from ronde.types import Deadline
 
-__all__ = ["QuietJob"]
-
 
 class QuietJob:
     """A job that starts at once. The output of its ranks is shown nowhere; the summary of a failure quotes the end of

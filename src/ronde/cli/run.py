@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from ronde.launch.output.printer import Printer
     from ronde.launch.output.terminal import StandardStreams
 
-__all__ = ["parse_arguments", "run"]
-
 DESCRIPTION = """Start COMMAND as the ranks of one job, here or on many hosts.
 
   ronde run -np 4 python train.py

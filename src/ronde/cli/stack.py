@@ -13,8 +13,6 @@ from ronde.launch.driver.monitor import NoSuchJob, find_job, query_stacks
 from ronde.observe.stacks import RankStack, group_stacks
 from ronde.text import format_ranks
 
-__all__ = ["format_stacks", "stack"]
-
 DESCRIPTION = """Print where every rank of a running job is: its Python stack.
 
 Ranks with the same stack are shown together. The job is not disturbed: a

@@ -19,8 +19,6 @@ from ronde.errors import RondeError
 from ronde.launch.driver.monitor import JobStatus, NoSuchJob, RankStatus, RunningJob, find_job, query_status
 from ronde.text import format_bytes, format_duration, format_number, shorten
 
-__all__ = ["LiveStatusTable", "render_status_table", "top", "watch_job"]
-
 DESCRIPTION = """Show live what ranks do with their time, and who holds up others.
 
 A rank computes, waits for others, or moves data (comm). "waited for" is how

@@ -19,8 +19,6 @@ from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
 from ronde.types import DType, Op, OperationKind, find_reduction_error, parse_op
 
-__all__ = ["Call", "CallOptions", "Shapes", "Signature", "Span", "get_signature", "hash_signature", "mismatch_error"]
-
 Shapes = tuple[tuple[int, ...], ...]
 
 MAX_SIGNATURES = 4096

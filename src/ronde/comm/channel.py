@@ -27,8 +27,6 @@ from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import ArrivalSampler, BlockedIntervals
 from ronde.types import Deadline, OperationKind
 
-__all__ = ["Channel"]
-
 POINT_TO_POINT = (OperationKind.SEND, OperationKind.RECEIVE)
 NO_SEQUENCE = -1
 SEQUENCE_EPOCH = 1 << 32

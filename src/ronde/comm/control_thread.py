@@ -51,8 +51,6 @@ from ronde.observe.stacks import dump_stacks
 from ronde.text import format_ranks
 from ronde.types import Deadline
 
-__all__ = ["ControlConnection", "ControlThread"]
-
 HEARTBEAT_INTERVAL_S = 1.0
 NUM_INITIAL_HEARTBEATS = 16
 """So many heartbeats are sent at once at the start: the quickest round trip gives the best clock offset."""

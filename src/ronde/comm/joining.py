@@ -59,19 +59,6 @@ from ronde.observe.stacks import pid_namespace
 from ronde.settings import Settings, config_dir
 from ronde.types import Deadline, Member, Topology
 
-__all__ = [
-    "Groups",
-    "JoinedRound",
-    "complete_settings",
-    "connect_to_coordinator",
-    "expand_port_range",
-    "find_coordinator",
-    "host_coordinator",
-    "join_round",
-    "make_liveness_request",
-    "settings_from_launcher",
-]
-
 Groups = tuple[tuple[int, ...], ...]
 
 MAX_PORTS = 1000

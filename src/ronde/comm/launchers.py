@@ -33,14 +33,6 @@ from pathlib import Path
 
 from ronde.observe.stacks import split_proc_stat
 
-__all__ = [
-    "LauncherEnvironment",
-    "coordinator_port_range",
-    "detect_launcher",
-    "find_launcher_process",
-    "first_slurm_host",
-]
-
 NUM_PORTS = 16
 """How many ports rank 0 may try."""
 FIRST_PORT, LAST_PORT = 20000, 29999

@@ -26,8 +26,6 @@ from ronde.observe.recorder import Recorder
 from ronde.settings import Settings
 from ronde.types import Deadline, DType, Op, OperationKind
 
-__all__ = ["NamedOperations", "OpenChannels"]
-
 MAX_CACHED_REQUESTS = 65_536
 """Names that are remembered for announcing by id."""
 

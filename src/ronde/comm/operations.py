@@ -20,21 +20,6 @@ from ronde.comm.buffers import Array, ReceiveBuffer, SendBuffer, address_of, new
 from ronde.comm.call import Call, Signature, Span
 from ronde.types import DType, Op, OperationKind
 
-__all__ = [
-    "AllgatherOperation",
-    "AllreduceOperation",
-    "AlltoallOperation",
-    "BarrierOperation",
-    "BroadcastOperation",
-    "JoinOperation",
-    "Operation",
-    "PointToPointOperation",
-    "ReduceScatterOperation",
-    "RowCountsOperation",
-    "SingleArrayAllreduceOperation",
-    "zeros_for_joined",
-]
-
 
 class Operation:
     """What all collectives have in common."""

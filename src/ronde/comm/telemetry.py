@@ -29,8 +29,6 @@ from ronde.observe.activity import CurrentOperation
 from ronde.observe.recorder import Recorder
 from ronde.observe.timeline import TraceStyle
 
-__all__ = ["ActivityReporter", "ChannelStallInspector", "TraceSender"]
-
 MAX_EVENTS_PER_MESSAGE = 10_000
 SEND_INTERVAL_S = 0.02
 """How often trace events are sent to the coordinator, which appends them to the file."""

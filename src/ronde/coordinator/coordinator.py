@@ -48,8 +48,6 @@ from ronde.settings import Settings
 from ronde.text import format_ranks, shorten
 from ronde.types import Member
 
-__all__ = ["CoordinatorCore", "Event", "MessageReceived", "ProcessExited", "RankConnected", "RankDisconnected"]
-
 # When a rank is declared lost after its end was noticed. Each wait is for a better reason, so they are in this order.
 REASON_GRACE_NS = 10_000_000
 """The wait for the message in which the rank itself gives the reason."""

@@ -19,8 +19,6 @@ from ronde.net.messages import VERSION, CoordinatorMessage, JoinRound, RoundStar
 from ronde.settings import Settings
 from ronde.types import Member
 
-__all__ = ["InProcessControlClient", "InProcessCoordinator"]
-
 MAX_WAIT_S = 60.0
 
 

@@ -34,18 +34,6 @@ from ronde.net.messages import (
 from ronde.text import format_rank_answers, format_ranks, shorten
 from ronde.types import DType, Op, OperationKind, find_reduction_error
 
-__all__ = [
-    "Negotiator",
-    "PendingOperation",
-    "Send",
-    "describe_request",
-    "find_mismatch",
-    "fusion_key",
-    "num_bytes",
-    "operation_title",
-    "row_counts",
-]
-
 REDUCING_KINDS = (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER)
 SINGLE_ARRAY_KINDS = (OperationKind.REDUCE_SCATTER, OperationKind.ALLTOALL)
 """Kinds that take one array: rows are split once per operation."""

@@ -32,8 +32,6 @@ from ronde.observe.timeline import TimelineWriter
 from ronde.text import format_ranks
 from ronde.types import Member
 
-__all__ = ["OnStacks", "RankQueries", "TraceCollector"]
-
 OnStacks: TypeAlias = "Callable[[tuple[RankStack, ...]], None]"
 
 

@@ -9,8 +9,6 @@ from ronde.net.messages import VERSION, JoinRound
 from ronde.text import format_rank_answers, format_ranks, shorten
 from ronde.types import Member
 
-__all__ = ["JoinDecision", "MAX_GROUPS_CHARS", "PendingRound"]
-
 MAX_GROUPS_CHARS = 400
 
 

@@ -32,8 +32,6 @@ from ronde.observe.stacks import GONE, RankStack
 from ronde.observe.stalls import Stall, StallInspector, WaitingOperation, Whereabouts, describe_silence, describe_stall
 from ronde.types import Member
 
-__all__ = ["Round", "RoundSettings"]
-
 STACK_REPLY_TIMEOUT_S = 1.0
 """How long a missing rank may take to answer a StackRequest."""
 MAX_STALLS_CHECKED = 1000

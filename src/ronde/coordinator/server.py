@@ -37,8 +37,6 @@ from ronde.observe.stalls import Whereabouts
 from ronde.settings import Settings
 from ronde.types import Deadline
 
-__all__ = ["CoordinatorServer"]
-
 CLOSE_TIMEOUT_S = 5.0
 """How long the thread may take to close its sockets, after all other waits."""
 MAX_WAIT_S = 60.0

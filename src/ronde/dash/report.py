@@ -19,8 +19,6 @@ import msgspec
 from ronde.dash.run_log import RankTimeBreakdown, ResourceSample, RunHistory, RunLog, read_log
 from ronde.text import format_compact_number, format_count, format_duration
 
-__all__ = ["PlotData", "PlotLine", "render_report_page", "write_report"]
-
 TIME_PARTS = {"computing": 0, "moving data": 1, "waiting for other ranks": 7, "between steps (loading data)": 2}
 """The parts of a rank's time, with the numbers of their colours in report.css."""
 MAX_TILES = 6

@@ -35,24 +35,6 @@ import psutil
 import ronde
 from ronde.comm.world import current_world
 
-__all__ = [
-    "LoggedValues",
-    "RankTimeBreakdown",
-    "RankTimesLogged",
-    "ResourceSample",
-    "RunFinished",
-    "RunHistory",
-    "RunLog",
-    "RunLogRecord",
-    "RunStarted",
-    "StepTimer",
-    "decode_record",
-    "encode_record",
-    "parse_log",
-    "process_sampler",
-    "read_log",
-]
-
 MAX_STEP_TIMES = 32
 """Step times in one RankTimeBreakdown; of more, means of neighbours."""
 SAMPLE_INTERVAL_S = 1.0

@@ -28,8 +28,6 @@ from ronde.launch.job import Job, SshOptions, working_directory
 from ronde.launch.placement import Host, format_host, parse_hosts, read_hostfile
 from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings, describe_settings, parse_setting
 
-__all__ = ["LaunchConfig", "LaunchOption", "OptionKind", "launch_options", "make_launch_config", "read_config"]
-
 OptionKind: TypeAlias = Literal["whole", "seconds", "text", "hosts", "choice", "switch", "many", "setting"]
 
 RANKS, REMOTE, ENVIRONMENT = "Ranks and hosts", "Other hosts", "What ranks get"

@@ -29,17 +29,6 @@ from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings, describe_sett
 if TYPE_CHECKING:  # network imports ZeroMQ, which an agent does without
     from ronde.launch.network import HostFacts, JobNetwork
 
-__all__ = [
-    "JobEndpoints",
-    "count_ports",
-    "exportable_variables",
-    "login_variables",
-    "make_endpoints",
-    "make_rank_orders",
-    "omp_num_threads",
-    "rank_environment",
-]
-
 LOGIN_VARIABLES = ("HOME", "LOGNAME", "MAIL", "SHELL", "TMPDIR", "USER")
 """Every host, and every user, has their own."""
 

@@ -28,8 +28,6 @@ from ronde.launch.output.terminal import open_standard_streams
 from ronde.launch.placement import Host, parse_hosts
 from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings
 
-__all__ = ["FUNCTION_RANK_COMMAND", "RankTraceback", "unpickle_results", "pickle_call", "run", "run_function_job"]
-
 T = TypeVar("T")
 
 FUNCTION_RANK_COMMAND = (

@@ -22,8 +22,6 @@ import cloudpickle
 
 from ronde.launch.agent.rank import CALL_FD_VARIABLE, RESULT_FD_VARIABLE, RESULT_LENGTH_BYTES
 
-__all__ = ["main"]
-
 FAILED_CODE = 1
 INTERRUPTED_CODE = 128 + signal.SIGINT
 

@@ -12,8 +12,6 @@ from ronde.errors import StartFailed
 from ronde.launch.placement import Host, Placement, place_ranks
 from ronde.settings import Settings
 
-__all__ = ["CpuBinding", "Job", "Ssh", "SshOptions", "working_directory"]
-
 CpuBinding: TypeAlias = Literal["none", "core"]
 
 

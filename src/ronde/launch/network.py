@@ -22,16 +22,6 @@ from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.types import Deadline
 
-__all__ = [
-    "HostFacts",
-    "JobNetwork",
-    "LOOPBACK",
-    "NetworkProber",
-    "ProbeResult",
-    "choose_addresses",
-    "make_probe_reply",
-]
-
 LOOPBACK = "127.0.0.1"
 
 

@@ -19,19 +19,6 @@ from pathlib import Path
 
 from ronde.text import format_count
 
-__all__ = [
-    "Host",
-    "Placement",
-    "bind_cpus",
-    "format_host",
-    "format_hosts",
-    "hosts_or_localhost",
-    "parse_hostfile",
-    "parse_hosts",
-    "place_ranks",
-    "read_hostfile",
-]
-
 _WORD = r"[^\s@:\[\],]+"
 _HOST = re.compile(rf"(?P<user>{_WORD}@)?(?:\[(?P<v6>[^\s\[\],]+)\]|(?P<name>{_WORD}))(?::(?P<slots>[^:]*))?")
 _HOST_SYNTAX = "a host is name, name:slots or [address]:slots"

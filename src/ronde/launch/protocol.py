@@ -16,36 +16,6 @@ import msgspec
 
 from ronde.errors import ProtocolError
 
-__all__ = [
-    "AgentError",
-    "AgentHello",
-    "AgentMessage",
-    "DriverHeartbeat",
-    "DriverMessage",
-    "ExitReason",
-    "FrameReader",
-    "FunctionResult",
-    "MAX_FRAME_BYTES",
-    "PREAMBLE",
-    "PauseOutput",
-    "ProbeReply",
-    "ProbeRequest",
-    "RankExit",
-    "RankInput",
-    "RankOrder",
-    "RankOutput",
-    "RankStarted",
-    "ResizeTerminal",
-    "SignalRanks",
-    "StartRanks",
-    "StdStream",
-    "StopAgent",
-    "UsageReport",
-    "encode_frame",
-    "make_agent_message_reader",
-    "make_driver_message_reader",
-]
-
 StdStream: TypeAlias = Literal["out", "err"]
 
 

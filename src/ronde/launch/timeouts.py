@@ -8,26 +8,6 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = [
-    "AGENT_STOP_TIMEOUT_S",
-    "HEARTBEATS_BEFORE_AGENT_STOPS",
-    "INTERRUPTED_TERMINATE_TIMEOUT_S",
-    "INTERRUPT_TIMEOUT_S",
-    "KILL_TIMEOUT_S",
-    "LAST_REPORT_DELAY_S",
-    "ORPHAN_KILLER_EXIT_TIMEOUT_S",
-    "OUTPUT_DRAIN_TIMEOUT_S",
-    "OUTPUT_FLUSH_TIMEOUT_S",
-    "PROBE_ATTEMPT_TIMEOUT_S",
-    "PROBE_REPLY_TIMEOUT_S",
-    "PROBE_TIMEOUT_S",
-    "RANK_KILL_TIMEOUT_S",
-    "RESOLVE_TIMEOUT_S",
-    "SSH_EXIT_TIMEOUT_S",
-    "SSH_KEEPALIVES",
-    "UNLIMITED_S",
-]
-
 # --- the end of a job --------------------------------------------------------------------------------------------
 
 OUTPUT_DRAIN_TIMEOUT_S: Final = 0.2

@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 
 from ronde.net.event_loop import EventLoop
 
-__all__ = ["EOF_CHARACTER", "RawTerminalInput", "open_pty", "set_window_size", "with_controlling_terminal"]
-
 READ_BYTES = 4096
 
 

@@ -11,19 +11,6 @@ from pathlib import Path
 
 from ronde.errors import StartFailed
 
-__all__ = [
-    "candidate_addresses",
-    "local_address_for",
-    "format_address",
-    "find_free_port",
-    "find_free_ports",
-    "host_identity",
-    "host_name",
-    "parse_address",
-    "peer_host",
-    "resolve_host",
-]
-
 HOST_LOCAL_INTERFACES = ("docker", "br-", "veth", "virbr", "cni", "podman")
 """Interfaces inside one machine. Their addresses are the same on every host, so another host would reach itself."""
 

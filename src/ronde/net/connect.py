@@ -22,23 +22,6 @@ from ronde.net.handshake import NONCE_BYTES, ClientHandshake, ConnectionRequest,
 from ronde.net.keys import JobKey
 from ronde.types import Deadline
 
-__all__ = [
-    "ConnectFailed",
-    "Connection",
-    "HEARTBEAT_S",
-    "NotListening",
-    "SocketAddress",
-    "configure_socket",
-    "connect_authenticated",
-    "connect_socket",
-    "describe_disconnect",
-    "is_closed",
-    "peer_credentials",
-    "peer_uid",
-    "resolve_address",
-    "socket_error",
-]
-
 HEARTBEAT_S = 10.0
 
 Connection: TypeAlias = socket.socket

@@ -26,8 +26,6 @@ from ronde.net.messages import (
     encode,
 )
 
-__all__ = ["ControlClient", "ControlServer"]
-
 FLUSH_S = 1.0
 """How long close() may take to send what is still queued."""
 HANDSHAKE_S = 5.0

@@ -20,8 +20,6 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-__all__ = ["EventLoop", "LoopThread", "PipeReader", "PipeWriter", "Timer", "WakeupFd"]
-
 CALL_TIMEOUT_S = 10.0
 """LoopThread.call raises after this long. A loop answers within milliseconds unless the host is overloaded."""
 ALIVE_CHECK_S = 0.1

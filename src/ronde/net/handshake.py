@@ -28,8 +28,6 @@ import msgspec
 from ronde.errors import ProtocolError
 from ronde.net.keys import JobKey
 
-__all__ = ["INTERNAL_ERROR", "ConnectionRequest", "ClientHandshake", "ServerHandshake", "HandshakeFailed"]
-
 VERSION = 2
 NONCE_BYTES = 32
 MAC_BYTES = 32

@@ -23,8 +23,6 @@ from zmq.utils import z85
 
 from ronde.errors import StartFailed
 
-__all__ = ["JobKey", "derive_job_key", "load_user_secret", "new_job_key"]
-
 SEED_BYTES = 32
 
 

@@ -17,50 +17,6 @@ from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
 from ronde.types import Member
 
-__all__ = [
-    "ActivityReport",
-    "Admission",
-    "AdmissionStatus",
-    "AgreedOperation",
-    "AnnounceOperations",
-    "ArrivalSamples",
-    "ChangeGroups",
-    "CoordinatorMessage",
-    "EndRound",
-    "GroupsChanged",
-    "JoinRefused",
-    "JoinRound",
-    "LEAVE_GRACE_S",
-    "LIVENESS",
-    "LeaveConfirmed",
-    "LeaveReason",
-    "LeaveRound",
-    "MissingRanks",
-    "MissingRanksQuery",
-    "OperationRejected",
-    "OperationRequest",
-    "RankHeartbeat",
-    "RankHeartbeatReply",
-    "RankLost",
-    "RoundStarted",
-    "RunOperations",
-    "SetTracing",
-    "StackReply",
-    "StackRequest",
-    "StallReport",
-    "TimelineReply",
-    "TimelineRequest",
-    "TraceBatch",
-    "TraceFlushed",
-    "UnknownOperationId",
-    "WaitingTooLong",
-    "WorkerMessage",
-    "decode_admission",
-    "decode_from_coordinator",
-    "decode_from_worker",
-    "encode",
-]
-
 VERSION = 3
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 LEAVE_GRACE_S = 1.0

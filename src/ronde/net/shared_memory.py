@@ -10,8 +10,6 @@ import struct
 from ronde.errors import ProtocolError, StartFailed
 from ronde.types import Deadline
 
-__all__ = ["create_shared_memory", "receive_descriptor", "send_descriptor"]
-
 # Not all in Python's fcntl before 3.13; the numbers are Linux's.
 _F_ADD_SEALS = 1033
 _F_SEAL_SEAL = 0x1

@@ -17,8 +17,6 @@ from ronde.net.connect import peer_credentials, peer_uid
 from ronde.net.event_loop import LoopThread, Timer
 from ronde.types import Deadline
 
-__all__ = ["MAX_SOCKET_PATH_BYTES", "OnRequest", "UnixLineServer", "listening_pid", "query_monitor"]
-
 MAX_SOCKET_PATH_BYTES = 107
 """The longest path that the kernel takes for a Unix socket."""
 MAX_REQUEST_BYTES = 4096

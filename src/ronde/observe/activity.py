@@ -20,16 +20,6 @@ import msgspec
 from ronde.observe.stragglers import ArrivalSample, StragglerDetector
 from ronde.text import format_ranks, shorten
 
-__all__ = [
-    "ActivitySample",
-    "ActivityTracker",
-    "CurrentOperation",
-    "JobActivity",
-    "RankActivity",
-    "RankState",
-    "find_slowest",
-]
-
 WINDOW_NS = 5_000_000_000
 """The time that rates and shares cover."""
 HELD_UP_WINDOW_NS = 10_000_000_000

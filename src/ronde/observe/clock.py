@@ -6,8 +6,6 @@ the offset can be anything; on one host both are the same clock.
 
 from __future__ import annotations
 
-__all__ = ["ClockOffset"]
-
 
 class ClockOffset:
     """The estimate from the sample with the smallest round trip.

@@ -9,20 +9,6 @@ import msgspec
 
 from ronde.text import escape_surrogates, format_ranks, shorten
 
-__all__ = [
-    "COORDINATOR",
-    "ChannelClosed",
-    "ChannelOpened",
-    "Event",
-    "GroupAdded",
-    "GroupRemoved",
-    "OperationFailed",
-    "PeerGone",
-    "StallReported",
-    "Started",
-    "Stopped",
-]
-
 COORDINATOR = -1
 """The rank in events of the coordinator."""
 

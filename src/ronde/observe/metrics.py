@@ -14,8 +14,6 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = ["Metrics", "MetricsRow", "OperationCounters"]
-
 Counts: TypeAlias = tuple[int, int, int, int]
 """Operations, bytes, nanoseconds of waiting, nanoseconds of moving."""
 

@@ -16,8 +16,6 @@ from ronde.observe.events import Event
 from ronde.observe.metrics import Metrics, OperationCounters
 from ronde.observe.timeline import BatchMarker, NegotiationSlice, OperationSlice, TraceEncoder, TraceStyle
 
-__all__ = ["Recorder"]
-
 OperationTuple: TypeAlias = tuple[str, str, int, int, int, int, int]
 """The fields of an OperationSlice, which is made only when the trace is drained: a plain tuple is quicker to make."""
 

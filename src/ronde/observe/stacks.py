@@ -22,19 +22,6 @@ import msgspec
 
 from ronde.text import escape_surrogates, shorten
 
-__all__ = [
-    "GONE",
-    "ProcessState",
-    "RankStack",
-    "treat_as_library",
-    "group_stacks",
-    "pid_namespace",
-    "process_state",
-    "split_proc_stat",
-    "dump_stacks",
-    "where_was_raised",
-]
-
 MAX_SOURCE_CHARS = 120
 MAX_FRAMES = 100
 """Innermost frames of one thread: endless recursion is deeper than anyone reads."""

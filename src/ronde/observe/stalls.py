@@ -20,8 +20,6 @@ from ronde.observe.stacks import RankStack
 from ronde.text import format_ranks, shorten
 from ronde.types import Member
 
-__all__ = ["Stall", "StallInspector", "WaitingOperation", "Whereabouts", "describe_silence", "describe_stall"]
-
 MAX_SHOWN = 16
 """Ranks and operations named one by one in a report; the others are counted."""
 MAX_REMEMBERED = 4096

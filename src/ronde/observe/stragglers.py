@@ -30,17 +30,6 @@ from typing import Annotated
 
 import msgspec
 
-__all__ = [
-    "ArrivalSample",
-    "ArrivalSampler",
-    "BlockedIntervals",
-    "StragglerDetector",
-    "attribute_waits",
-    "long_wait_ns",
-    "max_samples_per_s",
-    "next_sampled",
-]
-
 MAX_BLOCKED_INTERVALS = 16
 """Callers ask about an operation soon after it is over, so older intervals are not needed."""
 MIN_BLOCKED_NS = 10_000

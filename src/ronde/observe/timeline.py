@@ -22,8 +22,6 @@ import msgspec
 from ronde.observe.events import COORDINATOR, Event
 from ronde.text import escape_surrogates, format_ranks, shorten
 
-__all__ = ["BatchMarker", "NegotiationSlice", "OperationSlice", "TraceStyle", "TimelineWriter", "TraceEncoder"]
-
 logger = logging.getLogger("ronde.observe")
 
 MAX_EVENT_BYTES = 16 * 1024

@@ -36,8 +36,6 @@ from ronde.torch.collectives import allreduce_sparse
 from ronde.torch.tensors import CPU, ReduceOptions, tensor_view
 from ronde.training.adapter import GradientKind, ParameterInfo
 
-__all__ = ["TorchAdapter", "TorchBackwardPass", "disable_dynamo", "find_frame"]
-
 LARGE_BYTES = 64 * 1024
 """From this size on, copying a gradient takes longer than the call that copies it."""
 

@@ -18,8 +18,6 @@ from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.torch.tensors import ReduceOptions, allgather_tensors, allreduce_tensors
 
-__all__ = ["SyncBatchNorm", "convert_sync_batchnorm"]
-
 
 class SyncBatchNorm(_BatchNorm):
     """BatchNorm1d, 2d and 3d of torch.nn, with the statistics of all members of a group (default: all ranks).

@@ -20,8 +20,6 @@ from ronde.comm.world import resolve_group
 from ronde.torch.tensors import broadcast_tensors, check_tensor
 from ronde.training.agreement import check_equal
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
-
 NamedTensors: TypeAlias = "nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]"
 
 

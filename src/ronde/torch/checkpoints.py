@@ -29,8 +29,6 @@ from ronde.errors import CheckpointError
 from ronde.training import checkpoints
 from ronde.training.checkpoints import FoundCheckpoint, open_storage
 
-__all__ = ["Checkpoints", "Restored", "Stateful"]
-
 CHUNK_BYTES = 64 << 20
 """Rank 0 broadcasts a checkpoint in pieces of this size."""
 

@@ -32,8 +32,6 @@ from ronde.torch.tensors import (
 )
 from ronde.types import Op, parse_op
 
-__all__ = ["allgather", "allreduce", "alltoall", "broadcast", "reduce_scatter"]
-
 
 def allreduce(group: Group, xs: list[Tensor], options: ReduceOptions, name: str | None) -> list[Tensor]:
     return list(_AllreduceFunction.apply(group, options, name, *xs))

@@ -10,8 +10,6 @@ from ronde.comm import objects
 from ronde.comm.group import Group
 from ronde.training.metrics import weighted_means, weighted_values
 
-__all__ = ["average_metrics"]
-
 
 def average_metrics(
     values: Mapping[str, float | Tensor],

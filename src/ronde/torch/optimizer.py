@@ -35,8 +35,6 @@ from ronde.training.reducer import Reducer
 from ronde.training.steps import TrainingStep
 from ronde.types import Op, parse_op
 
-__all__ = ["Distributed", "DistributedOptimizer", "OptimizerReducers", "ParameterNames"]
-
 
 class ParameterNames:
     """Names of parameters: the caller's, else the optimizer's own, else made of group and index."""

@@ -23,8 +23,6 @@ from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.training.sample_sharding import TAIL_POLICIES, SamplePosition, epoch_order, shard_indices, shard_size
 
-__all__ = ["ShardedSampler"]
-
 Batch = TypeVar("Batch")
 
 

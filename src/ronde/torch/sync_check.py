@@ -17,8 +17,6 @@ from ronde.comm.world import resolve_group
 from ronde.torch.batch_norm import SyncBatchNorm
 from ronde.training.sync_check import checksum, compare_checksums
 
-__all__ = ["SyncCheck", "check_in_sync"]
-
 DEFAULT_CHECK_STEPS = 100
 """Steps between two checks: what one costs is then below 1 % of the steps between."""
 

@@ -19,24 +19,6 @@ from ronde.comm.group import Group
 from ronde.comm.work import Work
 from ronde.types import Deadline, Op
 
-__all__ = [
-    "CPU",
-    "HostArray",
-    "OutputTensor",
-    "ReduceOptions",
-    "TensorWork",
-    "allgather_tensors",
-    "allreduce_tensor",
-    "allreduce_tensors",
-    "alltoall_tensor",
-    "as_host_array",
-    "as_tensor",
-    "broadcast_tensors",
-    "check_tensor",
-    "reduce_scatter_tensors",
-    "tensor_view",
-]
-
 CPU = torch.device("cpu")
 HostArray: TypeAlias = "Array | Bfloat16View"
 """What a collective of ronde takes and returns."""

@@ -15,8 +15,6 @@ import msgspec
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 
-__all__ = ["BackwardPass", "FrameworkAdapter", "GradientKind", "ParameterInfo"]
-
 
 class ParameterInfo(msgspec.Struct, frozen=True):
     """A parameter that trains, as all ranks see it."""

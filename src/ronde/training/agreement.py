@@ -19,19 +19,6 @@ from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
 from ronde.training.adapter import ParameterInfo
 
-__all__ = [
-    "AgreedPlan",
-    "PlanProposal",
-    "agree_on_plan",
-    "all_equal",
-    "allgather_names",
-    "check_equal",
-    "explain_joined_ranks",
-    "fingerprint",
-    "first_difference",
-    "merge_proposals",
-]
-
 MISSING = "nothing"
 
 

@@ -13,15 +13,6 @@ from typing import NamedTuple
 from ronde.training.adapter import ParameterInfo
 from ronde.types import DType
 
-__all__ = [
-    "BucketSizeLimits",
-    "GradientBucket",
-    "GradientLocation",
-    "assign_buckets",
-    "choose_size_limits",
-    "should_overlap",
-]
-
 MEGABYTE = 1_000_000
 FIRST_BUCKET_BYTES = 1 * MEGABYTE
 MAX_BUCKET_BYTES = 25 * MEGABYTE

@@ -33,21 +33,6 @@ import msgspec
 
 from ronde.errors import CheckpointError
 
-__all__ = [
-    "CheckpointId",
-    "CheckpointManifest",
-    "CheckpointStorage",
-    "FoundCheckpoint",
-    "FsspecStorage",
-    "LocalStorage",
-    "clear",
-    "files_to_delete",
-    "list_checkpoints",
-    "open_latest",
-    "open_storage",
-    "save",
-]
-
 UNFINISHED_PREFIX = ".unfinished-"
 """How the name of a file begins that is still being written."""
 

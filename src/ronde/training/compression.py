@@ -18,8 +18,6 @@ from ronde.comm.buffers import Array, bfloat16_from_float32, float32_from_bfloat
 from ronde.training.adapter import ParameterInfo
 from ronde.training.buckets import GradientBucket
 
-__all__ = ["BFLOAT16", "BucketEncoder", "CODECS", "CastCodec", "Codec", "FLOAT16", "WireArray", "find_codec"]
-
 
 @dataclass(frozen=True, slots=True)
 class WireArray:

@@ -23,8 +23,6 @@ from ronde.training.buckets import GradientBucket
 from ronde.training.compression import BucketEncoder, Codec, WireArray
 from ronde.types import DType, Op, parse_op
 
-__all__ = ["GradientExchange", "GradientSettings", "HAD_BACKWARD", "REPLAN_WANTED"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GradientSettings:

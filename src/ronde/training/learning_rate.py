@@ -10,8 +10,6 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
-__all__ = ["LearningRateFactor", "constant", "cosine", "milestones", "scaled_lr", "warmup"]
-
 LearningRateFactor: TypeAlias = Callable[[int], float]
 
 

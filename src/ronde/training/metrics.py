@@ -6,8 +6,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import SupportsFloat
 
-__all__ = ["weighted_means", "weighted_values"]
-
 WeightedValues = dict[str, tuple[float, float]]
 """Per metric, its value times its weight, and the weight."""
 

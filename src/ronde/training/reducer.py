@@ -19,8 +19,6 @@ from ronde.training.compression import Codec
 from ronde.training.exchange import HAD_BACKWARD, REPLAN_WANTED, GradientExchange, GradientSettings
 from ronde.types import DType
 
-__all__ = ["Reducer"]
-
 
 @dataclass(slots=True)
 class _PassProgress:

@@ -21,8 +21,6 @@ import numpy as np
 
 from ronde.comm.buffers import Array
 
-__all__ = ["SamplePosition", "TAIL_POLICIES", "epoch_order", "shard_indices", "shard_size"]
-
 TAIL_POLICIES = ("pad", "drop", "uneven")
 
 

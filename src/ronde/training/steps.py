@@ -17,8 +17,6 @@ from weakref import WeakSet
 from ronde.training.adapter import BackwardPass
 from ronde.training.reducer import Reducer
 
-__all__ = ["StepEvent", "StepState", "TRANSITIONS", "TrainingStep"]
-
 
 class StepState(enum.Enum):
     """The state of a training step."""

@@ -21,8 +21,6 @@ from ronde.errors import OutOfSync
 from ronde.text import format_ranks
 from ronde.training.agreement import all_equal, fingerprint, first_difference
 
-__all__ = ["ChecksumDifference", "TensorChecksums", "checksum", "compare_checksums", "find_difference"]
-
 NUM_COLUMNS = 16384
 ROW_BYTES = 4 * NUM_COLUMNS
 """A row has 64 KB, so that the columns stay in the cache."""

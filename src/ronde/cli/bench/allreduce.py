@@ -34,20 +34,6 @@ from ronde.cli.bench.table import BenchmarkDisplay, describe_conditions, format_
 from ronde.text import BINARY_UNITS, format_exact_bytes, format_microseconds
 from ronde.types import Deadline
 
-__all__ = [
-    "AllreduceCase",
-    "BenchmarkResult",
-    "Workload",
-    "allreduce",
-    "best_peer",
-    "make_cases",
-    "measure_cases",
-    "pack_buckets",
-    "parse_workloads",
-    "render_allreduce_table",
-    "resnet50_shapes",
-]
-
 PATHS = ("array", "bucket", "many")
 SIZES = "4K,64K,1M,16M,64M,256M,many"
 MANY = "many"

@@ -13,8 +13,6 @@ from rich.text import Text
 from ronde.cli.arguments import Command, CommandParser, list_commands, number, print_error, run_command, whole_number
 from ronde.errors import RondeError
 
-__all__ = ["BENCHMARKS", "bench", "make_parser", "parse_numbers", "run_benchmark"]
-
 BENCHMARKS = {
     "allreduce": Command("ronde.cli.bench.allreduce:allreduce", "Sum float32 arrays over all ranks, in place."),
     "negotiation": Command(

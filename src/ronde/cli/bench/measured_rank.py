@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 
     Array = NDArray[np.float32]
 
-__all__ = ["CommandLoop", "TrainingLoop", "main", "sum_kilobytes"]
-
 START_S = 60.0
 """How long the ranks wait for each other at the start."""
 LEARNING_RATE = 1e-5

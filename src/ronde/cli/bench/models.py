@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-__all__ = ["MODELS", "BenchmarkModel", "parse_models"]
-
 Network = Any
 """A torch.nn.Module; what it returns is compared with labels by cross entropy."""
 Batch = tuple[Any, Any]

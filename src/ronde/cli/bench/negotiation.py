@@ -15,8 +15,6 @@ from ronde.cli.bench.runner import RONDE, BenchmarkRunner, MeasurementBudget
 from ronde.cli.bench.table import BenchmarkDisplay, describe_conditions, make_table
 from ronde.text import format_microseconds
 
-__all__ = ["negotiation", "render_negotiation_table"]
-
 
 def negotiation(arguments: Sequence[str]) -> int:
     parser = make_parser("negotiation", details="Each operation reduces 4 bytes.", rounds=10, seconds=1.0)

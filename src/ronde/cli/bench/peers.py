@@ -14,8 +14,6 @@ from ronde.cli.bench.runner import HOROVOD, RONDE, BenchmarkProcesses, Benchmark
 from ronde.cli.doctor.system_info import check_component
 from ronde.types import Deadline
 
-__all__ = ["LOCKSTEP", "RANK_PROGRAM", "MeasuredLibrary", "PeersFound", "find_peers", "is_installed"]
-
 RANK_PROGRAM = str(Path(__file__).with_name("measured_rank.py"))
 
 LOCKSTEP = "lockstep"

@@ -31,22 +31,6 @@ from ronde.settings import Settings
 from ronde.text import describe_exit_code
 from ronde.types import Deadline
 
-__all__ = [
-    "BenchmarkCase",
-    "BenchmarkFailed",
-    "BenchmarkProcesses",
-    "BenchmarkRunner",
-    "HOROVOD",
-    "MeasurementBudget",
-    "PeerProcesses",
-    "REPLY_TIMEOUT_S",
-    "RONDE",
-    "RankPool",
-    "RondeProcesses",
-    "TRIAL_STEPS",
-    "describe_lack_of_memory",
-]
-
 RONDE = "ronde"
 HOROVOD = "hvd"
 """Horovod's interface over ronde: not a peer, and never compared with as one."""

@@ -13,8 +13,6 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-__all__ = ["BenchmarkDisplay", "describe_conditions", "format_ratio", "make_table"]
-
 ResultT = TypeVar("ResultT", bound=msgspec.Struct)
 
 

@@ -37,21 +37,6 @@ from ronde.errors import RondeError
 from ronde.text import format_microseconds
 from ronde.types import Deadline
 
-__all__ = [
-    "TimedRound",
-    "TrainingCase",
-    "TrainingResult",
-    "TrainingSetup",
-    "best_ddp",
-    "compare",
-    "find_setups",
-    "measure_training",
-    "needed_bytes",
-    "parse_codec",
-    "render_training_tables",
-    "train",
-]
-
 ALONE = "alone"
 APART = "apart"
 DDP = "ddp"

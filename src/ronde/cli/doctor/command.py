@@ -29,8 +29,6 @@ from ronde.launch.job import Job
 from ronde.launch.placement import Host
 from ronde.types import Deadline
 
-__all__ = ["DoctorRunner", "doctor", "format_job_error"]
-
 BROKEN_CODE = 1
 MAX_HOSTS_AT_ONCE = 16
 START_TIMEOUT_S = 30.0

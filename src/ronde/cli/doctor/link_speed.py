@@ -17,8 +17,6 @@ import numpy as np
 from ronde.comm.collectives import barrier, rank, receive, send
 from ronde.comm.world import init, shutdown
 
-__all__ = ["LinkSpeed", "PAIR_TIMEOUT_S", "measure_links"]
-
 ROUND_TRIP_DURATION_S = 0.1
 """For how long round trips are repeated."""
 MIN_ROUND_TRIPS = 5

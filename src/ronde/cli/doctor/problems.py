@@ -9,8 +9,6 @@ from ronde.cli.doctor.report import DoctorReport, HostPairReport, HostReport, Pr
 from ronde.cli.doctor.system_info import ComponentStatus, SystemInfo
 from ronde.version import __version__
 
-__all__ = ["make_doctor_report"]
-
 MIN_OPEN_FILES = 1024
 """A rank has some sockets per peer, and a framework opens hundreds of files."""
 MIN_PROCESSES = 1024

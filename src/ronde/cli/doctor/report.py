@@ -15,8 +15,6 @@ from ronde.cli.doctor.link_speed import LinkSpeed
 from ronde.cli.doctor.system_info import ComponentStatus, CpuInfo, MemoryInfo, ResourceLimits, SystemInfo
 from ronde.text import format_bytes
 
-__all__ = ["DoctorReport", "HostPairReport", "HostReport", "Problem", "Severity", "render_report"]
-
 Severity: TypeAlias = Literal["broken", "warning"]
 
 

@@ -29,23 +29,6 @@ from ronde.text import describe_exit_code, shorten
 from ronde.types import Deadline
 from ronde.version import __version__
 
-__all__ = [
-    "Availability",
-    "BACKENDS",
-    "ComponentStatus",
-    "CpuInfo",
-    "FRAMEWORKS",
-    "IMPORT_TIMEOUT_S",
-    "MemoryInfo",
-    "ResourceLimits",
-    "SharedMemoryInfo",
-    "SystemInfo",
-    "check_component",
-    "check_components",
-    "collect_system_info",
-    "parse_check_result",
-]
-
 Availability: TypeAlias = Literal["usable", "missing", "broken"]
 
 

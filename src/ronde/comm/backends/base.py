@@ -21,16 +21,6 @@ from ronde.errors import OperationTimeout, RondeError
 from ronde.net.messages import LEAVE_GRACE_S
 from ronde.types import Deadline
 
-__all__ = [
-    "Backend",
-    "BackendChannel",
-    "CallTiming",
-    "ChannelSpec",
-    "CurrentCall",
-    "LOSS_REASON_S",
-    "RunningCall",
-]
-
 LOSS_REASON_S = LEAVE_GRACE_S + 0.5
 """How long a call that failed waits for the coordinator's reason: it knows how a member ended."""
 

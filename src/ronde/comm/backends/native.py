@@ -38,8 +38,6 @@ from ronde.net.shared_memory import create_shared_memory, receive_descriptor, se
 from ronde.settings import Settings
 from ronde.types import Deadline, Topology
 
-__all__ = ["NativeBackend", "NativeChannel"]
-
 LOSS_NOTICE_S = 5.0
 """How long the coordinator may take to report the loss of a rank that has closed its connection."""
 WAIT_SLICE_S = 0.2

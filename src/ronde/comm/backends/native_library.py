@@ -25,23 +25,6 @@ from ronde.comm.call import Call
 from ronde.errors import RondeError
 from ronde.types import OperationKind
 
-__all__ = [
-    "ALGORITHMS",
-    "ChannelParams",
-    "NativeError",
-    "NativeHandle",
-    "NativeLibrary",
-    "NativeStatus",
-    "address_of",
-    "call_structs",
-    "get_bucket",
-    "get_current_call",
-    "get_member_descriptions",
-    "load_library",
-    "open_channel",
-    "reduce",
-]
-
 ABI = 2
 DESCRIPTION_BYTES = 128
 PRE_AGREED = 1

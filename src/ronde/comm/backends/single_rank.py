@@ -14,8 +14,6 @@ from ronde.comm.call import Call
 from ronde.errors import RoundEnded
 from ronde.types import Deadline, Op, OperationKind
 
-__all__ = ["SingleRankBackend", "SingleRankChannel"]
-
 
 class SingleRankBackend:
     """Opens channels with one member."""

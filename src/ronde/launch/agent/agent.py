@@ -57,8 +57,6 @@ from ronde.version import __version__
 if TYPE_CHECKING:
     from ronde.launch.network import NetworkProber
 
-__all__ = ["Agent", "AgentServer", "main"]
-
 USAGE_INTERVAL_S = 1.0
 MAX_SAMPLING_SHARE = 0.02
 """On a host with very many processes, sampling them takes at most this share of the time."""

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CgroupLimits", "NO_LIMIT_BYTES", "OomKillCounter", "effective_cpu_count", "read_cgroup_limits"]
-
 NO_LIMIT_BYTES = 1 << 60
 """Version 1 writes a number larger than any memory where there is no limit."""
 

@@ -14,8 +14,6 @@ import uuid
 
 from ronde.launch.timeouts import ORPHAN_KILLER_EXIT_TIMEOUT_S
 
-__all__ = ["COOKIE_VARIABLE", "OrphanKiller"]
-
 COOKIE_VARIABLE = "RONDE_GUARD"
 """The variable that marks the processes of an agent. One that is started without it lives on after the job."""
 

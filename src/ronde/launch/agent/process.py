@@ -19,8 +19,6 @@ from ronde.launch.agent.orphans import OrphanKiller
 from ronde.launch.protocol import RankOrder
 from ronde.types import Deadline
 
-__all__ = ["ChildProcess", "CommandNotExecutable", "describe_spawn_error", "spawn"]
-
 
 class CommandNotExecutable(StartFailed):
     """The command exists but is no program that may be run."""

@@ -27,8 +27,6 @@ from ronde.launch.tty import EOF_CHARACTER, open_pty, set_window_size, with_cont
 from ronde.net.event_loop import EventLoop, PipeReader, PipeWriter, Timer
 from ronde.types import Deadline
 
-__all__ = ["CALL_FD_VARIABLE", "RESULT_FD_VARIABLE", "RankProcess"]
-
 CALL_FD_VARIABLE = "RONDE_CALL_FD"
 RESULT_FD_VARIABLE = "RONDE_RESULT_FD"
 MAX_PENDING_INPUT_BYTES = 1024 * 1024

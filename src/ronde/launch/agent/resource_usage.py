@@ -15,15 +15,6 @@ from typing import Any
 
 from ronde.observe.stacks import split_proc_stat
 
-__all__ = [
-    "GpuMonitor",
-    "ProcessUsage",
-    "UsageSampler",
-    "available_cpus",
-    "read_session_usage",
-    "sort_by_topology",
-]
-
 
 def available_cpus() -> tuple[int, ...]:
     """Return the CPUs that this process may use, in the order in which they should be divided among ranks."""

@@ -44,15 +44,6 @@ from ronde.net.addresses import find_free_ports, resolve_host
 from ronde.net.event_loop import EventLoop
 from ronde.types import Deadline
 
-__all__ = [
-    "AgentConnection",
-    "AgentGroup",
-    "LocalAgentConnection",
-    "LocalMachine",
-    "StartCancelled",
-    "find_local_hosts",
-]
-
 LOCALHOST_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
 
 

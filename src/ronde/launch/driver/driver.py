@@ -56,18 +56,6 @@ from ronde.settings import Settings
 from ronde.text import LOST_CODE, format_ranks
 from ronde.types import Deadline
 
-__all__ = [
-    "HUNG_UP",
-    "INTERRUPTED",
-    "TERMINATED",
-    "Driver",
-    "JobResult",
-    "RankSupervisor",
-    "SignalRepeatFilter",
-    "handle_signals",
-    "log_to_output",
-]
-
 SIGPIPE_EXIT_CODE = 141
 """A shell's exit code for a program whose output nobody reads any more (SIGPIPE)."""
 WRITE_ERROR_EXIT_CODE = 1

@@ -17,8 +17,6 @@ from ronde.observe.stacks import RankStack
 from ronde.observe.stalls import Whereabouts
 from ronde.text import describe_exit_code, format_ranks, shell_exit_code, shorten
 
-__all__ = ["FailureReport", "StopRequest", "describe_exit", "make_failure_report"]
-
 MAX_LINE_CHARS = 500
 """Characters of an error that is quoted in passing."""
 

@@ -31,22 +31,6 @@ from ronde.observe.stacks import RankStack
 from ronde.text import describe_exit_code
 from ronde.types import Deadline
 
-__all__ = [
-    "JobStatus",
-    "MonitorServer",
-    "NoSuchJob",
-    "RankProcessInfo",
-    "RankStatus",
-    "RunningJob",
-    "find_job",
-    "list_jobs",
-    "make_job_status",
-    "make_rank_stacks",
-    "open_jobs_dir",
-    "query_stacks",
-    "query_status",
-]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankProcessInfo:

@@ -29,8 +29,6 @@ from ronde.launch.timeouts import SSH_EXIT_TIMEOUT_S, SSH_KEEPALIVES
 from ronde.net.event_loop import EventLoop, PipeReader
 from ronde.text import describe_exit_code, shorten
 
-__all__ = ["HostError", "SshAgentConnection", "SshCommand", "make_missing_directory_error"]
-
 NO_DIRECTORY_STATUS = 90
 NO_PYTHON_STATUS = 91
 SSH_FAILED_STATUS = 255

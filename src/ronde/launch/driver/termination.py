@@ -15,8 +15,6 @@ from dataclasses import dataclass
 
 from ronde.launch.timeouts import INTERRUPT_TIMEOUT_S, INTERRUPTED_TERMINATE_TIMEOUT_S, KILL_TIMEOUT_S
 
-__all__ = ["Termination", "TerminationEvent", "TerminationStage", "TerminationStep"]
-
 
 class TerminationStage(enum.Enum):
     RUNNING = enum.auto()

@@ -15,8 +15,6 @@ from typing import TypeAlias
 from ronde.errors import StartFailed
 from ronde.launch.protocol import StdStream
 
-__all__ = ["RankOutputFiles", "RankStream"]
-
 RankStream: TypeAlias = tuple[int, StdStream]
 """One stream of one rank."""
 

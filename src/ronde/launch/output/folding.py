@@ -24,8 +24,6 @@ from typing import NamedTuple
 from ronde.launch.output.progress import StreamText
 from ronde.launch.protocol import StdStream
 
-__all__ = ["FOLD_WINDOW_S", "FoldedLines", "LineFolder"]
-
 FOLD_WINDOW_S = 0.1
 _MAX_WAITING_BYTES = 2 * 1024 * 1024
 

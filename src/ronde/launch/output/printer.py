@@ -22,19 +22,6 @@ from ronde.launch.output.terminal import HIGH_WATER_BYTES, OutputClosed, Standar
 from ronde.launch.protocol import StdStream
 from ronde.text import format_rank_ranges
 
-__all__ = [
-    "DRIVER",
-    "OutputOptions",
-    "OutputSink",
-    "Printer",
-    "horovod_prefix",
-    "horovod_timestamp_prefix",
-    "line_prefix",
-    "prefix_width",
-    "standard_output_options",
-    "timestamp_prefix",
-]
-
 DRIVER: tuple[int, ...] = ()
 """The "ranks" of the driver's own messages."""
 _RANK_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)

@@ -14,8 +14,6 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["IDLE_DELAY_S", "LiveRows", "MAX_LINE_BYTES", "OPEN_LINE_DELAY_S", "StreamText"]
-
 MAX_LINE_BYTES = 256 * 1024
 """A longer line is printed in pieces."""
 OPEN_LINE_DELAY_S = 0.25

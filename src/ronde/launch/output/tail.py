@@ -12,8 +12,6 @@ from collections.abc import Sequence
 
 from ronde.launch.protocol import StdStream
 
-__all__ = ["OutputTail", "find_fatal_traceback"]
-
 _FAULTHANDLER_HEADER = "Fatal Python error: "
 """Printed by faulthandler after a crash in native code."""
 _HEADER = re.compile(

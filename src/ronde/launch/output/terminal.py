@@ -25,17 +25,6 @@ from typing import Any, BinaryIO, NamedTuple, TypeAlias, cast
 from ronde.launch.output.progress import StreamText
 from ronde.launch.protocol import StdStream
 
-__all__ = [
-    "HIGH_WATER_BYTES",
-    "LineOwner",
-    "OutputBuffer",
-    "OutputClosed",
-    "StandardStreams",
-    "TerminalInfo",
-    "TerminalWriter",
-    "open_standard_streams",
-]
-
 HIGH_WATER_BYTES = 1024 * 1024
 """When this much waits to be written, the driver stops reading from the ranks."""
 _BLOCKING_BYTES = 64 * HIGH_WATER_BYTES

@@ -34,8 +34,6 @@ from ronde.types import Deadline, Topology
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiBackend", "settings_from_mpi"]
-
 ROW_BYTES = 512
 """Size of what each rank sends at the start: names and addresses."""
 

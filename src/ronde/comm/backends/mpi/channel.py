@@ -38,8 +38,6 @@ from ronde.types import Deadline, OperationKind
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["CallQueue", "MpiChannel", "MpiRunningCall", "WaitReason"]
-
 ExecuteCall = Callable[[Call, Deadline], CallTiming]
 
 

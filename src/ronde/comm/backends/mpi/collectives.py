@@ -23,8 +23,6 @@ from ronde.types import DType, Op, OperationKind, find_reduction_error
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["MpiCollectives", "check_call"]
-
 MAX_ELEMENTS_PER_CALL = 1 << 30
 TAG_DATA = 4
 """Data of send and receive; tags below are those of the channel's headers and notices."""

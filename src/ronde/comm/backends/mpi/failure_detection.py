@@ -39,17 +39,6 @@ from ronde.types import Deadline, OperationKind
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = [
-    "FailureDetector",
-    "MIN_WAIT_TO_NAME_S",
-    "MpiWait",
-    "NoticeExchange",
-    "NoticeKind",
-    "PeerNotice",
-    "QueueKey",
-    "queue_key",
-]
-
 TAG_NOTICE = 1
 
 

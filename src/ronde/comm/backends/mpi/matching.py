@@ -13,8 +13,6 @@ import msgspec
 from ronde.comm.call import Call, mismatch_error
 from ronde.types import DType, Op, OperationKind
 
-__all__ = ["CallHeader", "HEADER_BYTES", "match_collective", "match_pair"]
-
 DESCRIPTION_BYTES = 128
 _STRUCT = struct.Struct(f"<Q4iQIdd{DESCRIPTION_BYTES}s")
 HEADER_BYTES = _STRUCT.size

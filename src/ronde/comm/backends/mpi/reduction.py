@@ -23,8 +23,6 @@ import numpy as np
 from ronde.comm.buffers import Array, bfloat16_from_float32, float32_from_bfloat16
 from ronde.types import DType, Op
 
-__all__ = ["combine_adasum", "from_wire", "to_wire", "wire_op"]
-
 BLOCK_ELEMENTS = 1 << 16
 """Elements that are turned into doubles at a time."""
 
