@@ -27,7 +27,7 @@ from mpi4py import MPI
 
 import ronde
 from ronde.comm.backends.mpi.backend import MpiBackend, settings_from_mpi
-from ronde.comm.backends.mpi.requests import wait_all
+from ronde.comm.backends.mpi.failure_detection import wait_all
 from ronde.comm.joining import join_round
 from ronde.comm.world import World
 from ronde.errors import RoundEnded

@@ -12,7 +12,7 @@ from ronde.comm.backends.native_library import reduce
 from ronde.comm.buffers import Array, address_of, aligned_zeros, array_at
 from ronde.comm.call import Call
 from ronde.errors import RoundEnded
-from ronde.types import Deadline, Op, OperationKind
+from ronde.types import Deadline, DType, Op, OperationKind
 
 
 class SingleRankBackend:
@@ -80,18 +80,18 @@ class _EndedCall(RunningCall):
 
 def _copy_scaled(call: Call) -> None:
     inputs = [array_at(span.input, span.count, call.dtype.numpy) for span in call.spans]
-    outputs = [array_at(span.output, span.count, call.dtype.numpy) for span in call.spans]
     if call.prescale != 1.0 or call.postscale != 1.0:
-        inputs = [_scale(array, call) for array in inputs]
+        inputs = [scale(array, call.dtype, call.prescale, call.postscale) for array in inputs]
     elif len(inputs) > 1:  # an output may overlap with another input
         inputs = [array.copy() for array in inputs]
-    for source, target in zip(inputs, outputs, strict=True):
-        target[:] = source
+    for source, span in zip(inputs, call.spans, strict=True):
+        array_at(span.output, span.count, call.dtype.numpy)[:] = source
 
 
-def _scale(array: Array, call: Call) -> Array:
-    """The array with both factors. Of one input every operation is the sum."""
-    scaled = np.empty_like(array)
-    addresses = ([address_of(array)], [address_of(scaled)])
-    reduce(call.dtype, Op.SUM, *addresses, array.size, prescale=call.prescale, postscale=call.postscale)
-    return scaled
+def scale(array: Array, dtype: DType, prescale: float, postscale: float = 1.0, out: Array | None = None) -> Array:
+    """The array, or `out`, with both factors."""
+    out = np.empty_like(array) if out is None else out
+    addresses = ([address_of(array)], [address_of(out)])
+    # Of one input every operation is the sum.
+    reduce(dtype, Op.SUM, *addresses, array.size, prescale=prescale, postscale=postscale)
+    return out

@@ -1,10 +1,18 @@
 """How each kind of call moves its data over MPI. Used by the mpi channel, once all members agreed on the call.
 
 Only nonblocking MPI calls: every wait goes through `wait`, which knows deadlines and aborts. MPI counts elements in 32
-bits, so long arrays are sent in pieces.
+bits, so long arrays are sent in pieces. Members get equal bits: results are computed once and copied, or by Iallreduce,
+for which MPI only recommends equal results on all ranks; Open MPI and MPICH follow that for the operations used here.
 
-Members get equal bits: results are computed once and copied, or by Iallreduce, for which MPI only recommends equal
-results on all ranks; Open MPI and MPICH follow that for the operations used here.
+A reduction goes by the rules of the native kernels (native/src/reduce/reduce.h), in types that every MPI library
+reduces in the same way:
+
+    float16, bfloat16               float32, so that sums are rounded once, at the end
+    bool                            uint8 of 0 and 1: "or" is the maximum, "and" the minimum
+    integers, sum/product           unsigned ones of at least 32 bits, where overflow is defined: it wraps. (Open MPI
+                                    adds integers of 8 and 16 bits with saturation on some processors.)
+    floats, min/max                 integers in the same order as the floats, NaN outermost: a NaN always wins
+    everything else                 itself
 """
 
 from __future__ import annotations
@@ -15,8 +23,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ronde.comm.backends.mpi.reduction import combine_adasum, from_wire, to_wire, wire_op
-from ronde.comm.buffers import Array, address_of, array_at
+from ronde.comm.backends.single_rank import scale
+from ronde.comm.buffers import (
+    NUMPY_DTYPES,
+    Array,
+    address_of,
+    array_at,
+    bfloat16_from_float32,
+    float32_from_bfloat16,
+)
 from ronde.comm.call import Call
 from ronde.types import DType, Op, OperationKind, find_reduction_error
 
@@ -29,13 +44,34 @@ TAG_DATA = 4
 TAG_ALLTOALL = 5
 TAG_ADASUM = 6
 
-WaitForRequests = Callable[["Sequence[MPI.Request]"], None]
+
+def num_elements(call: Call) -> int:
+    return sum(span.count for span in call.spans)
+
+
+def check_call(call: Call, size: int, member_index: int) -> None:
+    """Raises ValueError for what no member can do, before anything is sent."""
+    counts = call.counts or ()
+    problem, fits = "", True
+    if call.kind in (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER):
+        scaled = call.prescale != 1.0 or call.postscale != 1.0
+        problem = find_reduction_error(call.kind, call.dtype, call.op, scaled=scaled)
+    if call.kind in (OperationKind.BROADCAST, OperationKind.SEND, OperationKind.RECEIVE):
+        fits = 0 <= call.peer < size
+    elif call.kind is OperationKind.REDUCE_SCATTER:
+        fits = len(counts) == size and sum(counts) == num_elements(call)
+    elif call.kind is OperationKind.ALLGATHER:
+        fits = len(counts) == size and [counts[member_index]] == [span.count for span in call.spans]
+    elif call.kind is OperationKind.ALLTOALL:
+        fits = len(counts) == len(call.splits or ()) == size and len(call.spans) == 1
+    if problem or not fits:
+        raise ValueError(f"{call.description}: {problem or 'the arguments do not fit together'}")
 
 
 class MpiCollectives:
     """The data of one call. `wait` returns when the requests are complete and raises when they never will be."""
 
-    def __init__(self, comm: MPI.Intracomm, wait: WaitForRequests) -> None:
+    def __init__(self, comm: MPI.Intracomm, wait: Callable[[Sequence[MPI.Request]], None]) -> None:
         from mpi4py import MPI
 
         self._comm = comm
@@ -46,73 +82,60 @@ class MpiCollectives:
         self._ops = {Op.SUM: MPI.SUM, Op.MIN: MPI.MIN, Op.MAX: MPI.MAX, Op.PRODUCT: MPI.PROD}
 
     def run(self, call: Call) -> None:
-        run_by_kind = {
-            OperationKind.ALLREDUCE: self._allreduce,
-            OperationKind.ALLGATHER: self._allgather,
-            OperationKind.BROADCAST: self._broadcast,
-            OperationKind.REDUCE_SCATTER: self._reduce_scatter,
-            OperationKind.ALLTOALL: self._alltoall,
-            OperationKind.SEND: self._send,
-            OperationKind.RECEIVE: self._receive,
-        }
-        if call.kind in run_by_kind:  # a barrier has no data
-            run_by_kind[call.kind](call)
-
-    def allreduce_zeros(self, call: Call, count: int) -> None:
-        """Take part in an allreduce of the others, for a member that has joined."""
-        self._reduce(call, np.zeros(count, call.dtype.numpy), None)
+        match call.kind:
+            case OperationKind.ALLREDUCE:
+                self.allreduce(call, _working_memory(call, filled=True))
+            case OperationKind.ALLGATHER:
+                self._allgather(call)
+            case OperationKind.BROADCAST:
+                data = _working_memory(call, filled=self._member_index == call.peer)
+                self._broadcast(data, call.peer)
+                _write_spans(call, data)
+            case OperationKind.REDUCE_SCATTER:
+                self._reduce_scatter(call)
+            case OperationKind.ALLTOALL:
+                self._alltoall(call)
+            case OperationKind.SEND:
+                self._move(self._comm.Isend, _read_spans(call), call.peer, TAG_DATA)
+            case OperationKind.RECEIVE:
+                data = _working_memory(call, filled=False)
+                self._move(self._comm.Irecv, data, call.peer, TAG_DATA)
+                _write_spans(call, data)
 
     # --- reductions ---------------------------------------------------------------------------------------------
 
-    def _allreduce(self, call: Call) -> None:
-        data, target = _read_spans(call), None
-        if len(call.spans) == 1 and call.spans[0].input != call.spans[0].output:
-            target = _array_at(call.spans[0].output, call.spans[0].count, call.dtype)
-            data = data.copy() if np.may_share_memory(data, target) else data
-        _write_spans(call, self._reduce(call, data, target))
-
-    def _reduce(self, call: Call, data: Array, target: Array | None) -> Array:
-        """The reduction of the data of all members, in `target` when there is one, else possibly in that of `data`."""
+    def allreduce(self, call: Call, data: Array) -> None:
+        """Reduce the data of all members, which is overwritten, into the outputs of the call."""
         wire = to_wire(data, call.dtype, call.op, call.prescale)
-        must_keep = target is not None and np.may_share_memory(wire, data)
         if call.op is Op.ADASUM:
-            wire = wire.copy() if must_keep else wire
             self._adasum(wire, [span.count for span in call.spans])
-        elif must_keep and target is not None:
-            result = target.view(wire.dtype)
-            self._allreduce_array(call, wire, result)
-            wire = result
         else:
-            self._allreduce_array(call, None, wire)
-        return from_wire(wire, call.dtype, call.op, call.postscale, self._size)
-
-    def _allreduce_array(self, call: Call, source: Array | None, result: Array) -> None:
-        op = self._ops[wire_op(call.dtype, call.op)]
-        for piece in _pieces(len(result)):
-            given = self._in_place if source is None else source[piece]
-            self._wait([self._comm.Iallreduce(given, result[piece], op)])
+            op = self._ops[wire_op(call.dtype, call.op)]
+            for piece in _pieces(len(wire)):
+                self._wait([self._comm.Iallreduce(self._in_place, wire[piece], op)])
+        _write_spans(call, from_wire(wire, call.dtype, call.op, call.postscale, self._size))
 
     def _adasum(self, data: Array, counts: Sequence[int]) -> None:
         # Members beyond the largest power of two are combined with the first ones. Then neighbours at distance 1, 2, 4,
         # … are combined, the lower one keeping the result, until member 0 has it and broadcasts it. Each combination is
         # computed once, so that different processors cannot come to different bits. Each array has its own weights.
-        full = 1 << (self._size.bit_length() - 1)
-        if self._member_index >= full:
-            self._send_or_receive(data, self._member_index - full, sending=True)
-        elif self._member_index + full < self._size:
-            self._combine_adasum(data, self._member_index + full, counts)
+        me, full = self._member_index, 1 << (self._size.bit_length() - 1)
+        if me >= full:
+            self._move(self._comm.Isend, data, me - full, TAG_ADASUM)
+        elif me + full < self._size:
+            self._combine_adasum(data, me + full, counts)
         distance = 1
-        while distance < full and self._member_index < full:
-            if self._member_index % (2 * distance):
-                self._send_or_receive(data, self._member_index - distance, sending=True)
+        while distance < full and me < full:
+            if me % (2 * distance):
+                self._move(self._comm.Isend, data, me - distance, TAG_ADASUM)
                 break
-            self._combine_adasum(data, self._member_index + distance, counts)
+            self._combine_adasum(data, me + distance, counts)
             distance *= 2
-        self._broadcast_data(data, 0)
+        self._broadcast(data, 0)
 
     def _combine_adasum(self, data: Array, peer: int, counts: Sequence[int]) -> None:
         other = np.empty_like(data)
-        self._send_or_receive(other, peer, sending=False)
+        self._move(self._comm.Irecv, other, peer, TAG_ADASUM)
         ends = np.cumsum(counts)[:-1]
         for own_array, other_array in zip(np.split(data, ends), np.split(other, ends), strict=True):
             combine_adasum(own_array, other_array)
@@ -132,40 +155,29 @@ class MpiCollectives:
                     received = own[piece] if member == self._member_index else None
                     self._wait([self._comm.Ireduce(share, received, op, member)])
         result = from_wire(own, call.dtype, call.op, call.postscale, self._size)
-        _array_at(call.spans[0].output, len(own), call.dtype)[:] = result
+        array_at(call.spans[0].output, len(own), call.dtype.numpy)[:] = result
 
     # --- data that only moves -----------------------------------------------------------------------------------
-
-    def _broadcast(self, call: Call) -> None:
-        if self._member_index == call.peer:
-            data = _read_spans(call)
-        elif len(call.spans) == 1:
-            data = _array_at(call.spans[0].output, call.spans[0].count, call.dtype)
-        else:
-            data = np.empty(sum(span.count for span in call.spans), call.dtype.numpy)
-        self._broadcast_data(data, call.peer)
-        _write_spans(call, data)
 
     def _allgather(self, call: Call) -> None:
         counts = call.counts
         assert counts is not None
-        starts = _starts(counts)
-        target = _as_unsigned(_array_at(call.spans[0].output, sum(counts), call.dtype))
-        own = target[starts[self._member_index] :][: counts[self._member_index]]
+        starts, start, count = _starts(counts), sum(counts[: self._member_index]), counts[self._member_index]
+        target = array_at(call.spans[0].output, sum(counts), call.dtype.numpy)
         # NumPy copies correctly where the two overlap; MPI would not.
-        own[:] = _as_unsigned(_array_at(call.spans[0].input, counts[self._member_index], call.dtype))
+        target[start : start + count] = array_at(call.spans[0].input, count, call.dtype.numpy)
         if len(target) <= MAX_ELEMENTS_PER_CALL:
-            self._wait([self._comm.Iallgatherv(self._in_place, [target, (counts, starts)])])
+            self._wait([self._comm.Iallgatherv(self._in_place, [_as_unsigned(target), (counts, starts)])])
             return
         for member, start in enumerate(starts):
-            self._broadcast_data(target[start : start + counts[member]], member)
+            self._broadcast(target[start : start + counts[member]], member)
 
     def _alltoall(self, call: Call) -> None:
         # Pairs, not Ialltoallv: whether everything fits in 32-bit counts differs from member to member.
         counts, splits = call.counts, call.splits
         assert counts is not None and splits is not None
-        source = _as_unsigned(_array_at(call.spans[0].input, sum(splits), call.dtype))
-        target = _as_unsigned(_array_at(call.spans[0].output, sum(counts), call.dtype))
+        source = _as_unsigned(array_at(call.spans[0].input, sum(splits), call.dtype.numpy))
+        target = _as_unsigned(array_at(call.spans[0].output, sum(counts), call.dtype.numpy))
         if np.may_share_memory(source, target):
             source = source.copy()
         requests = []
@@ -178,46 +190,12 @@ class MpiCollectives:
             requests += [self._comm.Isend(sent[p], receiver, TAG_ALLTOALL) for p in _pieces(splits[receiver])]
         self._wait(requests)
 
-    def _send(self, call: Call) -> None:
-        self._send_or_receive(_read_spans(call), call.peer, sending=True, tag=TAG_DATA)
-
-    def _receive(self, call: Call) -> None:
-        data = np.empty(sum(span.count for span in call.spans), call.dtype.numpy)
-        if len(call.spans) == 1:
-            data = _array_at(call.spans[0].output, call.spans[0].count, call.dtype)
-        self._send_or_receive(data, call.peer, sending=False, tag=TAG_DATA)
-        _write_spans(call, data)
-
-    def _send_or_receive(self, data: Array, peer: int, *, sending: bool, tag: int = TAG_ADASUM) -> None:
-        move = self._comm.Isend if sending else self._comm.Irecv
+    def _move(self, move: Callable[[Array, int, int], MPI.Request], data: Array, peer: int, tag: int) -> None:
         self._wait([move(_as_unsigned(data)[piece], peer, tag) for piece in _pieces(len(data))])
 
-    def _broadcast_data(self, data: Array, root: int) -> None:
+    def _broadcast(self, data: Array, root: int) -> None:
         for piece in _pieces(len(data)):
             self._wait([self._comm.Ibcast(_as_unsigned(data)[piece], root)])
-
-
-def check_call(call: Call, size: int, member_index: int) -> None:
-    """Raises ValueError for what no member can do, before anything is sent."""
-    name = call.description or call.kind.name.lower()
-    if call.kind in (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER):
-        scaled = call.prescale != 1.0 or call.postscale != 1.0
-        if problem := find_reduction_error(call.kind, call.dtype, call.op, scaled=scaled):
-            raise ValueError(f"{name}: {problem}")
-    if call.kind in (OperationKind.BROADCAST, OperationKind.SEND, OperationKind.RECEIVE) and not 0 <= call.peer < size:
-        raise ValueError(f"{name}: peer must be from 0 to {size - 1}, got {call.peer}")
-    if call.kind not in (OperationKind.ALLGATHER, OperationKind.REDUCE_SCATTER, OperationKind.ALLTOALL):
-        return
-    if call.counts is None or len(call.counts) != size:
-        raise ValueError(f"{name}: counts must have {size} entries, one per member, got {call.counts}")
-    if call.kind is OperationKind.ALLTOALL and (call.splits is None or len(call.splits) != size):
-        raise ValueError(f"{name}: splits must have {size} entries, one per member, got {call.splits}")
-    if call.kind is OperationKind.REDUCE_SCATTER and sum(span.count for span in call.spans) != sum(call.counts):
-        raise ValueError(f"{name}: counts {call.counts} do not add up to the number of elements")
-    if call.kind is not OperationKind.REDUCE_SCATTER and len(call.spans) != 1:
-        raise ValueError(f"{name}: takes one span, got {len(call.spans)}")
-    if call.kind is OperationKind.ALLGATHER and call.spans[0].count != call.counts[member_index]:
-        raise ValueError(f"{name}: gives {call.spans[0].count} elements, but counts say {call.counts[member_index]}")
 
 
 def _pieces(count: int) -> Iterator[slice]:
@@ -228,21 +206,32 @@ def _starts(counts: Sequence[int]) -> list[int]:
     return [0, *accumulate(counts)][:-1]
 
 
-def _array_at(start: int, count: int, dtype: DType) -> Array:
-    return array_at(start, count, dtype.numpy)
-
-
 def _as_unsigned(data: Array) -> Array:
     """The same bits as unsigned integers, which MPI libraries know; they do not know float16 and the like."""
     return data.view(f"u{data.itemsize}")
 
 
+# --- the memory of a call --------------------------------------------------------------------------------------------
+
+
 def _read_spans(call: Call) -> Array:
     """The inputs of all spans as one array: a view when there is one span, else a copy."""
-    sources = [_array_at(span.input, span.count, call.dtype) for span in call.spans]
+    sources = [array_at(span.input, span.count, call.dtype.numpy) for span in call.spans]
     if len(sources) == 1:
         return sources[0]
     return np.concatenate(sources) if sources else np.empty(0, call.dtype.numpy)
+
+
+def _working_memory(call: Call, *, filled: bool) -> Array:
+    """One array for all spans that may be overwritten: the output when there is one span, else new memory. Filled with
+    the inputs if that is wanted."""
+    if len(call.spans) != 1:
+        return _read_spans(call) if filled else np.empty(num_elements(call), call.dtype.numpy)
+    (span,) = call.spans
+    data = array_at(span.output, span.count, call.dtype.numpy)
+    if filled and span.input != span.output:
+        data[:] = array_at(span.input, span.count, call.dtype.numpy)
+    return data
 
 
 def _write_spans(call: Call, data: Array) -> None:
@@ -251,5 +240,87 @@ def _write_spans(call: Call, data: Array) -> None:
     for span in call.spans:
         piece = data[start : start + span.count]
         if span.count and address_of(piece) != span.output:
-            _array_at(span.output, span.count, call.dtype)[:] = piece
+            array_at(span.output, span.count, call.dtype.numpy)[:] = piece
         start += span.count
+
+
+# --- what MPI reduces ------------------------------------------------------------------------------------------------
+
+BLOCK_ELEMENTS = 1 << 16
+"""Elements that Adasum turns into doubles at a time."""
+MIN_SQUARE = 2.0**-511
+"""Below this a vector's square has no precision left to divide by."""
+_ORDERED = (Op.MIN, Op.MAX)
+
+
+def wire_op(dtype: DType, op: Op) -> Op:
+    """The operator (SUM, MIN, MAX or PRODUCT) with which MPI reduces the wire arrays."""
+    if dtype is DType.BOOL:
+        return Op.MAX if op in (Op.SUM, Op.MAX) else Op.MIN
+    return Op.SUM if op is Op.MEAN else op
+
+
+def to_wire(data: Array, dtype: DType, op: Op, prescale: float = 1.0) -> Array:
+    """The array to reduce: new memory, or a view of `data` when its bits can be used as they are."""
+    if dtype is DType.BOOL:
+        return np.not_equal(data.view(np.uint8), 0).view(np.uint8)
+    wire = data
+    if dtype is DType.FLOAT16:
+        wire = data.astype(np.float32)
+    elif dtype is DType.BFLOAT16:
+        wire = float32_from_bfloat16(data)
+    if prescale != 1.0:
+        wire = scale(wire, NUMPY_DTYPES[wire.dtype], prescale)
+    if op in _ORDERED and dtype.is_float:
+        ordered = _flip_negative(wire.view(f"i{wire.itemsize}"))
+        info = np.iinfo(ordered.dtype)
+        ordered[np.isnan(wire)] = info.max if op is Op.MAX else info.min
+        return ordered
+    if op not in _ORDERED and wire.dtype.kind in "iu":
+        return wire.view(f"u{wire.itemsize}") if wire.itemsize >= 4 else wire.astype(np.uint32)
+    return wire
+
+
+def from_wire(wire: Array, dtype: DType, op: Op, postscale: float = 1.0, divisor: int = 1) -> Array:
+    """The result as `dtype` (bfloat16 as uint16), in the wire's memory where possible. `divisor` is for a mean: the
+    number of members."""
+    if dtype is DType.BOOL:
+        return wire.view(np.bool_)
+    if op in _ORDERED and dtype.is_float:
+        wire = _flip_negative(wire).view(f"f{wire.itemsize}")
+    elif not dtype.is_float:
+        wire = wire.view(dtype.numpy) if wire.itemsize == dtype.num_bytes else wire.astype(dtype.numpy)
+    if op is Op.MEAN and dtype.is_float:
+        postscale /= divisor
+    elif op is Op.MEAN and divisor > 1:
+        # Exact, truncated toward zero. In 64 bits: a small type may not even hold the divisor.
+        wide = wire.astype(np.int64 if wire.dtype.kind == "i" else np.uint64)
+        number = wide.dtype.type(divisor)
+        wire = ((wide - np.fmod(wide, number)) // number).astype(wire.dtype)
+    if postscale != 1.0:
+        wire = scale(wire, NUMPY_DTYPES[wire.dtype], postscale, out=wire)
+    if dtype is DType.FLOAT16:
+        with np.errstate(all="ignore"):
+            return wire.astype(np.float16)
+    return bfloat16_from_float32(wire) if dtype is DType.BFLOAT16 else wire
+
+
+def _flip_negative(bits: Array) -> Array:
+    """Invert the magnitude of negative numbers: the bits of floats, sign and magnitude, become integers in the same
+    order. The inverse of itself."""
+    info = np.iinfo(bits.dtype)
+    flipped: Array = bits ^ ((bits >> (info.bits - 1)) & info.max)
+    return flipped
+
+
+def combine_adasum(a: Array, b: Array) -> None:
+    """Write the Adasum of a and b (float32 or float64) into a: the sum, with half of the overlap taken from each."""
+    dots = np.zeros(3)
+    blocks = [slice(start, start + BLOCK_ELEMENTS) for start in range(0, len(a), BLOCK_ELEMENTS)]
+    with np.errstate(all="ignore"):
+        for block in blocks:
+            x, y = a[block].astype(np.float64), b[block].astype(np.float64)
+            dots += (np.dot(x, y), np.dot(x, x), np.dot(y, y))
+        weight_a, weight_b = (1.0 - dots[0] / (2.0 * dot) if dot >= MIN_SQUARE else 1.0 for dot in dots[1:])
+        for block in blocks:
+            a[block] = weight_a * a[block].astype(np.float64) + weight_b * b[block].astype(np.float64)

@@ -1,4 +1,7 @@
-"""Which waits of an mpi channel can still end: notices between its members, and one call's wait.
+"""Waiting for MPI with a deadline and an abort, and knowing for whom: notices between the members of an mpi channel.
+
+A blocking MPI call can be neither timed out nor aborted, and it uses a whole core while it waits. So all requests are
+nonblocking and polled: a few tests at once, then yielding the core, then sleeping a little longer each time.
 
 MPI only says that a call is not complete, never because of whom. So a member that waits for long sends a notice to the
 others; those that sent none are the missing ones. A member that aborts or closes its channel sends how many calls it
@@ -21,16 +24,16 @@ Which waits end when a member is gone:
 from __future__ import annotations
 
 import enum
+import os
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
 from ronde.comm.backends.base import LOSS_REASON_S, ChannelSpec
-from ronde.comm.backends.mpi.requests import MAX_ACTIVE_SLEEP_S, MAX_IDLE_SLEEP_S, MpiRequest, abandon, wait_all
 from ronde.comm.call import Call
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.text import format_ranks
@@ -39,7 +42,59 @@ from ronde.types import Deadline, OperationKind
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+NUM_SPINS = 50
+YIELD_TIME_S = 0.0005
+"""How long to yield the core only, which gives it to other processes if they want it."""
+MAX_IDLE_SLEEP_S = 0.001
+"""Longest sleep while waiting for members to come."""
+MAX_ACTIVE_SLEEP_S = 0.0001
+"""Longest sleep while data moves: MPI moves it only while it is polled."""
+
+_abandoned: list[tuple[Sequence[MPI.Request], object]] = []
+"""Requests that will never complete, with all they may still write to. An MPI collective cannot be cancelled: the
+library could write into memory that was freed. Bounded: a round has few channels, and each fails once."""
+
+
+def wait_all(
+    requests: Sequence[MPI.Request],
+    check: Callable[[], None],
+    max_sleep_s: float = MAX_IDLE_SLEEP_S,
+    owners: object = None,
+) -> None:
+    """Wait until all requests are complete. `check` is called repeatedly and ends the wait by raising; the requests and
+    the owners of their memory are then kept for good."""
+    from mpi4py import MPI
+
+    test = MPI.Request.Testall
+    for _ in range(NUM_SPINS):
+        if test(requests):
+            return
+    began = time.monotonic()
+    try:
+        while not test(requests):
+            check()
+            waited_s = time.monotonic() - began
+            if waited_s < YIELD_TIME_S:
+                os.sched_yield()
+            else:
+                time.sleep(min(max_sleep_s, waited_s / 8))
+    except BaseException:
+        _abandoned.append((requests, owners))
+        raise
+
+
+# --- the members of a channel ----------------------------------------------------------------------------------------
+
 TAG_NOTICE = 1
+MAX_REASON_CHARS = 1024
+
+QueueKey: TypeAlias = tuple[OperationKind, int]
+"""Calls with the same key run in order: all collectives; and the messages of each pair of members in each direction."""
+COLLECTIVE_QUEUE: QueueKey = (OperationKind.BARRIER, -1)
+
+
+def queue_key(call: Call) -> QueueKey:
+    return (call.kind, call.peer) if call.kind in (OperationKind.SEND, OperationKind.RECEIVE) else COLLECTIVE_QUEUE
 
 
 class NoticeKind(enum.IntEnum):
@@ -61,101 +116,26 @@ class PeerNotice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     lost_rank: int = -1
     why: str = ""
 
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
-
-    @staticmethod
-    def decode(data: bytes) -> PeerNotice:
-        return msgspec.msgpack.decode(data, type=PeerNotice)
-
-
-class NoticeExchange:
-    """Sends and collects the notices of one channel. Safe from any thread."""
-
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self._comm = comm
-        self._lock = threading.Lock()
-        self._sent: list[MpiRequest] = []
-        self._freed = False
-        self.waiting_at: dict[int, int] = {}
-        """Per member: the collective, counted from 0, in which it sent that it waits."""
-        self.final_notices: dict[int, PeerNotice] = {}
-        """Members that closed or aborted the channel."""
-
-    def send(self, member: int, notice: PeerNotice) -> None:
-        """Send a notice; returns at once. After free() it does nothing."""
-        with self._lock:
-            if not self._freed:
-                self._sent.append(self._comm.Isend(notice.encode(), member, TAG_NOTICE))
-                self._sent = [sent for sent in self._sent if not sent.Test()]
-
-    def receive(self) -> None:
-        """Store the notices that have arrived."""
-        from mpi4py import MPI
-
-        status = MPI.Status()
-        # Probed and received as one, so that another thread cannot take the message in between.
-        while (message := self._comm.Improbe(MPI.ANY_SOURCE, TAG_NOTICE, status)) is not None:
-            data = bytearray(status.Get_count(MPI.BYTE))
-            message.Recv(data)
-            self._store(status.Get_source(), bytes(data))
-
-    def free(self) -> bool:
-        """Free the communicator when no message is on its way any more; False as long as that may still come. After
-        an abort it is never freed."""
-        self.receive()
-        with self._lock:
-            self._sent = [sent for sent in self._sent if not sent.Test()]
-            if any(notice.kind is NoticeKind.ABORTED for notice in list(self.final_notices.values())):
-                return True
-            if self._sent or len(self.final_notices) < self._comm.Get_size() - 1:
-                return False
-            self._freed = True
-            self._comm.Free()
-        return True
-
-    def _store(self, member: int, data: bytes) -> None:
-        try:
-            notice = PeerNotice.decode(data)
-        except msgspec.DecodeError:  # sent by a program that uses our communicator
-            return
-        if notice.kind is NoticeKind.WAITING:
-            self.waiting_at[member] = notice.num_collectives
-        else:
-            self.final_notices.setdefault(member, notice)
-
-
-QueueKey: TypeAlias = tuple[OperationKind, int]
-"""Calls with the same key run in order: all collectives; and the messages of each pair of members in each direction."""
-
-COLLECTIVE_QUEUE: QueueKey = (OperationKind.BARRIER, -1)
-
-NOTICE_DELAY_S = 0.1
-"""After this long a wait is sent to the others; after twice as long, members that sent nothing are missing."""
-
-MIN_WAIT_TO_NAME_S = 5 * NOTICE_DELAY_S
-"""A collective call is not given up before it has waited this long, whatever is left of its time limit: the others need
-that long to send that they wait, on a busy machine too, and a timeout has to name those that do not."""
-
-MAX_REASON_CHARS = 1024
-
-
-def queue_key(call: Call) -> QueueKey:
-    return (call.kind, call.peer) if call.kind in (OperationKind.SEND, OperationKind.RECEIVE) else COLLECTIVE_QUEUE
-
 
 class FailureDetector:
-    """What is known about the members of a channel, for all its waits. Safe from any thread."""
+    """Sends and collects the notices of one channel, and knows from them which calls can end. Safe from any thread."""
 
-    def __init__(self, spec: ChannelSpec, notices: NoticeExchange) -> None:
+    def __init__(self, spec: ChannelSpec, comm: MPI.Intracomm) -> None:
         self.spec = spec
         self.rank = spec.members[spec.member_index]
-        self.notices = notices
         self.num_finished: Counter[QueueKey] = Counter()
         self.aborted: tuple[int, str] | None = None
         self.broken = False
         """Whether MPI was left with requests that never complete."""
+        self.waiting_at: dict[int, int] = {}
+        """Per member: the collective, counted from 0, in which it sent that it waits."""
+        self.final_notices: dict[int, PeerNotice] = {}
+        """Members that closed or aborted the channel."""
+        self._comm = comm
+        self._others = [member for member in range(len(spec.members)) if member != spec.member_index]
         self._lock = threading.Lock()
+        self._sent: list[MPI.Request] = []
+        self._freed = False
         self._first_final_notice_at: float | None = None
 
     def abort(self, lost_rank: int, why: str) -> None:
@@ -167,25 +147,52 @@ class FailureDetector:
         self.send_notice(NoticeKind.ABORTED, lost_rank, why)
 
     def send_notice(self, kind: NoticeKind, lost_rank: int = -1, why: str = "") -> None:
-        """Send a notice to all other members, to each with the number of messages finished between the two."""
-        for member in range(len(self.spec.members)):
-            if member != self.spec.member_index:
-                notice = PeerNotice(
-                    kind,
-                    self.num_finished[COLLECTIVE_QUEUE],
-                    self.num_finished[OperationKind.SEND, member],
-                    self.num_finished[OperationKind.RECEIVE, member],
-                    lost_rank,
-                    why[:MAX_REASON_CHARS],
-                )
-                self.notices.send(member, notice)
+        """Send a notice to all other members, to each with the number of messages finished between the two. Returns at
+        once; after free() it does nothing."""
+        finished = self.num_finished
+        with self._lock:
+            for member in [] if self._freed else self._others:
+                num_sent, num_received = finished[OperationKind.SEND, member], finished[OperationKind.RECEIVE, member]
+                reason = why[:MAX_REASON_CHARS]
+                notice = PeerNotice(kind, finished[COLLECTIVE_QUEUE], num_sent, num_received, lost_rank, reason)
+                self._sent.append(self._comm.Isend(msgspec.msgpack.encode(notice), member, TAG_NOTICE))
+            self._sent = [sent for sent in self._sent if not sent.Test()]
+
+    def receive_notices(self) -> None:
+        """Store the notices that have arrived."""
+        from mpi4py import MPI
+
+        status = MPI.Status()
+        # Probed and received as one, so that another thread cannot take the message in between.
+        while (message := self._comm.Improbe(MPI.ANY_SOURCE, TAG_NOTICE, status)) is not None:
+            data = bytearray(status.Get_count(MPI.BYTE))
+            message.Recv(data)
+            notice = msgspec.msgpack.decode(data, type=PeerNotice)
+            if notice.kind is NoticeKind.WAITING:
+                self.waiting_at[status.Get_source()] = notice.num_collectives
+            else:
+                self.final_notices.setdefault(status.Get_source(), notice)
+
+    def free(self) -> bool:
+        """Free the communicator when no message is on its way any more; False as long as that may still come. After
+        an abort it is never freed."""
+        self.receive_notices()
+        with self._lock:
+            self._sent = [sent for sent in self._sent if not sent.Test()]
+            if any(notice.kind is NoticeKind.ABORTED for notice in list(self.final_notices.values())):
+                return True
+            if self._sent or len(self.final_notices) < len(self._others):
+                return False
+            self._freed = True
+            self._comm.Free()
+        return True
 
     def check(self, call: Call) -> None:
         """Raises when this call, the next one of its queue, can never complete."""
         if self.aborted is not None:
             raise self._make_error(call, *self.aborted)
-        self.notices.receive()
-        for member, notice in self.notices.final_notices.items():
+        self.receive_notices()
+        for member, notice in self.final_notices.items():
             if self._needs_member(member, notice, queue_key(call)) and (
                 notice.kind is NoticeKind.ABORTED or self._waited_for_reason()
             ):
@@ -194,8 +201,7 @@ class FailureDetector:
     def missing(self) -> tuple[int, ...]:
         """Members that did not send that they wait in the same collective as this one."""
         here = self.num_finished[COLLECTIVE_QUEUE]
-        others = (member for member in range(len(self.spec.members)) if member != self.spec.member_index)
-        return tuple(member for member in others if self.notices.waiting_at.get(member, -1) < here)
+        return tuple(member for member in self._others if self.waiting_at.get(member, -1) < here)
 
     def _needs_member(self, member: int, notice: PeerNotice, queue: QueueKey) -> bool:
         """Whether the next call of a queue needs something of a member that is gone."""
@@ -218,72 +224,70 @@ class FailureDetector:
         return RoundEnded(f"{call.description} cannot finish: {why}")
 
 
+# --- one call --------------------------------------------------------------------------------------------------------
+
+NOTICE_DELAY_S = 0.1
+"""After this long a wait is sent to the others; after twice as long, members that sent nothing are missing."""
+
+MIN_WAIT_TO_NAME_S = 5 * NOTICE_DELAY_S
+"""A collective call is not given up before it has waited this long, whatever is left of its time limit: the others need
+that long to send that they wait, on a busy machine too, and a timeout has to name those that do not."""
+
+
 class MpiWait:
-    """The wait of one call."""
+    """The waits of one call, since it has begun."""
 
     def __init__(self, failure_detector: FailureDetector, call: Call, deadline: Deadline) -> None:
         self.call = call
+        self.key = queue_key(call)
+        self.start_ns = time.monotonic_ns()
         self.ready_ns = 0
+        """When every member had arrived."""
         self._failure_detector = failure_detector
+        self._begin(deadline)
+
+    def _begin(self, deadline: Deadline) -> None:
         self._deadline = deadline
         self._since = time.monotonic()
         self._notice_sent = False
 
-    def until(self, requests: Sequence[MpiRequest]) -> None:
-        """Wait for requests; when they never will complete, raises why and abandons them."""
+    def until(self, requests: Sequence[MPI.Request]) -> None:
+        """Wait for requests; raises why when they never will complete."""
         try:
-            wait_all(requests, self.check, MAX_ACTIVE_SLEEP_S if self.ready_ns else MAX_IDLE_SLEEP_S)
+            wait_all(requests, self.check, MAX_ACTIVE_SLEEP_S if self.ready_ns else MAX_IDLE_SLEEP_S, self.call)
         except BaseException:
             self._failure_detector.broken = True
-            abandon(requests, self.call)
             raise
-
-    def mark_ready(self) -> None:
-        """Every member has arrived."""
-        self.ready_ns = time.monotonic_ns()
 
     def next_collective(self) -> None:
         """For a member that has joined: wait for the next collective of the others. Each has a deadline of its own: how
         long the others go on does not matter."""
         self.ready_ns = 0
-        self._deadline = Deadline(self._deadline.timeout_s)
-        self._since = time.monotonic()
-        self._notice_sent = False
+        self._begin(Deadline(self._deadline.timeout_s))
 
     def check(self) -> None:
         """Raises when the call cannot complete or took too long; sends a notice to the others when it takes long."""
         self._failure_detector.check(self.call)
-        is_late = self._deadline.expired
-        if is_late and self._missing_is_known():
+        is_late, waited_s = self._deadline.expired, time.monotonic() - self._since
+        waits_for_all = self.key == COLLECTIVE_QUEUE
+        if is_late and (self.ready_ns or not waits_for_all or waited_s > MIN_WAIT_TO_NAME_S):
             missing = self.missing_ranks()
             waiting = f", waiting for {format_ranks(missing)}" if missing else ""
             error = OperationTimeout(f"{self.call.description} took over {self._deadline.timeout_s:g} s{waiting}")
             error.missing = missing
             raise error
-        if (
-            not self._notice_sent
-            and (is_late or self._waited_s() > NOTICE_DELAY_S)
-            and queue_key(self.call) == COLLECTIVE_QUEUE
-        ):
+        if waits_for_all and not self._notice_sent and (is_late or waited_s > NOTICE_DELAY_S):
             self._notice_sent = True
             self._failure_detector.send_notice(NoticeKind.WAITING)
 
-    def missing_ranks(self) -> tuple[int, ...]:
-        """The members that have not arrived, as ranks of the world; none as long as that is not known."""
-        return tuple(self._failure_detector.spec.members[index] for index in self.missing())
-
     def missing(self) -> tuple[int, ...]:
         """The members (indices) that have not arrived; none as long as that is not known."""
-        key = queue_key(self.call)
         if self.ready_ns:
             return ()
-        if key != COLLECTIVE_QUEUE:
-            return (key[1],)
-        return self._failure_detector.missing() if self._waited_s() > 2 * NOTICE_DELAY_S else ()
+        if self.key != COLLECTIVE_QUEUE:
+            return (self.key[1],)
+        return self._failure_detector.missing() if time.monotonic() - self._since > 2 * NOTICE_DELAY_S else ()
 
-    def _missing_is_known(self) -> bool:
-        """Whether a timeout now would name those that are missing."""
-        return bool(self.ready_ns) or queue_key(self.call) != COLLECTIVE_QUEUE or self._waited_s() > MIN_WAIT_TO_NAME_S
-
-    def _waited_s(self) -> float:
-        return time.monotonic() - self._since
+    def missing_ranks(self) -> tuple[int, ...]:
+        """The same as ranks of the world."""
+        return tuple(self._failure_detector.spec.members[index] for index in self.missing())
