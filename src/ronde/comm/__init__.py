@@ -2,8 +2,8 @@
 
 world, joining, launchers    between init() and shutdown(); how a rank finds its round; who started the process
 collectives, group, objects  the operations as functions and as methods, and for Python objects
-operations, call, buffers    what the caller asked for, what a channel executes, the memory of both
-channel, work, plan          calls under way on a channel; the caller's handle; buckets that are agreed once
+work, call, buffers          the operation that a caller asked for, what a channel executes, the memory of both
+channel, plan                calls under way on a channel; buckets that are agreed once
 named_operations             operations that are matched by name, and all open channels
 control_thread, telemetry    the thread that talks to the coordinator, and what it reports
 backends/                    native (C++), mpi, single_rank

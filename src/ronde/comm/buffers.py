@@ -6,28 +6,15 @@ with the buffer protocol. What is not contiguous travels as a copy; an `out` tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from types import SimpleNamespace
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ronde.comm.backends.native_library import address_of
+from ronde.comm.backends.native_library import address_of as address_of
 from ronde.types import DType
 
-__all__ = [
-    "Array",
-    "Bfloat16View",
-    "SendBuffer",
-    "ReceiveBuffer",
-    "address_of",
-    "as_send_buffer",
-    "as_receive_buffer",
-    "aligned_zeros",
-    "array_at",
-    "bfloat16_from_float32",
-    "float32_from_bfloat16",
-    "new_receive_buffer",
-]
+__all__ = ["Bfloat16View"]
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
@@ -58,71 +45,55 @@ class Bfloat16View:
         return f"Bfloat16View(shape={self.bits.shape})"
 
 
-class SendBuffer:
+class SendBuffer(NamedTuple):
     """Contiguous memory to read from, and whether the caller passed a Bfloat16View."""
 
-    __slots__ = ("array", "dtype", "is_view")
-
-    def __init__(self, array: Array, dtype: DType, is_view: bool) -> None:
-        self.array = array
-        self.dtype = dtype
-        self.is_view = is_view
+    array: Array
+    dtype: DType
+    is_view: bool
 
     def wrap(self, array: Array) -> object:
         """The result as the caller passed the input: as an array or as a Bfloat16View."""
         return Bfloat16View(array) if self.is_view else array
 
 
-class ReceiveBuffer:
-    """Contiguous memory for a result, and the caller's own array when that is another."""
+class ReceiveBuffer(NamedTuple):
+    """Contiguous memory for a result."""
 
-    __slots__ = ("_copy_to", "_result", "array")
-
-    def __init__(self, array: Array, result: object, copy_to: Array | None) -> None:
-        self.array = array
-        self._result = result
-        self._copy_to = copy_to
-
-    def finish(self) -> object:
-        """Copy the result into the caller's array, if that is another; what the caller gets."""
-        if self._copy_to is not None:
-            self._copy_to[...] = self.array
-            self._copy_to = None
-        return self._result
+    array: Array
+    result: object
+    """What the caller gets."""
+    copy_to: Array | None
+    """The caller's own array, when that is another."""
 
 
 def as_send_buffer(x: object, what: str) -> SendBuffer:
     """Memory to read from. `what` is the operation's name, for errors."""
-    is_view = type(x) is Bfloat16View
-    array = x.bits if isinstance(x, Bfloat16View) else _as_array(x, what)
-    dtype = DType.BFLOAT16 if is_view else _dtype_of(array, what)
-    return SendBuffer(array if array.flags.c_contiguous else np.ascontiguousarray(array), dtype, is_view)
+    array, dtype = _array_and_dtype(x, what)
+    if not array.flags.c_contiguous:
+        array = np.ascontiguousarray(array)
+    return SendBuffer(array, dtype, isinstance(x, Bfloat16View))
 
 
 def as_receive_buffer(out: object, send_buffer: SendBuffer, what: str) -> ReceiveBuffer:
     """Memory for a result like `send_buffer`; `out` None allocates it."""
+    sent = send_buffer.array
     if out is None:
-        return new_receive_buffer(send_buffer, send_buffer.array.shape)
+        array = np.empty(sent.shape, sent.dtype)
+        return ReceiveBuffer(array, send_buffer.wrap(array), None)
     if isinstance(out, np.generic | int | float):
         raise TypeError(f"{what}: out must be an array that can be written to, got the number {out!r}")
-    array = out.bits if isinstance(out, Bfloat16View) else _as_array(out, what)
-    dtype = DType.BFLOAT16 if isinstance(out, Bfloat16View) else _dtype_of(array, what)
+    array, dtype = _array_and_dtype(out, what)
     if not array.flags.writeable:
         raise ValueError(f"{what}: out is read-only; pass a writable array, or leave out= away to get a new one")
-    if array.shape != send_buffer.array.shape or dtype is not send_buffer.dtype:
+    if array.shape != sent.shape or dtype is not send_buffer.dtype:
         raise ValueError(
             f"{what}: out is {dtype.name.lower()}{list(array.shape)}, "
-            f"but the result is {send_buffer.dtype.name.lower()}{list(send_buffer.array.shape)}"
+            f"but the result is {send_buffer.dtype.name.lower()}{list(sent.shape)}"
         )
     if array.flags.c_contiguous:
         return ReceiveBuffer(array, out, None)
     return ReceiveBuffer(np.empty_like(array, order="C"), out, array)
-
-
-def new_receive_buffer(send_buffer: SendBuffer, shape: Sequence[int]) -> ReceiveBuffer:
-    """New memory for a result of this shape, and of the dtype of send_buffer."""
-    array = np.empty(shape, send_buffer.array.dtype)
-    return ReceiveBuffer(array, send_buffer.wrap(array), None)
 
 
 def aligned_zeros(num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -130,6 +101,14 @@ def aligned_zeros(num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
     memory = np.zeros(num_bytes + ALIGNMENT, np.uint8)
     start = -address_of(memory) % ALIGNMENT
     return memory[start : start + num_bytes]
+
+
+def array_at(start: int, count: int, dtype: np.dtype[Any]) -> Array:
+    """The reverse of address_of(): a flat array over memory that the caller keeps alive."""
+    if count == 0:
+        return np.empty(0, dtype)
+    interface = {"data": (start, False), "shape": (count,), "typestr": dtype.str, "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
 def float32_from_bfloat16(bits: Array) -> Array:
@@ -146,35 +125,21 @@ def bfloat16_from_float32(numbers: Array) -> Array:
     return np.where(np.isnan(numbers), high | 0x40, rounded).astype(np.uint16)
 
 
-class _ArrayInterface:
-    """Memory by its address, as NumPy understands it."""
-
-    def __init__(self, start: int, count: int, dtype: np.dtype[Any]) -> None:
-        self.__array_interface__ = {"data": (start, False), "shape": (count,), "typestr": dtype.str, "version": 3}
-
-
-def array_at(start: int, count: int, dtype: np.dtype[Any]) -> Array:
-    """The reverse of address_of(): a flat array over memory that the caller keeps alive."""
-    if count == 0:
-        return np.empty(0, dtype)
-    return np.asarray(_ArrayInterface(start, count, dtype))
-
-
-def _dtype_of(array: Array, what: str) -> DType:
+def _array_and_dtype(x: object, what: str) -> tuple[Array, DType]:
+    if isinstance(x, Bfloat16View):
+        return x.bits, DType.BFLOAT16
+    array = _as_array(x, what)
     found = NUMPY_DTYPES.get(array.dtype)
     if found is not None:
-        return found
+        return array, found
     if array.dtype.name == "bfloat16":  # of ml_dtypes, which JAX and TensorFlow use
-        return DType.BFLOAT16
+        return array, DType.BFLOAT16
     if array.dtype.hasobject:
         raise TypeError(f"{what}: an array of Python objects cannot be sent as numbers; use ronde.objects")
     if not array.dtype.isnative:
         raise TypeError(f"{what}: dtype {array.dtype.str} has foreign byte order; convert it with astype()")
-    raise TypeError(f"{what}: dtype {array.dtype} is not supported; supported are {', '.join(_supported_names())}")
-
-
-def _supported_names() -> list[str]:
-    return [dtype.name.lower() for dtype in DType]
+    supported = ", ".join(dtype.name.lower() for dtype in DType)
+    raise TypeError(f"{what}: dtype {array.dtype} is not supported; supported are {supported}")
 
 
 def _as_array(x: object, what: str) -> Array:

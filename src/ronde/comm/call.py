@@ -59,12 +59,14 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
         spans: tuple[Span, ...],
         owners: object,
         *,
+        name: str = "",
         peer: int = -1,
         counts: tuple[int, ...] | None = None,
         splits: tuple[int, ...] | None = None,
-        pre_agreed: bool = False,
         description: str = "",
     ) -> Call:
+        """A call on this memory. The members of an operation with a name have agreed on it before."""
+        own = self.description
         return Call(
             self.kind,
             self.dtype,
@@ -75,9 +77,9 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
             self.postscale,
             counts,
             splits,
-            description or self.description,
+            description or (f"{name!r}: {own}" if name else own),
             self.hash,
-            pre_agreed,
+            bool(name),
             owners,
         )
 
@@ -99,44 +101,28 @@ def mismatch_error(descriptions: Mapping[int, str]) -> Mismatch:
 @lru_cache(maxsize=MAX_SIGNATURES)
 def get_signature(kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions) -> Signature:
     """The signature of these, the same object each time. ValueError when the options make no sense."""
-    op = parse_op(options.op)
-    _check_options(kind, dtype, op, options)
-    # Members may give different numbers of rows in these two, so the rows are not compared.
-    any_rows = kind in (OperationKind.ALLGATHER, OperationKind.ALLTOALL)
-    description = _describe(kind, dtype, shapes, options._replace(op=op), any_rows)
+    label, op = kind.name.lower(), parse_op(options.op)
+    prescale, postscale = float(options.prescale), float(options.postscale)
+    for field, factor in (("prescale", prescale), ("postscale", postscale)):
+        if not math.isfinite(factor):
+            raise ValueError(f"{label}: {field} must be a finite number, got {getattr(options, field)}")
+    if problem := find_reduction_error(kind, dtype, op, scaled=(prescale, postscale) != (1.0, 1.0)):
+        raise ValueError(f"{label}: {problem}")
+    description = _describe(kind, dtype, shapes, op, options)
     hash = hash_signature(description)
     if len(description.encode()) > MAX_DESCRIPTION_BYTES:
         # A description that was cut must still differ where the full one does.
         description = f"{description[: MAX_DESCRIPTION_BYTES - 20]}… #{hash:016x}"
-    return Signature(
-        kind=kind,
-        dtype=dtype,
-        shapes=shapes,
-        op=op,
-        prescale=float(options.prescale),
-        postscale=float(options.postscale),
-        root=options.root,
-        label=kind.name.lower(),
-        description=description,
-        hash=hash,
-        num_bytes=sum(math.prod(shape) for shape in shapes) * dtype.num_bytes,
-    )
+    num_bytes = sum(math.prod(shape) for shape in shapes) * dtype.num_bytes
+    return Signature(kind, dtype, shapes, op, prescale, postscale, options.root, label, description, hash, num_bytes)
 
 
-def _check_options(kind: OperationKind, dtype: DType, op: Op, options: CallOptions) -> None:
-    name = kind.name.lower()
-    for field in ("prescale", "postscale"):
-        if not math.isfinite(getattr(options, field)):
-            raise ValueError(f"{name}: {field} must be a finite number, got {getattr(options, field)}")
-    scaled = options.prescale != 1.0 or options.postscale != 1.0
-    if problem := find_reduction_error(kind, dtype, op, scaled=scaled):
-        raise ValueError(f"{name}: {problem}")
-
-
-def _describe(kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions, any_rows: bool) -> str:
+def _describe(kind: OperationKind, dtype: DType, shapes: Shapes, op: Op, options: CallOptions) -> str:
     words = [kind.name.lower()]
     if kind in (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER):
-        words.append(parse_op(options.op).name.lower())
+        words.append(op.name.lower())
+    # Members may give different numbers of rows in these two, so the rows are not compared.
+    any_rows = kind in (OperationKind.ALLGATHER, OperationKind.ALLTOALL)
     shown = [("*", *shape[1:]) if any_rows else shape for shape in shapes]
     if shown:
         words.append(dtype.name.lower() + " ".join(f"[{', '.join(map(str, shape))}]" for shape in shown))

@@ -19,8 +19,7 @@ from collections.abc import Callable, Sequence
 
 from ronde.comm.backends.base import BackendChannel, CallTiming, CurrentCall, RunningCall
 from ronde.comm.call import Call, Signature
-from ronde.comm.operations import Operation
-from ronde.errors import RondeError
+from ronde.errors import PeerLost, RondeError
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.events import OperationFailed
 from ronde.observe.recorder import Recorder
@@ -92,23 +91,30 @@ class Channel:
     def submit(
         self,
         call: Call,
-        operations: Sequence[Operation] = (),
+        records: Sequence[tuple[Signature, str]] = (),
         *,
         timeout_s: float | None = None,
         on_done: Callable[[], None] | None = None,
     ) -> RunningCall:
-        """Queue a call. At its end `operations` are recorded and `on_done` is called, in the thread that sees it."""
+        """Queue a call. At its end its operations, (signature, name) in `records`, are recorded, and `on_done` is
+        called, in the thread that sees it."""
         self._reap_completed()
-        sequence = self._assign_sequence(call)
+        sequence = NO_SEQUENCE
+        if call.kind is OperationKind.JOIN:
+            self._sequence_epoch += SEQUENCE_EPOCH
+            self._next_sequence = itertools.count(self._sequence_epoch).__next__
+            self.arrival_sampler.skip_to(self._sequence_epoch)
+        elif call.kind not in POINT_TO_POINT:
+            sequence = self._next_sequence()
         deadline = Deadline(self._operation_timeout_s if timeout_s is None else timeout_s)
         running_call = self.backend_channel.submit(call, deadline)
         running_call.on_wait = self._blocked_intervals.add
-        running_call.on_end = functools.partial(self._record_end, call, operations, sequence, on_done)
+        running_call.on_end = functools.partial(self._record_end, call, records, sequence, on_done)
         self._running_calls.append(running_call)
         return running_call
 
     def current_call(self) -> CurrentCall | None:
-        """The call under way, for ChannelStallInspector; None when the channel is idle or closed."""
+        """The call under way; None when the channel is idle or closed."""
         return None if self._closed else self.backend_channel.current_call()
 
     def blocked_operation(self) -> CurrentOperation | None:
@@ -128,10 +134,14 @@ class Channel:
             current.description, since_ns, () if current.description == "join" else missing, bool(missing)
         )
 
-    def abort(self, *, lost_rank: int = -1, why: str) -> None:
-        """End all waits at once."""
-        if not self._closed:
-            self.backend_channel.abort(lost_rank=lost_rank, why=why)
+    def abort(self, error: RondeError) -> None:
+        """End all waits at once: because a rank is lost (PeerLost), or because the round is over."""
+        if self._closed:
+            return
+        if isinstance(error, PeerLost):
+            self.backend_channel.abort(lost_rank=error.peer, why=error.why)
+        else:
+            self.backend_channel.abort(why=str(error))
 
     def close(self) -> None:
         """Close the channel. Idempotent."""
@@ -147,52 +157,35 @@ class Channel:
         event = OperationFailed(at_ns=time.monotonic_ns(), rank=rank, op=op, group=self.group, why=str(error))
         self._recorder.record_event(event)
 
-    def _assign_sequence(self, call: Call) -> int:
-        if call.kind in POINT_TO_POINT:
-            return NO_SEQUENCE
-        if call.kind is not OperationKind.JOIN:
-            return self._next_sequence()
-        self._sequence_epoch += SEQUENCE_EPOCH
-        self._next_sequence = itertools.count(self._sequence_epoch).__next__
-        self.arrival_sampler.skip_to(self._sequence_epoch)
-        return NO_SEQUENCE
-
     def _record_end(
         self,
         call: Call,
-        operations: Sequence[Operation],
+        records: Sequence[tuple[Signature, str]],
         sequence: int,
         on_done: Callable[[], None] | None,
         outcome: CallTiming | Exception,
     ) -> None:
-        """Record how a submitted call ended. The first parameters were bound when it was submitted."""
+        """Record how a submitted call ended, and for how much of its time a caller was blocked. The first parameters
+        were bound when it was submitted."""
         if isinstance(outcome, CallTiming):
-            self._record_completion(call, operations, sequence, outcome)
+            start_ns, ready_ns, end_ns = outcome.start_ns, outcome.ready_ns, outcome.end_ns
+            for signature, name in records:
+                self._record(signature.label, name, self.group, signature.num_bytes, start_ns, ready_ns, end_ns)
+            # Each operation of the call was recorded with all of the time.
+            counted_wait_ns, counted_move_ns = len(records) * (ready_ns - start_ns), len(records) * (end_ns - ready_ns)
+            if call.kind is OperationKind.JOIN:
+                ready_ns = end_ns  # a join only waits
+            waited_ns = self._blocked_intervals.blocked_ns_between(start_ns, ready_ns)
+            moved_ns = self._blocked_intervals.blocked_ns_between(ready_ns, end_ns)
+            self._recorder.record_overlap(counted_wait_ns - waited_ns, counted_move_ns - moved_ns)
+            if call.kind in POINT_TO_POINT:
+                self._recorder.record_waits({self.members[call.peer]: waited_ns})
+            elif sequence != NO_SEQUENCE:
+                self.arrival_sampler.add(sequence, start_ns, ready_ns - start_ns, waited_ns)
         else:
             self.record_failure(call.description, outcome)
         if on_done is not None:
             on_done()
-
-    def _record_completion(
-        self, call: Call, operations: Sequence[Operation], sequence: int, timing: CallTiming
-    ) -> None:
-        """Record what ran in the background, and for how much of it a caller was blocked."""
-        start_ns, ready_ns, end_ns = timing.start_ns, timing.ready_ns, timing.end_ns
-        for operation in operations:
-            signature = operation.signature
-            self._record(signature.label, operation.name, self.group, signature.num_bytes, start_ns, ready_ns, end_ns)
-        if call.kind is OperationKind.JOIN:
-            ready_ns = end_ns  # a join only waits
-        waited_ns = self._blocked_intervals.blocked_ns_between(start_ns, ready_ns)
-        moved_ns = self._blocked_intervals.blocked_ns_between(ready_ns, end_ns)
-        # Each operation of the call was recorded with all of the time.
-        num = len(operations)
-        counted_wait_ns, counted_move_ns = num * (timing.ready_ns - start_ns), num * (end_ns - timing.ready_ns)
-        self._recorder.record_overlap(counted_wait_ns - waited_ns, counted_move_ns - moved_ns)
-        if call.kind in POINT_TO_POINT:
-            self._recorder.record_waits({self.members[call.peer]: waited_ns})
-        elif sequence != NO_SEQUENCE:
-            self.arrival_sampler.add(sequence, start_ns, ready_ns - start_ns, waited_ns)
 
     def _reap_completed(self) -> None:
         """Record and forget calls that have ended, so that works nobody waits for are recorded, too. A channel runs its

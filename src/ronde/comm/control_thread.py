@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from ronde.comm.named_operations import OpenChannels
-from ronde.comm.telemetry import ActivityReporter, ChannelStallInspector, TraceSender
-from ronde.comm.work import NegotiationWaits, Work
+from ronde.comm.telemetry import ChannelStallInspector, TraceSender, make_activity_report
+from ronde.comm.work import NegotiationWaits
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.net.connect import describe_disconnect, socket_error
 from ronde.net.event_loop import EventLoop
@@ -54,6 +54,7 @@ from ronde.types import Deadline
 HEARTBEAT_INTERVAL_S = 1.0
 NUM_INITIAL_HEARTBEATS = 16
 """So many heartbeats are sent at once at the start: the quickest round trip gives the best clock offset."""
+CHECKS_PER_STALL_TIME = 4
 REASON_GRACE_S = 0.2
 """How long the coordinator's reason may take to arrive after its connection was closed."""
 
@@ -95,22 +96,36 @@ class ControlThread:
         """Readable when the coordinator is gone; -1 if it is in this process."""
         self._coordinator_rank = coordinator_rank
         """The rank that hosts the coordinator; -1 when the launcher does."""
+        self._stall_s = stall_s
         self._stall_inspector = ChannelStallInspector(stall_s)
-        self._activity_reporter = ActivityReporter(recorder, open_channels, self.waits) if report_activity else None
+        self._report_activity = report_activity
         """Only if a launcher hosts the coordinator, which shows the activity to its user."""
         self._trace_sender = TraceSender(loop, recorder, control.send)
         self._clock = ClockOffset()
         self._offset_ns = 0
         self._num_heartbeat_replies = 0
-        self._queue: deque[Work | WorkerMessage] = deque()
+        self._queue: deque[int | OperationRequest | WorkerMessage] = deque()
+        """Announcements, by id or in full, and messages."""
         self._send_scheduled = False
         self._stopping = False
         self._leave_confirmed = threading.Event()
-        self._group_replies: list[GroupsChanged] = []
-        """Answers that the threads in request_groups() have not taken yet; under the lock of `waits`."""
-        self._timeline_replies: list[TimelineReply] = []
-        """The answer that the thread in request_timeline() has not taken yet; under the lock of `waits`."""
-        self._handlers = self._make_handlers()
+        self._replies: list[GroupsChanged | TimelineReply] = []
+        """Answers that the threads in _wait_for_reply() have not taken yet; under the lock of `waits`."""
+        self._handlers: dict[type[Any], Callable[[Any], None]] = {
+            RunOperations: self._on_run_operations,
+            OperationRejected: self._on_rejected,
+            UnknownOperationId: self._on_unknown_id,
+            MissingRanks: self._on_missing_ranks,
+            RankLost: self._on_rank_lost,
+            EndRound: lambda ended: self._end_round(RoundEnded(ended.reason)),
+            GroupsChanged: self._on_reply,
+            TimelineReply: self._on_reply,
+            StackRequest: self._on_stack_request,
+            StallReport: self._on_stall_report,
+            SetTracing: self._trace_sender.handle,
+            RankHeartbeatReply: self._on_heartbeat_reply,
+            LeaveConfirmed: lambda confirmed: self._leave_confirmed.set(),
+        }
         self._thread = threading.Thread(target=self._run, name="ronde-control", daemon=True)
 
     def start(self) -> None:
@@ -120,32 +135,23 @@ class ControlThread:
 
     def request_groups(self, change: ChangeGroups, deadline: Deadline) -> GroupsChanged:
         """Ask for a change of groups, and wait until all ranks have asked for it."""
-        self._enqueue(change)
-        changed = self.waits.condition
-        with changed:
-            while True:
-                for answer in self._group_replies:
-                    if answer.id == change.id if change.id else answer.ranks == change.ranks and not answer.removed:
-                        self._group_replies.remove(answer)
-                        return answer
-                if self._open_channels.closed_error is not None:
-                    raise self._open_channels.closed_error
-                if not changed.wait(deadline.remaining_s) and deadline.expired:
-                    what = f"remove group {change.id}" if change.id else f"make a group of {format_ranks(change.ranks)}"
-                    raise OperationTimeout(f"not every rank of the job asked to {what} within {deadline.timeout_s:g} s")
+
+        def is_answer(reply: object) -> bool:
+            if not isinstance(reply, GroupsChanged):
+                return False
+            return reply.id == change.id if change.id else reply.ranks == change.ranks and not reply.removed
+
+        what = f"remove group {change.id}" if change.id else f"make a group of {format_ranks(change.ranks)}"
+        late = f"not every rank of the job asked to {what} within {deadline.timeout_s:g} s"
+        reply = self._wait_for_reply(change, is_answer, deadline, late)
+        assert isinstance(reply, GroupsChanged)
+        return reply
 
     def request_timeline(self, request: TimelineRequest, deadline: Deadline) -> str:
         """Start a timeline or end it, and wait until that is done. Returns why it cannot be done; empty if it is done.
         For one thread at a time."""
-        self._enqueue(request)
-        changed = self.waits.condition
-        with changed:
-            while not self._timeline_replies:
-                if self._open_channels.closed_error is not None:
-                    raise self._open_channels.closed_error
-                if not changed.wait(deadline.remaining_s) and deadline.expired:
-                    raise OperationTimeout(f"the timeline was not {'begun' if request.path else 'ended'} in time")
-            return self._timeline_replies.pop().reason
+        late = f"the timeline was not {'begun' if request.path else 'ended'} in time"
+        return self._wait_for_reply(request, lambda reply: isinstance(reply, TimelineReply), deadline, late).reason
 
     def now_ns(self) -> int:
         """Return the time of the coordinator's clock, as well as it is known."""
@@ -164,13 +170,29 @@ class ControlThread:
             self._thread.join()
         self._loop.close()
 
-    def _enqueue(self, item: Work | WorkerMessage) -> None:
+    def _enqueue(self, item: int | OperationRequest | WorkerMessage) -> None:
         self._queue.append(item)
         # The loop resets the flag before it empties the queue; here the queue is filled before the flag is read. So
         # either the item is in time for the call that is scheduled, or a new one is.
         if not self._send_scheduled:
             self._send_scheduled = True
             self._loop.call_soon_threadsafe(self._send_queue)
+
+    def _wait_for_reply(
+        self, request: WorkerMessage, is_answer: Callable[[object], bool], deadline: Deadline, late: str
+    ) -> GroupsChanged | TimelineReply:
+        self._enqueue(request)
+        changed = self.waits.condition
+        with changed:
+            while True:
+                for reply in self._replies:
+                    if is_answer(reply):
+                        self._replies.remove(reply)
+                        return reply
+                if self._open_channels.closed_error is not None:
+                    raise self._open_channels.closed_error
+                if not changed.wait(deadline.remaining_s) and deadline.expired:
+                    raise OperationTimeout(late)
 
     # --- in the control thread -------------------------------------------------------------------------------------
 
@@ -192,11 +214,11 @@ class ControlThread:
         self._stopping = True
 
     def _check_stalls(self) -> None:
-        now_ns = time.monotonic_ns()
-        for waiting in self._stall_inspector.overdue(self._open_channels.channels, now_ns, self._offset_ns):
-            self._control.send(waiting)
-        if self._stall_inspector.is_enabled:
-            self._loop.call_later(self._stall_inspector.remaining_s(now_ns), self._check_stalls)
+        if self._stall_s:
+            now_ns = time.monotonic_ns()
+            for waiting in self._stall_inspector.overdue(self._open_channels.channels, now_ns, self._offset_ns):
+                self._control.send(waiting)
+            self._loop.call_later(self._stall_s / CHECKS_PER_STALL_TIME, self._check_stalls)
 
     def _handle(self, message: CoordinatorMessage) -> None:
         handle = self._handlers.get(type(message))
@@ -210,13 +232,10 @@ class ControlThread:
         known: list[int] = []
         while queue:
             item = queue.popleft()
-            if isinstance(item, Work):
-                named = self._open_channels.named_operations_of(item.group)
-                request = None if named is None else named.make_request(item)
-                if isinstance(request, int):
-                    known.append(request)
-                elif request is not None:
-                    new.append(request)
+            if isinstance(item, int):
+                known.append(item)
+            elif isinstance(item, OperationRequest):
+                new.append(item)
             else:
                 self._send_announce(new, known)
                 if isinstance(item, LeaveRound):
@@ -237,8 +256,9 @@ class ControlThread:
         self._send_activity()
 
     def _send_activity(self) -> None:
-        if self._activity_reporter is not None:
-            self._control.send(self._activity_reporter.make_report(time.monotonic_ns(), self._offset_ns))
+        if self._report_activity:
+            channels = self._open_channels.channels
+            self._control.send(make_activity_report(self._recorder, channels, self.waits, self._offset_ns))
 
     def _on_liveness_closed(self) -> None:
         unreachable = describe_disconnect(socket_error(self._liveness_fd))
@@ -266,41 +286,24 @@ class ControlThread:
 
     # --- messages of the coordinator -------------------------------------------------------------------------------
 
-    def _make_handlers(self) -> dict[type[Any], Callable[[Any], None]]:
-        return {
-            RunOperations: self._on_run_operations,
-            OperationRejected: self._on_rejected,
-            UnknownOperationId: self._on_unknown_id,
-            MissingRanks: self._on_missing_ranks,
-            RankLost: self._on_rank_lost,
-            EndRound: self._on_end_round,
-            GroupsChanged: self._on_groups_changed,
-            StackRequest: self._on_stack_request,
-            StallReport: self._on_stall_report,
-            SetTracing: self._trace_sender.handle,
-            TimelineReply: self._on_timeline_reply,
-            RankHeartbeatReply: self._on_heartbeat_reply,
-            LeaveConfirmed: self._on_leave_confirmed,
-        }
-
     def _on_run_operations(self, run: RunOperations) -> None:
-        named = self._open_channels.named_operations_of(run.group)
+        named = self._open_channels.named_operations.get(run.group)
         if named is not None:
             named.run_agreed(run.operations, run.stragglers)
 
     def _on_rejected(self, failed: OperationRejected) -> None:
-        named = self._open_channels.named_operations_of(failed.group)
+        named = self._open_channels.named_operations.get(failed.group)
         if named is not None:
             named.reject(failed.name, Mismatch(failed.reason))
 
     def _on_unknown_id(self, unknown: UnknownOperationId) -> None:
-        for named in self._open_channels.all_named_operations:
+        for named in self._open_channels.named_operations.values():
             request = named.resend_in_full(unknown.id)
             if request is not None:
                 self._control.send(AnnounceOperations(new=(request,)))
 
     def _on_missing_ranks(self, missing: MissingRanks) -> None:
-        named = self._open_channels.named_operations_of(missing.group)
+        named = self._open_channels.named_operations.get(missing.group)
         if named is not None:
             named.set_missing(missing.name, missing.ranks)
 
@@ -310,17 +313,9 @@ class ControlThread:
         self._open_channels.abort_for(lost.rank, lost.reason)
         self._notify_waiters()
 
-    def _on_end_round(self, ended: EndRound) -> None:
-        self._end_round(RoundEnded(ended.reason))
-
-    def _on_groups_changed(self, changed: GroupsChanged) -> None:
+    def _on_reply(self, reply: GroupsChanged | TimelineReply) -> None:
         with self.waits.condition:
-            self._group_replies.append(changed)
-            self.waits.condition.notify_all()
-
-    def _on_timeline_reply(self, changed: TimelineReply) -> None:
-        with self.waits.condition:
-            self._timeline_replies.append(changed)
+            self._replies.append(reply)
             self.waits.condition.notify_all()
 
     def _on_stack_request(self, query: StackRequest) -> None:
@@ -350,6 +345,3 @@ class ControlThread:
             # An offset below what can be measured is none: the coordinator is on this host.
             self._offset_ns = 0 if abs(offset_ns) <= error_ns else offset_ns
             self._recorder.set_clock_offset(self._offset_ns)
-
-    def _on_leave_confirmed(self, confirmed: LeaveConfirmed) -> None:
-        self._leave_confirmed.set()

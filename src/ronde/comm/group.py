@@ -12,32 +12,20 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from ronde.comm.buffers import Array, ReceiveBuffer, SendBuffer, address_of, as_receive_buffer, as_send_buffer
 from ronde.comm.call import Call, CallOptions, Signature, Span, get_signature, hash_signature
-from ronde.comm.channel import Channel
+from ronde.comm.channel import POINT_TO_POINT, Channel
 from ronde.comm.control_thread import ControlThread
 from ronde.comm.named_operations import NamedOperations, OpenChannels
-from ronde.comm.operations import (
-    AllgatherOperation,
-    AllreduceOperation,
-    AlltoallOperation,
-    BarrierOperation,
-    BroadcastOperation,
-    JoinOperation,
-    Operation,
-    PointToPointOperation,
-    ReduceScatterOperation,
-    RowCountsOperation,
-    SingleArrayAllreduceOperation,
-)
-from ronde.comm.work import Work
+from ronde.comm.work import AllgatherWork, AllreduceWork, AlltoallWork, Work
 from ronde.errors import RoundEnded
 from ronde.text import format_ranks
 from ronde.types import DType, Op, OperationKind
 
-__all__ = ["Group", "split_by_counts"]
+__all__ = ["Group"]
 
 JOIN_TIMEOUT_S = 10 * 365 * 86400.0
 """join() waits for as long as others have data. The loss of a rank ends it, not the clock."""
@@ -110,7 +98,12 @@ class Group:
             if cached is not None and flags.c_contiguous and (out is None or flags.writeable):
                 if name is None and wait:
                     return cached.run(x, out)
-                return self._start(SingleArrayAllreduceOperation(cached.signature, x, out, _check_name(name)), wait)
+                source = target = address_of(x)
+                if out is None:
+                    out = np.empty_like(x)
+                    target = address_of(out)
+                span = Span(source, target, x.size)
+                return self._start(AllreduceWork(cached.signature, _check_name(name), (span,), x, out), wait)
         channel = self.ordered_channel
         sources, is_list = self._as_send_buffers(x, "allreduce")
         if out is None:
@@ -127,7 +120,13 @@ class Group:
             self._cached_allreduces[x.shape, x.dtype, op, prescale, postscale] = _CachedAllreduce(
                 signature, _make_cached_run(signature, channel)
             )
-        return self._start(AllreduceOperation(signature, sources, targets, is_list, _check_name(name)), wait)
+        spans = tuple(
+            Span(address_of(source.array), address_of(target.array), source.array.size)
+            for source, target in zip(sources, targets, strict=True)
+        )
+        results = [target.result for target in targets]
+        result = results if is_list else results[0]
+        return self._start(AllreduceWork(signature, _check_name(name), spans, sources, result, targets), wait)
 
     def allgather(self, x: Any, *, name: str | None = None, wait: bool = True) -> Any:
         """Return the arrays of all members, concatenated along the first dimension, in which they may differ.
@@ -136,9 +135,10 @@ class Group:
         member has called, because only then is the size of the result known.
         """
         self._check_open()
-        sources, is_list = self._as_send_buffers(x, "allgather", scalars_as_rows=True)
+        sources, is_list = self._as_send_buffers(x, "allgather")
+        sources = [source._replace(array=np.atleast_1d(source.array)) for source in sources]
         signature = _signature_of(OperationKind.ALLGATHER, sources, CallOptions())
-        return self._start(AllgatherOperation(signature, sources, is_list, _check_name(name)), wait)
+        return self._start(AllgatherWork(signature, _check_name(name), sources, is_list), wait)
 
     def broadcast(
         self,
@@ -155,7 +155,10 @@ class Group:
         source = self._as_send_buffer(x, "broadcast")
         target = as_receive_buffer(out, source, "broadcast")
         signature = _signature_of(OperationKind.BROADCAST, [source], CallOptions(root=root))
-        return self._start(BroadcastOperation(signature, source, target, root_index, _check_name(name)), wait)
+        span = Span(address_of(source.array), address_of(target.array), source.array.size)
+        name = _check_name(name)
+        call = signature.make_call((span,), (source, target), name=name, peer=root_index)
+        return self._start(Work(signature, name, (call,), target.result, (target,)), wait)
 
     def reduce_scatter(
         self,
@@ -174,7 +177,15 @@ class Group:
         if not source.array.shape:
             raise ValueError("reduce_scatter shares out rows: it needs an array of at least 1 dimension, got a scalar")
         signature = _signature_of(OperationKind.REDUCE_SCATTER, [source], CallOptions(op, prescale, postscale))
-        return self._start(ReduceScatterOperation(signature, source, self._index, self.size, _check_name(name)), wait)
+        num_rows, *row_shape = source.array.shape
+        least, more = divmod(num_rows, self.size)
+        shares = [least + (index < more) for index in range(self.size)]
+        target = np.empty((shares[self.rank or 0], *row_shape), source.array.dtype)
+        span = Span(address_of(source.array), address_of(target), source.array.size)
+        counts = tuple(rows * math.prod(row_shape) for rows in shares)
+        name = _check_name(name)
+        call = signature.make_call((span,), (source, target), name=name, counts=counts)
+        return self._start(Work(signature, name, (call,), source.wrap(target)), wait)
 
     def alltoall(
         self,
@@ -195,12 +206,13 @@ class Group:
             raise ValueError("alltoall shares out rows: it needs an array of at least 1 dimension, got a scalar")
         own_splits = self._check_splits(splits, source.array.shape[0])
         signature = _signature_of(OperationKind.ALLTOALL, [source], CallOptions())
-        return self._start(AlltoallOperation(signature, source, own_splits, self._index, _check_name(name)), wait)
+        return self._start(AlltoallWork(signature, _check_name(name), source, own_splits, self.rank or 0), wait)
 
     def barrier(self, *, name: str | None = None, wait: bool = True) -> Any:
         """Wait until every member has called barrier()."""
         signature = get_signature(OperationKind.BARRIER, DType.UINT8, (), CallOptions())
-        return self._start(BarrierOperation(signature, _check_name(name)), wait)
+        name = _check_name(name)
+        return self._start(Work(signature, name, (signature.make_call((), None, name=name),)), wait)
 
     def join(self) -> int:
         """Contribute zeros to the allreduces of the others until every member has joined; for a rank that has no more
@@ -208,21 +220,22 @@ class Group:
         channel = self.ordered_channel
         assert self._named_operations is not None
         signature = get_signature(OperationKind.JOIN, DType.UINT8, (), CallOptions())
-        operation = JoinOperation(signature, self._control_thread.now_ns())
-        work = self._named_operations.announce(operation, JOIN_TIMEOUT_S)
+        joined_ns = self._control_thread.now_ns()
+        announced = Work(signature, "join")  # nothing to execute: the coordinator says when every member has joined
+        self._named_operations.announce(announced, JOIN_TIMEOUT_S)
         call = signature.make_call((), None)
         running_calls = tuple(each.submit(call, timeout_s=JOIN_TIMEOUT_S) for each in (channel, *self._plan_channels))
-        Work(operation, JOIN_TIMEOUT_S, running_calls).wait()
-        work.wait()
-        joined_at_ns = self._exchange_row_counts(operation, signature.label)
-        return max(zip(joined_at_ns, self.ranks, strict=True))[1]
+        Work(signature, running_calls=running_calls, timeout_s=JOIN_TIMEOUT_S).wait()
+        announced.wait()
+        all_joined_ns = self._exchange_row_counts(signature, (joined_ns,), signature.label)
+        return max(zip(all_joined_ns, self.ranks, strict=True))[1]
 
     def send(self, x: Any, to: int, *, wait: bool = True) -> Any:
         """Send an array to one member (a rank of the world), which calls receive()."""
         self._check_open()
         source = self._as_send_buffer(x, "send")
         span = Span(address_of(source.array), 0, source.array.size)
-        return self._start(self._make_message(OperationKind.SEND, source, span, to, source), wait)
+        return self._start(self._make_message(OperationKind.SEND, source, span, to), wait)
 
     def receive(self, out: Any, source: int, *, wait: bool = True) -> Any:
         """Receive an array from one member (a rank of the world) into `out`, and return `out`."""
@@ -237,9 +250,9 @@ class Group:
     def allgather_each(self, x: Array) -> list[Array]:
         # As allgather of a flat array, but the result is one array per member.
         sources, _ = self._as_send_buffers(x, "allgather")
-        operation = AllgatherOperation(_signature_of(OperationKind.ALLGATHER, sources, CallOptions()), sources, False)
-        everything: Array = self._start(operation, True)
-        return split_by_counts(everything, operation.counts)
+        work = AllgatherWork(_signature_of(OperationKind.ALLGATHER, sources, CallOptions()), "", sources, False)
+        everything: Array = self._start(work, True)
+        return split_by_counts(everything, work.counts)
 
     @property
     def ordered_channel(self) -> Channel:
@@ -283,38 +296,53 @@ class Group:
         """Raise, before arguments are looked at, when this rank can start nothing in the group."""
         _ = self.ordered_channel
 
-    def _start(self, operation: Operation, wait: bool) -> Any:  # the result, or a Work
+    def _start(self, work: Work, wait: bool) -> Any:  # the result, or the work
         """Announce an operation that has a name; start any other one in program order."""
-        channel = self.ordered_channel
-        if operation.name:
+        channel, signature = self.ordered_channel, work.signature
+        if work.name:
             assert self._named_operations is not None
-            work = self._named_operations.announce(operation, self.operation_timeout_s)
+            self._named_operations.announce(work, self.operation_timeout_s)
             return work.wait() if wait else work
-        row_counts = None if operation.own_rows is None else self._exchange_row_counts(operation)
-        calls = operation.calls(row_counts)
+        rows = work.own_rows
+        calls = work.make_calls(None if rows is None else self._exchange_row_counts(signature, rows))
         if wait and len(calls) == 1:
             # Messages between two members are not part of the order of the collectives.
-            run = channel.send_or_receive if isinstance(operation, PointToPointOperation) else channel.run
-            run(calls[0], operation.signature)
-            return operation.result()
+            run = channel.send_or_receive if signature.kind in POINT_TO_POINT else channel.run
+            run(calls[0], signature)
+            return work.finish()
         running_calls = [channel.submit(call) for call in calls[:-1]]
-        running_calls.append(channel.submit(calls[-1], (operation,)))
-        work = Work(operation, self.operation_timeout_s, tuple(running_calls))
+        running_calls.append(channel.submit(calls[-1], ((signature, ""),)))
+        work.timeout_s = self.operation_timeout_s
+        work.started_on(tuple(running_calls))
         return work.wait() if wait else work
 
-    def _exchange_row_counts(self, operation: Operation, label: str = "") -> tuple[int, ...]:
-        ahead = RowCountsOperation(operation, self.size, label or f"{operation.signature.label} rows")
-        self.ordered_channel.run(ahead.calls()[0], ahead.signature)
-        return ahead.result()
+    def _exchange_row_counts(self, ahead_of: Signature, own_rows: tuple[int, ...], label: str = "") -> tuple[int, ...]:
+        """The row counts of all members, in their order, by a small call ahead of the operation.
 
-    @property
-    def _index(self) -> int:
-        assert self.rank is not None
-        return self.rank
+        Its hash is made from that of the operation, so members that ask for different things differ here already.
+        """
+        own = np.array(own_rows, np.int64)
+        row_counts = np.empty(self.size * own.size, np.int64)
+        signature = msgspec.structs.replace(
+            ahead_of,
+            kind=OperationKind.ALLGATHER,
+            dtype=DType.INT64,
+            op=Op.SUM,
+            prescale=1.0,
+            postscale=1.0,
+            label=label or f"{ahead_of.label} rows",
+            num_bytes=own.nbytes,
+            # Another number than that of the operation itself, or the two could be taken for each other.
+            hash=ahead_of.hash ^ ahead_of.kind ^ 1 << 63,
+        )
+        span = Span(address_of(own), address_of(row_counts), own.size)
+        call = signature.make_call((span,), (own, row_counts), counts=(own.size,) * self.size)
+        self.ordered_channel.run(call, signature)
+        return tuple(row_counts.tolist())
 
     # --- checking the caller's arguments -----------------------------------------------------------------------------
 
-    def _as_send_buffers(self, x: object, what: str, scalars_as_rows: bool = False) -> tuple[list[SendBuffer], bool]:
+    def _as_send_buffers(self, x: object, what: str) -> tuple[list[SendBuffer], bool]:
         """The arrays of an operation, and whether they were given as a list."""
         is_list = isinstance(x, list | tuple)
         sources = [as_send_buffer(each, what) for each in (x if isinstance(x, list | tuple) else (x,))]
@@ -323,9 +351,6 @@ class Group:
         dtypes = {source.dtype.name.lower() for source in sources}
         if len(dtypes) > 1:
             raise TypeError(f"{what}: the arrays of a list must have one dtype, got {', '.join(sorted(dtypes))}")
-        if scalars_as_rows:
-            for source in sources:
-                source.array = np.atleast_1d(source.array)
         return sources, is_list
 
     def _as_send_buffer(self, x: object, what: str) -> SendBuffer:
@@ -353,8 +378,8 @@ class Group:
         return tuple(given.tolist())
 
     def _make_message(
-        self, kind: OperationKind, data: SendBuffer, span: Span, peer_rank: int, buffer: SendBuffer | ReceiveBuffer
-    ) -> PointToPointOperation:
+        self, kind: OperationKind, data: SendBuffer, span: Span, peer_rank: int, target: ReceiveBuffer | None = None
+    ) -> Work:
         what, word = ("send: to", "to") if kind is OperationKind.SEND else ("receive: source", "from")
         peer = self._member_index_of(peer_rank, what)
         if peer == self.rank:
@@ -373,7 +398,10 @@ class Group:
             hash=hash_signature(f"message of {amount}"),
             num_bytes=data.array.nbytes,
         )
-        return PointToPointOperation(signature, span, peer, buffer)
+        call = signature.make_call((span,), (data, target), peer=peer)
+        if target is None:
+            return Work(signature, "", (call,))
+        return Work(signature, "", (call,), target.result, (target,))
 
 
 def _signature_of(kind: OperationKind, send_buffers: Sequence[SendBuffer], options: CallOptions) -> Signature:
@@ -400,15 +428,9 @@ class _CachedAllreduce(NamedTuple):
 
 def _make_cached_run(signature: Signature, channel: Channel) -> Callable[[Array, Array | None], Array]:
     """The shortest path for the most frequent call: all that is equal each time is looked up and checked here, once."""
-    run = channel.run
-    kind, dtype, op, prescale, postscale = (
-        signature.kind,
-        signature.dtype,
-        signature.op,
-        signature.prescale,
-        signature.postscale,
-    )
-    description, signature_hash, count = signature.description, signature.hash, math.prod(signature.shapes[0])
+    run, count = channel.run, math.prod(signature.shapes[0])
+    kind, dtype, op, prescale = signature.kind, signature.dtype, signature.op, signature.prescale
+    postscale, description, signature_hash = signature.postscale, signature.description, signature.hash
 
     def allreduce(x: Array, out: Array | None) -> Array:
         source = target = address_of(x)

@@ -10,15 +10,16 @@ from __future__ import annotations
 import functools
 import threading
 import time
-from collections.abc import Container, Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Container, Sequence
+
+import numpy as np
 
 from ronde.comm.backends.base import Backend, ChannelSpec, RunningCall
 from ronde.comm.backends.single_rank import SingleRankBackend
-from ronde.comm.call import CallOptions, Signature, get_signature
+from ronde.comm.buffers import address_of
+from ronde.comm.call import CallOptions, Signature, Span, get_signature
 from ronde.comm.channel import Channel
-from ronde.comm.operations import AllreduceOperation, Operation, zeros_for_joined
-from ronde.comm.work import BatchStart, NegotiationWaits, Work
+from ronde.comm.work import AllreduceWork, BatchStart, NegotiationWaits, Work
 from ronde.errors import PeerLost, RondeError
 from ronde.net.messages import AgreedOperation, OperationRequest
 from ronde.observe.events import ChannelClosed, ChannelOpened
@@ -28,14 +29,6 @@ from ronde.types import Deadline, DType, Op, OperationKind
 
 MAX_CACHED_REQUESTS = 65_536
 """Names that are remembered for announcing by id."""
-
-
-class _CachedRequest(NamedTuple):
-    """The request that an id of the coordinator stands for on this rank."""
-
-    id: int
-    signature: Signature
-    splits: tuple[int, ...] | None
 
 
 class NamedOperations:
@@ -48,18 +41,19 @@ class NamedOperations:
         self._closed_error: RondeError | None = None
         """Why nothing can be announced any more."""
         self._works: dict[str, Work] = {}
-        self._cached_requests: dict[str, _CachedRequest] = {}
+        self._cached_requests: dict[str, tuple[int, Signature, tuple[int, ...] | None]] = {}
+        """By name: the id that stands for the request with this signature and these splits."""
         self._announced_by_id: dict[int, Work] = {}
         """By id, the works that were announced by it and have not been answered."""
         self._lock = threading.Lock()
 
-    def announce(self, operation: Operation, timeout_s: float) -> Work:
-        """Announce that this rank is ready for the operation, and return its work. The name is taken until the
-        operation has ended."""
-        work = Work(operation, timeout_s, None, self.group, self._waits)
+    def announce(self, work: Work, timeout_s: float) -> None:
+        """Announce that this rank is ready for the operation: by its id, if that stands for the same request, else in
+        full. The name is taken until the operation has ended."""
+        work.group, work.waits, work.timeout_s = self.group, self._waits, timeout_s
         if self._waits.tracing:
             work.announced_ns = time.monotonic_ns()
-        name = operation.name
+        name = work.name
         with self._lock:
             if self._closed_error is not None:
                 raise self._closed_error
@@ -69,50 +63,40 @@ class NamedOperations:
                     f"{before.describe()} is still under way on this rank; wait for it, or choose another name"
                 )
             self._works[name] = work
-        self._waits.enqueue(work)
-        return work
-
-    def make_request(self, work: Work) -> int | OperationRequest | None:
-        """Return the id to announce the work by, if that stands for the same request, else the request in full. None:
-        the work was aborted."""
-        with self._lock:  # abort() sets the error under it before it ends works
-            if self._closed_error is not None:
-                return None
-            operation = work.operation
-        cached = self._cached_requests.get(work.name)
-        if cached is not None and cached.signature is operation.signature and cached.splits == operation.splits:
-            self._announced_by_id[cached.id] = work
-            return cached.id
-        return self._make_full_request(operation)
+            cached = self._cached_requests.get(name)
+            if cached is not None and cached[1] is work.signature and cached[2] == work.splits:
+                request: int | OperationRequest = cached[0]
+                self._announced_by_id[cached[0]] = work
+            else:
+                request = self._make_request(work)
+        self._waits.enqueue(request)
 
     def resend_in_full(self, id: int) -> OperationRequest | None:
         """Return the request in full that was announced by an id which the coordinator does not know any more; None if
-        this group has not announced it."""
+        this group has not announced it, or has ended it meanwhile."""
         work = self._announced_by_id.pop(id, None)
         if work is None or work.done():
             return None
         self._cached_requests.pop(work.name, None)
-        request = self.make_request(work)
-        assert not isinstance(request, int)
-        return request
+        return self._make_request(work)
 
     def run_agreed(self, agreed: Sequence[AgreedOperation], stragglers: tuple[tuple[int, int], ...] = ()) -> None:
         """Start operations that every member has announced, fused into one call. `stragglers` came last."""
         batch_start = BatchStart(time.monotonic_ns(), stragglers)
         works: list[Work] = []
-        operations: list[Operation] = []
+        operations: list[Work] = []
         with self._lock:
             if self._closed_error is not None:
                 return
             for item in agreed:
                 if item.request is not None:  # not announced here: this rank has joined
                     self._cached_requests.pop(item.name, None)
-                    operations.append(zeros_for_joined(_signature_of(item.request), item.name))
+                    operations.append(_zeros_for_joined(item.request))
                 else:
                     work = self._works[item.name]
                     self._cache_request(work, item.id)
                     works.append(work)
-                    operations.append(work.operation)
+                    operations.append(work)
         if self._waits.tracing:
             self._waits.record_batch_start(works, batch_start.at_ns)
         try:
@@ -149,25 +133,26 @@ class NamedOperations:
         self._fail_works([work for work in works if not work.is_started], error)
 
     def _submit(
-        self, operations: list[Operation], row_counts: tuple[int, ...] | None, works: list[Work]
+        self, operations: list[Work], row_counts: tuple[int, ...] | None, works: list[Work]
     ) -> tuple[RunningCall, ...]:
         on_done = functools.partial(self._release_names, works)
+        records = [(each.signature, each.name) for each in operations]
         first = operations[0]
-        if len(operations) > 1:
-            spans = tuple([span for each in operations if isinstance(each, AllreduceOperation) for span in each.spans])
+        if len(operations) == 1:
+            calls = first.make_calls(row_counts)
+        else:
+            spans = tuple([span for each in operations if isinstance(each, AllreduceWork) for span in each.spans])
             description = f"{first.signature.label} {first.name!r} and {len(operations) - 1} more"
-            call = first.signature.make_call(spans, operations, pre_agreed=True, description=description)
-            return (self.channel.submit(call, operations, on_done=on_done),)
-        calls = first.calls(row_counts)
+            calls = (first.signature.make_call(spans, operations, name=first.name, description=description),)
         running_calls = [self.channel.submit(call) for call in calls[:-1]]
-        running_calls += [self.channel.submit(call, operations, on_done=on_done) for call in calls[-1:]]
+        running_calls += [self.channel.submit(call, records, on_done=on_done) for call in calls[-1:]]
         return tuple(running_calls)
 
-    def _make_full_request(self, operation: Operation) -> OperationRequest:
-        signature = operation.signature
+    def _make_request(self, work: Work) -> OperationRequest:
+        signature = work.signature
         return OperationRequest(
             group=self.group,
-            name=operation.name,
+            name=work.name,
             kind=signature.kind,
             dtype=signature.dtype,
             shapes=signature.shapes,
@@ -175,7 +160,7 @@ class NamedOperations:
             root=signature.root,
             prescale=signature.prescale,
             postscale=signature.postscale,
-            splits=operation.splits,
+            splits=work.splits,
         )
 
     def _cache_request(self, work: Work, id: int) -> None:
@@ -183,7 +168,7 @@ class NamedOperations:
             return  # it was announced by this id
         if len(self._cached_requests) >= MAX_CACHED_REQUESTS:
             self._cached_requests.clear()
-        self._cached_requests[work.name] = _CachedRequest(id, work.operation.signature, work.operation.splits)
+        self._cached_requests[work.name] = (id, work.signature, work.splits)
 
     def _fail_works(self, works: list[Work], error: Exception) -> None:
         with self._waits.condition:
@@ -199,9 +184,13 @@ class NamedOperations:
                     del self._works[work.name]
 
 
-def _signature_of(request: OperationRequest) -> Signature:
+def _zeros_for_joined(request: OperationRequest) -> AllreduceWork:
+    """What a rank that has joined contributes to an allreduce of the others."""
     options = CallOptions(Op(request.op), request.prescale, request.postscale, request.root)
-    return get_signature(OperationKind(request.kind), DType(request.dtype), request.shapes, options)
+    signature = get_signature(OperationKind(request.kind), DType(request.dtype), request.shapes, options)
+    zeros = [np.zeros(shape, signature.dtype.numpy) for shape in signature.shapes]
+    spans = tuple(Span(address_of(array), address_of(array), array.size) for array in zeros)
+    return AllreduceWork(signature, request.name, spans, zeros, None)
 
 
 class OpenChannels:
@@ -212,41 +201,25 @@ class OpenChannels:
         self.operation_timeout_s = settings.operation_s
         self.open_timeout_s = settings.start_s
         """How long opening a channel may take: at first start_s, from the end of the start on operation_s."""
+        self.channels: tuple[Channel, ...] = ()
+        self.closed_error: RondeError | None = None
+        """Why the round is over for this rank, if it is."""
+        self.named_operations: dict[int, NamedOperations] = {}
+        """By group."""
         self._rank = rank
         self._size = size
         self._backend = backend
-        self._single_rank_backend = SingleRankBackend()
         self._recorder = recorder
         self._sample_arrivals = settings.coordinator_hosted
         self._lock = threading.Lock()
-        self._closed_error: RondeError | None = None
         self._lost: dict[int, str] = {}
-        self._channels: tuple[Channel, ...] = ()
-        self._named_operations: dict[int, NamedOperations] = {}
-
-    @property
-    def closed_error(self) -> RondeError | None:
-        """Why the round is over for this rank, if it is."""
-        return self._closed_error
-
-    @property
-    def channels(self) -> tuple[Channel, ...]:
-        return self._channels
-
-    @property
-    def all_named_operations(self) -> tuple[NamedOperations, ...]:
-        with self._lock:
-            return tuple(self._named_operations.values())
-
-    def named_operations_of(self, group: int) -> NamedOperations | None:
-        return self._named_operations.get(group)
 
     def error_for(self, members: Container[int]) -> RondeError | None:
         """Why these ranks cannot do anything together any more, the first reason there was; None when they can."""
         for rank, why in self._lost.items():
             if rank in members:
                 return PeerLost(rank=self._rank, peer=rank, why=why)
-        return self._closed_error
+        return self.closed_error
 
     def open(
         self, group: int, suffix: str, members: tuple[int, ...], *, bucket_bytes: int = 0, point_to_point: bool = False
@@ -259,11 +232,11 @@ class OpenChannels:
             bucket_bytes=bucket_bytes,
             point_to_point=point_to_point,
         )
-        backend = self._single_rank_backend if len(members) == 1 else self._backend
+        backend = SingleRankBackend() if len(members) == 1 else self._backend
         try:
             opened = backend.open_channel(spec, Deadline(self.open_timeout_s))
         except RondeError as error:
-            raise (self._closed_error or error) from None
+            raise (self.closed_error or error) from None
         channel = Channel(
             opened, group, self._recorder, self.operation_timeout_s, sample_arrivals=self._sample_arrivals
         )
@@ -275,9 +248,9 @@ class OpenChannels:
     def close(self, channel: Channel) -> None:
         """Close a channel. Idempotent."""
         with self._lock:
-            if channel not in self._channels:
+            if channel not in self.channels:
                 return
-            self._channels = tuple(each for each in self._channels if each is not channel)
+            self.channels = tuple(each for each in self.channels if each is not channel)
         channel.close()
         event = ChannelClosed(at_ns=time.monotonic_ns(), rank=self._rank, channel=channel.backend_channel.spec.id)
         self._recorder.record_event(event)
@@ -285,50 +258,46 @@ class OpenChannels:
     def add(self, channel: Channel) -> None:
         """Add an open channel. It is aborted at once if a member is lost already."""
         with self._lock:
-            self._channels = (*self._channels, channel)
+            self.channels = (*self.channels, channel)
             error = self.error_for(channel.members)
         if error is not None:
-            _abort([channel], [], error)
+            channel.abort(error)
 
     def add_named_operations(self, named_operations: NamedOperations) -> None:
         """Add a group's named operations. They are aborted at once if a member is lost already."""
         with self._lock:
-            self._named_operations[named_operations.group] = named_operations
+            self.named_operations = {**self.named_operations, named_operations.group: named_operations}
             error = self.error_for(named_operations.channel.members)
         if error is not None:
             named_operations.abort(error)
 
     def remove_named_operations(self, group: int) -> None:
         with self._lock:
-            self._named_operations.pop(group, None)
+            self.named_operations = {id: named for id, named in self.named_operations.items() if id != group}
 
     def abort_for(self, rank: int, why: str) -> None:
         """Abort all channels and named operations of which the lost rank is a member."""
         with self._lock:
             self._lost.setdefault(rank, why)
-            channels = [channel for channel in self._channels if rank in channel.members]
-            named = [each for each in self._named_operations.values() if rank in each.channel.members]
         self._backend.rank_lost(rank, why)
-        _abort(channels, named, PeerLost(rank=self._rank, peer=rank, why=why))
+        self._abort(PeerLost(rank=self._rank, peer=rank, why=why), rank)
 
     def abort_all(self, error: RondeError) -> None:
         """Abort all channels and named operations, because the round is over. The first error counts."""
         with self._lock:
-            if self._closed_error is not None:
+            if self.closed_error is not None:
                 return
-            self._closed_error = error
-            channels, named = self._channels, list(self._named_operations.values())
+            self.closed_error = error
         for rank in range(self._size):
             if rank != self._rank:
                 self._backend.rank_lost(rank, str(error))  # so that nobody waits in the opening of a channel
-        _abort(channels, named, error)
+        self._abort(error, self._rank)
 
-
-def _abort(channels: Iterable[Channel], named_operations: Iterable[NamedOperations], error: RondeError) -> None:
-    for channel in channels:
-        if isinstance(error, PeerLost):
-            channel.abort(lost_rank=error.peer, why=error.why)
-        else:
-            channel.abort(why=str(error))
-    for each in named_operations:
-        each.abort(error)
+    def _abort(self, error: RondeError, rank: int) -> None:
+        """Abort what has the rank as a member. What is added from now on sees the error by itself."""
+        for channel in self.channels:
+            if rank in channel.members:
+                channel.abort(error)
+        for named in self.named_operations.values():
+            if rank in named.channel.members:
+                named.abort(error)

@@ -15,10 +15,9 @@ import msgspec
 import numpy as np
 
 from ronde.comm.buffers import ALIGNMENT, Array, address_of
-from ronde.comm.call import Call, CallOptions, Signature, Span, get_signature
+from ronde.comm.call import CallOptions, Signature, Span, get_signature
 from ronde.comm.channel import Channel
 from ronde.comm.group import Group
-from ronde.comm.operations import Operation
 from ronde.comm.work import Work
 from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
@@ -88,21 +87,27 @@ class Plan:
             for start, bucket in zip(starts, self.buckets, strict=False)
         )
         """The buckets of this rank, in memory shared with the other ranks of its host; zeros at first."""
-        self._operations = tuple(
-            _BucketOperation(signature, bucket.name or str(index), array, _spans(bucket, address_of(array)))
-            for index, (signature, bucket, array) in enumerate(zip(signatures, self.buckets, self.arrays, strict=True))
+        self._records = tuple(
+            ((signature, bucket.name or str(index)),)
+            for index, (signature, bucket) in enumerate(zip(signatures, self.buckets, strict=True))
+        )
+        """Per bucket, what is recorded when it was reduced."""
+        self._calls = tuple(
+            signature.make_call(_spans(bucket, address_of(array)), None)
+            for signature, bucket, array in zip(signatures, self.buckets, self.arrays, strict=True)
         )
 
     def start(self, index: int) -> Work:
         """Reduce bucket `index` in the background; the work's result is its array."""
-        operation = self._operations[index]
-        running_call = self._channel.submit(operation.call, (operation,))
-        return Work(operation, self._group.operation_timeout_s, (running_call,))
+        records = self._records[index]
+        running_calls = (self._channel.submit(self._calls[index], records),)
+        signature, name = records[0]
+        timeout_s = self._group.operation_timeout_s
+        return Work(signature, name, (), self.arrays[index], running_calls=running_calls, timeout_s=timeout_s)
 
     def run(self, index: int) -> Array:
         """Reduce bucket `index` and wait for it."""
-        operation = self._operations[index]
-        self._channel.run(operation.call, operation.signature)
+        self._channel.run(self._calls[index], self._records[index][0][0])
         return self.arrays[index]
 
     def close(self) -> None:
@@ -116,23 +121,6 @@ class Plan:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
-
-
-class _BucketOperation(Operation):
-    """The allreduce of one bucket, with its call: both are made once and used for every start."""
-
-    __slots__ = ("_array", "call")
-
-    def __init__(self, signature: Signature, name: str, array: Array, spans: tuple[Span, ...]) -> None:
-        super().__init__(signature, name)
-        self._array = array
-        self.call: Call = signature.make_call(spans, None)
-
-    def calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
-        return (self.call,)
-
-    def result(self) -> Array:
-        return self._array
 
 
 def _signature_of(index: int, bucket: Bucket) -> Signature:

@@ -7,13 +7,12 @@ known to its members only: each that waits too long reports it once, and the coo
 
 from __future__ import annotations
 
-import math
+import time
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from ronde.comm.channel import Channel
-from ronde.comm.named_operations import OpenChannels
 from ronde.comm.work import NegotiationWaits
 from ronde.net.event_loop import EventLoop, Timer
 from ronde.net.messages import (
@@ -25,14 +24,12 @@ from ronde.net.messages import (
     WaitingTooLong,
     WorkerMessage,
 )
-from ronde.observe.activity import CurrentOperation
 from ronde.observe.recorder import Recorder
 from ronde.observe.timeline import TraceStyle
 
 MAX_EVENTS_PER_MESSAGE = 10_000
 SEND_INTERVAL_S = 0.02
 """How often trace events are sent to the coordinator, which appends them to the file."""
-CHECKS_PER_STALL_TIME = 4
 
 
 class TraceSender:
@@ -74,69 +71,45 @@ class TraceSender:
 
 
 class ChannelStallInspector:
-    """Checks the channels now and then for operations that wait too long. It costs the operations nothing."""
+    """Finds operations that have waited too long in their channel. It costs the operations nothing."""
 
     def __init__(self, stall_s: float) -> None:
         self._stall_ns = int(stall_s * 1e9)
-        self._check_interval_ns = self._stall_ns // CHECKS_PER_STALL_TIME
-        self._next_check_ns = 0
         self._reported: dict[int, int] = {}
         """By channel: when the last operation that was reported had started."""
 
-    @property
-    def is_enabled(self) -> bool:
-        return self._stall_ns > 0
-
-    def remaining_s(self, now_ns: int) -> float:
-        """Return the time until the next check."""
-        return max(0.0, (self._next_check_ns - now_ns) / 1e9) if self._stall_ns else math.inf
-
     def overdue(self, channels: Sequence[Channel], now_ns: int, offset_ns: int = 0) -> list[WaitingTooLong]:
         """Return the operations that became late since the last check. `offset_ns` leads to the coordinator's clock."""
-        if not self._stall_ns or now_ns < self._next_check_ns:
-            return []
-        self._next_check_ns = now_ns + self._check_interval_ns
-        self._reported = {
-            key: since for key, since in self._reported.items() if any(id(channel) == key for channel in channels)
-        }
-        found = (self._check_channel(channel, now_ns, offset_ns) for channel in channels)
-        return [waiting for waiting in found if waiting is not None]
-
-    def _check_channel(self, channel: Channel, now_ns: int, offset_ns: int) -> WaitingTooLong | None:
-        current = channel.current_call()
-        if current is None or not current.missing or current.description == "join":
-            return None  # who has joined waits for nothing that is late
-        if now_ns - current.since_ns < self._stall_ns or self._reported.get(id(channel)) == current.since_ns:
-            return None
-        self._reported[id(channel)] = current.since_ns
-        missing = tuple(channel.members[index] for index in current.missing)
-        call = f"{channel.backend_channel.spec.id} {current.sequence}" if current.sequence >= 0 else ""
-        return WaitingTooLong(current.description, channel.group, current.since_ns + offset_ns, missing, call)
+        found, before, self._reported = [], self._reported, {}
+        for channel in channels:
+            current = channel.current_call()
+            if current is None or not current.missing or current.description == "join":
+                continue  # who has joined waits for nothing that is late
+            if now_ns - current.since_ns < self._stall_ns:
+                continue
+            self._reported[id(channel)] = current.since_ns
+            if before.get(id(channel)) != current.since_ns:
+                missing = tuple(channel.members[index] for index in current.missing)
+                call = f"{channel.backend_channel.spec.id} {current.sequence}" if current.sequence >= 0 else ""
+                since_ns = current.since_ns + offset_ns
+                found.append(WaitingTooLong(current.description, channel.group, since_ns, missing, call))
+        return found
 
 
-class ActivityReporter:
-    """Puts together what the recorder and the channels know about this rank."""
-
-    def __init__(self, recorder: Recorder, open_channels: OpenChannels, waits: NegotiationWaits) -> None:
-        self._recorder = recorder
-        self._open_channels = open_channels
-        self._waits = waits
-
-    def make_report(self, now_ns: int, offset_ns: int) -> ActivityReport:
-        """Return the totals so far and the arrivals since the last call, on the coordinator's clock."""
-        current = self._longest_blocked()
-        if current is not None:
-            current = msgspec.structs.replace(current, since_ns=min(current.since_ns, now_ns) + offset_ns)
-        activity = self._recorder.sample_activity(now_ns + offset_ns, current)
-        arrivals = []
-        for channel in self._open_channels.channels:
-            samples = channel.arrival_sampler.take_samples(offset_ns)
-            if samples:
-                arrivals.append(ArrivalSamples(channel.backend_channel.spec.id, channel.group, samples))
-        return ActivityReport(activity, tuple(arrivals))
-
-    def _longest_blocked(self) -> CurrentOperation | None:
-        """The operation in which a thread of the user has been blocked longest."""
-        channels = self._open_channels.channels
-        blocked = [self._waits.blocked_operation(), *(channel.blocked_operation() for channel in channels)]
-        return min((each for each in blocked if each is not None), key=lambda each: each.since_ns, default=None)
+def make_activity_report(
+    recorder: Recorder, channels: Sequence[Channel], waits: NegotiationWaits, offset_ns: int
+) -> ActivityReport:
+    """Return the rank's totals so far, the operation in which a thread of the user has been blocked longest, and the
+    arrivals since the last call. `offset_ns` leads to the coordinator's clock."""
+    now_ns = time.monotonic_ns()
+    blocked = [waits.blocked_operation(), *(channel.blocked_operation() for channel in channels)]
+    current = min((each for each in blocked if each is not None), key=lambda each: each.since_ns, default=None)
+    if current is not None:
+        current = msgspec.structs.replace(current, since_ns=min(current.since_ns, now_ns) + offset_ns)
+    activity = recorder.sample_activity(now_ns + offset_ns, current)
+    arrivals = []
+    for channel in channels:
+        samples = channel.arrival_sampler.take_samples(offset_ns)
+        if samples:
+            arrivals.append(ArrivalSamples(channel.backend_channel.spec.id, channel.group, samples))
+    return ActivityReport(activity, tuple(arrivals))

@@ -1,29 +1,36 @@
-"""The handle of an operation under way, the only future there is. Made by groups, plans and named operations; used by
-callers that do not wait at once.
+"""Work: one operation from the caller's arguments to its result, and the only future there is.
 
-An operation in program order has its running calls from the beginning. One with a name gets them when every member has
-announced it; until then its waiters are known to NegotiationWaits, which the control thread shares with all works.
+A work in program order gets its running calls at once. One with a name gets them when every member has announced it;
+until then its waiters are known to NegotiationWaits, which the control thread shares with all works.
+
+Where members may give different numbers of rows (allgather, alltoall), `own_rows` are those of this rank; make_calls()
+needs those of all members. They come from the coordinator for a work with a name, and from a small call ahead for one
+in program order. Memory for results is allocated only then.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ronde.comm.backends.base import RunningCall
-from ronde.comm.operations import Operation
+from ronde.comm.buffers import ReceiveBuffer, SendBuffer, address_of
+from ronde.comm.call import Call, Signature, Span
 from ronde.errors import OperationTimeout, RondeError
-from ronde.net.messages import MissingRanksQuery
+from ronde.net.messages import MissingRanksQuery, OperationRequest
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import attribute_waits
 from ronde.observe.timeline import NegotiationSlice
 from ronde.text import format_ranks
-from ronde.types import Deadline
+from ronde.types import Deadline, Op
 
-__all__ = ["BatchStart", "NegotiationWaits", "Work"]
+__all__ = ["Work"]
 
 QUERY_MISSING_BEFORE_S = 0.5
 """A wait for the start of a named operation asks for the missing ranks when so much of its time is left, or half of it.
@@ -49,45 +56,61 @@ class Work:
 
     __slots__ = (
         "_batch_start",
+        "_calls",
         "_done",
         "_error",
-        "_operation",
+        "_owners",
         "_result",
         "_running_calls",
-        "_timeout_s",
-        "_waits",
+        "_targets",
         "announced_ns",
         "group",
-        "label",
         "missing",
         "name",
+        "signature",
+        "timeout_s",
+        "waits",
     )
+
+    own_rows: tuple[int, ...] | None = None
+    """The numbers of rows that this rank gives, when members may differ in them."""
+    splits: tuple[int, ...] | None = None
+    """For alltoall, how many rows go to each member."""
 
     # Thousands of these are made per step, so __init__ does no more than it must.
     def __init__(
         self,
-        operation: Operation,
-        timeout_s: float,
-        running_calls: tuple[RunningCall, ...] | None,
-        group: int = 0,
-        waits: NegotiationWaits | None = None,
+        signature: Signature,
+        name: str = "",
+        calls: tuple[Call, ...] = (),
+        result: Any = None,
+        targets: Sequence[ReceiveBuffer] = (),
+        owners: object = None,
+        *,
+        running_calls: tuple[RunningCall, ...] | None = None,
+        timeout_s: float = 0.0,
     ) -> None:
-        self.name = operation.name
+        self.signature = signature
+        self.name = name
         """The name it was given; empty for an operation matched by program order."""
-        self.label = operation.signature.label
-        self._operation: Operation | None = operation
-        self._timeout_s = timeout_s
+        self._calls = calls
+        self._result = result
+        """What the caller gets; its memory is complete when the work is done."""
+        self._targets = targets
+        """What is copied to the caller's own arrays at the end."""
+        self._owners = owners
+        """The objects that own the memory which the operation reads."""
         self._running_calls = running_calls
+        self.timeout_s = timeout_s
         self._done = False
         self._error: Exception | None = None
-        self._result: Any = None
         # Only of an operation with a name:
-        self.group = group
+        self.group = 0
         self.announced_ns = 0
         """When it was announced, if a timeline is being written."""
         self.missing: tuple[int, ...] = ()
         """The ranks that have not announced it, if a wait has asked."""
-        self._waits = waits
+        self.waits: NegotiationWaits | None = None
         self._batch_start: BatchStart | None = None
 
     def wait(self, timeout_s: float | None = None) -> Any:  # arrays, lists of them, or None
@@ -97,12 +120,11 @@ class Work:
         Without timeout_s it waits as long as an operation may take (the setting operation_s).
         """
         if not self._done:
-            calls, operation = self._running_calls, self._operation
-            if calls is not None and operation is not None and all([call.timing is not None for call in calls]):
-                self._result = operation.result()  # a wait for another work of the same call has seen its end
-                self._end(None)
+            calls = self._running_calls
+            if calls is not None and all([call.timing is not None for call in calls]):
+                self._succeed()  # a wait for another work of the same call has seen its end
             else:
-                self._complete(Deadline(self._timeout_s if timeout_s is None else timeout_s))
+                self._complete(Deadline(self.timeout_s if timeout_s is None else timeout_s))
         if self._error is not None:
             raise self._error
         return self._result
@@ -121,60 +143,61 @@ class Work:
     def __repr__(self) -> str:
         return f"<Work {self.name or 'unnamed'}: {'over' if self.done() else 'under way'}>"
 
-    # --- for named operations, in the control thread, which holds the condition of NegotiationWaits ------------------
+    # --- for groups and named operations -----------------------------------------------------------------------------
 
-    @property
-    def operation(self) -> Operation:
-        # Called only while the work cannot end.
-        assert self._operation is not None
-        return self._operation
+    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        # What a channel executes, in this order; row_counts are those of all members, in their order.
+        return self._calls
+
+    def finish(self) -> Any:
+        # The result, when all calls have ended.
+        for target in self._targets:
+            if target.copy_to is not None:
+                target.copy_to[...] = target.array
+        return self._result
 
     @property
     def is_started(self) -> bool:
         return self._running_calls is not None
 
-    def started_on(self, running_calls: tuple[RunningCall, ...], batch_start: BatchStart) -> None:
+    def started_on(self, running_calls: tuple[RunningCall, ...], batch_start: BatchStart | None = None) -> None:
+        # With a name: in the control thread, which holds the condition of NegotiationWaits.
         self._batch_start = batch_start
         self._running_calls = running_calls
 
     def fail(self, error: Exception) -> None:
         # The operation will not start.
         if not self._done:
-            self._end(error)
+            self._error = error
+            self._done = True
 
     def describe(self) -> str:
-        return f"{self.label} {self.name!r} of group {self.group}"
+        return f"{self.signature.label} {self.name!r} of group {self.group}"
 
     # --- the wait ----------------------------------------------------------------------------------------------------
 
     def _complete(self, deadline: Deadline) -> None:
+        if self._running_calls is None:
+            self._wait_for_start(deadline)
+        if self._done:
+            return
+        calls = self._running_calls or ()
         try:
-            for running_call in self._wait_for_start(deadline):
+            for running_call in calls:
                 running_call.wait(deadline)
-        except OperationTimeout as error:
-            # Only the wait took too long, unless a call ended in this error. The call may have ended meanwhile, or
-            # another thread may have seen its result, so done() does not tell.
-            if all(call.error is not error for call in self._running_calls or ()):
-                raise
-            self._end(error)
         except (RondeError, ValueError, TypeError) as error:
-            self._end(error)
+            # A timeout may be that of this wait only. The call may have ended meanwhile, or another thread may have
+            # seen its result, so done() does not tell.
+            if isinstance(error, OperationTimeout) and all(call.error is not error for call in calls):
+                raise
+            # Other calls of the work may be under way: the memory is kept.
+            self.fail(error)
         else:
-            operation = self._operation
-            if operation is not None:  # None when another thread was faster
-                self._result = operation.result()
-                self._end(None)
+            self._succeed()
 
-    def _wait_for_start(self, deadline: Deadline) -> tuple[RunningCall, ...]:
-        if self._running_calls is None and not self._done:
-            assert self._waits is not None
-            self._wait_in_negotiation(self._waits, deadline)
-        if self._error is not None:
-            raise self._error
-        assert self._running_calls is not None
-        return self._running_calls
-
-    def _wait_in_negotiation(self, waits: NegotiationWaits, deadline: Deadline) -> None:
+    def _wait_for_start(self, deadline: Deadline) -> None:
+        waits = self.waits
+        assert waits is not None
         began_ns = time.monotonic_ns()
         condition, query_s = waits.condition, min(QUERY_MISSING_BEFORE_S, deadline.timeout_s / 2)
         with condition:
@@ -197,16 +220,104 @@ class Work:
     def _is_started_or_done(self) -> bool:
         return self._running_calls is not None or self._done
 
-    def _end(self, error: Exception | None) -> None:
-        self._error = error
+    def _succeed(self) -> None:
+        self.finish()
+        self._calls = self._targets = ()
+        self._owners = None
         self._done = True
-        self._operation = None
+
+
+class AllreduceWork(Work):
+    """allreduce of one array, or of several as a unit. Named operations fuse the spans of many into one call."""
+
+    __slots__ = ("spans",)
+
+    def __init__(
+        self,
+        signature: Signature,
+        name: str,
+        spans: tuple[Span, ...],
+        owners: object,
+        result: Any,
+        targets: Sequence[ReceiveBuffer] = (),
+    ) -> None:
+        super().__init__(signature, name, (), result, targets, owners)
+        self.spans = spans
+
+    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        """All arrays in one call; for adasum, which looks at each array as a whole, one call per array."""
+        owners = (self._owners, self._result, self._targets)
+        if self.signature.op is Op.ADASUM:
+            return tuple([self.signature.make_call((span,), owners, name=self.name) for span in self.spans])
+        return (self.signature.make_call(self.spans, owners, name=self.name),)
+
+
+class AllgatherWork(Work):
+    """allgather of one array or of several."""
+
+    __slots__ = ("_is_list", "_sources", "counts", "own_rows")
+
+    def __init__(self, signature: Signature, name: str, sources: Sequence[SendBuffer], is_list: bool) -> None:
+        super().__init__(signature, name)
+        self.own_rows = tuple(shape[0] for shape in signature.shapes)
+        self.counts: tuple[int, ...] = ()
+        """After make_calls(): elements of the (last) array per member."""
+        self._sources = sources
+        self._is_list = is_list
+
+    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        """One call per array."""
+        assert row_counts is not None
+        calls, results = [], []
+        for index, source in enumerate(self._sources):
+            num_rows = row_counts[index :: len(self._sources)]
+            row_shape = source.array.shape[1:]
+            target = np.empty((sum(num_rows), *row_shape), source.array.dtype)
+            results.append(source.wrap(target))
+            self.counts = tuple(rows * math.prod(row_shape) for rows in num_rows)
+            span = Span(address_of(source.array), address_of(target), source.array.size)
+            owners = (source, target)
+            calls.append(self.signature.make_call((span,), owners, name=self.name, counts=self.counts))
+        self._result = results if self._is_list else results[0]
+        self._sources = ()
+        return tuple(calls)
+
+
+class AlltoallWork(Work):
+    """alltoall: each member gives rows to each. The result also has how many came from each member."""
+
+    __slots__ = ("_member_index", "_sources", "own_rows", "splits")
+
+    def __init__(
+        self, signature: Signature, name: str, source: SendBuffer, splits: tuple[int, ...], member_index: int
+    ) -> None:
+        super().__init__(signature, name)
+        self.own_rows = self.splits = splits
+        self._sources = [source]
+        self._member_index = member_index
+
+    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        assert row_counts is not None and self.splits is not None
+        received_rows = row_counts[self._member_index :: len(self.splits)]
+        source = self._sources.pop()
+        array = source.array
+        row_shape = array.shape[1:]
+        row_size = math.prod(row_shape)
+        target = np.empty((sum(received_rows), *row_shape), array.dtype)
+        self._result = (source.wrap(target), np.array(received_rows, np.int64))
+        span = Span(address_of(array), address_of(target), sum(self.splits) * row_size)
+        counts = tuple(rows * row_size for rows in received_rows)
+        splits = tuple(rows * row_size for rows in self.splits)
+        owners = (array, target)
+        return (self.signature.make_call((span,), owners, name=self.name, counts=counts, splits=splits),)
 
 
 class NegotiationWaits:
     """The threads that wait for the start of named operations; one object per rank, made by the control thread."""
 
-    def __init__(self, recorder: Recorder, enqueue: Callable[[Work | MissingRanksQuery], None]) -> None:
+    def __init__(
+        self, recorder: Recorder, enqueue: Callable[[int | OperationRequest | MissingRanksQuery], None]
+    ) -> None:
         self.condition = threading.Condition()
         """Guards the start of works, and is notified of it."""
         self.enqueue = enqueue
@@ -223,7 +334,8 @@ class NegotiationWaits:
     def record_batch_start(self, works: Iterable[Work], at_ns: int) -> None:
         """Record for the timeline that these works start together."""
         slices = [
-            NegotiationSlice(work.label, work.name, work.group, work.announced_ns or at_ns, at_ns) for work in works
+            NegotiationSlice(work.signature.label, work.name, work.group, work.announced_ns or at_ns, at_ns)
+            for work in works
         ]
         self._recorder.record_batch_start(at_ns, slices)
 

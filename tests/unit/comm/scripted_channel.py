@@ -8,23 +8,10 @@ import numpy as np
 
 from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, RunningCall
 from ronde.comm.call import Call, CallOptions, get_signature
-from ronde.comm.operations import Operation
 from ronde.types import Deadline, DType, OperationKind
 
 TIMING = CallTiming(1, 2, 3)
 SIGNATURE = get_signature(OperationKind.ALLREDUCE, DType.FLOAT32, ((2,),), CallOptions())
-
-
-class ScriptedOperation(Operation):
-    """An allreduce of 8 bytes whose result is a text."""
-
-    def __init__(self, name: str = "") -> None:
-        super().__init__(SIGNATURE, name)
-        self.num_results = 0
-
-    def result(self) -> str:
-        self.num_results += 1
-        return "result"
 
 
 class ScriptedRunningCall(RunningCall):

@@ -9,12 +9,12 @@ from typing import TypeVar
 
 import numpy as np
 
-from ronde.comm.call import CallOptions, get_signature
+from ronde.comm.buffers import address_of
+from ronde.comm.call import CallOptions, Span, get_signature
 from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlThread
 from ronde.comm.named_operations import NamedOperations, OpenChannels
-from ronde.comm.operations import SingleArrayAllreduceOperation
-from ronde.comm.work import Work
+from ronde.comm.work import AllreduceWork, Work
 from ronde.net.event_loop import EventLoop
 from ronde.net.messages import (
     CoordinatorMessage,
@@ -117,7 +117,10 @@ class ScriptedRound:
     def announce(self, name: str, count: int = 3) -> Work:
         signature = get_signature(OperationKind.ALLREDUCE, DType.FLOAT32, ((count,),), CallOptions())
         x = np.ones(count, np.float32)
-        return self.named.announce(SingleArrayAllreduceOperation(signature, x, x, name), 10.0)
+        span = Span(address_of(x), address_of(x), count)
+        work = AllreduceWork(signature, name, (span,), x, x)
+        self.named.announce(work, 10.0)
+        return work
 
     def finish(self, *works: Work) -> None:
         for running_call in self.channel.running_calls:

@@ -10,17 +10,17 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from ronde.comm.backends.base import CallTiming, CurrentCall
+from ronde.comm.backends.base import CallTiming, CurrentCall, RunningCall
 from ronde.comm.call import Call
 from ronde.comm.channel import SEQUENCE_EPOCH, Channel
 from ronde.comm.work import Work
-from ronde.errors import OperationTimeout, PeerLost
+from ronde.errors import OperationTimeout, PeerLost, RoundEnded
 from ronde.observe.recorder import Recorder
 from ronde.types import Deadline, OperationKind
-from tests.unit.comm.scripted_channel import SIGNATURE, ScriptedChannel, ScriptedOperation
+from tests.unit.comm.scripted_channel import SIGNATURE, ScriptedChannel
 
 MS = 1_000_000
-ANY_LABEL = SIGNATURE.label
+RECORD = ((SIGNATURE, ""),)
 
 
 class Clock:
@@ -60,8 +60,11 @@ def call(kind: OperationKind = OperationKind.ALLREDUCE, peer: int = -1) -> Call:
 
 
 def start(channel: Channel, kind: OperationKind = OperationKind.ALLREDUCE, num_operations: int = 1) -> Work:
-    operations = tuple(ScriptedOperation() for _ in range(num_operations))
-    return Work(operations[0], 10.0, (channel.submit(call(kind, peer=1), operations),))
+    return make_work(channel.submit(call(kind, peer=1), RECORD * num_operations))
+
+
+def make_work(*running_calls: RunningCall) -> Work:
+    return Work(SIGNATURE, "", (), "result", running_calls=running_calls, timeout_s=10.0)
 
 
 def start_timed(
@@ -82,7 +85,7 @@ def start_timed(
 
 
 def num_recorded(recorder: Recorder) -> int:
-    return recorder.metrics().of(0, ANY_LABEL).operations
+    return recorder.metrics().of(0, SIGNATURE.label).operations
 
 
 def samples(channel: Channel) -> list[tuple[int, int, int, int]]:
@@ -101,15 +104,14 @@ def blocked_ms(recorder: Recorder) -> tuple[float, float]:
 
 
 def test_a_work_gives_the_same_result_each_time(backend: ScriptedChannel, channel: Channel, recorder: Recorder) -> None:
-    operation = ScriptedOperation()
-    work = Work(operation, 10.0, (channel.submit(call(), (operation,)),))
+    work = start(channel)
     assert not work.done()
     with pytest.raises(ValueError, match="still under way; wait"):
         work.result()
     backend.running_calls[0].end()
     assert work.done()
     assert work.wait() == work.wait() == work.result() == "result"
-    assert operation.num_results == num_recorded(recorder) == 1
+    assert num_recorded(recorder) == 1
 
 
 def test_a_work_gives_the_same_error_each_time(backend: ScriptedChannel, channel: Channel, recorder: Recorder) -> None:
@@ -160,7 +162,7 @@ def test_an_operation_that_ran_out_of_time_stays_so(backend: ScriptedChannel, ch
 
 
 def test_a_work_of_several_calls_waits_for_all(backend: ScriptedChannel, channel: Channel) -> None:
-    work = Work(ScriptedOperation(), 10.0, tuple(channel.submit(call()) for _ in range(3)))
+    work = make_work(*(channel.submit(call()) for _ in range(3)))
     for running_call in backend.running_calls[:2]:
         running_call.end()
     assert not work.done()
@@ -170,8 +172,8 @@ def test_a_work_of_several_calls_waits_for_all(backend: ScriptedChannel, channel
 
 
 def test_threads_may_wait_for_the_same_call(backend: ScriptedChannel, channel: Channel, recorder: Recorder) -> None:
-    running_call = channel.submit(call(), (ScriptedOperation(),))
-    works = [Work(ScriptedOperation(), 10.0, (running_call,)) for _ in range(8)]
+    running_call = channel.submit(call(), RECORD)
+    works = [make_work(running_call) for _ in range(8)]
     with ThreadPoolExecutor(8) as threads:
         waits = [threads.submit(work.wait) for work in works]
         backend.running_calls[0].end()
@@ -184,7 +186,7 @@ def test_what_nobody_waits_for_is_recorded_and_forgotten(
 ) -> None:
     done: list[int] = []
     for index in range(3):
-        channel.submit(call(), (ScriptedOperation(),), on_done=functools.partial(done.append, index))
+        channel.submit(call(), RECORD, on_done=functools.partial(done.append, index))
     backend.running_calls[0].end()
     backend.running_calls[1].end(ValueError("nobody waits"))
     channel.submit(call())
@@ -217,7 +219,7 @@ def test_a_failed_call_is_an_event(backend: ScriptedChannel, channel: Channel, r
 def test_a_channel_closes_once_and_then_does_nothing(backend: ScriptedChannel, channel: Channel) -> None:
     channel.close()
     channel.close()
-    channel.abort(why="late")
+    channel.abort(RoundEnded("late"))
     assert backend.closed == 1 and backend.aborted == [] and channel.current_call() is None
 
 
