@@ -21,7 +21,7 @@ from horovod.common.basics import HorovodBasics
 from horovod.common.process_sets import ProcessSet
 from horovod.runner.launch import check_build
 from horovod.runner.util.threads import in_thread
-from horovod.torch.operations import HandleManager
+from horovod.torch.mpi_ops import HandleManager
 from ronde.observe.stacks import dump_stacks
 
 MPI = "def Get_library_version(): return 'Some MPI 1.0'"
@@ -123,7 +123,7 @@ def test_where_a_script_waits_is_its_own_line() -> None:
     work: Any = SimpleNamespace(wait=dump_stacks)
     line, stack = handles.synchronize(handles.add(work, tuple))
     assert line.startswith("test_alone.py:"), line
-    assert "operations.py" in stack
+    assert "mpi_ops.py" in stack
 
 
 @pytest.mark.usefixtures("alone")

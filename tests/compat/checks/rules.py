@@ -12,7 +12,7 @@ import torch
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 from horovod.runner.common.util.env import get_env_rank_and_size
-from horovod.torch import operations
+from horovod.torch import mpi_ops
 from tests.compat.checks.registry import check, raises, same
 
 
@@ -102,7 +102,7 @@ def the_callers_own_mistakes_are_value_errors() -> None:
 @check
 def process_sets_come_and_go() -> None:
     mine = hvd.add_process_set([hvd.size() - 1])
-    both = [mine.process_set_id, *operations._basics._get_process_set_ids_and_ranks()[mine.process_set_id or 0]]
+    both = [mine.process_set_id, *mpi_ops._basics._get_process_set_ids_and_ranks()[mine.process_set_id or 0]]
     assert both == [1, hvd.size() - 1]
     if mine.included():
         for op in (hvd.Sum, hvd.Adasum):
@@ -181,7 +181,7 @@ def a_new_round_begins_after_shutdown() -> None:
     first = hvd.ProcessSet([0])
     hvd.init(process_sets=[first])
     assert hvd.allreduce_async(torch.ones(1)) == 1, "numbers begin anew"
-    assert operations._basics._get_process_set_ids_and_ranks() == {0: [*range(hvd.size())], 1: [0]}
+    assert mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [*range(hvd.size())], 1: [0]}
     assert hvd.remove_process_set(first)
 
 
@@ -197,7 +197,7 @@ def every_rank_begins_with_the_same_process_sets() -> None:
         hvd.init(process_sets=[other] if me else [one])
     with raises(ValueError, "cannot have rank 9" if me else "rank 1 gave hvd.init() process sets that cannot be"):
         hvd.init(process_sets=[hvd.ProcessSet([9]) if me else one])
-    assert operations._basics._get_process_set_ids_and_ranks() == {0: [*range(hvd.size())]}
+    assert mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [*range(hvd.size())]}
     hvd.init(process_sets=[one, other])  # after a mistake a second call goes on
     assert (one.process_set_id, other.process_set_id) == (1, 2)
     assert hvd.remove_process_set(other)

@@ -12,7 +12,7 @@ import ronde
 import ronde.torch
 from horovod.common.exceptions import translate_errors
 from horovod.common.process_sets import ProcessSet, global_process_set
-from horovod.torch.operations import broadcast_async_, running_group, synchronize
+from horovod.torch.mpi_ops import broadcast_async_, running_group, synchronize
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 

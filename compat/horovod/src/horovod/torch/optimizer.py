@@ -23,7 +23,7 @@ from horovod.common.exceptions import translate_errors
 from horovod.common.process_sets import ProcessSet, global_process_set, group_of
 from horovod.common.util import split_list
 from horovod.torch.compression import Compression, Compressor, CompressorCodec, FP16Compressor, NoneCompressor
-from horovod.torch.operations import OPS, Adasum, Average, Sum, _basics, allreduce_async_, synchronize
+from horovod.torch.mpi_ops import OPS, Adasum, Average, Sum, _basics, allreduce_async_, synchronize
 from ronde.torch import Distributed
 from ronde.training.adapter import BackwardPass
 from ronde.training.compression import Codec
