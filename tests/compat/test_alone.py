@@ -217,12 +217,12 @@ def test_mpi_is_there_when_mpi4py_finds_its_library(
     (package / "MPI.py").write_text(library)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
-    util.mpi_built.cache_clear()  # type: ignore[attr-defined]
+    util.mpi_built.cache_clear()
     try:
         assert hvd.mpi_built() is util.mpi_built() is usable
         assert f"[{'X' if usable else ' '}] MPI" in check_build()
     finally:
-        util.mpi_built.cache_clear()  # type: ignore[attr-defined]
+        util.mpi_built.cache_clear()
 
 
 def test_exceptions_carry_what_they_carried() -> None:

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from horovod.common import logs
 from horovod.common.variables import (
+    LOGGERS,
     OPERATION_TIMEOUT_S,
     is_true,
+    set_log_level,
     settings_from,
     timeline_from,
     warn_without_effect,
@@ -94,7 +95,7 @@ def test_what_has_no_effect_is_told_in_one_line_each(caplog: pytest.LogCaptureFi
 @pytest.fixture
 def fresh_loggers() -> Iterator[None]:
     yield
-    for logger in map(logging.getLogger, logs.LOGGERS):
+    for logger in map(logging.getLogger, LOGGERS):
         logger.setLevel(logging.NOTSET)
         logger.handlers.clear()
         logger.propagate = True
@@ -105,10 +106,10 @@ def test_the_level_of_the_log_can_be_chosen(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(logging.getLogger(), "handlers", [])  # pytest's own
-    logs.set_level("error")
+    set_log_level("error")
     assert not logging.getLogger("ronde.comm").isEnabledFor(logging.WARNING)
-    logs.set_level("DEBUG", hide_time=True)
+    set_log_level("DEBUG", hide_time=True)
     logging.getLogger("ronde.comm").debug("here")
     assert capsys.readouterr().err == "DEBUG ronde.comm: here\n"
     with pytest.raises(ValueError, match="must be one of TRACE"):
-        logs.set_level("loud")
+        set_log_level("loud")

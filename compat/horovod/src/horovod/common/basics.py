@@ -8,16 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import ronde
-from horovod.common import logs, util
-from horovod.common import process_sets as sets
+from horovod.common import util
 from horovod.common.exceptions import translate_errors
-from horovod.common.process_sets import ProcessSet, global_process_set, process_set_table
-from horovod.common.variables import is_true, settings_from, timeline_from, warn_without_effect
+from horovod.common.process_sets import ProcessSet, global_process_set, init_process_sets, process_set_table
+from horovod.common.variables import is_true, set_log_level, settings_from, timeline_from, warn_without_effect
 from ronde.comm.world import current_world
 from ronde.observe.stacks import treat_as_library
 from ronde.observe.timeline import TraceStyle
-
-__all__ = ["HorovodBasics"]
 
 logger = logging.getLogger("horovod")
 
@@ -41,8 +38,7 @@ class HorovodBasics:
     HOROVOD_PROCESS_SET_ERROR_EXISTING_SET = -6
 
     def __init__(self, pkg_path: str = "", *args: str) -> None:
-        self.dynamic_process_sets = False
-        """Whether sets may come and go while the job runs."""
+        """The arguments, the place of Horovod's native library, are not used."""
 
     # --- beginning and end -----------------------------------------------------------------------------------------
 
@@ -64,20 +60,18 @@ class HorovodBasics:
         fresh = not ronde.is_initialized()
         if fresh:
             self._start()
-        sets._setup(self)
         global_process_set.mpi_comm = communicator
         with translate_errors():
-            sets._init_process_sets(given, fresh=fresh)
+            init_process_sets(given, fresh=fresh)
 
     def _start(self) -> None:
-        self.dynamic_process_sets = is_true(os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS"))
         if os.environ.get("HOROVOD_LOG_LEVEL"):
-            logs.set_level(os.environ["HOROVOD_LOG_LEVEL"], hide_time=is_true(os.environ.get("HOROVOD_LOG_HIDE_TIME")))
+            set_log_level(os.environ["HOROVOD_LOG_LEVEL"], hide_time=is_true(os.environ.get("HOROVOD_LOG_HIDE_TIME")))
         try:
             ronde.init(**settings_from(os.environ))
         except ronde.RondeError as error:
             raise ValueError(f"Horovod could not start: {error}") from error
-        process_set_table.start_round()
+        process_set_table.start_round(dynamic=is_true(os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS")))
         if ronde.rank() == 0:
             warn_without_effect(os.environ, logger)
             path = timeline_from(os.environ)
@@ -89,72 +83,46 @@ class HorovodBasics:
         process_set_table.clear()
         ronde.shutdown()
 
-    def is_initialized(self) -> bool:
-        """Whether hvd.init() was called."""
-        return ronde.is_initialized()
+    is_initialized = staticmethod(ronde.is_initialized)
 
-    # --- ranks and sizes -------------------------------------------------------------------------------------------
+    # --- ranks and sizes: ValueError before init() -----------------------------------------------------------------
 
-    def size(self) -> int:
-        """Number of processes."""
-        with translate_errors():
-            return ronde.size()
-
-    def local_size(self) -> int:
-        """Number of processes on this host."""
-        with translate_errors():
-            return ronde.local_size()
-
-    def cross_size(self) -> int:
-        """Number of hosts that have a process of this local rank."""
-        with translate_errors():
-            return ronde.cross_size()
-
-    def rank(self) -> int:
-        """This process's number."""
-        with translate_errors():
-            return ronde.rank()
-
-    def local_rank(self) -> int:
-        """This process's number on its host."""
-        with translate_errors():
-            return ronde.local_rank()
-
-    def cross_rank(self) -> int:
-        """This host's number among those that have a process of this local rank."""
-        with translate_errors():
-            return ronde.cross_rank()
+    size = staticmethod(translate_errors()(ronde.size))
+    local_size = staticmethod(translate_errors()(ronde.local_size))
+    cross_size = staticmethod(translate_errors()(ronde.cross_size))
+    rank = staticmethod(translate_errors()(ronde.rank))
+    local_rank = staticmethod(translate_errors()(ronde.local_rank))
+    cross_rank = staticmethod(translate_errors()(ronde.cross_rank))
 
     def is_master(self) -> bool:
         """Whether this is rank 0, the one that prints and saves."""
         return self.rank() == 0
 
+    @translate_errors()
     def is_homogeneous(self) -> bool:
         """Whether every host has the same number of processes."""
-        with translate_errors():
-            hosts = current_world("is_homogeneous()").topology.host_indices
+        hosts = current_world("is_homogeneous()").topology.host_indices
         return len({hosts.count(host) for host in hosts}) == 1
 
     # --- timeline --------------------------------------------------------------------------------------------------
 
+    @translate_errors()
     def start_timeline(self, file_path: str, mark_cycles: bool = False) -> None:
         """Write a timeline of all processes from now on. Rank 0's call counts; the others return at once.
 
         There are no cycles: mark_cycles marks when negotiated operations start.
         """
         if self.rank() == 0:
-            with translate_errors():
-                current_world("start_timeline()").start_timeline(
-                    file_path, TraceStyle(horovod=True, batch_markers=mark_cycles)
-                )
+            style = TraceStyle(horovod=True, batch_markers=mark_cycles)
+            current_world("start_timeline()").start_timeline(file_path, style)
 
+    @translate_errors()
     def stop_timeline(self) -> None:
         """End the timeline; its file is complete then. Without one it does nothing."""
         if self.rank() == 0:
-            with translate_errors():
-                ronde.stop_timeline()
+            ronde.stop_timeline()
 
-    # --- what is available------------------------------------------------------------------------------------------
+    # --- what is available -----------------------------------------------------------------------------------------
 
     def mpi_threads_supported(self) -> bool:
         """Whether MPI may be called from several threads."""
@@ -174,21 +142,10 @@ class HorovodBasics:
         """Whether operations go through ronde's own data plane, which replaces Gloo."""
         return ronde.is_initialized() and not self.mpi_enabled()
 
-    def gloo_built(self) -> bool:
-        """Whether jobs run without MPI: always."""
-        return util.gloo_built()
-
-    def nccl_built(self) -> int:
-        """NCCL's version as a number; 0 without."""
-        return util.nccl_built()
-
-    def ddl_built(self) -> bool:
-        """IBM DDL: never."""
-        return util.ddl_built()
-
-    def ccl_built(self) -> bool:
-        """Intel oneCCL: never."""
-        return util.ccl_built()
+    gloo_built = staticmethod(util.gloo_built)
+    nccl_built = staticmethod(util.nccl_built)
+    ddl_built = staticmethod(util.ddl_built)
+    ccl_built = staticmethod(util.ccl_built)
 
     def cuda_built(self) -> bool:
         """CUDA in the data plane: not yet."""
@@ -204,7 +161,6 @@ class HorovodBasics:
 
 
 def _communicator(comm: Any) -> Any:  # mpi4py's, if it is one
-    """The communicator that hvd.init() was given, if so."""
     if comm is None:
         return None
     if isinstance(comm, list | tuple):

@@ -7,14 +7,6 @@ from contextlib import contextmanager
 
 from ronde.errors import Mismatch, NotInitialized, RondeError
 
-__all__ = [
-    "HorovodInternalError",
-    "HorovodVersionMismatchError",
-    "HostsUpdatedInterrupt",
-    "get_version_mismatch_message",
-    "translate_errors",
-]
-
 NOT_INITIALIZED = "Horovod has not been initialized; use hvd.init()."
 
 

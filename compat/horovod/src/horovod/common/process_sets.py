@@ -6,17 +6,10 @@ All framework modules of a process share one table of process sets.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import ronde
 from horovod.common.exceptions import translate_errors
-
-if TYPE_CHECKING:
-    from horovod.common.basics import HorovodBasics
-
-__all__ = ["ProcessSet", "add_process_set", "global_process_set", "remove_process_set"]
-
-_basics: HorovodBasics | None = None
 
 
 class ProcessSet:
@@ -57,22 +50,21 @@ class ProcessSet:
     def __str__(self) -> str:
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
 
-    def _invalidate(self) -> None:
-        self.process_set_id = None
-
 
 class ProcessSetTable:
     """The groups of ronde's by the ids of process sets. Ids that became free are used again in the order in which they
     became free, so all ranks agree on them."""
 
     def __init__(self) -> None:
+        self.dynamic = False  # whether sets may come and go while the job runs
         self._groups: dict[int, ronde.Group] = {}
         self._free: list[int] = []
         self._next = 1
 
-    def start_round(self) -> None:
+    def start_round(self, *, dynamic: bool) -> None:
         """Start with the global process set alone. Called when a round begins."""
         self.clear()
+        self.dynamic = dynamic
         self._groups[0] = ronde.world()
         global_process_set.process_set_id = 0
         global_process_set.ranks = list(range(ronde.size()))
@@ -100,7 +92,13 @@ class ProcessSetTable:
         ranks = _resolve_ranks(process_set)
         id = self.find_id(ranks)
         if id is None:
-            id = self._add(ranks)
+            try:
+                group = ronde.add_group(ranks)
+            except ronde.Mismatch as error:
+                raise ValueError(f"every rank must ask for the same process set: {error}") from error
+            id = self._free.pop(0) if self._free else self._next
+            self._next = max(self._next, id + 1)
+            self._groups[id] = group
         process_set.ranks = ranks
         process_set.process_set_id = id
 
@@ -113,16 +111,6 @@ class ProcessSetTable:
     def ranks_by_id(self) -> dict[int, list[int]]:
         """Return the ranks of all process sets."""
         return {id: list(group.ranks) for id, group in sorted(self._groups.items())}
-
-    def _add(self, ranks: list[int]) -> int:
-        try:
-            group = ronde.add_group(ranks)
-        except ronde.Mismatch as error:
-            raise ValueError(f"every rank must ask for the same process set: {error}") from error
-        id = self._free.pop(0) if self._free else self._next
-        self._next = max(self._next, id + 1)
-        self._groups[id] = group
-        return id
 
 
 process_set_table = ProcessSetTable()
@@ -152,7 +140,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
     _check_dynamic("remove_process_set")
     with translate_errors():
         process_set_table.remove(id)
-    process_set._invalidate()
+    process_set.process_set_id = None
     return True
 
 
@@ -180,52 +168,36 @@ def _resolve_ranks(process_set: ProcessSet) -> list[int]:
 
 
 def _check_dynamic(what: str) -> None:
-    if _basics is None or not ronde.is_initialized():
-        with translate_errors():
-            ronde.rank()
-    if _basics is not None and not _basics.dynamic_process_sets:
+    with translate_errors():
+        ronde.rank()
+    if not process_set_table.dynamic:
         raise ValueError(
             f'{what} needs hvd.init(process_sets="dynamic"), or HOROVOD_DYNAMIC_PROCESS_SETS=1 in the environment'
         )
 
 
-def _setup(basics: HorovodBasics) -> None:
-    global _basics
-    _basics = basics
-
-
-def _init_process_sets(process_sets: list[ProcessSet], *, fresh: bool) -> None:
-    """Register the sets given to hvd.init(). ValueError if two have the same ranks, or if ranks gave different sets."""
+def init_process_sets(process_sets: list[ProcessSet], *, fresh: bool) -> None:
+    """Register the sets given to hvd.init(). ValueError on all ranks if two have the same ranks, if a set cannot be, or
+    if ranks gave different sets."""
+    mistake = ""
     try:
         wanted = [_resolve_ranks(process_set) for process_set in process_sets]
-        mistake = _find_duplicate(process_sets, wanted)
+        for index, (process_set, ranks) in enumerate(zip(process_sets, wanted, strict=True)):
+            if process_set is not global_process_set and ranks in [list(range(ronde.size())), *wanted[:index]]:
+                raise ValueError(f"two process sets of the same ranks {ranks} were given")
     except ValueError as error:
         wanted, mistake = [], str(error)
     if fresh or process_sets:  # a later init() without sets may be called by one rank alone
-        _check_equal_on_all_ranks(wanted, mistake)
+        gathered = ronde.objects.allgather((wanted, mistake))
+        if mistake:
+            raise ValueError(mistake)
+        for rank, (theirs, their_mistake) in enumerate(gathered):
+            if their_mistake:
+                raise ValueError(f"rank {rank} gave hvd.init() process sets that cannot be: {their_mistake}")
+            if theirs != gathered[0][0]:
+                raise ValueError(
+                    f"every rank must give hvd.init() the same process sets, but rank 0 gave {gathered[0][0]} "
+                    f"and rank {rank} gave {theirs}"
+                )
     for process_set in process_sets:
         process_set_table.register(process_set)
-
-
-def _find_duplicate(process_sets: list[ProcessSet], ranks_of_sets: list[list[int]]) -> str:
-    seen = [list(range(ronde.size()))]
-    for process_set, ranks in zip(process_sets, ranks_of_sets, strict=True):
-        if process_set is not global_process_set and ranks in seen:
-            return f"two process sets of the same ranks {ranks} were given"
-        seen.append(ranks)
-    return ""
-
-
-def _check_equal_on_all_ranks(wanted: list[list[int]], error: str) -> None:
-    """Raise ValueError on all ranks if they gave different sets, or if one of them gave an impossible set."""
-    gathered = ronde.objects.allgather((wanted, error))
-    if error:
-        raise ValueError(error)
-    for rank, (theirs, their_error) in enumerate(gathered):
-        if their_error:
-            raise ValueError(f"rank {rank} gave hvd.init() process sets that cannot be: {their_error}")
-        if theirs != gathered[0][0]:
-            raise ValueError(
-                f"every rank must give hvd.init() the same process sets, but rank 0 gave {gathered[0][0]} "
-                f"and rank {rank} gave {theirs}"
-            )

@@ -11,30 +11,9 @@ import sysconfig
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, TypeVar
 
 from horovod.common.exceptions import HorovodVersionMismatchError
-
-__all__ = [
-    "EXTENSIONS",
-    "ccl_built",
-    "check_extension",
-    "check_installed_version",
-    "ddl_built",
-    "env",
-    "extension_available",
-    "get_average_backwards_compatibility_fun",
-    "get_ext_suffix",
-    "get_extension_full_path",
-    "gloo_built",
-    "gpu_available",
-    "is_iterable",
-    "is_version_greater_equal_than",
-    "mpi_built",
-    "nccl_built",
-    "num_rank_is_power_2",
-    "split_list",
-]
 
 EXTENSIONS = ["tensorflow", "torch", "mxnet"]
 AVAILABLE = ["torch"]
@@ -42,12 +21,7 @@ AVAILABLE = ["torch"]
 IMPORT_TIMEOUT_S = 20.0
 """Loading a library from a network file system may take long."""
 
-P = ParamSpec("P")
 T = TypeVar("T")
-
-
-def _cache(function: Callable[P, T]) -> Callable[P, T]:
-    return cast("Callable[P, T]", functools.cache(function))
 
 
 def get_ext_suffix() -> str:
@@ -69,7 +43,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: str) 
         raise ImportError(f"{ext_name} needs {framework}; install it with pip install ronde-horovod[{framework}]")
 
 
-@_cache
+@functools.cache
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether `horovod.<ext_base_name>` can be used here."""
     found = ext_base_name in AVAILABLE and importlib.util.find_spec(ext_base_name) is not None
@@ -83,7 +57,7 @@ def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     return False
 
 
-@_cache
+@functools.cache
 def mpi_built(verbose: bool = False) -> bool:
     """Whether mpi4py is installed and finds an MPI library. Tried in a process of its own, as loading may crash."""
     from ronde.cli.doctor.system_info import check_component  # a slow import that is rarely needed

@@ -7,10 +7,9 @@ warning on rank 0.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
-
-__all__ = ["WITHOUT_EFFECT", "is_true", "settings_from", "timeline_from", "warn_without_effect"]
 
 OPERATION_TIMEOUT_S = 7 * 24 * 3600.0
 """By default Horovod waits for an operation without limit; here it is a week."""
@@ -74,6 +73,17 @@ _READ_ELSEWHERE = {
 """Variables that other modules read: for rank and size, in hvd.init(), in horovodrun, or in tests."""
 
 
+LEVELS = {
+    "TRACE": logging.DEBUG,
+    "DEBUG": logging.DEBUG,
+    "INFO": logging.INFO,
+    "WARNING": logging.WARNING,
+    "ERROR": logging.ERROR,
+    "FATAL": logging.CRITICAL,
+}
+LOGGERS = ("horovod", "ronde")
+
+
 def is_true(text: str | None) -> bool:
     """Whether a switch is on: a whole number above 0, as in Horovod, or a word such as yes."""
     if text is None:
@@ -118,6 +128,23 @@ def warn_without_effect(environ: Mapping[str, str], logger: logging.Logger) -> N
             logger.warning("%s has no effect here: nothing is compiled", name)
         elif name not in _READ_ELSEWHERE and name not in _SETTING_BY_VARIABLE:
             logger.warning("%s is not known here, and has no effect", name)
+
+
+def set_log_level(text: str, *, hide_time: bool = False) -> None:
+    """Log from this level on. Levels below WARNING are printed on standard error; a script's own logging is left
+    alone."""
+    if text.upper() not in LEVELS:
+        raise ValueError(f"HOROVOD_LOG_LEVEL must be one of {', '.join(LEVELS)}, got {text!r}")
+    level = LEVELS[text.upper()]
+    for name in LOGGERS:
+        logger = logging.getLogger(name)
+        logger.setLevel(level)
+        if level < logging.WARNING and not logger.hasHandlers():
+            handler = logging.StreamHandler(sys.stderr)
+            time = "" if hide_time else "%(asctime)s "
+            handler.setFormatter(logging.Formatter(f"{time}%(levelname)s %(name)s: %(message)s"))
+            logger.addHandler(handler)
+            logger.propagate = False
 
 
 def _shutdown_s(text: str) -> float | None:

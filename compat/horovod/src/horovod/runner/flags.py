@@ -10,8 +10,6 @@ from typing import Any
 
 from horovod.runner.common.util.config_parser import LOG_LEVELS
 
-__all__ = ["StoreOverride", "make_parser"]
-
 
 class StoreOverride(argparse.Action):
     """Stores the value, and in `override_args` that the flag was given: it wins over the configuration file."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import horovod
-from horovod.common import logs, variables
+from horovod.common import variables
 from horovod.common.util import ccl_built, ddl_built, extension_available, gloo_built, mpi_built, nccl_built
 from horovod.runner.common.util import config_parser
 from horovod.runner.flags import make_parser
@@ -23,16 +23,6 @@ from ronde.launch.output.printer import Printer, standard_output_options
 from ronde.launch.output.terminal import open_standard_streams
 from ronde.launch.placement import Host, format_hosts, hosts_or_localhost, parse_hosts, read_hostfile
 from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings
-
-__all__ = [
-    "check_build",
-    "make_job",
-    "no_effect_messages",
-    "parse_args",
-    "parse_arguments",
-    "run_commandline",
-    "run_job",
-]
 
 NO_ELASTIC = "elastic mode is not part of ronde-horovod yet; leave --min-np, --max-np and --host-discovery-script away"
 USAGE_EXIT_CODE = 2
@@ -134,7 +124,7 @@ def _run(args: argparse.Namespace) -> int:
     for line in no_effect_messages(args):
         _print_message(f"horovodrun: {line}")
     if args.log_level:
-        logs.set_level(args.log_level, hide_time=args.log_with_timestamp is False)
+        variables.set_log_level(args.log_level, hide_time=args.log_with_timestamp is False)
     job = make_job(args, tuple(args.command), os.environ)
     if args.verbose:
         where = format_hosts(hosts_or_localhost(job.hosts, job.num_ranks))

@@ -18,8 +18,6 @@ from ronde.training.adapter import ParameterInfo
 from ronde.training.buckets import GradientBucket
 from ronde.training.compression import BucketEncoder, WireArray
 
-__all__ = ["Compression", "Compressor", "CompressorCodec", "FP16Compressor", "NoneCompressor"]
-
 
 class Compressor:
     @staticmethod

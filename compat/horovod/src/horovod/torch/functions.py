@@ -14,8 +14,6 @@ from horovod.common.exceptions import translate_errors
 from horovod.common.process_sets import ProcessSet, global_process_set
 from horovod.torch.mpi_ops import broadcast_async_, running_group, synchronize
 
-__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
-
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
     """Broadcast the root's tensors, in place. Takes a state_dict, or a list of tensors or (name, tensor)."""

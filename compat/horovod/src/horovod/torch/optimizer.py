@@ -28,8 +28,6 @@ from ronde.torch import Distributed
 from ronde.training.adapter import BackwardPass
 from ronde.training.compression import Codec
 
-__all__ = ["AdasumOptimizer", "DistributedOptimizer", "WrappedOptimizer"]
-
 H = TypeVar("H", bound=Hashable)
 
 

@@ -9,16 +9,6 @@ from pathlib import Path
 
 from ronde.launch.placement import Host, place_ranks, read_hostfile
 
-__all__ = [
-    "INVALID_SLOT_INFO",
-    "HostInfo",
-    "SlotInfo",
-    "get_host_assignments",
-    "parse_host_files",
-    "parse_hosts",
-    "parse_hosts_and_slots",
-]
-
 _HOST = re.compile(r"(?P<name>[\w.-]+):(?P<slots>[0-9]+)")
 
 
