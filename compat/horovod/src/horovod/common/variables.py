@@ -103,7 +103,10 @@ def settings_from(environ: Mapping[str, str]) -> dict[str, Any]:
     found = {name: value for name, value in usual.items() if f"RONDE_{name.upper()}" not in environ}
     for name, (setting, read) in _SETTING_BY_VARIABLE.items():
         if environ.get(name):
-            value = _parse_value(name, environ[name], read)
+            try:
+                value = read(environ[name])
+            except ValueError as error:
+                raise ValueError(f"{name}={environ[name]!r} cannot be read: {error}") from None
             if value is not None:
                 found[setting] = value
     if is_true(environ.get("HOROVOD_STALL_CHECK_DISABLE")):
@@ -147,10 +150,6 @@ def set_log_level(text: str, *, hide_time: bool = False) -> None:
             logger.propagate = False
 
 
-def _shutdown_s(text: str) -> float | None:
-    return float(text) or None
-
-
 def _backend(text: str) -> str | None:
     if text.lower() not in ("mpi", "gloo", "ccl"):
         raise ValueError("must be mpi, gloo or ccl")
@@ -160,14 +159,7 @@ def _backend(text: str) -> str | None:
 _SETTING_BY_VARIABLE: dict[str, tuple[str, Callable[[str], Any]]] = {
     "HOROVOD_FUSION_THRESHOLD": ("fusion_bytes", int),
     "HOROVOD_STALL_CHECK_TIME_SECONDS": ("stall_s", float),
-    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("operation_s", _shutdown_s),
+    "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": ("operation_s", lambda text: float(text) or None),
     "HOROVOD_GLOO_TIMEOUT_SECONDS": ("start_s", float),
     "HOROVOD_CPU_OPERATIONS": ("backend", _backend),
 }
-
-
-def _parse_value(name: str, text: str, parse: Callable[[str], Any]) -> Any:  # the setting's type
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"{name}={text!r} cannot be read: {error}") from None

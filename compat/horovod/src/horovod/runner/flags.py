@@ -51,124 +51,92 @@ def make_parser() -> argparse.ArgumentParser:
         prog="horovodrun", description="Start a command as the processes of one job, on ronde.", allow_abbrev=False
     )
     parser.set_defaults(override_args=set(), nics=None)
-    _add_general(parser)
-    _add_tuneable(parser.add_argument_group("tuneable parameters"))
-    _add_autotune(parser.add_argument_group("autotune"))
-    _add_elastic(parser.add_argument_group("elastic"))
-    _add_timeline_and_stall_check(parser.add_argument_group("timeline and stall check"))
-    _add_library(parser.add_argument_group("library"))
-    _add_logging(parser.add_argument_group("logging"))
-    _add_hosts(parser)
+    timeout_s = int(os.environ.get("HOROVOD_START_TIMEOUT", "30"))
+    add = parser.add_argument
+    add("-v", "--version", action="store_true", help="print the version")
+    add("-np", "--num-proc", dest="num_proc", type=int, help="number of processes")
+    add("-cb", "--check-build", dest="check_build", action="store_true", help="print what there is")
+    add("--disable-cache", action="store_true", help="without effect: nothing is cached between jobs")
+    add("--start-timeout", type=int, default=timeout_s, help="seconds for hosts and processes to start")
+    add("--network-interfaces", dest="nics", action=_Interfaces, help="without effect")
+    add("--network-interface", dest="nics", action=_Interfaces, help="without effect")
+    add("--output-filename", help="directory for what each process prints")
+    add("--verbose", action="store_true", help="say more")
+    add("--config-file", help="YAML file of options")
+    add("-p", "--ssh-port", type=int, help="port of the hosts' ssh servers")
+    add("-i", "--ssh-identity-file", help="file of the private key for ssh")
+
+    group = parser.add_argument_group("tuneable parameters")
+    _add_value(group, "fusion-threshold-mb", int, "maximum megabytes of tensors that are fused")
+    _add_value(group, "cycle-time-ms", float, "without effect: there is no cycle")
+    _add_value(group, "cache-capacity", int, "without effect: operations are always cached")
+    for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce"):
+        _add_switch(group, name, "without effect: the algorithm is chosen by message size and hosts")
+
+    group = parser.add_argument_group("autotune")
+    nothing = "without effect: there is nothing to tune while training"
+    _add_switch(group, "autotune", nothing)
+    _add_value(group, "autotune-log-file", str, nothing)
+    _add_value(group, "autotune-warmup-samples", int, nothing)
+    _add_value(group, "autotune-steps-per-sample", int, nothing)
+    _add_value(group, "autotune-bayes-opt-max-samples", int, nothing)
+    _add_value(group, "autotune-gaussian-process-noise", float, nothing)
+
+    add = parser.add_argument_group("elastic").add_argument
+    add("--min-np", "--min-num-proc", dest="min_num_proc", type=int, help="fewest processes")
+    add("--max-np", "--max-num-proc", dest="max_num_proc", type=int, help="most processes")
+    add("--slots-per-host", dest="slots", type=int, help="slots of hosts without a number")
+    add("--elastic-timeout", type=int, help="seconds to wait for enough hosts")
+    add("--reset-limit", type=int, help="most restarts")
+    cooldown: dict[str, Any] = {"dest": "cooldown_range", "type": int, "nargs": 2, "metavar": ("LEAST", "MOST")}
+    add("--blacklist-cooldown-range", **cooldown, help="seconds before a failed host is tried again")
+
+    group = parser.add_argument_group("timeline and stall check")
+    _add_value(group, "timeline-filename", str, "file for the timeline of all processes")
+    _add_switch(group, "timeline-mark-cycles", "mark cycles in the timeline")
+    add = group.add_argument
+    add("--no-stall-check", action=StoreOverride, const=True, help="report no stalls")
+    add("--stall-check", dest="no_stall_check", action=StoreOverride, const=False, help=argparse.SUPPRESS)
+    _add_value(group, "stall-check-warning-time-seconds", int, "report operations that wait longer than this")
+    _add_value(group, "stall-check-shutdown-time-seconds", int, "end operations that wait longer than this")
+
+    group = parser.add_argument_group("library")
+    _add_switch(group, "mpi-threads-disable", "without effect")
+    group.add_argument("--mpi-args", help="without effect: processes are not started by mpirun")
+    group.add_argument("--tcp", dest="tcp_flag", action="store_true", help="sets NCCL_IB_DISABLE=1")
+    group.add_argument("--binding-args", help="without effect; see `ronde run --bind`")
+    _add_value(group, "num-nccl-streams", int, "without effect")
+    _add_value(group, "thread-affinity", int, "without effect; see `ronde run --bind`")
+    _add_value(group, "gloo-timeout-seconds", int, "seconds for the processes to find each other")
+
+    group = parser.add_argument_group("logging")
+    group.add_argument("--log-level", action=StoreOverride, choices=LOG_LEVELS, help="how much to log")
+    stamps = group.add_mutually_exclusive_group()
+    stamp: dict[str, Any] = {"dest": "log_with_timestamp", "action": StoreOverride}
+    stamps.add_argument("--log-with-timestamp", **stamp, const=True, help=argparse.SUPPRESS)
+    stamps.add_argument("--log-without-timestamp", **stamp, const=False, help="no times in logs")
+    prefix = ("-prefix-timestamp", "--prefix-output-with-timestamp")
+    stamps.add_argument(*prefix, action="store_true", help="begin each line of output with the time")
+    group.add_argument("--log-hide-timestamp", **stamp, const=False, help=argparse.SUPPRESS)
+    group.add_argument("--no-log-hide-timestamp", **stamp, const=True, help=argparse.SUPPRESS)
+
+    add = parser.add_argument_group("hosts").add_mutually_exclusive_group().add_argument
+    add("-H", "--hosts", help="server1:2,server2:4")
+    add("-hostfile", "--hostfile", help="file of hosts, one per line: `server1 slots=2`")
+    add("--host-discovery-script", action=StoreOverride, help="elastic mode's source of hosts")
+    add = parser.add_argument_group("controller").add_mutually_exclusive_group().add_argument
+    add("--gloo", dest="use_gloo", action="store_true", help="without MPI, as always")
+    add("--mpi", dest="use_mpi", action="store_true", help="without effect")
+    add("--jsrun", dest="use_jsrun", action="store_true", help="without effect")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="the command and its arguments")
     return parser
 
 
-def _add_general(parser: argparse.ArgumentParser) -> None:
-    timeout_s = int(os.environ.get("HOROVOD_START_TIMEOUT", "30"))
-    parser.add_argument("-v", "--version", action="store_true", help="print the version")
-    parser.add_argument("-np", "--num-proc", dest="num_proc", type=int, help="number of processes")
-    parser.add_argument("-cb", "--check-build", dest="check_build", action="store_true", help="print what there is")
-    parser.add_argument("--disable-cache", action="store_true", help="without effect: nothing is cached between jobs")
-    parser.add_argument("--start-timeout", type=int, default=timeout_s, help="seconds for hosts and processes to start")
-    parser.add_argument("--network-interfaces", dest="nics", action=_Interfaces, help="without effect")
-    parser.add_argument("--network-interface", dest="nics", action=_Interfaces, help="without effect")
-    parser.add_argument("--output-filename", help="directory for what each process prints")
-    parser.add_argument("--verbose", action="store_true", help="say more")
-    parser.add_argument("--config-file", help="YAML file of options")
-    parser.add_argument("-p", "--ssh-port", type=int, help="port of the hosts' ssh servers")
-    parser.add_argument("-i", "--ssh-identity-file", help="file of the private key for ssh")
-
-
-def _tri_state(group: argparse._ArgumentGroup, name: str, help: str) -> None:
+def _add_switch(group: argparse._ArgumentGroup, name: str, help: str) -> None:
     dest = name.replace("-", "_")
     group.add_argument(f"--{name}", dest=dest, action=StoreOverride, const=True, help=help)
     group.add_argument(f"--no-{name}", dest=dest, action=StoreOverride, const=False, help=argparse.SUPPRESS)
 
 
-def _number(group: argparse._ArgumentGroup, name: str, kind: type, help: str) -> None:
+def _add_value(group: argparse._ArgumentGroup, name: str, kind: type, help: str) -> None:
     group.add_argument(f"--{name}", action=StoreOverride, type=kind, help=help)
-
-
-def _add_tuneable(group: argparse._ArgumentGroup) -> None:
-    _number(group, "fusion-threshold-mb", int, "maximum megabytes of tensors that are fused")
-    _number(group, "cycle-time-ms", float, "without effect: there is no cycle")
-    _number(group, "cache-capacity", int, "without effect: operations are always cached")
-    for name in ("hierarchical-allreduce", "hierarchical-allgather", "torus-allreduce"):
-        _tri_state(group, name, "without effect: the algorithm is chosen by message size and hosts")
-
-
-def _add_autotune(group: argparse._ArgumentGroup) -> None:
-    nothing = "without effect: there is nothing to tune while training"
-    _tri_state(group, "autotune", nothing)
-    group.add_argument("--autotune-log-file", action=StoreOverride, help=nothing)
-    _number(group, "autotune-warmup-samples", int, nothing)
-    _number(group, "autotune-steps-per-sample", int, nothing)
-    _number(group, "autotune-bayes-opt-max-samples", int, nothing)
-    _number(group, "autotune-gaussian-process-noise", float, nothing)
-
-
-def _add_elastic(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--min-np", "--min-num-proc", dest="min_num_proc", type=int, help="fewest processes")
-    group.add_argument("--max-np", "--max-num-proc", dest="max_num_proc", type=int, help="most processes")
-    group.add_argument("--slots-per-host", dest="slots", type=int, help="slots of hosts without a number")
-    group.add_argument("--elastic-timeout", type=int, help="seconds to wait for enough hosts")
-    group.add_argument("--reset-limit", type=int, help="most restarts")
-    group.add_argument(
-        "--blacklist-cooldown-range",
-        dest="cooldown_range",
-        type=int,
-        nargs=2,
-        metavar=("LEAST", "MOST"),
-        help="seconds before a failed host is tried again",
-    )
-
-
-def _add_timeline_and_stall_check(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--timeline-filename", action=StoreOverride, help="file for the timeline of all processes")
-    _tri_state(group, "timeline-mark-cycles", "mark cycles in the timeline")
-    group.add_argument("--no-stall-check", action=StoreOverride, const=True, help="report no stalls")
-    group.add_argument(
-        "--stall-check", dest="no_stall_check", action=StoreOverride, const=False, help=argparse.SUPPRESS
-    )
-    _number(group, "stall-check-warning-time-seconds", int, "report operations that wait longer than this")
-    _number(group, "stall-check-shutdown-time-seconds", int, "end operations that wait longer than this")
-
-
-def _add_library(group: argparse._ArgumentGroup) -> None:
-    _tri_state(group, "mpi-threads-disable", "without effect")
-    group.add_argument("--mpi-args", help="without effect: processes are not started by mpirun")
-    group.add_argument("--tcp", dest="tcp_flag", action="store_true", help="sets NCCL_IB_DISABLE=1")
-    group.add_argument("--binding-args", help="without effect; see `ronde run --bind`")
-    _number(group, "num-nccl-streams", int, "without effect")
-    _number(group, "thread-affinity", int, "without effect; see `ronde run --bind`")
-    _number(group, "gloo-timeout-seconds", int, "seconds for the processes to find each other")
-
-
-def _add_logging(group: argparse._ArgumentGroup) -> None:
-    group.add_argument("--log-level", action=StoreOverride, choices=LOG_LEVELS, help="how much to log")
-    stamps = group.add_mutually_exclusive_group()
-    dest = "log_with_timestamp"
-    stamps.add_argument("--log-with-timestamp", dest=dest, action=StoreOverride, const=True, help=argparse.SUPPRESS)
-    stamps.add_argument(
-        "--log-without-timestamp", dest=dest, action=StoreOverride, const=False, help="no times in logs"
-    )
-    stamps.add_argument(
-        "-prefix-timestamp",
-        "--prefix-output-with-timestamp",
-        dest="prefix_output_with_timestamp",
-        action="store_true",
-        help="begin each line of output with the time",
-    )
-    group.add_argument("--log-hide-timestamp", dest=dest, action=StoreOverride, const=False, help=argparse.SUPPRESS)
-    group.add_argument("--no-log-hide-timestamp", dest=dest, action=StoreOverride, const=True, help=argparse.SUPPRESS)
-
-
-def _add_hosts(parser: argparse.ArgumentParser) -> None:
-    hosts = parser.add_argument_group("hosts").add_mutually_exclusive_group()
-    hosts.add_argument("-H", "--hosts", help="server1:2,server2:4")
-    hosts.add_argument("-hostfile", "--hostfile", help="file of hosts, one per line: `server1 slots=2`")
-    hosts.add_argument("--host-discovery-script", action=StoreOverride, help="elastic mode's source of hosts")
-    controller = parser.add_argument_group("controller").add_mutually_exclusive_group()
-    controller.add_argument("--gloo", dest="use_gloo", action="store_true", help="without MPI, as always")
-    for name in ("mpi", "jsrun"):
-        controller.add_argument(f"--{name}", dest=f"use_{name}", action="store_true", help="without effect")

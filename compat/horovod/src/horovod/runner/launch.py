@@ -21,7 +21,7 @@ from ronde.launch.driver.driver import Driver, JobResult
 from ronde.launch.job import Job, SshOptions
 from ronde.launch.output.printer import Printer, standard_output_options
 from ronde.launch.output.terminal import open_standard_streams
-from ronde.launch.placement import Host, format_hosts, hosts_or_localhost, parse_hosts, read_hostfile
+from ronde.launch.placement import format_hosts, hosts_or_localhost, parse_hosts, read_hostfile
 from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings
 
 NO_ELASTIC = "elastic mode is not part of ronde-horovod yet; leave --min-np, --max-np and --host-discovery-script away"
@@ -81,25 +81,23 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _apply_config_file(args: argparse.Namespace) -> None:
-    try:
-        config_parser.set_args_from_config(args, _read_config(args.config_file), args.override_args)
-        config_parser.validate_config_args(args)
-    except ValueError as error:
-        raise ValueError(f"the configuration file {args.config_file} cannot be used: {error}") from None
-
-
-def _read_config(path: str) -> Mapping[str, Any]:
     import yaml  # a slow import that is rarely needed
 
     try:
-        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        found = yaml.safe_load(Path(args.config_file).read_text(encoding="utf-8"))
+        if found is not None and not isinstance(found, dict):
+            raise ValueError(f"it must hold sections such as `params:`, got a {type(found).__name__}")
+        config_parser.set_args_from_config(args, found or {}, args.override_args)
+        config_parser.validate_config_args(args)
     except OSError as error:
-        raise ValueError(f"it cannot be read: {error.strerror}") from None
+        reason = f"it cannot be read: {error.strerror}"
     except yaml.YAMLError as error:
-        raise ValueError(f"it is no YAML: {' '.join(str(error).split())}") from None
-    if found is not None and not isinstance(found, dict):
-        raise ValueError(f"it must hold sections such as `params:`, got a {type(found).__name__}")
-    return found or {}
+        reason = f"it is no YAML: {' '.join(str(error).split())}"
+    except ValueError as error:
+        reason = str(error)
+    else:
+        return
+    raise ValueError(f"the configuration file {args.config_file} cannot be used: {reason}")
 
 
 def run_commandline() -> None:
@@ -154,10 +152,15 @@ def make_job(args: argparse.Namespace, command: tuple[str, ...], environ: Mappin
     given = {name: text for name, text in wanted.items() if name not in variables.WITHOUT_EFFECT}
     if args.tcp_flag:
         given["NCCL_IB_DISABLE"] = "1"
+    hosts = parse_hosts(args.hosts) if args.hosts else ()
+    # The driver hosts the coordinator, so it has to know what the variables ask for, as the processes do. What an outer
+    # job has set is not for this one.
+    of_an_outer_job = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
+    own = {name: text for name, text in {**environ, **given}.items() if name not in of_an_outer_job}
     return Job(
         command=command,
         num_ranks=args.num_proc,
-        hosts=_hosts(args),
+        hosts=read_hostfile(args.hostfile) if args.hostfile else hosts,
         ssh=SshOptions(
             port=args.ssh_port or 0,
             identity=args.ssh_identity_file or "",
@@ -165,22 +168,9 @@ def make_job(args: argparse.Namespace, command: tuple[str, ...], environ: Mappin
             start_s=float(args.start_timeout),
         ),
         env=given,
-        settings=_settings({**environ, **given}),
+        settings=Settings.load(variables.settings_from(own), own),
         pickled_call=call,
     )
-
-
-def _hosts(args: argparse.Namespace) -> tuple[Host, ...]:
-    if args.hostfile:
-        return read_hostfile(args.hostfile)
-    return parse_hosts(args.hosts) if args.hosts else ()
-
-
-def _settings(environ: Mapping[str, str]) -> Settings:
-    """What the variables ask for. The driver hosts the coordinator, so it has to know as well as the processes."""
-    of_an_outer_job = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
-    own = {name: text for name, text in environ.items() if name not in of_an_outer_job}
-    return Settings.load(variables.settings_from(own), own)
 
 
 def run_job(job: Job, args: argparse.Namespace) -> JobResult:

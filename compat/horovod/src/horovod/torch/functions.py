@@ -17,12 +17,6 @@ from horovod.torch.mpi_ops import broadcast_async_, running_group, synchronize
 
 def broadcast_parameters(params: Mapping[str, Any] | Iterable[Any], root_rank: int) -> None:
     """Broadcast the root's tensors, in place. Takes a state_dict, or a list of tensors or (name, tensor)."""
-    handles = [broadcast_async_(tensor, root_rank, name) for name, tensor in _named(params)]
-    for handle in handles:
-        synchronize(handle)
-
-
-def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str | None, Tensor]]:
     if isinstance(params, Mapping):
         named: list[tuple[str | None, Any]] = sorted(params.items())
     elif isinstance(params, list):
@@ -31,7 +25,9 @@ def _named(params: Mapping[str, Any] | Iterable[Any]) -> list[tuple[str | None, 
         raise ValueError(
             f"broadcast_parameters takes a dict or a list, got {type(params).__name__}; use model.state_dict()"
         )
-    return [(name, value.detach()) for name, value in named if isinstance(value, Tensor)]
+    tensors = [(name, value.detach()) for name, value in named if isinstance(value, Tensor)]
+    for handle in [broadcast_async_(tensor, root_rank, name) for name, tensor in tensors]:
+        synchronize(handle)
 
 
 def broadcast_optimizer_state(
@@ -45,20 +41,14 @@ def broadcast_optimizer_state(
         raise ValueError("the state of LBFGS cannot be broadcast: it is made of closures' results")
     with translate_errors():
         ronde.torch.broadcast_optimizer_state(optimizer, root=root_rank, group=running_group())
-    if not isinstance(optimizer, torch.optim.SparseAdam):
-        _fill_gradients(optimizer, _sparse(model) if model is not None else set())
-
-
-def _fill_gradients(optimizer: torch.optim.Optimizer, sparse: set[Tensor]) -> None:
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return
+    modules = model.modules() if model is not None else ()
+    embeddings = [module for module in modules if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag)]
+    sparse = {module.weight for module in embeddings if module.sparse}
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if param.requires_grad and param.grad is None and param not in sparse:
             param.grad = torch.zeros_like(param)
-
-
-def _sparse(model: torch.nn.Module) -> set[Tensor]:
-    """The parameters whose gradients are sparse."""
-    embeddings = (torch.nn.Embedding, torch.nn.EmbeddingBag)
-    return {module.weight for module in model.modules() if isinstance(module, embeddings) and module.sparse}
 
 
 def broadcast_object(

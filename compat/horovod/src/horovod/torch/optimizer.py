@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from typing import Any, TypeVar
@@ -58,13 +58,11 @@ def _new_instance(plain: type[Optimizer]) -> Optimizer:
     return plain.__new__(plain)
 
 
-def _make_optimizer_class(base: type, plain: type) -> type:
+@cache
+def _optimizer_class(base: type, plain: type) -> type:
     """A subclass of both, with the name of the optimizer's class, in the module where Horovod has it."""
     attributes = {"__module__": "horovod.torch.optimizer", "__doc__": plain.__doc__, "_plain": plain}
     return type(plain.__name__, (base, plain), attributes)
-
-
-_optimizer_class: Any = cache(_make_optimizer_class)  # of a class and an optimizer's class
 
 
 class AdasumOptimizer(WrappedOptimizer):
@@ -72,18 +70,6 @@ class AdasumOptimizer(WrappedOptimizer):
 
     _compression: type[Compressor]
     backward_passes_per_step = 1
-
-    @classmethod
-    def wrap(
-        cls, optimizer: Optimizer, compression: type[Compressor], passes: int, attributes: Mapping[str, Any]
-    ) -> Optimizer:
-        """The same optimizer, of a class that combines its steps. `attributes` are those of a WrappedOptimizer."""
-        optimizer.__class__ = _optimizer_class(cls, type(optimizer))
-        assert isinstance(optimizer, AdasumOptimizer)
-        vars(optimizer).update(attributes)
-        optimizer._compression = compression
-        optimizer.backward_passes_per_step = passes
-        return optimizer
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Without effect: gradients add up until step() in any case."""
@@ -104,19 +90,15 @@ class AdasumOptimizer(WrappedOptimizer):
                 param.grad = torch.zeros_like(param)
         result = super().step(closure) if closure is not None else super().step()
         with torch.no_grad():
-            started = [
-                self._start_adasum(index, param, start)
-                for index, (param, start) in enumerate(zip(params, starts, strict=True))
-            ]
+            started = []
+            for index, (param, start) in enumerate(zip(params, starts, strict=True)):
+                small, context = self._compression.compress(param.detach() - start)
+                started.append((allreduce_async_(small, name=f"adasum.delta.{index}", op=Adasum), context))
             for param, start, (handle, context) in zip(params, starts, started, strict=True):
                 param.copy_(start + self._compression.decompress(synchronize(handle), context))
         return result
 
     step.hooked = True  # type: ignore[attr-defined]  # super().step() calls the hooks
-
-    def _start_adasum(self, index: int, param: Tensor, start: Tensor) -> tuple[int, Any]:
-        small, context = self._compression.compress(param.detach() - start)
-        return allreduce_async_(small, name=f"adasum.delta.{index}", op=Adasum), context
 
 
 CODECS: dict[type[Compressor], str | None] = {NoneCompressor: None, FP16Compressor: "float16"}
@@ -141,7 +123,14 @@ def DistributedOptimizer(
     a number of groups, or lists of parameters. compression=None means Compression.none.
     """
     compression = Compression.none if compression is None else compression
-    _check_arguments(optimizer, op, backward_passes_per_step, gradient_predivide_factor)
+    if isinstance(optimizer, WrappedOptimizer | Distributed):
+        raise ValueError("the optimizer is distributed already; wrap it once")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"op of an optimizer is hvd.Average, hvd.Sum or hvd.Adasum, got {op!r}")
+    if gradient_predivide_factor != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
+    if backward_passes_per_step <= 0:
+        raise ValueError(f"backward_passes_per_step must be at least 1, got {backward_passes_per_step}")
     if num_groups:
         warnings.warn("num_groups is deprecated; use groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
@@ -154,14 +143,18 @@ def DistributedOptimizer(
         "process_set": process_set,
         "_parameter_names": {param: name for name, param in named},
     }
+    plain: Any = type(optimizer)
     if op == Adasum:
         if process_set is not global_process_set:
             raise NotImplementedError("Adasum works with all processes, not with a process set")
         if _basics.size() > 1:
-            return AdasumOptimizer.wrap(optimizer, compression, backward_passes_per_step, attributes)
-    plain = type(optimizer)
+            optimizer.__class__ = _optimizer_class(AdasumOptimizer, plain)
+            vars(optimizer).update(
+                attributes, _compression=compression, backward_passes_per_step=backward_passes_per_step
+            )
+            return optimizer
     with translate_errors():
-        wrapped = ronde.torch.DistributedOptimizer(
+        result: Any = ronde.torch.DistributedOptimizer(
             optimizer,
             named_parameters=named,
             op=OPS[Average if op == Adasum else op],
@@ -174,7 +167,6 @@ def DistributedOptimizer(
             together=together,
             idle_steps=True,
         )
-    result: Any = wrapped
     result.__class__ = _optimizer_class(HorovodOptimizer, plain)
     vars(result).update(attributes)
     training_step = result._reducers.training_step
@@ -182,17 +174,6 @@ def DistributedOptimizer(
     if sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):
         result.register_step_pre_hook(_make_sparse)
     return result
-
-
-def _check_arguments(optimizer: Optimizer, op: int, passes: int, predivide: float) -> None:
-    if isinstance(optimizer, WrappedOptimizer | Distributed):
-        raise ValueError("the optimizer is distributed already; wrap it once")
-    if op not in (Average, Sum, Adasum):
-        raise ValueError(f"op of an optimizer is hvd.Average, hvd.Sum or hvd.Adasum, got {op!r}")
-    if predivide != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor needs op=hvd.Average")
-    if passes <= 0:
-        raise ValueError(f"backward_passes_per_step must be at least 1, got {passes}")
 
 
 def _make_sparse(optimizer: Optimizer, args: object, kwargs: object) -> None:
