@@ -15,11 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
-from ronde.coordinator.membership import LostPeer, MembershipEnd
 from ronde.coordinator.negotiation import Send
-from ronde.coordinator.queries import OnStacks, RankQueries, TraceCollector
-from ronde.coordinator.round_start import JoinDecision, PendingRound
-from ronde.coordinator.rounds import Round, RoundSettings
+from ronde.coordinator.queries import RankQueries, TraceCollector
+from ronde.coordinator.rounds import LostPeer, MembershipEnd, PendingRound, Round
 from ronde.net.addresses import host_name
 from ronde.net.handshake import ConnectionRequest
 from ronde.net.messages import (
@@ -42,7 +40,6 @@ from ronde.net.messages import (
     TraceFlushed,
     WorkerMessage,
 )
-from ronde.observe.activity import JobActivity
 from ronde.observe.stalls import Whereabouts
 from ronde.settings import Settings
 from ronde.text import format_ranks, shorten
@@ -55,8 +52,11 @@ EXIT_REPORT_GRACE_NS = 200_000_000
 """The wait for the launcher's report of how the process ended, if there is a launcher."""
 assert REASON_GRACE_NS < EXIT_REPORT_GRACE_NS < LEAVE_GRACE_S * 1e9
 
+MAX_WAIT_NS = 60 * 10**9
 START_MARGIN_S = 1.0
 """The wait for all ranks ends this much before the ranks' own (or a tenth of it), so that they get the reason."""
+MAX_DETAIL_CHARS = 1000
+MAX_LINE_CHARS = 400
 
 logger = logging.getLogger("ronde.coordinator")
 
@@ -99,13 +99,6 @@ class _Connection:
     is_open: bool = True
 
 
-class _ReportedExit(NamedTuple):
-    """A rank whose end was noticed. At due_ns it is declared lost for this reason."""
-
-    due_ns: int
-    end: MembershipEnd
-
-
 class CoordinatorCore:
     """Serves `rounds` rounds of `size` ranks; None for any number of them.
 
@@ -123,33 +116,27 @@ class CoordinatorCore:
     ) -> None:
         self.host_names: Sequence[str] = ()
         """By rank, the user's names for the hosts; empty without a launcher."""
+        self.lost_peers: dict[int, LostPeer] = {}
+        """By rank, those that failed in the newest round because another rank was gone."""
         self._size = size
+        self._settings = settings
         self._rounds_left = rounds
         self._num_rounds = 0
         self._round: Round | None = None
+        self._failed_round: Round | None = None
+        """The newest round that is over and has lost a rank."""
         self._member_joins: dict[int, JoinRound] = {}
         """By rank, the requests with which the members of the newest round joined it."""
         self._process_state = process_state
         self._pending_round = PendingRound(size, settings.start_s - min(START_MARGIN_S, 0.1 * settings.start_s))
-        self._queries = RankQueries(self._pending_round, self._member_state)
+        self.queries = RankQueries(self._pending_round, self._member_state)
         self._trace_collector = TraceCollector(settings.timeline, settings.timeline_events)
-        self._round_settings = RoundSettings(
-            fusion_bytes=settings.fusion_bytes,
-            stall_s=settings.stall_s,
-            leave_grace_s=min(LEAVE_GRACE_S, settings.shutdown_s),
-            process_state=self._member_state,
-            host_name=self._host_name,
-        )
         self._connections: dict[int, _Connection] = {}
-        self._reported_exits: dict[int, _ReportedExit] = {}
+        self._reported_exits: dict[int, tuple[int, MembershipEnd]] = {}
+        """Ranks whose end was noticed: when they are declared lost, and for which reason."""
         self._exit_grace_ns = EXIT_REPORT_GRACE_NS if rounds is None else REASON_GRACE_NS
-        self.lost_peers: dict[int, LostPeer] = {}
-        """By rank, those that failed in the newest round because another rank was gone."""
         self._closing = False
         self._logged_reason = ""
-        self._former_first_lost: tuple[int, MembershipEnd] | None = None
-        self._former_whereabouts: Whereabouts | None = None
-        """What first_lost and whereabouts were in the newest round that is over and has lost a rank."""
 
     @property
     def has_round(self) -> bool:
@@ -160,25 +147,21 @@ class CoordinatorCore:
         """Whether all rounds were served."""
         return self._rounds_left == 0 and self._round is None
 
+    def _newest_failed_round(self) -> Round | None:
+        return self._round if self._round is not None and self._round.first_lost is not None else self._failed_round
+
     @property
     def first_lost(self) -> tuple[int, MembershipEnd] | None:
         """The first rank that was lost in the newest round that lost one, and how. Other ranks may have ended before
         it: they learned of the loss while the lost one was still printing its traceback."""
-        return (self._round.first_lost if self._round is not None else None) or self._former_first_lost
+        round = self._newest_failed_round()
+        return round.first_lost if round is not None else None
 
     @property
     def whereabouts(self) -> Whereabouts | None:
         """Where ranks were when the rank of first_lost failed, if it failed in an operation."""
-        if self._round is not None and self._round.first_lost is not None:
-            return self._round.whereabouts()
-        return self._former_whereabouts
-
-    def activity(self, now_ns: int) -> JobActivity:
-        return self._queries.activity(now_ns)
-
-    def start_stack_query(self, due_ns: int, on_done: OnStacks) -> list[Send]:
-        """Ask all members for their stacks. on_done gets the answers by due_ns, from handle(), advance() or close()."""
-        return self._queries.start_stack_query(due_ns, on_done)
+        round = self._newest_failed_round()
+        return round.whereabouts() if round is not None else None
 
     # --- connections -----------------------------------------------------------------------------------------------
 
@@ -215,20 +198,24 @@ class CoordinatorCore:
 
     def handle(self, event: Event, now_ns: int) -> list[Send]:
         """Take an event; returns what to send at once."""
-        if type(event) is MessageReceived:
+        if isinstance(event, MessageReceived):
             return self._handle_message(event.rank, event.message, now_ns)
-        if type(event) is RankConnected:
+        if isinstance(event, RankConnected):
             if event.rank in self._connections:
                 self._add_duplicate(event.rank)
             else:
                 self._connections[event.rank] = _Connection(event.connection, event.attempt)
-        elif type(event) is RankDisconnected:
+        elif isinstance(event, RankDisconnected):
             connection = self._connections.get(event.rank)
             if connection is not None and connection.id == event.connection:
                 connection.is_open = False
-                self._reported_exits.setdefault(event.rank, _ReportedExit(now_ns + self._exit_grace_ns, event.end))
-        elif type(event) is ProcessExited:
-            self._handle_process_exit(event.rank, event.how, now_ns)
+                self._reported_exits.setdefault(event.rank, (now_ns + self._exit_grace_ns, event.end))
+        elif event.rank in self._pending_round.joins or self._is_member(event.rank):
+            # The launcher's reason replaces that of a closed connection, unless the rank itself gives one in time.
+            end = MembershipEnd(LeaveReason.PROCESS_ENDED, event.how)
+            self._reported_exits[event.rank] = (now_ns + REASON_GRACE_NS, end)
+        else:
+            self._pending_round.exited(event.rank, event.how)
         return []
 
     def _handle_message(self, rank: int, message: WorkerMessage, now_ns: int) -> list[Send]:
@@ -238,13 +225,13 @@ class CoordinatorCore:
         if isinstance(message, RankHeartbeat):
             return [Send((rank,), RankHeartbeatReply(message.sent_ns, now_ns))]
         if isinstance(message, ActivityReport) and round is not None:
-            self._queries.record_activity(rank, message, now_ns)
+            self.queries.record_activity(rank, message, now_ns)
         elif isinstance(message, StackReply):
-            self._queries.add_stack_reply(rank, message)
+            self.queries.add_stack_reply(rank, message)
         elif isinstance(message, TraceBatch | TimelineRequest | TraceFlushed):
             return self._trace_collector.handle(rank, message, self._present)
         elif isinstance(message, LeaveRound):
-            self._handle_leave(rank, MembershipEnd.from_leave_message(message), now_ns)
+            self._handle_leave(rank, message, now_ns)
             return [Send((rank,), LeaveConfirmed())]
         elif isinstance(message, JoinRound) and round is None:
             return self._handle_join(rank, message, now_ns)
@@ -260,7 +247,9 @@ class CoordinatorCore:
         self._pending_round.join(rank, message, now_ns)
         return []
 
-    def _handle_leave(self, rank: int, end: MembershipEnd, now_ns: int) -> None:
+    def _handle_leave(self, rank: int, leave: LeaveRound, now_ns: int) -> None:
+        detail, line = shorten(leave.detail, MAX_DETAIL_CHARS), shorten(leave.line, MAX_LINE_CHARS)
+        end = MembershipEnd(leave.reason, detail, leave.missing, line, leave.lost_peer)
         if end.lost_peer is not None:
             self.lost_peers[rank] = LostPeer(end.lost_peer, end.description)
         self._reported_exits.pop(rank, None)
@@ -270,16 +259,7 @@ class CoordinatorCore:
                 self._round.member_left(rank, end, now_ns)
             else:
                 self._round.member_lost(rank, end)
-        self._pending_round.withdraw(rank, end.detail or "it gave up")
-
-    def _handle_process_exit(self, rank: int, how: str, now_ns: int) -> None:
-        """Replace the reason of a closed connection by the launcher's, unless the rank itself gives one within
-        REASON_GRACE_NS."""
-        if rank in self._pending_round.joins or self._is_member(rank):
-            end = MembershipEnd(LeaveReason.PROCESS_ENDED, how)
-            self._reported_exits[rank] = _ReportedExit(now_ns + REASON_GRACE_NS, end)
-        else:
-            self._pending_round.exited(rank, how)
+        self._pending_round.withdraw(rank, detail or "it gave up")
 
     # --- time ------------------------------------------------------------------------------------------------------
 
@@ -295,28 +275,28 @@ class CoordinatorCore:
             sends += round.advance(now_ns)
             for rank in round.vanished & round.present:
                 end = MembershipEnd(LeaveReason.PROCESS_GONE)
-                self._reported_exits.setdefault(rank, _ReportedExit(now_ns + self._exit_grace_ns, end))
+                self._reported_exits.setdefault(rank, (now_ns + self._exit_grace_ns, end))
             sends += self._trace_collector.close_if_complete(round.present)
             if not round.present:
                 self._end_round(round)
-        self._queries.advance(now_ns)
+        self.queries.advance(now_ns)
         return sends
 
     def next_due_ns(self, now_ns: int) -> int:
-        """Return when advance() has to be called even if nothing happens."""
-        due_ns = self._queries.next_due_ns
+        """Return when advance() has to be called even if nothing happens, MAX_WAIT_NS from now at the latest."""
+        due_ns = min(now_ns + MAX_WAIT_NS, self.queries.next_due_ns)
         if self._round is not None:
             due_ns = min(due_ns, self._round.next_due_ns(now_ns))
         if self._reported_exits:
-            due_ns = min(due_ns, *(reported.due_ns for reported in self._reported_exits.values()))
+            due_ns = min(due_ns, *(reported_ns for reported_ns, _ in self._reported_exits.values()))
         if self._pending_round.joins:
             start_timeout_ns = int(self._pending_round.start_timeout_s * 1e9)
             due_ns = min(due_ns, self._pending_round.first_join_ns + start_timeout_ns)
         return due_ns
 
     def _declare_lost(self, now_ns: int) -> None:
-        for rank in [rank for rank, reported in self._reported_exits.items() if reported.due_ns <= now_ns]:
-            end = self._reported_exits.pop(rank).end
+        for rank, end in [(rank, end) for rank, (due_ns, end) in self._reported_exits.items() if due_ns <= now_ns]:
+            del self._reported_exits[rank]
             self._connections.pop(rank, None)
             is_member = self._is_member(rank)
             if is_member or rank in self._pending_round.joins:
@@ -337,13 +317,15 @@ class CoordinatorCore:
     def _start_round_if_ready(self, now_ns: int) -> list[Send]:
         connected = frozenset(rank for rank, connection in self._connections.items() if connection.is_open)
         decision = self._pending_round.decide(now_ns, connected, frozenset(self._present))
-        if decision is None:
-            return []
         if decision.reason != self._logged_reason:
             self._logged_reason = decision.reason
             logger.info("round %d: %s", self._num_rounds, decision.reason)
         if decision.members is not None:
-            self._start_round(decision, decision.members, now_ns)
+            if self._round is not None:
+                self._end_round(self._round)
+            self._member_joins = dict(self._pending_round.joins)
+            self._pending_round.clear(decision)
+            self._start_round(decision.members, now_ns)
         elif decision.refused:
             refused = self._pending_round.clear(decision)
             for rank in refused:  # each may connect again, and its former connection must not prevent it
@@ -353,23 +335,26 @@ class CoordinatorCore:
             return [Send(refused, JoinRefused(decision.reason))]
         return []
 
-    def _start_round(self, decision: JoinDecision, members: tuple[Member, ...], now_ns: int) -> None:
-        if self._round is not None:
-            self._end_round(self._round)
-        self._member_joins = dict(self._pending_round.joins)
-        self._pending_round.clear(decision)
+    def _start_round(self, members: tuple[Member, ...], now_ns: int) -> None:
         self.lost_peers.clear()
-        self._round = Round(members, self._member_joins[0].groups, self._round_settings, now_ns)
-        self._round.start(self._num_rounds)
-        self._queries.start_round(self._round, self._num_rounds, now_ns)
+        self._round = Round(
+            self._num_rounds,
+            members,
+            self._member_joins[0].groups,
+            now_ns,
+            settings=self._settings,
+            process_state=self._member_state,
+            host_name=lambda member: self.host_names[member.rank] if self.host_names else host_name(member.host),
+        )
+        self.queries.start_round(self._round, now_ns)
         self._num_rounds += 1
         if self._rounds_left is not None:
             self._rounds_left -= 1
 
     def _end_round(self, round: Round) -> None:
-        logger.info("round %d is over", self._num_rounds - 1)
+        logger.info("round %d is over", round.number)
         if round.first_lost is not None:
-            self._former_first_lost, self._former_whereabouts = round.first_lost, round.whereabouts()
+            self._failed_round = round
         self._trace_collector.end_round()
         self._round = None
         self._logged_reason = ""
@@ -384,18 +369,13 @@ class CoordinatorCore:
         if self._present:
             logger.info("the round ends with %s still in it: %s", format_ranks(self._present), reason)
             sends.insert(0, Send(tuple(self._present), EndRound(reason)))
-        self._queries.close()
+        self.queries.close()
         self._trace_collector.close()
         return sends
-
-    # --- members ---------------------------------------------------------------------------------------------------
 
     def _member_state(self, member: Member) -> str:
         join = self._member_joins.get(member.rank)
         return self._process_state(join) if join is not None and join.member == member else ""
-
-    def _host_name(self, member: Member) -> str:
-        return self.host_names[member.rank] if self.host_names else host_name(member.host)
 
 
 def _refusal(reason: str) -> Admission:

@@ -1,8 +1,7 @@
-"""The coordinator inside the process of its ranks, without sockets and thread: for a job of one rank, and for tests
-whose ranks are threads.
+"""The coordinator inside the process of its ranks: for a job of one rank, and for tests whose ranks are threads.
 
-It is the same CoordinatorCore as everywhere, so named operations, groups and stall reports work as between processes.
-The loops of the ranks' control threads keep it going.
+It runs the same CoordinatorCore as the server, without sockets and thread: the loops of the ranks' control threads keep
+it going.
 """
 
 from __future__ import annotations
@@ -18,8 +17,6 @@ from ronde.net.event_loop import EventLoop, Timer
 from ronde.net.messages import VERSION, CoordinatorMessage, JoinRound, RoundStarted, WorkerMessage
 from ronde.settings import Settings
 from ronde.types import Member
-
-MAX_WAIT_S = 60.0
 
 
 class InProcessCoordinator:
@@ -53,9 +50,8 @@ class InProcessCoordinator:
             self._deliver(self._core.advance(now_ns))
             if self._core.is_finished:
                 self._core.close("")
-            due_s = min(MAX_WAIT_S, max(0.0, (self._core.next_due_ns(now_ns) - now_ns) / 1e9))
             for client in self._clients:
-                client.set_due(now_ns / 1e9 + due_s)
+                client.set_due(self._core.next_due_ns(now_ns) / 1e9)
 
     def _deliver(self, sends: list[Send]) -> None:
         for ranks, message in sends:
@@ -114,7 +110,7 @@ class InProcessControlClient:
         if self._timer is None or not self._timer.pending or self._timer.due_s > self._due_s:
             if self._timer is not None:
                 self._timer.cancel()
-            self._timer = self._loop.call_later(max(0.0, self._due_s - time.monotonic()), self._on_due)
+            self._timer = self._loop.call_later(self._due_s - time.monotonic(), self._on_due)
 
     def _on_due(self) -> None:
         self._due_s = float("inf")

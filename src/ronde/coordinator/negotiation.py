@@ -13,11 +13,13 @@ any more is asked for it (UnknownOperationId). A rank that has called join() cou
 afterwards it has to announce in full, so that an id has one meaning on both sides.
 
 Announcing a known id costs a few dictionary lookups, however many operations are pending. Numbers in requests come from
-the network and may be anything: nothing here relies on them before find_mismatch() has checked them.
+the network and may be anything: nothing here relies on them before _find_mismatch() has checked them.
 """
 
 from __future__ import annotations
 
+import enum
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
@@ -31,6 +33,7 @@ from ronde.net.messages import (
     RunOperations,
     UnknownOperationId,
 )
+from ronde.observe.stalls import WaitingOperation
 from ronde.text import format_rank_answers, format_ranks, shorten
 from ronde.types import DType, Op, OperationKind, find_reduction_error
 
@@ -41,17 +44,26 @@ VARIABLE_ROW_KINDS = (OperationKind.ALLGATHER, OperationKind.ALLTOALL)
 """Kinds where members may have different numbers of rows."""
 NAMED_KINDS = (*REDUCING_KINDS, *VARIABLE_ROW_KINDS, OperationKind.BARRIER, OperationKind.BROADCAST)
 
+MAX_CACHED_OPERATIONS = 65_536
+"""Idle operations that are remembered; the one that ran longest ago is forgotten first."""
+MAX_ERROR_CHARS = 4000
+MIN_STRAGGLER_DELAY_NS = 100_000
+"""Members that announce within this time are not late."""
+MAX_STRAGGLERS = 8
+"""Most stragglers that are reported, the last ones."""
+
 ComparedField = tuple[str, Callable[[OperationRequest], str]]
+FusionKey = tuple[int, int, int, float, float]
 
 
-def operation_title(request: OperationRequest) -> str:
-    """Return the start of an error text: `allreduce 'w'`, and the group if it is not the world."""
+def _title(request: OperationRequest) -> str:
+    """The start of an error text: `allreduce 'w'`, and the group if it is not the world."""
     where = f" of group {request.group}" if request.group else ""
     return f"{_format_kind(request)} {shorten(request.name)!r}{where}"
 
 
-def describe_request(request: OperationRequest) -> str:
-    """Return the text for stall reports: `allreduce 'w' sum float32[3, 4]`."""
+def _describe(request: OperationRequest) -> str:
+    """The text for stall reports: `allreduce 'w' sum float32[3, 4]`."""
     words = [_format_kind(request), repr(shorten(request.name))]
     if request.kind in REDUCING_KINDS:
         words.append(_format_op(request))
@@ -61,30 +73,20 @@ def describe_request(request: OperationRequest) -> str:
     return " ".join(words)
 
 
-def num_bytes(request: OperationRequest) -> int:
-    """Return the size of one member's data. The request must be valid."""
-    return sum(map(math.prod, request.shapes)) * DType(request.dtype).num_bytes
-
-
-def fusion_key(request: OperationRequest) -> tuple[int, int, int, float, float] | None:
-    """Return a key; operations with equal keys may be fused, one with None may not."""
-    if request.kind != OperationKind.ALLREDUCE or request.op == Op.ADASUM:  # Adasum looks at each tensor as a whole
-        return None
-    return (request.group, request.dtype, request.op, request.prescale, request.postscale)
-
-
-def row_counts(requests: Mapping[int, OperationRequest], members: tuple[int, ...]) -> tuple[int, ...] | None:
+def _row_counts(requests: Mapping[int, OperationRequest], members: tuple[int, ...]) -> tuple[int, ...] | None:
     """Return AgreedOperation.row_counts for valid requests. None if all members have the same number of rows; a member
     that has called join() has no request then."""
     kind = next(iter(requests.values())).kind
     if kind == OperationKind.ALLGATHER:
         return tuple(shape[0] for member in members for shape in requests[member].shapes)
     if kind == OperationKind.ALLTOALL:
-        return tuple(rows for member in members for rows in _splits(requests[member], len(members)))
+        given = [requests[member] for member in members]
+        even = [(request.shapes[0][0] // len(members),) * len(members) for request in given]
+        return tuple(itertools.chain(*(request.splits or rows for request, rows in zip(given, even, strict=True))))
     return None
 
 
-def find_mismatch(requests: Mapping[int, OperationRequest], members: tuple[int, ...]) -> str:
+def _find_mismatch(requests: Mapping[int, OperationRequest], members: tuple[int, ...]) -> str:
     """Return why these requests, by rank, cannot run as one operation; empty if they can."""
     ranks = sorted(requests)
     first = requests[ranks[0]]
@@ -95,14 +97,12 @@ def find_mismatch(requests: Mapping[int, OperationRequest], members: tuple[int, 
         for what, text in _compared_fields(first, requests):
             answers = {rank: text(requests[rank]) for rank in ranks}
             if len(set(answers.values())) > 1:
-                return f"{operation_title(first)}: ranks disagree on {what}: {format_rank_answers(answers)}"
+                return f"{_title(first)}: ranks disagree on {what}: {format_rank_answers(answers)}"
     errors = {rank: _find_invalid(requests[rank], members) for rank in ranks}
     wrong = {rank: error for rank, error in errors.items() if error}
-    if not wrong:
-        return ""
     if len(wrong) == len(ranks) and len(set(wrong.values())) == 1:
-        return f"{operation_title(first)}: {wrong[ranks[0]]}"
-    return f"{operation_title(first)}: {format_rank_answers(wrong, verb=': ')}"
+        return f"{_title(first)}: {wrong[ranks[0]]}"
+    return f"{_title(first)}: {format_rank_answers(wrong, verb=': ')}" if wrong else ""
 
 
 def _compared_fields(first: OperationRequest, requests: Mapping[int, OperationRequest]) -> Iterator[ComparedField]:
@@ -123,7 +123,12 @@ def _compared_fields(first: OperationRequest, requests: Mapping[int, OperationRe
 
 def _first_unequal_shape(first: OperationRequest, requests: Mapping[int, OperationRequest]) -> ComparedField:
     """Of a group of hundreds of arrays, only the first one that differs is shown."""
-    text = _format_row_shape if first.kind in VARIABLE_ROW_KINDS else str
+    has_rows = first.kind in VARIABLE_ROW_KINDS
+
+    def text(shape: tuple[int, ...]) -> str:
+        """A shape; if its first dimension may differ, with a star in its place: `(*, 4)`."""
+        return f"(*{''.join(f', {dimension}' for dimension in shape[1:])})" if has_rows and shape else str(shape)
+
     differing = (
         index
         for index, shape in enumerate(first.shapes)
@@ -151,20 +156,13 @@ def _find_invalid(request: OperationRequest, members: tuple[int, ...]) -> str:
     if request.kind in (*VARIABLE_ROW_KINDS, OperationKind.REDUCE_SCATTER) and not all(request.shapes):
         return "it needs arrays of at least 1 dimension, got a scalar"
     if request.kind in REDUCING_KINDS:
-        return _find_invalid_op(request)
+        if request.op not in Op.__members__.values():
+            return f"{_format_op(request)} is not known"
+        scaled = (request.prescale, request.postscale) != (1.0, 1.0)
+        return find_reduction_error(OperationKind(request.kind), DType(request.dtype), Op(request.op), scaled=scaled)
     if request.kind == OperationKind.BROADCAST and request.root not in members:
         return f"root {request.root} is not a member ({format_ranks(members)})"
-    if request.kind == OperationKind.ALLTOALL:
-        return _find_invalid_splits(request, len(members))
-    return ""
-
-
-def _find_invalid_op(request: OperationRequest) -> str:
-    if request.op not in Op.__members__.values():
-        return f"{_format_op(request)} is not known"
-    scaled = (request.prescale, request.postscale) != (1.0, 1.0)
-    kind, dtype, op = OperationKind(request.kind), DType(request.dtype), Op(request.op)
-    return find_reduction_error(kind, dtype, op, scaled=scaled)
+    return _find_invalid_splits(request, len(members)) if request.kind == OperationKind.ALLTOALL else ""
 
 
 def _find_invalid_splits(request: OperationRequest, num_members: int) -> str:
@@ -180,44 +178,20 @@ def _find_invalid_splits(request: OperationRequest, num_members: int) -> str:
     return ""
 
 
-def _splits(request: OperationRequest, num_members: int) -> tuple[int, ...]:
-    if request.splits is not None:
-        return request.splits
-    return (request.shapes[0][0] // num_members,) * num_members
-
-
 def _format_kind(request: OperationRequest) -> str:
-    return (
-        OperationKind(request.kind).name.lower()
-        if request.kind in OperationKind.__members__.values()
-        else f"kind {request.kind}"
-    )
+    return _format_enum(OperationKind, request.kind, "kind")
 
 
 def _format_dtype(request: OperationRequest) -> str:
-    return (
-        DType(request.dtype).name.lower() if request.dtype in DType.__members__.values() else f"dtype {request.dtype}"
-    )
+    return _format_enum(DType, request.dtype, "dtype")
 
 
 def _format_op(request: OperationRequest) -> str:
-    return Op(request.op).name.lower() if request.op in Op.__members__.values() else f"op {request.op}"
+    return _format_enum(Op, request.op, "op")
 
 
-def _format_row_shape(shape: tuple[int, ...]) -> str:
-    """A shape whose first dimension may differ: `(*, 4)`."""
-    return f"(*{''.join(f', {dimension}' for dimension in shape[1:])})" if shape else "()"
-
-
-MAX_CACHED_OPERATIONS = 65_536
-"""Idle operations that are remembered; the one that ran longest ago is forgotten first."""
-MAX_ERROR_CHARS = 4000
-MIN_STRAGGLER_DELAY_NS = 100_000
-"""Members that announce within this time are not late."""
-MAX_STRAGGLERS = 8
-"""Most stragglers that are reported, the last ones."""
-
-_FusionKey = tuple[int, int, int, float, float]
+def _format_enum(type: type[enum.IntEnum], value: int, what: str) -> str:
+    return type(value).name.lower() if value in type.__members__.values() else f"{what} {value}"
 
 
 class Send(NamedTuple):
@@ -225,17 +199,6 @@ class Send(NamedTuple):
 
     ranks: tuple[int, ...]
     message: CoordinatorMessage
-
-
-class PendingOperation(NamedTuple):
-    """A pending operation, for the search for stalls."""
-
-    group: int
-    name: str
-    description: str
-    since_ns: int
-    announced: tuple[int, ...]
-    missing: tuple[int, ...]
 
 
 class _GroupState:
@@ -277,8 +240,12 @@ class _NegotiatedOperation:
         self.is_agreed = False
         self.agreed_operation = AgreedOperation(id, name)
         self.run_message = Send(group.members, RunOperations(group.id, (self.agreed_operation,)))
-        self.fusion_key: _FusionKey | None = None
+        self.fusion_key: FusionKey | None = None
         self.num_bytes = 0
+
+    @property
+    def title(self) -> str:
+        return _title(self.requests[_ranks_in_mask(self.group, self.announced_mask)[0]])
 
 
 class Negotiator:
@@ -293,20 +260,29 @@ class Negotiator:
         self._ready: list[_NegotiatedOperation] = []
         self._sends: list[Send] = []
         self._last_id = 0
-        self.add_group(0, tuple(range(size)))
+        self._last_group = -1
+        self.add_group(tuple(range(size)))
 
-    def add_group(self, group: int, members: tuple[int, ...]) -> None:
-        """Add a group. Its members are ranks of the world; allgather concatenates rows in their order."""
-        assert group not in self._groups, f"group {group} exists"
-        self._groups[group] = _GroupState(group, members)
+    def members(self, group: int) -> tuple[int, ...]:
+        """Return the ranks of a group; empty if there is no such group."""
+        found = self._groups.get(group)
+        return found.members if found is not None else ()
 
-    def remove_group(self, group: int) -> None:
-        """Remove a group. Its pending operations are rejected on the ranks that announced them."""
+    def add_group(self, members: tuple[int, ...]) -> int:
+        """Add a group and return its id; 0 is the world. No id is used again: a late message cannot mean another group.
+        allgather concatenates rows in the order of the members."""
+        self._last_group += 1
+        self._groups[self._last_group] = _GroupState(self._last_group, members)
+        return self._last_group
+
+    def remove_group(self, group: int) -> tuple[int, ...]:
+        """Remove a group and return its members. Its pending operations are rejected on those that announced them."""
         self._decide_ready()
         removed = self._groups.pop(group)
         for operation in removed.pending.values():
-            self._reject(operation, f"{self._title(operation)}: the group was removed before all members announced it")
+            self._reject(operation, f"{operation.title}: the group was removed before all members announced it")
         self._forget_all(removed)
+        return removed.members
 
     def rank_lost(self, rank: int, why: str) -> None:
         """Let nothing more run in the groups of a lost rank. Rejects nothing: members that wait get RankLost."""
@@ -344,32 +320,34 @@ class Negotiator:
         operation = found.operations.get(name) if found is not None else None
         return _missing_ranks(operation) if operation is not None and operation.announced_mask else ()
 
-    def pending(self, until_ns: int) -> Iterator[PendingOperation]:
+    def pending(self, until_ns: int) -> Iterator[WaitingOperation]:
         """Yield what has been pending since until_ns or longer, per group the oldest first."""
         for group in self._groups.values():
             for operation in group.pending.values():
                 if operation.since_ns > until_ns:
                     break
                 announced = _ranks_in_mask(group, operation.announced_mask)
-                request = operation.requests[announced[0]]
-                yield PendingOperation(
-                    group.id,
-                    operation.name,
-                    describe_request(request),
-                    operation.since_ns,
-                    announced,
-                    _missing_ranks(operation),
+                yield WaitingOperation(
+                    op=_describe(operation.requests[announced[0]]),
+                    group=group.id,
+                    since_ns=operation.since_ns,
+                    missing=_missing_ranks(operation),
+                    present=announced,
                 )
 
     # --- announcements ---------------------------------------------------------------------------------------------
 
     def _announce_in_full(self, rank: int, bit: int, request: OperationRequest, now_ns: int) -> None:
         group = self._groups.get(request.group)
-        why = _find_exclusion(group, rank, request)
+        if group is None:
+            why = f"group {request.group} does not exist, or was removed"
+        elif not group.member_mask & bit:
+            why = f"rank {rank} is not a member ({format_ranks(group.members)})"
+        else:
+            why = group.closed_reason
         if group is None or why:
-            self._sends.append(
-                Send((rank,), OperationRejected(request.group, request.name, f"{operation_title(request)}: {why}"))
-            )
+            reason = f"{_title(request)}: {why}"
+            self._sends.append(Send((rank,), OperationRejected(request.group, request.name, reason)))
             return
         if request.kind == OperationKind.JOIN:
             self._join(group, rank, request)
@@ -379,11 +357,8 @@ class Negotiator:
             self._last_id += 1
             operation = _NegotiatedOperation(self._last_id, group, request.name)
             group.operations[request.name] = self._operations[operation.id] = operation
-        if operation.announced_mask & bit:  # announced twice: the first request stays
-            self._count_announcement(operation, bit, now_ns)
-            return
-        before = operation.requests.get(rank)
-        if before is None or before != request:
+        announced_twice = operation.announced_mask & bit  # the first request stays
+        if not announced_twice and operation.requests.get(rank) != request:
             operation.requests[rank] = request
             operation.is_agreed = False
         self._count_announcement(operation, bit, now_ns)
@@ -397,13 +372,12 @@ class Negotiator:
             operation.since_ns = now_ns
         elif arrived & bit:
             # Rejected when all have announced it, as for every other error: then each member gets one answer.
-            twice = format_ranks(_ranks_in_mask(group, bit))
-            operation.invalid_reason = f"{self._title(operation)}: {twice} announced it again while it was under way"
+            twice = f"rank {bit.bit_length() - 1} announced it again while it was under way"
+            operation.invalid_reason = f"{operation.title}: {twice}"
             return
-        arrived |= bit
-        operation.announced_mask = arrived
+        operation.announced_mask = arrived | bit
         operation.announce_times.append((bit, now_ns))
-        if arrived | group.joined_mask == group.member_mask and not operation.ready:
+        if operation.announced_mask | group.joined_mask == group.member_mask and not operation.ready:
             operation.ready = True
             self._ready.append(operation)
 
@@ -417,9 +391,7 @@ class Negotiator:
             return
         self._decide_ready()
         group.joined_mask = 0
-        item = AgreedOperation(
-            0, request.name, row_counts=(rank,)
-        )  # no operation has the id 0: a join is always announced in full
+        item = AgreedOperation(0, request.name, row_counts=(rank,))  # no id: a join is always announced in full
         self._sends.append(Send(group.members, RunOperations(group.id, (item,))))
 
     # --- what is ready ---------------------------------------------------------------------------------------------
@@ -429,8 +401,8 @@ class Negotiator:
         ready = self._ready
         self._ready = []
         runs: list[list[_NegotiatedOperation]] = []
-        open_runs: dict[_FusionKey, list[_NegotiatedOperation]] = {}
-        left: dict[_FusionKey, int] = {}  # bytes of room in the open run
+        open_runs: dict[FusionKey, list[_NegotiatedOperation]] = {}
+        left: dict[FusionKey, int] = {}  # bytes of room in the open run
         for operation in ready:
             if (
                 not operation.is_agreed
@@ -457,20 +429,23 @@ class Negotiator:
         announced = _ranks_in_mask(group, operation.announced_mask)
         requests = {rank: operation.requests[rank] for rank in announced}
         request = requests[announced[0]]
-        why = operation.invalid_reason or find_mismatch(requests, group.members)
-        if not why and len(announced) < len(group.members) and request.kind != OperationKind.ALLREDUCE:
+        is_allreduce = request.kind == OperationKind.ALLREDUCE
+        why = operation.invalid_reason or _find_mismatch(requests, group.members)
+        if not why and len(announced) < len(group.members) and not is_allreduce:
             joined = format_ranks(_ranks_in_mask(group, group.member_mask & ~operation.announced_mask))
-            why = f"{operation_title(request)}: {joined} called join() and takes part in allreduce only"
+            why = f"{_title(request)}: {joined} called join() and takes part in allreduce only"
         if why:
             self._reject(operation, why)
             self._forget(operation)
             return False
-        operation.agreed_operation = AgreedOperation(
-            operation.id, operation.name, row_counts=row_counts(requests, group.members)
-        )
+        rows = _row_counts(requests, group.members)
+        operation.agreed_operation = AgreedOperation(operation.id, operation.name, row_counts=rows)
         operation.run_message = Send(group.members, RunOperations(group.id, (operation.agreed_operation,)))
-        operation.fusion_key = fusion_key(request) if self._fusion_bytes else None
-        operation.num_bytes = num_bytes(request) if operation.fusion_key else 0
+        operation.fusion_key = None
+        if self._fusion_bytes and is_allreduce and request.op != Op.ADASUM:  # Adasum looks at each tensor as a whole
+            scales = (request.prescale, request.postscale)
+            operation.fusion_key = (request.group, request.dtype, request.op, *scales)
+            operation.num_bytes = sum(map(math.prod, request.shapes)) * DType(request.dtype).num_bytes
         operation.is_agreed = len(announced) == len(group.members)
         return True
 
@@ -482,12 +457,8 @@ class Negotiator:
         elif len(batch) == 1 and not stragglers:
             self._sends.append(batch[0].run_message)
         else:
-            self._sends.append(
-                Send(
-                    group.members,
-                    RunOperations(group.id, tuple([operation.agreed_operation for operation in batch]), stragglers),
-                )
-            )
+            agreed = tuple([operation.agreed_operation for operation in batch])
+            self._sends.append(Send(group.members, RunOperations(group.id, agreed, stragglers)))
         for operation in batch:
             operation.announced_mask = 0
             operation.announce_times.clear()
@@ -518,9 +489,8 @@ class Negotiator:
 
     def _reject(self, operation: _NegotiatedOperation, why: str) -> None:
         announced = _ranks_in_mask(operation.group, operation.announced_mask)
-        self._sends.append(
-            Send(announced, OperationRejected(operation.group.id, operation.name, shorten(why, MAX_ERROR_CHARS)))
-        )
+        rejected = OperationRejected(operation.group.id, operation.name, shorten(why, MAX_ERROR_CHARS))
+        self._sends.append(Send(announced, rejected))
 
     def _forget(self, operation: _NegotiatedOperation) -> None:
         del self._operations[operation.id], operation.group.operations[operation.name]
@@ -530,18 +500,6 @@ class Negotiator:
     def _forget_all(self, group: _GroupState) -> None:
         for operation in list(group.operations.values()):
             self._forget(operation)
-
-    def _title(self, operation: _NegotiatedOperation) -> str:
-        return operation_title(operation.requests[_ranks_in_mask(operation.group, operation.announced_mask)[0]])
-
-
-def _find_exclusion(group: _GroupState | None, rank: int, request: OperationRequest) -> str:
-    """Return why this rank cannot announce anything in this group; empty if it can."""
-    if group is None:
-        return f"group {request.group} does not exist, or was removed"
-    if not group.member_mask >> rank & 1:
-        return f"rank {rank} is not a member ({format_ranks(group.members)})"
-    return group.closed_reason
 
 
 def _stragglers(batch: list[_NegotiatedOperation]) -> tuple[tuple[int, int], ...]:

@@ -1,7 +1,4 @@
-"""What is asked about a job while it runs: the activity of its ranks, their stacks, and the timeline of all ranks.
-
-Used by the coordinator's core.
-"""
+"""What is asked about a job while it runs: the activity of its ranks, their stacks, and the timeline of all ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +9,7 @@ from typing import TypeAlias
 import msgspec
 
 from ronde.coordinator.negotiation import Send
-from ronde.coordinator.round_start import PendingRound
-from ronde.coordinator.rounds import NEVER_NS, Round
+from ronde.coordinator.rounds import NEVER_NS, PendingRound, Round
 from ronde.net.messages import (
     ActivityReport,
     LeaveReason,
@@ -25,7 +21,7 @@ from ronde.net.messages import (
     TraceBatch,
     TraceFlushed,
 )
-from ronde.observe.activity import ActivitySample, ActivityTracker, JobActivity, RankActivity, RankState, find_slowest
+from ronde.observe.activity import ActivityTracker, JobActivity, RankActivity, RankState, find_slowest
 from ronde.observe.stacks import RankStack
 from ronde.observe.stalls import describe_silence
 from ronde.observe.timeline import TimelineWriter
@@ -53,54 +49,47 @@ class RankQueries:
         self._pending_round = pending_round
         self._process_state = process_state
         self._round: Round | None = None
-        self._round_number = -1
         self._activity_tracker = ActivityTracker(self._size, 0)
         self._stack_queries: dict[int, _StackQuery] = {}
         self._closed = False
         self._last_query_id = 0
         """Below 0: ids above belong to the search for stalled operations."""
 
-    def start_round(self, round: Round, number: int, now_ns: int) -> None:
-        self._round, self._round_number = round, number
+    def start_round(self, round: Round, now_ns: int) -> None:
+        self._round = round
         self._activity_tracker = ActivityTracker(self._size, now_ns)
 
     # --- activity --------------------------------------------------------------------------------------------------
 
     def record_activity(self, rank: int, report: ActivityReport, now_ns: int) -> None:
         assert self._round is not None, "only members of a round report their activity"
-        self._activity_tracker.add_sample(rank, self._with_missing(report.activity, self._round))
+        negotiator = self._round.negotiator
+        sample, current = report.activity, report.activity.current_operation
+        if current is not None and current.named_operation is not None:
+            # Only the coordinator knows the ranks that a named operation waits for.
+            current = msgspec.structs.replace(current, missing=negotiator.missing(*current.named_operation))
+            sample = msgspec.structs.replace(sample, current_operation=current)
+        self._activity_tracker.add_sample(rank, sample)
         for arrivals in report.arrivals:
-            members = self._round.members_of(arrivals.group)
+            members = negotiator.members(arrivals.group)
             if rank in members:
                 self._activity_tracker.add_arrivals(rank, arrivals.channel, members, arrivals.samples, now_ns)
         self._activity_tracker.rank_reported(rank, now_ns)
 
     def activity(self, now_ns: int) -> JobActivity:
+        number = self._round.number if self._round is not None else -1
         if self._round is not None and not self._round.present:
             self._activity_tracker.finish()
         ranks = tuple(self._with_state(known) for known in self._activity_tracker.snapshot(now_ns))
         running = {each.rank: each.holding_up for each in ranks if each.state == "running"}
-        return JobActivity(size=self._size, round=self._round_number, slowest=find_slowest(running), ranks=ranks)
-
-    def _with_missing(self, sample: ActivitySample, round: Round) -> ActivitySample:
-        """Add the ranks that its named operation waits for, which only the coordinator knows."""
-        current = sample.current_operation
-        if current is None or current.named_operation is None:
-            return sample
-        missing = round.missing(*current.named_operation)
-        return msgspec.structs.replace(sample, current_operation=msgspec.structs.replace(current, missing=missing))
+        return JobActivity(size=self._size, round=number, slowest=find_slowest(running), ranks=ranks)
 
     def _with_state(self, known: RankActivity) -> RankActivity:
-        state, why = self._rank_state(known.rank)
+        rank, held_up_s, holding_up = known.rank, known.held_up_s, known.holding_up
+        state, why = self._rank_state(rank)
         if state != "running":  # what it did last is no longer true
-            known = RankActivity(
-                rank=known.rank,
-                state=state,
-                steps=known.steps,
-                held_up_s=known.held_up_s,
-                holding_up=known.holding_up,
-            )
-        host, pid = self._host_and_pid(known.rank)
+            known = RankActivity(rank=rank, state=state, steps=known.steps, held_up_s=held_up_s, holding_up=holding_up)
+        host, pid = self._host_and_pid(rank)
         return msgspec.structs.replace(known, state=state, why=why, host=host, pid=pid)
 
     # --- stacks ----------------------------------------------------------------------------------------------------
@@ -111,7 +100,7 @@ class RankQueries:
         query = _StackQuery(due_ns, on_done, frozenset(self._round.present if self._round is not None else ()))
         self._last_query_id -= 1
         if not query.queried_ranks or self._closed:
-            on_done(self._rank_stacks(query.replies))
+            on_done(self._rank_stacks({}))
             return []
         self._stack_queries[self._last_query_id] = query
         return [Send(tuple(sorted(query.queried_ranks)), StackRequest(self._last_query_id))]
@@ -143,19 +132,20 @@ class RankQueries:
         query.on_done(self._rank_stacks(query.replies))
 
     def _rank_stacks(self, replies: Mapping[int, StackReply]) -> tuple[RankStack, ...]:
-        return tuple(self._rank_stack(rank, replies.get(rank)) for rank in range(self._size))
-
-    def _rank_stack(self, rank: int, reply: StackReply | None) -> RankStack:
-        host, pid = self._host_and_pid(rank)
-        if reply is not None:
-            return RankStack(rank=rank, host=host, pid=pid, line=reply.line, stack=reply.stack)
-        state, why = self._rank_state(rank)
-        member = self._member(rank)
-        if state == "running" and member is not None:
-            why = describe_silence(self._process_state(member))
-        elif state == "lost":
-            why = f"is lost: {why}"
-        return RankStack(rank=rank, host=host, pid=pid, why=why)
+        stacks = []
+        for rank in range(self._size):
+            host, pid = self._host_and_pid(rank)
+            line, stack, why = "", "", ""
+            if rank in replies:
+                line, stack = replies[rank].line, replies[rank].stack
+            else:
+                state, why = self._rank_state(rank)
+                if state == "running" and self._round is not None:
+                    why = describe_silence(self._process_state(self._round.members[rank]))
+                elif state == "lost":
+                    why = f"is lost: {why}"
+            stacks.append(RankStack(rank=rank, host=host, pid=pid, line=line, stack=stack, why=why))
+        return tuple(stacks)
 
     # --- ranks -----------------------------------------------------------------------------------------------------
 
@@ -180,14 +170,14 @@ class RankQueries:
             return "left", "has left the round by shutdown()"
         return "starting", "has not called ronde.init() yet"
 
-    def _member(self, rank: int) -> Member | None:
-        if rank in self._pending_round.joins:
-            return self._pending_round.joins[rank].member
-        return self._round.members[rank] if self._round is not None else None
-
     def _host_and_pid(self, rank: int) -> tuple[str, int]:
-        member = self._member(rank)
-        return (member.host, member.pid) if member is not None else ("", 0)
+        if rank in self._pending_round.joins:
+            member = self._pending_round.joins[rank].member
+        elif self._round is not None:
+            member = self._round.members[rank]
+        else:
+            return "", 0
+        return member.host, member.pid
 
 
 class TraceCollector:
@@ -221,22 +211,28 @@ class TraceCollector:
     def close_if_complete(self, present: Collection[int]) -> list[Send]:
         """Close a file that is to be closed, when no present rank has events for it any more."""
         self._awaited_ranks.intersection_update(present)
-        return [] if self._awaited_ranks or not self._reply_to else self._close_file()
+        return [] if self._awaited_ranks or not self._reply_to else self.close()
 
     def end_round(self) -> None:
         if not self._spans_rounds:
-            self._close_file()
+            self.close()
 
-    def close(self) -> None:
-        """Idempotent."""
-        self._close_file()
+    def close(self) -> list[Send]:
+        """Close the file, if there is one; returns the answers to those who have ended it. Idempotent."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        sends = [Send(tuple(sorted(self._reply_to)), TimelineReply())] if self._reply_to else []
+        self._reply_to.clear()
+        self._awaited_ranks.clear()
+        return sends
 
     def _start(self, rank: int, request: TimelineRequest, present: Collection[int]) -> list[Send]:
         try:
             writer = TimelineWriter(request.path, self._max_events)
         except ValueError as error:
             return [Send((rank,), TimelineReply(str(error)))]
-        sends = self._close_file()
+        sends = self.close()
         self._writer, self._spans_rounds = writer, False
         sends.append(Send(tuple(present), SetTracing(True, request.horovod, request.batch_markers)))
         sends.append(Send((rank,), TimelineReply()))
@@ -250,12 +246,3 @@ class TraceCollector:
             return []
         self._awaited_ranks = set(present)
         return [Send(tuple(present), SetTracing(False))]
-
-    def _close_file(self) -> list[Send]:
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-        sends = [Send(tuple(sorted(self._reply_to)), TimelineReply())] if self._reply_to else []
-        self._reply_to.clear()
-        self._awaited_ranks.clear()
-        return sends

@@ -1,22 +1,25 @@
-"""One round: the members that started together, until the last one has left. Without I/O.
+"""Rounds: which ranks have joined the next one, and what happens in one until its last member has left. Without I/O.
 
-It combines the negotiation of named operations, the groups, and the search for operations that have waited too long,
-and keeps track of who is still a member.
+PendingRound decides whether the next round starts, is refused or has to wait. Round combines the negotiation of named
+operations, changes of groups, and the search for operations that have waited too long.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
-from ronde.coordinator.membership import GroupRegistry, MembershipEnd
 from ronde.coordinator.negotiation import Negotiator, Send
 from ronde.net.messages import (
+    LEAVE_GRACE_S,
+    VERSION,
     AnnounceOperations,
     ChangeGroups,
     CoordinatorMessage,
     GroupsChanged,
+    JoinRound,
     LeaveReason,
     MissingRanks,
     MissingRanksQuery,
@@ -29,8 +32,10 @@ from ronde.net.messages import (
     WorkerMessage,
 )
 from ronde.observe.stacks import GONE, RankStack
-from ronde.observe.stalls import Stall, StallInspector, WaitingOperation, Whereabouts, describe_silence, describe_stall
-from ronde.types import Member
+from ronde.observe.stalls import StallInspector, WaitingOperation, Whereabouts, describe_silence, describe_stall
+from ronde.settings import Settings
+from ronde.text import format_rank_answers, format_ranks, shorten
+from ronde.types import Member, check_group_ranks
 
 STACK_REPLY_TIMEOUT_S = 1.0
 """How long a missing rank may take to answer a StackRequest."""
@@ -38,26 +43,222 @@ MAX_STALLS_CHECKED = 1000
 """Late operations that one check looks at, the oldest of a group first."""
 STACK_REPLY_CHECK_NS = 50_000_000
 NEVER_NS = 1 << 62
+MAX_GROUPS_CHARS = 400
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RoundSettings:
-    fusion_bytes: int
-    stall_s: float
-    leave_grace_s: float
-    """The others learn this much later that a rank has left: they may still be finishing what it has finished."""
-    process_state: Callable[[Member], str] = lambda member: ""
-    """State of a member's process; empty if it cannot be seen from the coordinator's host."""
-    host_name: Callable[[Member], str] = lambda member: member.host
-    """The user's name for a member's host."""
+@dataclass(frozen=True, slots=True)
+class MembershipEnd:
+    """How a rank's membership ended."""
+
+    reason: LeaveReason
+    detail: str = ""
+    """What is known beyond the reason, as text for the user."""
+    missing: tuple[int, ...] = ()
+    """If it timed out: the ranks that it waited for."""
+    line: str = ""
+    """If it failed: the line of its program."""
+    lost_peer: int | None = None
+    """If it failed because another rank was gone: that rank."""
+
+    @property
+    def description(self) -> str:
+        """For errors and reports. The rank is the subject."""
+        return self.detail or _LEAVE_REASON_TEXTS[self.reason]
+
+
+_LEAVE_REASON_TEXTS = {
+    LeaveReason.SHUTDOWN: "it has left the round by shutdown()",
+    LeaveReason.SCRIPT_ENDED: "exited without shutdown",
+    LeaveReason.FAILED: "it gave up",
+    LeaveReason.TIMED_OUT: "an operation ran out of time",
+    LeaveReason.MISMATCHED: "ranks disagreed on an operation",
+    LeaveReason.PROCESS_ENDED: "its process has ended",
+    LeaveReason.PROCESS_GONE: "its process is gone",
+    LeaveReason.UNREACHABLE: "its host cannot be reached",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LostPeer:
+    """The rank because of which another one failed, and the error of that other one."""
+
+    rank: int
+    error: str
+
+
+# --- the next round --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class JoinDecision:
+    """Whether the next round starts (with `members`), is refused, or has to wait; and why, as text for the user."""
+
+    reason: str
+    members: tuple[Member, ...] | None = None
+    refused: bool = False
+    exited: tuple[int, ...] = ()
+    """The ranks because of whose exit the round is refused."""
+
+
+@dataclass(slots=True)
+class PendingRound:
+    """The ranks that have joined the next round."""
+
+    size: int
+    start_timeout_s: float
+    joins: dict[int, JoinRound] = field(default_factory=dict)
+    exit_reasons: dict[int, str] = field(default_factory=dict)
+    """Ranks whose process has ended, and how; until another process of the rank connects."""
+    withdrawn: dict[int, str] = field(default_factory=dict)
+    """Ranks that had joined and left again before the round started."""
+    duplicates: set[int] = field(default_factory=set)
+    """Ranks that two living processes claim to be."""
+    first_join_ns: int = 0
+    refusal: JoinDecision | None = None
+    """Why the last round was refused. Ranks that join late get the same reason, until a refused one connects again."""
+    refused_ranks: set[int] = field(default_factory=set)
+
+    def join(self, rank: int, join: JoinRound, now_ns: int) -> None:
+        """A rank asks to be a member. It may ask again while it waits. The late message of a process that has ended is
+        ignored: connected() comes before the join of a new process."""
+        if rank in self.exit_reasons:
+            return
+        if not self.joins:
+            self.first_join_ns = now_ns
+        self.withdrawn.pop(rank, None)
+        self.joins[rank] = join
+
+    def connected(self, rank: int) -> None:
+        """A process of this rank has connected, whatever became of a former one."""
+        self.exit_reasons.pop(rank, None)
+        self.withdrawn.pop(rank, None)
+        if rank in self.refused_ranks:
+            self.refusal = None
+            self.refused_ranks.clear()
+
+    def exited(self, rank: int, why: str) -> None:
+        """The rank's process has ended: nobody has to wait for it, in this round or a later one."""
+        self.joins.pop(rank, None)
+        self.exit_reasons[rank] = why
+
+    def withdraw(self, rank: int, why: str) -> None:
+        """A rank that had joined has left: this round is refused, the next one may start."""
+        if self.joins.pop(rank, None) is not None and self.joins:
+            self.withdrawn[rank] = why
+
+    def decide(
+        self, now_ns: int, connected: frozenset[int], still_in_round: frozenset[int] = frozenset()
+    ) -> JoinDecision:
+        """Decide whether the round starts, is refused or has to wait. At least one rank has joined.
+
+        It starts when every rank has joined, has an open liveness connection (`connected`), and has left the round
+        before: the death of a member without a connection would go unnoticed.
+        """
+        refusal = self.refusal or self._find_refusal()
+        if refusal is not None:
+            return refusal
+        ranks = range(self.size)
+        missing = [rank for rank in ranks if rank not in self.joins]
+        unconnected = [rank for rank in ranks if rank not in connected]
+        if missing or still_in_round:
+            waiting = f"{format_ranks(missing or still_in_round)} of {self.size}"
+            busy = f" ({format_ranks(still_in_round)} still in the round before)" if still_in_round else ""
+            late, hint = f"did not join within {{}} s{busy}", "give them more time with start_s (RONDE_START_S)"
+        elif unconnected:
+            waiting, busy = f"the connection of {format_ranks(unconnected)} of {self.size}", ""
+            late, hint = "was not there within {} s", "whether the coordinator's host is overloaded"
+        else:
+            members = tuple(self.joins[rank].member for rank in ranks)
+            return JoinDecision(f"all {self.size} ranks are here", members=members)
+        waited_s = (now_ns - self.first_join_ns) / 1e9
+        if waited_s < self.start_timeout_s:
+            return JoinDecision(f"waiting for {waiting}{busy}")
+        return JoinDecision(
+            f"{waiting} {late.format(f'{waited_s:.3g}')}; look at their output, or {hint}", refused=True
+        )
+
+    def clear(self, decision: JoinDecision) -> tuple[int, ...]:
+        """The decision was carried out. Returns the ranks it was about, which are no longer joining."""
+        ranks = tuple(sorted(self.joins))
+        if decision.refused:
+            self.refusal = decision
+            self.refused_ranks.update(ranks)
+        self.joins.clear()
+        self.withdrawn.clear()
+        self.duplicates.clear()
+        return ranks
+
+    def _find_refusal(self) -> JoinDecision | None:
+        """Return the refusal if the round can never start, and None if it can."""
+        if self.duplicates:
+            who = format_ranks(self.duplicates)
+            return JoinDecision(f"two processes say that they are {who}; give each its own RONDE_RANK", refused=True)
+        ended = {
+            rank: f"ended before the round began ({why})"
+            for rank, why in {**self.withdrawn, **self.exit_reasons}.items()
+            if rank not in self.joins
+        }
+        if ended:
+            return JoinDecision(format_rank_answers(ended, verb=" "), refused=True, exited=tuple(sorted(ended)))
+        joins = self.joins.items()
+        answers = {
+            "the version of the protocol": {rank: str(join.version) for rank, join in joins},
+            "the number of ranks": {rank: str(join.size) for rank, join in joins},
+            "the groups to begin with": {
+                rank: shorten(", ".join(map(_format_rank_list, join.groups)) or "none", MAX_GROUPS_CHARS)
+                for rank, join in joins
+            },
+        }
+        for what, answer in answers.items():
+            if len(set(answer.values())) > 1:
+                return JoinDecision(f"ranks disagree on {what}: {format_rank_answers(answer)}", refused=True)
+        errors = (_find_join_error(rank, join, self.size) for rank, join in joins)
+        return next((JoinDecision(error, refused=True) for error in errors if error), None)
+
+
+def _find_join_error(rank: int, join: JoinRound, size: int) -> str:
+    if join.version != VERSION:
+        return (
+            f"rank {rank} speaks version {join.version} of the protocol, the coordinator {VERSION}; install one ronde"
+        )
+    if join.size != size:
+        return f"rank {rank} has a job of {join.size} ranks, the coordinator one of {size}; check RONDE_SIZE"
+    if join.member.rank != rank:
+        return f"the process that connected as rank {rank} says it is rank {join.member.rank}"
+    errors = (_find_group_error(ranks, size) for ranks in join.groups)
+    return next((f"{error}; check the groups given to init()" for error in errors if error), "")
+
+
+def _find_group_error(ranks: tuple[int, ...], size: int) -> str:
+    try:
+        checked = check_group_ranks(ranks, size)
+    except ValueError as error:
+        return shorten(str(error))
+    return "" if checked == ranks else f"the ranks of a group must be sorted, got {_format_rank_list(ranks)}"
+
+
+def _format_rank_list(ranks: tuple[int, ...]) -> str:
+    return shorten(f"[{', '.join(map(str, ranks))}]")
+
+
+# --- a round ---------------------------------------------------------------------------------------------------
 
 
 class Round:
     """handle() takes the messages of members; advance() returns what to send, in the order in which things happened."""
 
     def __init__(
-        self, members: tuple[Member, ...], groups: tuple[tuple[int, ...], ...], settings: RoundSettings, now_ns: int
+        self,
+        number: int,
+        members: tuple[Member, ...],
+        groups: tuple[tuple[int, ...], ...],
+        now_ns: int,
+        *,
+        settings: Settings,
+        process_state: Callable[[Member], str],
+        host_name: Callable[[Member], str],
     ) -> None:
+        self.number = number
         self.members = members
         self.present = set(range(len(members)))
         """Ranks that have neither left nor been lost."""
@@ -66,29 +267,33 @@ class Round:
         self.vanished: set[int] = set()
         """Members that others have waited for too long and whose process is gone. The owner of the round declares them
         lost, unless it learns more about them."""
-        self._settings = settings
-        self._negotiator = Negotiator(len(members), fusion_bytes=settings.fusion_bytes)
-        self._groups = GroupRegistry(len(members), groups)
-        for group, ranks in self._groups.items()[1:]:
-            self._negotiator.add_group(group, ranks)
-        self._stall_inspector = StallInspector(settings.stall_s, reply_timeout_s=STACK_REPLY_TIMEOUT_S)
-        self._waits: list[WaitingOperation] = []
-        self._late: set[int] = set()
-        """Members that others have waited for too long."""
+        self._process_state = process_state
+        self._host_name = host_name
+        self.negotiator = Negotiator(len(members), fusion_bytes=settings.fusion_bytes)
+        for ranks in groups:
+            self.negotiator.add_group(ranks)
+        self._group_changes: list[deque[ChangeGroups]] = [deque() for _ in members]
+        """By rank, the changes that it has asked for and others have not yet."""
+        self._loss = ""
+        """Why no change of groups can be made any more: a rank is lost."""
+        self._leave_grace_ns = int(min(LEAVE_GRACE_S, settings.shutdown_s) * 1e9)
+        """The others learn this much later that a rank has left: they may still be finishing what it has finished."""
         self._leaving: dict[int, tuple[int, MembershipEnd]] = {}  # with due_ns
-        self._sends: list[Send] = []
+        self._sends = [Send(tuple(self.present), RoundStarted(number, members))]
         self._started_ns = now_ns
+        self._stall_ns = int(settings.stall_s * 1e9)
+        self._stall_inspector = StallInspector(settings.stall_s, reply_timeout_s=STACK_REPLY_TIMEOUT_S)
         self._stall_check_interval_ns = (
-            min(1_000_000_000, max(20_000_000, int(settings.stall_s * 1e8))) if settings.stall_s else NEVER_NS
+            min(1_000_000_000, max(20_000_000, self._stall_ns // 10)) if self._stall_ns else NEVER_NS
         )
         self._next_stall_check_ns = now_ns + self._stall_check_interval_ns
         self._num_stalls_queried = 0
+        self._waits: list[WaitingOperation] = []
+        self._late: set[int] = set()
+        """Members that others have waited for too long."""
         self._missing: dict[int, RankStack] = {}
         """The ranks that the first failed member had waited for, and where they are."""
         self._missing_query_id = 0
-
-    def start(self, number: int) -> None:
-        self._send(self.present, RoundStarted(number, self.members))
 
     @property
     def first_lost(self) -> tuple[int, MembershipEnd] | None:
@@ -101,38 +306,29 @@ class Round:
         first = self.first_lost
         if first is None:
             return None
-        rank = first[0]
-        if self.ended_members[rank].reason is LeaveReason.MISMATCHED:
-            ends = sorted(self.ended_members.items())
-            disagreeing = [(other, end.line) for other, end in ends if self._has_disagreed(end)]
-            return Whereabouts(rank, disagreeing=tuple(self._stack(other, line=line) for other, line in disagreeing))
-        return Whereabouts(rank, missing=tuple(self._missing.values())) if self._missing else None
-
-    def _has_disagreed(self, end: MembershipEnd) -> bool:
-        """Whether a member left because members disagreed, or because it lost a member that left for that reason."""
-        lost = None if end.lost_peer is None else self.ended_members.get(end.lost_peer)
-        return LeaveReason.MISMATCHED in (end.reason, None if lost is None else lost.reason)
+        if first[1].reason is LeaveReason.MISMATCHED:
+            ends = self.ended_members
+            mismatched = {rank for rank, end in ends.items() if end.reason is LeaveReason.MISMATCHED}
+            disagreeing = (rank for rank in sorted(ends) if mismatched & {rank, ends[rank].lost_peer})
+            return Whereabouts(first[0], disagreeing=tuple(self._stack(r, line=ends[r].line) for r in disagreeing))
+        return Whereabouts(first[0], missing=tuple(self._missing.values())) if self._missing else None
 
     def membership_end(self, rank: int) -> MembershipEnd | None:
         """Return how a membership ended, even if the others have not learned of it yet; None while it lasts."""
         return self.ended_members.get(rank) or (self._leaving[rank][1] if rank in self._leaving else None)
 
-    def members_of(self, group: int) -> tuple[int, ...]:
-        """Return the ranks of a group; empty if there is no such group."""
-        return self._groups.members(group)
-
-    def missing(self, group: int, name: str) -> tuple[int, ...]:
-        """Return the ranks that a named operation waits for; empty if it is not pending."""
-        return self._negotiator.missing(group, name)
-
     def handle(self, rank: int, message: WorkerMessage, now_ns: int) -> bool:
         """Take the message of a present member; returns False if it is not a message about a round."""
         if type(message) is AnnounceOperations:
-            self._negotiator.announce(rank, message, now_ns)
+            self.negotiator.announce(rank, message, now_ns)
         elif type(message) is ChangeGroups:
-            self._change_groups(self._groups.request_change(rank, message))
+            self._group_changes[rank].append(message)
+            if self._loss:
+                self._refuse_group_changes()
+            elif all(self._group_changes):
+                self._change_groups()
         elif type(message) is MissingRanksQuery:
-            ranks = self.missing(message.group, message.name)
+            ranks = self.negotiator.missing(message.group, message.name)
             self._send((rank,), MissingRanks(message.group, message.name, ranks))
         elif type(message) is WaitingTooLong:
             self._on_waiting(rank, message, now_ns)
@@ -145,9 +341,9 @@ class Round:
         return True
 
     def member_left(self, rank: int, end: MembershipEnd, now_ns: int) -> None:
-        """A member has left orderly. The others learn of it after leave_grace_s."""
+        """A member has left orderly. The others learn of it after a moment."""
         self.present.discard(rank)
-        self._leaving[rank] = (now_ns + int(self._settings.leave_grace_s * 1e9), end)
+        self._leaving[rank] = (now_ns + self._leave_grace_ns, end)
 
     def member_lost(self, rank: int, end: MembershipEnd) -> None:
         """A member has died or failed. The others learn of it at once."""
@@ -157,10 +353,11 @@ class Round:
         why = end.description
         self.present.discard(rank)
         self._leaving.pop(rank, None)
-        self._negotiator.rank_lost(rank, why)
+        self.negotiator.rank_lost(rank, why)
         self._send(self.present, RankLost(rank, why))
         # After RankLost: a rank that waits for a change of groups must know of the loss when the change is refused.
-        self._change_groups(self._groups.rank_lost(rank, why))
+        self._loss = self._loss or f"rank {rank} is gone: {why}"
+        self._refuse_group_changes()
 
     def advance(self, now_ns: int) -> list[Send]:
         """Return what to send now. Called when all messages that were there have been handled."""
@@ -171,12 +368,13 @@ class Round:
             self._check_stalls(now_ns)
         if self._num_stalls_queried:
             self._report_stalls(now_ns)
-        sends = self._negotiator.take_sends()
+        sends = self.negotiator.take_sends()
         if self._sends:
             sends = [*self._sends, *sends]
             self._sends = []
-        if len(self.present) < len(self.members):
-            sends = list(self._only_to_present(sends))
+        if len(self.present) < len(self.members):  # one that has left may already be joining the next round
+            to_present = ((tuple(rank for rank in ranks if rank in self.present), message) for ranks, message in sends)
+            sends = [Send(ranks, message) for ranks, message in to_present if ranks]
         return sends
 
     def next_due_ns(self, now_ns: int) -> int:
@@ -189,96 +387,87 @@ class Round:
     def _send(self, ranks: Iterable[int], message: CoordinatorMessage) -> None:
         """Queue a message after what the negotiator has decided so far: operations that run before a loss are
         sent before it."""
-        self._sends += self._negotiator.take_sends()
+        self._sends += self.negotiator.take_sends()
         self._sends.append(Send(tuple(ranks), message))
 
-    def _only_to_present(self, sends: list[Send]) -> Iterator[Send]:
-        """Drop the recipients that are not present: one that has left may already be joining the next round."""
-        for ranks, message in sends:
-            present = tuple(rank for rank in ranks if rank in self.present)
-            if present:
-                yield Send(present, message)
+    def _change_groups(self) -> None:
+        """Make the change that all ranks have asked for, or refuse it to all."""
+        changes = [requested.popleft() for requested in self._group_changes]
+        first = changes[0]
+        error = ""
+        if any(change != first for change in changes):
+            answers = {
+                rank: f"removal of group {change.id}" if change.id else f"a new group of {list(change.ranks)}"
+                for rank, change in enumerate(changes)
+            }
+            error = f"ranks disagree on the change of groups: {format_rank_answers(answers)}"
+        elif not first.id:
+            error = _find_group_error(first.ranks, len(self.members))
+        elif not self.negotiator.members(first.id):
+            error = f"group {first.id} does not exist, or was removed"
+        if error:
+            for rank, change in enumerate(changes):
+                self._send((rank,), GroupsChanged(change.ranks, change.id, reason=error))
+        elif first.id:
+            ranks = self.negotiator.remove_group(first.id)
+            self._send(range(len(changes)), GroupsChanged(ranks, first.id, removed=True))
+        else:
+            self._send(range(len(changes)), GroupsChanged(first.ranks, self.negotiator.add_group(first.ranks)))
 
-    def _change_groups(self, changes: Iterable[tuple[int, GroupsChanged]]) -> None:
-        done = False
-        for rank, changed in changes:
-            self._send((rank,), changed)
-            if not done and not changed.reason:
-                done = True  # every rank gets the same answer
-                if changed.removed:
-                    self._negotiator.remove_group(changed.id)
-                else:
-                    self._negotiator.add_group(changed.id, changed.ranks)
+    def _refuse_group_changes(self) -> None:
+        for rank, requested in enumerate(self._group_changes):
+            while requested:
+                change = requested.popleft()
+                self._send((rank,), GroupsChanged(change.ranks, change.id, reason=self._loss))
 
     def _query_missing(self, ranks: Iterable[int]) -> None:
         """Ask the ranks that a member has waited for in vain where they are, before the loss ends their own waits."""
         queried = [rank for rank in sorted(set(ranks)) if 0 <= rank < len(self.members)]
         for rank in queried:
             end = self.membership_end(rank)
-            state = self._settings.process_state(self.members[rank])
-            self._missing[rank] = self._stack(rank, why=end.description if end is not None else describe_silence(state))
+            silence = describe_silence(self._process_state(self.members[rank]))
+            self._missing[rank] = self._stack(rank, why=end.description if end is not None else silence)
         self._missing_query_id = self._stall_inspector.new_query_id()
         self._send(queried, StackRequest(self._missing_query_id))
 
     def _stack(self, rank: int, *, line: str = "", why: str = "") -> RankStack:
         member = self.members[rank]
-        return RankStack(rank=rank, host=self._settings.host_name(member), pid=member.pid, line=line, why=why)
+        return RankStack(rank=rank, host=self._host_name(member), pid=member.pid, line=line, why=why)
 
     # --- stalls ----------------------------------------------------------------------------------------------------
 
     def _on_waiting(self, rank: int, message: WaitingTooLong, now_ns: int) -> None:
         """Keep the report of a member until the next check. Its clock may differ, so the time is limited to what is
         possible."""
-        limit_ns = int(self._settings.stall_s * 1e9)
-        if not limit_ns:
-            return
-        since_ns = min(max(message.since_ns, self._started_ns), now_ns - limit_ns)
-        missing = tuple(sorted({other for other in message.missing if 0 <= other < len(self.members)}))
-        self._waits.append(
-            WaitingOperation(
-                op=message.op,
-                group=message.group,
-                since_ns=since_ns,
-                missing=missing,
-                present=(rank,),
-                call=message.call,
-            )
-        )
+        if self._stall_ns:
+            since_ns = min(max(message.since_ns, self._started_ns), now_ns - self._stall_ns)
+            missing = tuple(sorted({other for other in message.missing if 0 <= other < len(self.members)}))
+            op, group, call = message.op, message.group, message.call
+            wait = WaitingOperation(op=op, group=group, since_ns=since_ns, missing=missing, present=(rank,), call=call)
+            self._waits.append(wait)
 
     def _check_stalls(self, now_ns: int) -> None:
         self._next_stall_check_ns = now_ns + self._stall_check_interval_ns
-        late_ns = now_ns - int(self._settings.stall_s * 1e9)
-        named = [
-            WaitingOperation(
-                op=late.description,
-                group=late.group,
-                since_ns=late.since_ns,
-                missing=late.missing,
-                present=late.announced,
-            )
-            for late in itertools.islice(self._negotiator.pending(late_ns), MAX_STALLS_CHECKED)
-        ]
-        waits, self._waits = self._waits, []
-        self._late.update(rank for wait in (*named, *waits) for rank in wait.missing)
-        self._find_vanished()
-        for stall in self._stall_inspector.overdue(now_ns, [*named, *waits]):
+        named = itertools.islice(self.negotiator.pending(now_ns - self._stall_ns), MAX_STALLS_CHECKED)
+        waits = [*named, *self._waits]
+        self._waits.clear()
+        self._late.update(rank for wait in waits for rank in wait.missing)
+        self._late &= self.present
+        # The connection of a process that is gone stays open if a child process has inherited it.
+        self.vanished = {rank for rank in self._late if self._process_state(self.members[rank]) == GONE}
+        for stall in self._stall_inspector.overdue(now_ns, waits):
             self._num_stalls_queried += 1
             self._send(stall.asked_ranks, StackRequest(stall.query_id))
-
-    def _find_vanished(self) -> None:
-        """Find late members whose process is gone: their connection stays open if a child process inherited it."""
-        self._late &= self.present
-        self.vanished = {rank for rank in self._late if self._settings.process_state(self.members[rank]) == GONE}
 
     def _report_stalls(self, now_ns: int) -> None:
         for stall in self._stall_inspector.take_finished(now_ns):
             self._num_stalls_queried -= 1
-            self._send(self.present, self._make_stall_report(stall, now_ns))
-
-    def _make_stall_report(self, stall: Stall, now_ns: int) -> StallReport:
-        wait = stall.longest_waiting
-        settings = self._settings
-        text = describe_stall(
-            stall, now_ns, members=self.members, process_state=settings.process_state, host_name=settings.host_name
-        )
-        return StallReport(wait.op, wait.group, stall.waited_s(now_ns), wait.missing, text)
+            text = describe_stall(
+                stall,
+                now_ns,
+                members=self.members,
+                process_state=self._process_state,
+                host_name=self._host_name,
+            )
+            wait = stall.longest_waiting
+            self._send(self.present, StallReport(wait.op, wait.group, stall.waited_s(now_ns), wait.missing, text))

@@ -21,9 +21,9 @@ from ronde.coordinator.coordinator import (
     RankConnected,
     RankDisconnected,
 )
-from ronde.coordinator.membership import LostPeer, MembershipEnd
 from ronde.coordinator.negotiation import Send
 from ronde.coordinator.queries import OnStacks
+from ronde.coordinator.rounds import LostPeer, MembershipEnd
 from ronde.net.addresses import format_address, host_identity
 from ronde.net.connect import Connection, describe_disconnect, is_closed
 from ronde.net.control import ControlServer
@@ -39,7 +39,6 @@ from ronde.types import Deadline
 
 CLOSE_TIMEOUT_S = 5.0
 """How long the thread may take to close its sockets, after all other waits."""
-MAX_WAIT_S = 60.0
 
 logger = logging.getLogger("ronde.coordinator")
 stall_logger = logging.getLogger("ronde.stall")
@@ -98,25 +97,24 @@ class CoordinatorServer:
         self._loop.call_soon_threadsafe(lambda: self._handle(ProcessExited(rank, how)))
 
     def first_lost(self) -> tuple[int, MembershipEnd] | None:
-        """Return the first rank that was lost in the newest round that lost one, and how."""
+        """As CoordinatorCore.first_lost, whereabouts and lost_peers."""
         return self.thread.call(lambda: self._core.first_lost)
 
     def whereabouts(self) -> Whereabouts | None:
-        """Return where ranks were when the rank of first_lost() failed, if it failed in an operation."""
         return self.thread.call(lambda: self._core.whereabouts)
 
     def lost_peers(self) -> dict[int, LostPeer]:
-        """Return, by rank, those that failed in the newest round because another rank was gone."""
         return self.thread.call(lambda: dict(self._core.lost_peers))
 
     def activity(self) -> JobActivity:
-        return self.thread.call(lambda: self._core.activity(time.monotonic_ns()))
+        return self.thread.call(lambda: self._core.queries.activity(time.monotonic_ns()))
 
     def request_stacks(self, deadline: Deadline, on_done: OnStacks) -> None:
         """Call on_done in the server's thread with the stacks of all ranks that answer before the deadline."""
 
         def start() -> None:
-            self._send(self._core.start_stack_query(time.monotonic_ns() + int(deadline.remaining_s * 1e9), on_done))
+            due_ns = time.monotonic_ns() + int(deadline.remaining_s * 1e9)
+            self._send(self._core.queries.start_stack_query(due_ns, on_done))
             self._schedule_advance()
 
         self.thread.call(start)
@@ -195,7 +193,7 @@ class CoordinatorServer:
         self._advance_scheduled = False
         now_ns = time.monotonic_ns()
         self._send(self._core.advance(now_ns))
-        due_s = min(MAX_WAIT_S, max(0.0, (self._core.next_due_ns(now_ns) - now_ns) / 1e9)) + now_ns / 1e9
+        due_s = self._core.next_due_ns(now_ns) / 1e9
         if self._timer is None or not self._timer.pending or self._timer.due_s > due_s:
             if self._timer is not None:
                 self._timer.cancel()

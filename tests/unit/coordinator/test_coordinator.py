@@ -13,13 +13,15 @@ from ronde.coordinator.coordinator import (
     RankConnected,
     RankDisconnected,
 )
-from ronde.coordinator.membership import MembershipEnd
 from ronde.coordinator.negotiation import Send
+from ronde.coordinator.rounds import MembershipEnd
 from ronde.net.handshake import ConnectionRequest
 from ronde.net.messages import (
     LIVENESS,
     VERSION,
+    ActivityReport,
     AdmissionStatus,
+    ArrivalSamples,
     CoordinatorMessage,
     EndRound,
     JoinRefused,
@@ -27,16 +29,21 @@ from ronde.net.messages import (
     LeaveConfirmed,
     LeaveReason,
     LeaveRound,
+    RankHeartbeat,
+    RankHeartbeatReply,
     RankLost,
     RoundStarted,
     StackReply,
     StackRequest,
+    StallReport,
     WorkerMessage,
 )
+from ronde.observe.activity import ActivitySample, CurrentOperation
 from ronde.observe.stacks import RankStack
+from ronde.observe.stragglers import ArrivalSample
 from ronde.settings import Settings
 from ronde.types import Member
-from tests.unit.coordinator.scripted_ranks import allreduce
+from tests.unit.coordinator.requests import announce
 
 S = 10**9
 GONE = MembershipEnd(LeaveReason.PROCESS_GONE)
@@ -83,14 +90,24 @@ class Script:
         self.now_ns = end_ns
         self._deliver(self.core.advance(self.now_ns))
 
-    def start(self) -> list[int]:
+    def start(self, attempt: str = "first") -> list[int]:
         """A round with all ranks; returns their connections."""
-        connections = [self.connect(rank) for rank in range(self.size)]
+        connections = [self.connect(rank, attempt) for rank in range(self.size)]
         for rank in range(self.size):
             self.join(rank)
         self.advance()
         assert all(isinstance(self.sent[rank].pop(), RoundStarted) for rank in range(self.size))
         return connections
+
+    def exit(self, rank: int, how: str) -> None:
+        self.core.handle(ProcessExited(rank, how), self.now_ns)
+
+    def leave(self, rank: int, reason: LeaveReason = LeaveReason.SHUTDOWN, detail: str = "") -> None:
+        self.send(rank, LeaveRound(reason, detail))
+        assert self.sent[rank].pop() == LeaveConfirmed()
+
+    def states(self) -> list[tuple[str, str]]:
+        return [(rank.state, rank.why) for rank in self.core.queries.activity(self.now_ns).ranks]
 
     def _deliver(self, sends: list[Send]) -> None:
         for ranks, message in sends:
@@ -150,6 +167,15 @@ def test_a_second_process_of_a_rank_is_refused_while_the_first_lives_and_retries
     assert script.admit(1, "second") is AdmissionStatus.ADMITTED
 
 
+def test_a_second_process_that_comes_before_the_round_starts_has_it_refused() -> None:
+    script = Script(2)
+    script.connect(0)
+    assert script.admit(0, "second") is AdmissionStatus.REFUSED
+    script.join(0)
+    script.advance()
+    assert script.sent[0] == [JoinRefused("two processes say that they are rank 0; give each its own RONDE_RANK")]
+
+
 @pytest.mark.parametrize(("rank", "purpose"), [(2, LIVENESS), (-1, LIVENESS), (0, "data")])
 def test_who_cannot_be_a_rank_of_this_job_is_refused(rank: int, purpose: str) -> None:
     assert Script(2).admit(rank, purpose=purpose) is AdmissionStatus.REFUSED
@@ -158,7 +184,7 @@ def test_who_cannot_be_a_rank_of_this_job_is_refused(rank: int, purpose: str) ->
 def test_who_comes_for_a_round_that_this_coordinator_does_not_serve_retries() -> None:
     script = Script(1)
     script.start()
-    script.send(0, LeaveRound(LeaveReason.SHUTDOWN))
+    script.leave(0)
     assert script.admit(0, "next") is AdmissionStatus.RETRY
     closing = Script(1, rounds=None)
     closing.core.stop_admitting()
@@ -169,7 +195,7 @@ def test_after_a_refusal_the_former_connection_does_not_prevent_another_attempt(
     script = Script(2)
     script.connect(0)
     script.join(0)
-    script.core.handle(ProcessExited(1, "exited with code 3"), script.now_ns)
+    script.exit(1, "exited with code 3")
     script.advance()
     assert script.sent[0] == [JoinRefused("rank 1 ended before the round began (exited with code 3)")]
     assert script.admit(0, "again") is AdmissionStatus.ADMITTED
@@ -194,9 +220,8 @@ def test_the_launcher_knows_more_than_the_connection_and_the_rank_more_than_the_
     connections = script.start()
     for rank in (1, 2):
         script.disconnect(rank, connections[rank])
-        script.core.handle(ProcessExited(rank, "exited with code 1"), script.now_ns)
-    script.send(2, LeaveRound(LeaveReason.FAILED, "ValueError: boom"))
-    assert script.sent[2] == [LeaveConfirmed()]
+        script.exit(rank, "exited with code 1")
+    script.leave(2, LeaveReason.FAILED, "ValueError: boom")
     script.advance(1)
     assert script.sent[0] == [RankLost(2, "ValueError: boom"), RankLost(1, "exited with code 1")]
     assert script.core.first_lost == (2, MembershipEnd(LeaveReason.FAILED, "ValueError: boom"))
@@ -205,14 +230,14 @@ def test_the_launcher_knows_more_than_the_connection_and_the_rank_more_than_the_
 def test_a_member_whose_process_is_gone_is_lost_though_its_connection_is_open() -> None:
     script = Script(2, stall_s=5, state="gone")
     script.start()
-    script.send(0, allreduce("w"))
+    script.send(0, announce("w"))
     script.advance(7)
     assert RankLost(1, "its process is gone") in script.sent[0]
 
 
 def test_an_exit_is_remembered_until_another_process_of_the_rank_connects() -> None:
     script = Script(2, rounds=None)
-    script.core.handle(ProcessExited(1, "killed by signal 9"), script.now_ns)
+    script.exit(1, "killed by signal 9")
     script.connect(0)
     script.connect(1)
     script.join(0)
@@ -221,34 +246,149 @@ def test_an_exit_is_remembered_until_another_process_of_the_rank_connects() -> N
     assert isinstance(script.sent[0][-1], RoundStarted)
 
 
+def test_a_rank_whose_script_just_ends_is_missed_but_not_shown_as_lost() -> None:
+    script = Script(2, rounds=None)
+    script.start()
+    script.leave(1, LeaveReason.SCRIPT_ENDED)
+    script.advance(2)
+    assert script.sent[0] == [RankLost(1, "exited without shutdown")]
+    assert script.states()[1] == ("left", "has come to the end of its script")
+    assert script.core.first_lost == (1, MembershipEnd(LeaveReason.SCRIPT_ENDED))
+
+
+def test_a_later_round_that_loses_a_rank_counts_and_one_that_loses_none_does_not() -> None:
+    script = Script(2, rounds=None)
+    for number, lost in enumerate((None, 1, None, 0)):
+        before = script.core.first_lost
+        script.start(f"attempt {number}")
+        if lost is not None:
+            script.leave(lost, LeaveReason.FAILED, f"rank {lost} broke")
+        for rank in {0, 1} - {lost}:
+            script.leave(rank)
+        script.advance()
+        expected = before if lost is None else (lost, MembershipEnd(LeaveReason.FAILED, f"rank {lost} broke"))
+        assert script.core.first_lost == expected
+
+
+def test_who_comes_early_to_the_next_round_waits_until_the_others_have_left_this_one() -> None:
+    script = Script(2, rounds=None)
+    script.start()
+    script.leave(0)
+    script.connect(0, "next")
+    script.join(0)
+    script.advance(2)
+    assert script.sent[0] == []
+    script.leave(1)
+    script.connect(1, "next")
+    script.join(1)
+    script.advance()
+    [started] = script.sent[0]
+    assert isinstance(started, RoundStarted) and started.round == 1
+
+
+@pytest.mark.parametrize("names", [(), ("a", "b")], ids=["no launcher", "a launcher"])
+def test_a_stall_names_the_host_as_the_launcher_does(names: tuple[str, ...]) -> None:
+    script = Script(2, stall_s=5, state="stopped")
+    script.core.host_names = names
+    script.start()
+    script.send(0, announce("w"))
+    script.advance(7)
+    [stalled] = (message for message in script.sent[0] if isinstance(message, StallReport))
+    host = "b" if names else "here"
+    assert f"rank 1 on host {host}, pid 101, does not answer; its process is stopped" in stalled.report
+
+
 # --- queries and the end ---------------------------------------------------------------------------------------------
 
 
-def test_stacks_are_handed_over_when_all_have_answered_or_the_time_is_over() -> None:
-    script = Script(2)
+def test_a_heartbeat_is_answered_with_the_clock() -> None:
+    script = Script(1)
+    script.send(0, RankHeartbeat(42))
+    assert script.sent[0] == [RankHeartbeatReply(42, script.now_ns)]
+
+
+def test_the_states_of_a_rank() -> None:
+    script = Script(3, rounds=None)
+    not_called = ("starting", "has not called ronde.init() yet")
+    assert script.states() == [not_called] * 3
+    script.connect(0)
+    script.join(0)
+    assert script.states() == [("starting", "is in init(), which waits for ranks 1, 2"), not_called, not_called]
+    first, second = script.core.queries.activity(script.now_ns).ranks[:2]
+    assert (first.host, first.pid, second.pid) == ("here", 100, 0)
+    connections = [script.connect(rank) for rank in (1, 2)]
+    for rank in (1, 2):
+        script.join(rank)
+    script.advance()
+    assert script.states() == [("running", "")] * 3
+    script.leave(1)
+    script.disconnect(2, connections[1])
+    script.advance(1)
+    left, lost = ("left", "has left the round by shutdown()"), ("lost", "its process is gone")
+    assert script.states() == [("running", ""), left, lost]
+
+
+def test_what_ranks_report_about_their_activity_is_put_together() -> None:
+    script = Script(2, rounds=None)
     script.start()
+    for second in (1, 2):
+        for rank in (0, 1):
+            waited_ns = S // 2 if rank == 0 else 0
+            arrival = ArrivalSample(second, 0, S // 2 - waited_ns, waited_ns, waited_ns)
+            arrivals = (ArrivalSamples("0.ordered", 0, (arrival,)), ArrivalSamples("9.ordered", 9, (arrival,)))
+            sample = ActivitySample(second * S, 10 * second, waiting_ns=waited_ns * second)
+            script.send(rank, ActivityReport(sample, arrivals))
+    first, other = script.core.queries.activity(script.now_ns).ranks
+    assert (first.steps, first.steps_per_s, first.computing, first.waiting) == (20, 10.0, 0.5, 0.5)
+    assert (other.computing, other.waiting) == (1.0, 0.0)
+    assert (first.held_up_s, other.held_up_s) == (0.0, 1.0)
+
+
+def test_a_named_operation_that_waits_shows_for_whom() -> None:
+    script = Script(3, rounds=None)
+    script.start()
+    script.advance(4)
+    for rank in (0, 1):
+        script.send(rank, announce("w"))
+        current = CurrentOperation("allreduce 'w' of group 0", S, named_operation=(0, "w"))
+        script.send(rank, ActivityReport(ActivitySample(4 * S, current_operation=current)))
+    activity = script.core.queries.activity(script.now_ns)
+    assert activity.slowest == 2
+    assert [rank.held_up_s for rank in activity.ranks] == [0.0, 0.0, 6.0]
+    assert activity.ranks[0].doing.endswith(" for rank 2 in allreduce 'w' of group 0")
+
+
+def test_stacks_are_handed_over_when_all_have_answered_or_the_time_is_over() -> None:
+    script = Script(3, state="stopped")
+    connections = script.start()
+    script.disconnect(2, connections[2])
+    script.advance(1)
+    script.sent[0].clear()
     found: list[tuple[RankStack, ...]] = []
     for _ in range(2):
-        script._deliver(script.core.start_stack_query(script.now_ns + S, found.append))
+        script._deliver(script.core.queries.start_stack_query(script.now_ns + S, found.append))
     complete, late = (message for message in script.sent[0] if isinstance(message, StackRequest))
     script.send(0, StackReply(complete.query_id, "a.py:1", ""))
     script.send(0, StackReply(late.query_id, "a.py:1", ""))
+    script.send(1, StackReply(late.query_id - 1, "an answer to another question", ""))
     assert not found
     script.send(1, StackReply(complete.query_id, "b.py:2", ""))
-    assert [stack.line for stack in found[0]] == ["a.py:1", "b.py:2"]
+    lost = ("", "is lost: its process is gone")
+    assert [(stack.line, stack.why) for stack in found[0]] == [("a.py:1", ""), ("b.py:2", ""), lost]
     script.advance(1)
-    assert [(stack.line, bool(stack.why)) for stack in found[1]] == [("a.py:1", False), ("", True)]
+    silent = ("", "does not answer; its process is stopped")
+    assert [(stack.line, stack.why) for stack in found[1]] == [("a.py:1", ""), silent, lost]
 
 
 def test_at_the_end_members_and_joining_ranks_get_the_reason_and_queries_their_answer() -> None:
     script = Script(2, rounds=None)
     script.start()
-    script.send(1, LeaveRound(LeaveReason.SHUTDOWN))
+    script.leave(1)
     script.connect(1, "next")
     script.join(1)
     found: list[tuple[RankStack, ...]] = []
-    script.core.start_stack_query(script.now_ns + S, found.append)
+    script.core.queries.start_stack_query(script.now_ns + S, found.append)
     assert script.core.close("enough") == [Send((0,), EndRound("enough")), Send((1,), JoinRefused("enough"))]
     assert len(found) == 1
-    script.core.start_stack_query(script.now_ns + S, found.append)
+    script.core.queries.start_stack_query(script.now_ns + S, found.append)
     assert len(found) == 2, "nobody would end this query"

@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ronde.coordinator.membership import LeaveReason, LostPeer, MembershipEnd
+from ronde.coordinator.rounds import LostPeer, MembershipEnd
 from ronde.launch.protocol import ExitReason, RankExit
+from ronde.net.messages import LeaveReason
 from ronde.observe.stacks import RankStack
 from ronde.observe.stalls import Whereabouts
 from ronde.text import describe_exit_code, format_ranks, shell_exit_code, shorten

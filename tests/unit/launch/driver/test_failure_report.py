@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from ronde.coordinator.membership import LeaveReason, LostPeer, MembershipEnd
+from ronde.coordinator.rounds import LostPeer, MembershipEnd
 from ronde.launch.driver.failure_report import StopRequest, make_failure_report
 from ronde.launch.protocol import ExitReason, RankExit
+from ronde.net.messages import LeaveReason
 from ronde.observe.stacks import RankStack
 from ronde.observe.stalls import Whereabouts
 from ronde.text import LOST_CODE, NOT_STARTED_CODE, describe_exit_code, shell_exit_code
