@@ -21,9 +21,8 @@ import msgspec
 from ronde.errors import ProtocolError, StartFailed
 from ronde.launch.agent.cgroup_limits import OomKillCounter, effective_cpu_count
 from ronde.launch.agent.orphans import OrphanKiller
-from ronde.launch.agent.process import CommandNotExecutable
-from ronde.launch.agent.rank import RankProcess
-from ronde.launch.agent.resource_usage import GpuMonitor, UsageSampler, available_cpus, read_session_usage
+from ronde.launch.agent.rank import CommandNotExecutable, RankProcess
+from ronde.launch.agent.resource_usage import GpuMonitor, UsageSampler, read_session_usage, sort_by_topology
 from ronde.launch.environment import login_variables
 from ronde.launch.protocol import (
     PREAMBLE,
@@ -81,7 +80,6 @@ class Agent:
         self._pause_requested = False
         """Whether the driver has asked for a pause, because the reader of its own output is behind."""
         self._backlogged = False
-        """Whether much waits to be sent to the driver."""
         self._closed = False
         self._orphan_killer: OrphanKiller | None = None
         self._prober: NetworkProber | None = None
@@ -118,17 +116,14 @@ class Agent:
                 pass
 
     def set_backlogged(self, backlogged: bool) -> None:
-        """Stop reading the output of ranks while the connection to the driver takes no more."""
-        self._backlogged = backlogged
-        self._update_reading()
-
-    @property
-    def _paused(self) -> bool:
-        return self._pause_requested or self._backlogged
+        """Stop reading the output of ranks while the connection to the driver takes no more. Idempotent."""
+        if backlogged != self._backlogged:
+            self._backlogged = backlogged
+            self._update_reading()
 
     def _update_reading(self) -> None:
         for rank in self._ranks.values():
-            rank.set_reading_paused(self._paused)
+            rank.set_reading_paused(self._pause_requested or self._backlogged)
 
     def close(self) -> None:
         """Kill all ranks and what they started, and free everything. Nothing is reported any more. Idempotent."""
@@ -138,7 +133,7 @@ class Agent:
         if self._sampling_timer is not None:
             self._sampling_timer.cancel()
         for rank in self._ranks.values():  # all of them, before waiting for each
-            rank.kill()
+            rank.signal(signal.SIGKILL)
         deadline = Deadline(RANK_KILL_TIMEOUT_S)
         for rank in self._ranks.values():
             rank.close(deadline)
@@ -150,8 +145,6 @@ class Agent:
     def _report(self, message: AgentMessage) -> None:
         if not self._closed:
             self.on_report(message)
-
-    # --- ranks -------------------------------------------------------------------------------------------------
 
     def _start_rank(self, order: RankOrder, pickled_call: bytes) -> None:
         if self._closed:  # by whoever got the report about the rank before this one
@@ -178,10 +171,10 @@ class Agent:
             code = NOT_EXECUTABLE_CODE if isinstance(error, CommandNotExecutable) else NOT_STARTED_CODE
             return self._report(RankExit(order.rank, code, ExitReason.NOT_STARTED, str(error)))
         self._ranks[order.rank] = rank
-        rank.set_reading_paused(self._paused)
+        rank.set_reading_paused(self._pause_requested or self._backlogged)
         self._report(RankStarted(order.rank, rank.pid))
         if self._sampling_timer is None:
-            self._schedule_sampling(0.0)
+            self._sampling_timer = self._loop.call_later(0.0, self._sample_usage)
 
     def _handle_rank_exit(self, number: int, exit_code: int) -> None:
         rank = self._ranks.pop(number)
@@ -189,26 +182,19 @@ class Agent:
         reason = choose_exit_reason(exit_code, killed_by_agent=rank.killed_by_agent, oom_killed=oom_killed)
         self._report(RankExit(number, exit_code, reason))
 
-    # --- resource usage ----------------------------------------------------------------------------------------
-
-    def _schedule_sampling(self, delay_s: float) -> None:
-        self._sampling_timer = self._loop.call_later(delay_s, self._sample_usage)
-
     def _sample_usage(self) -> None:
         if not self._ranks:
             self._sampling_timer = None
             return
         before_s = time.monotonic()
         self._oom_kill_counter.has_increased()  # so that an exit is explained by what happened in about the last second
-        rows = self._usage_sampler.sample(
-            before_s, {each: rank.pid for each, rank in self._ranks.items()}, read_session_usage()
-        )
+        pids = {number: rank.pid for number, rank in self._ranks.items()}
+        rows = self._usage_sampler.sample(before_s, pids, read_session_usage())
         self._gpu_monitor = self._gpu_monitor or GpuMonitor()
         if rows and not self._backlogged:
             self._report(UsageReport(rows, self._gpu_monitor.sample()))
-        self._schedule_sampling(max(USAGE_INTERVAL_S, (time.monotonic() - before_s) / MAX_SAMPLING_SHARE))
-
-    # --- the network -------------------------------------------------------------------------------------------
+        delay_s = max(USAGE_INTERVAL_S, (time.monotonic() - before_s) / MAX_SAMPLING_SHARE)
+        self._sampling_timer = self._loop.call_later(delay_s, self._sample_usage)
 
     def _probe(self, request: ProbeRequest) -> None:
         if self._prober is None:
@@ -220,7 +206,7 @@ class Agent:
 
 
 def make_hello() -> AgentHello:
-    cpus = available_cpus()
+    cpus = sort_by_topology(os.sched_getaffinity(0))
     return AgentHello(
         version=__version__,
         python=".".join(map(str, sys.version_info[:3])),
@@ -253,7 +239,7 @@ class AgentServer:
         self._frame_reader = make_driver_message_reader()
         self._last_received_s = time.monotonic()
         self._heartbeat_timeout_s = 0.0
-        self._backlogged = False
+        self._agent = Agent(loop, self._report, host_variables=login_variables(os.environ))
         self._report_writer = PipeWriter(
             loop,
             output_fd,
@@ -262,7 +248,6 @@ class AgentServer:
         )
         self._order_reader = PipeReader(loop, input_fd, self._handle_data, lambda: self.stop("the driver has gone"))
         self._report_writer.write(PREAMBLE)
-        self._agent = Agent(loop, self._report, host_variables=login_variables(os.environ))
 
     def stop(self, reason: str) -> None:
         """Safe in a signal handler."""
@@ -285,16 +270,13 @@ class AgentServer:
             return
         for message in messages:
             if isinstance(message, DriverHeartbeat):
-                self._handle_heartbeat(message)
+                if not self._heartbeat_timeout_s:
+                    self._loop.call_later(message.timeout_s, self._check_heartbeat)
+                self._heartbeat_timeout_s = message.timeout_s
             elif isinstance(message, StopAgent):
                 return self.stop("the driver stopped it")
             else:
                 self._agent.handle(message)
-
-    def _handle_heartbeat(self, heartbeat: DriverHeartbeat) -> None:
-        if not self._heartbeat_timeout_s:
-            self._loop.call_later(heartbeat.timeout_s, self._check_heartbeat)
-        self._heartbeat_timeout_s = heartbeat.timeout_s
 
     def _check_heartbeat(self) -> None:
         silent_s = time.monotonic() - self._last_received_s
@@ -305,13 +287,11 @@ class AgentServer:
 
     def _report(self, message: AgentMessage) -> None:
         self._report_writer.write(encode_frame(message))
-        if not self._backlogged and self._report_writer.pending_bytes > HIGH_WATER_BYTES:
-            self._backlogged = True
+        if self._report_writer.pending_bytes > HIGH_WATER_BYTES:
             self._agent.set_backlogged(True)
 
     def _handle_written(self) -> None:
-        if self._backlogged and self._report_writer.pending_bytes < LOW_WATER_BYTES:
-            self._backlogged = False
+        if self._report_writer.pending_bytes < LOW_WATER_BYTES:
             self._agent.set_backlogged(False)
 
 

@@ -27,15 +27,9 @@ class CgroupLimits:
 
 
 def read_cgroup_limits(root: Path = Path("/")) -> CgroupLimits:
-    quotas: list[float] = []
-    memory_limits: list[int] = []
-    available: list[int] = []
-    process_limits: list[int] = []
+    quotas, memory_limits, available, process_limits = [], [], [], []
     for group in _cgroup_dirs(root, "cpu"):
-        quota = _read_words(group / "cpu.max") or [
-            *_read_words(group / "cpu.cfs_quota_us"),
-            *_read_words(group / "cpu.cfs_period_us"),
-        ]
+        quota = _read_words(group / "cpu.max", group / "cpu.cfs_quota_us", group / "cpu.cfs_period_us")
         if len(quota) == 2 and quota[0].isdigit():  # else "max", or -1
             quotas.append(int(quota[0]) / int(quota[1]))
     for group in _cgroup_dirs(root, "memory"):
@@ -81,17 +75,14 @@ def _read_lines(path: Path) -> list[str]:
         return []
 
 
-def _read_words(path: Path) -> list[str]:
-    return [word for line in _read_lines(path) for word in line.split()]
+def _read_words(*paths: Path) -> list[str]:
+    """Return the words in those of these files that exist: the two versions name their files differently."""
+    return [word for path in paths for line in _read_lines(path) for word in line.split()]
 
 
 def _read_number(*paths: Path) -> int | None:
-    """Return the number in the first of these files that exists, None if it holds no number."""
-    for path in paths:
-        words = _read_words(path)
-        if words:
-            return int(words[0]) if words[0].isdigit() else None
-    return None
+    words = _read_words(*paths)
+    return int(words[0]) if words and words[0].isdigit() else None
 
 
 class OomKillCounter:

@@ -1,4 +1,4 @@
-"""One rank of an agent: its process, its pipes or ptys, and its result.
+"""One rank as seen by its agent: its process, its pipes or ptys, and its result.
 
     standard input     empty, or the rank's pty, or a pipe beside that (order.stdin_pipe)
     standard output    a pipe; a pty that does not change the bytes (order.output_ptys); or the rank's pty (order.tty)
@@ -11,16 +11,17 @@ The last two exist when there is a pickled call. All output of a rank is reporte
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import select
 import signal
 import subprocess
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
-
+from ronde.errors import StartFailed
 from ronde.launch.agent.orphans import OrphanKiller
-from ronde.launch.agent.process import ChildProcess, describe_spawn_error, spawn
 from ronde.launch.protocol import AgentMessage, FunctionResult, RankOrder, RankOutput, StdStream
 from ronde.launch.timeouts import OUTPUT_DRAIN_TIMEOUT_S
 from ronde.launch.tty import EOF_CHARACTER, open_pty, set_window_size, with_controlling_terminal
@@ -33,11 +34,27 @@ MAX_PENDING_INPUT_BYTES = 1024 * 1024
 """What is typed beyond this, into a terminal that the rank does not read from, is lost, as in any terminal."""
 RESULT_LENGTH_BYTES = 8
 
+LIMIT_ADVICE = {
+    errno.E2BIG: "its arguments and its environment are larger than the system allows; pass large values by file",
+    errno.EAGAIN: "no more processes may be started; raise the limit (ulimit -u), or start fewer ranks",
+    errno.ENOMEM: "there is no memory for another process; start fewer ranks, or use a larger host",
+    errno.EMFILE: "no more files may be open; raise the limit (ulimit -n), or start fewer ranks",
+    errno.ENFILE: "no more files may be open on the whole host; raise fs.file-max, or start fewer ranks",
+}
+
 _STREAMS: tuple[StdStream, ...] = ("out", "err")
 
 
+class CommandNotExecutable(StartFailed):
+    """The command exists but is no program that may be run."""
+
+
 class RankProcess:
-    """A rank from its start, which may raise StartFailed, to its end: then on_exit is called with the exit code."""
+    """A rank from its start, which may raise StartFailed, to its end: then on_exit is called with the exit code.
+
+    Its process leads a session and a process group, and keeps its process id until it is reaped. So until then what is
+    left of the group can be killed without hitting an unrelated process.
+    """
 
     def __init__(
         self,
@@ -50,101 +67,128 @@ class RankProcess:
         on_exit: Callable[[int], None],
     ) -> None:
         self.killed_by_agent = False
-        self._rank = order.rank
+        self._order = order
         self._loop = loop
+        self._orphan_killer = orphan_killer
         self._on_report = on_report
         self._on_exit = on_exit
         self._exit_code: int | None = None
         self._drain_timer: Timer | None = None
-        pipes = _StdioPipes(order, has_call=bool(pickled_call))
+        parent_fds: dict[str, int] = {}
+        child_fds: dict[str, int] = {}
         try:
-            self._process = _spawn_rank(order, pipes, orphan_killer)
-        except BaseException:
-            pipes.close_parent_fds()
+            _open_pipes(order, bool(pickled_call), parent_fds, child_fds)
+            self._popen = _spawn(order, child_fds, orphan_killer)
+            self.pid = self._popen.pid
+            self._pidfd = self._watch_process()
+        except BaseException as error:
+            for fd in parent_fds.values():
+                os.close(fd)
+            if isinstance(error, OSError | ValueError):
+                raise describe_spawn_error(error, order) from None
             raise
         finally:
-            pipes.close_child_fds()
-        self._output_readers = {
-            stream: self._make_reader(pipes.parent_fds[stream], partial(self._report_output, stream))
+            for fd in child_fds.values():
+                os.close(fd)
+        loop.add_reader(self._pidfd, self._handle_process_exit)
+        self._readers: set[PipeReader] = set()
+        self._output_readers = [
+            self._add_reader(parent_fds[stream], partial(self._report_output, stream))
             for stream in _STREAMS
-            if stream in pipes.parent_fds
-        }
-        self._readers = set(self._output_readers.values())
-        self._stdin_writer = PipeWriter(loop, pipes.parent_fds["in"]) if order.tty else None
-        self._stdin_is_pipe = order.stdin_pipe
-        self._has_ptys = order.tty or order.output_ptys
+            if stream in parent_fds
+        ]
+        self._stdin_writer = PipeWriter(loop, parent_fds["in"]) if order.tty else None
         self._call_writer: PipeWriter | None = None
+        self._result = bytearray()
         if pickled_call:
-            self._call_writer = PipeWriter(loop, pipes.parent_fds["call"])
+            self._call_writer = PipeWriter(loop, parent_fds["call"])
             self._call_writer.write(pickled_call)
             self._call_writer.write_eof()
-            result_reader = _ResultReader(lambda data: on_report(FunctionResult(order.rank, data)))
-            self._readers.add(self._make_reader(pipes.parent_fds["result"], result_reader))
-        loop.add_reader(self._process.pidfd, self._handle_process_exit)
-
-    @property
-    def pid(self) -> int:
-        """The process id, which is also that of the rank's process group and session."""
-        return self._process.pid
+            self._add_reader(parent_fds["result"], self._result.extend)
 
     def signal(self, number: int) -> None:
         """Send a signal to the whole group."""
         self.killed_by_agent = self.killed_by_agent or number == signal.SIGKILL
-        self._process.signal(number)
+        self._signal_group(number)
 
     def write_input(self, data: bytes) -> None:
         """Write into the rank's terminal, if it has one; no data is the end of the input."""
         if self._stdin_writer is None:
             return
-        if self._stdin_is_pipe and not data:
+        if self._order.stdin_pipe and not data:
             self._stdin_writer.write_eof()
         elif self._stdin_writer.pending_bytes < MAX_PENDING_INPUT_BYTES:
             self._stdin_writer.write(data or EOF_CHARACTER)
 
     def resize_terminal(self, rows: int, columns: int) -> None:
-        for reader in self._output_readers.values():
-            if self._has_ptys and reader.fd >= 0:
+        for reader in self._output_readers:
+            if (self._order.tty or self._order.output_ptys) and reader.fd >= 0:
                 set_window_size(reader.fd, rows, columns)
 
     def set_reading_paused(self, paused: bool) -> None:
         """Stop reading output, so that the rank waits, or go on. What little a dead rank has left is read anyway."""
         if self._exit_code is None:
-            for reader in self._output_readers.values():
+            for reader in self._output_readers:
                 if paused:
                     reader.pause_reading()
                 else:
                     reader.resume_reading()
 
-    def kill(self) -> None:
-        self.signal(signal.SIGKILL)
-
     def close(self, deadline: Deadline) -> None:
         """Kill the rank if it still runs, and free everything; nothing is reported any more. Idempotent."""
         self._close_pipes()
         self._readers.clear()
-        if self._exit_code is None and self._process.pidfd >= 0:
-            self._loop.remove_reader(self._process.pidfd)
-            self.kill()
-            if self._process.wait(deadline):
-                self._exit_code = self._process.reap()
-            self._process.close()
+        if self._pidfd >= 0:
+            self.signal(signal.SIGKILL)
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            has_ended = poll.poll(deadline.remaining_s * 1000)
+            self._close_pidfd()
+            if has_ended:
+                self._reap()
 
-    def _make_reader(self, fd: int, on_data: Callable[[bytes], None]) -> PipeReader:
-        reader = PipeReader(self._loop, fd, on_data, lambda: self._handle_reader_closed(reader))
+    def _watch_process(self) -> int:
+        self._orphan_killer.watch_group(self.pid)
+        try:
+            return os.pidfd_open(self.pid)
+        except OSError as error:
+            self._reap()
+            raise StartFailed(f"process {self.pid} cannot be watched ({error.strerror}); raise ulimit -n") from None
+
+    def _signal_group(self, number: int) -> None:
+        if self._exit_code is None:
+            # It ended in between; or all that is left runs as another user.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, number)
+
+    def _reap(self) -> None:
+        """Kill what is left of the group and get the leader's exit code."""
+        self._signal_group(signal.SIGKILL)
+        self._orphan_killer.forget_group(self.pid)
+        self._exit_code = self._popen.wait()
+
+    def _close_pidfd(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+
+    def _add_reader(self, fd: int, on_data: Callable[[bytes], None]) -> PipeReader:
+        def on_closed() -> None:
+            self._readers.discard(reader)
+            self._finish_if_done()
+
+        reader = PipeReader(self._loop, fd, on_data, on_closed)
+        self._readers.add(reader)
         return reader
 
     def _report_output(self, stream: StdStream, data: bytes) -> None:
-        self._on_report(RankOutput(self._rank, stream, data))
+        self._on_report(RankOutput(self._order.rank, stream, data))
 
     def _handle_process_exit(self) -> None:
-        self._loop.remove_reader(self._process.pidfd)
+        self._close_pidfd()
         self.set_reading_paused(False)
-        self._exit_code = self._process.reap()
+        self._reap()
         self._drain_timer = self._loop.call_later(OUTPUT_DRAIN_TIMEOUT_S, self._drain_readers)
-        self._finish_if_done()
-
-    def _handle_reader_closed(self, reader: PipeReader) -> None:
-        self._readers.discard(reader)
         self._finish_if_done()
 
     def _drain_readers(self) -> None:
@@ -152,9 +196,14 @@ class RankProcess:
             reader.read_remaining()
 
     def _finish_if_done(self) -> None:
-        if self._exit_code is not None and not self._readers:
-            self._close_pipes()
-            self._on_exit(self._exit_code)
+        if self._exit_code is None or self._readers:
+            return
+        self._close_pipes()
+        length = int.from_bytes(self._result[:RESULT_LENGTH_BYTES], "big")
+        del self._result[:RESULT_LENGTH_BYTES]
+        if length and len(self._result) == length:
+            self._on_report(FunctionResult(self._order.rank, bytes(self._result)))
+        self._on_exit(self._exit_code)
 
     def _close_pipes(self) -> None:
         if self._drain_timer is not None:
@@ -164,82 +213,77 @@ class RankProcess:
                 pipe.close()
 
 
-class _StdioPipes:
-    """Both ends of all pipes and ptys between a rank and its agent, by name."""
-
-    def __init__(self, order: RankOrder, *, has_call: bool) -> None:
-        self.parent_fds: dict[str, int] = {}
-        self.child_fds: dict[str, int] = {}
-        try:
-            if order.tty:
-                self.parent_fds["out"], self.child_fds["out"] = open_pty(raw=False)
-                if order.stdin_pipe:
-                    self.child_fds["in"], self.parent_fds["in"] = os.pipe()
-                else:
-                    self.parent_fds["in"] = os.dup(self.parent_fds["out"])
-            else:
-                for stream in _STREAMS:
-                    self.parent_fds[stream], self.child_fds[stream] = (
-                        open_pty(raw=True) if order.output_ptys else os.pipe()
-                    )
-            if has_call:
-                self.child_fds["call"], self.parent_fds["call"] = os.pipe()
-                self.parent_fds["result"], self.child_fds["result"] = os.pipe()
-        except OSError as error:
-            self.close_parent_fds()
-            self.close_child_fds()
-            raise describe_spawn_error(error, order) from None
-
-    def close_parent_fds(self) -> None:
-        for fd in self.parent_fds.values():
-            os.close(fd)
-
-    def close_child_fds(self) -> None:
-        for fd in self.child_fds.values():
-            os.close(fd)
+def _open_pipes(order: RankOrder, has_call: bool, parent_fds: dict[str, int], child_fds: dict[str, int]) -> None:
+    """Add both ends of all pipes and ptys between a rank and its agent, by name."""
+    if order.tty:
+        parent_fds["out"], child_fds["out"] = open_pty(raw=False)
+        if order.stdin_pipe:
+            child_fds["in"], parent_fds["in"] = os.pipe()
+        else:
+            parent_fds["in"] = os.dup(parent_fds["out"])
+    else:
+        for stream in _STREAMS:
+            parent_fds[stream], child_fds[stream] = open_pty(raw=True) if order.output_ptys else os.pipe()
+    if has_call:
+        child_fds["call"], parent_fds["call"] = os.pipe()
+        parent_fds["result"], child_fds["result"] = os.pipe()
 
 
-def _spawn_rank(order: RankOrder, pipes: _StdioPipes, orphan_killer: OrphanKiller) -> ChildProcess:
+def _spawn(order: RankOrder, fds: dict[str, int], orphan_killer: OrphanKiller) -> subprocess.Popen[bytes]:
     inherited = {
-        variable: pipes.child_fds[name]
+        variable: fds[name]
         for variable, name in ((CALL_FD_VARIABLE, "call"), (RESULT_FD_VARIABLE, "result"))
-        if name in pipes.child_fds
+        if name in fds
     }
-    out = pipes.child_fds["out"]
-    order = msgspec.structs.replace(
-        order,
-        argv=with_controlling_terminal(out, order.argv) if order.tty else order.argv,
-        env={**order.env, **{variable: str(fd) for variable, fd in inherited.items()}},
-    )
-    return spawn(
-        order,
-        orphan_killer,
-        stdin=pipes.child_fds.get("in", out) if order.tty else subprocess.DEVNULL,
-        stdout=out,
-        stderr=pipes.child_fds.get("err", out),
-        inherited_fds=tuple(inherited.values()),
-    )
+    out = fds["out"]
+    before = os.sched_getaffinity(0)
+    try:
+        if order.cpus:  # a child inherits the affinity of the thread that starts it; other threads keep theirs
+            try:
+                os.sched_setaffinity(0, order.cpus)
+            except (OSError, ValueError, OverflowError):
+                wanted, allowed = (", ".join(map(str, sorted(each))) for each in (order.cpus, before))
+                raise StartFailed(
+                    f"it cannot be bound to core {wanted}: host {os.uname().nodename} lets us use {allowed}; "
+                    "run without core binding"
+                ) from None
+        return subprocess.Popen(
+            with_controlling_terminal(out, order.argv) if order.tty else order.argv,
+            env={**order.env, **{name: str(fd) for name, fd in inherited.items()}, **orphan_killer.cookie},
+            cwd=order.cwd or None,
+            stdin=fds.get("in", out) if order.tty else subprocess.DEVNULL,
+            stdout=out,
+            stderr=fds.get("err", out),
+            pass_fds=tuple(inherited.values()),
+            start_new_session=True,
+        )
+    finally:
+        if order.cpus:
+            os.sched_setaffinity(0, before)
 
 
-class _ResultReader:
-    """Collects a result, and passes it on when it is complete."""
-
-    def __init__(self, on_result: Callable[[bytes], None]) -> None:
-        self._on_result = on_result
-        self._parts: list[bytes] = []
-        self._num_bytes = -RESULT_LENGTH_BYTES
-        """Bytes of the result so far."""
-        self._length: int | None = None
-
-    def __call__(self, data: bytes) -> None:
-        self._parts.append(data)  # joined once: there may be hundreds of megabytes
-        self._num_bytes += len(data)
-        if self._length is None and self._num_bytes >= 0:
-            begin = b"".join(self._parts)
-            self._length, self._parts = (
-                int.from_bytes(begin[:RESULT_LENGTH_BYTES], "big"),
-                [begin[RESULT_LENGTH_BYTES:]],
-            )
-        if self._length is not None and self._num_bytes >= self._length:
-            result, self._parts = b"".join(self._parts), []
-            self._on_result(result)
+def describe_spawn_error(error: OSError | ValueError, order: RankOrder) -> StartFailed:
+    """Make the exception that says why a process could not be started, and what to do."""
+    if not isinstance(error, OSError):  # a null byte, or text that cannot be encoded
+        return StartFailed(f"its command or its environment cannot be handed to a process: {error}")
+    host = f"host {os.uname().nodename}"
+    if error.errno in LIMIT_ADVICE:
+        return StartFailed(f"{host}: {LIMIT_ADVICE[error.errno]}")
+    if order.cwd and error.filename == order.cwd:
+        problem = "does not exist" if isinstance(error, FileNotFoundError) else f"cannot be entered ({error.strerror})"
+        return StartFailed(f"the working directory {order.cwd} {problem} on {host}; choose one that every host has")
+    name = order.argv[0] if order.argv else ""
+    if isinstance(error, FileNotFoundError):
+        return StartFailed(
+            f"there is no command {name!r} on {host}; give its full path, or check PATH there "
+            "(if it is a script, the interpreter in its first line may be missing)"
+        )
+    if isinstance(error, PermissionError):
+        return CommandNotExecutable(
+            f"{name!r} may not be executed on {host}; is it a script? start it with python, or chmod +x it"
+        )
+    if error.errno == errno.ENOEXEC:
+        return CommandNotExecutable(
+            f"{name!r} is no program for {host}; is it a script? start it with python, or begin it with #!"
+        )
+    return StartFailed(f"{name!r} could not be started on {host}: {error.strerror or error}")

@@ -12,13 +12,17 @@ import pytest
 from ronde.launch.agent.cgroup_limits import CgroupLimits, OomKillCounter, effective_cpu_count, read_cgroup_limits
 from ronde.launch.agent.resource_usage import (
     GpuMonitor,
-    ProcessUsage,
     UsageSampler,
-    available_cpus,
     read_session_usage,
     sort_by_topology,
 )
 from ronde.observe.stacks import split_proc_stat
+
+
+def write(root: Path, files: dict[str, str]) -> None:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
 
 
 @pytest.mark.parametrize("name", ["python", "a b) S (c", "((", ")"])
@@ -27,25 +31,25 @@ def test_a_line_of_the_kernel_is_read_whatever_the_name_of_the_process(name: str
 
 
 def test_our_own_session_is_found_and_uses_something() -> None:
-    found = read_session_usage()[os.getsid(0)]
-    assert found.resident_bytes > 1_000_000 and found.cpu_s > 0
+    cpu_s, resident_bytes = read_session_usage()[os.getsid(0)]
+    assert resident_bytes > 1_000_000 and cpu_s > 0
 
 
 def test_shares_are_those_since_the_last_look() -> None:
     meter = UsageSampler()
-    assert meter.sample(10.0, {0: 100, 1: 200}, {100: ProcessUsage(5.0, 1), 200: ProcessUsage(1.0, 2)}) == ()
+    assert meter.sample(10.0, {0: 100, 1: 200}, {100: (5.0, 1), 200: (1.0, 2)}) == ()
     rows = meter.sample(
         12.0,
         {0: 100, 1: 200, 2: 300},
-        {100: ProcessUsage(9.0, 3), 200: ProcessUsage(2.0, 4), 300: ProcessUsage(0.0, 5)},
+        {100: (9.0, 3), 200: (2.0, 4), 300: (0.0, 5)},
     )
     assert rows == ((0, 2.0, 3), (1, 0.5, 4))
 
 
 def test_a_rank_that_is_gone_or_whose_children_took_their_seconds_along_is_no_nonsense() -> None:
     meter = UsageSampler()
-    meter.sample(0.0, {0: 100, 1: 200}, {100: ProcessUsage(5.0, 1), 200: ProcessUsage(9.0, 1)})
-    assert meter.sample(1.0, {0: 100, 1: 200}, {200: ProcessUsage(8.0, 1)}) == ((1, 0.0, 1),)
+    meter.sample(0.0, {0: 100, 1: 200}, {100: (5.0, 1), 200: (9.0, 1)})
+    assert meter.sample(1.0, {0: 100, 1: 200}, {200: (8.0, 1)}) == ((1, 0.0, 1),)
 
 
 def test_without_pynvml_or_a_driver_there_are_no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,36 +85,27 @@ def test_gpus_are_told_in_shares_and_bytes(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_kill_for_want_of_memory_in_our_group_is_noticed_once(tmp_path: Path) -> None:
-    group = tmp_path / "sys/fs/cgroup/job.slice"
-    group.mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("4:memory:/old\n0::/job.slice\n")
-    events = group / "memory.events"
-    events.write_text("oom 5\noom_kill 2\noom_group_kill 9\n")
+    events = "sys/fs/cgroup/job.slice/memory.events"
+    write(tmp_path, {"proc/self/cgroup": "4:memory:/old\n0::/job.slice\n", events: "oom 5\noom_kill 2\n"})
     shortage = OomKillCounter(tmp_path)
     assert not shortage.has_increased()
-    events.write_text("oom 6\noom_kill 3\noom_group_kill 9\n")
+    write(tmp_path, {events: "oom 6\noom_kill 3\noom_group_kill 9\n"})
     assert shortage.has_increased()
     assert not shortage.has_increased()
 
 
 def test_where_the_group_does_not_tell_the_host_does(tmp_path: Path) -> None:
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/\n")
-    (tmp_path / "proc/vmstat").write_text("nr_free_pages 1\noom_kill 0\n")
+    write(tmp_path, {"proc/self/cgroup": "0::/\n", "proc/vmstat": "nr_free_pages 1\noom_kill 0\n"})
     shortage = OomKillCounter(tmp_path)
-    (tmp_path / "proc/vmstat").write_text("nr_free_pages 1\noom_kill 1\n")
+    write(tmp_path, {"proc/vmstat": "nr_free_pages 1\noom_kill 1\n"})
     assert shortage.has_increased()
 
 
 @pytest.mark.parametrize(("mine", "above", "num"), [("max", "max", 8), ("150000", "max", 2), ("max", "300000", 3)])
 def test_a_limit_of_a_container_counts_as_its_number_of_cores(tmp_path: Path, mine: str, above: str, num: int) -> None:
-    group = tmp_path / "sys/fs/cgroup/a/b"
-    group.mkdir(parents=True)
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text("0::/a/b\n")
-    (group / "cpu.max").write_text(f"{mine} 100000\n")
-    (group.parent / "cpu.max").write_text(f"{above} 100000\n")
+    quotas = {"a/b": mine, "a": above}
+    files = {f"sys/fs/cgroup/{group}/cpu.max": f"{quotas[group]} 100000\n" for group in quotas}
+    write(tmp_path, {"proc/self/cgroup": "0::/a/b\n", **files})
     assert effective_cpu_count(8, tmp_path) == num
 
 
@@ -122,12 +117,7 @@ def test_where_nobody_tells_nothing_is_claimed(tmp_path: Path) -> None:
 CASES = {
     "no control groups": ({}, CgroupLimits()),
     "version 2, without limits": (
-        {
-            "proc/self/cgroup": "0::/user\n",
-            "sys/fs/cgroup/user/cpu.max": "max 100000\n",
-            "sys/fs/cgroup/user/memory.max": "max\n",
-            "sys/fs/cgroup/user/pids.max": "max\n",
-        },
+        {"proc/self/cgroup": "0::/user\n", "sys/fs/cgroup/user/memory.max": "max\n"},
         CgroupLimits(),
     ),
     "version 2, a limit above counts too": (
@@ -167,19 +157,13 @@ CASES = {
 
 @pytest.mark.parametrize(("files", "limits"), CASES.values(), ids=CASES)
 def test_the_smallest_limits_wins(tmp_path: Path, files: dict[str, str], limits: CgroupLimits) -> None:
-    for name, text in files.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write(tmp_path, files)
     assert read_cgroup_limits(tmp_path) == limits
 
 
-def test_threads_of_one_core_are_beside_each_other() -> None:
-    def topology(cpu: int) -> tuple[int, int]:
-        return (cpu % 4 // 2, cpu % 4)  # four cores of two threads, on two sockets: 0 and 4 are one core
-
-    assert sort_by_topology(range(8), topology) == (0, 4, 1, 5, 2, 6, 3, 7)
-
-
-def test_only_cpus_that_this_process_may_use_are_listed() -> None:
-    assert set(available_cpus()) == os.sched_getaffinity(0)
+def test_threads_of_one_core_are_beside_each_other(tmp_path: Path) -> None:
+    for cpu in range(8):  # four cores of two threads, on two sockets: 0 and 4 are one core
+        ids = {"physical_package_id": f"{cpu % 4 // 2}\n", "core_id": f"{cpu % 4}\n"}
+        write(tmp_path, {f"cpu{cpu}/topology/{name}": text for name, text in ids.items()})
+    assert sort_by_topology(range(8), tmp_path) == (0, 4, 1, 5, 2, 6, 3, 7)
+    assert sort_by_topology([3, 1], tmp_path / "nowhere") == (1, 3)
