@@ -64,7 +64,12 @@ class RankOutputFiles:
         if key in self._incomplete:
             return
         try:
-            file = self._open_file(key)
+            file = self._open_files.get(key)
+            if file is None:
+                if len(self._open_files) >= _MAX_OPEN_FILES:
+                    self._close_file(*self._open_files.popitem(last=False))
+                file = self._open_files[key] = self.path(*key).open("ab", buffering=0)
+            self._open_files.move_to_end(key)
             remaining = memoryview(data)
             while remaining:
                 remaining = remaining[file.write(remaining) :]
@@ -89,15 +94,6 @@ class RankOutputFiles:
                     path.unlink()
         except OSError as error:
             self._print_message(f"files of an earlier run may be left in {self._directory}: {error.strerror}")
-
-    def _open_file(self, key: RankStream) -> FileIO:
-        file = self._open_files.get(key)
-        if file is None:
-            if len(self._open_files) >= _MAX_OPEN_FILES:
-                self._close_file(*self._open_files.popitem(last=False))
-            file = self._open_files[key] = self.path(*key).open("ab", buffering=0)
-        self._open_files.move_to_end(key)
-        return file
 
     def _close_file(self, key: RankStream, file: FileIO) -> None:
         try:

@@ -168,37 +168,26 @@ class LineFolder:
     def _emit_head(self, rank: int, batch: _Batch, now_s: float) -> bool:
         """Emit from the head of a queue what may be printed. Return whether that was anything."""
         if batch.text is not None:
-            self._emit_text(rank, batch, batch.text)
-            return True
-        waiting_lines, line = self._waiting_lines[batch.stream], batch.lines[batch.index]
-        heads = waiting_lines.heads[line]
-        if heads != self._running_ranks:
-            if batch.due_s > now_s:
+            self._flush_joined()
+            self._ready.append(FoldedLines((rank,), batch.stream, batch.text, batch.received_s))
+            self._waiting_bytes -= len(batch.text.data)
+        else:
+            waiting, line = self._waiting_lines[batch.stream], batch.lines[batch.index]
+            heads, holders = waiting.heads[line], waiting.holders[line]
+            if heads != self._running_ranks and (batch.due_s > now_s or holders != heads):
                 return False
-            if waiting_lines.holders[line] == heads == 1 << rank:
-                self._emit_unique_lines(rank, batch, waiting_lines)
+            if heads == self._running_ranks or heads != 1 << rank:
+                self._emit_line(batch)
                 return True
-            if waiting_lines.holders[line] != heads:
-                return False
-        self._emit_line(batch)
-        return True
-
-    def _emit_unique_lines(self, rank: int, batch: _Batch, waiting: _WaitingLines) -> None:
-        """Emit as many lines of a batch as no other rank has: nearly all, when ranks print much."""
-        begin = batch.index
-        del waiting.heads[batch.lines[begin]]
-        batch.index = waiting.remove_unique(rank, batch.lines, begin)
-        self._join_lines((rank,), batch.stream, batch.lines[begin : batch.index], batch.received_s)
+            # As many lines of the batch as no other rank has: nearly all, when ranks print much.
+            begin = batch.index
+            del waiting.heads[line]
+            batch.index = waiting.remove_unique(rank, batch.lines, begin)
+            self._join_lines((rank,), batch.stream, batch.lines[begin : batch.index], batch.received_s)
         if batch.index == len(batch.lines):
             self._queues[rank].popleft()
         self._update_head(rank)
-
-    def _emit_text(self, rank: int, batch: _Batch, text: StreamText) -> None:
-        self._flush_joined()
-        self._ready.append(FoldedLines((rank,), batch.stream, text, batch.received_s))
-        self._waiting_bytes -= len(text.data)
-        self._queues[rank].popleft()
-        self._update_head(rank)
+        return True
 
     def _emit_line(self, batch: _Batch) -> None:
         """Emit the next line of a batch, for all ranks that have it at their heads."""

@@ -8,11 +8,11 @@ refresh()  → LiveRows  → LineFolder → TerminalWriter          lines and pr
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
-from typing import BinaryIO, Protocol
+from typing import Protocol
 
 from ronde.launch.output.files import RankOutputFiles, RankStream
 from ronde.launch.output.folding import FoldedLines, LineFolder
@@ -22,8 +22,6 @@ from ronde.launch.output.terminal import HIGH_WATER_BYTES, OutputClosed, Standar
 from ronde.launch.protocol import StdStream
 from ronde.text import format_rank_ranges
 
-DRIVER: tuple[int, ...] = ()
-"""The "ranks" of the driver's own messages."""
 _RANK_COLORS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
 """Readable on a dark and on a light background; red is left to errors."""
 
@@ -52,8 +50,7 @@ class OutputSink(Protocol):
         """Print what is due. Return when to call again at the latest (same clock); None while nothing waits."""
 
     def tail(self, rank: int, exit_code: int) -> str:
-        """Return the last output of a rank that exited with this code (a signal counts below 0): the traceback that
-        explains the code, or the last lines of both streams."""
+        """Return the traceback that explains this exit code of a rank, or the last lines of both streams."""
 
     def closed(self) -> OutputClosed | None:
         """Return why nothing can be printed any more; None while it can."""
@@ -68,19 +65,15 @@ class OutputSink(Protocol):
 
 
 @lru_cache(maxsize=1024)
-def line_prefix(ranks: tuple[int, ...], *, color: bool) -> bytes:
-    """Return `[0,2-3] `."""
+def line_prefix(ranks: tuple[int, ...], stream: StdStream, *, color: bool = False, horovod: bool = False) -> bytes:
+    """Return `[0,2-3] `, or what Horovod prints: `[3]<stdout>:`. Without ranks it is the driver's."""
+    if ranks and horovod:
+        return f"[{format_rank_ranges(ranks)}]<std{stream}>:".encode()
     name = f"[{format_rank_ranges(ranks)}]" if ranks else "[ronde]"
     if color:
         style = str(_RANK_COLORS[ranks[0] % len(_RANK_COLORS)]) if len(ranks) == 1 else "1"
         name = f"\x1b[{style}m{name}\x1b[0m"
     return name.encode() + b" "
-
-
-@lru_cache(maxsize=1024)
-def horovod_prefix(ranks: tuple[int, ...], stream: StdStream) -> bytes:
-    """Return the prefix that Horovod prints: `[3]<stdout>:`."""
-    return f"[{format_rank_ranges(ranks)}]<std{stream}>:".encode() if ranks else line_prefix(ranks, color=False)
 
 
 @lru_cache(maxsize=64)
@@ -96,9 +89,9 @@ def horovod_timestamp_prefix(wall_s: int) -> bytes:
     return datetime.fromtimestamp(wall_s).ctime().encode()
 
 
-def prefix_width(num_ranks: int, *, timestamps: bool = False) -> int:
+def prefix_width(num_ranks: int) -> int:
     """Return how many columns the prefix of one rank takes at most: a rank's pseudo-terminal is so much narrower."""
-    return len(line_prefix((num_ranks - 1,), color=False)) + (len(timestamp_prefix(0)) if timestamps else 0)
+    return len(line_prefix((num_ranks - 1,), "out"))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,11 +126,20 @@ class Printer:
         options: OutputOptions,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        if num_ranks < 1:
-            raise ValueError(f"a job has at least one rank, got {num_ranks}")
         self._options = options
         self._wall_clock = wall_clock
-        self._writers = _make_writers(streams, options)
+        info = options.terminal_info
+        make_writer = partial(TerminalWriter, raw_mode=options.debug_rank is not None)
+        if info.same_file:
+            is_terminal = info.out_is_terminal or info.err_is_terminal
+            both = make_writer({"out": streams.out, "err": streams.err}, is_terminal=is_terminal)
+            self._writers: dict[StdStream, TerminalWriter] = {"out": both, "err": both}
+        else:
+            self._writers = {
+                "out": make_writer({"out": streams.out}, is_terminal=info.out_is_terminal),
+                "err": make_writer({"err": streams.err}, is_terminal=info.err_is_terminal),
+            }
+        self._distinct_writers = [*dict.fromkeys(self._writers.values())]
         self._live_rows: dict[RankStream, LiveRows] = {}
         self._open_streams: set[RankStream] = set()  # streams whose LiveRows are not empty
         self._line_folder = LineFolder(num_ranks) if options.fold and num_ranks > 1 else None
@@ -191,10 +193,9 @@ class Printer:
         self._process_pending()
         for key in tuple(self._open_streams):
             self._fold(key, self._live_rows[key].take_idle(self._now_s))
-        if self._line_folder is not None:
-            self._print_all(self._line_folder.take_ready(self._now_s))
+        self._print_folded(flush=False)
         redraw_s = self._draw_live_regions()
-        for writer in self._distinct_writers():
+        for writer in self._distinct_writers:
             writer.flush()
         return self._next_refresh_s(redraw_s)
 
@@ -205,11 +206,11 @@ class Printer:
         self._closed = True
         for rank in range(len(self._tails)):
             self._finish_rank(rank)
-        self._flush_line_folder()
+        self._print_folded(flush=True)
         if self._files is not None:
             self._files.close()
         self._process_pending()  # messages about the files
-        for writer in self._distinct_writers():
+        for writer in self._distinct_writers:
             writer.close(timeout_s)
 
     def _process_pending(self) -> None:
@@ -218,9 +219,9 @@ class Printer:
             process()
 
     def _print_message(self, text: str) -> None:
-        self._flush_line_folder()
+        self._print_folded(flush=True)
         data = text.rstrip("\n").encode(errors="replace") + b"\n"
-        self._print(FoldedLines(DRIVER, "err", StreamText(data), self._now_s))
+        self._print(FoldedLines((), "err", StreamText(data), self._now_s))
 
     def _print_data(self, rank: int, stream: StdStream, data: bytes) -> None:
         writer = self._writers[stream]
@@ -254,30 +255,24 @@ class Printer:
             else:
                 self._print(FoldedLines(key[:1], key[1], text, self._now_s))
 
-    def _flush_line_folder(self) -> None:
+    def _print_folded(self, *, flush: bool) -> None:
         if self._line_folder is not None:
-            self._print_all(self._line_folder.take_ready(self._now_s, flush=True))
-
-    def _print_all(self, items: list[FoldedLines]) -> None:
-        for item in items:
-            self._print(item)
+            for item in self._line_folder.take_ready(self._now_s, flush=flush):
+                self._print(item)
 
     def _print(self, item: FoldedLines) -> None:
         writer = self._writers[item.stream]
-        prefix = self._line_prefix(item.ranks, item.stream, color=writer.is_terminal)
-        if self._options.timestamps:
-            wall_s = item.received_s + self._wall_offset_s
-            prefix = (
-                horovod_timestamp_prefix(int(wall_s)) + prefix
-                if self._options.horovod_format
-                else prefix + timestamp_prefix(round(wall_s * 1000))
-            )
+        prefix = self._line_prefix(item.ranks, writer, item.stream)
+        wall_s = item.received_s + self._wall_offset_s
+        if self._options.timestamps and self._options.horovod_format:
+            prefix = horovod_timestamp_prefix(int(wall_s)) + prefix
+        elif self._options.timestamps:
+            prefix += timestamp_prefix(round(wall_s * 1000))
         writer.print((item.ranks, item.stream), prefix, item.text)
 
-    def _line_prefix(self, ranks: tuple[int, ...], stream: StdStream, *, color: bool) -> bytes:
-        if self._options.horovod_format:
-            return horovod_prefix(ranks, stream)
-        return line_prefix(ranks, color=color and self._options.color)
+    def _line_prefix(self, ranks: tuple[int, ...], writer: TerminalWriter, stream: StdStream) -> bytes:
+        color = self._options.color and writer.is_terminal
+        return line_prefix(ranks, stream, color=color, horovod=self._options.horovod_format)
 
     def _has_live_region(self, writer: TerminalWriter) -> bool:
         return writer.is_terminal and self._options.debug_rank is None
@@ -285,8 +280,8 @@ class Printer:
     def _draw_live_regions(self) -> float | None:
         """Draw the live regions that have changed. Return when it has to be done again."""
         again_s = None
-        for writer in self._distinct_writers():
-            if not self._has_live_region(writer) or writer.has_open_line:
+        for writer in self._distinct_writers:
+            if not self._has_live_region(writer) or writer.open_line_owner is not None:
                 continue
             rows = self._make_live_region(writer)
             hide = any(self._live_rows[key].cursor_hidden for key in self._open_streams)
@@ -310,7 +305,7 @@ class Printer:
         drawn = []
         for (stream, rows), ranks in groups.items():
             for owners in [tuple(ranks)] if self._options.fold else [(rank,) for rank in ranks]:
-                prefix = self._line_prefix(owners, stream, color=True)
+                prefix = self._line_prefix(owners, writer, stream)
                 drawn += [prefix + row for row in rows[-limit:]]
         if len(drawn) > limit:
             drawn[limit - 1 :] = [b"... and %d more" % (len(drawn) - limit + 1)]
@@ -324,38 +319,8 @@ class Printer:
             times += self._live_rows[key].change_times_s(self._now_s)
         return min((moment for moment in times if moment is not None), default=None)
 
-    def _distinct_writers(self) -> Iterable[TerminalWriter]:
-        return dict.fromkeys(self._writers.values())
-
-
-def _make_writers(streams: StandardStreams, options: OutputOptions) -> dict[StdStream, TerminalWriter]:
-    """Return one writer for both streams when they lead to the same file, otherwise one each."""
-    info, raw_mode = options.terminal_info, options.debug_rank is not None
-
-    def make(files: dict[StdStream, BinaryIO], is_terminal: bool) -> TerminalWriter:
-        return TerminalWriter(files, is_terminal=is_terminal, raw_mode=raw_mode and is_terminal)
-
-    if info.same_file:
-        both = make({"out": streams.out, "err": streams.err}, info.out_is_terminal or info.err_is_terminal)
-        return {"out": both, "err": both}
-    return {
-        "out": make({"out": streams.out}, info.out_is_terminal),
-        "err": make({"err": streams.err}, info.err_is_terminal),
-    }
-
 
 def standard_output_options(streams: StandardStreams, environ: Mapping[str, str]) -> OutputOptions:
     """Return the options for printing to these streams, when the user chose nothing."""
-    if not all(_has_descriptor(each) for each in streams):
-        return OutputOptions(terminal_info=TerminalInfo(same_file=True))
-    info = TerminalInfo.detect(streams)
-    has_terminal = info.out_is_terminal or info.err_is_terminal
-    color = has_terminal and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
-    return OutputOptions(terminal_info=info, color=color)
-
-
-def _has_descriptor(file: BinaryIO) -> bool:
-    try:
-        return file.fileno() >= 0
-    except (OSError, ValueError):
-        return False
+    color = not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
+    return OutputOptions(terminal_info=TerminalInfo.detect(streams), color=color)

@@ -51,13 +51,14 @@ class LiveRows:
     shown in the live region (visible_rows); elsewhere they are printed in pieces after OPEN_LINE_DELAY_S."""
 
     def __init__(self, *, on_terminal: bool) -> None:
+        self.cursor_hidden = False
+        """Only while live."""
         self._on_terminal = on_terminal
         self._rows = [b""]
         self._cursor = 0
         self._overwrite_next = False  # after \r: the next text overwrites the row
         self._overwritten = False  # the row has been overwritten before
         self._live = False
-        self._cursor_hidden = False  # only while live
         self._written = False  # something was written since the cursor came to this row
         self._moved_up = False  # the cursor moved up, and nothing was written since
         self._num_unwritten_rows = 0  # the first rows, made by moving up, to which nothing was written
@@ -67,16 +68,19 @@ class LiveRows:
         self._open_since_s = 0.0  # age of what stands in the open row
         self._last_fed_s = 0.0
 
-    @property
-    def cursor_hidden(self) -> bool:
-        return self._cursor_hidden
-
     def feed(self, data: bytes, now_s: float) -> list[StreamText]:
         """Take a chunk. Return what has become final, in order."""
         empty = not self._rows[0]
         if b"\r\n" in data:  # from a pseudo-terminal
             data = data.replace(b"\r\n", b"\n")
-        if self._tracks_cursor() or _moves_cursor(data):
+        if (
+            self._overwrite_next
+            or self._incomplete_escape
+            or self._live
+            or b"\r" in data
+            or b"\b" in data
+            or (b"\x1b" in data and _NON_COLOR_ESCAPE.search(data) is not None)
+        ):
             self._feed_controls(data)
         else:
             self._feed_plain(data)
@@ -99,7 +103,7 @@ class LiveRows:
     def idle_due_s(self) -> float | None:
         """Return when take_idle() has something to return."""
         if self._live:
-            can_be_idle = not self._cursor_hidden and (self._cursor or len(self._rows) == 1)
+            can_be_idle = not self.cursor_hidden and (self._cursor or len(self._rows) == 1)
             return self._last_fed_s + IDLE_DELAY_S if can_be_idle else None
         if self._on_terminal or self._overwritten or not self._rows[0]:
             return None
@@ -140,11 +144,8 @@ class LiveRows:
             self._rows.pop()
         self._emit_rows(len(self._rows))
         self._end_partial()
-        self._rows, self._cursor, self._live, self._cursor_hidden = [b""], 0, False, False
+        self._rows, self._cursor, self._live, self.cursor_hidden = [b""], 0, False, False
         return self._take_final()
-
-    def _tracks_cursor(self) -> bool:
-        return bool(self._overwrite_next or self._incomplete_escape or self._live)
 
     def _take_final(self) -> list[StreamText]:
         final, self._final = self._final, []
@@ -188,20 +189,17 @@ class LiveRows:
         self._incomplete_escape = cut_off[0] if cut_off else b""
         parts = _CURSOR_CONTROL.split(data[: len(data) - len(self._incomplete_escape)])
         for index, part in enumerate(parts):
-            if index % 2:
-                self._handle_control(part)
-            elif part:
-                self._write_text(part)
-
-    def _handle_control(self, control: bytes) -> None:
-        if control == b"\n":
-            self._handle_newline()
-        elif control == b"\r":
-            self._overwrite_next = True
-        elif control[0] == 0x08:
-            self._handle_backspace(len(control))
-        elif control[1:2] == b"[":
-            self._handle_escape(control[-1:], control[2:-1])
+            if index % 2 == 0:
+                if part:
+                    self._write_text(part)
+            elif part == b"\n":
+                self._handle_newline()
+            elif part == b"\r":
+                self._overwrite_next = True
+            elif part[0] == 0x08:
+                self._handle_backspace(len(part))
+            elif part[1:2] == b"[":
+                self._handle_escape(part[-1:], part[2:-1])
 
     def _write_text(self, text: bytes) -> None:
         if self._moved_up or (self._overwrite_next and self._written):
@@ -218,7 +216,7 @@ class LiveRows:
             self._rows.append(self._rows.pop(self._cursor))  # nobody draws such a row: the others are final
             self._num_unwritten_rows = min(self._num_unwritten_rows, len(self._rows) - 1)
             self._emit_rows(len(self._rows) - 1)
-            self._live = self._cursor_hidden
+            self._live = self.cursor_hidden
             self._emit_partial()
 
     def _handle_newline(self) -> None:
@@ -235,8 +233,8 @@ class LiveRows:
             return
         self._rows.append(b"")
         if len(self._rows) > MAX_ROWS:
-            self._emit_rows(1 if self._cursor_hidden else self._cursor)
-            self._live = self._cursor_hidden
+            self._emit_rows(1 if self.cursor_hidden else self._cursor)
+            self._live = self.cursor_hidden
 
     def _emit_rows(self, count: int) -> None:
         """Emit the first rows."""
@@ -247,13 +245,8 @@ class LiveRows:
         self._num_unwritten_rows = max(0, self._num_unwritten_rows - count)
 
     def _handle_backspace(self, count: int) -> None:
-        row = self._rows[self._cursor]
-        end = len(row)
-        for _ in range(min(count, end)):
-            end -= 1
-            while end > 0 and row[end] & 0xC0 == 0x80:  # inside a UTF-8 character
-                end -= 1
-        self._rows[self._cursor] = row[: max(0, end)]
+        row = self._rows[self._cursor].decode("utf-8", "surrogateescape")
+        self._rows[self._cursor] = row[: max(0, len(row) - count)].encode("utf-8", "surrogateescape")
         self._overwritten = True
 
     def _handle_escape(self, final: bytes, parameters: bytes) -> None:
@@ -273,7 +266,7 @@ class LiveRows:
             if self._overwrite_next:
                 self._rows[self._cursor] = b""
         elif final in b"hl" and parameters == b"?25":
-            self._cursor_hidden = final == b"l"
+            self.cursor_hidden = final == b"l"
             self._live = True  # what was drawn while the cursor was hidden may still be overwritten
 
     def _move_cursor_up(self, count: int) -> None:
@@ -286,8 +279,3 @@ class LiveRows:
             self._cursor = 0
         self._live = self._moved_up = True
         self._written = False
-
-
-def _moves_cursor(data: bytes) -> bool:
-    """Return whether this is more than plain lines with colours."""
-    return b"\r" in data or b"\b" in data or (b"\x1b" in data and _NON_COLOR_ESCAPE.search(data) is not None)

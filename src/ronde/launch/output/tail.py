@@ -39,8 +39,8 @@ _UNCAUGHT_CODE = 1
 """The exit code of Python after an uncaught exception."""
 _MAX_LINES_AFTER = 100
 """A message may be long, and more may be printed at exit. With more lines after the traceback, the program went on."""
-_MAX_LINES_AFTER_SHOWN = 24
-"""Lines shown after a traceback."""
+_MAX_LINES_AFTER_SHOWN = 12
+"""Lines shown after a traceback, and again so many of the last."""
 
 
 def find_fatal_traceback(lines: Sequence[str], exit_code: int) -> list[str]:
@@ -49,15 +49,27 @@ def find_fatal_traceback(lines: Sequence[str], exit_code: int) -> list[str]:
     chain = _last_chain(lines)
     if not chain:
         return []
-    begin, end = chain[0], _find_end(lines, chain[-1])
+    begin, end = chain[0], chain[-1] + 1
+    while end < len(lines) and (not lines[end] or lines[end].startswith(_FRAME_PREFIXES)):
+        end += 1
+    end = min(len(lines), end + 1)  # with the first line of the message; where that ends cannot be known
     after = _drop_nonfatal(lines[end:])
     while after and not after[-1]:
         after.pop()
-    if not _explains(lines[chain[-1]], lines[end - 1], exit_code) or len(after) > _max_lines_after(exit_code):
+    signal_number = -exit_code if exit_code < 0 else exit_code - 128  # the second is that of a child of a shell
+    if 0 < signal_number < signal.NSIG:
+        is_interrupt = signal_number == signal.SIGINT and lines[end - 1].startswith("KeyboardInterrupt")
+        explains = is_interrupt or lines[chain[-1]].startswith(_FAULTHANDLER_HEADER)
+    else:  # a program that chose its exit code prints the reason last
+        explains = exit_code == _UNCAUGHT_CODE or not after
+    if not explains or len(after) > _MAX_LINES_AFTER:
         return []
     if begin and lines[begin - 1].startswith(_INTRODUCTION_PREFIXES):
         begin -= 1
-    return [*_keep_crashed_thread(lines[begin:end]), *_shorten_lines_after(after)]
+    num_left_out = len(after) - 2 * _MAX_LINES_AFTER_SHOWN
+    if num_left_out > 1:
+        after[_MAX_LINES_AFTER_SHOWN:-_MAX_LINES_AFTER_SHOWN] = [f"… {num_left_out} lines …"]
+    return [*_keep_crashed_thread(lines[begin:end]), *after]
 
 
 def _last_chain(lines: Sequence[str]) -> list[int]:
@@ -70,33 +82,6 @@ def _last_chain(lines: Sequence[str]) -> list[int]:
             chains.append([header])
     fatal = [chain for chain in chains if not (chain[0] and lines[chain[0] - 1].startswith(_NONFATAL_HEADERS))]
     return fatal[-1] if fatal else []
-
-
-def _find_end(lines: Sequence[str], header: int) -> int:
-    """Return the index after the first line of the message, which follows the indented frames. Where the message ends
-    cannot be known."""
-    frames = header + 1
-    while frames < len(lines) and (not lines[frames] or lines[frames].startswith(_FRAME_PREFIXES)):
-        frames += 1
-    return min(len(lines), frames + 1)
-
-
-def _signal_of(exit_code: int) -> int:
-    """Return the signal that ended a process, also of a child of a shell; 0 for none."""
-    number = -exit_code if exit_code < 0 else exit_code - 128
-    return number if 0 < number < signal.NSIG else 0
-
-
-def _explains(header: str, message: str, exit_code: int) -> bool:
-    number = _signal_of(exit_code)
-    if number == signal.SIGINT and message.startswith("KeyboardInterrupt"):
-        return True
-    return not number or header.startswith(_FAULTHANDLER_HEADER)
-
-
-def _max_lines_after(exit_code: int) -> int:
-    """Return how many lines may follow the traceback. A program that chose its exit code prints the reason last."""
-    return _MAX_LINES_AFTER if exit_code == _UNCAUGHT_CODE or _signal_of(exit_code) else 0
 
 
 def _drop_nonfatal(lines: Sequence[str]) -> list[str]:
@@ -131,16 +116,6 @@ def _keep_crashed_thread(lines: Sequence[str]) -> list[str]:
     return kept
 
 
-def _shorten_lines_after(after: list[str]) -> list[str]:
-    """Leave out the middle of many lines."""
-    num_left_out = len(after) - _MAX_LINES_AFTER_SHOWN
-    if num_left_out <= 1:
-        return after
-    half = _MAX_LINES_AFTER_SHOWN // 2
-    return [*after[:half], f"… {num_left_out} lines …", *after[-half:]]
-
-
-_STREAMS: tuple[StdStream, ...] = ("err", "out")
 _KEPT_BYTES = 64 * 1024
 _MAX_LINES_PER_STREAM = 20
 """Lines of each stream that are shown when there is no traceback."""
@@ -173,29 +148,26 @@ class OutputTail:
 
     def text(self, exit_code: int) -> str:
         """Return the traceback that explains this exit code, or else the last lines of both streams."""
-        err, out = (_readable_lines(b"".join(self._chunks[stream])) for stream in _STREAMS)
+        out, err = (_readable_lines(b"".join(chunks)) for chunks in self._chunks.values())
         # On a terminal of its own, or after 2>&1, a rank prints its traceback to standard output.
         found = find_fatal_traceback(err or out, exit_code)
         if found:
             return "\n".join(_drop_middle(found)).rstrip("\n")
-        named = {"last lines of standard error:": err, "last lines of standard output:": out}
-        return "\n".join(
-            line
-            for name, lines in named.items()
-            if lines
-            for line in (name, *_drop_middle(lines[-_MAX_LINES_PER_STREAM:]))
-        )
+        shown = []
+        for name, lines in (("error", err), ("output", out)):
+            if lines:
+                shown += [f"last lines of standard {name}:", *_drop_middle(lines[-_MAX_LINES_PER_STREAM:])]
+        return "\n".join(shown)
 
 
 def _readable_lines(data: bytes) -> list[str]:
     """Return the lines without control characters, progress bars as they were last, no empty lines around."""
-    text = "\n".join(_visible_text(line) for line in data.decode(errors="replace").split("\n")).strip("\n")
+    shown = []
+    for line in data.decode(errors="replace").split("\n"):
+        text = _ESCAPE.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip()
+        shown.append(text if len(text) <= _MAX_LINE_CHARACTERS else text[:_MAX_LINE_CHARACTERS] + " …")
+    text = "\n".join(shown).strip("\n")
     return text.split("\n") if text else []
-
-
-def _visible_text(line: str) -> str:
-    shown = _ESCAPE.sub("", line.rstrip("\r").rpartition("\r")[2]).rstrip()
-    return shown if len(shown) <= _MAX_LINE_CHARACTERS else shown[:_MAX_LINE_CHARACTERS] + " …"
 
 
 def _drop_middle(lines: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ Files take everything.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import os
 import select
 import stat
@@ -71,19 +72,18 @@ class TerminalInfo:
     same_file: bool = False
     """Both lead to the same terminal, pipe or file."""
     height: int = 24
-    """Rows of the terminal."""
-
-    def __post_init__(self) -> None:
-        if self.height < 1:
-            raise ValueError(f"a terminal has at least one row, got {self.height}")
 
     @classmethod
     def detect(cls, streams: StandardStreams) -> TerminalInfo:
+        try:
+            same_file = os.path.sameopenfile(streams.out.fileno(), streams.err.fileno())
+        except (OSError, ValueError):  # no files of the operating system: a notebook's
+            return cls(same_file=True)
         terminals = [file for file in streams if file.isatty()]
         return cls(
             out_is_terminal=streams.out in terminals,
             err_is_terminal=streams.err in terminals,
-            same_file=os.path.sameopenfile(streams.out.fileno(), streams.err.fileno()),
+            same_file=same_file,
             height=os.get_terminal_size(terminals[-1].fileno()).lines or 24 if terminals else 24,
         )
 
@@ -95,7 +95,13 @@ class OutputBuffer:
         self.closed: OutputClosed | None = None
         self.pending_bytes = 0
         self._files = files
-        self._pipes = {stream: pipe for stream, file in files.items() if (pipe := _poll_pipe(file)) is not None}
+        self._pipes: dict[StdStream, select.poll] = {}  # a regular file, or one that is only Python's, takes everything
+        for stream, file in files.items():
+            with contextlib.suppress(OSError, ValueError):
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                    file.flush()  # what was written to it before comes first
+                    self._pipes[stream] = select.poll()
+                    self._pipes[stream].register(file.fileno(), select.POLLOUT)
         self._parts: deque[tuple[StdStream, memoryview]] = deque()
         self._reader_blocked = False  # the last attempt wrote nothing
 
@@ -132,38 +138,18 @@ class OutputBuffer:
             parts.append(self._parts.popleft()[1])
             size += len(parts[-1])
         data = memoryview(b"".join(parts)) if len(parts) > 1 else parts[0]
-        num_written = self._write_now(stream, data, poll_ms)
-        self.pending_bytes -= num_written
-        if num_written < size:
-            self._parts.appendleft((stream, data[num_written:]))
-        return num_written
-
-    def _write_now(self, stream: StdStream, data: memoryview, poll_ms: int) -> int:
+        num_written = 0
         pipe = self._pipes.get(stream)
         if pipe is None:
             num_written = self._files[stream].write(data)
             self._files[stream].flush()
-            return num_written
-        if not pipe.poll(poll_ms):
-            return 0
-        try:
-            return os.write(self._files[stream].fileno(), data[:_PIPE_WRITE_BYTES])
-        except BlockingIOError:  # somebody has made it non-blocking
-            return 0
-
-
-def _poll_pipe(file: BinaryIO) -> select.poll | None:
-    """Return a poll object for a pipe or terminal; None for a file that takes everything."""
-    try:
-        fd = file.fileno()
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            return None
-    except (OSError, ValueError):  # not a file of the operating system
-        return None
-    file.flush()  # what was written to it before comes first
-    pipe = select.poll()
-    pipe.register(fd, select.POLLOUT)
-    return pipe
+        elif pipe.poll(poll_ms):
+            with contextlib.suppress(BlockingIOError):  # somebody has made it non-blocking
+                num_written = os.write(self._files[stream].fileno(), data[:_PIPE_WRITE_BYTES])
+        self.pending_bytes -= num_written
+        if num_written < size:
+            self._parts.appendleft((stream, data[num_written:]))
+        return num_written
 
 
 class TerminalWriter:
@@ -176,20 +162,16 @@ class TerminalWriter:
         """The rows that stand at the bottom now."""
         self.cursor_hidden = False
         self.buffer = OutputBuffer(files)
-        self._raw_mode = raw_mode
-        self._open_line_owner: LineOwner | None = None
+        self._raw_mode = raw_mode and is_terminal
+        self.open_line_owner: LineOwner | None = None
+        """Whose line is not ended. Then there is no room for a live region."""
         self._debug_prompt = b""  # the last line of the rank that has the terminal, without its end
-
-    @property
-    def has_open_line(self) -> bool:
-        """Whether the last line is not ended. Then there is no room for a live region."""
-        return self._open_line_owner is not None
 
     def print(self, owner: LineOwner, prefix: bytes, text: StreamText) -> None:
         """Print whole lines or a piece of a line, each line with the prefix."""
         self._erase_live_region()
         stream = owner[1]
-        continues = text.continued and self._open_line_owner == owner
+        continues = text.continued and self.open_line_owner == owner
         if text.continued and not continues and text.data == b"\n":
             return  # somebody else's line has ended it already
         if not continues:
@@ -200,16 +182,16 @@ class TerminalWriter:
         if b"\n" in data:
             data = data.replace(b"\n", end + prefix)
         self._write(stream, b"".join((b"" if continues else prefix, data, end if ended else b"")))
-        self._open_line_owner = None if ended else owner
+        self.open_line_owner = None if ended else owner
 
     def pass_through(self, stream: StdStream, data: bytes) -> None:
         """Print bytes of the rank that has the terminal, unchanged."""
-        if self._open_line_owner not in (None, _DEBUG_RANK):
+        if self.open_line_owner not in (None, _DEBUG_RANK):
             self._end_open_line()
         self.buffer.add(stream, data)
         last = data.rfind(b"\n") + 1
         self._debug_prompt = (data[last:] if last else self._debug_prompt + data)[-_MAX_ROW_BYTES:]
-        self._open_line_owner = _DEBUG_RANK if self._debug_prompt else None
+        self.open_line_owner = _DEBUG_RANK if self._debug_prompt else None
 
     def draw_live_region(self, rows: Sequence[bytes], *, hide_cursor: bool) -> None:
         """Show these rows at the bottom, until the next print. Only for a terminal without an open line."""
@@ -224,9 +206,9 @@ class TerminalWriter:
         self.live_region = tuple(rows)
 
     def flush(self) -> None:
-        if self._debug_prompt and self._open_line_owner is None:  # others printed: the prompt appears again below
+        if self._debug_prompt and self.open_line_owner is None:  # others printed: the prompt appears again below
             self.buffer.add(self.streams[0], self._debug_prompt)
-            self._open_line_owner = _DEBUG_RANK
+            self.open_line_owner = _DEBUG_RANK
         self.buffer.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
@@ -246,32 +228,28 @@ class TerminalWriter:
             self.live_region = ()
 
     def _end_open_line(self) -> None:
-        if self._open_line_owner is not None:
-            stream = self._open_line_owner[1] if self._open_line_owner != _DEBUG_RANK else self.streams[0]
+        if self.open_line_owner is not None:
+            stream = self.open_line_owner[1] if self.open_line_owner != _DEBUG_RANK else self.streams[0]
             self._write(stream, _RESET_STYLE + b"\n" if self.is_terminal else b"\n")
-            self._open_line_owner = None
+            self.open_line_owner = None
 
 
 def open_standard_streams() -> StandardStreams:
     """Return sys.stdout and sys.stderr as binary files, also where they are none: in a notebook, in a test."""
-    return StandardStreams(_binary_file(sys.stdout), _binary_file(sys.stderr))
-
-
-def _binary_file(stream: Any) -> BinaryIO:  # a text stream, perhaps a notebook's; None when it is closed
-    if stream is not None:
-        stream.flush()  # what was printed before comes first
-    return cast("BinaryIO", getattr(stream, "buffer", None) or _TextStreamWriter(stream))
+    files = []
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:  # as where it is closed
+            stream.flush()  # what was printed before comes first
+        files.append(cast("BinaryIO", getattr(stream, "buffer", None) or _TextStreamWriter(stream)))
+    return StandardStreams(*files)
 
 
 class _TextStreamWriter(RawIOBase):
-    """A binary file that writes to a stream which takes only text."""
+    """A binary file that writes to a stream which takes only text; to nowhere if there is none."""
 
     def __init__(self, stream: Any) -> None:
         self._stream = stream
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def writable(self) -> bool:
-        return True
 
     def write(self, data: Any) -> int:  # bytes of any kind
         if self._stream is not None:

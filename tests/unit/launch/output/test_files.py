@@ -10,31 +10,16 @@ from ronde.errors import StartFailed
 from ronde.launch.output.files import RankOutputFiles
 
 
-def test_every_rank_has_a_file_for_each_stream_from_the_start(tmp_path: Path) -> None:
-    RankOutputFiles(str(tmp_path / "new" / "folder"), num_ranks=11, print_message=pytest.fail).close()
-    names = sorted(path.name for path in (tmp_path / "new" / "folder").iterdir())
-    assert names[:4] == ["rank-00.err", "rank-00.out", "rank-01.err", "rank-01.out"]
-    assert len(names) == 22
-
-
 def test_the_files_of_a_rank_may_have_a_folder_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "rank-7.out").write_text("not of this kind")
     files = RankOutputFiles(str(tmp_path / "new"), num_ranks=11, print_message=pytest.fail, horovod_layout=True)
-    files.write(3, "err", b"oh\n")
+    files.write(3, "err", b"\r50%\xff\x00")
+    files.write(3, "err", b"\r100%\r\n")
+    assert (tmp_path / "new" / "rank.03" / "stderr").read_bytes() == b"\r50%\xff\x00\r100%\r\n", "it is written at once"
     files.close()
-    assert (tmp_path / "new" / "rank.03" / "stderr").read_bytes() == b"oh\n"
     assert (tmp_path / "new" / "rank.10" / "stdout").read_bytes() == b""
     assert (tmp_path / "new" / "rank-7.out").exists()
-
-
-def test_bytes_are_written_as_they_come_and_can_be_read_at_once(tmp_path: Path) -> None:
-    files = RankOutputFiles(str(tmp_path), num_ranks=2, print_message=pytest.fail)
-    files.write(1, "out", b"\r50%\xff\x00")
-    files.write(1, "out", b"\r100%\r\n")
-    assert (tmp_path / "rank-1.out").read_bytes() == b"\r50%\xff\x00\r100%\r\n"
-    assert (tmp_path / "rank-1.err").read_bytes() == b""
-    files.close()
 
 
 def test_files_of_an_earlier_run_are_overwritten_or_removed_and_others_left_alone(tmp_path: Path) -> None:

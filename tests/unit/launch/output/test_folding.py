@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -162,13 +161,3 @@ def test_every_rank_keeps_all_its_lines_in_order(
     for rank in range(RANKS):
         mine = [item for item in ready if rank in item.ranks]
         assert [(item.stream, line) for item in mine for line in item.text.data.split(b"\n")[:-1]] == given_lines[rank]
-
-
-@pytest.mark.parametrize("num_ranks", [2, 64, 300])
-def test_any_number_of_ranks_folds(num_ranks: int) -> None:
-    fold = LineFolder(num_ranks)
-    for rank in range(num_ranks):
-        put(fold, rank, "a", f"rank {rank}", "b")
-    lines = shown(fold.take_ready(FOLD_WINDOW_S))
-    assert (lines[0], lines[-1]) == (f"[0-{num_ranks - 1}] a", f"[0-{num_ranks - 1}] b")
-    assert len(lines) == num_ranks + 2

@@ -9,25 +9,16 @@ import threading
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.launch.output.printer import (
-    DRIVER,
-    OutputOptions,
-    Printer,
-    horovod_prefix,
-    horovod_timestamp_prefix,
-    line_prefix,
-    prefix_width,
-    timestamp_prefix,
-)
+from ronde.launch.output.printer import OutputOptions, Printer, line_prefix, timestamp_prefix
 from ronde.launch.output.terminal import OutputClosed, StandardStreams, TerminalInfo
 from ronde.launch.protocol import StdStream
-from tests.unit.launch.output.memory_printer import FOLDED, PLAIN, TERMINAL, MemoryPrinter
-from tests.unit.launch.output.progress_bars import rich_progress, tqdm_bar
+from tests.unit.launch.output.printer_kit import FOLDED, PLAIN, TERMINAL, MemoryPrinter, rich_progress, tqdm_bar
 
 SHARED = replace(PLAIN, terminal_info=TerminalInfo(same_file=True))
 
@@ -48,7 +39,24 @@ def test_equal_lines_are_folded_and_the_rest_is_not_held_up() -> None:
     assert printer.printed() == "[0-3] loading\n" + "".join(f"[{r}] I am {r}\n" for r in range(4)) + "[0-3] ready\n"
 
 
-def test_timestamps_tell_when_a_line_arrived() -> None:
+@pytest.mark.parametrize(
+    ("options", "out"),
+    [
+        ({"timestamps": True}, b"[0] 2026-01-05 14:03:22.123 a\n"),
+        ({"horovod_format": True}, b"[0]<stdout>:a\n"),
+        ({"horovod_format": True, "timestamps": True}, b"Mon Jan  5 14:03:22 2026[0]<stdout>:a\n"),
+        ({"terminal_info": TERMINAL, "color": True}, b"\x1b[36m[0]\x1b[0m a\n"),
+        ({"terminal_info": TERMINAL}, b"[0] a\n"),
+        ({"color": True}, b"[0] a\n"),
+    ],
+)
+def test_a_line_begins_as_the_options_say(options: dict[str, Any], out: bytes) -> None:
+    printer = MemoryPrinter(2, replace(PLAIN, **options), wall_s=datetime(2026, 1, 5, 14, 3, 22, 123_000).timestamp())
+    printer.write(0, b"a\n")
+    assert printer.out.getvalue() == out
+
+
+def test_a_folded_line_has_the_time_at_which_it_arrived() -> None:
     printer = MemoryPrinter(2, replace(FOLDED, timestamps=True))
     printer.write(0, b"a\nb\n")
     printer.wait(1.0)
@@ -56,27 +64,9 @@ def test_timestamps_tell_when_a_line_arrived() -> None:
     assert printer.printed() == f"[0] {arrived}a\n[0] {arrived}b\n"
 
 
-def test_lines_can_begin_as_those_of_horovod_do() -> None:
-    printer = MemoryPrinter(2, replace(PLAIN, horovod_format=True))
-    printer.write(0, b"a\n\nb\n")
-    printer.write(1, b"warning\n", stream="err")
-    assert printer.printed() == "[0]<stdout>:a\n[0]<stdout>:\n[0]<stdout>:b\n"
-    assert printer.err.getvalue() == b"[1]<stderr>:warning\n"
-    printer = MemoryPrinter(1, replace(PLAIN, horovod_format=True, timestamps=True))
-    printer.write(0, b"a\n")
-    assert printer.printed() == f"{horovod_timestamp_prefix(0).decode()}[0]<stdout>:a\n"
-
-
-def test_colours_are_for_terminals_and_for_those_who_want_them() -> None:
-    assert MemoryPrinter(1, replace(PLAIN, color=True)).write(0, b"a\n") is None
-    for place, color, expected in [
-        (TERMINAL, True, b"\x1b[36m[0]\x1b[0m a\n"),
-        (TERMINAL, False, b"[0] a\n"),
-        (TerminalInfo(), True, b"[0] a\n"),
-    ]:
-        printer = MemoryPrinter(1, OutputOptions(terminal_info=place, color=color))
-        printer.write(0, b"a\n")
-        assert printer.out.getvalue() == expected
+def test_every_rank_has_a_colour_of_its_own_and_folded_lines_have_none() -> None:
+    assert len({line_prefix((rank,), "out", color=True).split(b"m")[0] for rank in range(10)}) == 10
+    assert line_prefix((0, 2, 3), "out", color=True) == b"\x1b[1m[0,2-3]\x1b[0m "
 
 
 def test_colours_of_a_rank_do_not_run_into_the_next_line() -> None:
@@ -93,37 +83,6 @@ def test_a_message_comes_after_what_was_printed_before_it() -> None:
     assert printer.printed() == "[0] goodbye\n[ronde] rank 0 failed\n[ronde] exit code 1\n"
 
 
-# --- prefixes --------------------------------------------------------------------------------------------------------
-
-
-def test_a_prefix_names_its_ranks_or_the_driver() -> None:
-    assert line_prefix((0, 2, 3), color=False) == b"[0,2-3] "
-    assert line_prefix(DRIVER, color=False) == b"[ronde] "
-
-
-def test_every_rank_has_a_colour_of_its_own_and_folded_lines_have_none() -> None:
-    labels = {line_prefix((rank,), color=True).split(b"m")[0] for rank in range(10)}
-    assert len(labels) == 10
-    assert line_prefix((0, 1), color=True) == b"\x1b[1m[0-1]\x1b[0m "
-
-
-def test_a_timestamp_is_local_time_to_the_millisecond() -> None:
-    moment = datetime(2026, 1, 5, 14, 3, 22, 123_000)
-    assert timestamp_prefix(round(moment.timestamp() * 1000)) == b"2026-01-05 14:03:22.123 "
-
-
-def test_the_width_is_that_of_the_longest_prefix() -> None:
-    assert prefix_width(8) == len("[7] ")
-    assert prefix_width(64, timestamps=True) == len("[63] 2026-01-05 14:03:22.123 ")
-
-
-def test_prefixes_and_times_can_be_those_of_horovod() -> None:
-    assert horovod_prefix((3,), "out") == b"[3]<stdout>:"
-    assert horovod_prefix((12,), "err") == b"[12]<stderr>:"
-    assert horovod_prefix(DRIVER, "err") == b"[ronde] "
-    assert horovod_timestamp_prefix(int(datetime(2026, 1, 5, 14, 3, 22).timestamp())) == b"Mon Jan  5 14:03:22 2026"
-
-
 # --- open lines ----------------------------------------------------------------------------------------------------
 
 
@@ -137,22 +96,16 @@ def test_a_prompt_shows_after_a_moment_and_goes_on() -> None:
     assert printer.printed() == "[0] name? Ada\n"
 
 
-def test_a_line_of_another_rank_ends_an_open_one_first() -> None:
+@pytest.mark.parametrize(("rest", "shown"), [(b" done\n", "[0]  done\n"), (b"\n", "")])
+def test_a_line_of_another_rank_ends_an_open_one_first_and_once(rest: bytes, shown: str) -> None:
     printer = MemoryPrinter(2, SHARED)
     printer.write(0, b"working ...")
     printer.wait(0.3)
     printer.write(1, b"hello\n", stream="err")
-    printer.write(0, b" done\n")
-    assert printer.printed() == "[0] working ...\n[1] hello\n[0]  done\n"
-
-
-def test_an_open_line_that_was_ended_by_another_does_not_end_twice() -> None:
-    printer = MemoryPrinter(2, SHARED)
-    printer.write(0, b"working ...")
-    printer.wait(0.3)
-    printer.write(1, b"hello\n")
-    printer.write(0, b"\n")
-    assert printer.close() == "[0] working ...\n[1] hello\n"
+    printer.write(0, rest)
+    assert printer.close() == "[0] working ...\n[1] hello\n" + shown
+    printer.write(0, b"late\n")
+    assert printer.close() == "[0] working ...\n[1] hello\n" + shown
 
 
 def test_what_a_rank_leaves_open_is_ended_with_it() -> None:
@@ -161,27 +114,6 @@ def test_what_a_rank_leaves_open_is_ended_with_it() -> None:
     printer.sink.rank_exited(0)
     printer.write(1, b"next\n")
     assert printer.printed() == "[0] no newline\n[1] next\n"
-
-
-def test_a_line_of_50_megabytes_passes_as_one_with_little_memory() -> None:
-    class Count(io.BytesIO):
-        size = largest = 0
-
-        def write(self, data: object) -> int:
-            length = len(memoryview(data))  # type: ignore[arg-type]
-            self.size += length
-            self.largest = max(self.largest, length)
-            return length
-
-    out = Count()
-    printer = Printer(StandardStreams(out, io.BytesIO()), num_ranks=2, options=FOLDED)
-    for index in range(800):
-        printer.write(0, "out", b"x" * 65536)
-        printer.refresh(index / 1000)
-    printer.write(0, "out", b"\n")
-    printer.close()
-    assert out.size == len("[0] ") + 800 * 65536 + 1
-    assert out.largest < 1_000_000
 
 
 # --- progress bars and prompts ---------------------------------------------------------------------------------------
@@ -299,20 +231,6 @@ def test_the_rank_with_the_terminal_gets_it_raw_and_its_prompt_appears_again() -
 # --- files, and what goes wrong ------------------------------------------------------------------------------------
 
 
-def test_files_hold_the_raw_bytes_and_a_full_disk_is_reported(tmp_path: Path) -> None:
-    (tmp_path / "rank-1.out").symlink_to("/dev/full")
-    printer = MemoryPrinter(2, replace(FOLDED, output_dir=str(tmp_path)))
-    for rank in range(2):
-        printer.write(rank, b"\r10%", b"\r100%\r\n")
-    printer.wait(0.2)
-    printer.close()
-    assert (tmp_path / "rank-0.out").read_bytes() == b"\r10%\r100%\r\n"
-    assert printer.printed() == "[0] 100%\n[1] 100%\n"
-    told = printer.err.getvalue().decode()
-    assert told.count("No space left on device") == 1
-    assert told.splitlines()[-1] == f"[ronde] incomplete output files: {tmp_path}/rank-1.out"
-
-
 def test_a_reader_that_exited_is_reported_and_files_go_on(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
@@ -349,21 +267,6 @@ def test_a_reader_far_behind_is_reported_and_tried_again() -> None:
         assert not printer.is_backlogged()
         pipe.close()
         thread.join()
-
-
-def test_closing_twice_and_printing_after_it_do_nothing() -> None:
-    printer = MemoryPrinter(2, FOLDED)
-    printer.write(0, b"a\nopen")
-    assert printer.close() == "[0] a\n[0] open\n"
-    printer.write(0, b"late\n")
-    assert printer.close() == "[0] a\n[0] open\n"
-
-
-def test_the_tail_of_a_rank_is_known() -> None:
-    printer = MemoryPrinter(2, FOLDED)
-    printer.write(1, b"ValueError: no\n", stream="err")
-    assert printer.sink.tail(0, 1) == ""
-    assert printer.sink.tail(1, 1) == "last lines of standard error:\nValueError: no"
 
 
 def test_the_terminal_is_detected() -> None:

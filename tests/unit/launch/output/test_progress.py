@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ronde.launch.output.progress import IDLE_DELAY_S, MAX_LINE_BYTES, OPEN_LINE_DELAY_S, LiveRows, StreamText
-from tests.unit.launch.output.progress_bars import rich_progress, tqdm_bar, tqdm_nested
+from tests.unit.launch.output.printer_kit import rich_progress, tqdm_bar, tqdm_nested
 
 
 def lines_of(chunks: list[bytes]) -> list[str]:
@@ -73,23 +73,22 @@ def test_what_stands_at_the_end_of_a_line_is_the_line(chunks: list[bytes], lines
     assert lines_of(chunks) == lines
 
 
-def test_a_bar_is_one_line_however_often_it_is_drawn() -> None:
-    assert lines_of([*tqdm_bar("train", total=20), b"done\n"]) == ["train: 100%|####################| 20/20", "done"]
-
-
-def test_a_bar_that_is_taken_away_leaves_nothing() -> None:
-    assert lines_of(tqdm_bar("train", total=20, leave=False)) == []
-    assert lines_of([*tqdm_bar("train", total=20, leave=False), b"done\n"]) == ["done"]
-
-
-def test_nested_bars_are_drawn_in_place() -> None:
-    # What came before the first move upwards is a line already; nothing is repeated after that.
-    assert lines_of([*tqdm_nested(outer=3, inner=50), b"done\n"]) == ["outer: 0/3", "outer: 3/3", "done"]
-
-
-def test_the_bars_of_rich_are_drawn_in_place() -> None:
-    shown = [line.rstrip() for line in lines_of(rich_progress(steps=5))]
-    assert shown == ["train \x1b[32m5/5\x1b[0m", "check \x1b[32m5/5\x1b[0m"]
+@pytest.mark.parametrize(
+    ("chunks", "lines"),
+    [
+        (tqdm_bar("train", total=20), ["train: 100%|####################| 20/20"]),
+        (tqdm_bar("train", total=20, leave=False), []),
+        # What came before the first move upwards is a line already; nothing is repeated after that.
+        (tqdm_nested(outer=3, inner=50), ["outer: 0/3", "outer: 3/3"]),
+        (rich_progress(steps=5), ["train \x1b[32m5/5\x1b[0m", "check \x1b[32m5/5\x1b[0m"]),
+        (rich_progress(steps=5, transient=True), []),
+    ],
+    ids=["tqdm", "tqdm taken away", "tqdm nested", "rich", "rich taken away"],
+)
+def test_bars_are_drawn_in_place(chunks: list[bytes], lines: list[str]) -> None:
+    for last in ([], ["done"]):
+        shown = lines_of([*chunks, *(line.encode() + b"\n" for line in last)])
+        assert [line.rstrip() for line in shown] == [*lines, *last]
 
 
 @pytest.mark.parametrize("bars", [1, 2, 3])
@@ -107,10 +106,6 @@ def test_lines_printed_above_the_bars_of_rich_are_final_when_the_bars_are_drawn_
 def test_it_makes_no_difference_how_a_terminal_cuts_what_rich_writes(bars: int) -> None:
     data = b"".join(rich_progress(steps=5, bars=bars, log=True)).replace(b"\n", b"\r\n")
     assert lines_of([bytes([byte]) for byte in data]) == lines_of([data])
-
-
-def test_bars_that_rich_takes_away_leave_nothing() -> None:
-    assert lines_of([*rich_progress(steps=5, transient=True), b"done\n"]) == ["done"]
 
 
 def test_a_stream_that_is_idle_below_its_bars_has_finished_them() -> None:
