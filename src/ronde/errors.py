@@ -17,6 +17,8 @@ ValueError
 
 from __future__ import annotations
 
+import functools
+
 __all__ = [
     "CheckpointError",
     "JobFailed",
@@ -70,11 +72,7 @@ class PeerLost(RoundEnded):
 
     def __reduce__(self) -> tuple[object, ...]:
         # The default pickling does not keep keyword-only arguments.
-        return (_peer_lost, (self.rank, self.peer, self.op, self.why))
-
-
-def _peer_lost(rank: int, peer: int, op: str, why: str) -> PeerLost:
-    return PeerLost(rank=rank, peer=peer, op=op, why=why)
+        return functools.partial(PeerLost, rank=self.rank, peer=self.peer, op=self.op, why=self.why), ()
 
 
 class OperationTimeout(RondeError):
@@ -94,12 +92,7 @@ class JobFailed(RondeError):
         """Exit code of the job."""
 
     def __reduce__(self) -> tuple[object, ...]:
-        # The default pickling does not keep keyword-only arguments.
-        return (_job_failed, (str(self), self.code))
-
-
-def _job_failed(message: str, code: int) -> JobFailed:
-    return JobFailed(message, code=code)
+        return functools.partial(JobFailed, str(self), code=self.code), ()
 
 
 class OutOfSync(RondeError):

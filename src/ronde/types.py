@@ -6,7 +6,7 @@ import enum
 import operator
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -46,21 +46,7 @@ class DType(enum.IntEnum):
         return np.dtype("uint16") if self is DType.BFLOAT16 else np.dtype(self.name.lower())
 
 
-_BYTES = {
-    DType.UINT8: 1,
-    DType.INT8: 1,
-    DType.UINT16: 2,
-    DType.INT16: 2,
-    DType.UINT32: 4,
-    DType.INT32: 4,
-    DType.UINT64: 8,
-    DType.INT64: 8,
-    DType.FLOAT16: 2,
-    DType.BFLOAT16: 2,
-    DType.FLOAT32: 4,
-    DType.FLOAT64: 8,
-    DType.BOOL: 1,
-}
+_BYTES = dict(zip(DType, (1, 1, 2, 2, 4, 4, 8, 8, 2, 2, 4, 8, 1), strict=True))
 
 
 class Op(enum.IntEnum):
@@ -142,52 +128,28 @@ def check_group_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
     return tuple(unique)
 
 
-@dataclass(frozen=True, slots=True)
 class Topology:
     """Which rank is on which host, as seen by one rank. Every rank derives the same from the same members."""
 
-    members: tuple[Member, ...]
-    rank: int
-    host_indices: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """Per rank, the index of its host; hosts are counted by their lowest rank."""
-    local_ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """The ranks on this rank's host, itself included."""
-    local_rank: int = field(init=False, repr=False, compare=False)
-    """The position of this rank among local_ranks."""
-    cross_ranks: tuple[int, ...] = field(init=False, repr=False, compare=False)
-    """The ranks with the same local rank, one per host that has so many."""
-    cross_rank: int = field(init=False, repr=False, compare=False)
-    """The position of this rank among cross_ranks."""
-
-    def __post_init__(self) -> None:
+    def __init__(self, members: tuple[Member, ...], rank: int) -> None:
         by_host: dict[str, list[int]] = {}
-        for member in self.members:
+        for member in members:
             by_host.setdefault(member.host, []).append(member.rank)
         index_of = {host: index for index, host in enumerate(by_host)}
-        local_ranks = tuple(by_host[self.members[self.rank].host])
-        local_rank = local_ranks.index(self.rank)
-        cross_ranks = tuple(sorted(ranks[local_rank] for ranks in by_host.values() if len(ranks) > local_rank))
-        derived = {
-            "host_indices": tuple(index_of[member.host] for member in self.members),
-            "local_ranks": local_ranks,
-            "local_rank": local_rank,
-            "cross_ranks": cross_ranks,
-            "cross_rank": cross_ranks.index(self.rank),
-        }
-        for name, value in derived.items():
-            object.__setattr__(self, name, value)
-
-    @property
-    def size(self) -> int:
-        return len(self.members)
-
-    @property
-    def local_size(self) -> int:
-        return len(self.local_ranks)
-
-    @property
-    def cross_size(self) -> int:
-        return len(self.cross_ranks)
+        self.members = members
+        self.rank = rank
+        self.size = len(members)
+        self.host_indices = tuple([index_of[member.host] for member in members])
+        """Per rank, the index of its host; hosts are counted by their lowest rank."""
+        self.local_ranks = tuple(by_host[members[rank].host])
+        """The ranks on this rank's host, itself included."""
+        self.local_rank = self.local_ranks.index(rank)
+        self.local_size = len(self.local_ranks)
+        same_position = [ranks[self.local_rank] for ranks in by_host.values() if len(ranks) > self.local_rank]
+        self.cross_ranks = tuple(sorted(same_position))
+        """The ranks with the same local rank, one per host that has so many."""
+        self.cross_rank = self.cross_ranks.index(rank)
+        self.cross_size = len(self.cross_ranks)
 
 
 class Deadline:
@@ -208,6 +170,3 @@ class Deadline:
     @property
     def expired(self) -> bool:
         return time.monotonic() >= self._expires_at_s
-
-    def __repr__(self) -> str:
-        return f"Deadline({self.timeout_s} s, {self.remaining_s:.3f} s left)"

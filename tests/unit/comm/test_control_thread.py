@@ -46,6 +46,7 @@ from ronde.net.messages import (
     UnknownOperationId,
     WorkerMessage,
 )
+from ronde.observe.events import PeerGone, StallReported
 from ronde.observe.recorder import Recorder
 from ronde.settings import Settings
 from ronde.types import Deadline
@@ -151,7 +152,8 @@ def test_a_lost_rank_ends_what_it_was_part_of(scripted: ScriptedRound) -> None:
     unharmed = ScriptedChannel(members=(0, 1))
     scripted.open_channels.add(Channel(unharmed, 2, scripted.recorder, 10.0))
     assert unharmed.aborted == []
-    assert [event.words() for event in scripted.recorder.events()] == ["lost rank 2: it fell"]
+    (event,) = scripted.recorder.events()
+    assert isinstance(event, PeerGone) and (event.peer, event.why) == (2, "it fell")
 
 
 def test_the_end_of_the_round_ends_everything(scripted: ScriptedRound) -> None:
@@ -214,7 +216,8 @@ def test_a_wait_that_gets_no_answer_ends_in_time(scripted: ScriptedRound) -> Non
 def test_a_stall_is_an_event(scripted: ScriptedRound) -> None:
     scripted.control.tell(StallReport("allreduce 'w' sum float32[3]", 0, 5.0, (1, 2), "report"), StackRequest(4))
     assert scripted.control.expect(StackReply).query_id == 4
-    assert [event.words() for event in scripted.recorder.events()] == ["report"]
+    (event,) = scripted.recorder.events()
+    assert isinstance(event, StallReported) and (event.missing, event.report) == ((1, 2), "report")
 
 
 def test_it_says_where_the_main_thread_is(scripted: ScriptedRound) -> None:
