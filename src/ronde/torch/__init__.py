@@ -27,7 +27,7 @@ from ronde.torch.optimizer import Distributed, DistributedOptimizer
 from ronde.torch.sampler import ShardedSampler
 from ronde.torch.sync_check import SyncCheck, check_in_sync
 from ronde.torch.tensors import TensorWork
-from ronde.training.exchange import GradientSettings
+from ronde.training.gradient_settings import GradientSettings
 
 __all__ = [
     "CheckpointError",

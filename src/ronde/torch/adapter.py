@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from itertools import repeat
-from operator import attrgetter, is_
+from itertools import compress, repeat
+from operator import attrgetter, is_, ne
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -88,8 +88,7 @@ class TorchAdapter:
 
     def describe_parameters(self) -> list[ParameterInfo]:
         self._requires_grad = list(map(_requires_grad_of, self._tensors))
-        named = zip(self._names, self._tensors, self._requires_grad, strict=True)
-        trained = [(name, tensor) for name, tensor, trains in named if trains]
+        trained = list(compress(zip(self._names, self._tensors, strict=True), self._requires_grad))
         self._parameters = [tensor for _, tensor in trained]
         self._parameter_infos = [self._describe_parameter(name, tensor) for name, tensor in trained]
         return self._parameter_infos
@@ -122,7 +121,9 @@ class TorchAdapter:
         self._new_parameter_hooks = [
             _add_gradient_hook(tensor, on_gradient)
             for tensor in self._tensors
-            if id(tensor) not in described and _may_train(tensor)
+            if id(tensor) not in described
+            and (tensor.is_floating_point() or tensor.is_complex())
+            and not tensor.is_inference()
         ]
 
     def copy_to_buckets(self, indices: Sequence[int]) -> dict[int, GradientKind]:
@@ -131,7 +132,8 @@ class TorchAdapter:
                 return self.copy_to_buckets(indices)
         part = self._slice_of(tuple(indices))
         if list(map(Tensor.data_ptr, part.views)) != part.addresses:
-            raise self._conversion_error(next(index for index in indices if self._memory_changed(index)))
+            moved = map(ne, map(Tensor.data_ptr, part.views), part.addresses)
+            raise self._conversion_error(next(compress((*part.large.indices, *part.small.indices), moved)))
         kinds: dict[int, GradientKind] = {}
         if part.without_bucket:
             kinds.update(
@@ -158,25 +160,29 @@ class TorchAdapter:
 
     def still_has_result(self, ready_index: int | None) -> bool:
         new = None
-        if (
-            ready_index is not None
-            and self._last_was_copied
-            and self._is_large(ready_index)
-            and ready_index not in self._on_device
-        ):
-            new = self._parameters[ready_index]  # it is in its view by now, but was not added to what had been there
+        if ready_index is not None and self._last_was_copied and self._is_large(ready_index):
+            if ready_index not in self._on_device:
+                # It is in its view by now, but was not added to what had been there.
+                new = self._parameters[ready_index]
         return any(tensor is not new and self._is_result(tensor) for tensor in self._tensors)
 
     def has_unreduced_gradient(self) -> bool:
-        trained = [tensor for tensor in self._tensors if tensor.requires_grad]
+        trained = (tensor for tensor in self._tensors if tensor.requires_grad)
         return any(tensor.grad is not None and not self._is_result(tensor) for tensor in trained)
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
         torch._foreach_mul_([view for view in (self._views[index] for index in indices) if view is not None], factor)
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
-        values = {index: self._gradient_values(index) for index in indices}
-        found = {index: numbers for index, numbers in values.items() if numbers is not None and numbers.numel()}
+        found: dict[int, Tensor] = {}
+        for index in indices:
+            grad, numbers = self._parameters[index].grad, self._views[index]
+            if grad is not None and grad.layout is not torch.strided:
+                numbers = grad._values()
+            elif numbers is None:
+                numbers = grad
+            if numbers is not None and numbers.numel():
+                found[index] = numbers
         if not found or all(map(torch.isfinite, torch._foreach_norm(list(found.values()), float("inf")))):
             return []
         return [index for index, numbers in found.items() if not bool(numbers.isfinite().all())]
@@ -217,23 +223,18 @@ class TorchAdapter:
     def _slice_of(self, indices: tuple[int, ...]) -> _BucketSlice:
         found = self._slices.get(indices)
         if found is None:
-            found = self._slices[indices] = self._make_slice(indices)
+            in_bucket = [index for index in indices if self._views[index] is not None]
+            large = self._select_views([index for index in in_bucket if self._is_large(index)])
+            small = self._select_views([index for index in in_bucket if not self._is_large(index)])
+            addresses = [self._addresses[index] for index in (*large.indices, *small.indices)]
+            without_bucket = [index for index in indices if self._views[index] is None]
+            found = _BucketSlice(large, small, [*large.views, *small.views], addresses, without_bucket)
+            self._slices[indices] = found
         return found
 
-    def _make_slice(self, indices: Sequence[int]) -> _BucketSlice:
-        large = self._select_views(index for index in indices if self._is_large(index))
-        small = self._select_views(index for index in indices if not self._is_large(index))
-        addresses = [self._addresses[index] for index in (*large.indices, *small.indices)]
-        without_bucket = [index for index in indices if self._views[index] is None]
-        return _BucketSlice(large, small, [*large.views, *small.views], addresses, without_bucket)
-
-    def _select_views(self, indices: Iterable[int]) -> _BucketViews:
-        found = [(index, view) for index in indices if (view := self._views[index]) is not None]
-        return _BucketViews(
-            [index for index, _ in found],
-            [self._parameters[index] for index, _ in found],
-            [view for _, view in found],
-        )
+    def _select_views(self, indices: list[int]) -> _BucketViews:
+        views = [view for index in indices if (view := self._views[index]) is not None]
+        return _BucketViews(indices, [self._parameters[index] for index in indices], views)
 
     def _copy_one(self, index: int, grad: Tensor | None, kinds: dict[int, GradientKind]) -> None:
         """Copy a gradient to its view, which becomes the gradient; record it if it is missing or sparse."""
@@ -260,23 +261,11 @@ class TorchAdapter:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
-    def _memory_changed(self, index: int) -> bool:
-        view = self._views[index]
-        return view is not None and view.data_ptr() != self._addresses[index]
-
     def _is_result(self, parameter: Tensor) -> bool:
         """Whether its gradient is the result that was assigned last."""
         grad, outside = parameter.grad, self._results_outside_buckets.get(id(parameter))
-        if grad is None:
-            return False
-        return grad is self._view_by_id.get(id(parameter)) or (outside is not None and grad is outside())
-
-    def _gradient_values(self, index: int) -> Tensor | None:
-        """The numbers of a gradient that was copied, or is sparse."""
-        grad, view = self._parameters[index].grad, self._views[index]
-        if grad is not None and grad.layout is not torch.strided:
-            return grad._values()
-        return grad if view is None else view
+        is_view = grad is self._view_by_id.get(id(parameter))
+        return grad is not None and (is_view or (outside is not None and grad is outside()))
 
     def _with_lock(self, callback: GradientCallback) -> GradientCallback:
         """The callback for several threads, if there may be: autograd has one for every device."""
@@ -318,24 +307,19 @@ class TorchAdapter:
 
 
 class _BucketViews(NamedTuple):
-    """Some parameters and their views, in lists."""
-
     indices: list[int]
     parameters: list[Tensor]
     views: list[Tensor]
 
 
 class _BucketSlice(NamedTuple):
-    """The parameters that are copied by one call."""
+    """The parameters that are copied by one call of copy_to_buckets()."""
 
     large: _BucketViews
     small: _BucketViews
-    views: list[Tensor]
-    """The views of the large and the small gradients."""
-    addresses: list[int]
-    """Where the memory of each view begins."""
-    without_bucket: list[int]
-    """Indices of parameters that have no view."""
+    views: list[Tensor]  # of the large and the small gradients
+    addresses: list[int]  # where the memory of each of these views begins
+    without_bucket: list[int]  # indices of parameters that have no view
 
 
 def _copy_together(bucket_views: _BucketViews, grads: list[Any]) -> bool:
@@ -367,10 +351,6 @@ def _remove_hooks(hooks: list[RemovableHandle]) -> None:
     for hook in hooks:
         hook.remove()
     hooks.clear()
-
-
-def _may_train(tensor: Tensor) -> bool:
-    return (tensor.is_floating_point() or tensor.is_complex()) and not tensor.is_inference()
 
 
 def _view_like(memory: Array, parameter: Tensor) -> Tensor:
@@ -426,7 +406,14 @@ class TorchBackwardPass:
         frame = find_frame(BackwardCFunction.apply)
         if frame is None:
             return False
-        _call_before_next_nodes(frame.f_locals["self"], on_resume)
+        hooks: list[RemovableHandle] = []
+
+        def resume_once(_grads: object) -> None:
+            _remove_hooks(hooks)
+            on_resume()
+
+        node: Node = frame.f_locals["self"]
+        hooks += [after.register_prehook(resume_once) for after, _ in node.next_functions if after is not None]
         return True
 
 
@@ -436,18 +423,6 @@ def find_frame(function: Callable[..., object]) -> FrameType | None:
     while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame
-
-
-def _call_before_next_nodes(node: Node, callback: Callable[[], None]) -> None:
-    """Call this once, before the first of the nodes that get this node's gradients."""
-    hooks: list[RemovableHandle] = []
-
-    def call_once(_grads: object) -> None:
-        while hooks:
-            hooks.pop().remove()
-        callback()
-
-    hooks += [following.register_prehook(call_once) for following, _ in node.next_functions if following is not None]
 
 
 def disable_dynamo(*functions: Callable[..., object]) -> None:

@@ -1,7 +1,6 @@
 """DistributedOptimizer: any optimizer of PyTorch, with gradients averaged over ranks.
 
-OptimizerReducers holds one Reducer per group of ranks and the TrainingStep that commands them; ParameterNames gives
-every parameter the name that errors and comparisons between ranks use.
+OptimizerReducers holds one Reducer per group of ranks and the TrainingStep that commands them.
 """
 
 from __future__ import annotations
@@ -28,56 +27,15 @@ from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized
 from ronde.torch.adapter import TorchAdapter, TorchBackwardPass, disable_dynamo, find_frame
 from ronde.torch.tensors import tensor_view
-from ronde.training.buckets import should_overlap
 from ronde.training.compression import CastCodec, Codec, find_codec
-from ronde.training.exchange import GradientSettings
+from ronde.training.gradient_settings import GradientSettings
 from ronde.training.reducer import Reducer
 from ronde.training.steps import TrainingStep
 from ronde.types import Op, parse_op
 
 
-class ParameterNames:
-    """Names of parameters: the caller's, else the optimizer's own, else made of group and index."""
-
-    def __init__(self, named: Iterable[tuple[str, Tensor]] | None, rank: int) -> None:
-        self._rank = rank
-        self._given = None if named is None else _read_names(named, rank)
-        self.reserved: set[str] = set()
-        """Names that are taken."""
-
-    def named_parameters(
-        self, group_index: int, group: Mapping[str, Any], *, added_later: bool = False
-    ) -> list[tuple[str, Tensor]]:
-        """The parameters of one of the optimizer's groups with their names. `added_later`: the caller, who named the
-        others, need not have named these."""
-        known: Sequence[str] = group.get("param_names", ())
-        found: dict[str, Tensor] = {}
-        for index, parameter in enumerate(group["params"]):
-            name = known[index] if known else f"group{group_index}.param{index}"
-            if self._given is not None:
-                name = self._given.get(id(parameter), (name if added_later else "", parameter))[0]
-            if is_lazy(parameter):
-                raise ValueError(
-                    f"rank {self._rank}: parameter {name or index!r} of a lazy module has no shape yet; let the model "
-                    "compute something before DistributedOptimizer is called"
-                )
-            if not name:
-                raise ValueError(
-                    f"rank {self._rank}: named_parameters lacks parameter {index} of the optimizer's group "
-                    f"{group_index} ({parameter.dtype}{list(parameter.shape)}); pass model.named_parameters() of the "
-                    "model that the optimizer was built for, and build it after the model was moved or copied"
-                )
-            if name in self.reserved or name in found:
-                raise ValueError(f"rank {self._rank}: two parameters of the optimizer are named {name!r}")
-            found[name] = parameter
-        return list(found.items())
-
-    def reserve(self, names: Iterable[str]) -> None:
-        self.reserved.update(names)
-
-
 def _read_names(named: Iterable[tuple[str, Tensor]], rank: int) -> dict[int, tuple[str, Tensor]]:
-    """Names by the identity of parameters, which are kept alive: no other object gets their identity."""
+    """The caller's names by the identity of parameters, which are kept alive: no other object gets their identity."""
     found: dict[int, tuple[str, Tensor]] = {}
     names: set[str] = set()
     for pair in named if isinstance(named, Iterable) else (named,):
@@ -101,30 +59,22 @@ _open_reducers: WeakSet[OptimizerReducers] = WeakSet()
 
 NamedParameters = Sequence[tuple[str, Tensor]]
 
-# Called by hooks of parameters, at the end of a pass, and around a step.
-disable_dynamo(Reducer.mark_ready, Reducer.mark_new_parameter, TorchAdapter._on_large_gradient)
-disable_dynamo(
-    TrainingStep.pass_started,
-    TrainingStep._on_pass_end,
-    TrainingStep._finish_reducing,
-    TrainingStep.synchronize,
-    TrainingStep.step_done,
-    TrainingStep.gradients_cleared,
-)
-
 
 class OptimizerReducers:
     """The parameters of one optimizer, with one reducer for each group of ranks, and the optimizer's step."""
 
     def __init__(
         self,
-        names: ParameterNames,
+        named_parameters: Iterable[tuple[str, Tensor]] | None,
         group: Group | None,
         settings: GradientSettings,
         codec: Codec | None,
         num_passes: int,
     ) -> None:
-        self._names = names
+        """A parameter has the caller's name, else the optimizer's own, else one made of group and index."""
+        self._rank = current_world("DistributedOptimizer").rank
+        self._given_names = None if named_parameters is None else _read_names(named_parameters, self._rank)
+        self.names: set[str] = set()
         self._group = _check_group(group)
         self._settings = settings
         self._codec = codec
@@ -139,40 +89,62 @@ class OptimizerReducers:
         _open_reducers.add(self)
 
     def add_param_group(self, param_group: Mapping[str, Any], *, added_later: bool = False) -> None:
-        """Average the gradients of one of the optimizer's groups, over the ranks of its `group` if it has one."""
+        """Average the gradients of one of the optimizer's groups, over the ranks of its `group` if it has one.
+        `added_later`: the caller, who named the others, need not have named these."""
         group = _check_group(param_group.get("group")) or self._group or current_world("DistributedOptimizer").group
-        named = self._names.named_parameters(len(self._params), param_group, added_later=added_later)
+        named = self._named_parameters(param_group, added_later)
         if group.included:
             self._add_to_reducer(group, named)
-        self._names.reserve(name for name, _ in named)
+        self.names.update(name for name, _ in named)
         self._params.append([parameter for _, parameter in named])
         self._groups.append(group)
 
-    def check_param_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
-        """Raise ValueError if the optimizer has other parameters than it was given. Called in every step."""
-        try:
-            # Lists of the same objects are equal without a look at the tensors. Others may be taken for equal while
-            # they have one number each and it is the same: until the next step.
-            if not self._reducers or [group["params"] for group in param_groups] == self._params:
-                return
-        except RuntimeError:  # a tensor is not true or false
-            pass
-        raise self._replaced_error(param_groups)
+    def _named_parameters(self, param_group: Mapping[str, Any], added_later: bool) -> NamedParameters:
+        group_index, known = len(self._params), param_group.get("param_names", ())
+        found: dict[str, Tensor] = {}
+        for index, parameter in enumerate(param_group["params"]):
+            name = known[index] if known else f"group{group_index}.param{index}"
+            if self._given_names is not None:
+                name = self._given_names.get(id(parameter), (name if added_later else "", parameter))[0]
+            if is_lazy(parameter):
+                raise ValueError(
+                    f"rank {self._rank}: parameter {name or index!r} of a lazy module has no shape yet; let the model "
+                    "compute something before DistributedOptimizer is called"
+                )
+            if not name:
+                raise ValueError(
+                    f"rank {self._rank}: named_parameters lacks parameter {index} of the optimizer's group "
+                    f"{group_index} ({parameter.dtype}{list(parameter.shape)}); pass model.named_parameters() of the "
+                    "model that the optimizer was built for, and build it after the model was moved or copied"
+                )
+            if name in self.names or name in found:
+                raise ValueError(f"rank {self._rank}: two parameters of the optimizer are named {name!r}")
+            found[name] = parameter
+        return list(found.items())
+
+    def before_step(
+        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Called before the optimizer's step(): average the gradients, or return other arguments for step() if it was
+        given a closure that makes them."""
+        self._check_param_groups(optimizer.param_groups)
+        if len(args) > 1 and args[1] is not None:
+            return (args[0], partial(self._run_closure, args[1]), *args[2:]), kwargs
+        if kwargs.get("closure") is not None:
+            return args, {**kwargs, "closure": partial(self._run_closure, kwargs["closure"])}
+        self.training_step.synchronize()
+        return None
+
+    def after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called after the optimizer's step()."""
+        self.training_step.step_done()
+        if is_initialized():
+            mark_step()
 
     def set_num_passes(self, num_passes: int) -> None:
         """Let so many backward passes make a step. With several, even a single rank has to average them."""
         self.training_step.num_passes = num_passes
         self._add_single_rank_params({})
-
-    def average_loss(self, loss: Any) -> Any:  # a tensor, a number, or None
-        """The result of a closure, averaged over ranks: an optimizer that looks at it must decide alike on all."""
-        group: Group = self._group or current_world().group
-        if loss is None or not group.included or group.size == 1:
-            return loss
-        op = "sum" if parse_op(self._settings.op) is Op.SUM else "mean"
-        if not isinstance(loss, torch.Tensor):
-            return float(group.allreduce(np.array(float(loss)), op=op))
-        return torch.full_like(loss.detach(), float(group.allreduce(np.array(loss.item()), op=op)))
 
     def reset(self) -> None:
         """Agree anew at the next step: parameters were converted, or a new round has begun. Every rank calls it."""
@@ -200,6 +172,41 @@ class OptimizerReducers:
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
+    def _run_closure(self, closure: Callable[[], Any]) -> Any:
+        """Call a closure of step(), average its gradients, and return its loss averaged over ranks: an optimizer that
+        looks at it must decide alike on all."""
+        loss = closure()
+        self.training_step.synchronize()
+        group = self._group or current_world().group
+        if loss is None or not group.included or group.size == 1:
+            return loss
+        op = "sum" if parse_op(self._settings.op) is Op.SUM else "mean"
+        if not isinstance(loss, torch.Tensor):
+            return float(group.allreduce(np.array(float(loss)), op=op))
+        return torch.full_like(loss.detach(), float(group.allreduce(np.array(loss.item()), op=op)))
+
+    def _check_param_groups(self, param_groups: Sequence[Mapping[str, Any]]) -> None:
+        """Raise ValueError if the optimizer has other parameters than it was given."""
+        try:
+            # Lists of the same objects are equal without a look at the tensors. Others may be taken for equal while
+            # they have one number each and it is the same: until the next step.
+            if not self._reducers or [group["params"] for group in param_groups] == self._params:
+                return
+        except RuntimeError:  # a tensor is not true or false
+            pass
+        what = "the optimizer has other groups of parameters than it was given"
+        for number, (group, known) in enumerate(zip(param_groups, self._params, strict=False)):
+            changed = [index for index, (one, two) in enumerate(zip_longest(group["params"], known)) if one is not two]
+            if changed:
+                was = self._named_by_id.get(id(known[changed[0]])) if changed[0] < len(known) else None
+                name = f", which was {was[0]!r}," if was else ""
+                what = f"parameter {changed[0]} of the optimizer's group {number}{name} is not the one it was given"
+                break
+        raise ValueError(
+            f"rank {current_world().rank}: {what}: gradients of others are not combined. Replace parameters before "
+            "DistributedOptimizer is called (or close() it and build another), and add some by add_param_group()"
+        )
+
     def _add_single_rank_params(self, groups: Mapping[Group, Group]) -> None:
         """Look again at the parameters that had nothing to reduce. `groups` has new groups by old ones."""
         waiting, self._single_rank_params = self._single_rank_params, []
@@ -208,7 +215,8 @@ class OptimizerReducers:
 
     def _add_to_reducer(self, group: Group, named: NamedParameters) -> None:
         """Give these parameters to the reducer of the group, unless there is nothing to reduce."""
-        if group.size == 1 and not self._needed_on_one_rank:
+        settings = self._settings
+        if group.size == 1 and self.training_step.num_passes == 1 and self._codec is None and not settings.check_finite:
             self._single_rank_params.append((group, named))
             return
         self._check_not_shared(named)
@@ -217,49 +225,49 @@ class OptimizerReducers:
             adapter.add_parameters(named)
             reducer.parameters_added()
         else:
-            adapter = TorchAdapter(current_world().rank, sparse_as_dense=self._settings.sparse_as_dense)
+            adapter = TorchAdapter(current_world().rank, sparse_as_dense=settings.sparse_as_dense)
             adapter.add_parameters(named)
             reducer = Reducer(
                 adapter,
                 group,
-                self._settings,
+                settings,
                 on_pass_started=self.training_step.pass_started,
                 codec=self._codec,
-                overlap=_should_overlap(group) if self._settings.overlap is None else self._settings.overlap,
+                overlap=_should_overlap(group) if settings.overlap is None else settings.overlap,
             )
             self._reducers[group] = (adapter, reducer)
             self.training_step.add_reducer(reducer)
         self._named_by_id.update((id(parameter), (name, parameter)) for name, parameter in named)
 
-    @property
-    def _needed_on_one_rank(self) -> bool:
-        """Whether the gradients of a single rank have to be averaged over passes, compressed or checked."""
-        return self.training_step.num_passes > 1 or self._codec is not None or self._settings.check_finite
-
     def _check_not_shared(self, named: NamedParameters) -> None:
         """Raise ValueError if another optimizer has one of these parameters."""
-        if not _names_in_others(named, self):
-            return
-        gc.collect()  # an optimizer that nobody uses may still exist
-        for name in _names_in_others(named, self):
-            raise ValueError(
-                f"rank {current_world().rank}: parameter {name!r} is in another distributed optimizer already, and "
-                "both would combine its gradients; call close() of that one before you build this one"
-            )
-
-    def _replaced_error(self, param_groups: Sequence[Mapping[str, Any]]) -> ValueError:
-        rank, what = current_world().rank, "the optimizer has other groups of parameters than it was given"
-        for number, (group, known) in enumerate(zip(param_groups, self._params, strict=False)):
-            changed = [index for index, (one, two) in enumerate(zip_longest(group["params"], known)) if one is not two]
-            if changed:
-                was = self._named_by_id.get(id(known[changed[0]])) if changed[0] < len(known) else None
-                name = f", which was {was[0]!r}," if was else ""
-                what = f"parameter {changed[0]} of the optimizer's group {number}{name} is not the one it was given"
-                break
-        return ValueError(
-            f"rank {rank}: {what}: gradients of others are not combined. Replace parameters before "
-            "DistributedOptimizer is called (or close() it and build another), and add some by add_param_group()"
+        for attempt in range(2):
+            others = {key for each in _open_reducers if each is not self for key in each._named_by_id}
+            shared = [name for name, parameter in named if id(parameter) in others]
+            if not shared:
+                return
+            if not attempt:
+                gc.collect()  # an optimizer that nobody uses may still exist
+        raise ValueError(
+            f"rank {current_world().rank}: parameter {shared[0]!r} is in another distributed optimizer already, and "
+            "both would combine its gradients; call close() of that one before you build this one"
         )
+
+
+# Called by hooks of parameters, at the end of a pass, and around a step.
+disable_dynamo(
+    Reducer.mark_ready,
+    Reducer.mark_new_parameter,
+    TorchAdapter._on_large_gradient,
+    TrainingStep.pass_started,
+    TrainingStep._on_pass_end,
+    TrainingStep._finish_reducing,
+    TrainingStep.synchronize,
+    TrainingStep.step_done,
+    TrainingStep.gradients_cleared,
+    OptimizerReducers.before_step,
+    OptimizerReducers.after_step,
+)
 
 
 def _check_group(group: object) -> Group | None:
@@ -268,12 +276,6 @@ def _check_group(group: object) -> Group | None:
             f"group must be a ronde.Group, got {type(group).__name__}; ronde.add_group(ranks) makes one, on all ranks"
         )
     return group
-
-
-def _names_in_others(named: NamedParameters, mine: OptimizerReducers) -> list[str]:
-    """Return the names of these parameters that another optimizer has, too."""
-    others = {key for each in _open_reducers if each is not mine for key in each._named_by_id}
-    return [name for name, parameter in named if id(parameter) in others]
 
 
 def _gradient_version(named_by_id: dict[int, tuple[str, Tensor]]) -> tuple[object, ...]:
@@ -286,12 +288,15 @@ def _gradient_version(named_by_id: dict[int, tuple[str, Tensor]]) -> tuple[objec
 
 
 def _should_overlap(group: Group) -> bool:
+    """Whether buckets should be reduced while the backward pass runs.
+
+    A network works by itself. Inside a host the same cores reduce and compute: then reducing at the end costs less, as
+    no thread has to be woken and none is interrupted.
+    """
     topology = current_world().topology
-    return should_overlap(
-        num_hosts=len({topology.host_indices[rank] for rank in group.ranks}),
-        num_busy_threads=topology.local_size * torch.get_num_threads(),
-        num_cores=len(os.sched_getaffinity(0)),
-    )
+    num_busy_threads = topology.local_size * torch.get_num_threads()
+    has_idle_cores = num_busy_threads < len(os.sched_getaffinity(0))
+    return has_idle_cores or len({topology.host_indices[rank] for rank in group.ranks}) > 1
 
 
 def _convert_array(source: Array, source_dtype: str, target: Array, target_dtype: str) -> None:
@@ -326,28 +331,22 @@ def DistributedOptimizer(
         raise TypeError(f"DistributedOptimizer takes an optimizer of PyTorch, got {type(optimizer).__name__}")
     if isinstance(optimizer, Distributed):
         raise ValueError("the optimizer is distributed already; wrap it once")
-    world = current_world("DistributedOptimizer")
+    current_world("DistributedOptimizer")  # without one, that is the error to show
     wanted = GradientSettings(op=op, bucket_mb=bucket_mb, **settings)
-    names = ParameterNames(named_parameters, world.rank)
-    gradients = OptimizerReducers(names, group, wanted, find_codec(codec, CODECS), passes)
+    reducers = OptimizerReducers(named_parameters, group, wanted, find_codec(codec, CODECS), passes)
     try:
         for param_group in optimizer.param_groups:
-            gradients.add_param_group(param_group)
-        wanted.check_names(names.reserved)
+            reducers.add_param_group(param_group)
+        wanted.check_names(reducers.names)
     except BaseException:
-        gradients.close()
+        reducers.close()
         raise
-    return _convert(optimizer, gradients)
-
-
-def _convert(optimizer: Optimizer, reducers: OptimizerReducers) -> Distributed:
-    """Give the optimizer a class with the methods of Distributed, and hooks around step()."""
     plain: Any = type(optimizer)
     distributed: Any = optimizer
     distributed.__class__ = _distributed_class(plain)
     distributed._reducers = reducers
-    optimizer.register_step_pre_hook(_StepPreHook(reducers))
-    optimizer.register_step_post_hook(_StepPostHook(reducers))
+    optimizer.register_step_pre_hook(reducers.before_step)
+    optimizer.register_step_post_hook(reducers.after_step)
     for param_group in optimizer.param_groups:
         param_group.pop("group", None)  # it does not belong into state_dict()
     # The hooks of parameters would live as long as the model.
@@ -421,45 +420,3 @@ def _new_instance(plain: type[Optimizer]) -> Optimizer:
 @cache
 def _distributed_class(plain: Any) -> type[Optimizer]:  # a class
     return type(plain.__name__, (Distributed, plain), {"__module__": plain.__module__, "__doc__": plain.__doc__})
-
-
-class _StepPreHook:
-    """Averages gradients before step(), and those that its closure makes."""
-
-    def __init__(self, reducers: OptimizerReducers) -> None:
-        self._reducers = reducers
-
-    def __call__(
-        self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Returns other arguments for step() if it was given a closure."""
-        self._reducers.check_param_groups(optimizer.param_groups)
-        if len(args) > 1 and args[1] is not None:
-            return (args[0], self._wrap_closure(args[1]), *args[2:]), kwargs
-        if kwargs.get("closure") is not None:
-            return args, {**kwargs, "closure": self._wrap_closure(kwargs["closure"])}
-        self._reducers.training_step.synchronize()
-        return None
-
-    def _wrap_closure(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        def synchronized() -> Any:  # as the closure returns
-            loss = closure()
-            self._reducers.training_step.synchronize()
-            return self._reducers.average_loss(loss)
-
-        return synchronized
-
-
-class _StepPostHook:
-    """Ends the training step after the optimizer's step()."""
-
-    def __init__(self, reducers: OptimizerReducers) -> None:
-        self._reducers = reducers
-
-    def __call__(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._reducers.training_step.step_done()
-        if is_initialized():
-            mark_step()
-
-
-disable_dynamo(_StepPreHook.__call__, _StepPostHook.__call__)

@@ -55,9 +55,8 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         self.ends = ends
         self._group = group
         self._position = SamplePosition()
-        self._finished_from: SamplePosition | None = (
-            None  # the position from which a loop without track() ran to its end
-        )
+        # The position from which a loop without track() ran to its end.
+        self._finished_from: SamplePosition | None = None
 
     @property
     def epoch(self) -> int:
@@ -72,7 +71,8 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch. It does nothing for the current epoch, so a resumed one continues."""
-        self._position = self._position.at_epoch(epoch)
+        if epoch != self.epoch:
+            self._position = SamplePosition(epoch)
         self._finished_from = None
 
     def __iter__(self) -> Iterator[int]:
@@ -114,7 +114,7 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return seed, epoch and the number of used samples; the same on every rank."""
-        return {**self._position.to_dict(), **self._order_settings()}
+        return {**self._position._asdict(), **self._order_settings()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a state_dict(), with any number of ranks."""

@@ -19,8 +19,6 @@ from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
 from ronde.training.adapter import ParameterInfo
 
-MISSING = "nothing"
-
 
 def check_equal(group: Group, what: str, entries: Sequence[str]) -> None:
     """Raise Mismatch, the same on every member, naming the first entry in which the members' lists differ."""
@@ -43,7 +41,7 @@ def all_equal(group: Group, data: bytes) -> bool:
 
 def first_difference(lists: Mapping[int, Sequence[str]]) -> str:
     """The first position at which the lists of some ranks differ, and what each rank has there, as text."""
-    for index, row in enumerate(zip_longest(*lists.values(), fillvalue=MISSING)):
+    for index, row in enumerate(zip_longest(*lists.values(), fillvalue="nothing")):
         if len(set(row)) > 1:
             return f"At position {index}, {format_rank_answers(dict(zip(lists, row, strict=True)), ': ')}"
     return "Every entry is equal"
@@ -61,27 +59,11 @@ class PlanProposal(msgspec.Struct, frozen=True):
     """Whether this rank would reduce buckets while the backward pass runs."""
 
 
-class AgreedPlan(msgspec.Struct, frozen=True):
-    """What all ranks make the buckets from."""
-
-    parameters: tuple[ParameterInfo, ...]
-    ready_order: tuple[int, ...]
-    overlap: bool
-
-
-def agree_on_plan(group: Group, proposal: PlanProposal) -> AgreedPlan:
-    """Agree with the other members, or raise Mismatch on all of them. Collective, in program order."""
+def agree_on_plan(group: Group, proposal: PlanProposal) -> PlanProposal:
+    """What all members make the buckets from, or Mismatch on all of them. Collective, in program order."""
     with explain_joined_ranks():
-        gathered = group.allgather_each(np.frombuffer(msgspec.json.encode(proposal), np.uint8))
-    proposals = [msgspec.json.decode(data.tobytes(), type=PlanProposal) for data in gathered]
+        proposals = objects.allgather(proposal, group=group)
     return merge_proposals(dict(zip(group.ranks, proposals, strict=True)))
-
-
-def allgather_names(group: Group, names: list[str]) -> dict[int, list[str]]:
-    """The lists of names of all members, by rank. Collective, in program order."""
-    gathered = group.allgather_each(np.frombuffer(msgspec.json.encode(names), np.uint8))
-    lists = [msgspec.json.decode(data.tobytes(), type=list[str]) for data in gathered]
-    return dict(zip(group.ranks, lists, strict=True))
 
 
 @contextmanager
@@ -99,30 +81,22 @@ def explain_joined_ranks() -> Iterator[None]:
         ) from None
 
 
-def merge_proposals(proposals: Mapping[int, PlanProposal]) -> AgreedPlan:
+def merge_proposals(proposals: Mapping[int, PlanProposal]) -> PlanProposal:
     """What follows from the proposals of all ranks: a gradient that is sparse on one rank is sparse on all, and the
     first rank decides on order and overlap. Mismatch if settings or parameters differ."""
-    _check_settings({rank: proposal.settings for rank, proposal in proposals.items()})
+    settings = {rank: proposal.settings for rank, proposal in proposals.items()}
+    names = dict.fromkeys(name for each in settings.values() for name in each)
+    different = [name for name in names if len({each.get(name) for each in settings.values()}) > 1]
+    if different:
+        sides = {rank: ", ".join(f"{name}={each.get(name)}" for name in different) for rank, each in settings.items()}
+        raise Mismatch(f"the ranks' optimizers differ: {format_rank_answers(sides, ' has ')}")
     rows = list(zip_longest(*(proposal.parameters for proposal in proposals.values())))
     for index, row in enumerate(rows):
-        sides = {rank: _describe_parameter(parameter) for rank, parameter in zip(proposals, row, strict=True)}
+        sides = {rank: str(parameter or "no such parameter") for rank, parameter in zip(proposals, row, strict=True)}
         if len(set(sides.values())) > 1:
             raise Mismatch(
                 f"the models differ at parameter {index} of those that train: {format_rank_answers(sides, ' has ')}; "
                 "every rank must build the same model and freeze the same parameters"
             )
     merged = tuple(msgspec.structs.replace(row[0], sparse=any(each.sparse for each in row)) for row in rows)
-    first = next(iter(proposals.values()))
-    return AgreedPlan(merged, first.ready_order, first.overlap)
-
-
-def _check_settings(settings: Mapping[int, Mapping[str, str]]) -> None:
-    names = dict.fromkeys(name for each in settings.values() for name in each)
-    different = [name for name in names if len({each.get(name) for each in settings.values()}) > 1]
-    if different:
-        sides = {rank: ", ".join(f"{name}={each.get(name)}" for name in different) for rank, each in settings.items()}
-        raise Mismatch(f"the ranks' optimizers differ: {format_rank_answers(sides, ' has ')}")
-
-
-def _describe_parameter(parameter: ParameterInfo | None) -> str:
-    return "no such parameter" if parameter is None else str(parameter)
+    return msgspec.structs.replace(next(iter(proposals.values())), parameters=merged)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from ronde.training.adapter import ParameterInfo
 from ronde.types import DType
@@ -18,14 +17,6 @@ FIRST_BUCKET_BYTES = 1 * MEGABYTE
 MAX_BUCKET_BYTES = 25 * MEGABYTE
 MIN_BUCKETS = 4
 """With fewer, most of the traffic would begin only when the backward pass is over."""
-
-
-class BucketSizeLimits(NamedTuple):
-    """How large buckets may become. A gradient that is larger has a bucket of its own."""
-
-    first_bytes: int
-    """The first one; each next may be twice as large."""
-    max_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,36 +47,29 @@ class GradientBucket:
         return tuple(location.index for location in self.locations)
 
 
-def choose_size_limits(total_bytes: int, bucket_mb: float | None, overlap: bool) -> BucketSizeLimits:
-    """Limits for so many bytes of gradients. `overlap`: whether buckets are reduced while the backward pass runs."""
+def choose_size_limits(total_bytes: int, bucket_mb: float | None, overlap: bool) -> tuple[int, int]:
+    """How large the first bucket, and how large any may become, for so many bytes of gradients. Each next one may be
+    twice as large. `overlap`: whether buckets are reduced while the backward pass runs."""
     if bucket_mb is not None:
         most_bytes = max(1, int(bucket_mb * MEGABYTE))
-        return BucketSizeLimits(most_bytes, most_bytes)
+        return most_bytes, most_bytes
     if not overlap:  # nothing to gain from several: each has a latency
-        return BucketSizeLimits(total_bytes, total_bytes)
+        return total_bytes, total_bytes
     most_bytes = min(MAX_BUCKET_BYTES, max(FIRST_BUCKET_BYTES, total_bytes // MIN_BUCKETS))
-    return BucketSizeLimits(min(FIRST_BUCKET_BYTES, most_bytes), most_bytes)
-
-
-def should_overlap(*, num_hosts: int, num_busy_threads: int, num_cores: int) -> bool:
-    """Whether buckets should be reduced while the backward pass runs, on hosts with so many busy threads and cores.
-
-    A network works by itself. Inside a host the same cores reduce and compute: then reducing at the end costs less, as
-    no thread has to be woken and none is interrupted.
-    """
-    return num_hosts > 1 or num_busy_threads < num_cores
+    return min(FIRST_BUCKET_BYTES, most_bytes), most_bytes
 
 
 def assign_buckets(
     parameters: Sequence[ParameterInfo],
     ready_order: Iterable[int],
-    limits: BucketSizeLimits,
+    limits: tuple[int, int],
     together: Sequence[Sequence[str]] = (),
 ) -> tuple[GradientBucket, ...]:
     """The buckets of all dense parameters, in the order in which they will be full.
 
     `ready_order` is the order in which gradients became ready; parameters that are missing there follow, the last ones
-    first. Each set of names in `together` shares a bucket, whatever its size.
+    first. A gradient beyond the limits has a bucket of its own. Each set of names in `together` shares one, whatever
+    its size.
     """
     order = list(dict.fromkeys([*ready_order, *reversed(range(len(parameters)))]))
     dense = [index for index in order if not parameters[index].sparse and parameters[index].count]
@@ -94,14 +78,14 @@ def assign_buckets(
     """Buckets that are not full yet, by dtype and number of their set; -1 for those of no set."""
     full: list[list[int]] = []
     used_bytes: dict[tuple[str, int], int] = {}
-    allowed = limits.first_bytes
+    allowed, max_bytes = limits
     for index in dense:
         parameter = parameters[index]
         key = (parameter.dtype, sets.get(parameter.name, -1))
         num_bytes = parameter.count * DType[parameter.dtype.upper()].num_bytes
         if key in filling and key[1] < 0 and used_bytes[key] + num_bytes > allowed:
             full.append(filling.pop(key))
-            allowed = min(2 * allowed, limits.max_bytes)
+            allowed = min(2 * allowed, max_bytes)
         if key not in filling:
             filling[key], used_bytes[key] = [], 0
         filling[key].append(index)
@@ -109,14 +93,13 @@ def assign_buckets(
     full.extend(filling.values())
     position = {index: number for number, index in enumerate(order)}
     full.sort(key=lambda bucket: position[bucket[-1]])
-    return tuple(_make_bucket(parameters, bucket) for bucket in full)
-
-
-def _make_bucket(parameters: Sequence[ParameterInfo], indices: Sequence[int]) -> GradientBucket:
-    locations, start = [], 0
-    for index in indices:
-        locations.append(GradientLocation(index, start, parameters[index].count))
-        start += parameters[index].count
-    first = parameters[indices[0]]
-    more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
-    return GradientBucket(first.dtype, tuple(locations), f"{first.name}{more}")
+    buckets = []
+    for indices in full:
+        locations, start = [], 0
+        for index in indices:
+            locations.append(GradientLocation(index, start, parameters[index].count))
+            start += parameters[index].count
+        first = parameters[indices[0]]
+        more = f" and {len(indices) - 1} more" if len(indices) > 1 else ""
+        buckets.append(GradientBucket(first.dtype, tuple(locations), f"{first.name}{more}"))
+    return tuple(buckets)

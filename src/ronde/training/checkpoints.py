@@ -1,10 +1,6 @@
 """Checkpoints in a folder, on this machine or on any file system that fsspec knows: each is written whole or not at
 all, the last few are kept, and the latest valid one is found. The frameworks' packages know what goes into the file.
 
-A file appears under its name only when it is complete. On this machine it is written under another name, flushed to the
-disk, and renamed. Elsewhere it is written here and uploaded as a whole: object stores show a file when it is complete;
-for those that do not, the manifest of the checkpoint, which is written last, has a checksum.
-
 A checkpoint of step 1200 is two files: step-000000001200.data, and step-000000001200.json, its manifest with the size
 and a CRC of the data. A checkpoint is never written over: a step that is saved again gets the next version
 (step-000000001200-1.data and .json), and the version before goes when that is whole. The manifest comes last when one
@@ -25,16 +21,21 @@ import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 
 from ronde.errors import CheckpointError
 
+logger = logging.getLogger("ronde.checkpoint")
+
+FORMAT = 1
+CHUNK_BYTES = 4 << 20
 UNFINISHED_PREFIX = ".unfinished-"
 """How the name of a file begins that is still being written."""
+FILE_PATTERN = re.compile(rf"({re.escape(UNFINISHED_PREFIX)})?step-(\d{{12}})(?:-(\d+))?\.(data|json)")
 
 
 class CheckpointStorage(Protocol):
@@ -44,9 +45,9 @@ class CheckpointStorage(Protocol):
         """The whole path of a file, for messages."""
 
     def write(self, name: str, fill: Callable[[Path], object]) -> None:
-        """Create a file: fill() writes it at a path of this machine, then it appears under its name."""
+        """Create a file: fill() writes it at a path of this machine, then it appears under its name, complete."""
 
-    def local_copy(self, name: str) -> Any:  # a context manager of a Path
+    def local_copy(self, name: str) -> AbstractContextManager[Path]:
         """A context in which the file is at a path of this machine."""
 
     def names(self) -> list[str]:
@@ -60,15 +61,13 @@ def open_storage(path: str | os.PathLike[str]) -> CheckpointStorage:
     """The storage of a path such as runs/7, file:///runs/7, s3://bucket/runs/7 or memory://runs."""
     text = os.fspath(path)
     scheme, found, rest = text.partition("://")
-    if not found:
-        return LocalStorage(Path(text))
-    if scheme in ("file", "local"):
-        return LocalStorage(Path(rest))
-    return FsspecStorage(text)
+    if found and scheme not in ("file", "local"):
+        return FsspecStorage(text)
+    return LocalStorage(Path(rest if found else text))
 
 
 class LocalStorage:
-    """A folder of this machine, or one that is mounted."""
+    """A folder of this machine, or one that is mounted. A file is written under another name, flushed, and renamed."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.absolute()
@@ -99,8 +98,17 @@ class LocalStorage:
         (self._directory / name).unlink(missing_ok=True)
 
 
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 class FsspecStorage:
-    """A folder on a file system of fsspec."""
+    """A folder on a file system of fsspec. A file is written here and uploaded as a whole: object stores show it when
+    it is complete; for those that do not, there is the checksum in the manifest."""
 
     def __init__(self, url: str) -> None:
         try:
@@ -121,14 +129,14 @@ class FsspecStorage:
             here = Path(folder) / name
             fill(here)
             with _as_os_error():
-                self._fs.put_file(str(here), self._remote_path(name))
+                self._fs.put_file(str(here), f"{self._directory}/{name}")
 
     @contextmanager
     def local_copy(self, name: str) -> Iterator[Path]:
         with tempfile.TemporaryDirectory(prefix="ronde-") as folder:
             here = Path(folder) / name
             with _as_os_error():
-                self._fs.get_file(self._remote_path(name), str(here))
+                self._fs.get_file(f"{self._directory}/{name}", str(here))
             yield here
 
     def names(self) -> list[str]:
@@ -140,11 +148,8 @@ class FsspecStorage:
 
     def remove(self, name: str) -> None:
         with _as_os_error():
-            if self._fs.exists(self._remote_path(name)):
-                self._fs.rm_file(self._remote_path(name))
-
-    def _remote_path(self, name: str) -> str:
-        return f"{self._directory}/{name}"
+            if self._fs.exists(f"{self._directory}/{name}"):
+                self._fs.rm_file(f"{self._directory}/{name}")
 
 
 @contextmanager
@@ -156,21 +161,6 @@ def _as_os_error() -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-logger = logging.getLogger("ronde.checkpoint")
-
-FORMAT = 1
-CHUNK_BYTES = 4 << 20
-FILE_PATTERN = re.compile(rf"(?:{re.escape(UNFINISHED_PREFIX)})?step-(\d{{12}})(?:-(\d+))?\.(data|json)")
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
@@ -191,25 +181,19 @@ class CheckpointId(NamedTuple):
 
     @property
     def data_file(self) -> str:
-        return f"{self._stem}.data"
+        return f"step-{self.step:012d}" + (f"-{self.version}" if self.version else "") + ".data"
 
     @property
     def manifest_file(self) -> str:
-        return f"{self._stem}.json"
-
-    @property
-    def _stem(self) -> str:
-        return f"step-{self.step:012d}" + (f"-{self.version}" if self.version else "")
+        return self.data_file.removesuffix(".data") + ".json"
 
 
 class FoundCheckpoint(NamedTuple):
-    """A checkpoint that was checked."""
+    """A checkpoint that was checked. Its data, or a copy, is at local_path on this machine."""
 
     step: int
     full_path: str
-    """The path of its data, for messages."""
     local_path: Path
-    """The path of its data, or of a copy, on this machine."""
     num_bytes: int
 
 
@@ -233,9 +217,8 @@ def save(storage: CheckpointStorage, step: int, fill: Callable[[Path], object], 
         manifest = msgspec.json.encode(CheckpointManifest(step=step, num_bytes=num_bytes, crc32=crc))
         storage.write(checkpoint_id.manifest_file, lambda path: path.write_bytes(manifest))
     except OSError as error:
-        raise CheckpointError(
-            f"cannot write the checkpoint {storage.path_of(checkpoint_id.data_file)}: {error}"
-        ) from error
+        path = storage.path_of(checkpoint_id.data_file)
+        raise CheckpointError(f"cannot write the checkpoint {path}: {error}") from error
     _delete_old(storage, keep, checkpoint_id)
     return storage.path_of(checkpoint_id.data_file)
 
@@ -249,45 +232,40 @@ def clear(storage: CheckpointStorage) -> None:
         raise CheckpointError(f"cannot remove the checkpoints in {storage.path_of('')}: {error}") from error
 
 
-def _delete_old(storage: CheckpointStorage, keep: int, newest: CheckpointId) -> None:
-    """Remove what is not kept. The new checkpoint is complete, so an error here is only logged."""
-    try:
-        names = [*storage.names(), newest.manifest_file]  # also where a new file is listed late
-        for name in files_to_delete(names, keep, newest.step):
-            storage.remove(name)
-    except OSError as error:
-        logger.warning("cannot remove old checkpoints beside %s: %s", storage.path_of(newest.data_file), error)
-        return
-    latest_step = list_checkpoints(names)[-1].step
-    if latest_step > newest.step:
-        logger.warning(
-            "%s is not the latest there: a restart takes step %d, of an earlier run; remove it or use another folder",
-            storage.path_of(newest.data_file),
-            latest_step,
-        )
-
-
-def files_to_delete(names: list[str], keep: int, newest: int) -> list[str]:
-    """Files to remove, manifests first: all but the last `keep` checkpoints up to step `newest`; earlier versions of a
-    step; data without a manifest. Checkpoints of later steps belong to another run and are kept."""
-    ids = list_checkpoints(names)
-    last_versions = {checkpoint_id.step: checkpoint_id for checkpoint_id in ids}
-    upto = [checkpoint_id for step, checkpoint_id in last_versions.items() if step <= newest]
-    kept_ids = [*upto[-keep:], *(checkpoint_id for checkpoint_id in ids if checkpoint_id.step > newest)]
-    kept = {name for checkpoint_id in kept_ids for name in (checkpoint_id.data_file, checkpoint_id.manifest_file)}
-    return [name for name in _checkpoint_files(names) if name not in kept]
+def list_checkpoints(names: list[str]) -> list[CheckpointId]:
+    """The checkpoints that have a manifest, in order."""
+    found = (match for match in map(FILE_PATTERN.fullmatch, names) if match and not match[1] and match[4] == "json")
+    return sorted(CheckpointId(int(match[2]), int(match[3] or 0)) for match in found)
 
 
 def _checkpoint_files(names: list[str]) -> list[str]:
     """The files of checkpoints, manifests first."""
-    ours = (name for name in names if FILE_PATTERN.fullmatch(name))
-    return sorted(ours, key=lambda name: (not name.endswith(".json"), name))
+    return sorted(filter(FILE_PATTERN.fullmatch, names), key=lambda name: (not name.endswith(".json"), name))
 
 
-def list_checkpoints(names: list[str]) -> list[CheckpointId]:
-    """The checkpoints that have a manifest, in order."""
-    found = (FILE_PATTERN.fullmatch(name) for name in names if not name.startswith(UNFINISHED_PREFIX))
-    return sorted(CheckpointId(int(match[1]), int(match[2] or 0)) for match in found if match and match[3] == "json")
+def _delete_old(storage: CheckpointStorage, keep: int, newest: CheckpointId) -> None:
+    """Remove all but the last `keep` checkpoints up to the newest; earlier versions of a step; data without a manifest.
+    Checkpoints of later steps belong to another run and are kept. The newest is complete, so an error is only logged.
+    """
+    path = storage.path_of(newest.data_file)
+    try:
+        names = [*storage.names(), newest.manifest_file]  # also where a new file is listed late
+        ids = list_checkpoints(names)
+        last_versions = {each.step: each for each in ids if each.step <= newest.step}
+        kept_ids = [*list(last_versions.values())[-keep:], *(each for each in ids if each.step > newest.step)]
+        kept = {name for each in kept_ids for name in (each.data_file, each.manifest_file)}
+        for name in _checkpoint_files(names):
+            if name not in kept:
+                storage.remove(name)
+    except OSError as error:
+        logger.warning("cannot remove old checkpoints beside %s: %s", path, error)
+        return
+    if ids[-1].step > newest.step:
+        logger.warning(
+            "%s is not the latest there: a restart takes step %d, of an earlier run; remove it or use another folder",
+            path,
+            ids[-1].step,
+        )
 
 
 @contextmanager

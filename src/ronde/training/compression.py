@@ -10,11 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Protocol
 
-import numpy as np
-
-from ronde.comm.buffers import Array, bfloat16_from_float32, float32_from_bfloat16
+from ronde.comm.buffers import Array
 from ronde.training.adapter import ParameterInfo
 from ronde.training.buckets import GradientBucket
 
@@ -52,26 +50,12 @@ class Codec(Protocol):
         """The encoder of a bucket, whose locations say where each gradient lies. None: it is reduced as it is."""
 
 
-Conversion: TypeAlias = Callable[[Array, str, Array, str], None]
-"""Writes numbers of one dtype into an array of another: (source, its dtype, target, its dtype)."""
-
-
-def convert_array(source: Array, source_dtype: str, target: Array, target_dtype: str) -> None:
-    """Convert by NumPy. A number that is too large becomes infinity."""
-    with np.errstate(over="ignore"):
-        if source_dtype == "bfloat16":
-            np.copyto(target, float32_from_bfloat16(source))
-        elif target_dtype == "bfloat16":
-            np.copyto(target, bfloat16_from_float32(source.astype(np.float32)))
-        else:
-            np.copyto(target, source, casting="unsafe")
-
-
 class CastCodec:
     """Reduces float32 and float64 buckets with 16 bits per number. Sums are made in float32 all the same."""
 
-    def __init__(self, dtype: str, convert: Conversion = convert_array) -> None:
-        """`convert` is how a framework converts arrays, if it is faster at it than NumPy."""
+    def __init__(self, dtype: str, convert: Callable[[Array, str, Array, str], None]) -> None:
+        """`convert` writes numbers into an array of another dtype: (source, its dtype, target, its dtype). One that is
+        too large becomes infinity."""
         self.name = dtype
         self._convert = convert
 
@@ -82,7 +66,9 @@ class CastCodec:
 
 
 class _CastEncoder:
-    def __init__(self, bucket: GradientBucket, wire_dtype: str, convert: Conversion) -> None:
+    def __init__(
+        self, bucket: GradientBucket, wire_dtype: str, convert: Callable[[Array, str, Array, str], None]
+    ) -> None:
         self.wires = (WireArray(bucket.count, wire_dtype),)
         self._dtype = bucket.dtype
         self._wire_dtype = wire_dtype
@@ -95,12 +81,7 @@ class _CastEncoder:
         self._convert(wires[0], self._wire_dtype, gradients, self._dtype)
 
 
-FLOAT16 = CastCodec("float16")
-BFLOAT16 = CastCodec("bfloat16")
-CODECS: dict[str, Codec] = {"float16": FLOAT16, "bfloat16": BFLOAT16}
-
-
-def find_codec(codec: str | Codec | None, known: Mapping[str, Codec] = CODECS) -> Codec | None:
+def find_codec(codec: str | Codec | None, known: Mapping[str, Codec]) -> Codec | None:
     """The codec of this name, or the caller's own."""
     if codec is None or codec == "none":
         return None

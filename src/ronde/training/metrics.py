@@ -36,10 +36,9 @@ def _as_float(what: str, given: SupportsFloat) -> float:
 
 def weighted_means(by_rank: Sequence[WeightedValues]) -> dict[str, float]:
     """The weighted mean of every metric. One without any sample is NaN. A rank may lack some metrics."""
-    names = dict.fromkeys(name for values in by_rank for name in values)
-    return {name: _mean([values[name] for values in by_rank if name in values]) for name in names}
-
-
-def _mean(pairs: Sequence[tuple[float, float]]) -> float:
-    total = math.fsum(weight for _, weight in pairs)
-    return sum(value for value, _ in pairs) / total if total else math.nan
+    means = {}
+    for name in dict.fromkeys(name for values in by_rank for name in values):
+        pairs = [values[name] for values in by_rank if name in values]
+        total = math.fsum(weight for _, weight in pairs)
+        means[name] = sum(value for value, _ in pairs) / total if total else math.nan
+    return means

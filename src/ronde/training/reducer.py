@@ -2,22 +2,108 @@
 
 TrainingStep says when a pass may begin, when no more gradients will come and when results are needed;
 docs/internals/gradients.md has the whole protocol. Nothing is agreed on before the first gradients are there: only then
-do ranks know which are sparse, which train, and in which order they become ready. From then on a full bucket just
-starts.
+do ranks know which are sparse, which train, and in which order they become ready.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from ronde.comm import objects
+from ronde.comm.buffers import Array
 from ronde.comm.group import Group
+from ronde.comm.plan import Bucket, Plan
+from ronde.comm.work import Work
 from ronde.training.adapter import FrameworkAdapter, GradientKind, ParameterInfo
-from ronde.training.agreement import PlanProposal, agree_on_plan, allgather_names, explain_joined_ranks
-from ronde.training.buckets import assign_buckets, choose_size_limits
-from ronde.training.compression import Codec
-from ronde.training.exchange import HAD_BACKWARD, REPLAN_WANTED, GradientExchange, GradientSettings
-from ronde.types import DType
+from ronde.training.agreement import PlanProposal, agree_on_plan, explain_joined_ranks
+from ronde.training.buckets import GradientBucket, assign_buckets, choose_size_limits
+from ronde.training.compression import BucketEncoder, Codec, WireArray
+from ronde.training.gradient_settings import GradientSettings
+from ronde.types import DType, Op, parse_op
+
+NUM_STEP_FLAGS = 2
+HAD_BACKWARD = -2
+"""Index of the flag, after those of the parameters, that says whether a member had a backward pass."""
+REPLAN_WANTED = -1
+"""Index of the flag that says whether a member trains other parameters than were agreed on."""
+
+
+class _AgreedBuckets:
+    """The buckets that the members agreed on: their memory, their encoders, and the plan that reduces them.
+
+    The plan has a channel on which nothing else runs. The order there is equal on all members: the first wire of every
+    bucket; the flags; then, for codecs with more than one wire, the further wires bucket by bucket.
+    """
+
+    def __init__(
+        self,
+        group: Group,
+        parameters: Sequence[ParameterInfo],
+        buckets: Sequence[GradientBucket],
+        *,
+        settings: GradientSettings,
+        num_passes: int,
+        codec: Codec | None,
+    ) -> None:
+        """`num_passes` is the number of passes that the buckets' scale factors are for. Collective."""
+        self.num_passes = num_passes
+        self.indices = tuple(bucket.indices for bucket in buckets)
+        """By bucket, the indices of its parameters."""
+        self.sparse = [index for index, parameter in enumerate(parameters) if parameter.sparse]
+        self.encoders = [None if codec is None else codec.open(bucket, parameters) for bucket in buckets]
+        op = parse_op(settings.op)
+        scales = 1.0 / (settings.predivide * settings.pass_divisor(num_passes)), settings.predivide
+        planned, further = list[Bucket](), list[Bucket]()
+        self.wire_numbers: list[list[int]] = []
+        """By bucket, the numbers of its wires in the plan. That of the flags is the number of buckets."""
+        for number, (bucket, encoder) in enumerate(zip(buckets, self.encoders, strict=True)):
+            # Adasum weighs every gradient by itself, so it has to know where each begins.
+            parts = tuple(location.count for location in bucket.locations) if op is Op.ADASUM else ()
+            first, *rest = [
+                Bucket(wire.count, wire.dtype, op, *scales, bucket.name, parts if wire.count == bucket.count else ())
+                for wire in (encoder.wires if encoder is not None else (WireArray(bucket.count, bucket.dtype),))
+            ]
+            start = len(buckets) + 1 + len(further)
+            self.wire_numbers.append([number, *range(start, start + len(rest))])
+            planned.append(first)
+            further += rest
+        flags = Bucket(len(parameters) + NUM_STEP_FLAGS, "uint8", "max", name="flags of the gradients")
+        self.plan = Plan([*planned, flags, *further], group)
+        self.works: list[Work | None] = [None] * (len(buckets) + 1)
+        """By bucket, and for the flags, what was started in the background and has not been waited for."""
+        self.flags = self.plan.arrays[len(buckets)]
+        """A GradientKind per parameter, HAD_BACKWARD and REPLAN_WANTED; when reduced, the maximum over all members."""
+        self._usual_flags = np.full(flags.count, GradientKind.DENSE, np.uint8)
+        self._usual_flags[REPLAN_WANTED] = 0
+        self.usual_flags_bytes = self._usual_flags.tobytes()
+        """What the flags are when every gradient was dense on some member and nothing is out of the ordinary."""
+        self.wires = [[self.plan.arrays[wire] for wire in numbers] for numbers in self.wire_numbers]
+        self.gradients: list[Array] = []
+        """By bucket, where its gradients lie: on the first wire itself, unless a codec stands between."""
+        self.bucket_of = [-1] * len(parameters)
+        """By parameter, the number of its bucket; -1 for those that are in none."""
+        self.gradient_arrays: dict[int, Array] = {}
+        """By parameter, the memory of its gradient, for those that are in a bucket."""
+        for number, (bucket, encoder) in enumerate(zip(buckets, self.encoders, strict=True)):
+            dtype = DType[bucket.dtype.upper()].numpy
+            self.gradients.append(self.wires[number][0] if encoder is None else np.zeros(bucket.count, dtype))
+            for location in bucket.locations:
+                self.bucket_of[location.index] = number
+                array = self.gradients[number][location.start : location.start + location.count]
+                self.gradient_arrays[location.index] = array
+        self.dense = sorted(self.gradient_arrays)
+        self.encoders.append(None)  # of the flags
+
+    def write_flags(self, kinds: Mapping[int, GradientKind], *, had_backward: bool, replan_wanted: bool) -> None:
+        """Set this member's flags. A parameter that `kinds` does not have is DENSE."""
+        self.flags[:] = self._usual_flags
+        for index, kind in kinds.items():
+            self.flags[index] = kind
+        self.flags[HAD_BACKWARD] = had_backward
+        self.flags[REPLAN_WANTED] = replan_wanted
 
 
 @dataclass(slots=True)
@@ -69,7 +155,7 @@ class Reducer:
         self._holds_results = False  # whether results were assigned and not cleared since
         self._ready_names: list[str] = []  # of parameters, in the order in which gradients were last seen to come
         self._parameters: Sequence[ParameterInfo] = adapter.describe_parameters()
-        self._exchange: GradientExchange | None = None  # None until the members have agreed on buckets
+        self._buckets: _AgreedBuckets | None = None
         self._progress = self._new_progress(is_last=False, inline=False)
         self._bind_adapter()
 
@@ -88,23 +174,27 @@ class Reducer:
     def mark_ready(self, index: int, _parameter: object = None) -> None:
         """The gradient of a parameter is ready. Called for every gradient, so it takes no lock: the adapter calls it in
         one thread at a time."""
-        progress = self._progress
+        progress, buckets = self._progress, self._buckets
         if progress.reports_gradient:
             self._on_first_gradient(index)
         if progress.is_ready[index]:
             self._check_second_gradient(index)
             return
         progress.is_ready[index] = True
-        exchange = self._exchange
-        if exchange is None or not progress.fills_buckets:
+        if buckets is None or not progress.fills_buckets:
             progress.ready_order.append(index)
             return
-        bucket = exchange.bucket_of[index]
+        bucket = buckets.bucket_of[index]
         if bucket < 0:
             return
         progress.num_missing[bucket] = missing = progress.num_missing[bucket] - 1
-        if not missing and bucket == progress.next_bucket:
-            self._start_full_buckets(exchange)
+        if missing or bucket != progress.next_bucket:
+            return
+        # All members start full buckets in the same order.
+        while progress.next_bucket < progress.num_overlapped and not progress.num_missing[progress.next_bucket]:
+            self._fill_bucket(buckets, progress.next_bucket)
+            buckets.works[progress.next_bucket] = buckets.plan.start(progress.next_bucket)
+            progress.next_bucket += 1
 
     def mark_new_parameter(self, _parameter: object = None) -> None:
         """A parameter got a gradient that was not described when the members agreed. It makes a pass all the same; at
@@ -122,43 +212,48 @@ class Reducer:
         """
         self._num_passes = num_passes
         had_backward = had_backward or self._adapter.has_unreduced_gradient()
-        if self._exchange is None:
+        if self._buckets is None:
             self._agree_on_buckets()
-        exchange, progress = self._exchange, self._progress
-        if exchange is None:
+        buckets, progress = self._buckets, self._progress
+        if buckets is None:
             return
-        progress.scale_factor = self._scale_factor(exchange)
-        for number in range(progress.next_bucket, len(exchange.buckets)):
-            self._fill_bucket(exchange, number)
+        progress.scale_factor = self._scale_factor(buckets)
+        num_buckets = len(buckets.indices)
+        for number in range(progress.next_bucket, num_buckets):
+            self._fill_bucket(buckets, number)
             if not inline:
-                exchange.start(number)
-        progress.next_bucket = len(exchange.buckets)
-        if exchange.sparse:
-            progress.kinds.update(self._adapter.copy_to_buckets(exchange.sparse))
+                buckets.works[number] = buckets.plan.start(number)
+        progress.next_bucket = num_buckets
+        if buckets.sparse:
+            progress.kinds.update(self._adapter.copy_to_buckets(buckets.sparse))
             if self._settings.check_finite:
-                self._record_non_finite(exchange.sparse)
-        exchange.write_flags(
-            progress.kinds, had_backward=had_backward, replan_wanted=self._adapter.parameters_changed()
-        )
+                self._record_non_finite(buckets.sparse)
+        buckets.write_flags(progress.kinds, had_backward=had_backward, replan_wanted=self._adapter.parameters_changed())
         if not inline:
-            exchange.start_flags()
+            buckets.works[num_buckets] = buckets.plan.start(num_buckets)
 
     def finalize(self) -> None:
         """Wait for all buckets. Gradients are the results then. An error is raised on all members alike."""
-        exchange = self._exchange
-        if exchange is None:
+        buckets = self._buckets
+        if buckets is None:
             return
-        exchange.finish()
+        self._finish_buckets(buckets)
         self._holds_results = True
-        if exchange.flags_are_usual and not self._progress.kinds and not exchange.sparse:  # as nearly always
-            self._adapter.assign_results(exchange.dense, ())
+        is_usual = buckets.flags.tobytes() == buckets.usual_flags_bytes
+        if is_usual and not self._progress.kinds and not buckets.sparse:  # as nearly always
+            self._adapter.assign_results(buckets.dense, ())
             return
-        flags = exchange.flags.tolist()
+        flags = buckets.flags.tolist()
         if not flags[HAD_BACKWARD] and not self._settings.idle_steps:
-            raise ValueError(self._no_backward_message())
-        self._check_finite(flags)
-        self._assign_results(exchange, flags)
-        if flags[REPLAN_WANTED] or any(flags[index] == GradientKind.SPARSE for index in exchange.dense):
+            raise ValueError(
+                f"{self._describe_rank()}: step() without backward(): none of the {len(self._parameters)} parameters "
+                f"that train ({self._parameters[0].name!r} is the first) got a gradient on any rank since the last "
+                "step. If backward() was called, the optimizer has other parameters than the model: build it after the "
+                "model was moved, converted or copied. If gradients were changed in place instead, idle_steps=True "
+                "allows it"
+            )
+        self._assign_unusual_results(buckets, flags)
+        if flags[REPLAN_WANTED] or any(flags[index] == GradientKind.SPARSE for index in buckets.dense):
             self._rebuild_buckets()
 
     def gradients_cleared(self) -> None:
@@ -167,12 +262,15 @@ class Reducer:
 
     def drain(self) -> None:
         """Wait for the buckets that were started. Called when a pass was interrupted, on all members alike."""
-        if self._exchange is not None:
-            self._exchange.drain()
+        works = [] if self._buckets is None else self._buckets.works
+        for number, work in enumerate(works):
+            if work is not None:
+                works[number] = None
+                work.wait()
 
     def parameters_added(self) -> None:
         """The adapter has more parameters. The members agree on new buckets at the end of the next pass."""
-        if self._exchange is None:
+        if self._buckets is None:
             self._forget_buckets()
         else:
             self._adapter.watch_new_parameters(self.mark_new_parameter)
@@ -185,28 +283,32 @@ class Reducer:
     def close(self) -> None:
         """Take the hooks of gradients away, and close the channel. Idempotent."""
         self._adapter.close()
-        self._close_exchange()
+        self._close_buckets()
 
     # --- one pass --------------------------------------------------------------------------------------------------
 
     def _new_progress(self, *, is_last: bool, inline: bool) -> _PassProgress:
-        exchange, is_ready = self._exchange, [False] * len(self._parameters)
-        if exchange is None:
+        buckets, is_ready = self._buckets, [False] * len(self._parameters)
+        if buckets is None:
             return _PassProgress(is_ready, [], fills_buckets=False, num_overlapped=0, scale_factor=1.0)
         return _PassProgress(
             is_ready,
-            list(map(len, exchange.bucket_indices)),
+            list(map(len, buckets.indices)),
             fills_buckets=is_last,
-            num_overlapped=len(exchange.buckets) - inline if self._overlap else 0,
-            scale_factor=self._scale_factor(exchange),
+            num_overlapped=len(buckets.indices) - inline if self._overlap else 0,
+            scale_factor=self._scale_factor(buckets),
         )
 
     def _on_first_gradient(self, index: int | None) -> None:
         if self._holds_results:
-            adds_up = self._settings.is_idempotent and self._passes_per_step == 1
+            # A mean of equal numbers is that number, so a result may be reduced again with what was added to it.
+            adds_up = parse_op(self._settings.op) is Op.MEAN and self._passes_per_step == 1
             if not adds_up and self._adapter.still_has_result(index):
+                what = "a parameter that did not train before"
+                if index is not None:
+                    what = f"parameter {self._parameters[index].name!r}"
                 raise ValueError(
-                    f"{self._describe_parameter(index)} got a gradient on top of one that was combined before; call "
+                    f"{self._describe_rank()}: {what} got a gradient on top of one that was combined before; call "
                     "optimizer.zero_grad() before backward(), or set the number of backward passes per step"
                 )
             self._holds_results = False  # the memory of gradients has those of this step from now on
@@ -214,23 +316,16 @@ class Reducer:
         self._on_pass_started()
 
     def _check_second_gradient(self, index: int) -> None:
-        exchange, progress = self._exchange, self._progress
-        if exchange is not None and progress.fills_buckets and 0 <= exchange.bucket_of[index] < progress.next_bucket:
+        buckets, progress = self._buckets, self._progress
+        if buckets is not None and progress.fills_buckets and 0 <= buckets.bucket_of[index] < progress.next_bucket:
             raise ValueError(
-                f"{self._describe_parameter(index)} got a second gradient in one backward pass, while its first was "
-                "under way; if it is used in several checkpoints, pass use_reentrant=False to them"
+                f"{self._describe_rank()}: parameter {self._parameters[index].name!r} got a second gradient in one "
+                "backward pass, while its first was under way; if it is used in several checkpoints, pass "
+                "use_reentrant=False to them"
             )
 
-    def _start_full_buckets(self, exchange: GradientExchange) -> None:
-        """Start the full buckets whose turn it is. All members start buckets in the same order."""
-        progress = self._progress
-        while progress.next_bucket < progress.num_overlapped and not progress.num_missing[progress.next_bucket]:
-            self._fill_bucket(exchange, progress.next_bucket)
-            exchange.start(progress.next_bucket)
-            progress.next_bucket += 1
-
-    def _fill_bucket(self, exchange: GradientExchange, number: int) -> None:
-        indices, progress = exchange.bucket_indices[number], self._progress
+    def _fill_bucket(self, buckets: _AgreedBuckets, number: int) -> None:
+        indices, progress = buckets.indices[number], self._progress
         kinds = self._adapter.copy_to_buckets(indices)
         if kinds:
             progress.kinds.update(kinds)
@@ -238,23 +333,57 @@ class Reducer:
             self._adapter.scale(indices, progress.scale_factor)
         if self._settings.check_finite:
             self._record_non_finite(indices)
+        encoder = buckets.encoders[number]
+        if encoder is not None:
+            encoder.encode(0, buckets.gradients[number], buckets.wires[number])
 
     def _record_non_finite(self, indices: Sequence[int]) -> None:
         found = self._adapter.find_non_finite(indices)
         self._progress.kinds.update(dict.fromkeys(found, GradientKind.NOT_FINITE))
 
-    def _scale_factor(self, exchange: GradientExchange) -> float:
+    def _scale_factor(self, buckets: _AgreedBuckets) -> float:
         """The buckets divide by the number of passes they are made for; this step may have another."""
         divisor = self._settings.pass_divisor
-        return divisor(exchange.num_passes) / divisor(self._num_passes)
+        return divisor(buckets.num_passes) / divisor(self._num_passes)
 
-    def _assign_results(self, exchange: GradientExchange, flags: Sequence[int]) -> None:
-        """Make the results gradients when not all of them are dense."""
-        dense = [index for index in exchange.dense if flags[index] == GradientKind.DENSE]
+    def _finish_buckets(self, buckets: _AgreedBuckets) -> None:
+        """Run what was not started, and wait for the rest. The memory of the gradients holds the results then."""
+        for number, work in enumerate(buckets.works):
+            if work is None:
+                buckets.plan.run(number)
+            else:
+                buckets.works[number] = None
+                work.wait()
+            encoder = buckets.encoders[number]
+            if encoder is not None and len(encoder.wires) == 1:
+                encoder.decode(buckets.wires[number], buckets.gradients[number])
+        for number, encoder in enumerate(buckets.encoders):
+            if encoder is not None and len(encoder.wires) > 1:
+                self._run_further_wires(buckets, number, encoder)
+
+    def _run_further_wires(self, buckets: _AgreedBuckets, number: int, encoder: BucketEncoder) -> None:
+        gradients, wires = buckets.gradients[number], buckets.wires[number]
+        for wire in range(1, len(wires)):
+            encoder.encode(wire, gradients, wires)
+            buckets.plan.run(buckets.wire_numbers[number][wire])
+        encoder.decode(wires, gradients)
+
+    def _assign_unusual_results(self, buckets: _AgreedBuckets, flags: Sequence[int]) -> None:
+        """Make the results gradients when not all of them are dense. FloatingPointError on all members if a gradient of
+        one of them is not finite."""
         kinds = self._progress.kinds
+        if GradientKind.NOT_FINITE in flags[:HAD_BACKWARD]:
+            mine = [self._parameters[index].name for index in sorted(kinds) if kinds[index] is GradientKind.NOT_FINITE]
+            found = [
+                f"rank {rank}: parameter {names[0]!r}" + (f" and {len(names) - 1} more" if len(names) > 1 else "")
+                for rank, names in zip(self._group.ranks, objects.allgather(mine, group=self._group), strict=True)
+                if names
+            ]
+            raise FloatingPointError(f"gradients are not finite: {'; '.join(found)}")
+        dense = [index for index in buckets.dense if flags[index] == GradientKind.DENSE]
         self._adapter.assign_results(dense, [index for index in dense if kinds.get(index) is GradientKind.NONE])
-        sparse = [index for index in exchange.sparse if flags[index]]
-        sparse += [index for index in exchange.dense if flags[index] == GradientKind.SPARSE]
+        sparse = [index for index in buckets.sparse if flags[index]]
+        sparse += [index for index in buckets.dense if flags[index] == GradientKind.SPARSE]
         for index in sorted(sparse):
             scales = self._settings.sparse_scales(self._num_passes, self._group.size)
             with explain_joined_ranks():
@@ -278,11 +407,10 @@ class Reducer:
         self._parameters = agreed.parameters
         total_bytes = sum(each.count * DType[each.dtype.upper()].num_bytes for each in agreed.parameters)
         limits = choose_size_limits(total_bytes, self._settings.bucket_mb, agreed.overlap)
-        buckets = assign_buckets(agreed.parameters, agreed.ready_order, limits, self._settings.together)
-        self._exchange = GradientExchange(
+        self._buckets = _AgreedBuckets(
             self._group,
             agreed.parameters,
-            buckets,
+            assign_buckets(agreed.parameters, agreed.ready_order, limits, self._settings.together),
             settings=self._settings,
             num_passes=self._passes_per_step,
             codec=self._codec,
@@ -292,10 +420,10 @@ class Reducer:
     def _rebuild_buckets(self) -> None:
         """Other parameters train than before: make new buckets, and reduce the gradients of new parameters now."""
         known = {parameter.name for parameter in self._parameters}
-        self._close_exchange()
+        self._close_buckets()
         self._agree_on_buckets()
-        exchange = self._exchange
-        if exchange is None:
+        buckets = self._buckets
+        if buckets is None:
             return
         new = [index for index, parameter in enumerate(self._parameters) if parameter.name not in known]
         if new:
@@ -303,66 +431,37 @@ class Reducer:
             kinds = self._progress.kinds = dict.fromkeys(range(len(self._parameters)), GradientKind.NONE)
             kinds.update(dict.fromkeys(new, GradientKind.DENSE))
             kinds.update(self._adapter.copy_to_buckets(new))
-            if self._scale_factor(exchange) != 1.0:
-                self._adapter.scale(
-                    [index for index in new if index in exchange.gradient_arrays], self._scale_factor(exchange)
-                )
+            new_dense = [index for index in new if index in buckets.gradient_arrays]
+            factor = self._scale_factor(buckets)
+            if factor != 1.0 and new_dense:
+                self._adapter.scale(new_dense, factor)
             if self._settings.check_finite:
                 self._record_non_finite(new)
-            exchange.write_flags(kinds, had_backward=True, replan_wanted=False)
-            exchange.finish()
-        self._adapter.copy_to_buckets([index for index in exchange.dense if index not in new])
+            buckets.write_flags(kinds, had_backward=True, replan_wanted=False)
+            for encoder, gradients, wires in zip(buckets.encoders, buckets.gradients, buckets.wires, strict=False):
+                if encoder is not None:
+                    encoder.encode(0, gradients, wires)
+            self._finish_buckets(buckets)
+        self._adapter.copy_to_buckets([index for index in buckets.dense if index not in new])
         if new:
-            flags = exchange.flags.tolist()
-            self._check_finite(flags)
-            self._assign_results(exchange, flags)
+            self._assign_unusual_results(buckets, buckets.flags.tolist())
 
     def _forget_buckets(self) -> None:
         """Close the buckets, and only record the order of gradients until the members agree on new ones."""
-        self._close_exchange()
+        self._close_buckets()
         self._parameters = self._adapter.describe_parameters()
         self._progress = self._new_progress(is_last=False, inline=False)
         self._bind_adapter()
 
     def _bind_adapter(self) -> None:
-        self._adapter.bind_buckets({} if self._exchange is None else self._exchange.gradient_arrays, self.mark_ready)
+        self._adapter.bind_buckets({} if self._buckets is None else self._buckets.gradient_arrays, self.mark_ready)
         self._adapter.watch_new_parameters(self.mark_new_parameter)
 
-    def _close_exchange(self) -> None:
-        if self._exchange is not None:
-            self._exchange.close()
-            self._exchange = None
+    def _close_buckets(self) -> None:
+        if self._buckets is not None:
+            self._buckets.plan.close()
+            self._buckets = None
 
-    # --- errors ----------------------------------------------------------------------------------------------------
-
-    def _describe_parameter(self, index: int | None) -> str:
-        if index is None:
-            return f"rank {self._rank}: a parameter that did not train before"
-        return f"rank {self._rank}: parameter {self._parameters[index].name!r}"
-
-    @property
-    def _rank(self) -> int:
+    def _describe_rank(self) -> str:
         assert self._group.rank is not None
-        return self._group.ranks[self._group.rank]
-
-    def _no_backward_message(self) -> str:
-        first = self._parameters[0].name
-        return (
-            f"rank {self._rank}: step() without backward(): none of the {len(self._parameters)} parameters that train "
-            f"({first!r} is the first) got a gradient on any rank since the last step. If backward() was called, the "
-            "optimizer has other parameters than the model: build it after the model was moved, converted or copied. "
-            "If gradients were changed in place instead, idle_steps=True allows it"
-        )
-
-    def _check_finite(self, flags: Sequence[int]) -> None:
-        """Raise FloatingPointError on all members if a gradient of one of them is not finite."""
-        if GradientKind.NOT_FINITE not in flags[:HAD_BACKWARD]:
-            return
-        kinds = self._progress.kinds
-        names = [self._parameters[index].name for index in sorted(kinds) if kinds[index] is GradientKind.NOT_FINITE]
-        found = [
-            f"rank {rank}: parameter {theirs[0]!r}" + (f" and {len(theirs) - 1} more" if len(theirs) > 1 else "")
-            for rank, theirs in allgather_names(self._group, names).items()
-            if theirs
-        ]
-        raise FloatingPointError(f"gradients are not finite: {'; '.join(found)}")
+        return f"rank {self._group.ranks[self._group.rank]}"

@@ -14,8 +14,7 @@ At the end of an epoch fewer than `size` samples may be left. There are three po
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -53,21 +52,12 @@ def shard_indices(order: Array, consumed: int, rank: int, size: int, tail_policy
     return left[rank::size]
 
 
-@dataclass(frozen=True, slots=True)
-class SamplePosition:
+class SamplePosition(NamedTuple):
     """The epoch, and how many of its samples are used up. The same on every rank."""
 
     epoch: int = 0
     consumed: int = 0
 
     def after(self, samples_per_rank: int, size: int, length: int) -> SamplePosition:
-        """Return the position after each rank has taken this many more samples, or all that it had left."""
-        return replace(self, consumed=min(self.consumed + samples_per_rank * size, length))
-
-    def at_epoch(self, epoch: int) -> SamplePosition:
-        """Return the beginning of an epoch, or this position if it is in that epoch already."""
-        return self if epoch == self.epoch else SamplePosition(epoch)
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the position as plain values, for a checkpoint."""
-        return {"epoch": self.epoch, "consumed": self.consumed}
+        """The position after each rank has taken this many more samples, or all that it had left."""
+        return self._replace(consumed=min(self.consumed + samples_per_rank * size, length))

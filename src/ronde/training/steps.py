@@ -19,8 +19,6 @@ from ronde.training.reducer import Reducer
 
 
 class StepState(enum.Enum):
-    """The state of a training step."""
-
     IDLE = enum.auto()
     """No pass has begun since gradients were used by the optimizer, or were cleared."""
     BACKWARD = enum.auto()
@@ -37,8 +35,6 @@ class StepState(enum.Enum):
 
 
 class StepEvent(enum.Enum):
-    """What changes the state of a training step."""
-
     GRADIENT = enum.auto()
     """The first gradient of a pass is ready, or the outer one of two passes goes on."""
     INNER_PASS_ENDED = enum.auto()
@@ -57,42 +53,21 @@ class StepEvent(enum.Enum):
 
 
 _S, _E = StepState, StepEvent
-TRANSITIONS: dict[StepState, dict[StepEvent, StepState]] = {
-    _S.IDLE: {_E.GRADIENT: _S.BACKWARD, _E.SYNCHRONIZE: _S.REDUCING, _E.CLOSED: _S.CLOSED},
+_OPEN_TRANSITIONS: dict[StepState, dict[StepEvent, StepState]] = {
+    _S.IDLE: {_E.GRADIENT: _S.BACKWARD, _E.SYNCHRONIZE: _S.REDUCING},
     _S.BACKWARD: {
         _E.INNER_PASS_ENDED: _S.OUTER_BACKWARD,
         _E.PASS_ENDED: _S.ACCUMULATING,
         _E.LAST_PASS_ENDED: _S.REDUCING,
         _E.SYNCHRONIZE: _S.REDUCING,
         _E.CLEARED: _S.IDLE,
-        _E.CLOSED: _S.CLOSED,
     },
-    _S.OUTER_BACKWARD: {
-        _E.GRADIENT: _S.BACKWARD,
-        _E.SYNCHRONIZE: _S.REDUCING,
-        _E.CLEARED: _S.IDLE,
-        _E.CLOSED: _S.CLOSED,
-    },
-    _S.ACCUMULATING: {
-        _E.GRADIENT: _S.BACKWARD,
-        _E.SYNCHRONIZE: _S.REDUCING,
-        _E.CLEARED: _S.IDLE,
-        _E.CLOSED: _S.CLOSED,
-    },
-    _S.REDUCING: {
-        _E.FINISHED: _S.REDUCED,
-        _E.FAILED: _S.IDLE,
-        _E.CLEARED: _S.IDLE,
-        _E.CLOSED: _S.CLOSED,
-    },
-    _S.REDUCED: {
-        _E.GRADIENT: _S.BACKWARD,
-        _E.STEP_DONE: _S.IDLE,
-        _E.CLEARED: _S.IDLE,
-        _E.CLOSED: _S.CLOSED,
-    },
-    _S.CLOSED: {},
+    _S.OUTER_BACKWARD: {_E.GRADIENT: _S.BACKWARD, _E.SYNCHRONIZE: _S.REDUCING, _E.CLEARED: _S.IDLE},
+    _S.ACCUMULATING: {_E.GRADIENT: _S.BACKWARD, _E.SYNCHRONIZE: _S.REDUCING, _E.CLEARED: _S.IDLE},
+    _S.REDUCING: {_E.FINISHED: _S.REDUCED, _E.FAILED: _S.IDLE, _E.CLEARED: _S.IDLE},
+    _S.REDUCED: {_E.GRADIENT: _S.BACKWARD, _E.STEP_DONE: _S.IDLE, _E.CLEARED: _S.IDLE},
 }
+TRANSITIONS = {state: {**row, _E.CLOSED: _S.CLOSED} for state, row in _OPEN_TRANSITIONS.items()} | {_S.CLOSED: {}}
 """The next state by state and event. An event that a state does not list changes nothing: the end of a pass may be
 reported after the step was synchronized, cleared or closed."""
 
@@ -104,13 +79,10 @@ Two that did so in different order on two ranks would wait for each other."""
 class TrainingStep:
     """The step that an optimizer is in. `num_passes` backward passes make a step."""
 
-    def __init__(
-        self, backward_pass: BackwardPass, num_passes: int = 1, *, gradient_version: Callable[[], object] = lambda: None
-    ) -> None:
+    def __init__(self, backward_pass: BackwardPass, num_passes: int, *, gradient_version: Callable[[], object]) -> None:
         """`gradient_version` is called between the passes of a step. Its result changes when gradients are changed by
         something else than a backward pass."""
         self.backward_pass = backward_pass
-        """The framework's backward pass, which reports its end."""
         self.state = StepState.IDLE
         self._num_passes = _check_num_passes(num_passes)
         self._num_passes_done = 0
@@ -210,12 +182,11 @@ class TrainingStep:
         self.backward_pass.on_end(self._finish_reducing)
 
     def _start_reducing(self, num_passes_done: int) -> None:
+        num_passes, had_backward = num_passes_done or self._num_passes, num_passes_done > 0
         inline = self._may_run_inline
         try:
             for reducer in self._reducers:
-                reducer.start_remaining(
-                    num_passes_done or self._num_passes, had_backward=num_passes_done > 0, inline=inline
-                )
+                reducer.start_remaining(num_passes, had_backward=had_backward, inline=inline)
         except BaseException:
             self._end_step(StepEvent.FAILED)
             raise

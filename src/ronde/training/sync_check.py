@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -48,52 +47,33 @@ def checksum(data: Array) -> int:
     return zlib.crc32(data[whole:].data, zlib.crc32(columns.data))
 
 
-@dataclass(frozen=True, slots=True)
-class ChecksumDifference:
-    """The first tensor that is not equal on all ranks, and the ranks that have another one."""
-
-    tensor: str
-    minority_ranks: tuple[int, ...]
-    """The ranks that differ from the majority; empty when there is no majority."""
-    ranks: tuple[int, ...]
-    num_different: int
-    num_tensors: int
-
-    def __str__(self) -> str:
-        others = [rank for rank in self.ranks if rank not in self.minority_ranks]
-        if self.minority_ranks:
-            word = "differs" if len(self.minority_ranks) == 1 else "differ"
-            who = f"{format_ranks(self.minority_ranks)} {word} from {format_ranks(others)}, which agree"
-            who = who if len(others) > 1 else f"{format_ranks(self.minority_ranks)} {word} from {format_ranks(others)}"
-        else:
-            who = f"{format_ranks(self.ranks)} differ, with no majority"
-        return f"{self.tensor!r}: {who} ({self.num_different} of {self.num_tensors} tensors differ)"
-
-
-def find_difference(checksums_by_rank: Mapping[int, TensorChecksums]) -> ChecksumDifference | None:
-    """The first tensor whose checksums differ between ranks. All ranks have the same tensors."""
-    ranks = tuple(checksums_by_rank)
-    rows = list(zip(*checksums_by_rank.values(), strict=True))
-    different = [row for row in rows if len({value for _, value in row}) > 1]
-    if not different:
-        return None
-    first = different[0]
-    values = [value for _, value in first]
-    (common, most), *rest = Counter(values).most_common()
-    has_majority = all(count < most for _, count in rest)
-    minority = tuple(rank for rank, value in zip(ranks, values, strict=True) if value != common) if has_majority else ()
-    return ChecksumDifference(first[0][0], minority, ranks, len(different), len(rows))
-
-
 def compare_checksums(group: Group, checksums: TensorChecksums) -> None:
-    """Raise OutOfSync, the same on every member, if the checksums differ between members. Collective."""
+    """Raise OutOfSync, the same on every member, if the checksums differ between members. Collective.
+
+    It names the first tensor that differs, and the ranks that differ from the majority, if there is one.
+    """
     names = "\n".join([name for name, _ in checksums]).encode()
     if all_equal(group, fingerprint(names + np.array([value for _, value in checksums], np.uint32).tobytes())):
         return
-    tables = dict(zip(group.ranks, objects.allgather(list(checksums), group=group), strict=True))
-    named = {rank: [name for name, _ in table] for rank, table in tables.items()}
+    tables = objects.allgather(list(checksums), group=group)
+    named = {rank: [name for name, _ in table] for rank, table in zip(group.ranks, tables, strict=True)}
     if len({tuple(names) for names in named.values()}) > 1:
         raise OutOfSync(f"the ranks do not have the same tensors. {first_difference(named)}")
-    found = find_difference(tables)
-    assert found is not None, "fingerprints differ, so a name or a sum does"
-    raise OutOfSync(f"the ranks are out of sync. {found}", tensor=found.tensor, ranks=found.minority_ranks)
+    rows = list(zip(*tables, strict=True))
+    different = [row for row in rows if len({value for _, value in row}) > 1]
+    tensor, values = different[0][0][0], [value for _, value in different[0]]
+    (common, most), *rest = Counter(values).most_common()
+    by_rank = dict(zip(group.ranks, values, strict=True))
+    odd: tuple[int, ...] = ()
+    if all(count < most for _, count in rest):
+        odd = tuple(rank for rank, value in by_rank.items() if value != common)
+        others = [rank for rank in group.ranks if rank not in odd]
+        who = f"{format_ranks(odd)} {'differs' if len(odd) == 1 else 'differ'} from {format_ranks(others)}"
+        who += ", which agree" if len(others) > 1 else ""
+    else:
+        who = f"{format_ranks(group.ranks)} differ, with no majority"
+    raise OutOfSync(
+        f"the ranks are out of sync. {tensor!r}: {who} ({len(different)} of {len(rows)} tensors differ)",
+        tensor=tensor,
+        ranks=odd,
+    )

@@ -42,6 +42,11 @@ def names_must_be_there_and_differ() -> None:
         with pytest.raises(kind, match=words):
             DistributedOptimizer(sgd(model), named_parameters=named)
         assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in model.parameters()], lr=0.1)
+    for group in optimizer.param_groups:
+        group["param_names"] = ["same"]
+    with pytest.raises(ValueError, match=rf"rank {rank}: two parameters of the optimizer are named 'same'"):
+        DistributedOptimizer(optimizer)
 
 
 @on("2 ranks")

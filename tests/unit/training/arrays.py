@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
+from ronde.comm.world import World
 from ronde.training.adapter import GradientKind, ParameterInfo
 from ronde.training.compression import Codec
-from ronde.training.exchange import GradientSettings
+from ronde.training.gradient_settings import GradientSettings
 from ronde.training.reducer import Reducer
 from ronde.training.steps import TrainingStep
+from tests.conformance.ranks import run_threads
 
 ONE_EACH = GradientSettings(bucket_mb=1e-5)
 """Every gradient has a bucket of its own."""
@@ -28,10 +31,6 @@ class Weight:
     dtype: str = "float32"
     trains: bool = True
     grad: Array | dict[int, float] | None = None
-
-
-def weights(*names: str) -> list[Weight]:
-    return [Weight(name) for name in names]
 
 
 class ArrayAdapter:
@@ -179,46 +178,60 @@ class ArrayTraining:
         codec: Codec | None = None,
         overlap: bool = True,
     ) -> None:
+        self.weights = {weight.name: weight for weight in weights}
         self.adapter = ArrayAdapter(weights)
         self.backward_pass = ArrayBackwardPass()
         self.num_changes = 0  # that somebody made to gradients outside of a pass
-        self.training_step = TrainingStep(self.backward_pass, passes, gradient_version=lambda: self.num_changes)
+        self.step = TrainingStep(self.backward_pass, passes, gradient_version=lambda: self.num_changes)
         settings = settings or GradientSettings()
         self.reducer = Reducer(
-            self.adapter, group, settings, on_pass_started=self.training_step.pass_started, codec=codec, overlap=overlap
+            self.adapter, group, settings, on_pass_started=self.step.pass_started, codec=codec, overlap=overlap
         )
-        self.training_step.add_reducer(self.reducer)
+        self.step.add_reducer(self.reducer)
 
-    def backward(self, **grads: float | list[float] | dict[int, float]) -> None:
-        """A pass in which these gradients come, in this order; a number fills all elements."""
-        self._run(grads, nested=False)
+    def backward(self, *, nested: bool = False, **grads: float | list[float] | dict[int, float]) -> None:
+        """A pass in which these gradients come, in this order; a number fills all elements. A nested one is part of
+        another pass, which goes on."""
+        arrays: dict[str, Array | dict[int, float]] = {}
+        for name, grad in grads.items():
+            weight = self.weights[name]
+            arrays[name] = grad if isinstance(grad, dict) else np.full(weight.count, grad, weight.dtype)
+        self.backward_pass.run(self.adapter, arrays, nested=nested)
 
-    def backward_nested(self, **grads: float) -> None:
-        """The same as part of another pass, which goes on."""
-        self._run(grads, nested=True)
-
-    def _run(self, grads: Mapping[str, float | list[float] | dict[int, float]], *, nested: bool) -> None:
-        by_name = {weight.name: weight for weight in self.adapter.weights}
-        self.backward_pass.run(
-            self.adapter,
-            {
-                name: grad
-                if isinstance(grad, dict)
-                else np.broadcast_to(np.array(grad, by_name[name].dtype), by_name[name].count)
-                for name, grad in grads.items()
-            },
-            nested=nested,
-        )
+    def take_step(self) -> None:
+        """As the optimizer's step() does."""
+        self.step.synchronize()
+        self.step.step_done()
 
     def clear(self) -> None:
         for weight in self.adapter.weights:
             weight.grad = None
-        self.training_step.gradients_cleared()
+        self.step.gradients_cleared()
 
-    def grad(self, name: str) -> object:
-        """What a gradient is now: the value of all elements, a list, a dictionary or None."""
-        grad = next(weight.grad for weight in self.adapter.weights if weight.name == name)
-        if isinstance(grad, np.ndarray):
-            values = grad.tolist()
-            return values[0] if len(set(values)) == 1 else values
-        return grad
+    def grads(self, names: str) -> list[object]:
+        """What gradients are now: the value of all elements, a list, a dictionary or None."""
+        found: list[object] = []
+        for name in names:
+            grad = self.weights[name].grad
+            values = grad.tolist() if isinstance(grad, np.ndarray) else None
+            found.append(grad if values is None else values[0] if len(set(values)) == 1 else values)
+        return found
+
+
+def run_training(
+    size: int,
+    body: Callable[[ArrayTraining, World], object],
+    given: str | Sequence[Weight],
+    settings: GradientSettings | None = None,
+    **options: Any,
+) -> list[Any]:
+    """Run the body on so many ranks, each with a training of its own of these weights; what it returned on each."""
+
+    def run(world: World) -> object:
+        weights = [replace(each) if isinstance(each, Weight) else Weight(each) for each in given]
+        training = ArrayTraining(world.group, weights, settings, **options)
+        result = body(training, world)
+        training.step.close()
+        return result
+
+    return run_threads(size, run)

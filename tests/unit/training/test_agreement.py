@@ -30,25 +30,17 @@ def test_what_is_sparse_on_one_rank_is_sparse_on_all() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "words"),
+    ("others", "words"),
     [
-        (
-            ParameterInfo("b", (5,), "float32", 5),
-            r"parameter 1 .*ranks 0, 1 has 'b' float32\[4\]; rank 2 has 'b' float32\[5\]",
-        ),
-        (ParameterInfo("c", (4,), "float32", 4), r"rank 2 has 'c' float32\[4\]"),
-        (ParameterInfo("b", (4,), "float16", 4), r"rank 2 has 'b' float16\[4\]"),
-        (ParameterInfo("b", (4,), "float32", 4, "strides (2,)"), r"rank 2 has 'b' float32\[4\] \(strides \(2,\)\)"),
+        ([ParameterInfo("b", (5,), "float32", 5)], r"1 .*ranks 0, 1 has 'b' float32\[4\]; rank 2 has 'b' float32\[5\]"),
+        ([ParameterInfo("c", (4,), "float32", 4)], r"rank 2 has 'c' float32\[4\]"),
+        ([ParameterInfo("b", (4,), "float32", 4, "strides (2,)")], r"rank 2 has 'b' float32\[4\] \(strides \(2,\)\)"),
+        ([], "rank 2 has no such parameter.*freeze the same parameters"),
     ],
 )
-def test_the_first_parameter_in_which_models_differ_is_named(other: ParameterInfo, words: str) -> None:
+def test_the_first_parameter_in_which_models_differ_is_named(others: list[ParameterInfo], words: str) -> None:
     with pytest.raises(Mismatch, match=words):
-        merge_proposals({0: proposal(A, B), 1: proposal(A, B), 2: proposal(A, other)})
-
-
-def test_a_parameter_that_one_rank_froze_is_named() -> None:
-    with pytest.raises(Mismatch, match=r"rank 0 has 'b' .*rank 1 has no such parameter.*freeze the same parameters"):
-        merge_proposals({0: proposal(A, B), 1: proposal(A)})
+        merge_proposals({0: proposal(A, B), 1: proposal(A, B), 2: proposal(A, *others)})
 
 
 def test_settings_that_differ_are_told_before_anything_else_and_no_others() -> None:

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import CheckpointError
-from ronde.training import checkpoints as checkpoint
 from ronde.training.checkpoints import (
     UNFINISHED_PREFIX,
     CheckpointId,
@@ -18,7 +17,6 @@ from ronde.training.checkpoints import (
     FsspecStorage,
     LocalStorage,
     clear,
-    files_to_delete,
     list_checkpoints,
     open_latest,
     open_storage,
@@ -190,19 +188,6 @@ def test_a_new_run_in_an_old_folder_removes_nothing_later_and_says_so(
     assert "a restart takes step 900" in caplog.text
 
 
-def test_manifests_are_removed_before_their_data() -> None:
-    names = [name for step in (1, 2) for name in (CheckpointId(step).data_file, CheckpointId(step).manifest_file)]
-    assert files_to_delete([*names, "notes.txt"], keep=1, newest=2) == [
-        CheckpointId(1).manifest_file,
-        CheckpointId(1).data_file,
-    ]
-    again = [CheckpointId(2, 1).data_file, CheckpointId(2, 1).manifest_file]
-    assert files_to_delete([*names, *again], keep=2, newest=2) == [
-        CheckpointId(2).manifest_file,
-        CheckpointId(2).data_file,
-    ]
-
-
 def test_files_of_others_are_left_alone(store: CheckpointStorage) -> None:
     spoil(store, "notes.txt", "mine")
     put(store, 5, keep=1)
@@ -240,10 +225,10 @@ def test_an_old_one_that_cannot_be_removed_stops_nobody(
 ) -> None:
     put(store, 1, keep=1)
 
-    def refuse(names: list[str], keep: int, newest: int) -> list[str]:
+    def refuse(name: str) -> None:
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(checkpoint, "files_to_delete", refuse)
+    monkeypatch.setattr(store, "remove", refuse)
     put(store, 2, keep=1)
     assert found(store) == (2, "contents of 2")
 

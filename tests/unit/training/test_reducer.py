@@ -1,81 +1,75 @@
-"""Ranks are threads, each with an adapter over NumPy arrays: what is combined, when, and how it is told to all."""
+"""Ranks are threads, each with an adapter over NumPy arrays: what is reduced, when, and how all ranks learn of it."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
 import pytest
 
+from ronde.comm.buffers import Array
 from ronde.comm.world import World
 from ronde.errors import Mismatch
-from ronde.training.exchange import GradientSettings
+from ronde.training.adapter import ParameterInfo
+from ronde.training.buckets import GradientBucket
+from ronde.training.compression import WireArray
+from ronde.training.gradient_settings import GradientSettings
 from tests.conformance.ranks import run_threads
-from tests.unit.training.arrays import ONE_EACH, ArrayTraining, Weight, weights
+from tests.unit.training.arrays import ONE_EACH, ArrayTraining, Weight, run_training
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("settings", [GradientSettings(), ONE_EACH, GradientSettings(predivide=8.0)])
 def test_gradients_are_averaged_when_backward_returns(overlap: bool, settings: GradientSettings) -> None:
-    def body(world: World) -> list[object]:
-        training = ArrayTraining(world.group, weights("a", "b", "c"), settings, overlap=overlap)
+    def body(training: ArrayTraining, world: World) -> list[object]:
         seen = []
         for step in range(3):
             training.clear()
             training.backward(c=step + world.rank, b=[1, 2, 3, 4 * world.rank], a=-world.rank)
-            seen += [training.grad("a"), training.grad("b"), training.grad("c")]
-            training.training_step.synchronize()  # as step() does: nothing is left to do
-            training.training_step.step_done()
-        training.training_step.close()
+            seen += training.grads("abc")
+            training.take_step()  # nothing is left to do
         return seen
 
     expected = [value for step in range(3) for value in (-1.0, [1.0, 2.0, 3.0, 4.0], step + 1.0)]
-    assert run_threads(3, body) == [expected] * 3
+    assert run_training(3, body, "abc", settings, overlap=overlap) == [expected] * 3
 
 
 def test_buckets_start_while_the_pass_runs_in_one_order_on_all_ranks() -> None:
-    def body(world: World) -> list[tuple[str, ...]]:
-        training = ArrayTraining(world.group, weights("a", "b", "c"), ONE_EACH)
+    def body(training: ArrayTraining, world: World) -> list[tuple[str, ...]]:
         training.backward(c=1, a=1, b=1)  # rank 0's order is everybody's from now on
         training.clear()
         training.adapter.copied.clear()
-        order = {"c": 1.0, "a": 1.0, "b": 1.0} if world.rank == 0 else {"a": 1.0, "b": 1.0, "c": 1.0}
-        training.backward(**order)
-        assert training.grad("a") == 1.0
-        training.training_step.close()
+        training.backward(**{name: 1.0 for name in ("cab" if world.rank == 0 else "abc")})
+        assert training.grads("a") == [1.0]
         return [names for names in training.adapter.copied if names]
 
-    assert run_threads(2, body) == [[("c",), ("a",), ("b",)]] * 2
+    assert run_training(2, body, "abc", ONE_EACH) == [[("c",), ("a",), ("b",)]] * 2
 
 
 def test_a_parameter_that_some_ranks_used_gets_the_average_over_all_and_one_that_none_used_stays_without() -> None:
-    def body(world: World) -> list[object]:
-        training = ArrayTraining(world.group, weights("a", "b", "c"))
+    def body(training: ArrayTraining, world: World) -> list[object]:
         for _ in range(2):
             training.clear()
             training.backward(**({"a": 1.0, "b": 4.0} if world.rank == 0 else {"a": 3.0}))
-        seen = [training.grad(name) for name in "abc"]
-        training.training_step.close()
-        return seen
+        return training.grads("abc")
 
-    assert run_threads(2, body) == [[2.0, 2.0, None]] * 2
+    assert run_training(2, body, "abc") == [[2.0, 2.0, None]] * 2
 
 
 def test_a_rank_without_a_backward_pass_takes_part_in_step() -> None:
-    def body(world: World) -> object:
-        training = ArrayTraining(world.group, weights("a"))
+    def body(training: ArrayTraining, world: World) -> list[object]:
         for _ in range(2):
             training.clear()
             if world.rank == 0:
                 training.backward(a=8.0)
-            training.training_step.synchronize()
-            training.training_step.step_done()
-        training.training_step.close()
-        return training.grad("a")
+            training.take_step()
+        return training.grads("a")
 
-    assert run_threads(4, body) == [2.0] * 4
+    assert run_training(4, body, "a") == [[2.0]] * 4
 
 
 def test_nothing_travels_before_the_last_pass_of_a_step_and_passes_are_averaged() -> None:
-    def body(world: World) -> list[object]:
-        training = ArrayTraining(world.group, weights("a", "b"), passes=3)
+    def body(training: ArrayTraining, world: World) -> list[object]:
         seen: list[object] = []
         for _ in range(2):
             training.clear()
@@ -84,54 +78,28 @@ def test_nothing_travels_before_the_last_pass_of_a_step_and_passes_are_averaged(
             training.backward(a=3.0)  # b is not used in every pass
             seen.append(world.recorder.metrics().total.operations == before)
             training.backward(b=2.0, a=0.0)
-            seen += [training.grad("a"), training.grad("b")]
-        training.training_step.close()
+            seen += training.grads("ab")
         return seen
 
-    assert run_threads(2, body) == [[True, 1.5, 1.0] * 2] * 2
-
-
-def test_passes_are_summed_when_asked_to() -> None:
-    def body(world: World) -> object:
-        training = ArrayTraining(world.group, weights("a"), GradientSettings(average_passes=False), passes=2)
-        training.backward(a=3.0)
-        training.backward(a=world.rank)
-        training.training_step.close()
-        return training.grad("a")
-
-    assert run_threads(2, body) == [3.5] * 2
+    assert run_training(2, body, "ab", passes=3) == [[True, 1.5, 1.0] * 2] * 2
 
 
 def test_a_step_after_fewer_passes_averages_those_there_were() -> None:
-    def body(world: World) -> list[object]:
-        training = ArrayTraining(world.group, weights("a"), passes=4)
+    def body(training: ArrayTraining, world: World) -> list[object]:
         seen = []
         for _ in range(2):
             training.clear()
             training.backward(a=1.0)
             training.backward(a=5.0)
-            training.training_step.synchronize()
-            seen.append(training.grad("a"))
-            training.training_step.step_done()
-        training.training_step.num_passes = 2
+            training.take_step()
+            seen += training.grads("a")
+        training.step.num_passes = 2
         training.clear()
         training.backward(a=1.0)
         training.backward(a=2.0)
-        training.training_step.close()
-        return [*seen, training.grad("a")]
+        return [*seen, *training.grads("a")]
 
-    assert run_threads(2, body) == [[3.0, 3.0, 1.5]] * 2
-
-
-def test_several_passes_without_clearing_add_up_for_a_mean() -> None:
-    def body(world: World) -> list[object]:
-        training = ArrayTraining(world.group, weights("a", "b"))
-        training.backward(a=2.0 * world.rank, b=1.0)
-        training.backward(a=10.0 * world.rank)
-        training.training_step.close()
-        return [training.grad("a"), training.grad("b")]
-
-    assert run_threads(2, body) == [[6.0, 1.0]] * 2
+    assert run_training(2, body, "a", passes=4) == [[3.0, 3.0, 1.5]] * 2
 
 
 @pytest.mark.parametrize(("op", "passes"), [("sum", 1), ("mean", 2)])
@@ -139,8 +107,7 @@ def test_several_passes_without_clearing_add_up_for_a_mean() -> None:
 def test_several_passes_without_clearing_are_refused_where_they_would_not_add_up(
     op: str, passes: int, others: dict[str, float]
 ) -> None:
-    def body(world: World) -> None:
-        training = ArrayTraining(world.group, weights(*others, "b"), GradientSettings(op=op), passes=passes)
+    def body(training: ArrayTraining, world: World) -> None:
         for _ in range(passes):
             training.backward(**others, b=1.0)
         with pytest.raises(ValueError, match=rf"rank {world.rank}: parameter 'b' got a gradient on top of one"):
@@ -148,110 +115,291 @@ def test_several_passes_without_clearing_are_refused_where_they_would_not_add_up
         training.clear()
         for _ in range(passes):
             training.backward(**others, b=1.0)
-        assert training.grad("b") == (2.0 if op == "sum" else 1.0)
-        training.training_step.close()
+        assert training.grads("b") == [2.0 if op == "sum" else 1.0]
 
-    run_threads(2, body)
+    run_training(2, body, [*others, "b"], GradientSettings(op=op), passes=passes)
 
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_pass_inside_of_another_leaves_the_end_to_the_outer_one(overlap: bool) -> None:
-    def body(world: World) -> list[object]:
-        training = ArrayTraining(world.group, weights("a", "b"), passes=1, overlap=overlap)
+    def body(training: ArrayTraining, world: World) -> list[object]:
         for _ in range(3):
             training.clear()
-            training.backward_nested(b=world.rank)
+            training.backward(b=world.rank, nested=True)
             training.backward(a=world.rank)
-        seen = [training.grad("a"), training.grad("b")]
+        seen = training.grads("ab")
         training.clear()
-        training.backward_nested(a=4.0 * world.rank, b=2.0)  # and no gradient after it
-        training.training_step.synchronize()
-        training.training_step.close()
-        return [*seen, training.grad("a"), training.grad("b")]
+        training.backward(a=4.0 * world.rank, b=2.0, nested=True)  # and no gradient after it
+        training.step.synchronize()
+        return [*seen, *training.grads("ab")]
 
-    assert run_threads(2, body) == [[0.5, 0.5, 2.0, 2.0]] * 2
+    assert run_training(2, body, "ab", overlap=overlap) == [[0.5, 0.5, 2.0, 2.0]] * 2
 
 
 def test_a_second_gradient_while_the_first_is_under_way_names_the_parameter() -> None:
-    def body(world: World) -> None:
-        training = ArrayTraining(world.group, weights("a", "b"), ONE_EACH)
+    def body(training: ArrayTraining, world: World) -> None:
         training.backward(b=1.0, a=1.0)
         training.clear()
-        training.backward_nested(b=1.0)
-        with pytest.raises(
-            ValueError, match=rf"rank {world.rank}: parameter 'b' got a second gradient in one backward"
-        ):
+        training.backward(b=1.0, nested=True)
+        with pytest.raises(ValueError, match=rf"rank {world.rank}: parameter 'b' got a second gradient in one back"):
             training.backward(b=1.0)
         training.clear()  # ends the pass that broke off
         training.backward(b=3.0, a=1.0)
-        assert training.grad("b") == 3.0
-        training.training_step.close()
+        assert training.grads("b") == [3.0]
 
-    run_threads(2, body)
-
-
-def test_models_that_differ_are_told_at_the_first_pass() -> None:
-    def body(world: World) -> None:
-        training = ArrayTraining(world.group, [Weight("a"), Weight("b", count=4 + world.rank)])
-        with pytest.raises(Mismatch, match=r"parameter 1 .*rank 0 has 'b' float32\[4\]; rank 1 has 'b' float32\[5\]"):
-            training.backward(b=1.0, a=1.0)
-        training.training_step.close()
-
-    run_threads(2, body)
+    run_training(2, body, "ab", ONE_EACH)
 
 
 def test_a_rank_that_joins_gives_zeros() -> None:
-    def body(world: World) -> object:
-        training = ArrayTraining(world.group, weights("a"))
+    def body(training: ArrayTraining, world: World) -> list[object]:
         for _ in range(3 if world.rank == 1 else 1):
             training.clear()
             training.backward(a=4.0)
         world.group.join()
-        return training.grad("a")
+        return training.grads("a")
 
-    assert run_threads(2, body) == [4.0, 2.0]
+    assert run_training(2, body, "a") == [[4.0], [2.0]]
 
 
 def test_two_trainings_of_a_process_may_end_in_any_order() -> None:
-    def body(world: World) -> object:
-        first, second = ArrayTraining(world.group, weights("a")), ArrayTraining(world.group, weights("b"))
-        both = [first, second]
+    def body(world: World) -> int:
+        both = [ArrayTraining(world.group, [Weight("a")]) for _ in range(2)]
         for training in both:
-            training.backward(**{training.adapter.weights[0].name: 1.0})
+            training.backward(a=1.0)
             training.clear()
-        for training in both if world.rank == 0 else reversed(both):
+        in_order = both if world.rank == 0 else both[::-1]
+        for training in in_order:
             training.adapter.on_ready(0)
-        for training in both if world.rank == 0 else reversed(both):
+        for training in in_order:
             training.backward_pass.end_callbacks.pop(0)()
-        for training in both if world.rank == 0 else reversed(both):
+        for training in in_order:
             training.backward_pass.run_end_callbacks()
         for training in both:
-            training.training_step.close()
-        return len(first.backward_pass.end_callbacks)
+            training.step.close()
+        return len(both[0].backward_pass.end_callbacks)
 
     assert run_threads(2, body) == [0, 0]
 
 
 def test_after_a_reset_it_goes_on_with_another_group() -> None:
     def body(world: World) -> list[object]:
-        training = ArrayTraining(world.groups[1], weights("a"))
+        training = ArrayTraining(world.groups[1], [Weight("a")])
         training.backward(a=world.rank)
-        seen = [training.grad("a")]
+        seen = training.grads("a")
         training.clear()
         training.reducer.reset(world.group)
         training.backward(a=10.0 * world.rank)
-        training.training_step.close()
-        return [*seen, training.grad("a")]
+        training.step.close()
+        return [*seen, *training.grads("a")]
 
     assert run_threads(2, body, groups=((0, 1),)) == [[0.5, 5.0]] * 2
 
 
-def test_a_single_rank_averages_its_passes() -> None:
-    def body(world: World) -> object:
-        training = ArrayTraining(world.group, weights("a"), passes=2)
-        training.backward(a=1.0)
-        training.backward(a=2.0)
-        training.training_step.close()
-        return training.grad("a")
+# --- codecs -----------------------------------------------------------------------------------------------------------
 
-    assert run_threads(1, body) == [1.5]
+
+class Halving:
+    """Two wires: first the mean size, then the gradients in units of it; keeps what rounding to whole units lost."""
+
+    name = "halving"
+
+    def open(self, bucket: GradientBucket, parameters: Sequence[ParameterInfo]) -> HalvingEncoder:
+        return HalvingEncoder(bucket.count)
+
+
+class HalvingEncoder:
+    def __init__(self, count: int) -> None:
+        self.wires = (WireArray(1, "float32"), WireArray(count, "float32"))
+        self._lost = np.zeros(count, np.float32)
+
+    def encode(self, number: int, gradients: Array, wires: Sequence[Array]) -> None:
+        if number == 0:
+            wires[0][0] = np.abs(gradients).mean() or 1.0
+        else:
+            wanted = gradients / wires[0][0] + self._lost
+            np.round(wanted, out=wires[1])
+            self._lost = wanted - wires[1]
+
+    def decode(self, wires: Sequence[Array], gradients: Array) -> None:
+        gradients[:] = wires[1] * wires[0][0]
+
+
+def test_a_codec_may_use_several_wires_and_remember_what_it_lost() -> None:
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        seen = []
+        for _ in range(2):
+            training.clear()
+            training.backward(b=2.0 + world.rank, a=[4.0, 2.8, 0.0, 1.2])
+            seen += training.grads("ab")
+        return seen
+
+    first, second = run_training(2, body, "ab", ONE_EACH, codec=Halving())
+    assert first == second
+    assert first[0] == [4.0, 2.0, 0.0, 2.0]
+    assert first[2] == [4.0, 4.0, 0.0, 0.0]  # together with the first step: on average what was given
+
+
+# --- what the flags report --------------------------------------------------------------------------------------------
+
+
+def test_a_step_with_gradients_of_before_is_refused_and_one_with_gradients_set_by_hand_is_not() -> None:
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        with pytest.raises(ValueError, match=rf"rank {world.rank}: step\(\) without backward\(\): none of the 2 .*'a'"):
+            training.step.synchronize()
+        seen = []
+        for _ in range(2):
+            training.clear()
+            training.weights["a"].grad = np.full(4, world.rank, np.float32)
+            training.weights["t"].grad = {world.rank: 2.0}
+            training.take_step()
+            seen += training.grads("at")
+            with pytest.raises(ValueError, match=r"step\(\) without backward\(\)"):
+                training.step.synchronize()
+        return seen
+
+    assert run_training(2, body, "at") == [[0.5, {0: 1.0, 1: 1.0}] * 2] * 2
+
+
+def test_gradients_that_are_not_finite_are_named_with_rank_and_parameter() -> None:
+    def body(training: ArrayTraining, world: World) -> None:
+        odd = float("nan") if world.rank == 1 else 1.0
+
+        def refused(words: str, **grads: float | dict[int, float]) -> None:
+            training.clear()
+            with pytest.raises(FloatingPointError, match=rf"not finite: rank 1: parameter {words}$"):
+                training.backward(**grads)
+
+        refused("'b'", a=1.0, b=odd)  # before there are buckets
+        refused("'b' and 1 more", a=1.0, b=odd, c=odd)
+        refused("'t'", a=1.0, t={0: odd})  # where a dense one was expected
+        training.clear()
+        training.backward(a=1.0, t={0: 3.0})
+        refused("'t'", a=1.0, t={0: odd})
+        training.weights["z"].trains = True
+        refused("'z'", a=1.0, z=odd)
+        training.clear()
+        training.backward(a=1.0, b=3.0, t={0: 3.0}, z=world.rank)
+        assert training.grads("btz") == [3.0, {0: 3.0}, 1.0]
+
+    run_training(3, body, [*"abct", Weight("z", trains=False)], GradientSettings(check_finite=True))
+
+
+@pytest.mark.parametrize("codec", [None, Halving()])
+def test_parameters_that_are_frozen_later_or_train_later_lead_to_new_buckets(codec: Halving | None) -> None:
+    def body(training: ArrayTraining, world: World) -> list[list[object]]:
+        frozen, seen = training.weights["b"], []
+        training.backward(c=1.0, a=1.0)
+        training.clear()
+        frozen.trains = True
+        frozen.grad = np.full(4, 2.0, np.float32)  # came, but nobody listened for it
+        training.backward(c=2.0, a=3.0)
+        seen.append(training.grads("abc"))
+        training.clear()
+        training.backward(b=5.0, c=2.0, a=3.0)
+        seen.append(training.grads("abc"))
+        training.clear()
+        training.weights["a"].trains = False
+        training.backward(c=1.0, b=1.0)
+        training.clear()
+        training.backward(b=2.0, c=3.0)
+        return [*seen, training.grads("abc")]
+
+    given = [Weight("a"), Weight("b", trains=False), Weight("c")]
+    expected = [[3.0, 2.0, 2.0], [3.0, 5.0, 2.0], [None, 2.0, 3.0]]
+    assert run_training(2, body, given, ONE_EACH, codec=codec) == [expected] * 2
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_passes_in_which_only_parameters_are_used_that_did_not_train_before_count(passes: int) -> None:
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        seen: list[object] = []
+        for step in range(4):
+            training.clear()
+            used = "ab"[step % 2]
+            for name, weight in training.weights.items():
+                weight.trains = name == used
+            for _ in range(passes):
+                training.backward(**{used: step + world.rank})
+            seen.append(training.grads("ab"))
+            training.take_step()  # nothing is left to do
+        return seen
+
+    expected = [[0.5, None], [None, 1.5], [2.5, None], [None, 3.5]]
+    assert run_training(2, body, "ab", passes=passes) == [expected] * 2
+
+
+def test_a_model_may_be_frozen_at_first_or_for_a_while() -> None:
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        seen = []
+        for trains in (False, True, False, True):
+            training.clear()
+            training.weights["a"].trains = trains
+            if trains:
+                training.backward(a=world.rank)
+            training.take_step()
+            seen += training.grads("a")
+        return seen
+
+    given = [Weight("a", trains=False)]
+    assert run_training(2, body, given, GradientSettings(idle_steps=True)) == [[None, 0.5, None, 0.5]] * 2
+
+
+def test_a_gradient_of_a_parameter_that_was_added_may_not_be_on_top_of_results_either() -> None:
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        training.backward(a=1.0)
+        training.weights["b"] = Weight("b")
+        training.adapter.weights.append(training.weights["b"])
+        training.reducer.parameters_added()
+        with pytest.raises(ValueError, match="a parameter that did not train before got a gradient on top of one"):
+            training.backward(b=1.0)
+        training.clear()
+        training.backward(b=world.rank)
+        return training.grads("ab")
+
+    assert run_training(2, body, "a", GradientSettings(op="sum")) == [[None, 1.0]] * 2
+
+
+def test_a_gradient_that_turns_out_to_be_sparse_is_reduced_by_itself_from_then_on() -> None:
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        training.backward(a=1.0)
+        training.clear()
+        training.backward(**({"t": {2: 4.0}} if world.rank == 1 else {}), a=2.0)
+        seen = training.grads("at")
+        for _ in range(2):
+            training.clear()
+            training.backward(t={world.rank: 2.0, 3: 1.0}, a=world.rank)
+            seen += training.grads("at")
+        assert training.adapter.num_sparse_allreduces == 3
+        return seen
+
+    assert run_training(2, body, "at") == [[2.0, {2: 2.0}, *[0.5, {0: 1.0, 1: 1.0, 3: 1.0}] * 2]] * 2
+
+
+def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another_is_the_sum_of_both() -> None:
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        training.backward(a=1.0, t=1.0)
+        seen = []
+        for _ in range(2):  # while all expect a dense one, and a sparse one
+            training.clear()
+            training.backward(a=1.0, t={0: 1.0} if world.rank == 0 else 1.0)
+            seen += training.grads("t")
+        return seen
+
+    assert run_training(2, body, "at") == [[{0: 1.0, 1: 0.5, 2: 0.5, 3: 0.5}] * 2] * 2
+
+
+@pytest.mark.parametrize("what", ["a first step", "a sparse gradient", "another parameter"])
+def test_what_a_rank_that_has_joined_cannot_do_is_refused(what: str) -> None:
+    def body(training: ArrayTraining, world: World) -> None:
+        if what != "a first step":
+            training.backward(a=1.0)
+            training.clear()
+        training.weights["b"].trains = what == "another parameter"
+        with pytest.raises(Mismatch, match=r"join.*; who calls join\(\) takes part in allreduce only") as refused:
+            if world.rank == 0:
+                training.backward(a=1.0, **({"t": {0: 1.0}} if what == "a sparse gradient" else {}))
+            else:
+                world.group.join()
+        assert ("every rank needs a step before the first one joins" in str(refused.value)) == (world.rank == 0)
+
+    run_training(2, body, [*"at", Weight("b", trains=False)])

@@ -74,13 +74,6 @@ def test_a_global_batch_has_the_same_samples_for_any_number_of_ranks() -> None:
     assert batches == [batches[0]] * 4
 
 
-def test_an_epoch_that_is_under_way_is_not_begun_again() -> None:
-    position = SamplePosition(2, 100)
-    assert position.at_epoch(2) is position
-    assert position.at_epoch(3) == SamplePosition(3, 0)
-    assert position.to_dict() == {"epoch": 2, "consumed": 100}
-
-
 @pytest.mark.parametrize("ends", TAIL_POLICIES)
 def test_no_data_is_no_problem(ends: str) -> None:
     assert shares(0, 0, 3, ends) == [[], [], []]
