@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -189,14 +189,19 @@ class ArrayTraining:
         )
         self.step.add_reducer(self.reducer)
 
-    def backward(self, *, nested: bool = False, **grads: float | list[float] | dict[int, float]) -> None:
-        """A pass in which these gradients come, in this order; a number fills all elements. A nested one is part of
-        another pass, which goes on."""
-        arrays: dict[str, Array | dict[int, float]] = {}
-        for name, grad in grads.items():
-            weight = self.weights[name]
-            arrays[name] = grad if isinstance(grad, dict) else np.full(weight.count, grad, weight.dtype)
-        self.backward_pass.run(self.adapter, arrays, nested=nested)
+    def backward(self, **grads: float | list[float] | dict[int, float]) -> None:
+        """A pass in which these gradients come, in this order; a number fills all elements."""
+        self.backward_pass.run(self.adapter, self._as_arrays(grads))
+
+    def backward_nested(self, **grads: float) -> None:
+        """The same as part of another pass, which goes on."""
+        self.backward_pass.run(self.adapter, self._as_arrays(grads), nested=True)
+
+    def _as_arrays(self, grads: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: grad if isinstance(grad, dict) else np.full(self.weights[name].count, grad, self.weights[name].dtype)
+            for name, grad in grads.items()
+        }
 
     def take_step(self) -> None:
         """As the optimizer's step() does."""
@@ -221,7 +226,7 @@ class ArrayTraining:
 def run_training(
     size: int,
     body: Callable[[ArrayTraining, World], object],
-    given: str | Sequence[Weight],
+    given: Iterable[str | Weight],
     settings: GradientSettings | None = None,
     **options: Any,
 ) -> list[Any]:

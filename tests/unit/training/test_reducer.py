@@ -125,11 +125,11 @@ def test_a_pass_inside_of_another_leaves_the_end_to_the_outer_one(overlap: bool)
     def body(training: ArrayTraining, world: World) -> list[object]:
         for _ in range(3):
             training.clear()
-            training.backward(b=world.rank, nested=True)
+            training.backward_nested(b=world.rank)
             training.backward(a=world.rank)
         seen = training.grads("ab")
         training.clear()
-        training.backward(a=4.0 * world.rank, b=2.0, nested=True)  # and no gradient after it
+        training.backward_nested(a=4.0 * world.rank, b=2.0)  # and no gradient after it
         training.step.synchronize()
         return [*seen, *training.grads("ab")]
 
@@ -140,7 +140,7 @@ def test_a_second_gradient_while_the_first_is_under_way_names_the_parameter() ->
     def body(training: ArrayTraining, world: World) -> None:
         training.backward(b=1.0, a=1.0)
         training.clear()
-        training.backward(b=1.0, nested=True)
+        training.backward_nested(b=1.0)
         with pytest.raises(ValueError, match=rf"rank {world.rank}: parameter 'b' got a second gradient in one back"):
             training.backward(b=1.0)
         training.clear()  # ends the pass that broke off

@@ -30,7 +30,7 @@ def test_a_step_goes_through_its_states() -> None:
             seen.append(training.step.state.name)
 
         look()
-        training.backward(a=1.0, nested=True)
+        training.backward_nested(a=1.0)
         look()
         training.backward(a=1.0)
         look()
@@ -96,8 +96,8 @@ def test_a_pass_of_which_all_gradients_came_inside_of_others_ends_with_the_outer
         for _ in range(3):
             training.clear()
             for _ in range(num_passes):
-                training.backward(b=4.0 * world.rank, nested=True)
-                training.backward(a=world.rank, nested=True)
+                training.backward_nested(b=4.0 * world.rank)
+                training.backward_nested(a=world.rank)
                 training.backward()  # goes on, without a gradient of its own
             seen += training.grads("ab")
         return seen
