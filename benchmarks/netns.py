@@ -10,24 +10,23 @@ How the bounds are computed is in README.md. The namespaces are removed however 
 from __future__ import annotations
 
 import argparse
-import dataclasses
-import importlib.util
 import itertools
 import os
 import signal
 import statistics
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.table import Table
 
-from ronde.cli.bench.allreduce import AllreduceCase, parse_workloads
-from ronde.cli.bench.peers import RANK_PROGRAM
-from ronde.cli.bench.runner import MeasurementBudget, PeerProcesses, RankPool
+from ronde.cli.bench.allreduce import FLOAT_BYTES, AllreduceCase, parse_sizes
+from ronde.cli.bench.peers import RANK_PROGRAM, is_installed
+from ronde.cli.bench.runner import START_TIMEOUT_S, BenchmarkCase, MeasurementBudget, RankPool
 from ronde.errors import RondeError
 from ronde.net.keys import new_job_key
 from ronde.text import format_exact_bytes
@@ -81,7 +80,7 @@ class Hosts:
         return ("ip", "netns", "exec", self._names[index])
 
 
-def ronde_ranks(hosts: Hosts, per_host: int, settings: Mapping[str, str]) -> Callable[[Path], PeerProcesses]:
+def start_ronde(name: str, hosts: Hosts, per_host: int = 1, settings: Mapping[str, str] | None = None) -> RankPool:
     """Ranks of ronde on both hosts; rank 0 hosts the coordinator. The key travels in the environment only."""
     size = 2 * per_host
     env = {
@@ -90,30 +89,20 @@ def ronde_ranks(hosts: Hosts, per_host: int, settings: Mapping[str, str]) -> Cal
         "RONDE_SIZE": str(size),
         "RONDE_COORDINATOR": f"{ADDRESSES[0]}:{next(PORTS)}",
         "RONDE_KEY": new_job_key(),
-        **settings,
+        **(settings or {}),
     }
-
-    def start(directory: Path) -> PeerProcesses:
-        rank_program = (sys.executable, RANK_PROGRAM, "ronde", str(directory))
-        return PeerProcesses(
-            [(*hosts.inside(r // per_host), "env", f"RONDE_RANK={r}", *rank_program) for r in range(size)], env
-        )
-
-    return start
+    program = (sys.executable, RANK_PROGRAM, "ronde")
+    commands = [(*hosts.inside(rank // per_host), "env", f"RONDE_RANK={rank}", *program) for rank in range(size)]
+    return RankPool(name, size, commands, Deadline(START_TIMEOUT_S), env)
 
 
-def peer_ranks(hosts: Hosts, library: str = "gloo") -> Callable[[Path], PeerProcesses]:
+def start_peer(name: str, hosts: Hosts, library: str = "gloo") -> RankPool:
     """One rank of a library of measured_rank.py on each host."""
-
-    def start(directory: Path) -> PeerProcesses:
-        commands = []
-        for rank, interface in enumerate(hosts.interfaces):
-            env = ("env", "OMP_NUM_THREADS=1", f"GLOO_SOCKET_IFNAME={interface}")
-            rank_program = (sys.executable, RANK_PROGRAM, library, str(directory), str(rank), "2")
-            commands.append((*hosts.inside(rank), *env, *rank_program))
-        return PeerProcesses(commands)
-
-    return start
+    commands = []
+    for rank, interface in enumerate(hosts.interfaces):
+        env = ("env", "OMP_NUM_THREADS=1", f"GLOO_SOCKET_IFNAME={interface}")
+        commands.append((*hosts.inside(rank), *env, sys.executable, RANK_PROGRAM, library, str(rank), "2"))
+    return RankPool(name, 2, commands, Deadline(START_TIMEOUT_S))
 
 
 def goodput(hosts: Hosts) -> float:
@@ -132,8 +121,7 @@ def goodput(hosts: Hosts) -> float:
             process.wait()
 
 
-@dataclasses.dataclass(frozen=True)
-class MeasuredRanks:
+class NetnsRow(NamedTuple):
     """A row of the table."""
 
     name: str
@@ -143,51 +131,42 @@ class MeasuredRanks:
     """How many times its array each host has to send."""
 
 
-def start_all(hosts: Hosts, stack: ExitStack, console: Console) -> list[MeasuredRanks]:
-    def start(name: str, size: int, start_processes: Callable[[Path], PeerProcesses]) -> RankPool:
+def start_all(hosts: Hosts, stack: ExitStack, console: Console) -> list[NetnsRow]:
+    def start(name: str, start_pool: Callable[..., RankPool], *arguments: Any) -> RankPool:
         console.print(f"starting {name}", style="dim")
-        pool = RankPool(name, size, start_processes, Deadline(120))
-        stack.callback(pool.close)
-        return pool
+        return stack.enter_context(closing(start_pool(name, hosts, *arguments)))
 
-    one = start("ronde 1+1", 2, ronde_ranks(hosts, 1, {}))
-    started = [
-        MeasuredRanks("ronde 1+1 array", one, "array", 1.0),
-        MeasuredRanks("ronde 1+1 bucket", one, "bucket", 1.0),
-    ]
-    if importlib.util.find_spec("torch") is not None:
-        started.append(MeasuredRanks("gloo 1+1", start("gloo 1+1", 2, peer_ranks(hosts)), "array", 1.0))
+    one = start("ronde 1+1", start_ronde)
+    started = [NetnsRow(f"ronde 1+1 {path}", one, path, 1.0) for path in ("array", "bucket")]
+    if is_installed("torch"):
+        started.append(NetnsRow("gloo 1+1", start("gloo 1+1", start_peer), "array", 1.0))
     for algorithm, factor in (("ring", 1.5), ("two_level", 1.0)):
         name = f"ronde 2+2 {algorithm}"
-        two = start(name, 4, ronde_ranks(hosts, 2, {"RONDE_ALGORITHM": algorithm}))
-        started.append(MeasuredRanks(name, two, "array", factor))
+        two = start(name, start_ronde, 2, {"RONDE_ALGORITHM": algorithm})
+        started.append(NetnsRow(name, two, "array", factor))
     return started
 
 
-def measure(
-    hosts: Hosts, num_bytes: int, started: list[MeasuredRanks], budget: MeasurementBudget
-) -> tuple[float, list[AllreduceCase]]:
-    """The goodput of the link and the times of all, measured in turn."""
-    cases = [AllreduceCase(each.pool, each.path, (num_bytes // 4,)) for each in started]
+def measure(hosts: Hosts, cases: Sequence[BenchmarkCase], budget: MeasurementBudget) -> float:
+    """Measure the cases in turn; gigabits per second of the link, measured in turn with them."""
     for case in cases:
         case.setup()
         case.calibrate(budget)
     link = []
-    for _ in range(budget.rounds):
+    for index in range(budget.rounds):
         link.append(goodput(hosts))
-        for case in cases:
-            case.run_round(budget)
-    for pool in {id(case.pool): case.pool for case in cases}.values():
-        pool.request("releasing", Deadline(60), do="release")
-    return statistics.median(link), cases
+        first = index % len(cases)
+        for case in (*cases[first:], *cases[:first]):
+            case.run_round()
+    return statistics.median(link)
 
 
-def row(ranks: MeasuredRanks, case: AllreduceCase, num_bytes: int, link: float) -> tuple[str, ...]:
+def format_row(row: NetnsRow, case: AllreduceCase, num_bytes: int, link: float) -> tuple[str, ...]:
     result = case.result("allreduce", num_bytes)
-    bound_ms = ranks.factor * 8 * num_bytes / link / 1e6
+    bound_ms = row.factor * 8 * num_bytes / link / 1e6
     times = (f"{bound_ms:.1f}", f"{result.median_us / 1e3:.1f}", f"{result.min_us / 1e3:.1f}")
     share = f"{100e3 * bound_ms / result.median_us:.0f} %"
-    return (format_exact_bytes(num_bytes), ranks.name, f"{link:.3f}", *times, share)
+    return (format_exact_bytes(num_bytes), row.name, f"{link:.3f}", *times, share)
 
 
 def run_as_root(parser: argparse.ArgumentParser, measure_all: Callable[[argparse.Namespace, Console], Table]) -> None:
@@ -205,16 +184,20 @@ def run_as_root(parser: argparse.ArgumentParser, measure_all: Callable[[argparse
 
 def measure_all(flags: argparse.Namespace, console: Console) -> Table:
     table = Table("bytes", "", "goodput Gbit/s", "bound ms", "median ms", "fastest ms", "of the bound")
-    workloads = parse_workloads(flags.sizes)
+    workloads = list(parse_sizes(flags.sizes))
     budget = MeasurementBudget(rounds=flags.repeats, seconds=flags.seconds)
     with ExitStack() as stack:
         hosts = stack.enter_context(Hosts(flags.rate))
         started = start_all(hosts, stack, console)
-        for workload in workloads:
-            console.print(f"measuring {workload.name}", style="dim")
-            link, cases = measure(hosts, workload.num_bytes, started, budget)
-            for ranks, case in zip(started, cases, strict=True):
-                table.add_row(*row(ranks, case, workload.num_bytes, link))
+        for counts in workloads:
+            num_bytes = FLOAT_BYTES * sum(counts)
+            console.print(f"measuring {format_exact_bytes(num_bytes)}", style="dim")
+            cases = [AllreduceCase(each.pool, each.path, counts) for each in started]
+            link = measure(hosts, cases, budget)
+            for each in started:
+                each.pool.request("releasing", Deadline(60), do="release")
+            for each, case in zip(started, cases, strict=True):
+                table.add_row(*format_row(each, case, num_bytes, link))
             table.add_section()
     return table
 

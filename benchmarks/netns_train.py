@@ -10,44 +10,26 @@ bound is computed is in README.md.
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 
-from netns import Hosts, goodput, peer_ranks, ronde_ranks, run_as_root
+from netns import Hosts, measure, run_as_root, start_peer, start_ronde
 from rich.console import Console
 from rich.table import Table
 
 from ronde.cli.bench.models import BenchmarkModel, parse_models
-from ronde.cli.bench.peers import MeasuredLibrary
-from ronde.cli.bench.runner import RONDE, MeasurementBudget, RankPool
+from ronde.cli.bench.peers import RONDE
+from ronde.cli.bench.runner import MeasurementBudget
 from ronde.cli.bench.table import format_ratio
 from ronde.cli.bench.train import APART, DDP, TrainingCase, TrainingResult, TrainingSetup
-from ronde.types import Deadline
 
-START_TIMEOUT_S = 120.0
-NUM_HOSTS = 2
 SETUPS = (
-    TrainingSetup(MeasuredLibrary(APART, APART), NUM_HOSTS),
-    TrainingSetup(MeasuredLibrary("ronde", RONDE), NUM_HOSTS),
-    TrainingSetup(MeasuredLibrary("ronde bfloat16", RONDE), NUM_HOSTS, "bfloat16"),
-    TrainingSetup(MeasuredLibrary("ddp-view", DDP), NUM_HOSTS, view=True),
-    TrainingSetup(MeasuredLibrary("ddp-view float16", DDP), NUM_HOSTS, "float16", view=True),
+    TrainingSetup(APART, APART),
+    TrainingSetup("ronde", RONDE),
+    TrainingSetup("ronde bfloat16", RONDE, codec="bfloat16"),
+    TrainingSetup("ddp-view", DDP, view=True),
+    TrainingSetup("ddp-view float16", DDP, codec="float16", view=True),
 )
-
-
-def measure(hosts: Hosts, cases: Sequence[TrainingCase], budget: MeasurementBudget) -> float:
-    """Let the cases train in turn; gigabits per second of the link, measured in turn with them."""
-    for case in cases:
-        case.setup()
-        case.calibrate(budget)
-    link = []
-    for index in range(budget.rounds):
-        link.append(goodput(hosts))
-        first = index % len(cases)
-        for case in (*cases[first:], *cases[:first]):
-            case.run_round(budget)
-    return statistics.median(link)
 
 
 def rows(model: BenchmarkModel, results: Sequence[TrainingResult], link: float) -> list[tuple[str, ...]]:
@@ -79,11 +61,10 @@ def train(
         cases = []
         for setup in SETUPS:
             console.print(f"{model.name}: starting {setup.name}", style="dim")
-            library = setup.library.library
-            start = ronde_ranks(hosts, 1, {}) if library == RONDE else peer_ranks(hosts, library)
-            pool = RankPool(setup.name, NUM_HOSTS, start, Deadline(START_TIMEOUT_S))
-            stack.callback(pool.close)
-            cases.append(TrainingCase(pool, setup, model, batch))
+            is_ronde = setup.library == RONDE
+            pool = start_ronde(setup.name, hosts) if is_ronde else start_peer(setup.name, hosts, setup.library)
+            stack.enter_context(closing(pool))
+            cases.append(TrainingCase(pool, model.name, setup, batch))
         console.print(f"{model.name}: training", style="dim")
         link = measure(hosts, cases, budget)
         return rows(model, [case.result() for case in cases], link)

@@ -15,10 +15,10 @@ from itertools import groupby
 from rich.console import Console
 from rich.table import Table
 
-from ronde.cli.bench.allreduce import BenchmarkResult, choose_workloads, make_cases, measure_cases
+from ronde.cli.bench.allreduce import FLOAT_BYTES, BenchmarkResult, choose_workloads, make_cases, measure_cases
 from ronde.cli.bench.command import parse_numbers
-from ronde.cli.bench.peers import MeasuredLibrary, find_peers
-from ronde.cli.bench.runner import RONDE, BenchmarkRunner, MeasurementBudget
+from ronde.cli.bench.peers import RONDE, MeasuredLibrary, find_peers
+from ronde.cli.bench.runner import BenchmarkRunner, MeasurementBudget
 from ronde.cli.bench.table import BenchmarkDisplay, describe_conditions, make_table
 from ronde.errors import RondeError
 from ronde.text import format_exact_bytes, format_microseconds
@@ -42,23 +42,23 @@ def measure(flags: argparse.Namespace, console: Console) -> None:
     workloads = choose_workloads(flags.sizes, ["array"])
     rank_counts = parse_numbers(flags.counts, "--counts")
     budget = MeasurementBudget(rounds=flags.repeats, seconds=flags.seconds)
-    libraries = [MeasuredLibrary(RONDE, RONDE), *find_peers(flags.peers, flags.mpi_python).peers]
+    libraries = [MeasuredLibrary(RONDE, RONDE), *find_peers(flags.peers, flags.mpi_python)[0]]
     render = partial(render_table, caption=describe_conditions())
     with BenchmarkDisplay(console, render, flags.json) as display:
         for num_ranks in rank_counts:
             with BenchmarkRunner(budget, display.print_note, display.show_progress) as runner:
                 for library in libraries:
                     display.add(time_start(runner, library, num_ranks))
-                for workload in workloads:
-                    cases = make_cases(runner.pools, libraries, workload, ["array"])
-                    display.add(measure_cases(runner, "allreduce", workload.num_bytes, cases))
+                for counts in workloads:
+                    cases = make_cases(runner.pools, libraries, counts, ["array"])
+                    display.add(measure_cases(runner, "allreduce", FLOAT_BYTES * sum(counts), cases))
 
 
 def time_start(runner: BenchmarkRunner, library: MeasuredLibrary, num_ranks: int) -> list[BenchmarkResult]:
     """Start ranks: how long it took until the last of them was ready; nothing for a peer that did not start."""
     num_before = len(runner.pools)
     start_s = time.perf_counter()
-    library.start_ranks(runner, num_ranks)
+    runner.start(library, num_ranks)
     took_us = round((time.perf_counter() - start_s) * 1e6, 1)
     if len(runner.pools) == num_before:
         return []

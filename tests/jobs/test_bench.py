@@ -129,7 +129,7 @@ def ranks_of(command: psutil.Process, num_ranks: int) -> list[psutil.Process]:
 
 def _is_rank(process: psutil.Process) -> bool:
     try:
-        return any(part.endswith("rank.py") for part in process.cmdline())
+        return any(part.endswith("rank.py") for part in process.cmdline()[1:2])  # the launcher's has it further on
     except psutil.Error:  # it ended while we looked
         return False
 

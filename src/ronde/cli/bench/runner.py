@@ -3,37 +3,27 @@
 The machine is noisy and the noise drifts, so no implementation is measured alone: for one piece of work each runs a
 short *round* of steps, one implementation after the other, and again, beginning with another one each time. While one
 runs, the ranks of the others are blocked.
-
-Each rank has two named pipes in a directory that only this user can enter: `to-RANK` for commands and `from-RANK` for
-replies, one JSON object per line. Pipes work however ranks are started (by this process, by mpiexec, in another network
-namespace), and both sides see at once when the other has ended.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import selectors
 import subprocess
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from contextlib import suppress
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any
 
 import psutil
 
-from ronde.cli.quiet_job import QuietJob
+from ronde.cli.bench.peers import RONDE, MeasuredLibrary
 from ronde.errors import RondeError
-from ronde.launch.job import Job
-from ronde.settings import Settings
 from ronde.text import describe_exit_code
 from ronde.types import Deadline
-
-RONDE = "ronde"
-HOROVOD = "hvd"
-"""Horovod's interface over ronde: not a peer, and never compared with as one."""
 
 TRIAL_STEPS = 3
 MIN_STEPS = 3
@@ -50,192 +40,60 @@ FAILURE_TIMEOUT_S = 2.0
 """After a failure: how long the other processes may take to end and write their last lines."""
 TERMINATE_S = 3.0
 """Between SIGTERM and SIGKILL: mpiexec may end its ranks itself."""
-GRACE_PERIOD_S = 0.5
-"""The same for ranks of ronde; also how long the others may run on after one has failed."""
 
-TAIL_LINES = 20
+TAIL_LINES = 40
 TAIL_BYTES = 16384
-READ_BYTES = 1 << 16
 
 
 class BenchmarkFailed(RondeError):
     """The ranks of one implementation could not start, crashed, or did not reply in time."""
 
 
-class BenchmarkProcesses(Protocol):
-    """The processes of one implementation."""
-
-    def describe_exit(self) -> str:
-        """Which one has ended and how; empty while all run."""
-
-    def output_tail(self) -> str:
-        """The last lines of their output, or what the driver says about the end of the job."""
-
-    def wait(self, deadline: Deadline) -> None:
-        """Return when all have ended, or at the deadline."""
-
-    def close(self) -> None:
-        """End those that still run, and everything they have started."""
-
-
-class RondeProcesses:
-    """Ranks of ronde: a job, started by a driver in this process. Each computes with one thread."""
-
-    def __init__(self, program: Sequence[str], size: int) -> None:
-        self._job = QuietJob(
-            Job(
-                command=tuple(program),
-                num_ranks=size,
-                env={"OMP_NUM_THREADS": "1"},
-                settings=Settings.load(),
-                grace_s=GRACE_PERIOD_S,
-                terminate_s=GRACE_PERIOD_S,
-            )
-        )
-
-    def describe_exit(self) -> str:
-        return "" if self._job.wait(Deadline(0)) is None else "all ranks ended"
-
-    def output_tail(self) -> str:
-        result = self._job.wait(Deadline(0))
-        return "" if result is None else result.summary
-
-    def wait(self, deadline: Deadline) -> None:
-        self._job.wait(deadline)
-
-    def close(self) -> None:
-        self._job.close()
-
-
-class PeerProcesses:
-    """Commands that run side by side, each in a session of its own, so that Ctrl-C reaches only this process. Their
-    output goes to files without names."""
-
-    def __init__(self, commands: Sequence[Sequence[str]], env: Mapping[str, str] | None = None) -> None:
-        self._outputs: list[IO[bytes]] = []
-        self._processes: list[subprocess.Popen[bytes]] = []
-        try:
-            for command in commands:
-                self._outputs.append(tempfile.TemporaryFile())
-                self._processes.append(
-                    subprocess.Popen(
-                        command,
-                        env=env,
-                        stdin=subprocess.DEVNULL,
-                        stdout=self._outputs[-1],
-                        stderr=subprocess.STDOUT,
-                        start_new_session=True,
-                    )
-                )
-        except BaseException:
-            self.close()
-            raise
-
-    def describe_exit(self) -> str:
-        for index, process in enumerate(self._processes):
-            code = process.poll()
-            if code is not None:
-                which = f"process {index}" if len(self._processes) > 1 else "the process"
-                return f"{which} ended ({describe_exit_code(code)})"
-        return ""
-
-    def output_tail(self) -> str:
-        texts = []
-        for index, file in enumerate(self._outputs):
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().decode(errors="replace").strip().splitlines()
-            if lines:
-                texts.append("\n".join((f"output of process {index}:", *lines[-TAIL_LINES:])))
-        return "\n".join(texts)
-
-    def wait(self, deadline: Deadline) -> None:
-        for process in self._processes:
-            try:
-                process.wait(deadline.remaining_s)
-            except subprocess.TimeoutExpired:
-                return
-
-    def close(self) -> None:
-        descendants = [child for process in self._processes for child in _find_descendants(process)]
-        for process in self._processes:
-            process.terminate()  # does nothing when it has ended
-        self.wait(Deadline(TERMINATE_S))
-        for process in self._processes:
-            process.kill()
-            process.wait()
-        for child in descendants:
-            try:
-                child.kill()
-            except psutil.NoSuchProcess:
-                continue
-        psutil.wait_procs(descendants, timeout=TERMINATE_S)
-        for file in self._outputs:
-            file.close()
-
-
-def _find_descendants(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    try:
-        return psutil.Process(process.pid).children(recursive=True) if process.poll() is None else []
-    except psutil.NoSuchProcess:
-        return []
-
-
-class _RankPipes:
-    """This process's ends of the two pipes of a rank."""
-
-    def __init__(self, directory: Path, rank: int) -> None:
-        self.rank = rank
-        self._unread = b""
-        commands, replies = directory / f"to-{rank}", directory / f"from-{rank}"
-        os.mkfifo(commands, 0o600)
-        os.mkfifo(replies, 0o600)
-        # Opened for both directions, this does not wait for the rank; the rank still reads the end when we close it.
-        self._commands = os.open(commands, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            self.replies = os.open(replies, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except BaseException:
-            os.close(self._commands)
-            raise
-
-    def write(self, command: Mapping[str, Any]) -> None:
-        """Send a command. It fits into the pipe, so this does not block."""
-        os.write(self._commands, json.dumps(command).encode() + b"\n")
-
-    def read(self) -> dict[str, Any] | None:
-        """The reply; None while it has not come, or only in part. EOFError when the rank has ended."""
-        try:
-            data = os.read(self.replies, READ_BYTES)
-        except BlockingIOError:
-            return None
-        if not data:
-            raise EOFError
-        self._unread += data
-        if not self._unread.endswith(b"\n"):
-            return None
-        reply: dict[str, Any] = json.loads(self._unread)
-        self._unread = b""
-        return reply
-
-    def close(self) -> None:
-        os.close(self._commands)
-        os.close(self.replies)
-
-
 class RankPool:
-    """All ranks of one implementation. `start` gets the directory of the pipes and starts the processes."""
+    """All ranks of one implementation, started by these commands.
 
-    def __init__(self, name: str, size: int, start: Callable[[Path], BenchmarkProcesses], deadline: Deadline) -> None:
+    Each rank has two named pipes in a directory that only this user can enter, `to-RANK` for commands and `from-RANK`
+    for replies, one JSON object per line; the directory is the last argument of each command. Pipes work however ranks
+    are started (by `ronde run`, by mpiexec, in another network namespace), and both sides see at once when the other
+    has ended.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        size: int,
+        commands: Sequence[Sequence[str]],
+        deadline: Deadline,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.size = size
-        self._pipes: list[_RankPipes] = []
-        self._processes: BenchmarkProcesses | None = None
         self._all_idle = False
         """Whether every rank has replied to the last command, and so will read the next."""
+        self._writers: list[int] = []
+        self._readers: list[int] = []
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._output = tempfile.TemporaryFile()
         self._directory = tempfile.TemporaryDirectory(prefix="ronde-bench-")
         try:
             for rank in range(size):
-                self._pipes.append(_RankPipes(Path(self._directory.name), rank))
-            self._processes = start(Path(self._directory.name))
+                to_rank, from_rank = (Path(self._directory.name, f"{way}-{rank}") for way in ("to", "from"))
+                os.mkfifo(to_rank, 0o600)
+                os.mkfifo(from_rank, 0o600)
+                # For both directions, as this does not wait for the rank; the rank still sees when we close it.
+                self._writers.append(os.open(to_rank, os.O_RDWR))
+                self._readers.append(os.open(from_rank, os.O_RDONLY | os.O_NONBLOCK))
+            for command in commands:
+                self._processes.append(
+                    subprocess.Popen(
+                        (*command, self._directory.name),
+                        env=env,
+                        stdin=subprocess.DEVNULL,
+                        stdout=self._output,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,  # Ctrl-C reaches only this process
+                    )
+                )
             for reply in self._collect_replies("starting", deadline):
                 if reply["size"] != size:
                     raise BenchmarkFailed(f"{name} started {reply['size']} ranks instead of {size}")
@@ -245,67 +103,91 @@ class RankPool:
 
     def request(self, action: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:
         """Send a command to all ranks: their replies, by rank. `action` is for error messages."""
-        for pipes in self._pipes:
-            pipes.write(command)
+        for writer in self._writers:
+            os.write(writer, json.dumps(command).encode() + b"\n")  # it fits into the pipe, so this does not block
         return self._collect_replies(action, deadline)
 
     def _collect_replies(self, action: str, deadline: Deadline) -> list[dict[str, Any]]:
         replies: dict[int, dict[str, Any]] = {}
+        unread = dict.fromkeys(self._readers, b"")
         self._all_idle = False
-        with selectors.DefaultSelector() as selector:
-            for pipes in self._pipes:
-                selector.register(pipes.replies, selectors.EVENT_READ, pipes)
-            while len(replies) < self.size:
-                for key, _ in selector.select(min(POLL_INTERVAL_S, deadline.remaining_s)):
-                    reply = self._read_reply(key.data, action)
-                    if reply is not None:
-                        replies[key.data.rank] = reply
-                        selector.unregister(key.fd)
-                assert self._processes is not None
-                exit_description = self._processes.describe_exit()
-                if exit_description:
-                    raise self._make_failure(f"{exit_description} while {action}")
-                if deadline.expired:
-                    silent = sorted(set(range(self.size)) - set(replies))
-                    took = f"{action} took over {deadline.timeout_s:.0f} s"
-                    raise self._make_failure(f"{took}; no answer from ranks {silent}")
+        while unread:
+            for reader in wait(list(unread), min(POLL_INTERVAL_S, deadline.remaining_s)):
+                assert isinstance(reader, int)
+                rank, data = self._readers.index(reader), os.read(reader, 1 << 16)
+                if not data:
+                    raise self._make_failure(f"rank {rank} ended while {action}")
+                unread[reader] += data
+                if unread[reader].endswith(b"\n"):
+                    reply = replies[rank] = json.loads(unread.pop(reader))
+                    if "error" in reply:
+                        raise self._make_failure(f"rank {rank} failed while {action}:\n{reply['error'].strip()}")
+            exit_description = self._describe_exit()
+            if exit_description:
+                raise self._make_failure(f"{exit_description} while {action}")
+            if deadline.expired:
+                silent = sorted(set(range(self.size)) - set(replies))
+                took = f"{action} took over {deadline.timeout_s:.0f} s"
+                raise self._make_failure(f"{took}; no answer from ranks {silent}")
         self._all_idle = True
         return [replies[rank] for rank in range(self.size)]
 
-    def _read_reply(self, pipes: _RankPipes, action: str) -> dict[str, Any] | None:
-        try:
-            reply = pipes.read()
-        except EOFError:
-            raise self._make_failure(f"rank {pipes.rank} ended while {action}") from None
-        if reply is not None and "error" in reply:
-            raise self._make_failure(f"rank {pipes.rank} failed while {action}:\n{reply['error'].strip()}")
-        return reply
-
     def _make_failure(self, description: str) -> BenchmarkFailed:
-        assert self._processes is not None
         # The pipe of a rank closes a moment before its process has ended and written its last line.
-        self._processes.wait(Deadline(FAILURE_TIMEOUT_S))
-        exit_description = self._processes.describe_exit()
+        self._wait(Deadline(FAILURE_TIMEOUT_S))
+        exit_description = self._describe_exit()
         more = f" ({exit_description})" if exit_description and exit_description not in description else ""
-        return BenchmarkFailed(
-            "\n".join(filter(None, (f"{self.name}: {description}{more}", self._processes.output_tail())))
-        )
+        size = self._output.seek(0, os.SEEK_END)
+        output = os.pread(self._output.fileno(), TAIL_BYTES, max(0, size - TAIL_BYTES)).decode(errors="replace")
+        tail = output.strip().splitlines()[-TAIL_LINES:]
+        return BenchmarkFailed("\n".join((f"{self.name}: {description}{more}", *(["output:"] if tail else []), *tail)))
+
+    def _describe_exit(self) -> str:
+        """Which process has ended and how; empty while all run."""
+        for index, process in enumerate(self._processes):
+            code = process.poll()
+            if code is not None:
+                which = f"process {index}" if len(self._processes) > 1 else "the process"
+                return f"{which} ended ({describe_exit_code(code)})"
+        return ""
+
+    def _wait(self, deadline: Deadline) -> None:
+        with suppress(subprocess.TimeoutExpired):
+            for process in self._processes:
+                process.wait(deadline.remaining_s)
 
     def close(self) -> None:
-        """Let idle ranks quit by themselves, and end the others. Idempotent."""
+        """Let idle ranks quit by themselves, and end the others, with everything that they have started. Idempotent."""
         try:
-            if self._all_idle and self._processes is not None:
-                for pipes in self._pipes:
-                    pipes.write({"do": "quit"})
-                self._processes.wait(Deadline(QUIT_TIMEOUT_S))
+            if self._all_idle:
+                self._all_idle = False
+                for writer in self._writers:
+                    os.write(writer, b'{"do": "quit"}\n')
+                self._wait(Deadline(QUIT_TIMEOUT_S))
         finally:
             # The end of its pipe also ends a rank that no signal reaches.
-            while self._pipes:
-                self._pipes.pop().close()
-            if self._processes is not None:
-                self._processes.close()
-                self._processes = None
+            for pipes in (self._writers, self._readers):
+                while pipes:
+                    os.close(pipes.pop())
+            self._kill_processes()
+            self._output.close()
             self._directory.cleanup()
+
+    def _kill_processes(self) -> None:
+        running = [process for process in self._processes if process.poll() is None]
+        descendants = []
+        for process in running:
+            with suppress(psutil.NoSuchProcess):
+                descendants += psutil.Process(process.pid).children(recursive=True)
+            process.terminate()
+        self._wait(Deadline(TERMINATE_S))
+        for process in running:
+            process.kill()
+            process.wait()
+        for child in descendants:
+            with suppress(psutil.NoSuchProcess):
+                child.kill()
+        psutil.wait_procs(descendants, timeout=TERMINATE_S)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -336,24 +218,40 @@ def describe_lack_of_memory(needed_bytes: int) -> str:
     return f"needs about {needed_bytes / 2**30:.1f} GiB of memory, {available_bytes / 2**30:.1f} GiB are free"
 
 
-class BenchmarkCase(Protocol):
-    """One implementation on one piece of work. It keeps the times that it has measured."""
+@dataclass
+class BenchmarkCase:
+    """One implementation on one piece of work. A benchmark says how ranks prepare it; see measured_rank.py."""
 
-    @property
-    def pool(self) -> RankPool: ...
+    pool: RankPool
+    work: str
+    """What ranks call it, and error messages."""
+    rounds: list[list[dict[str, Any]]] = field(default_factory=list, kw_only=True)
+    """The replies of all ranks to each round: `took_ns` of each step, and what else they measure."""
+    num_steps: int = field(default=TRIAL_STEPS, init=False)
+    slowest_s: float = field(default=0.0, init=False)
+    """The longest step of the calibration."""
 
     @property
     def name(self) -> str:
-        """For progress and errors."""
+        """For progress."""
+        return f"{self.pool.name} {self.work}"
 
     def setup(self) -> None:
         """Get ready, and check that what is measured computes the right result."""
+        raise NotImplementedError
 
     def calibrate(self, budget: MeasurementBudget) -> None:
         """Find out how many steps make a round."""
+        took_ns = self._time_steps(TRIAL_STEPS)[0]["took_ns"]
+        self.slowest_s = max(took_ns) / 1e9
+        self.num_steps = budget.steps_per_round(min(took_ns) / 1e9)
 
-    def run_round(self, budget: MeasurementBudget) -> None:
-        """Measure one round."""
+    def run_round(self) -> None:
+        self.rounds.append(self._time_steps(self.num_steps))
+
+    def _time_steps(self, num_steps: int) -> list[dict[str, Any]]:
+        deadline = Deadline(REPLY_TIMEOUT_S + 20 * self.slowest_s * (1 + num_steps))
+        return self.pool.request(f"running {self.work}", deadline, do="time", work=self.work, num_steps=num_steps)
 
 
 class BenchmarkRunner:
@@ -368,15 +266,15 @@ class BenchmarkRunner:
         self._print_note = print_note
         self._show_progress = show_progress
 
-    def start(self, name: str, size: int, start: Callable[[Path], BenchmarkProcesses]) -> None:
-        """Start ranks (see RankPool). A peer that does not start is left out, with a note."""
-        self._show_progress(f"starting {size} ranks of {name}")
+    def start(self, library: MeasuredLibrary, size: int) -> None:
+        """Start ranks. A peer that does not start is left out, with a note."""
+        self._show_progress(f"starting {size} ranks of {library.name}")
         try:
-            self.pools.append(RankPool(name, size, start, Deadline(START_TIMEOUT_S)))
+            self.pools.append(RankPool(library.name, size, library.commands(size), Deadline(START_TIMEOUT_S)))
         except BenchmarkFailed as error:
-            if name == RONDE:
+            if library.name == RONDE:
                 raise
-            self._print_note(f"{name} is left out: {error}")
+            self._print_note(f"{library.name} is left out: {error}")
 
     def run_interleaved(self, work: str, cases: Sequence[BenchmarkCase]) -> None:
         """Measure the cases in turn, `rounds` times. `work` is for progress."""
@@ -386,20 +284,20 @@ class BenchmarkRunner:
             self.attempt(case, case.setup)
         for case in cases:
             self._show_progress(f"{work}: a first try of {case.name}")
-            self.attempt(case, partial(case.calibrate, budget))
+            self.attempt(case, case.calibrate, budget)
         for index in range(budget.rounds):
             first = index % len(cases)
             for case in (*cases[first:], *cases[:first]):
                 self._show_progress(f"{work}, round {index + 1} of {budget.rounds}: {case.name}")
-                self.attempt(case, partial(case.run_round, budget))
+                self.attempt(case, case.run_round)
 
-    def attempt(self, case: BenchmarkCase, action: Callable[[], object]) -> None:
+    def attempt(self, case: BenchmarkCase, action: Callable[..., object], *arguments: object) -> None:
         """Do it, unless the ranks of the case have failed before. A failure of a peer removes its ranks, with a note; a
         failure of ronde is raised."""
         if case.pool not in self.pools:
             return
         try:
-            action()
+            action(*arguments)
         except BenchmarkFailed as error:
             if case.pool.name == RONDE:
                 raise
