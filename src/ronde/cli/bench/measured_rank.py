@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import importlib
 import json
+import os
 import sys
 import time
 import traceback
@@ -19,7 +20,7 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
@@ -281,6 +282,13 @@ def sum_kilobytes(path: str, *fields: str) -> int:
     return sum(int(values[field].split()[0]) for field in fields if field in values)
 
 
+def open_pipe(path: Path, flags: int) -> TextIO:
+    """Open a pipe without waiting for the other end: it is there already, unless its process has ended."""
+    fd = os.open(path, flags | os.O_NONBLOCK)
+    os.set_blocking(fd, True)
+    return os.fdopen(fd, "w" if flags == os.O_WRONLY else "r", buffering=1, encoding="ascii")
+
+
 class CommandLoop:
     """Carries out the commands that come through the pipe, with one library."""
 
@@ -292,10 +300,9 @@ class CommandLoop:
 
     def run(self, directory: Path) -> None:
         """Reply to commands until `quit`, the end of the pipe, or the first error, after which a rank is unusable."""
-        rank = self._library.rank
         with (
-            (directory / f"from-{rank}").open("w", encoding="ascii", buffering=1) as replies,
-            (directory / f"to-{rank}").open(encoding="ascii") as commands,
+            open_pipe(directory / f"from-{self._library.rank}", os.O_WRONLY) as replies,
+            open_pipe(directory / f"to-{self._library.rank}", os.O_RDONLY) as commands,
         ):
             try:
                 replies.write(json.dumps({"size": self._library.size}) + "\n")

@@ -7,9 +7,12 @@ checked side by side, so that one that does not answer does not hold up the othe
 from __future__ import annotations
 
 import itertools
+import os
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -19,15 +22,17 @@ from rich.console import Console
 from ronde.cli.arguments import CommandParser, print_error
 from ronde.cli.doctor.link_speed import PAIR_TIMEOUT_S, measure_links
 from ronde.cli.doctor.problems import make_doctor_report
-from ronde.cli.doctor.report import DoctorReport, HostPairReport, HostReport, render_report
+from ronde.cli.doctor.report import HostPairReport, HostReport, render_report
 from ronde.cli.doctor.system_info import IMPORT_TIMEOUT_S, collect_system_info
-from ronde.cli.quiet_job import QuietJob
 from ronde.cli.run import add_launch_option
 from ronde.launch.config import launch_options, make_launch_config
+from ronde.launch.driver.driver import Driver
 from ronde.launch.function import FUNCTION_RANK_COMMAND, pickle_call, unpickle_results
 from ronde.launch.job import Job
+from ronde.launch.output.printer import OutputOptions, Printer
+from ronde.launch.output.terminal import StandardStreams
 from ronde.launch.placement import Host
-from ronde.types import Deadline
+from ronde.text import format_count
 
 BROKEN_CODE = 1
 MAX_HOSTS_AT_ONCE = 16
@@ -58,7 +63,11 @@ def doctor(arguments: Sequence[str]) -> int:
         config = make_launch_config(flags, (parser.prog,))
     except ValueError as error:
         return print_error(parser.prog, error)
-    report = run_checks(config.job)
+    runner = DoctorRunner(config.job)
+    with Console(stderr=True).status("") as status:
+        hosts = runner.check_hosts(status.update)
+        usable = [host.name for host in hosts if host.facts is not None]
+        report = make_doctor_report(hosts, runner.measure_pairs(usable, status.update))
     if as_json:
         sys.stdout.buffer.write(msgspec.json.format(msgspec.json.encode(report)) + b"\n")
     else:
@@ -66,53 +75,12 @@ def doctor(arguments: Sequence[str]) -> int:
     return 0 if report.healthy else BROKEN_CODE
 
 
-def run_checks(job: Job) -> DoctorReport:
-    """Check the hosts of the job and all pairs of them, with a progress display on a terminal."""
-    runner = DoctorRunner(job)
-    with ProgressSpinner() as progress:
-        progress.start_phase("looking at", len(runner.host_names), "host")
-        hosts = runner.check_hosts(progress.count_one)
-        usable = [host.name for host in hosts if host.facts is not None]
-        progress.start_phase("measuring", len(usable) * (len(usable) + 1) // 2, "pair")
-        return make_doctor_report(hosts, runner.measure_pairs(usable, progress.count_one))
-
-
-class ProgressSpinner:
-    """Shows on standard error what is being done while the block runs, if that is a terminal."""
-
-    def __init__(self) -> None:
-        console = Console(stderr=True)
-        self._status = console.status("") if console.is_terminal else None
-        self._phase, self._num_done = "", 0
-
-    def __enter__(self) -> ProgressSpinner:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def start_phase(self, action: str, num_total: int, noun: str) -> None:
-        self._phase, self._num_done = f"{action} {num_total} {noun}{'s' * (num_total != 1)}", 0
-        self._update()
-
-    def count_one(self) -> None:
-        self._num_done += 1
-        self._update()
-
-    def _update(self) -> None:
-        if self._status is not None:
-            self._status.update(f"{self._phase}{f', {self._num_done} done' if self._num_done else ''} …")
-
-
 class DoctorRunner:
     """Runs the jobs of one `ronde doctor`."""
 
     def __init__(self, job: Job) -> None:
         """`job` has the hosts and how to reach them."""
-        self.host_names = [host.name for host in job.hosts] or ["localhost"]
+        self._host_names = [host.name for host in job.hosts] or ["localhost"]
         self._job = replace(
             job,
             command=FUNCTION_RANK_COMMAND,
@@ -127,42 +95,46 @@ class DoctorRunner:
             grace_s=GRACE_PERIOD_S,
             terminate_s=GRACE_PERIOD_S,
         )
+        self._drivers: set[Driver] = set()
+        self._stopped = False
 
-    def check_hosts(self, on_done: Callable[[], None]) -> list[HostReport]:
-        """Collect the facts about every host; `on_done` is called for each of them."""
+    def check_hosts(self, show_progress: Callable[[str], None]) -> list[HostReport]:
+        """Collect the facts about every host."""
         call = pickle_call(collect_system_info, (), {})
-        jobs = [self._make_job((Host(name),), call) for name in self.host_names]
-        reports = []
-        for name, outcome in zip(
-            self.host_names, self._run_jobs(jobs, START_TIMEOUT_S + IMPORT_TIMEOUT_S), strict=True
-        ):
+        jobs = [self._make_job((Host(name),), call) for name in self._host_names]
+        reports: list[HostReport] = []
+        action = f"looking at {format_count(len(jobs), 'host')}"
+        show_progress(f"{action} …")
+        for name, outcome in zip(self._host_names, self._run_jobs(jobs, IMPORT_TIMEOUT_S), strict=True):
             if isinstance(outcome, Exception):
                 reports.append(HostReport(name, trouble=format_job_error(outcome, name)))
             else:
                 reports.append(HostReport(name, outcome[0]))
-            on_done()
+            show_progress(f"{action}, {len(reports)} done …")
         return reports
 
-    def measure_pairs(self, names: Sequence[str], on_done: Callable[[], None]) -> list[HostPairReport]:
+    def measure_pairs(self, names: Sequence[str], show_progress: Callable[[str], None]) -> list[HostPairReport]:
         """Measure two ranks of each host, and a rank of each with a rank of every other. One job measures them all; if
-        it fails, a job per pair shows which pairs fail, and `on_done` is called for each of these. The jobs run one
-        after the other, as they would distort each other's numbers."""
+        it fails, a job per pair shows which pairs fail. The jobs run one after the other, as they would distort each
+        other's numbers."""
         pairs = [(name, name) for name in names] + list(itertools.combinations(names, 2))
         if not pairs:
             return []
+        action = f"measuring {format_count(len(pairs), 'pair')}"
+        show_progress(f"{action} …")
         found = self._measure_in_one_job(names, pairs)
         if len(pairs) > 1 and found[0].trouble:
             found = []
             for pair in pairs:
                 found += self._measure_in_one_job(tuple(dict.fromkeys(pair)), [pair])
-                on_done()
+                show_progress(f"{action}, {len(found)} done …")
         return found
 
     def _measure_in_one_job(self, names: Sequence[str], pairs: Sequence[tuple[str, str]]) -> list[HostPairReport]:
         first_rank = {name: 2 * index for index, name in enumerate(names)}
         ranks = [(first_rank[one], first_rank[two] + (one == two)) for one, two in pairs]
         job = self._make_job(tuple(Host(name, 2) for name in names), pickle_call(measure_links, (ranks,), {}))
-        (outcome,) = self._run_jobs([job], START_TIMEOUT_S + PAIR_TIMEOUT_S * len(pairs))
+        (outcome,) = self._run_jobs([job], PAIR_TIMEOUT_S * len(pairs))
         if isinstance(outcome, Exception):
             return [HostPairReport(*pair, trouble=format_job_error(outcome, *pair)) for pair in pairs]
         speeds = [outcome[client][index] for index, (client, _) in enumerate(ranks)]
@@ -171,37 +143,47 @@ class DoctorRunner:
     def _make_job(self, hosts: tuple[Host, ...], pickled_call: bytes) -> Job:
         return replace(self._job, hosts=hosts, num_ranks=sum(host.slots for host in hosts), pickled_call=pickled_call)
 
-    def _run_jobs(self, jobs: Iterable[Job], timeout_s: float) -> Iterator[list[Any] | Exception]:
-        """Run jobs side by side, and yield in their order what their ranks returned, or the error of the job."""
-        timeout_s += self._job.ssh.start_s
-        running: deque[tuple[QuietJob, int, Deadline]] = deque()
+    def _run_jobs(self, jobs: Sequence[Job], timeout_s: float) -> Iterator[list[Any] | Exception]:
+        """Run jobs side by side, and yield in their order what their ranks returned, or the error of the job. A job may
+        take START_TIMEOUT_S and so long."""
+        timeout_s += START_TIMEOUT_S + self._job.ssh.start_s
+        # Each thread is owned by the pool, and runs the driver of one job after the other.
+        with ThreadPoolExecutor(MAX_HOSTS_AT_ONCE, "ronde-driver") as pool:
+            try:
+                yield from pool.map(lambda job: self._run_job(job, timeout_s), jobs)
+            except BaseException:
+                self._stopped = True
+                for driver in list(self._drivers):
+                    driver.stop("the doctor has ended")
+                raise
+
+    def _run_job(self, job: Job, timeout_s: float) -> list[Any] | Exception:
+        """Run a job that prints nothing; the summary of a failure quotes the end of its output."""
         try:
-            for job in jobs:
-                if len(running) == MAX_HOSTS_AT_ONCE:
-                    yield _finish(*running[0])
-                    running.popleft()
-                running.append((QuietJob(job), job.num_ranks, Deadline(timeout_s)))
-            while running:
-                yield _finish(*running[0])
-                running.popleft()
-        finally:
-            for started, *_ in running:  # first all of them, so that they end side by side
-                started.stop("the doctor has ended")
-            for started, *_ in running:
-                started.close()
-
-
-def _finish(job: QuietJob, num_ranks: int, deadline: Deadline) -> list[Any] | Exception:
-    """Wait for a job: what its ranks returned, or the error."""
-    try:
-        result = job.wait(deadline)
-        if result is None:
-            job.stop(f"it took longer than {deadline.timeout_s:g} s")
-            result = job.wait()
-        assert result is not None, "without a deadline, it waits for the result"
-        return unpickle_results(result, num_ranks)
-    except Exception as error:  # whatever a rank raised
-        return error
+            with (
+                open(os.devnull, "wb") as discard,  # noqa: PTH123  # a device
+                closing(
+                    Printer(
+                        StandardStreams(discard, discard),
+                        num_ranks=job.num_ranks,
+                        options=OutputOptions(fold=False),
+                    )
+                ) as printer,
+            ):
+                driver = Driver(job, printer)
+                self._drivers.add(driver)
+                timer = threading.Timer(timeout_s, driver.stop, (f"it took longer than {timeout_s:g} s",))
+                timer.start()
+                try:
+                    if self._stopped:
+                        driver.stop("the doctor has ended")
+                    result = driver.run()
+                finally:
+                    timer.cancel()
+                    self._drivers.discard(driver)
+            return unpickle_results(result, job.num_ranks)
+        except Exception as error:  # whatever a rank raised
+            return error
 
 
 def format_job_error(error: Exception, *hosts: str) -> str:

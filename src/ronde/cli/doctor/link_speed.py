@@ -42,6 +42,10 @@ class LinkSpeed(msgspec.Struct, frozen=True):
     clock_ahead_s: float
     """How much the second's clock is ahead of the first's, to about half a round trip."""
 
+    @property
+    def slowest_bytes_per_s(self) -> float:
+        return min(self.bytes_per_s, self.back_bytes_per_s)
+
 
 def measure_links(pairs: Sequence[tuple[int, int]]) -> list[LinkSpeed | None]:
     """Measure one pair of ranks after the other, while the other ranks wait. The result of a pair is returned on its
@@ -81,22 +85,22 @@ def _query_time(peer: int) -> tuple[float, float]:
 def _measure_bandwidth(peer: int, request: int) -> float:
     """Bytes per second, of a message that is large enough for this network."""
     data = np.zeros(MAX_BYTES, np.uint8)
+
+    def time_transfer() -> float:
+        start_s = time.monotonic()
+        _send_request(peer, request, num_bytes)
+        if request == RECEIVE_BYTES:
+            send(data[:num_bytes], peer)
+            receive(np.empty(2), peer)
+        else:
+            receive(data[:num_bytes], peer)
+        return time.monotonic() - start_s
+
     num_bytes, took_s = START_BYTES, 0.0
     while took_s < MIN_TRANSFER_S and num_bytes < MAX_BYTES:
         num_bytes *= 2
-        took_s = _time_transfer(peer, request, data[:num_bytes])
-    return num_bytes / min(took_s, *(_time_transfer(peer, request, data[:num_bytes]) for _ in range(NUM_TRANSFERS - 1)))
-
-
-def _time_transfer(peer: int, request: int, data: np.ndarray[tuple[int], np.dtype[np.uint8]]) -> float:
-    start_s = time.monotonic()
-    _send_request(peer, request, data.size)
-    if request == RECEIVE_BYTES:
-        send(data, peer)
-        receive(np.empty(2), peer)
-    else:
-        receive(data, peer)
-    return time.monotonic() - start_s
+        took_s = time_transfer()
+    return num_bytes / min(took_s, *(time_transfer() for _ in range(NUM_TRANSFERS - 1)))
 
 
 def _run_server(peer: int) -> None:

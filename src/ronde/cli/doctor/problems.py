@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 
 from ronde.cli.doctor.report import DoctorReport, HostPairReport, HostReport, Problem
-from ronde.cli.doctor.system_info import ComponentStatus, SystemInfo
+from ronde.cli.doctor.system_info import SystemInfo
 from ronde.version import __version__
 
 MIN_OPEN_FILES = 1024
@@ -28,8 +28,8 @@ MAX_CLOCK_DIFFERENCE_S = 0.5
 
 def make_doctor_report(hosts: Sequence[HostReport], pairs: Sequence[HostPairReport]) -> DoctorReport:
     """The whole report. `healthy` is whether nothing is broken; warnings do not count."""
-    problems = [problem for host in hosts for problem in _host_problems(host)]
-    problems += [
+    problems = [
+        *(problem for host in hosts for problem in _host_problems(host.name, host.facts, host.trouble)),
         *_version_problems(hosts),
         *(problem for pair in pairs for problem in _pair_problems(pair)),
         *_slow_pair_problems(pairs),
@@ -39,53 +39,41 @@ def make_doctor_report(hosts: Sequence[HostReport], pairs: Sequence[HostPairRepo
     return DoctorReport(__version__, healthy, tuple(hosts), tuple(pairs), tuple(problems))
 
 
-def _host_problems(host: HostReport) -> Iterator[Problem]:
-    if host.facts is None:
-        yield Problem("broken", host.name, "host", host.trouble)
+def _host_problems(where: str, facts: SystemInfo | None, trouble: str) -> Iterator[Problem]:
+    if facts is None:
+        yield Problem("broken", where, "host", trouble)
         return
-    yield from _backend_problems(host.name, host.facts)
-    for component in host.facts.frameworks:
-        if component.state == "broken":
-            name = component.name
-            yield Problem("warning", host.name, name, component.note, f"if you need it, repair the install of {name}")
-    yield from _memory_problems(host.name, host.facts)
-    yield from _limit_problems(host.name, host.facts)
 
+    def warning(check: str, what: str, advice: str) -> Problem:
+        return Problem("warning", where, check, what, advice)
 
-def _backend_problems(where: str, facts: SystemInfo) -> Iterator[Problem]:
-    native, mpi = (_find_component(facts.backends, name) for name in ("native", "mpi"))
+    states = {each.name: each for each in (*facts.backends, *facts.frameworks)}
+    native, mpi, shared, limits = states["native"], states["mpi"], facts.shared_memory, facts.limits
     if native.state != "usable":
         yield Problem("broken", where, "native", native.note, "reinstall ronde; in a checkout, run `make build`")
     elif native.note.startswith("portable") and facts.system.endswith("x86_64"):
         why = "the CPU has no AVX2: sums take several times as long"
-        yield Problem("warning", where, "native", why, "if this is a virtual machine, let it see the host's CPU")
+        yield warning("native", why, "if this is a virtual machine, let it see the host's CPU")
     if mpi.state == "broken":
-        yield Problem(
-            "warning", where, "mpi", mpi.note, "only --backend mpi needs it: repair mpi4py or its MPI library"
-        )
-
-
-def _memory_problems(where: str, facts: SystemInfo) -> Iterator[Problem]:
-    shared = facts.shared_memory
+        yield warning("mpi", mpi.note, "only --backend mpi needs it: repair mpi4py or its MPI library")
+    for component in facts.frameworks:
+        if component.state == "broken":
+            yield warning(component.name, component.note, f"if you need it, repair the install of {component.name}")
     if not shared.works:
         advice = "let memfd_create through (a container's seccomp profile), and leave some memory free"
         yield Problem("broken", where, "shared", f"no shared memory: {shared.why}", advice)
-    elif shared.dev_shm_bytes < MIN_DEV_SHM_BYTES and _find_component(facts.frameworks, "torch").state == "usable":
+    elif shared.dev_shm_bytes < MIN_DEV_SHM_BYTES and states["torch"].state == "usable":
         what = f"/dev/shm has only {shared.dev_shm_bytes / 1e6:.3g} MB; ronde needs none, but PyTorch's DataLoader does"
-        yield Problem("warning", where, "shared", what, "docker run --shm-size=8g, or no loader workers")
+        yield warning("shared", what, "docker run --shm-size=8g, or no loader workers")
     if facts.memory.available < MIN_AVAILABLE_BYTES:
         what = f"only {facts.memory.available / 1e6:.3g} MB of memory are left"
-        yield Problem("warning", where, "memory", what, "end other programs, or raise the container's limit")
-
-
-def _limit_problems(where: str, facts: SystemInfo) -> Iterator[Problem]:
-    limits = facts.limits
+        yield warning("memory", what, "end other programs, or raise the container's limit")
     if limits.open_files is not None and limits.open_files < MIN_OPEN_FILES:
         what = f"only {limits.open_files} open files per process"
-        yield Problem("warning", where, "limits", what, "ulimit -n 65536, or nofile in /etc/security/limits.conf")
+        yield warning("limits", what, "ulimit -n 65536, or nofile in /etc/security/limits.conf")
     if limits.processes is not None and limits.processes < MIN_PROCESSES:
         what = f"only {limits.processes} processes and threads"
-        yield Problem("warning", where, "limits", what, "ulimit -u 32768, or docker run --pids-limit")
+        yield warning("limits", what, "ulimit -u 32768, or docker run --pids-limit")
 
 
 def _version_problems(hosts: Sequence[HostReport]) -> Iterator[Problem]:
@@ -110,9 +98,8 @@ def _pair_problems(pair: HostPairReport) -> Iterator[Problem]:
         return
     if pair.first == pair.second:
         return  # no network: this speed depends on how busy the host is just now
-    slowest = min(speed.bytes_per_s, speed.back_bytes_per_s)
-    if slowest < MIN_BYTES_PER_S:
-        what = f"only {slowest / 1e6:.3g} MB/s, less than gigabit Ethernet"
+    if speed.slowest_bytes_per_s < MIN_BYTES_PER_S:
+        what = f"only {speed.slowest_bytes_per_s / 1e6:.3g} MB/s, less than gigabit Ethernet"
         yield Problem("warning", where, "pair", what, "look for a faster network between them, or compress gradients")
     if speed.round_trip_s > MAX_ROUND_TRIP_S:
         what = f"a round trip takes {speed.round_trip_s * 1e3:.3g} ms: they are far from each other"
@@ -125,7 +112,7 @@ def _pair_problems(pair: HostPairReport) -> Iterator[Problem]:
 def _slow_pair_problems(pairs: Sequence[HostPairReport]) -> Iterator[Problem]:
     """Pairs that are much slower than most, because of a cable, a port, or a busy neighbour."""
     rates = {
-        f"{pair.first}, {pair.second}": min(pair.speed.bytes_per_s, pair.speed.back_bytes_per_s)
+        f"{pair.first}, {pair.second}": pair.speed.slowest_bytes_per_s
         for pair in pairs
         if pair.speed is not None and pair.first != pair.second
     }
@@ -134,7 +121,3 @@ def _slow_pair_problems(pairs: Sequence[HostPairReport]) -> Iterator[Problem]:
         if rate < MIN_FRACTION_OF_MEDIAN * median:
             what = f"{rate / 1e6:.3g} MB/s, where most have {median / 1e6:.3g}"
             yield Problem("warning", where, "pair", what, "look at the cables, ports and neighbours of these hosts")
-
-
-def _find_component(components: Sequence[ComponentStatus], name: str) -> ComponentStatus:
-    return next(each for each in components if each.name == name)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from collections.abc import Sequence
+from typing import Any, Literal, TypeAlias
 
 import msgspec
 from rich.console import Group, RenderableType
@@ -12,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ronde.cli.doctor.link_speed import LinkSpeed
-from ronde.cli.doctor.system_info import ComponentStatus, CpuInfo, MemoryInfo, ResourceLimits, SystemInfo
+from ronde.cli.doctor.system_info import SystemInfo
 from ronde.text import format_bytes
 
 Severity: TypeAlias = Literal["broken", "warning"]
@@ -64,13 +63,6 @@ MAX_PAIRS_SHOWN = 40
 """Of more pairs only the slowest are shown."""
 
 
-@dataclass(frozen=True, slots=True)
-class _CheckRow:
-    check: str
-    text: str
-    status: str = "ok"
-
-
 def render_report(report: DoctorReport) -> RenderableType:
     """A table per host, one of the pairs, and what to do last, where it is seen."""
     parts: list[RenderableType] = []
@@ -83,104 +75,82 @@ def render_report(report: DoctorReport) -> RenderableType:
     return Group(*parts, _summary_line(report))
 
 
-def _make_table(title: str) -> Table:
-    return Table(
-        title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 1, 0, 0), show_header=False
-    )
+def _make_table(title: str, **options: Any) -> Table:
+    return Table(title=Text(title, style="bold"), title_justify="left", box=None, padding=(0, 1, 0, 0), **options)
 
 
 def _host_table(host: HostReport, problems: Sequence[Problem]) -> Table:
     severities = {problem.check: problem.severity for problem in reversed(problems) if problem.where == host.name}
-    is_named = host.facts is None or host.facts.node == host.name
-    table = _make_table(f"host {host.name}" + ("" if is_named or host.facts is None else f" ({host.facts.node})"))
+    node = "" if host.facts is None or host.facts.node == host.name else f" ({host.facts.node})"
+    table = _make_table(f"host {host.name}{node}", show_header=False)
     table.add_column(no_wrap=True, width=7)
     table.add_column(no_wrap=True, width=10)
     table.add_column(overflow="fold")
-    rows = [_CheckRow("host", host.trouble)] if host.facts is None else _check_rows(host.facts)
-    for row in rows:
-        status = severities.get(row.check, row.status)
+    rows = {"host": host.trouble} if host.facts is None else _describe_facts(host.facts)
+    missing = () if host.facts is None else (*host.facts.backends, *host.facts.frameworks)
+    statuses = {each.name: "-" for each in missing if each.state != "usable"}
+    for check, text in rows.items():
+        status = severities.get(check) or statuses.get(check, "ok")
         table.add_row(
-            Text(status, style=STATUS_STYLES[status]), row.check, Text(row.text, style="dim" if status == "-" else "")
+            Text(status, style=STATUS_STYLES[status]), check, Text(text, style="dim" if status == "-" else "")
         )
     return table
 
 
-def _check_rows(facts: SystemInfo) -> Iterator[_CheckRow]:
-    shared = facts.shared_memory
-    memfd = f"memfd, up to {format_bytes(facts.memory.available)}" if shared.works else shared.why
-    yield _CheckRow("ronde", f"{facts.ronde}, Python {facts.python} ({facts.executable})")
-    yield _CheckRow("system", f"{facts.system}, {facts.cpu}")
-    yield _CheckRow("cores", _format_cores(facts.cores))
-    yield _CheckRow("memory", _format_memory(facts.memory))
-    yield _CheckRow("shared", f"{memfd}; /dev/shm {format_bytes(shared.dev_shm_bytes)}")
-    yield _CheckRow("limits", _format_limits(facts.limits))
-    yield _CheckRow("libraries", ", ".join(f"{name} {version}" for name, version in facts.libraries.items()))
-    for component in (*facts.backends, *facts.frameworks):
-        yield _component_row(component)
-
-
-def _component_row(component: ComponentStatus) -> _CheckRow:
-    text = ", ".join(part for part in (component.version, component.note) if part)
-    return _CheckRow(component.name, text or "usable", "ok" if component.state == "usable" else "-")
-
-
-def _format_cores(cores: CpuInfo) -> str:
-    number = f"{cores.allowed}" + (f" of {cores.total}" if cores.allowed != cores.total else "")
-    return number + (f", of which a container's limit lets {cores.quota:g} be busy" if cores.quota is not None else "")
-
-
-def _format_memory(memory: MemoryInfo) -> str:
-    limit = f", a container's limit is {format_bytes(memory.limit)}" if memory.limit is not None else ""
-    return f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available{limit}"
-
-
-def _format_limits(limits: ResourceLimits) -> str:
-    locked = "any" if limits.locked_bytes is None else format_bytes(limits.locked_bytes)
+def _describe_facts(facts: SystemInfo) -> dict[str, str]:
+    """A text per check."""
+    cores, memory, shared, limits = facts.cores, facts.memory, facts.shared_memory, facts.limits
+    total_cores = f" of {cores.total}" if cores.allowed != cores.total else ""
+    quota = "" if cores.quota is None else f", of which a container's limit lets {cores.quota:g} be busy"
+    memory_limit = "" if memory.limit is None else f", a container's limit is {format_bytes(memory.limit)}"
+    memfd = f"memfd, up to {format_bytes(memory.available)}" if shared.works else shared.why
     counts = ((limits.open_files, "open files"), (limits.processes, "processes"))
-    return ", ".join(
-        [*(f"{'any number of' if n is None else n} {what}" for n, what in counts), f"{locked} locked memory"]
-    )
+    numbers = ", ".join(f"{'any number of' if n is None else n} {what}" for n, what in counts)
+    locked = "any" if limits.locked_bytes is None else format_bytes(limits.locked_bytes)
+    return {
+        "ronde": f"{facts.ronde}, Python {facts.python} ({facts.executable})",
+        "system": f"{facts.system}, {facts.cpu}",
+        "cores": f"{cores.allowed}{total_cores}{quota}",
+        "memory": f"{format_bytes(memory.total)}, {format_bytes(memory.available)} available{memory_limit}",
+        "shared": f"{memfd}; /dev/shm {format_bytes(shared.dev_shm_bytes)}",
+        "limits": f"{numbers}, {locked} locked memory",
+        "libraries": ", ".join(f"{name} {version}" for name, version in facts.libraries.items()),
+    } | {
+        each.name: ", ".join(filter(None, (each.version, each.note))) or "usable"
+        for each in (*facts.backends, *facts.frameworks)
+    }
 
 
 def _pair_table(pairs: Sequence[HostPairReport]) -> Table:
     def rate(pair: HostPairReport) -> float:
-        return 0.0 if pair.speed is None else min(pair.speed.bytes_per_s, pair.speed.back_bytes_per_s)
+        return 0.0 if pair.speed is None else pair.speed.slowest_bytes_per_s
 
     shown = pairs
+    table = _make_table("between ranks")
     if len(pairs) > MAX_PAIRS_SHOWN:
-        slowest = sorted(range(len(pairs)), key=lambda index: rate(pairs[index]))[:MAX_PAIRS_SHOWN]
-        shown = [pairs[index] for index in sorted(slowest)]
-    table = Table(title=Text("between ranks", style="bold"), title_justify="left", box=None, padding=(0, 1, 0, 0))
+        limit = sorted(map(rate, pairs))[MAX_PAIRS_SHOWN - 1]
+        shown = [pair for pair in pairs if rate(pair) <= limit][:MAX_PAIRS_SHOWN]
+        table.caption = Text(f"the slowest {len(shown)} of {len(pairs)}; --json has all")
     for title in ("from", "to"):
         table.add_column(title, max_width=22, no_wrap=True, overflow="ellipsis")
     for title in ("round trip", "there", "back", "clock"):
         table.add_column(title, justify="right", no_wrap=True)
     for pair in shown:
-        same = pair.first == pair.second
-        names = Text(pair.first), Text("the same host" if same else pair.second, style="dim" if same else "")
-        table.add_row(*names, *_speed_cells(pair))
-    if len(shown) < len(pairs):
-        table.caption = Text(f"the slowest {len(shown)} of {len(pairs)}; --json has all")
+        same, speed = pair.first == pair.second, pair.speed
+        cells = [Text(pair.first), Text("the same host" if same else pair.second, style="dim" if same else "")]
+        if speed is None:
+            cells.append(Text("broken", style=STATUS_STYLES["broken"]))
+        else:
+            trip = speed.round_trip_s * 1e6
+            cells.append(Text(f"{trip:.0f} µs" if trip < 1000 else f"{trip / 1e3:.2f} ms"))
+            cells += [Text(f"{format_bytes(rate)}/s") for rate in (speed.bytes_per_s, speed.back_bytes_per_s)]
+            cells.append(Text("" if same else f"{speed.clock_ahead_s * 1e3:+.1f} ms"))
+        table.add_row(*cells)
     return table
 
 
-def _speed_cells(pair: HostPairReport) -> tuple[Text, ...]:
-    speed = pair.speed
-    if speed is None:
-        return (Text("broken", style=STATUS_STYLES["broken"]),)
-    clock = "" if pair.first == pair.second else f"{speed.clock_ahead_s * 1e3:+.1f} ms"
-    trip = speed.round_trip_s * 1e6
-    texts = (
-        f"{trip:.0f} µs" if trip < 1000 else f"{trip / 1e3:.2f} ms",
-        f"{format_bytes(speed.bytes_per_s)}/s",
-        f"{format_bytes(speed.back_bytes_per_s)}/s",
-        clock,
-    )
-    return tuple(map(Text, texts))
-
-
 def _problem_table(problems: Sequence[Problem]) -> Table:
-    table = _make_table("what to do")
+    table = _make_table("what to do", show_header=False)
     table.add_column(no_wrap=True, width=7)
     table.add_column(overflow="fold")
     for problem in problems:

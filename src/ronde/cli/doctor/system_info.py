@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import shutil
 import subprocess
@@ -45,7 +46,11 @@ class ComponentStatus(msgspec.Struct, frozen=True):
 
 FRAMEWORKS = ("torch", "tensorflow", "keras", "mxnet", "jax")
 BACKENDS = ("native", "mpi", "nccl")
-
+LIBRARIES = ("numpy", "pyzmq", "msgspec", "psutil", "cloudpickle")
+IMPORT_TIMEOUT_S = 60.0
+"""For all imports together; the first one after the start of a host reads gigabytes from its disk."""
+SHARED_MEMORY_TEST_BYTES = 64 * 1024 * 1024
+"""So much shared memory is allocated as a test; less where there is little."""
 MISSING_EXIT_CODE = 77
 OUTPUT_TAIL_BYTES = 65536
 """So much of what a process printed is searched for its last line."""
@@ -99,7 +104,9 @@ def check_components(names: tuple[str, ...], deadline: Deadline) -> tuple[Compon
 def check_component(name: str, deadline: Deadline, python: str = sys.executable) -> ComponentStatus:
     """Import it in a new process of this Python. (For `mpi`, that may be any that has mpi4py.)"""
     if name == "nccl":
-        return _check_nccl(Path("/dev/nvidia0").exists())
+        has_gpu = Path("/dev/nvidia0").exists()
+        why = "this version of ronde has no nccl backend" if has_gpu else "this host has no NVIDIA GPU"
+        return ComponentStatus("nccl", "missing", note=why)
     # Files, not pipes: a process that it started and left behind would keep a pipe open.
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
@@ -131,22 +138,10 @@ def parse_check_result(name: str, exit_code: int, out: str, err: str) -> Compone
     )
 
 
-def _check_nccl(has_gpu: bool) -> ComponentStatus:
-    why = "this version of ronde has no nccl backend" if has_gpu else "this host has no NVIDIA GPU"
-    return ComponentStatus("nccl", "missing", note=why)
-
-
 def _last_line(file: IO[bytes]) -> str:
     file.seek(0)
     lines = file.read()[-OUTPUT_TAIL_BYTES:].decode(errors="replace").splitlines()
     return next((line for line in reversed(lines) if line.strip()), "")
-
-
-IMPORT_TIMEOUT_S = 60.0
-"""For all imports together; the first one after the start of a host reads gigabytes from its disk."""
-LIBRARIES = ("numpy", "pyzmq", "msgspec", "psutil", "cloudpickle")
-SHARED_MEMORY_TEST_BYTES = 64 * 1024 * 1024
-"""So much shared memory is allocated as a test; less where there is little."""
 
 
 class SystemInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -213,18 +208,24 @@ def collect_system_info() -> SystemInfo:
     available = memory.available
     if cgroup_limits.memory_available_bytes is not None:
         available = min(available, cgroup_limits.memory_available_bytes)
+    cpuinfo = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    max_processes = (_soft_limit(resource.RLIMIT_NPROC), cgroup_limits.max_processes)
     return SystemInfo(
         node=platform.node(),
         ronde=__version__,
         python=platform.python_version(),
         executable=sys.executable,
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        cpu=_cpu_model(),
+        cpu=cpuinfo[1].strip() if cpuinfo else platform.processor() or platform.machine(),
         libraries={name: _package_version(name) for name in LIBRARIES},
         cores=CpuInfo(os.cpu_count() or 1, len(os.sched_getaffinity(0)), cgroup_limits.cpu_quota),
         memory=MemoryInfo(memory.total, available, cgroup_limits.memory_limit_bytes),
         shared_memory=_check_shared_memory(min(SHARED_MEMORY_TEST_BYTES, max(1, available // 4))),
-        limits=_read_limits(cgroup_limits.max_processes),
+        limits=ResourceLimits(
+            _soft_limit(resource.RLIMIT_NOFILE),
+            min((number for number in max_processes if number is not None), default=None),
+            _soft_limit(resource.RLIMIT_MEMLOCK),
+        ),
         backends=tuple(components[name] for name in BACKENDS),
         frameworks=tuple(components[name] for name in FRAMEWORKS),
     )
@@ -244,25 +245,9 @@ def _check_shared_memory(num_bytes: int) -> SharedMemoryInfo:
     return SharedMemoryInfo(True, "", size)
 
 
-def _read_limits(max_processes: int | None) -> ResourceLimits:
-    processes = [number for number in (_soft_limit(resource.RLIMIT_NPROC), max_processes) if number is not None]
-    return ResourceLimits(
-        _soft_limit(resource.RLIMIT_NOFILE), min(processes, default=None), _soft_limit(resource.RLIMIT_MEMLOCK)
-    )
-
-
 def _soft_limit(kind: int) -> int | None:
     soft = resource.getrlimit(kind)[0]
     return None if soft == resource.RLIM_INFINITY else soft
-
-
-def _cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def _package_version(name: str) -> str:
