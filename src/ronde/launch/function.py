@@ -15,18 +15,17 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 import cloudpickle
 
 from ronde.errors import JobFailed
 from ronde.launch.driver.driver import HUNG_UP, INTERRUPTED, TERMINATED, Driver, JobResult
 from ronde.launch.driver.failure_report import StopRequest
-from ronde.launch.job import Job, SshOptions
+from ronde.launch.job import Job, SshOptions, load_settings
 from ronde.launch.output.printer import Printer, standard_output_options
 from ronde.launch.output.terminal import open_standard_streams
 from ronde.launch.placement import Host, parse_hosts
-from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings
 
 T = TypeVar("T")
 
@@ -74,18 +73,34 @@ def run(
     When a rank fails, its own exception is raised here, with its traceback as the cause; JobFailed, when it has none to
     raise (it was killed, it exited, its host was lost). Ctrl-C ends the job, and is a KeyboardInterrupt.
     """
-    parsed_hosts = _parse_hosts_argument(hosts)
+    listed = [hosts] if isinstance(hosts, str) and hosts else hosts
+    parsed_hosts = tuple(host for each in listed for host in ([each] if isinstance(each, Host) else parse_hosts(each)))
+    try:
+        num_ranks = sum(host.slots for host in parsed_hosts) or 1 if np is None else operator.index(np)
+    except TypeError:
+        raise TypeError(f"np must be a whole number, got {np!r}") from None
+    for name, text in (env or {}).items():
+        if not isinstance(name, str) or not isinstance(text, str):
+            raise TypeError(f"env must have texts, as in env={{'A': '1'}}; got {name!r}: {text!r}")
+    if "num_ranks" in settings:  # its name everywhere else
+        raise TypeError("unknown setting num_ranks; the number of ranks is np, as in ronde.run(fn, np=4)")
     job = Job(
         command=FUNCTION_RANK_COMMAND,
-        num_ranks=_choose_num_ranks(np, parsed_hosts),
+        num_ranks=num_ranks,
         hosts=parsed_hosts,
         ssh=ssh or SshOptions(),
         python=python,
-        env=_check_variables(env or {}),
-        settings=_load_settings(settings),
+        env=dict(env or {}),
+        settings=load_settings(settings, os.environ),
         pickled_call=pickle_call(fn, args, kwargs or {}),
     )
-    return cast("list[T]", run_function_job(job))
+    streams = open_standard_streams()
+    options = standard_output_options(streams, os.environ)
+    with contextlib.closing(Printer(streams, num_ranks=num_ranks, options=options)) as printer:
+        result = Driver(job, printer).run()
+    if result.stop_request is not None:
+        _raise_signal(result.stop_request)
+    return cast("list[T]", unpickle_results(result, num_ranks))
 
 
 def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
@@ -106,34 +121,32 @@ def pickle_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return packed.getvalue()
 
 
-def run_function_job(job: Job) -> list[Any]:
-    """Run a job whose ranks call a function; return the results by rank, or raise the error of the first failure."""
-    streams = open_standard_streams()
-    options = standard_output_options(streams, os.environ)
-    with contextlib.closing(Printer(streams, num_ranks=job.num_ranks, options=options)) as printer:
-        result = Driver(job, printer).run()
-    if result.stop_request is not None:
-        _raise_signal(result.stop_request)
-    return unpickle_results(result, job.num_ranks)
-
-
 def unpickle_results(result: JobResult, num_ranks: int) -> list[Any]:
     """Return what the functions of all ranks have returned, or raise the failure of the job."""
     if result.exit_code != 0:
         _raise_failure(result)
-    missing = [rank for rank in range(num_ranks) if rank not in result.return_values]
-    if missing:
-        raise JobFailed(f"rank {missing[0]} exited before its function had returned", code=1)
-    return [_unpickle_value(rank, result.return_values.pop(rank)) for rank in range(num_ranks)]
+    values = []
+    for rank in range(num_ranks):
+        if rank not in result.return_values:
+            raise JobFailed(f"rank {rank} exited before its function had returned", code=1)
+        reply = BytesIO(result.return_values.pop(rank))
+        pickle.load(reply)  # the traceback, empty
+        try:
+            values.append(pickle.load(reply))
+        except Exception as error:  # whatever a class raises that is different here
+            raise TypeError(f"what rank {rank} returned cannot be unpickled here: {error!r}") from error
+    return values
 
 
-def _raise_failure(result: JobResult) -> None:
+def _raise_failure(result: JobResult) -> NoReturn:
     first_failed = result.first_failed_rank
-    trace, error = "", None
-    if first_failed in result.return_values:
-        trace, error = _unpickle_error(result.return_values[first_failed])
+    reply = BytesIO(result.return_values.get(-1 if first_failed is None else first_failed, pickle.dumps("")))
+    trace: str = pickle.load(reply)  # empty if the function has returned
     if not trace:
         raise JobFailed(result.summary, code=result.exit_code)
+    error = None
+    with contextlib.suppress(Exception):  # whatever a class raises that is different here
+        error = pickle.load(reply)
     cause = RankTraceback(f"\n\nin rank {first_failed}:\n{trace}")
     if isinstance(error, Exception):
         raise error from cause
@@ -142,57 +155,9 @@ def _raise_failure(result: JobResult) -> None:
     raise JobFailed(f"{result.summary}\nrank {first_failed} raised {last}", code=result.exit_code) from cause
 
 
-def _unpickle_error(data: bytes) -> tuple[str, BaseException | None]:
-    """Return the traceback, empty if the function has returned, and the error, unless it cannot be unpickled here."""
-    source = BytesIO(data)
-    trace: str = pickle.load(source)
-    try:
-        return trace, pickle.load(source) if trace else None
-    except Exception:  # whatever a class raises that is different here
-        return trace, None
-
-
-def _unpickle_value(rank: int, data: bytes) -> Any:  # whatever the function returned
-    source = BytesIO(data)
-    pickle.load(source)
-    try:
-        return pickle.load(source)
-    except Exception as error:  # whatever a class raises that is different here
-        raise TypeError(f"what rank {rank} returned cannot be unpickled here: {error!r}") from error
-
-
 def _raise_signal(stop_request: StopRequest) -> None:
     """Raise the signal that the driver has handled in place of this process, now that the job is over."""
     if stop_request in _SIGNALS:
         signal.raise_signal(_SIGNALS[stop_request])
     if stop_request == INTERRUPTED:  # also where another handler takes Ctrl-C: there are no results
         raise KeyboardInterrupt
-
-
-def _parse_hosts_argument(given: str | Sequence[Host | str]) -> tuple[Host, ...]:
-    if isinstance(given, str):
-        return parse_hosts(given) if given else ()
-    return tuple(host for each in given for host in ([each] if isinstance(each, Host) else parse_hosts(each)))
-
-
-def _choose_num_ranks(np: Any, hosts: Sequence[Host]) -> int:
-    try:
-        return sum(host.slots for host in hosts) or 1 if np is None else operator.index(np)
-    except TypeError:
-        raise TypeError(f"np must be a whole number, got {np!r}") from None
-
-
-def _check_variables(env: Mapping[str, str]) -> dict[str, str]:
-    for name, text in env.items():
-        if not isinstance(name, str) or not isinstance(text, str):
-            raise TypeError(f"env must have texts, as in env={{'A': '1'}}; got {name!r}: {text!r}")
-    return dict(env)
-
-
-def _load_settings(given: Mapping[str, Any]) -> Settings:
-    if "num_ranks" in given:  # its name everywhere else
-        raise TypeError("unknown setting num_ranks; the number of ranks is np, as in ronde.run(fn, np=4)")
-    # Variables of an outer job, if this process is a rank of one.
-    outer_job_variables = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
-    environ = {name: text for name, text in os.environ.items() if name not in outer_job_variables}
-    return Settings.load(given, environ)

@@ -12,18 +12,14 @@ from __future__ import annotations
 
 import os
 import pickle
-import signal
 import sys
 import traceback
-from collections.abc import Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import cloudpickle
 
 from ronde.launch.agent.rank import CALL_FD_VARIABLE, RESULT_FD_VARIABLE, RESULT_LENGTH_BYTES
-
-FAILED_CODE = 1
-INTERRUPTED_CODE = 128 + signal.SIGINT
+from ronde.text import INTERRUPTED_CODE
 
 
 def main() -> int:
@@ -31,29 +27,26 @@ def main() -> int:
     call_fd, result_fd = int(os.environ.pop(CALL_FD_VARIABLE)), int(os.environ.pop(RESULT_FD_VARIABLE))
     for fd in (call_fd, result_fd):
         os.set_inheritable(fd, False)  # what the function starts must not hold the pipes open
-    code, reply = _run_call(call_fd)
+    try:
+        value = _call_function(call_fd)
+        if "ronde.comm.world" in sys.modules:  # the function may have called init() without shutdown(): no failure
+            sys.modules["ronde.comm.world"].shutdown()
+        code, reply = 0, (pickle.dumps(""), _pickle_value(value))
+    except BaseException as error:  # the process's edge: it travels to the caller
+        sys.last_value = error  # so that the other ranks are told why this one leaves
+        code, reply = _exit_code(error), (pickle.dumps(_format_traceback(error)), _pickle_error(error))
     with open(result_fd, "wb") as pipe:  # a descriptor, not a path
         pipe.write(sum(map(len, reply)).to_bytes(RESULT_LENGTH_BYTES, "big"))
         pipe.writelines(reply)
     return code
 
 
-def _run_call(call_fd: int) -> tuple[int, tuple[bytes, bytes]]:
-    """Return the exit code and the reply."""
-    try:
-        with open(call_fd, "rb") as pipe:
-            value = _call_function(pipe)
-        _shut_down_ronde()
-        return 0, (pickle.dumps(""), _pickle_value(value))
-    except BaseException as error:  # the process's edge: it travels to the caller
-        sys.last_value = error  # so that the other ranks are told why this one leaves
-        return _exit_code(error), (pickle.dumps(_format_traceback(error)), _pickle_error(error))
-
-
-def _call_function(pipe: BinaryIO) -> Any:  # whatever the function returns
-    _apply_caller_paths(*pickle.load(pipe))
-    fn, args, kwargs = pickle.load(pipe)
-    pipe.close()
+def _call_function(call_fd: int) -> Any:  # whatever the function returns
+    with open(call_fd, "rb") as pipe:
+        sys.argv[:], before, after = pickle.load(pipe)
+        # Modules are found as the caller finds them: those beside its script before installed ones.
+        sys.path[:] = dict.fromkeys([*before, *sys.path, *after])
+        fn, args, kwargs = pickle.load(pipe)
     try:
         return fn(*args, **kwargs)
     except SystemExit as error:
@@ -62,28 +55,15 @@ def _call_function(pipe: BinaryIO) -> Any:  # whatever the function returns
         return None
 
 
-def _apply_caller_paths(argv: Sequence[str], before: Sequence[str], after: Sequence[str]) -> None:
-    """Find modules as the caller does: those beside its script before installed ones."""
-    sys.argv[:] = argv
-    sys.path[:] = dict.fromkeys([*before, *sys.path, *after])
-
-
-def _shut_down_ronde() -> None:
-    # The function may have called init() without shutdown(): its end is no failure.
-    if "ronde.comm.world" in sys.modules:
-        sys.modules["ronde.comm.world"].shutdown()
-
-
 def _exit_code(error: BaseException) -> int:
     """Return the exit code with which Python itself would exit."""
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED_CODE
-    if not isinstance(error, SystemExit):
-        return FAILED_CODE
-    if isinstance(error.code, int):
-        return error.code & 0xFF or FAILED_CODE
-    sys.stderr.write(f"{error.code}\n")
-    return FAILED_CODE
+    if isinstance(error, SystemExit) and isinstance(error.code, int):
+        return error.code & 0xFF or 1
+    if isinstance(error, SystemExit):
+        sys.stderr.write(f"{error.code}\n")
+    return 1
 
 
 def _format_traceback(error: BaseException) -> str:

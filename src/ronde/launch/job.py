@@ -6,11 +6,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ronde.errors import StartFailed
 from ronde.launch.placement import Host, Placement, place_ranks
-from ronde.settings import Settings
+from ronde.settings import ASSIGNED_BY_LAUNCHER, PREFIX, Settings
 
 CpuBinding: TypeAlias = Literal["none", "core"]
 
@@ -21,6 +21,14 @@ def working_directory() -> str:
         return str(Path.cwd())
     except FileNotFoundError:
         raise StartFailed("the working directory does not exist any more; change to one that does") from None
+
+
+def load_settings(
+    given: Mapping[str, Any], environ: Mapping[str, str], file: Mapping[str, Any] | None = None
+) -> Settings:
+    """Load the settings of a job. If this process is a rank of an outer job, that one's variables do not count."""
+    outer_job_variables = {PREFIX + name.upper() for name in ASSIGNED_BY_LAUNCHER}
+    return Settings.load(given, {name: environ[name] for name in environ if name not in outer_job_variables}, file)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

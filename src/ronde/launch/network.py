@@ -8,7 +8,7 @@ connect to each other and to the coordinator in the driver, so a driver whose ma
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -30,9 +30,8 @@ class HostFacts:
     """What the driver has found out about one host."""
 
     cpus: tuple[int, ...]
-    """CPUs that ranks may use."""
     effective_cpu_count: int
-    """How many of them the CPU quota of the agent's container allows to use at a time."""
+    """See AgentHello."""
     address: str = ""
     """Where ranks of other hosts reach it; empty when there are none."""
     free_ports: tuple[int, ...] = ()
@@ -115,7 +114,6 @@ class NetworkProber:
         self._pool: ThreadPoolExecutor | None = None
 
     def probe(self, request: ProbeRequest) -> None:
-        """Begin; the reply comes when it is done."""
         if self._pool is None:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="ronde-probe")
         self._pool.submit(self._run, request)
@@ -162,10 +160,14 @@ class NetworkProber:
         addresses = [address for host in request.targets for address in host]
         num_threads = max(1, min(MAX_PARALLEL_PROBES, len(addresses)))
         with ThreadPoolExecutor(num_threads, thread_name_prefix="ronde-probe-address") as pool:
-            problems = dict(
-                zip(addresses, pool.map(partial(self._probe_address, key, deadline), addresses), strict=True)
-            )
-        return make_probe_reply(request.targets, problems)
+            found = pool.map(partial(self._probe_address, key, deadline), addresses)
+            problems = dict(zip(addresses, found, strict=True))
+        reached = tuple(tuple(address for address in host if not problems[address]) for host in request.targets)
+        errors = tuple(
+            "; ".join(f"{address}: {problems[address]}" for address in host if problems[address])
+            for host in request.targets
+        )
+        return ProbeReply(reached, errors)
 
     def _probe_address(self, key: JobKey, deadline: Deadline, address: str) -> str:
         """Return why it does not answer; an empty text if it does."""
@@ -184,15 +186,6 @@ class NetworkProber:
                 sock.close()
                 return ""
         return f"no answer within {deadline.timeout_s:g} s; is the host up, and does a firewall let the port through?"
-
-
-def make_probe_reply(targets: Sequence[Sequence[str]], problems: Mapping[str, str]) -> ProbeReply:
-    """Sort the addresses of each host into those without a problem and the problems of the others."""
-    reached = tuple(tuple(address for address in host if not problems[address]) for host in targets)
-    errors = tuple(
-        "; ".join(f"{address}: {problems[address]}" for address in host if problems[address]) for host in targets
-    )
-    return ProbeReply(reached, errors)
 
 
 def _refuse_retry() -> None:

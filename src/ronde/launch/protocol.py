@@ -60,8 +60,6 @@ class ProbeRequest(LaunchMessage, frozen=True):
 
 
 class StartRanks(LaunchMessage, frozen=True):
-    """Start these ranks."""
-
     orders: tuple[RankOrder, ...]
     pickled_call: bytes = b""
     """The function call of `ronde.run`, which every rank reads from a pipe of its own (agent/rank)."""
@@ -82,8 +80,6 @@ class RankInput(LaunchMessage, frozen=True):
 
 
 class ResizeTerminal(LaunchMessage, frozen=True):
-    """The driver's terminal has this size now."""
-
     rank: int
     rows: int
     columns: int
@@ -144,8 +140,6 @@ class AgentError(LaunchMessage, frozen=True):
 
 
 class RankStarted(LaunchMessage, frozen=True):
-    """The rank's process runs."""
-
     rank: int
     pid: int
 
@@ -166,8 +160,6 @@ class FunctionResult(LaunchMessage, frozen=True):
 
 
 class ExitReason(enum.Enum):
-    """Why a rank has ended."""
-
     EXITED = "exited"
     """Its process ended, by itself or by a signal: see the exit code."""
     OOM_KILLED = "oom_killed"
@@ -217,8 +209,6 @@ MAX_TEXT_BEFORE_PREAMBLE_BYTES = 4096
 
 _LENGTH = struct.Struct("!I")
 _encoder = msgspec.msgpack.Encoder()
-_agent_message_decoder: msgspec.msgpack.Decoder[AgentMessage] = msgspec.msgpack.Decoder(AgentMessage)
-_driver_message_decoder: msgspec.msgpack.Decoder[DriverMessage] = msgspec.msgpack.Decoder(DriverMessage)
 
 T = TypeVar("T")
 
@@ -242,53 +232,31 @@ class FrameReader(Generic[T]):
     def __init__(self, decoder: msgspec.msgpack.Decoder[T], *, preamble: bytes = b"") -> None:
         self._decoder = decoder
         self._preamble = preamble
-        self._partial_preamble = b""
-        """Bytes that may be the beginning of the preamble."""
-        self._parts: list[bytes] = []
-        self._num_bytes = 0
-        self._num_needed_bytes = _LENGTH.size
-        """With fewer bytes there is no whole message."""
+        self._buffer = bytearray()
         self.text_before_preamble = b""
         """The end of what came before the preamble: not from an agent."""
 
     def feed(self, data: bytes) -> list[T]:
         """Return the messages that are complete now. After a ProtocolError the rest of the stream is unreadable."""
+        self._buffer += data
         if self._preamble:
-            data = self._skip_to_preamble(data)
-        self._parts.append(data)
-        self._num_bytes += len(data)
-        if self._num_bytes < self._num_needed_bytes:  # joined once: a frame may have hundreds of megabytes
-            return []
-        return self._split_frames(b"".join(self._parts))
-
-    def _split_frames(self, data: bytes) -> list[T]:
+            before, found, after = self._buffer.partition(self._preamble)
+            self._buffer = after if found else before[-MAX_TEXT_BEFORE_PREAMBLE_BYTES:]
+            self.text_before_preamble = bytes(before[-MAX_TEXT_BEFORE_PREAMBLE_BYTES:])
+            if not found:
+                return []
+            self._preamble = b""
         messages: list[T] = []
-        start, self._num_needed_bytes = 0, _LENGTH.size
-        with memoryview(data) as view:
-            while len(data) - start >= self._num_needed_bytes:
-                end = start + _LENGTH.size + _LENGTH.unpack_from(data, start)[0]
-                if end > len(data):
-                    self._num_needed_bytes = end - start
-                    break
-                messages.append(self._decode(view[start + _LENGTH.size : end]))
-                start = end
-        self._parts, self._num_bytes = [data[start:]], len(data) - start
+        while len(self._buffer) >= _LENGTH.size:
+            end = _LENGTH.size + _LENGTH.unpack_from(self._buffer)[0]
+            if end > len(self._buffer):
+                break
+            messages.append(self._decode(end))
+            del self._buffer[:end]
         return messages
 
-    def _skip_to_preamble(self, data: bytes) -> bytes:
-        """Return what comes after the preamble; nothing as long as that has not come."""
-        before, found, after = (self._partial_preamble + data).partition(self._preamble)
-        if found:
-            self._preamble, self._partial_preamble = b"", b""
-        else:
-            first = max(0, len(before) - len(self._preamble) + 1)
-            cut = next(cut for cut in range(first, len(before) + 1) if self._preamble.startswith(before[cut:]))
-            before, self._partial_preamble = before[:cut], before[cut:]
-        self.text_before_preamble = (self.text_before_preamble + before)[-MAX_TEXT_BEFORE_PREAMBLE_BYTES:]
-        return after
-
-    def _decode(self, data: memoryview) -> T:
-        with data:
+    def _decode(self, end: int) -> T:
+        with memoryview(self._buffer) as view, view[_LENGTH.size : end] as data:
             try:
                 return self._decoder.decode(data)
             except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
@@ -296,8 +264,8 @@ class FrameReader(Generic[T]):
 
 
 def make_agent_message_reader() -> FrameReader[AgentMessage]:
-    return FrameReader(_agent_message_decoder, preamble=PREAMBLE)
+    return FrameReader(msgspec.msgpack.Decoder(AgentMessage), preamble=PREAMBLE)
 
 
 def make_driver_message_reader() -> FrameReader[DriverMessage]:
-    return FrameReader(_driver_message_decoder)
+    return FrameReader(msgspec.msgpack.Decoder(DriverMessage))

@@ -69,19 +69,14 @@ def test_every_report_arrives_as_it_was_sent_however_it_is_cut() -> None:
 
 
 @pytest.mark.parametrize("size", [1, 5, 10_000])
-def test_what_a_shell_says_before_the_agent_is_skipped_and_kept(size: int) -> None:
+def test_what_a_shell_says_before_the_agent_or_instead_of_it_is_skipped_and_kept(size: int) -> None:
     noise = b"Welcome to the cluster!\r\n\0ronde? " + b"." * 5000 + b"the end"
     data = noise + PREAMBLE + encode_frame(REPORTS[0])
-    reader = make_agent_message_reader()
-    messages = [m for start in range(0, len(data), size) for m in reader.feed(data[start : start + size])]
-    assert messages == REPORTS[:1]
-    assert reader.text_before_preamble == noise[-MAX_TEXT_BEFORE_PREAMBLE_BYTES:]
-
-
-def test_what_a_shell_says_instead_of_the_agent_is_kept() -> None:
-    reader = make_agent_message_reader()
-    assert reader.feed(b"sh: python: not found\n" + b" " * len(PREAMBLE)) == []
-    assert b"not found" in reader.text_before_preamble
+    reader, silent = make_agent_message_reader(), make_agent_message_reader()
+    assert [m for start in range(0, len(data), size) for m in reader.feed(data[start : start + size])] == REPORTS[:1]
+    assert not [m for start in range(0, len(noise), size) for m in silent.feed(noise[start : start + size])]
+    for kept in (reader.text_before_preamble, silent.text_before_preamble):
+        assert noise.endswith(kept) and len(kept) > MAX_TEXT_BEFORE_PREAMBLE_BYTES - len(PREAMBLE)
 
 
 def test_a_later_hello_can_still_be_read() -> None:

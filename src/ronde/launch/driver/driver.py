@@ -30,7 +30,7 @@ from ronde.launch.driver.failure_report import StopRequest, describe_exit, make_
 from ronde.launch.driver.monitor import JobStatus, MonitorServer, RankProcessInfo, make_job_status, make_rank_stacks
 from ronde.launch.driver.ssh import HostError
 from ronde.launch.driver.termination import Termination, TerminationEvent, TerminationStage
-from ronde.launch.environment import count_ports, make_endpoints, make_rank_orders
+from ronde.launch.environment import count_ports, make_rank_orders
 from ronde.launch.job import Job
 from ronde.launch.output.printer import OutputSink, prefix_width
 from ronde.launch.protocol import (
@@ -427,9 +427,13 @@ class Driver:
         )
         opened.callback(coordinator.close)
         coordinator.start([placement.host.name for placement in job.placements])
-        endpoints = make_endpoints(job, network, coordinator=coordinator.address, key=key)
         orders = make_rank_orders(
-            job, network, endpoints, environ=os.environ, tty_fds=[fd for fd in range(3) if os.isatty(fd)]
+            job,
+            network,
+            coordinator=coordinator.address,
+            key=key,
+            environ=os.environ,
+            tty_fds=[fd for fd in range(3) if os.isatty(fd)],
         )
         supervisor = self._supervisor = RankSupervisor(
             loop, job, send=agents.send, output_sink=self._output_sink, on_rank_exit=coordinator.rank_exited
