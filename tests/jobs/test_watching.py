@@ -12,7 +12,7 @@ from ronde.coordinator.queries import OnStacks
 from ronde.launch.driver.monitor import (
     JobStatus,
     MonitorServer,
-    RankProcessInfo,
+    RankStatus,
     find_job,
     make_job_status,
     query_stacks,
@@ -106,7 +106,7 @@ def test_a_job_tells_others_of_itself() -> None:
         began = time.monotonic()
 
         def status() -> JobStatus:
-            facts = [RankProcessInfo(host="here", local_rank=rank, pid=job.pids[rank]) for rank in range(SIZE)]
+            facts = [RankStatus(rank=rank, state="running", host="here", pid=job.pids[rank]) for rank in range(SIZE)]
             activity = job.coordinator.activity()
             return make_job_status("watched", ["python"], activity, facts, time.monotonic() - began)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import pwd
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ import psutil
 
 from ronde.errors import StartFailed
 from ronde.launch.agent.agent import Agent
-from ronde.launch.driver.ssh import HostError, SshAgentConnection, SshCommand, make_missing_directory_error
+from ronde.launch.driver.ssh import HostError, SshAgentConnection, make_missing_directory_error
 from ronde.launch.job import Job
 from ronde.launch.network import LOOPBACK, HostFacts, JobNetwork, ProbeResult, choose_addresses
 from ronde.launch.placement import Host
@@ -63,31 +63,29 @@ class LocalMachine:
         addresses = {found.address for each in psutil.net_if_addrs().values() for found in each}
         return cls(user, LOCALHOST_NAMES | {os.uname().nodename} | addresses)
 
-    def matches(self, host: Host, addresses: Collection[str] = ()) -> bool:
-        """Return whether this machine, as this user, is that host, whose name stands for these addresses."""
-        user, _, name = host.name.rpartition("@")
-        return user in ("", self.user) and (name in self.names or any(found in self.names for found in addresses))
+    def find_local_hosts(
+        self, hosts: Sequence[Host], addresses_of: Callable[[str], Sequence[str]] | None = None
+    ) -> tuple[bool, ...]:
+        """Return for each host whether it is this machine, as this user. Other names are looked up, all at once."""
+        split = [host.name.rpartition("@") for host in hosts]
+        found: dict[str, Sequence[str]] = {name: () for _, _, name in split}
 
+        def look_up(name: str) -> None:
+            found[name] = (addresses_of or _resolve_addresses)(name)
 
-def find_local_hosts(
-    hosts: Sequence[Host], machine: LocalMachine, addresses_of: Callable[[str], Sequence[str]] | None = None
-) -> tuple[bool, ...]:
-    """Return for each host whether it is this machine. Names that are not known are looked up, all at once."""
-    addresses_of = addresses_of or _resolve_addresses
-    found: dict[str, Sequence[str]] = {}
-
-    def look_up(name: str) -> None:
-        found[name] = addresses_of(name)
-
-    names = {host.name.rpartition("@")[2] for host in hosts if not machine.matches(host)}
-    # Owned by this call. Each touches its own entry; one that the system's resolver keeps is left to end by itself.
-    threads = [threading.Thread(target=look_up, args=[name], name="ronde-resolve", daemon=True) for name in names]
-    deadline = Deadline(RESOLVE_TIMEOUT_S)
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(deadline.remaining_s)
-    return tuple(machine.matches(host, found.get(host.name.rpartition("@")[2], ())) for host in hosts)
+        # Owned by this call. Each touches its own entry; one that the system's resolver keeps is left to end by itself.
+        threads = [
+            threading.Thread(target=look_up, args=[name], name="ronde-resolve", daemon=True)
+            for name in found.keys() - self.names
+        ]
+        deadline = Deadline(RESOLVE_TIMEOUT_S)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(deadline.remaining_s)
+        return tuple(
+            user in ("", self.user) and not self.names.isdisjoint({name, *found[name]}) for user, _, name in split
+        )
 
 
 def _resolve_addresses(name: str) -> list[str]:
@@ -123,7 +121,6 @@ class LocalAgentConnection:
     def __init__(
         self, loop: EventLoop, on_message: Callable[[AgentMessage], None], on_lost: Callable[[HostError], None]
     ) -> None:
-        self._loop = loop
         self._on_lost = on_lost
         self._agent = Agent(loop, on_message)
 
@@ -138,7 +135,7 @@ class LocalAgentConnection:
 
     def stop_agent(self) -> None:
         self.close()
-        self._loop.call_soon_threadsafe(lambda: self._on_lost(HostError("its agent was stopped")))
+        self._on_lost(HostError("its agent was stopped"))
 
     def close(self) -> None:
         self._agent.close()
@@ -154,11 +151,9 @@ class StartCancelled(Exception):
 class AgentGroup:
     """The agents of a job. start_agents(), probe_network(), set_handlers() and send(); close() at the end."""
 
-    def __init__(self, loop: EventLoop, job: Job, python: str) -> None:
-        """`python` has ronde on the other hosts."""
+    def __init__(self, loop: EventLoop, job: Job) -> None:
         self._loop = loop
         self._job = job
-        self._python = python
         self._hosts = job.used_hosts
         self._connections: list[AgentConnection] = []
         self._errors: dict[int, HostError] = {}
@@ -178,14 +173,14 @@ class AgentGroup:
 
     def start_agents(self) -> None:
         """Start an agent on every host, all at once. StartFailed lists every host that cannot be used, and why."""
-        is_local = find_local_hosts(self._hosts, LocalMachine.detect())
+        is_local = LocalMachine.detect().find_local_hosts(self._hosts)
         self.driver_index = is_local.index(True) if True in is_local else len(self._hosts)
         for index, host in enumerate(self._hosts):
             self._connect(index, host, local=is_local[index])
         if self.driver_index == len(self._hosts):
             self._connect(self.driver_index, Host("localhost"), local=True)
         self.hellos = self._wait_for_replies(AgentHello, self._job.ssh.start_s)
-        self._check_hellos(self.hellos)
+        self._check_hellos()
         if not all(map(self._is_local, self.hellos)):
             self.suspend_heartbeat(False)
             self._heartbeat_thread.start()
@@ -268,11 +263,8 @@ class AgentGroup:
                 self._errors[index] = make_missing_directory_error(job.cwd)
             self._connections.append(LocalAgentConnection(self._loop, on_message, on_lost))
             return
-        command = SshCommand(
-            host=host, options=job.ssh, python=self._python, cwd=job.cwd, heartbeat_s=job.settings.heartbeat_s
-        )
         try:
-            self._connections.append(SshAgentConnection(self._loop, command, on_message, on_lost))
+            self._connections.append(SshAgentConnection(self._loop, host, job, on_message, on_lost))
         except OSError as error:
             raise StartFailed(f"ssh cannot be started here ({error.strerror}); install OpenSSH's client") from None
 
@@ -316,17 +308,17 @@ class AgentGroup:
         self._raise_errors()
         return replies
 
-    def _check_hellos(self, hellos: Mapping[int, AgentHello]) -> None:
+    def _check_hellos(self) -> None:
         """Hosts have to have the driver's versions, and to be different machines."""
-        own = hellos[self.driver_index]
+        own = self.hellos[self.driver_index]
         index_of: dict[str, int] = {}
-        for index, hello in hellos.items():
+        for index, hello in self.hellos.items():
             reason = ""
             if hello.version != own.version:
                 reason = (
                     f"it has ronde {hello.version}, and this is {own.version}; install the same version on all hosts"
                 )
-            elif self._job.pickled_call and _minor_version(hello.python) != _minor_version(own.python):
+            elif self._job.pickled_call and hello.python.split(".")[:2] != own.python.split(".")[:2]:
                 reason = (
                     f"it has Python {hello.python}, and this is {own.python}; a function needs the same on all hosts"
                 )
@@ -349,7 +341,3 @@ class AgentGroup:
         while not self._closing.wait(self._job.settings.heartbeat_s):
             for connection in tuple(self._connections):
                 connection.send_heartbeat(self._heartbeat)
-
-
-def _minor_version(version: str) -> list[str]:
-    return version.split(".")[:2]

@@ -9,9 +9,9 @@ each other (network), how a job is ended (termination), which rank failed first 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
-import sys
 import threading
 import time
 from collections import deque
@@ -27,7 +27,7 @@ from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
 from ronde.launch.driver.agents import AgentGroup, StartCancelled
 from ronde.launch.driver.failure_report import StopRequest, describe_exit, make_failure_report
-from ronde.launch.driver.monitor import JobStatus, MonitorServer, RankProcessInfo, make_job_status, make_rank_stacks
+from ronde.launch.driver.monitor import JobStatus, MonitorServer, RankStatus, make_job_status, make_rank_stacks
 from ronde.launch.driver.ssh import HostError
 from ronde.launch.driver.termination import Termination, TerminationEvent, TerminationStage
 from ronde.launch.environment import count_ports, make_rank_orders
@@ -52,7 +52,6 @@ from ronde.launch.timeouts import OUTPUT_FLUSH_TIMEOUT_S, UNLIMITED_S
 from ronde.launch.tty import RawTerminalInput
 from ronde.net.event_loop import EventLoop, Timer
 from ronde.net.keys import JobKey, new_job_key
-from ronde.settings import Settings
 from ronde.text import LOST_CODE, format_ranks
 from ronde.types import Deadline
 
@@ -73,32 +72,18 @@ and at once to the command's process group, as service managers do. For Ctrl-C i
 press the keys twice. Other signals always count."""
 
 
-class SignalRepeatFilter:
-    """Decides whether a signal is a request of its own or the repeat of one."""
-
-    def __init__(self, intervals_s: Mapping[signal.Signals, float] = SIGNAL_REPEAT_S) -> None:
-        self._intervals_s = intervals_s
-        self._last_request_s: dict[signal.Signals, float] = {}
-
-    def is_new_request(self, number: signal.Signals, now_s: float) -> bool:
-        """Return whether a signal that comes at this time (of a monotonic clock) is a new request. Repeats do not
-        extend the interval: one of several that keep coming is a new request again."""
-        before_s = self._last_request_s.get(number)
-        if before_s is not None and now_s - before_s < self._intervals_s.get(number, 0.0):
-            return False
-        self._last_request_s[number] = now_s
-        return True
-
-
 @contextmanager
 def handle_signals(loop: EventLoop, handlers: Mapping[signal.Signals, Callable[[], None]]) -> Iterator[None]:
     """Within this context each of these signals becomes a call in the loop; its repeats (SIGNAL_REPEAT_S) do not. A
     signal that was ignored (nohup) stays so. Outside of the main thread nothing changes: only that one gets signals."""
     before = {}
-    repeats = SignalRepeatFilter()
+    last_s: dict[int, float] = {}
 
     def handle(number: int, _frame: object) -> None:
-        if repeats.is_new_request(signal.Signals(number), time.monotonic()):
+        now_s = time.monotonic()
+        # Repeats do not extend the interval: one of several that keep coming is a new request again.
+        if now_s - last_s.get(number, -math.inf) >= SIGNAL_REPEAT_S.get(signal.Signals(number), 0.0):
+            last_s[number] = now_s
             loop.call_soon_threadsafe(handlers[signal.Signals(number)])
 
     if threading.current_thread() is threading.main_thread():
@@ -174,8 +159,9 @@ class RankSupervisor:
         self.exits: list[RankExit] = []
         """In the order in which they came."""
         self.return_values: dict[int, bytes] = {}
-        self.process_infos = [
-            RankProcessInfo(host=placement.host.name, local_rank=placement.local_rank) for placement in job.placements
+        self.rank_statuses = [
+            RankStatus(rank=each.rank, state="starting", host=each.host.name, local_rank=each.local_rank)
+            for each in job.placements
         ]
         """By rank; other threads may read it."""
         self.stop_request: StopRequest | None = None
@@ -192,7 +178,6 @@ class RankSupervisor:
         self._advance_termination(event)
 
     def print_message(self, text: str) -> None:
-        """Print a line of the driver itself."""
         self._output_sink.print_message(text)
         self._schedule_refresh()
 
@@ -227,16 +212,21 @@ class RankSupervisor:
             case RankExit():
                 self._handle_rank_exit(message)
             case RankStarted(rank, pid):
-                self._update_process_info(rank, pid=pid)
-                self._handle_rank_started(rank)
+                self._update_status(rank, pid=pid)
+                if rank == self._job.debug_rank:
+                    self._terminal_input = RawTerminalInput(
+                        self._loop, lambda data: self._send({host_index: RankInput(rank, data)})
+                    )
+                if rank == (self._job.debug_rank or 0):
+                    self.resize_terminal()
             case FunctionResult(rank, data):
                 self.return_values[rank] = data
             case UsageReport(ranks, gpus):
                 for rank, cpu, memory_bytes in ranks:
-                    self._update_process_info(rank, cpu=cpu, memory_bytes=memory_bytes)
+                    self._update_status(rank, cpu=cpu, memory_bytes=memory_bytes)
                     if gpus:  # most scripts choose theirs like this
-                        busy, gpu_bytes = gpus[self.process_infos[rank].local_rank % len(gpus)]
-                        self._update_process_info(rank, gpu=busy, gpu_bytes=gpu_bytes)
+                        busy, gpu_bytes = gpus[self.rank_statuses[rank].local_rank % len(gpus)]
+                        self._update_status(rank, gpu=busy, gpu_bytes=gpu_bytes)
             case AgentError(reason):
                 self.print_message(f"host {self._job.used_hosts[host_index].name}: {reason}")
             case _:  # late replies
@@ -252,16 +242,8 @@ class RankSupervisor:
     def _host_index(self, rank: int) -> int:
         return self._job.placements[rank].host_index
 
-    def _update_process_info(self, rank: int, **changes: float) -> None:
-        self.process_infos[rank] = replace(self.process_infos[rank], **changes)  # type: ignore[arg-type]  # ints are ints
-
-    def _handle_rank_started(self, rank: int) -> None:
-        if rank == self._job.debug_rank:
-            self._terminal_input = RawTerminalInput(
-                self._loop, lambda data: self._send({self._host_index(rank): RankInput(rank, data)})
-            )
-        if rank == (self._job.debug_rank or 0):
-            self.resize_terminal()
+    def _update_status(self, rank: int, **changes: float) -> None:
+        self.rank_statuses[rank] = msgspec.structs.replace(self.rank_statuses[rank], **changes)
 
     def _handle_rank_exit(self, rank_exit: RankExit) -> None:
         rank = rank_exit.rank
@@ -271,7 +253,7 @@ class RankSupervisor:
         host = self._job.placements[rank].host.name
         rank_exit = msgspec.structs.replace(rank_exit, host=host, requested=self._exit_requested)
         self.exits.append(rank_exit)
-        self._update_process_info(rank, exit_code=rank_exit.exit_code)
+        self._update_status(rank, exit_code=rank_exit.exit_code)
         self._on_rank_exit(rank, describe_exit(rank_exit))
         self._show_output(rank_exit)
         if rank == self._job.debug_rank and self._terminal_input is not None:
@@ -294,13 +276,10 @@ class RankSupervisor:
         if step.signal is not None:
             self._exit_requested = True
             self._print_stage(step.stage, event)
-            self._signal_ranks(step.signal)
-
-    def _signal_ranks(self, number: int) -> None:
-        ranks: dict[int, list[int]] = {}
-        for rank in sorted(self._running):
-            ranks.setdefault(self._host_index(rank), []).append(rank)
-        self._send({index: SignalRanks(tuple(of_host), number) for index, of_host in ranks.items()})
+            ranks: dict[int, list[int]] = {}
+            for rank in sorted(self._running):
+                ranks.setdefault(self._host_index(rank), []).append(rank)
+            self._send({index: SignalRanks(tuple(of_host), step.signal) for index, of_host in ranks.items()})
 
     def _print_stage(self, stage: TerminationStage, event: TerminationEvent) -> None:
         """Print what the user waits for, unless a reader of the output has left without a word."""
@@ -347,22 +326,16 @@ class RankSupervisor:
             self._write_output(self._held_output.popleft())
             due_s = self._output_sink.refresh(now_s)
         self._refresh_timer = None if due_s is None else self._loop.call_later(due_s - now_s, self._refresh_output)
-        self._pause_output(self._output_sink.is_backlogged())
-        closed = self._output_sink.closed()
-        if closed is not None and self.stop_request is None:
-            self.request_stop(
-                StopRequest(SIGPIPE_EXIT_CODE, "")
-                if closed.broken_pipe
-                else StopRequest(WRITE_ERROR_EXIT_CODE, closed.reason),
-                TerminationEvent.STOP_REQUESTED,
-            )
-
-    def _pause_output(self, paused: bool) -> None:
-        """Let ranks wait while the reader of the output is behind. Agents still report everything else, and what is on
-        its way is held here."""
+        paused = self._output_sink.is_backlogged()
         if paused != self._output_paused:
+            # Ranks wait while the reader of the output is behind. Agents still report everything else, and what is on
+            # its way is held here.
             self._output_paused = paused
             self._send({index: PauseOutput(paused) for index in range(len(self._job.used_hosts))})
+        closed = self._output_sink.closed()
+        if closed is not None and self.stop_request is None:
+            code, reason = (SIGPIPE_EXIT_CODE, "") if closed.broken_pipe else (WRITE_ERROR_EXIT_CODE, closed.reason)
+            self.request_stop(StopRequest(code, reason), TerminationEvent.STOP_REQUESTED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +359,10 @@ class Driver:
     """One job. run() it, once; stop() it from any thread."""
 
     def __init__(self, job: Job, output_sink: OutputSink) -> None:
-        self._job = job if job.debug_rank is None else replace(job, settings=_without_timeouts(job.settings))
+        if job.debug_rank is not None:  # the other ranks wait for a person
+            settings = job.settings.replace(start_s=UNLIMITED_S, operation_s=UNLIMITED_S, stall_s=0.0)
+            job = replace(job, settings=settings)
+        self._job = job
         self._output_sink = output_sink
         self._stop_requests: deque[tuple[StopRequest, TerminationEvent]] = deque()
         self._loop: EventLoop | None = None
@@ -395,9 +371,7 @@ class Driver:
 
     def stop(self, reason: str) -> None:
         """End everything. From any thread, also before and after run()."""
-        self._stop_requests.append((StopRequest(TERMINATED.exit_code, reason), TerminationEvent.STOP_REQUESTED))
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._apply_stop_requests)
+        self._request_stop(StopRequest(TERMINATED.exit_code, reason), TerminationEvent.STOP_REQUESTED)
 
     def run(self) -> JobResult:
         """Start the job, wait for its end, and leave nothing behind."""
@@ -405,7 +379,7 @@ class Driver:
             loop = self._loop = opened.enter_context(closing(EventLoop()))
             opened.enter_context(handle_signals(loop, self._signal_handlers()))
             opened.enter_context(log_to_output(loop, self._print_message))
-            agents = self._agents = AgentGroup(loop, self._job, python=self._job.python or sys.executable)
+            agents = self._agents = AgentGroup(loop, self._job)
             opened.callback(agents.close)
             self._apply_stop_requests()
             try:
@@ -473,18 +447,18 @@ class Driver:
 
         def status(name: str) -> JobStatus:
             elapsed_s = time.monotonic() - began_s
-            return make_job_status(name, job.command, coordinator.activity(), supervisor.process_infos, elapsed_s)
+            return make_job_status(name, job.command, coordinator.activity(), supervisor.rank_statuses, elapsed_s)
 
         def stacks(timeout_s: float, on_done: OnStacks) -> None:
             coordinator.request_stacks(
-                Deadline(timeout_s), lambda found: on_done(make_rank_stacks(found, supervisor.process_infos))
+                Deadline(timeout_s), lambda found: on_done(make_rank_stacks(found, supervisor.rank_statuses))
             )
 
         pid = os.getpid()
         names = [job.name] if job.name else [str(pid), *(f"{pid}-{number}" for number in range(2, 100))]
         for name in names:
             try:
-                opened.callback(MonitorServer(name, partial(status, name), stacks, thread=coordinator.thread).close)
+                opened.enter_context(MonitorServer(name, partial(status, name), stacks, thread=coordinator.thread))
                 return
             except ValueError:  # the name of another job, perhaps of this process
                 if name == names[-1]:
@@ -508,7 +482,8 @@ class Driver:
 
     def _request_stop(self, stop_request: StopRequest, event: TerminationEvent) -> None:
         self._stop_requests.append((stop_request, event))
-        self._apply_stop_requests()
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._apply_stop_requests)
 
     def _apply_stop_requests(self) -> None:
         if self._stop_requests and self._supervisor is None and self._agents is not None:
@@ -524,8 +499,3 @@ class Driver:
         os.kill(os.getpid(), signal.SIGTSTP)
         signal.signal(signal.SIGTSTP, before)
         self._agents.suspend_heartbeat(False)
-
-
-def _without_timeouts(settings: Settings) -> Settings:
-    """For --debug: the other ranks wait for a person."""
-    return settings.replace(start_s=UNLIMITED_S, operation_s=UNLIMITED_S, stall_s=0.0)

@@ -26,21 +26,16 @@ from ronde.coordinator.queries import OnStacks
 from ronde.errors import ProtocolError, RondeError, StartFailed
 from ronde.net.event_loop import LoopThread
 from ronde.net.unix_server import MAX_SOCKET_PATH_BYTES, UnixLineServer, listening_pid, query_monitor
-from ronde.observe.activity import JobActivity, RankActivity, RankState
+from ronde.observe.activity import JobActivity, RankActivity
 from ronde.observe.stacks import RankStack
 from ronde.text import describe_exit_code
 from ronde.types import Deadline
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankProcessInfo:
-    """What a driver knows about one rank; None for what it does not know (yet)."""
+class RankStatus(RankActivity, frozen=True, kw_only=True):
+    """One rank: its activity, and what the driver knows; None for what it does not know (yet)."""
 
-    host: str = ""
-    """The name that the user gave."""
     local_rank: int = 0
-    pid: int = 0
-    """0 before it was started."""
     cpu: float | None = None
     """Share of one core; above 1 with more than one busy thread."""
     memory_bytes: int | None = None
@@ -49,17 +44,6 @@ class RankProcessInfo:
     gpu_bytes: int | None = None
     exit_code: int | None = None
     """Below 0: the signal that ended it."""
-
-
-class RankStatus(RankActivity, frozen=True, kw_only=True):
-    """One rank: its activity, and what the driver adds."""
-
-    local_rank: int = 0
-    cpu: float | None = None
-    memory_bytes: int | None = None
-    gpu: float | None = None
-    gpu_bytes: int | None = None
-    exit_code: int | None = None
 
 
 class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,9 +61,9 @@ class JobStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def make_job_status(
-    name: str, command: Sequence[str], activity: JobActivity, process_infos: Sequence[RankProcessInfo], elapsed_s: float
+    name: str, command: Sequence[str], activity: JobActivity, rank_statuses: Sequence[RankStatus], elapsed_s: float
 ) -> JobStatus:
-    ranks = tuple(_make_rank_status(each, info) for each, info in zip(activity.ranks, process_infos, strict=True))
+    """Combine the activity that the coordinator knows with what the driver knows of the processes of ranks."""
     return JobStatus(
         name=name,
         command=tuple(word.encode(errors="backslashreplace").decode() for word in command),  # JSON takes UTF-8 only
@@ -88,37 +72,28 @@ def make_job_status(
         size=activity.size,
         round=activity.round,
         slowest=activity.slowest,
-        ranks=ranks,
+        ranks=tuple(_add_activity(of, each) for of, each in zip(rank_statuses, activity.ranks, strict=True)),
     )
 
 
-def make_rank_stacks(stacks: Sequence[RankStack], process_infos: Sequence[RankProcessInfo]) -> tuple[RankStack, ...]:
+def _add_activity(status: RankStatus, activity: RankActivity) -> RankStatus:
+    host, pid = status.host or activity.host, status.pid or activity.pid
+    state, why, code = activity.state, activity.why, status.exit_code
+    # The coordinator knows which ranks have left the round; only the driver knows how a process has ended.
+    if code is not None and state != "lost":
+        state, why = ("left" if code == 0 else "lost"), describe_exit_code(code)
+    elif code is None and not pid:
+        state, why = "starting", "has not been started yet"
+    known = msgspec.structs.asdict(activity) | {"host": host, "pid": pid, "state": state, "why": why}
+    return msgspec.structs.replace(status, **known)
+
+
+def make_rank_stacks(stacks: Sequence[RankStack], rank_statuses: Sequence[RankStatus]) -> tuple[RankStack, ...]:
     """Return the stacks of all ranks, with the hosts and process ids that the driver knows."""
     return tuple(
-        msgspec.structs.replace(each, host=info.host or each.host, pid=info.pid or each.pid)
-        for each, info in zip(stacks, process_infos, strict=True)
+        msgspec.structs.replace(each, host=status.host or each.host, pid=status.pid or each.pid)
+        for each, status in zip(stacks, rank_statuses, strict=True)
     )
-
-
-def _make_rank_status(activity: RankActivity, process_info: RankProcessInfo) -> RankStatus:
-    state, why = _choose_rank_state(activity, process_info)
-    known = {name: getattr(process_info, name) for name in RankProcessInfo.__slots__}
-    known |= {"host": process_info.host or activity.host, "pid": process_info.pid or activity.pid}
-    return RankStatus(**{**msgspec.structs.asdict(activity), **known, "state": state, "why": why})
-
-
-def _choose_rank_state(activity: RankActivity, process_info: RankProcessInfo) -> tuple[RankState, str]:
-    """The coordinator knows which ranks have left the round; only the driver knows how a process has ended."""
-    code = process_info.exit_code
-    if code is None:
-        return (
-            ("starting", "has not been started yet")
-            if not process_info.pid and not activity.pid
-            else (activity.state, activity.why)
-        )
-    if activity.state == "lost":
-        return "lost", activity.why
-    return ("left" if code == 0 else "lost"), describe_exit_code(code)
 
 
 SOCKET_SUFFIX = ".sock"
@@ -130,8 +105,6 @@ MAX_STACKS_TIMEOUT_S = 60.0
 
 _JOB_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _T = TypeVar("_T")
-
-_monitor_logger = logging.getLogger("ronde.launch")
 
 
 class NoSuchJob(ValueError):
@@ -148,10 +121,6 @@ class JobStacks(msgspec.Struct, frozen=True):
     """The reply to "stacks"."""
 
     ranks: tuple[RankStack, ...]
-
-
-class ErrorReply(msgspec.Struct, frozen=True):
-    error: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,37 +145,30 @@ class MonitorServer:
         thread: LoopThread | None = None,
         jobs_dir: Path | None = None,
     ) -> None:
-        """An empty name becomes the process id. ValueError when another job has the name.
-
-        `status` and `stacks` are called in the loop of `thread` (by default one of the server's own) and must not wait:
-        `stacks` gets a time limit and a function for the result, which any thread may call.
-        """
-        self.name = name or str(os.getpid())
-        if not _JOB_NAME.fullmatch(self.name):
-            raise ValueError(f"a job's name is up to 64 letters, digits, '.', '_' and '-', got {self.name!r}")
+        """ValueError when another job has the name. `status` and `stacks` are called in the loop of `thread` (default:
+        one of the server's own) and must not wait: `stacks` gets a time limit and a function for the result, which any
+        thread may call."""
+        if not _JOB_NAME.fullmatch(name):
+            raise ValueError(f"a job's name is up to 64 letters, digits, '.', '_' and '-', got {name!r}")
         self._status = status
         self._stacks = stacks
         jobs_dir = jobs_dir or open_jobs_dir()
-        path = jobs_dir / f"{self.name}{SOCKET_SUFFIX}"
+        path = jobs_dir / f"{name}{SOCKET_SUFFIX}"
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(f"{path} is too long for a socket's name; choose a shorter name for the job")
         with _locked_dir(jobs_dir):
             for job in _find_running_jobs(jobs_dir):  # this also removes what killed drivers left behind
                 if job.path == path:
                     raise ValueError(
-                        f"a job named {self.name!r} is running already (process {job.pid}); choose another name"
+                        f"a job named {name!r} is running already (process {job.pid}); choose another name"
                     )
             self._socket_server = UnixLineServer(path, self._handle_request, thread=thread)
-
-    def close(self) -> None:
-        """Idempotent."""
-        self._socket_server.close()
 
     def __enter__(self) -> MonitorServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._socket_server.close()
 
     def _handle_request(self, line: bytes, reply: Callable[[bytes], None]) -> None:
         try:
@@ -216,10 +178,10 @@ class MonitorServer:
             timeout_s = min(max(0.0, request.limit_s), MAX_STACKS_TIMEOUT_S)
             self._stacks(timeout_s, lambda stacks: reply(msgspec.json.encode(JobStacks(stacks))))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            reply(msgspec.json.encode(ErrorReply(f"not a question: {error}")))
+            reply(msgspec.json.encode({"error": f"not a question: {error}"}))
         except Exception as error:  # a mistake in a reply must not end the driver
-            _monitor_logger.exception("a request about the job could not be answered")
-            reply(msgspec.json.encode(ErrorReply(f"the driver could not answer: {error!r}")))
+            logging.getLogger("ronde.launch").exception("a request about the job could not be answered")
+            reply(msgspec.json.encode({"error": f"the driver could not answer: {error!r}"}))
 
 
 def open_jobs_dir() -> Path:
@@ -239,17 +201,11 @@ def open_jobs_dir() -> Path:
     return jobs_dir
 
 
-def list_jobs(jobs_dir: Path | None = None) -> list[RunningJob]:
-    """Return this user's running jobs, by name, and remove what killed drivers left behind."""
+def find_job(name: str = "", jobs_dir: Path | None = None) -> RunningJob:
+    """Return the running job of this name; without a name, the only one of this user."""
     jobs_dir = jobs_dir or open_jobs_dir()
     with _locked_dir(jobs_dir):
-        return _find_running_jobs(jobs_dir)
-
-
-def find_job(name: str = "", jobs_dir: Path | None = None) -> RunningJob:
-    """Return the running job of this name; without a name, the only one."""
-    jobs_dir = jobs_dir or open_jobs_dir()
-    jobs = list_jobs(jobs_dir)
+        jobs = _find_running_jobs(jobs_dir)
     chosen = [job for job in jobs if job.name == name or not name]
     if len(chosen) == 1:
         return chosen[0]
@@ -282,7 +238,7 @@ def _query_job(job: RunningJob, request: MonitorRequest, reply_type: type[_T], d
 
 
 def _find_running_jobs(jobs_dir: Path) -> list[RunningJob]:
-    """Return the jobs whose drivers listen there; remove the sockets of others. To be called in _locked_dir."""
+    """Return the jobs whose drivers listen there; remove the sockets of killed ones. To be called in _locked_dir."""
     found = []
     for path in sorted(jobs_dir.glob(f"*{SOCKET_SUFFIX}")):
         pid = listening_pid(path, Deadline(CONNECT_TIMEOUT_S))

@@ -10,12 +10,13 @@ import os
 import re
 import shlex
 import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from ronde.errors import ProtocolError
-from ronde.launch.job import SshOptions
+from ronde.launch.job import Job
 from ronde.launch.placement import Host
 from ronde.launch.protocol import (
     AgentMessage,
@@ -84,58 +85,45 @@ _PYTHON_ERRORS = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SshCommand:
-    """Starts an agent on one host."""
+def ssh_argv(host: Host, job: Job) -> list[str]:
+    """Return the command that starts an agent on this host."""
+    options = [
+        "BatchMode=yes",
+        *job.ssh.options,  # of an option given twice, ssh takes the first
+        f"ConnectTimeout={max(1, round(job.ssh.start_s))}",
+        f"ServerAliveInterval={max(1, round(job.settings.heartbeat_s / SSH_KEEPALIVES))}",
+        f"ServerAliveCountMax={SSH_KEEPALIVES}",
+        # A master process started here would outlive the job; one that exists is used.
+        "ControlMaster=no",
+        "ClearAllForwardings=yes",
+        "ForwardX11=no",
+    ]
+    return [
+        "ssh",
+        "-T",
+        *(["-p", str(job.ssh.port)] if job.ssh.port else []),
+        *(["-i", job.ssh.identity] if job.ssh.identity else []),
+        *(word for option in options for word in ("-o", option)),
+        "--",
+        host.name,
+        # The user's login shell, whichever it is, only has to start sh.
+        shlex.join(["exec", "sh", "-c", _REMOTE_SCRIPT, "ronde", job.cwd, job.python or sys.executable]),
+    ]
 
-    host: Host
-    options: SshOptions
-    python: str
-    """The Python on that host that has ronde."""
-    cwd: str
-    """The working directory, which has to exist on that host."""
-    heartbeat_s: float
-    """ssh gives up a host that does not answer for so long."""
 
-    def argv(self) -> list[str]:
-        own = [
-            f"ConnectTimeout={max(1, round(self.options.start_s))}",
-            f"ServerAliveInterval={max(1, round(self.heartbeat_s / SSH_KEEPALIVES))}",
-            f"ServerAliveCountMax={SSH_KEEPALIVES}",
-            # A master process started here would outlive the job; one that exists is used.
-            "ControlMaster=no",
-            "ClearAllForwardings=yes",
-            "ForwardX11=no",
-        ]
-        # Of an option given twice, ssh takes the first.
-        options = ["BatchMode=yes", *self.options.options, *own]
-        return [
-            "ssh",
-            "-T",
-            *(["-p", str(self.options.port)] if self.options.port else []),
-            *(["-i", self.options.identity] if self.options.identity else []),
-            *(word for option in options for word in ("-o", option)),
-            "--",
-            self.host.name,
-            # The user's login shell, whichever it is, only has to start sh.
-            shlex.join(["exec", "sh", "-c", _REMOTE_SCRIPT, "ronde", self.cwd, self.python]),
-        ]
-
-    def make_host_error(self, status: int, stderr: str) -> HostError:
-        """Say what the exit of ssh means, from its exit status and its standard error."""
-        last_line = _find_line(stderr, ".")
-        if status == NO_DIRECTORY_STATUS:
-            return make_missing_directory_error(self.cwd)
-        if status == NO_PYTHON_STATUS:
-            return HostError(f"there is no {self.python}; say which Python has ronde there (--python)")
-        for pattern, advice in _SSH_ERRORS if status == SSH_FAILED_STATUS else _PYTHON_ERRORS:
-            line = _find_line(stderr, pattern)
-            if line:
-                return HostError(f"{advice.format(host=self.host.name, python=self.python)} ({line})", last_line)
-        how = describe_exit_code(status)
-        return HostError(
-            f"its agent has ended ({how}){f': {last_line}' if last_line else ' and printed nothing'}", last_line
-        )
+def make_ssh_error(host: Host, job: Job, status: int, stderr: str) -> HostError:
+    """Say what the exit of ssh means, from its exit status and its standard error."""
+    last_line, python = _find_line(stderr, "."), job.python or sys.executable
+    if status == NO_DIRECTORY_STATUS:
+        return make_missing_directory_error(job.cwd)
+    if status == NO_PYTHON_STATUS:
+        return HostError(f"there is no {python}; say which Python has ronde there (--python)")
+    for pattern, advice in _SSH_ERRORS if status == SSH_FAILED_STATUS else _PYTHON_ERRORS:
+        line = _find_line(stderr, pattern)
+        if line:
+            return HostError(f"{advice.format(host=host.name, python=python)} ({line})", last_line)
+    printed = f": {last_line}" if last_line else " and printed nothing"
+    return HostError(f"its agent has ended ({describe_exit_code(status)}){printed}", last_line)
 
 
 def make_missing_directory_error(cwd: str) -> HostError:
@@ -153,17 +141,19 @@ STDERR_TAIL_BYTES = 8192
 
 
 class SshAgentConnection:
-    """The connection to an agent that ssh starts on another host. See hosts.AgentConnection."""
+    """The connection to an agent that ssh starts on another host. See agents.AgentConnection."""
 
     def __init__(
         self,
         loop: EventLoop,
-        command: SshCommand,
+        host: Host,
+        job: Job,
         on_message: Callable[[AgentMessage], None],
         on_lost: Callable[[HostError], None],
     ) -> None:
         self._loop = loop
-        self._command = command
+        self._host = host
+        self._job = job
         self._on_message = on_message
         self._on_lost = on_lost
         self._frame_reader = make_agent_message_reader()
@@ -176,11 +166,11 @@ class SshAgentConnection:
         (child_in, self._in), (out, child_out), (err, child_err) = os.pipe(), os.pipe(), os.pipe()
         try:
             self._process = subprocess.Popen(
-                command.argv(),
+                ssh_argv(host, job),
                 stdin=child_in,
                 stdout=child_out,
                 stderr=child_err,
-                env={**os.environ, "LC_ALL": "C"},  # make_host_error reads its messages
+                env={**os.environ, "LC_ALL": "C"},  # make_ssh_error reads its messages
                 start_new_session=True,  # Ctrl-C is for the driver alone
             )
         except BaseException:
@@ -282,7 +272,7 @@ class SshAgentConnection:
         self._stderr.read_remaining()
         if not self._closed:
             stderr = (self._stderr_tail or self._frame_reader.text_before_preamble).decode(errors="replace")
-            self._close_with_error(self._command.make_host_error(self._process.wait(), stderr))
+            self._close_with_error(make_ssh_error(self._host, self._job, self._process.wait(), stderr))
 
     def _close_with_error(self, error: HostError) -> None:
         self.close()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import enum
 import signal
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from ronde.launch.timeouts import INTERRUPT_TIMEOUT_S, INTERRUPTED_TERMINATE_TIMEOUT_S, KILL_TIMEOUT_S
 
@@ -60,8 +60,7 @@ STAGE_SIGNALS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class TerminationStep:
+class TerminationStep(NamedTuple):
     """What to do on entering a stage."""
 
     stage: TerminationStage
