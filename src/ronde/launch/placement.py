@@ -21,7 +21,6 @@ from ronde.text import format_count
 
 _WORD = r"[^\s@:\[\],]+"
 _HOST = re.compile(rf"(?P<user>{_WORD}@)?(?:\[(?P<v6>[^\s\[\],]+)\]|(?P<name>{_WORD}))(?::(?P<slots>[^:]*))?")
-_HOST_SYNTAX = "a host is name, name:slots or [address]:slots"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,28 +48,24 @@ def parse_hosts(text: str) -> tuple[Host, ...]:
     return _merge_hosts(_parse_host(item) for item in items)
 
 
-def parse_hostfile(text: str, source: str) -> tuple[Host, ...]:
-    """Parse the text of a hostfile, one host per line. Errors name the source and the line."""
-    hosts = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        words = line.partition("#")[0].split()
-        if words:
-            try:
-                hosts.append(_parse_line(words))
-            except ValueError as error:
-                raise ValueError(f"{source}, line {number}: {error}") from None
-    if not hosts:
-        raise ValueError(f"{source} names no host")
-    return _merge_hosts(hosts)
-
-
 def read_hostfile(path: str | Path) -> tuple[Host, ...]:
+    """Read a file with one host per line. Errors name the file and the line."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not text"
         raise ValueError(f"cannot read the hostfile {path}: {reason}") from None
-    return parse_hostfile(text, str(path))
+    hosts = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        words = line.partition("#")[0].split()
+        if words:
+            try:
+                hosts.append(_parse_hostfile_line(words))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from None
+    if not hosts:
+        raise ValueError(f"{path} names no host")
+    return _merge_hosts(hosts)
 
 
 def format_hosts(hosts: Iterable[Host]) -> str:
@@ -83,7 +78,7 @@ def format_host(name: str, slots: str) -> str:
     return f"{_bracketed(name)}:{slots}"
 
 
-def _parse_line(words: list[str]) -> Host:
+def _parse_hostfile_line(words: list[str]) -> Host:
     host, explicit = _parse_host(words[0]), words[1:]
     if not explicit:
         return host
@@ -100,7 +95,7 @@ def _parse_host(item: str) -> Host:
     if found is None:
         if item.count(":") > 1 and "[" not in item:
             raise ValueError(f"{item!r}: an IPv6 address needs brackets, as in [fe80::7]:4")
-        raise ValueError(f"cannot read {item!r}; {_HOST_SYNTAX}")
+        raise ValueError(f"cannot read {item!r}; a host is name, name:slots or [address]:slots")
     if found["v6"] is not None and found["v6"].count(":") < 2:
         raise ValueError(f"{item!r}: brackets are for IPv6 addresses")
     name = (found["user"] or "") + (found["v6"] or found["name"])
@@ -155,10 +150,9 @@ def place_ranks(hosts: Sequence[Host], num_ranks: int) -> tuple[Placement, ...]:
     hosts = hosts_or_localhost(hosts, num_ranks)
     num_slots = sum(host.slots for host in hosts)
     if num_ranks > num_slots:
-        short = num_ranks - num_slots
         raise ValueError(
             f"{num_ranks} ranks, but only {format_count(num_slots, 'slot')} ({format_hosts(hosts)}): "
-            f"{format_count(short, 'slot')} short; add hosts or slots, or start fewer ranks"
+            f"{format_count(num_ranks - num_slots, 'slot')} short; add hosts or slots, or start fewer ranks"
         )
     local_sizes: list[int] = []
     num_placed = 0

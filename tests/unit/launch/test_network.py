@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from ronde.errors import StartFailed
-from ronde.launch.network import NetworkProber, ProbeResult, choose_addresses, make_probe_reply
+from ronde.launch.network import NetworkProber, ProbeResult, choose_addresses
 from ronde.launch.protocol import AgentError, ProbeReply, ProbeRequest
 from ronde.net.addresses import candidate_addresses, parse_address
 from ronde.net.keys import new_job_key
@@ -21,6 +21,7 @@ from tests.unit.launch.agent.watched_agent import PATIENCE_S, an_agent
 A = ("10.0.0.1:4001", "192.168.7.1:4002")
 B = ("10.0.0.2:4001", "192.168.7.2:4002")
 C = ("10.0.0.3:4001", "192.168.7.3:4002")
+V6 = ("[fd00::1]:4001",)
 
 
 def result(name: str, addresses: tuple[str, ...], *reached: tuple[str, ...], has_ranks: bool = True) -> ProbeResult:
@@ -28,28 +29,22 @@ def result(name: str, addresses: tuple[str, ...], *reached: tuple[str, ...], has
     return ProbeResult(name, addresses, has_ranks, reached, errors)
 
 
-def test_the_best_address_that_all_others_reach_is_chosen() -> None:
-    results = [result("a", A, A, B[1:]), result("b", B, A, B)]
-    assert choose_addresses(results) == ("10.0.0.1", "192.168.7.2")
-
-
-def test_one_address_has_to_do_for_all() -> None:
-    results = [result("a", A, A, B, C), result("b", B, A[1:], B, C), result("c", C, A, B[:1], C)]
-    assert choose_addresses(results) == ("192.168.7.1", "10.0.0.2", "10.0.0.3")
-
-
-def test_whether_a_host_reaches_itself_does_not_matter() -> None:
-    assert choose_addresses([result("a", A, (), B), result("b", B, A, ())]) == ("10.0.0.1", "10.0.0.2")
-
-
-def test_a_driver_without_ranks_is_reached_and_connects_to_nobody() -> None:
-    results = [result("a", A, A, C), result("this machine", C, (), C, has_ranks=False)]
-    assert choose_addresses(results) == ("", "10.0.0.3")
-
-
-def test_an_ipv6_address_loses_its_brackets() -> None:
-    listener = ("[fd00::1]:4001",)
-    assert choose_addresses([result("a", listener, listener, B), result("b", B, listener, B)])[0] == "fd00::1"
+@pytest.mark.parametrize(
+    ("results", "chosen"),
+    [
+        ([result("a", A, A, B[1:]), result("b", B, A, B)], ("10.0.0.1", "192.168.7.2")),
+        (
+            [result("a", A, A, B, C), result("b", B, A[1:], B, C), result("c", C, A, B[:1], C)],
+            ("192.168.7.1", "10.0.0.2", "10.0.0.3"),
+        ),
+        ([result("a", A, (), B), result("b", B, A, ())], ("10.0.0.1", "10.0.0.2")),
+        ([result("a", A, A, C), result("this machine", C, (), C, has_ranks=False)], ("", "10.0.0.3")),
+        ([result("a", V6, V6, B), result("b", B, V6, B)], ("fd00::1", "10.0.0.2")),
+    ],
+    ids=["two", "one address for all", "does not reach itself", "driver without ranks", "IPv6"],
+)
+def test_the_best_address_that_all_others_reach_is_chosen(results: list[ProbeResult], chosen: tuple[str, ...]) -> None:
+    assert choose_addresses(results) == chosen
 
 
 def test_every_pair_that_cannot_talk_is_named_with_what_was_tried() -> None:
@@ -62,15 +57,19 @@ def test_every_pair_that_cannot_talk_is_named_with_what_was_tried() -> None:
     ]
 
 
-def test_addresses_that_only_some_reach_are_shown() -> None:
-    results = [result("a", A, A, B, C), result("b", B, A[:1], B, C), result("c", C, A[1:], B, C)]
-    with pytest.raises(StartFailed, match=r"a has no address that all others reach: b reaches .*; c reaches 192"):
+@pytest.mark.parametrize(
+    ("results", "words"),
+    [
+        (
+            [result("a", A, A, B, C), result("b", B, A[:1], B, C), result("c", C, A[1:], B, C)],
+            r"a has no address that all others reach: b reaches .*; c reaches 192",
+        ),
+        ([result("a", A, A, ()), result("b", (), A, ())], "b has no address where others could connect"),
+    ],
+)
+def test_a_host_without_a_common_address_is_named(results: list[ProbeResult], words: str) -> None:
+    with pytest.raises(StartFailed, match=words):
         choose_addresses(results)
-
-
-def test_a_host_without_any_address_is_told_so() -> None:
-    with pytest.raises(StartFailed, match="b has no address where others could connect"):
-        choose_addresses([result("a", A, A, ()), result("b", (), A, ())])
 
 
 KEY = new_job_key()
@@ -111,17 +110,12 @@ def silent_port() -> Iterator[str]:
         yield f"127.0.0.1:{listener.getsockname()[1]}"
 
 
-def test_a_host_listens_at_each_of_its_addresses() -> None:
+def test_a_host_listens_at_each_of_its_addresses_and_finds_free_ports() -> None:
     with two_hosts() as (host, _):
-        found = host.listen()
+        found = host.listen(num_ports=20)
         assert [parse_address(address)[0] for address in found.reachable[0]] == list(candidate_addresses())
-
-
-def test_the_ports_asked_for_are_free_and_all_different() -> None:
-    with two_hosts() as (host, _):
-        ports = host.listen(num_ports=20).free_ports
-        assert len(set(ports)) == 20
-        socket.create_server((candidate_addresses()[0], ports[0])).close()
+        assert len(set(found.free_ports)) == 20
+        socket.create_server((candidate_addresses()[0], found.free_ports[0])).close()
 
 
 def test_hosts_reach_each_others_listeners_and_say_why_not_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,10 +163,3 @@ def test_an_agent_answers_probes_through_its_loop() -> None:
         watched.reports.clear()
         watched.agent.handle(ProbeRequest(KEY, (addresses[0],)))
         assert watched.first(ProbeReply).reachable == addresses
-
-
-def test_one_host_with_several_addresses_is_summed_up_together() -> None:
-    problems = {"a:1": "", "b:2": "cut", "c:3": "silent"}
-    assert make_probe_reply((("a:1", "b:2"), ("b:2", "c:3")), problems) == ProbeReply(
-        (("a:1",), ()), ("b:2: cut", "b:2: cut; c:3: silent")
-    )

@@ -6,17 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.placement import (
-    Host,
-    Placement,
-    bind_cpus,
-    format_hosts,
-    hosts_or_localhost,
-    parse_hostfile,
-    parse_hosts,
-    place_ranks,
-    read_hostfile,
-)
+from ronde.launch.placement import Host, bind_cpus, format_hosts, parse_hosts, place_ranks, read_hostfile
 
 
 @pytest.mark.parametrize(
@@ -63,17 +53,12 @@ def test_a_list_that_cannot_be_read_says_why(text: str, words: str) -> None:
     assert words in str(caught.value)
 
 
-def test_a_hostfile_may_be_written_in_three_ways_with_comments() -> None:
-    text = """
-    # the old machines
-    host1 slots=2
-
-    host2:4   # the new one
-    me@host3
-    [fe80::7] slots=8
-    host1 slots=1
-    """
-    assert parse_hostfile(text, "hosts") == (Host("host1", 3), Host("host2", 4), Host("me@host3"), Host("fe80::7", 8))
+def test_a_hostfile_may_be_written_in_three_ways_with_comments(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(
+        "# the old machines\n host1 slots=2\n\nhost2:4   # the new one\nme@host3\n[fe80::7] slots=8\nhost1 slots=1\n"
+    )
+    assert read_hostfile(path) == (Host("host1", 3), Host("host2", 4), Host("me@host3"), Host("fe80::7", 8))
 
 
 @pytest.mark.parametrize(
@@ -88,11 +73,12 @@ def test_a_hostfile_may_be_written_in_three_ways_with_comments() -> None:
         ("fe80::7", "an IPv6 address needs brackets"),
     ],
 )
-def test_a_wrong_line_of_a_hostfile_is_named(line: str, words: str) -> None:
+def test_a_wrong_line_of_a_hostfile_is_named(tmp_path: Path, line: str, words: str) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(f"# first\n{line}\n")
     with pytest.raises(ValueError) as caught:
-        parse_hostfile(f"# first\n{line}\n", "my/hosts")
-    assert str(caught.value).startswith("my/hosts, line 2: ")
-    assert words in str(caught.value)
+        read_hostfile(path)
+    assert str(caught.value).startswith(f"{path}, line 2: ") and words in str(caught.value)
 
 
 def test_a_hostfile_that_names_no_host_or_cannot_be_read_is_told(tmp_path: Path) -> None:
@@ -124,33 +110,32 @@ def test_hosts_are_filled_in_their_order() -> None:
     assert {placement.num_hosts for placement in placements} == {2}
 
 
-def test_fewer_ranks_than_slots_are_fine_and_the_last_hosts_stay_free() -> None:
-    assert [(placement.host_index, placement.local_size) for placement in place_ranks(TWO, 3)] == [
-        (0, 2),
-        (0, 2),
-        (1, 1),
-    ]
-    assert place_ranks(TWO, 1) == (Placement(0, TWO[0], 0, 0, 1, 0, 1, 1),)
+@pytest.mark.parametrize(
+    ("hosts", "num_ranks", "places"),
+    [
+        (TWO, 3, [(0, 0, 2), (0, 1, 2), (1, 0, 1)]),
+        (TWO, 1, [(0, 0, 1)]),
+        ((), 2, [(0, 0, 2), (0, 1, 2)]),
+    ],
+    ids=["fewer ranks than slots", "one rank", "no hosts: all are here"],
+)
+def test_the_last_hosts_stay_free(hosts: tuple[Host, ...], num_ranks: int, places: list[tuple[int, int, int]]) -> None:
+    placements = place_ranks(hosts, num_ranks)
+    assert [(each.host_index, each.local_rank, each.local_size) for each in placements] == places
+    assert {each.num_hosts for each in placements} == {places[-1][0] + 1}
 
 
-def test_without_hosts_all_ranks_are_here() -> None:
-    assert hosts_or_localhost((), 3) == (Host("localhost", 3),)
-    assert [(placement.host_index, placement.local_rank, placement.local_size) for placement in place_ranks((), 2)] == [
-        (0, 0, 2),
-        (0, 1, 2),
-    ]
-
-
-def test_too_many_ranks_are_an_error_that_says_by_how_much() -> None:
-    with pytest.raises(ValueError, match=r"8 ranks, but only 6 slots \(a:2,b:4\): 2 slots short; add hosts"):
-        place_ranks(TWO, 8)
-    with pytest.raises(ValueError, match=r"2 ranks, but only 1 slot \(a:1\): 1 slot short"):
-        place_ranks((Host("a"),), 2)
-
-
-def test_no_ranks_are_no_job() -> None:
-    with pytest.raises(ValueError, match="at least 1 rank, got 0"):
-        place_ranks(TWO, 0)
+@pytest.mark.parametrize(
+    ("hosts", "num_ranks", "words"),
+    [
+        (TWO, 8, r"8 ranks, but only 6 slots \(a:2,b:4\): 2 slots short; add hosts"),
+        ((Host("a"),), 2, r"2 ranks, but only 1 slot \(a:1\): 1 slot short"),
+        (TWO, 0, "at least 1 rank, got 0"),
+    ],
+)
+def test_a_number_of_ranks_that_does_not_fit_is_told(hosts: tuple[Host, ...], num_ranks: int, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        place_ranks(hosts, num_ranks)
 
 
 @pytest.mark.parametrize(

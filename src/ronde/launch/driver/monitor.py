@@ -164,11 +164,14 @@ class MonitorServer:
                     )
             self._socket_server = UnixLineServer(path, self._handle_request, thread=thread)
 
+    def close(self) -> None:
+        self._socket_server.close()
+
     def __enter__(self) -> MonitorServer:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._socket_server.close()
+        self.close()
 
     def _handle_request(self, line: bytes, reply: Callable[[bytes], None]) -> None:
         try:

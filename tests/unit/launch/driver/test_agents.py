@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ronde.errors import StartFailed
-from ronde.launch.driver.agents import LOCALHOST_NAMES, AgentGroup, LocalMachine, StartCancelled, find_local_hosts
+from ronde.launch.driver.agents import LOCALHOST_NAMES, AgentGroup, LocalMachine, StartCancelled
 from ronde.launch.job import Job, SshOptions
 from ronde.launch.network import LOOPBACK
 from ronde.launch.placement import Host
@@ -55,16 +55,10 @@ def ssh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def agents_of(names: Sequence[str], *, start_s: float = 20.0, call: bytes = b"") -> Iterator[AgentGroup]:
+    options = SshOptions(start_s=start_s)
     hosts = tuple(Host(name) for name in names)
-    job = Job(
-        command=("true",),
-        num_ranks=len(names),
-        hosts=hosts,
-        ssh=SshOptions(start_s=start_s),
-        cwd="/",
-        pickled_call=call,
-    )
-    with closing(EventLoop()) as loop, closing(AgentGroup(loop, job, python=sys.executable)) as agents:
+    job = Job(command=("true",), num_ranks=len(names), hosts=hosts, ssh=options, cwd="/", pickled_call=call)
+    with closing(EventLoop()) as loop, closing(AgentGroup(loop, job)) as agents:
         yield agents
 
 
@@ -158,21 +152,16 @@ NAMES = {"node1-ib": ["10.0.0.1"], "node2": ["10.0.0.2"]}
     ],
 )
 def test_a_host_is_local_by_name_by_address_and_by_what_its_name_stands_for(name: str, is_local: bool) -> None:
-    assert find_local_hosts([Host(name)], MACHINE, lambda asked: NAMES.get(asked, [])) == (is_local,)
+    assert MACHINE.find_local_hosts([Host(name)], lambda asked: NAMES.get(asked, [])) == (is_local,)
 
 
 def test_only_names_that_are_not_known_are_looked_up() -> None:
     asked: list[str] = []
-
-    def look_up(name: str) -> list[str]:
-        asked.append(name)
-        return NAMES.get(name, [])
-
     hosts = [Host("localhost", 2), Host("you@node2"), Host("node1")]
-    assert find_local_hosts(hosts, MACHINE, look_up) == (True, False, True)
+    assert MACHINE.find_local_hosts(hosts, lambda name: asked.append(name) or NAMES[name]) == (True, False, True)  # type: ignore[func-returns-value]
     assert asked == ["node2"]
 
 
 def test_this_machine_knows_itself() -> None:
-    assert LocalMachine.detect().matches(Host("localhost"))
-    assert not LocalMachine.detect().matches(Host("nobody-here-has-this-name@localhost"))
+    hosts = [Host("localhost"), Host("nobody-here-has-this-name@localhost")]
+    assert LocalMachine.detect().find_local_hosts(hosts) == (True, False)

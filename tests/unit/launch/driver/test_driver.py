@@ -1,37 +1,325 @@
-"""Whole jobs of this machine, driven from the test's own thread."""
+"""Ranks from their start to their end: with agents that only record, and as whole jobs of this machine. What a user
+sees of a job is in tests/jobs."""
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from ronde.launch.driver.driver import START_FAILED_EXIT_CODE, Driver, JobResult
+from ronde.launch.driver.driver import (
+    SIGPIPE_EXIT_CODE,
+    WRITE_ERROR_EXIT_CODE,
+    Driver,
+    JobResult,
+    RankSupervisor,
+    log_to_output,
+)
 from ronde.launch.driver.failure_report import StopRequest
+from ronde.launch.driver.monitor import RankStatus
+from ronde.launch.driver.ssh import HostError
+from ronde.launch.driver.termination import TerminationEvent
 from ronde.launch.job import Job
+from ronde.launch.output.terminal import OutputClosed
 from ronde.launch.placement import Host
-from ronde.settings import Settings
-from tests.unit.launch.agent.watched_agent import ends
-from tests.unit.launch.recording_sink import RecordingSink
+from ronde.launch.protocol import (
+    AgentError,
+    DriverMessage,
+    ExitReason,
+    PauseOutput,
+    RankExit,
+    RankOutput,
+    RankStarted,
+    SignalRanks,
+    StdStream,
+    UsageReport,
+)
+from ronde.net.event_loop import EventLoop
+from ronde.text import LOST_CODE, NOT_STARTED_CODE
+
+CTRL_C = StopRequest(130, "interrupted by Ctrl-C")
+
+
+class RecordingSink:
+    """An OutputSink that keeps everything; `on_output` is called with every output."""
+
+    def __init__(self, on_output: Callable[[int], None] = lambda rank: None) -> None:
+        self.printed: dict[int, bytes] = {}
+        self.exited_ranks: list[int] = []
+        self.messages: list[str] = []
+        self.num_refreshes = 0
+        self.due_s: float | None = None
+        self.closed_with: OutputClosed | None = None
+        self.backlogged = False
+        self._on_output = on_output
+
+    def write(self, rank: int, stream: StdStream, data: bytes) -> None:
+        self.printed[rank] = self.printed.get(rank, b"") + data
+        self._on_output(rank)
+
+    def rank_exited(self, rank: int) -> None:
+        self.exited_ranks.append(rank)
+
+    def print_message(self, text: str) -> None:
+        self.messages.append(text)
+
+    def refresh(self, now_s: float) -> float | None:
+        self.num_refreshes += 1
+        due_s, self.due_s = self.due_s, None
+        return due_s
+
+    def tail(self, rank: int, exit_code: int) -> str:
+        return self.printed.get(rank, b"").decode()
+
+    def closed(self) -> OutputClosed | None:
+        return self.closed_with
+
+    def is_backlogged(self) -> bool:
+        return self.backlogged
+
+    def close(self, *, timeout_s: float | None = None) -> None: ...
+
+
+class Scene:
+    """A supervisor of four ranks on two hosts, whose agents only record what they are sent."""
+
+    def __init__(self, loop: EventLoop) -> None:
+        self.loop = loop
+        self.sent: list[tuple[int, DriverMessage]] = []
+        self.lost: list[tuple[int, str]] = []
+        self.sink = RecordingSink()
+        job = Job(command=("true",), num_ranks=4, hosts=(Host("a", 2), Host("b", 2)), grace_s=0.0, terminate_s=0.0)
+        self.supervisor = RankSupervisor(
+            loop,
+            job,
+            send=lambda messages: self.sent.extend(messages.items()),
+            output_sink=self.sink,
+            on_rank_exit=lambda rank, why: self.lost.append((rank, why)),
+        )
+
+    def exit(self, *ranks: int, code: int = 0) -> None:
+        for rank in ranks:
+            self.supervisor.handle_message(rank // 2, RankExit(rank, code))
+
+    def signals(self) -> list[tuple[int, SignalRanks]]:
+        return [(index, message) for index, message in self.sent if isinstance(message, SignalRanks)]
+
+    def turn_until_sent(self, number: int) -> None:
+        self.loop.run_until(lambda: any(message.number == number for _, message in self.signals()))
+
+
+@pytest.fixture
+def scene() -> Iterator[Scene]:
+    loop = EventLoop()
+    yield Scene(loop)
+    loop.close()
+
+
+def test_it_is_over_when_all_ranks_have_ended(scene: Scene) -> None:
+    overs = []
+    for rank in (0, 1, 3, 2):
+        scene.exit(rank)
+        overs.append(scene.supervisor.finished)
+    assert overs == [False, False, False, True]
+    assert [end.rank for end in scene.supervisor.exits] == [0, 1, 3, 2]
+    assert scene.sink.exited_ranks == [0, 1, 3, 2] and not scene.sent
+
+
+def test_the_coordinator_hears_how_each_rank_has_ended(scene: Scene) -> None:
+    scene.exit(1)
+    scene.exit(2, code=-9)
+    assert scene.lost == [(1, "exited with code 0"), (2, "killed by signal 9 (SIGKILL)")]
+
+
+def test_after_a_failure_those_that_stay_are_told_to_end_and_then_killed(scene: Scene) -> None:
+    scene.exit(1, code=1)
+    assert not scene.sent
+    scene.turn_until_sent(signal.SIGTERM)
+    assert scene.signals() == [(0, SignalRanks((0,), signal.SIGTERM)), (1, SignalRanks((2, 3), signal.SIGTERM))]
+    scene.exit(2, code=-15)
+    scene.turn_until_sent(signal.SIGKILL)
+    assert scene.signals()[2:] == [(0, SignalRanks((0,), signal.SIGKILL)), (1, SignalRanks((3,), signal.SIGKILL))]
+    assert [end.requested for end in scene.supervisor.exits] == [False, True]
+    assert scene.sink.messages == [
+        "ending ranks 0, 2, 3, still running 0 s after the first failure",
+        "killing ranks 0, 3",
+    ]
+
+
+def test_the_ranks_of_a_lost_host_are_lost(scene: Scene) -> None:
+    scene.exit(3)
+    scene.supervisor.handle_agent_lost(1, HostError("advice", "Connection to b closed by remote host."))
+    (_, lost) = scene.supervisor.exits
+    assert lost == RankExit(2, LOST_CODE, ExitReason.HOST_LOST, "Connection to b closed by remote host.", "b")
+    scene.turn_until_sent(signal.SIGTERM)
+    assert scene.signals() == [(0, SignalRanks((0, 1), signal.SIGTERM))]
+
+
+def test_a_rank_that_cannot_be_started_has_failed(scene: Scene) -> None:
+    failed = RankExit(0, NOT_STARTED_CODE, ExitReason.NOT_STARTED, "there is no command 'trian'")
+    scene.supervisor.handle_message(0, failed)
+    assert scene.supervisor.exits == [msgspec.structs.replace(failed, host="a")]
+    assert scene.lost == [(0, "could not be started: there is no command 'trian'")]
+
+
+def test_other_errors_of_a_host_are_shown(scene: Scene) -> None:
+    scene.supervisor.handle_message(1, AgentError("its disk is full"))
+    assert scene.sink.messages == ["host b: its disk is full"] and not scene.supervisor.exits
+
+
+def test_ctrl_c_interrupts_and_a_second_one_kills(scene: Scene) -> None:
+    scene.supervisor.request_stop(CTRL_C, TerminationEvent.INTERRUPTED)
+    scene.supervisor.request_stop(StopRequest(143, "ended by SIGTERM"), TerminationEvent.INTERRUPTED)
+    assert [message.number for _, message in scene.signals()] == [signal.SIGINT] * 2 + [signal.SIGKILL] * 2
+    assert scene.supervisor.stop_request == CTRL_C
+    scene.exit(0, 1, 2, 3, code=-9)
+    assert scene.supervisor.finished and all(end.requested for end in scene.supervisor.exits)
+
+
+def test_output_is_shown_at_the_end_of_the_turn_and_again_when_the_screen_wants(scene: Scene) -> None:
+    for data in (b"a", b"b"):
+        scene.supervisor.handle_message(0, RankOutput(0, "out", data))
+    assert scene.sink.num_refreshes == 0
+    scene.sink.due_s = 0.0  # long ago: at once
+    scene.loop.run_until(lambda: scene.sink.num_refreshes == 2)
+    assert scene.sink.printed == {0: b"ab"}
+
+
+@pytest.mark.parametrize(
+    ("gone", "stop", "notes"),
+    [
+        (OutputClosed("Broken pipe", broken_pipe=True), StopRequest(SIGPIPE_EXIT_CODE, ""), []),
+        (
+            OutputClosed("No space left"),
+            StopRequest(WRITE_ERROR_EXIT_CODE, "No space left"),
+            ["ending ranks 0-3", "killing ranks 0-3"],
+        ),
+    ],
+)
+def test_output_that_cannot_be_written_ends_the_job_without_a_word_if_its_reader_has_left(
+    scene: Scene, gone: OutputClosed, stop: StopRequest, notes: list[str]
+) -> None:
+    scene.sink.closed_with = gone
+    scene.supervisor.handle_message(0, RankOutput(0, "out", b"y\n"))
+    scene.turn_until_sent(signal.SIGKILL)
+    assert (scene.supervisor.stop_request, scene.sink.messages) == (stop, notes)
+
+
+def pauses(scene: Scene) -> list[tuple[int, bool]]:
+    return [(index, message.paused) for index, message in scene.sent if isinstance(message, PauseOutput)]
+
+
+def test_ranks_wait_while_the_reader_of_the_output_is_behind_and_nothing_is_lost(scene: Scene) -> None:
+    scene.sink.backlogged = True
+    scene.supervisor.handle_message(0, RankOutput(0, "out", b"a"))
+    scene.loop.run_until(lambda: scene.sink.num_refreshes == 1)
+    assert pauses(scene) == [(0, True), (1, True)]
+    scene.supervisor.handle_message(0, RankOutput(0, "out", b"b"))  # it was on its way
+    assert scene.sink.printed == {0: b"a"}
+    scene.sink.backlogged = False
+    scene.supervisor.print_message("go on")  # as the time at which the sink wants to be called again does
+    scene.loop.run_until(lambda: len(pauses(scene)) == 4)
+    assert pauses(scene)[2:] == [(0, False), (1, False)]
+    assert scene.sink.printed == {0: b"ab"}
+
+
+def test_an_exit_is_known_at_once_though_nobody_reads_the_output(scene: Scene) -> None:
+    scene.sink.backlogged = True
+    scene.supervisor.handle_message(0, RankOutput(0, "out", b"a"))
+    scene.loop.run_until(lambda: bool(pauses(scene)))
+    scene.supervisor.handle_message(0, RankOutput(1, "out", b"last words"))
+    scene.exit(1, code=3)
+    assert scene.lost == [(1, "exited with code 3")]
+    scene.turn_until_sent(signal.SIGTERM)
+    assert scene.sink.exited_ranks == [], "the sink gets its output first"
+    scene.exit(0, 2, 3, code=-15)
+    assert scene.supervisor.finished
+    scene.supervisor.finish_output()
+    assert (scene.sink.printed[1], scene.sink.exited_ranks[0]) == (b"last words", 1)
+
+
+def test_what_is_known_of_each_rank_is_there_for_others(scene: Scene) -> None:
+    scene.supervisor.handle_message(1, RankStarted(3, 4711))
+    scene.supervisor.handle_message(1, UsageReport(((2, 0.5, 1000), (3, 0.25, 2000)), ((0.1, 10), (0.9, 90))))
+    scene.exit(2, code=1)
+    third = {"local_rank": 0, "cpu": 0.5, "memory_bytes": 1000, "gpu": 0.1, "gpu_bytes": 10, "exit_code": 1}
+    fourth = {"local_rank": 1, "pid": 4711, "cpu": 0.25, "memory_bytes": 2000, "gpu": 0.9, "gpu_bytes": 90}
+    assert scene.supervisor.rank_statuses == [
+        RankStatus(rank=0, state="starting", host="a"),
+        RankStatus(rank=1, state="starting", host="a", local_rank=1),
+        msgspec.convert({"rank": 2, "state": "starting", "host": "b", **third}, RankStatus),
+        msgspec.convert({"rank": 3, "state": "starting", "host": "b", **fourth}, RankStatus),
+    ]
+
+
+# --- log lines ----------------------------------------------------------------------------------------------------
+
+logger = logging.getLogger("ronde.launch")
+
+
+@contextmanager
+def unhandled() -> Iterator[None]:
+    """As in a process that has not set up its log: pytest has handlers of its own."""
+    root = logging.getLogger()
+    handlers, root.handlers = root.handlers, []
+    try:
+        yield
+    finally:
+        root.handlers = handlers
+
+
+def test_warnings_of_any_thread_are_noted_in_the_loop() -> None:
+    printed: list[tuple[str, threading.Thread]] = []
+
+    def print_message(text: str) -> None:
+        printed.append((text, threading.current_thread()))
+
+    with unhandled(), closing(EventLoop()) as loop, log_to_output(loop, print_message):
+        thread = threading.Thread(target=lambda: logger.warning("rank %d is lost", 3))
+        thread.start()
+        thread.join()
+        logger.info("nobody needs this")
+        assert not printed
+        loop.run_until(lambda: bool(printed))
+    assert printed == [("rank 3 is lost", threading.main_thread())]
+    assert not logging.getLogger("ronde").handlers
+
+
+def test_the_last_ones_are_noted_at_the_end() -> None:
+    printed: list[str] = []
+    with unhandled(), closing(EventLoop()) as loop, log_to_output(loop, printed.append):
+        logger.error("too late for the loop")
+    assert printed == ["too late for the loop"]
+
+
+def test_a_program_with_handlers_of_its_own_keeps_its_log(caplog: pytest.LogCaptureFixture) -> None:
+    with closing(EventLoop()) as loop, log_to_output(loop, pytest.fail):
+        logger.warning("for the program")
+    assert caplog.messages == ["for the program"]
+
+
+# --- whole jobs ---------------------------------------------------------------------------------------------------
 
 STAY = "while :; do sleep 0.05; done"
 
 
-def job(script: str, num_ranks: int = 2, *, grace_s: float = 10.0, terminate_s: float = 5.0) -> Job:
+def job(script: str, num_ranks: int = 2) -> Job:
     """Ranks that run a shell script."""
-    return Job(command=("/bin/sh", "-c", script), num_ranks=num_ranks, grace_s=grace_s, terminate_s=terminate_s)
+    return Job(command=("/bin/sh", "-c", script), num_ranks=num_ranks)
 
 
-def run(
-    script: str, num_ranks: int = 2, *, grace_s: float = 10.0, terminate_s: float = 5.0
-) -> tuple[JobResult, RecordingSink]:
+def run(script: str, num_ranks: int = 2) -> tuple[JobResult, RecordingSink]:
     sink = RecordingSink()
-    return Driver(job(script, num_ranks, grace_s=grace_s, terminate_s=terminate_s), sink).run(), sink
+    return Driver(job(script, num_ranks), sink).run(), sink
 
 
 def test_every_rank_runs_with_its_own_place_and_its_output_is_shown() -> None:
@@ -41,34 +329,17 @@ def test_every_rank_runs_with_its_own_place_and_its_output_is_shown() -> None:
     assert sorted(sink.exited_ranks) == [0, 1, 2] and not sink.messages
 
 
-def test_a_failing_rank_is_named_with_its_last_words_and_gives_the_exit_code() -> None:
-    result, _ = run('[ "$RANK" = 0 ] || { echo "no such file" >&2; exit 3; }')
-    assert (result.exit_code, result.exit_codes) == (3, {0: 0, 1: 3})
-    assert result.summary == "rank 1 on host localhost failed first: exited with code 3\n  | no such file"
-
-
-def test_ctrl_c_ends_all_ranks() -> None:
-    result, _ = run(f"trap 'exit 7' INT; [ \"$RANK\" = 1 ] && kill -INT $PPID; {STAY}")
-    assert (result.exit_code, result.exit_codes[1]) == (130, 7)
-    assert result.exit_codes[0] in (7, -signal.SIGINT)  # it may not have come to its trap yet
-    assert result.summary == "interrupted by Ctrl-C"
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_comes_twice_at_once_leaves_ranks_the_time_to_save(number: signal.Signals) -> None:
     # The second one comes when the first was heard: the rank sends it when it is told to end.
     again = f"kill -{number.value} $PPID"
     save = f"{again}; echo saving; sleep 0.5; echo saved; exit 7"
+    before = signal.getsignal(number)
     result, sink = run(f"trap '{save}' TERM; {again}; {STAY}", 1)
+    assert signal.getsignal(number) == before
     assert (result.exit_code, result.exit_codes) == (128 + number, {0: 7})
     said = sink.printed[0].splitlines()  # the shell may also tell that its `sleep` was ended
     assert (b"saving" in said, said[-1], len(sink.messages)) == (True, b"saved", 1), (said, sink.messages)
-
-
-def test_signals_are_the_callers_again_afterwards() -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
-    run("true", 1)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
 def test_stop_from_another_thread_ends_everything() -> None:
@@ -100,51 +371,6 @@ def test_it_runs_in_any_thread() -> None:
     assert results[0].exit_code == 5
 
 
-def test_too_few_slots_are_the_callers_mistake() -> None:
-    with pytest.raises(ValueError, match="1 slot short"):
-        Driver(Job(command=("true",), num_ranks=3, hosts=(Host("localhost", 2),)), RecordingSink())
-
-
-def test_a_command_that_is_not_there_is_told_once() -> None:
-    result = Driver(Job(command=("no-such-command",), num_ranks=3), RecordingSink()).run()
-    assert result.exit_code == 127
-    assert result.summary.startswith("ranks 0-2 on host localhost could not be started: ")
-    assert "no-such-command" in result.summary and "\n" not in result.summary
-
-
-def test_a_working_directory_that_is_not_there_is_told_before_anything_starts(tmp_path: Path) -> None:
-    result = Driver(Job(command=("true",), num_ranks=1, cwd=str(tmp_path / "none")), RecordingSink()).run()
-    assert result.exit_code == START_FAILED_EXIT_CODE and not result.exit_codes
-    assert result.summary.startswith(f"the host cannot be used:\n  localhost: there is no directory {tmp_path}/none")
-
-
-# Rank 1 has told its peers why it leaves, and is still busy with its own end when they are gone.
-SLOW_TO_END = """
-import atexit, os, time
-import ronde
-
-def linger():
-    while os.path.exists(f"/proc/{pids[0]}"):
-        time.sleep(0.005)
-
-if os.environ["RANK"] == "1":
-    atexit.register(linger)  # before init: so it is called after ronde's own end
-ronde.init()
-pids = ronde.objects.allgather(os.getpid())
-if ronde.rank() == 1:
-    raise ValueError("there are no samples")
-ronde.barrier()
-"""
-
-
-def test_the_first_to_fail_is_named_though_its_peers_are_gone_before_it() -> None:
-    result = Driver(Job(command=(sys.executable, "-c", SLOW_TO_END), num_ranks=3), RecordingSink()).run()
-    assert result.exit_code == 1
-    assert [*result.exit_codes].index(0) < [*result.exit_codes].index(1)
-    assert result.summary.startswith("rank 1 on host localhost failed first: exited with code 1 (ValueError: there are")
-    assert result.summary.endswith("  | ValueError: there are no samples\n2 other ranks ended in consequence")
-
-
 def test_a_rank_that_never_joins_is_named_as_the_one_that_left_too_early() -> None:
     script = "import os, ronde; os.environ['RANK'] == '1' or ronde.init()"
     result = Driver(Job(command=(sys.executable, "-c", script), num_ranks=2), RecordingSink()).run()
@@ -152,31 +378,6 @@ def test_a_rank_that_never_joins_is_named_as_the_one_that_left_too_early() -> No
     left, then = result.summary.splitlines()
     assert left == "rank 1 on host localhost left too early: exited with code 0"
     assert then.startswith("rank 0 then exited with code 1: StartFailed: rank 1 ended before the round began (exited")
-
-
-def test_the_key_is_on_no_command_line_and_shared_by_all_ranks() -> None:
-    result, sink = run('echo $RONDE_KEY; tr "\\0" " " < /proc/$$/cmdline; echo')
-    assert result.exit_code == 0
-    (key, words), (other_key, _) = (sink.printed[rank].decode().splitlines() for rank in range(2))
-    assert len(key) == 64 and key == other_key and key not in words
-
-
-def test_settings_and_variables_reach_the_ranks() -> None:
-    sink = RecordingSink()
-    script = Job(
-        command=("/bin/sh", "-c", "echo $RONDE_STALL_S $MINE"),
-        num_ranks=1,
-        env={"MINE": "x"},
-        settings=Settings(stall_s=7.5),
-    )
-    assert Driver(script, sink).run().exit_code == 0
-    assert sink.printed == {0: b"7.5 x\n"}
-
-
-def test_the_end_of_the_job_is_the_end_of_what_its_ranks_started() -> None:
-    result, sink = run("sleep 300 & setsid sleep 300 & echo $!", 1)
-    assert result.exit_code == 0
-    assert ends(int(sink.printed[0]))
 
 
 class NobodyReads(RecordingSink):

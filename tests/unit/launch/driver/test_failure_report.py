@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import msgspec
 import pytest
 
 from ronde.coordinator.rounds import LostPeer, MembershipEnd
@@ -10,21 +13,13 @@ from ronde.launch.protocol import ExitReason, RankExit
 from ronde.net.messages import LeaveReason
 from ronde.observe.stacks import RankStack
 from ronde.observe.stalls import Whereabouts
-from ronde.text import LOST_CODE, NOT_STARTED_CODE, describe_exit_code, shell_exit_code
+from ronde.text import LOST_CODE, NOT_STARTED_CODE, describe_exit_code
 
 CTRL_C = StopRequest(130, "interrupted by Ctrl-C")
 
 
-def end(
-    rank: int,
-    code: int,
-    reason: ExitReason = ExitReason.EXITED,
-    detail: str = "",
-    *,
-    host: str = "a",
-    ordered: bool = False,
-) -> RankExit:
-    return RankExit(rank, code, reason, detail, host, ordered)
+def end(rank: int, code: int, *reason: Any, host: str = "a", ordered: bool = False) -> RankExit:
+    return msgspec.structs.replace(RankExit(rank, code, *reason), host=host, requested=ordered)
 
 
 def lost(rank: int, detail: str, reason: LeaveReason = LeaveReason.FAILED) -> tuple[int, MembershipEnd]:
@@ -35,18 +30,10 @@ def lost(rank: int, detail: str, reason: LeaveReason = LeaveReason.FAILED) -> tu
 LEFT = lost(2, "", LeaveReason.SCRIPT_ENDED)
 
 
-def test_a_job_whose_ranks_all_end_well_has_nothing_to_say() -> None:
-    report = make_failure_report([end(1, 0), end(0, 0)], num_ranks=2)
+@pytest.mark.parametrize("first_lost", [None, lost(1, "exited without shutdown")])
+def test_a_job_whose_ranks_all_end_well_has_nothing_to_say(first_lost: tuple[int, MembershipEnd] | None) -> None:
+    report = make_failure_report([end(1, 0), end(0, 0)], first_lost=first_lost, num_ranks=2)
     assert (report.exit_code, report.first_failed_rank, report.lines) == (0, None, ())
-
-
-def test_a_rank_that_left_without_a_word_is_no_failure_when_all_end_well() -> None:
-    assert (
-        make_failure_report(
-            [end(1, 0), end(0, 0)], first_lost=lost(1, "exited without shutdown"), num_ranks=2
-        ).exit_code
-        == 0
-    )
 
 
 def test_without_a_coordinator_the_first_exit_counts() -> None:
@@ -212,14 +199,10 @@ def test_ranks_that_could_not_be_started_are_one_failure_on_all_hosts() -> None:
     assert lines == ("ranks 0, 1 on hosts a, b could not be started: there is no command 'trian'",)
 
 
-def test_who_presses_ctrl_c_is_told_no_more_than_that() -> None:
-    report = make_failure_report([end(0, -2, ordered=True), end(1, 1, ordered=True)], stop_request=CTRL_C, num_ranks=2)
-    assert (report.exit_code, report.first_failed_rank, report.lines) == (130, None, ("interrupted by Ctrl-C",))
-
-
-def test_who_has_left_is_told_nothing() -> None:
-    report = make_failure_report([end(0, -15, ordered=True)], stop_request=StopRequest(141, ""), num_ranks=1)
-    assert (report.exit_code, report.lines) == (141, ())
+@pytest.mark.parametrize(("stop", "lines"), [(CTRL_C, ("interrupted by Ctrl-C",)), (StopRequest(141, ""), ())])
+def test_who_stops_a_job_is_told_no_more_than_that(stop: StopRequest, lines: tuple[str, ...]) -> None:
+    report = make_failure_report([end(0, -2, ordered=True), end(1, 1, ordered=True)], stop_request=stop, num_ranks=2)
+    assert (report.exit_code, report.first_failed_rank, report.lines) == (stop.exit_code, None, lines)
 
 
 def test_a_failure_before_ctrl_c_is_still_the_failure() -> None:
@@ -244,12 +227,3 @@ def test_ranks_that_never_ended_are_named() -> None:
 def test_what_else_is_known_of_an_end_is_told() -> None:
     lines = make_failure_report([end(0, -9, ExitReason.OOM_KILLED)], num_ranks=1).lines
     assert lines == ("rank 0 on host a failed first: killed by signal 9 (SIGKILL) (the host ran out of memory)",)
-
-
-@pytest.mark.parametrize(("code", "shown"), [(0, 0), (1, 1), (255, 255), (-9, 137), (-15, 143)])
-def test_a_signal_becomes_128_and_its_number(code: int, shown: int) -> None:
-    assert shell_exit_code(code) == shown
-
-
-def test_a_signal_without_a_name_is_still_described() -> None:
-    assert describe_exit_code(-35) == "killed by signal 35"

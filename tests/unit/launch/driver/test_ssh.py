@@ -15,43 +15,43 @@ from pathlib import Path
 import pytest
 
 from ronde.launch.driver.agents import AgentConnection, LocalAgentConnection
-from ronde.launch.driver.ssh import NO_DIRECTORY_STATUS, NO_PYTHON_STATUS, HostError, SshAgentConnection, SshCommand
-from ronde.launch.job import SshOptions
+from ronde.launch.driver.ssh import (
+    NO_DIRECTORY_STATUS,
+    NO_PYTHON_STATUS,
+    HostError,
+    SshAgentConnection,
+    make_ssh_error,
+    ssh_argv,
+)
+from ronde.launch.job import Job, SshOptions
 from ronde.launch.placement import Host
 from ronde.launch.protocol import AgentHello, AgentMessage, DriverHeartbeat, RankExit, RankOrder, RankOutput, StartRanks
 from ronde.net.event_loop import EventLoop
 from tests.unit.launch.agent.watched_agent import PATIENCE_S
 
-FIRST_WINS = ("BatchMode=no", "ConnectTimeout=99")
+NODE = Host("me@node7")
 
 
-def call(*, ssh: SshOptions | None = None, cwd: str = "/data/my job", python: str = "/opt/python3") -> SshCommand:
-    return SshCommand(host=Host("me@node7"), options=ssh or SshOptions(), python=python, cwd=cwd, heartbeat_s=10.0)
-
-
-def options(words: list[str]) -> list[str]:
-    return [word for before, word in itertools.pairwise(words) if before == "-o"]
-
-
-def test_nothing_is_asked_of_the_user_and_nothing_is_left_to_a_master() -> None:
-    words = call().argv()
-    assert words[0] == "ssh" and words[-3:-1] == ["--", "me@node7"]
-    assert {"BatchMode=yes", "ControlMaster=no", "ServerAliveInterval=3", "ConnectTimeout=20"} <= set(options(words))
-    assert "-p" not in words and "-i" not in words
+def job(*, ssh: SshOptions | None = None, cwd: str = "/data/my job", python: str = "/opt/python3") -> Job:
+    return Job(command=("true",), num_ranks=1, ssh=ssh or SshOptions(), cwd=cwd, python=python)
 
 
 def test_the_user_s_options_win_but_for_questions_that_nobody_could_answer() -> None:
-    words = call(ssh=SshOptions(port=2022, identity="/keys/id", options=FIRST_WINS)).argv()
+    plain = ssh_argv(NODE, job())
+    assert plain[0] == "ssh" and plain[-3:-1] == ["--", "me@node7"] and "-p" not in plain and "-i" not in plain
+    chosen = SshOptions(port=2022, identity="/keys/id", options=("BatchMode=no", "ConnectTimeout=99"))
+    words = ssh_argv(NODE, job(ssh=chosen))
     assert words[words.index("-p") + 1] == "2022" and words[words.index("-i") + 1] == "/keys/id"
-    given = options(words)
-    assert given.index("BatchMode=yes") < given.index("BatchMode=no")
+    given = [word for before, word in itertools.pairwise(words) if before == "-o"]
+    assert {"ControlMaster=no", "ServerAliveInterval=3"} <= set(given), "nothing is left to a master"
+    assert given.index("BatchMode=yes") < given.index("BatchMode=no"), "the first counts"
     assert given.index("ConnectTimeout=99") < given.index("ConnectTimeout=20")
 
 
-def run_remotely(made: SshCommand) -> int:
+def run_remotely(cwd: Path, python: str) -> int:
     """What a login shell does with the command."""
-    done = subprocess.run(["sh", "-c", made.argv()[-1]], stdin=subprocess.DEVNULL, capture_output=True, timeout=30)
-    return done.returncode
+    command = ["sh", "-c", ssh_argv(NODE, job(cwd=str(cwd), python=python))[-1]]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=30).returncode
 
 
 def test_the_remote_command_survives_any_name(tmp_path: Path) -> None:
@@ -60,14 +60,14 @@ def test_the_remote_command_survives_any_name(tmp_path: Path) -> None:
     python = odd / "python"
     python.write_text(f'#!/bin/sh\nprintf \'%s\\n\' "$PWD" "$@" > {shlex.quote(str(tmp_path / "said"))}\nexit 7\n')
     python.chmod(0o755)
-    assert run_remotely(call(cwd=str(odd), python=str(python))) == 7
+    assert run_remotely(odd, str(python)) == 7
     # Not in the working directory, whose files `python -m` would import.
     assert (tmp_path / "said").read_text().split() == ["/", "-m", "ronde.launch.agent"]
 
 
 def test_a_missing_directory_and_a_missing_python_have_a_status_of_their_own(tmp_path: Path) -> None:
-    assert run_remotely(call(cwd=str(tmp_path / "none"), python=sys.executable)) == NO_DIRECTORY_STATUS
-    assert run_remotely(call(cwd=str(tmp_path), python="no-such-python")) == NO_PYTHON_STATUS
+    assert run_remotely(tmp_path / "none", sys.executable) == NO_DIRECTORY_STATUS
+    assert run_remotely(tmp_path, "no-such-python") == NO_PYTHON_STATUS
 
 
 @pytest.mark.parametrize(
@@ -93,20 +93,17 @@ def test_a_missing_directory_and_a_missing_python_have_a_status_of_their_own(tmp
         (-15, "", "killed by signal 15"),
         (3, "", "(exited with code 3) and printed nothing"),
         (3, "one\ntwo\n\n", "(exited with code 3): two"),
+        (1, "OSError: Connection refused", "its agent has ended"),  # not the words of ssh
     ],
 )
 def test_the_reason_is_found_in_what_ssh_says(status: int, said: str, words: str) -> None:
-    assert words in call().make_host_error(status, said).reason
+    assert words in make_ssh_error(NODE, job(), status, said).reason
 
 
 def test_the_line_that_tells_is_shown_and_not_the_noise_around_it() -> None:
     said = "Warning: Permanently added 'node7'\nme@node7: Permission denied (publickey).\nbye\n"
-    error = call().make_host_error(255, said)
+    error = make_ssh_error(NODE, job(), 255, said)
     assert error.reason.endswith("(me@node7: Permission denied (publickey).)") and error.last_line == "bye"
-
-
-def test_the_words_of_a_program_are_not_taken_for_those_of_ssh() -> None:
-    assert "its agent has ended" in call().make_host_error(1, "OSError: Connection refused").reason
 
 
 # --- the connection ---------------------------------------------------------------------------------------------
@@ -156,8 +153,8 @@ def write(path: Path, script: str) -> None:
 
 
 def open_ssh(received: Received) -> SshAgentConnection:
-    command = SshCommand(host=Host("b"), options=SshOptions(), python=sys.executable, cwd="/", heartbeat_s=10.0)
-    return SshAgentConnection(received.loop, command, received.messages.append, received.errors.append)
+    here = job(cwd="/", python=sys.executable)
+    return SshAgentConnection(received.loop, Host("b"), here, received.messages.append, received.errors.append)
 
 
 def echo(text: str) -> StartRanks:
@@ -184,15 +181,10 @@ def test_an_agent_works_and_ends(received: Received, ssh: Path, through: str) ->
     connection.close()
 
 
-def test_what_a_login_shell_prints_before_the_agent_is_not_taken_for_its_words(received: Received, ssh: Path) -> None:
+def test_orders_larger_than_a_pipe_arrive_whole_also_from_a_shell_that_prints(received: Received, ssh: Path) -> None:
     write(ssh, 'while [ "$1" != -- ]; do shift; done; echo Welcome to b; exec sh -c "$3"')
     connection = open_ssh(received)
     received.wait_for(AgentHello)
-    connection.close()
-
-
-def test_orders_larger_than_a_pipe_arrive_whole(received: Received, ssh: Path) -> None:
-    connection = open_ssh(received)
     large = "x" * 100_000
     connection.send(StartRanks(tuple(RankOrder(rank, ("/bin/true",), {"LARGE": large}, "/") for rank in range(20))))
     connection.stop_agent()  # also the last word is heard
@@ -200,33 +192,24 @@ def test_orders_larger_than_a_pipe_arrive_whole(received: Received, ssh: Path) -
     connection.close()
 
 
-def test_the_end_of_ssh_is_told_with_its_reason(received: Received, ssh: Path) -> None:
-    write(ssh, "echo 'ssh: connect to host b port 22: Connection refused' >&2; exit 255")
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("echo 'ssh: connect to host b port 22: Connection refused' >&2; exit 255", "nobody listens there"),
+        ("echo 'This account is currently not available.'; exit 1", "not available."),
+        (r"printf '\0ronde agent\0\0\0\0\4nope\0\0\0\4nope'; exec sleep 1000", "agent is of another version of ronde"),
+        ("sleep 1000 & echo $! > pid; echo 'Connection closed' >&2; exit 255", "the connection was closed"),
+    ],
+    ids=["refused", "shell", "version", "who holds the pipes of a dead ssh is not waited for"],
+)
+def test_the_end_is_told_once_with_its_reason(
+    received: Received, ssh: Path, monkeypatch: pytest.MonkeyPatch, script: str, reason: str
+) -> None:
+    monkeypatch.chdir(ssh.parent)
+    write(ssh, script)
     connection = open_ssh(received)
-    assert received.wait_for_end().reason.startswith("nobody listens there")
-    connection.close()
-
-
-def test_a_shell_that_only_prints_is_told(received: Received, ssh: Path) -> None:
-    write(ssh, "echo 'This account is currently not available.'; exit 1")
-    connection = open_ssh(received)
-    assert "not available" in received.wait_for_end().reason
-    connection.close()
-
-
-def test_an_agent_that_speaks_another_language_is_told_once(received: Received, ssh: Path) -> None:
-    write(ssh, r"printf '\0ronde agent\0\0\0\0\4nope\0\0\0\4nope'; exec sleep 1000")
-    connection = open_ssh(received)
-    assert received.wait_for_end().reason.startswith("its agent is of another version of ronde")
+    assert reason in received.wait_for_end().reason
     assert len(received.errors) == 1
     connection.close()
-
-
-def test_who_holds_the_pipes_of_a_dead_ssh_is_not_waited_for(received: Received, ssh: Path, tmp_path: Path) -> None:
-    write(ssh, f"sleep 1000 & echo $! > {tmp_path}/pid; echo 'Connection closed' >&2; exit 255")
-    connection = open_ssh(received)
-    try:
-        assert received.wait_for_end().reason.startswith("the connection was closed")
-    finally:
-        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
-    connection.close()
+    if Path("pid").exists():
+        os.kill(int(Path("pid").read_text()), signal.SIGKILL)

@@ -6,66 +6,38 @@ import signal
 
 import pytest
 
-from ronde.launch.driver.termination import (
-    TRANSITIONS,
-    Termination,
-    TerminationEvent,
-    TerminationStage,
-    TerminationStep,
-)
+from ronde.launch.driver.termination import TRANSITIONS, Termination, TerminationEvent, TerminationStage
 from ronde.launch.timeouts import INTERRUPT_TIMEOUT_S, INTERRUPTED_TERMINATE_TIMEOUT_S, KILL_TIMEOUT_S
 
-
-def ending() -> Termination:
-    return Termination(grace_s=10.0, terminate_s=5.0)
-
-
-def test_after_a_failure_the_others_get_grace_then_sigterm_then_sigkill() -> None:
-    job = ending()
-    assert job.handle_event(TerminationEvent.RANK_FAILED) == TerminationStep(TerminationStage.GRACE, None, 10.0)
-    assert job.handle_event(TerminationEvent.RANK_FAILED) is None
-    assert job.handle_event(TerminationEvent.TIMED_OUT) == TerminationStep(
-        TerminationStage.TERMINATE, signal.SIGTERM, 5.0
-    )
-    assert job.handle_event(TerminationEvent.TIMED_OUT) == TerminationStep(
-        TerminationStage.KILL, signal.SIGKILL, KILL_TIMEOUT_S
-    )
-    assert job.handle_event(TerminationEvent.TIMED_OUT) == TerminationStep(TerminationStage.ABANDONED, None, None)
+FAILED, INTERRUPTED = TerminationEvent.RANK_FAILED, TerminationEvent.INTERRUPTED
+STOPPED, TIMED_OUT = TerminationEvent.STOP_REQUESTED, TerminationEvent.TIMED_OUT
+GRACE = (TerminationStage.GRACE, None, 10.0)
+INTERRUPT = (TerminationStage.INTERRUPT, signal.SIGINT, INTERRUPT_TIMEOUT_S)
+TERMINATE = (TerminationStage.TERMINATE, signal.SIGTERM, 5.0)
+TERMINATE_SOON = (TerminationStage.TERMINATE, signal.SIGTERM, INTERRUPTED_TERMINATE_TIMEOUT_S)
+KILL = (TerminationStage.KILL, signal.SIGKILL, KILL_TIMEOUT_S)
+ABANDON = (TerminationStage.ABANDONED, None, None)
 
 
-def test_ctrl_c_interrupts_and_does_not_wait_long() -> None:
-    job = ending()
-    assert job.handle_event(TerminationEvent.INTERRUPTED) == TerminationStep(
-        TerminationStage.INTERRUPT, signal.SIGINT, INTERRUPT_TIMEOUT_S
-    )
-    assert job.handle_event(TerminationEvent.TIMED_OUT) == TerminationStep(
-        TerminationStage.TERMINATE, signal.SIGTERM, INTERRUPTED_TERMINATE_TIMEOUT_S
-    )
-    assert job.handle_event(TerminationEvent.TIMED_OUT) == TerminationStep(
-        TerminationStage.KILL, signal.SIGKILL, KILL_TIMEOUT_S
-    )
-
-
-@pytest.mark.parametrize("first", [TerminationEvent.INTERRUPTED, TerminationEvent.STOP_REQUESTED])
-@pytest.mark.parametrize("second", [TerminationEvent.INTERRUPTED, TerminationEvent.STOP_REQUESTED])
-def test_who_asks_twice_gets_it_at_once(first: TerminationEvent, second: TerminationEvent) -> None:
-    job = ending()
-    job.handle_event(first)
-    assert job.handle_event(second) == TerminationStep(TerminationStage.KILL, signal.SIGKILL, KILL_TIMEOUT_S)
-
-
-def test_nobody_is_given_more_time_by_asking_again() -> None:
-    job = ending()
-    for event in (TerminationEvent.STOP_REQUESTED, TerminationEvent.STOP_REQUESTED):
-        job.handle_event(event)
-    assert all(
-        job.handle_event(event) is None
-        for event in (TerminationEvent.RANK_FAILED, TerminationEvent.INTERRUPTED, TerminationEvent.STOP_REQUESTED)
-    )
+@pytest.mark.parametrize(
+    ("events", "steps"),
+    [
+        ((FAILED, FAILED, TIMED_OUT, TIMED_OUT, TIMED_OUT), [GRACE, None, TERMINATE, KILL, ABANDON]),
+        ((FAILED, STOPPED, TIMED_OUT), [GRACE, TERMINATE, KILL]),
+        ((INTERRUPTED, TIMED_OUT, TIMED_OUT), [INTERRUPT, TERMINATE_SOON, KILL]),
+        ((INTERRUPTED, INTERRUPTED), [INTERRUPT, KILL]),
+        ((INTERRUPTED, STOPPED), [INTERRUPT, KILL]),
+        ((STOPPED, INTERRUPTED), [TERMINATE, KILL]),
+        ((STOPPED, STOPPED, FAILED, INTERRUPTED, STOPPED), [TERMINATE, KILL, None, None, None]),
+    ],
+)
+def test_a_job_ends_step_by_step_and_who_asks_twice_gets_it_at_once(
+    events: tuple[TerminationEvent, ...], steps: list[object]
+) -> None:
+    termination = Termination(grace_s=10.0, terminate_s=5.0)
+    assert [termination.handle_event(event) for event in events] == steps
 
 
 def test_every_stage_but_the_first_and_last_ends_with_time() -> None:
-    assert {stage for stage, on in TRANSITIONS if on is TerminationEvent.TIMED_OUT} == {*TerminationStage} - {
-        TerminationStage.RUNNING,
-        TerminationStage.ABANDONED,
-    }
+    ending = {stage for stage, event in TRANSITIONS if event is TIMED_OUT}
+    assert ending == {*TerminationStage} - {TerminationStage.RUNNING, TerminationStage.ABANDONED}
