@@ -93,12 +93,9 @@ def test_buckets_are_aligned_and_zero(channel: SingleRankChannel) -> None:
     assert channel.bucket() is channel.bucket()
 
 
-@pytest.mark.parametrize(
-    ("abi", "words"), [(ABI - 1, f"has ABI {ABI - 1}, this ronde needs {ABI}"), (ABI, "has no rd_")]
-)
-def test_a_stale_library_says_what_to_do(abi: int, words: str, tmp_path: Path) -> None:
+def test_a_stale_library_says_what_to_do(tmp_path: Path) -> None:
     source, library = tmp_path / "stale.c", tmp_path / "libstale.so"
-    source.write_text(f"unsigned rd_abi(void) {{ return {abi}; }}")
+    source.write_text(f"unsigned rd_abi(void) {{ return {ABI - 1}; }}")
     subprocess.run(["cc", "-shared", "-fPIC", "-o", str(library), str(source)], check=True)
-    with pytest.raises(RondeError, match=rf"{words}.*run `make build`"):
+    with pytest.raises(RondeError, match=f"has ABI {ABI - 1}, this ronde needs {ABI}.*run `make build`"):
         NativeLibrary(library)

@@ -1,23 +1,20 @@
-"""The parts of the mpi backend that need no MPI: loading it, the order of calls, headers, which waits can end, and the
-arithmetic before and after an MPI reduction. What channels do under real MPI libraries: tests/jobs/test_mpi.py."""
+"""The parts of the mpi backend that need no MPI: loading it, the order of calls, headers, and which waits can end.
+What channels do under real MPI libraries: tests/jobs/test_mpi.py."""
 
 from __future__ import annotations
 
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import reduce as fold
 from types import SimpleNamespace
 from typing import cast
 
 import msgspec
-import numpy as np
 import pytest
 
 from ronde.comm.backends.base import CallTiming, ChannelSpec
 from ronde.comm.backends.mpi.backend import load_mpi
 from ronde.comm.backends.mpi.channel import HEADER, CallHeader, CallQueue, match_collective
-from ronde.comm.backends.mpi.collectives import from_wire, to_wire, wire_op
 from ronde.comm.backends.mpi.failure_detection import (
     COLLECTIVE_QUEUE,
     FailureDetector,
@@ -25,11 +22,9 @@ from ronde.comm.backends.mpi.failure_detection import (
     NoticeKind,
     PeerNotice,
 )
-from ronde.comm.buffers import Array
 from ronde.comm.call import Call, Span
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded, StartFailed
 from ronde.types import Deadline, DType, Op, OperationKind
-from tests.conformance.reference_arithmetic import reduce
 
 LONG_S = 10.0
 BARRIER = Call(OperationKind.BARRIER, description="barrier")
@@ -375,57 +370,3 @@ def test_a_long_wait_is_sent_once_per_collective(
     wait.next_collective()
     wait.check()
     assert len(comm.sent[0]) == 2
-
-
-# --- what MPI reduces; here NumPy stands in for MPI ------------------------------------------------------------------
-
-MPI_OPS = {Op.SUM: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
-PAIRS = [(dtype, op) for dtype in DType for op in MPI_OPS] + [(d, Op.MEAN) for d in DType if d is not DType.BOOL]
-
-
-def reduced(inputs: list[Array], dtype: DType, op: Op, prescale: float = 1.0, postscale: float = 1.0) -> Array:
-    wires = [to_wire(each.copy(), dtype, op, prescale) for each in inputs]
-    with np.errstate(all="ignore"):
-        result = fold(MPI_OPS[wire_op(dtype, op)], wires)
-    return from_wire(result, dtype, op, postscale, len(inputs))
-
-
-def any_bits(dtype: DType, seed: int) -> Array:
-    """Everything a type can hold: extremes, infinities, NaN, subnormal numbers."""
-    data = np.random.default_rng(seed).integers(0, 256, 64 * dtype.num_bytes).astype(np.uint8)
-    return (data & 1).view(np.bool_) if dtype is DType.BOOL else data.view(dtype.numpy)
-
-
-def assert_same(got: Array, expected: Array, dtype: DType) -> None:
-    assert got.dtype == dtype.numpy
-    if dtype is DType.BFLOAT16:
-        got, expected = ((bits.astype(np.uint32) << 16).view(np.float32) for bits in (got, expected))
-    np.testing.assert_array_equal(got, expected)
-
-
-@pytest.mark.parametrize(("dtype", "op"), PAIRS, ids=lambda value: value.name.lower())
-def test_a_reduction_gives_what_the_reference_gives(dtype: DType, op: Op) -> None:
-    inputs = [any_bits(dtype, seed) for seed in range(3)]
-    assert_same(reduced(inputs, dtype, op), reduce(inputs, dtype, op, 1.0, 1.0), dtype)
-
-
-@pytest.mark.parametrize("dtype", [dtype for dtype in DType if dtype is not DType.BOOL], ids=lambda d: d.name.lower())
-@pytest.mark.parametrize(("prescale", "postscale"), [(0.5, 1.0), (1.0, -0.7), (3.0, 1e30)])
-def test_scales_give_what_the_reference_gives(dtype: DType, prescale: float, postscale: float) -> None:
-    inputs = [any_bits(dtype, seed) for seed in range(2)]
-    expected = reduce(inputs, dtype, Op.MEAN, prescale, postscale)
-    assert_same(reduced(inputs, dtype, Op.MEAN, prescale, postscale), expected, dtype)
-
-
-def test_small_integers_do_not_travel_as_such_because_open_mpi_adds_them_with_saturation() -> None:
-    for dtype in (DType.INT8, DType.UINT8, DType.INT16, DType.UINT16):
-        assert to_wire(np.zeros(1, dtype.numpy), dtype, Op.SUM).dtype == np.uint32
-        assert to_wire(np.zeros(1, dtype.numpy), dtype, Op.MAX).dtype == dtype.numpy
-
-
-def test_data_that_needs_no_change_is_not_copied() -> None:
-    for dtype in (DType.FLOAT32, DType.FLOAT64, DType.INT32, DType.UINT64):
-        data = np.ones(4, dtype.numpy)
-        wire = to_wire(data, dtype, Op.SUM)
-        assert np.shares_memory(wire, data)
-        assert np.shares_memory(from_wire(wire, dtype, Op.SUM), data)

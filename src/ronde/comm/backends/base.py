@@ -1,8 +1,8 @@
 """The seam between collectives and what moves the bytes: native (C++), mpi, and single_rank for groups of one.
 
-A backend opens *channels*. A channel is one total order of calls, agreed by all its members; channels never wait for
-each other. To add a backend, write a Backend, a BackendChannel and a RunningCall in a module of their own, allow its
-name in `settings.py` (backend), and create it in `comm/joining.py`.
+A channel is one total order of calls, agreed by all its members; channels never wait for each other. To add a backend,
+write a Backend, a BackendChannel and a RunningCall in a module of their own, allow its name in `settings.py` (backend),
+and create it in `comm/joining.py`.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ class RunningCall:
     def __init__(self, call: Call) -> None:
         self.call: Call | None = call
         self.timing: CallTiming | None = None
-        """Set when the call has succeeded and a thread has waited for it."""
         self.error: Exception | None = None
-        """Set when the call has failed and a thread has waited for it."""
+        """One of these is set when the call has ended and a thread has waited for it."""
         self.waiting_since_ns = 0
         """Since when a thread waits for it; 0 when none does."""
         self.on_wait: Callable[[int, int], object] | None = None
@@ -127,19 +126,15 @@ class RunningCall:
         self.call = self.on_end = self.on_wait = None
 
     def make_timeout(self, deadline: Deadline) -> OperationTimeout:
-        """The error for a wait that took too long."""
         description = self.call.description if self.call is not None else "the operation"
         return OperationTimeout(f"{description} is still under way after {deadline.timeout_s:g} s")
 
-    # --- what a backend implements -----------------------------------------------------------------------------------
-
     def has_ended(self) -> bool:
-        """Whether wait_for_end() would return at once."""
         raise NotImplementedError
 
     def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
-        """Wait for the call and return its timing, or raise its error; None if it is still under way at the deadline.
-        Called by one thread at a time."""
+        """Return the timing of the call, or raise its error; None if it is still under way at the deadline. Called by
+        one thread at a time."""
         raise NotImplementedError
 
 
@@ -150,16 +145,15 @@ class BackendChannel(Protocol):
     spec: ChannelSpec
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
-        """Execute the call and wait for it."""
+        """Execute the call, after those before it, and wait for it."""
 
-    def submit(self, call: Call, deadline: Deadline) -> RunningCall:
-        """Queue the call behind those before it."""
+    def submit(self, call: Call, deadline: Deadline) -> RunningCall: ...
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         """This member's bucket memory, spec.bucket_bytes long."""
 
     def current_call(self) -> CurrentCall | None:
-        """The call under way, or None when idle."""
+        """None when idle."""
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         """End all waits at once: with PeerLost when a rank of the world is lost, else with RoundEnded. The first abort
@@ -170,8 +164,6 @@ class BackendChannel(Protocol):
 
 
 class Backend(Protocol):
-    """Opens channels among the members of a round."""
-
     name: str
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> BackendChannel:
@@ -181,4 +173,4 @@ class Backend(Protocol):
         """A rank is gone: waits inside open_channel that need it must end with PeerLost."""
 
     def close(self) -> None:
-        """Free everything. Idempotent; channels were closed before."""
+        """Idempotent; channels were closed before."""

@@ -18,7 +18,6 @@ import numpy as np
 from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, CurrentCall, RunningCall
 from ronde.comm.backends.native_library import (
     ALGORITHMS,
-    ChannelParams,
     NativeError,
     NativeHandle,
     NativeStatus,
@@ -27,6 +26,7 @@ from ronde.comm.backends.native_library import (
     get_current_call,
     get_member_descriptions,
     load_library,
+    make_channel_params,
     open_channel,
 )
 from ronde.comm.call import Call, mismatch_error
@@ -45,8 +45,6 @@ WAIT_SLICE_S = 0.2
 
 
 class NativeBackend:
-    """Opens native channels among the members of a round."""
-
     name = "native"
 
     def __init__(self, topology: Topology, listener: Listener, key: JobKey, settings: Settings) -> None:
@@ -57,13 +55,15 @@ class NativeBackend:
         self._lost: dict[int, PeerLost] = {}
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> NativeChannel:
-        """Connect the members and open the channel. Collective among them."""
-        params = self._make_params(spec)
+        seen: dict[int, int] = {}
+        hosts = [seen.setdefault(self._topology.host_indices[rank], len(seen)) for rank in spec.members]
+        sizes = (self._settings.slot_bytes, self._settings.chunk_bytes, spec.bucket_bytes)
+        params = make_channel_params(hosts, spec.member_index, *sizes)
         with ExitStack() as stack:
-            segment = self._share_segment(spec, params, deadline)
+            segment = self._share_segment(spec, hosts, load_library().rd_segment_bytes(params), deadline)
             if segment >= 0:
                 stack.callback(os.close, segment)
-            connections = self._connect_members(spec, params, stack, deadline)
+            connections = self._connect_members(spec, hosts, stack, deadline)
             num = self._settings.num_sockets + 1
             sockets = {member: [each.detach() for each in row[:num]] for member, row in connections.items()}
             point_to_point = {member: row[num].detach() for member, row in connections.items() if len(row) > num}
@@ -80,23 +80,11 @@ class NativeBackend:
         self._listener.fail_rank(rank, lost)
 
     def close(self) -> None:
-        """Do nothing: the listener is closed with the round."""
+        pass  # the listener is closed with the round
 
-    def _make_params(self, spec: ChannelSpec) -> ChannelParams:
-        world = self._topology.host_indices
-        seen: dict[int, int] = {}
-        return ChannelParams(
-            hosts=[seen.setdefault(world[rank], len(seen)) for rank in spec.members],
-            member_index=spec.member_index,
-            num_cores=len(os.sched_getaffinity(0)),
-            slot_bytes=self._settings.slot_bytes,
-            chunk_bytes=self._settings.chunk_bytes,
-            bucket_bytes=spec.bucket_bytes,
-        )
-
-    def _share_segment(self, spec: ChannelSpec, params: ChannelParams, deadline: Deadline) -> int:
+    def _share_segment(self, spec: ChannelSpec, hosts: list[int], num_bytes: int, deadline: Deadline) -> int:
         """The descriptor of the memory that the members of this host share; -1 when there is one member."""
-        local = [spec.members[index] for index in params.local_members]
+        local = [rank for rank, host in zip(spec.members, hosts, strict=True) if host == hosts[spec.member_index]]
         if len(local) == 1:
             return -1
         purpose = f"segment {spec.id}"
@@ -104,7 +92,7 @@ class NativeBackend:
             address = f"unix:{self._topology.members[local[0]].unix_socket}"
             with self._connect_to_address(local[0], address, purpose, deadline) as sock:
                 return receive_descriptor(sock, deadline)
-        segment = create_shared_memory(f"ronde {spec.id}", params.segment_bytes())
+        segment = create_shared_memory(f"ronde {spec.id}", num_bytes)
         try:
             for rank in local[1:]:
                 self._send_segment(segment, purpose, rank, deadline)
@@ -124,14 +112,14 @@ class NativeBackend:
                     limit = Deadline(min(LOSS_NOTICE_S, deadline.remaining_s))
 
     def _connect_members(
-        self, spec: ChannelSpec, params: ChannelParams, stack: ExitStack, deadline: Deadline
+        self, spec: ChannelSpec, hosts: list[int], stack: ExitStack, deadline: Deadline
     ) -> dict[int, list[Connection]]:
         """Sockets to the members of other hosts. Connects to all lower ranks first, then accepts the higher ones:
         listeners answer by themselves, so no two members can wait for each other."""
         num = self._settings.num_sockets + 1 + (1 if spec.point_to_point else 0)
         rows: dict[int, list[Connection]] = {}
         for index, rank in enumerate(spec.members):
-            if params.hosts[index] == params.hosts[spec.member_index]:
+            if hosts[index] == hosts[spec.member_index]:
                 continue
             for number in range(num):
                 purpose = f"{spec.id} {number}"
@@ -159,17 +147,13 @@ class NativeBackend:
             if rank in self._lost:
                 raise self._lost[rank]
 
-        request = ConnectionRequest(purpose, self._topology.rank)
-        heartbeat_s = self._settings.heartbeat_s
-        sock, _ = connect_authenticated(
+        request, heartbeat_s = ConnectionRequest(purpose, self._topology.rank), self._settings.heartbeat_s
+        return connect_authenticated(
             address, self._key, request, deadline, heartbeat_s=heartbeat_s, before_retry=give_up_when_lost
-        )
-        return sock
+        )[0]
 
 
 class NativeChannel:
-    """A channel of the C++ data plane."""
-
     def __init__(self, spec: ChannelSpec, handle: NativeHandle, algorithm: str) -> None:
         self.spec = spec
         self.library = load_library()
@@ -220,7 +204,6 @@ class NativeChannel:
             return None
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
-        """End all waits of all members."""
         with self._changed:
             if self._abort_reason is None:
                 self._abort_reason = (lost_rank, why)
@@ -270,7 +253,6 @@ class NativeChannel:
             self.release_handle()
 
     def make_error(self, description: str, error: NativeError, deadline: Deadline, handle: NativeHandle) -> Exception:
-        """The error that the caller sees."""
         members, rank = self.spec.members, self.spec.members[self.spec.member_index]
         blamed = members[error.member] if error.member >= 0 else -1
         if error.status == NativeStatus.MISMATCH:
@@ -280,11 +262,12 @@ class NativeChannel:
             return ValueError(f"{description}: the arguments do not fit together")
         if error.status == NativeStatus.TIMEOUT:
             late = f": rank {blamed} did not come in time" if blamed >= 0 else ""
-            timeout: RondeError = (
-                OperationTimeout(f"{description} did not finish within {deadline.timeout_s:g} s on rank {rank}{late}")
-                if deadline.expired
-                else RoundEnded(f"{description} on rank {rank}: an operation timed out on another member{late}")
+            timeout: RondeError = RoundEnded(
+                f"{description} on rank {rank}: an operation timed out on another member{late}"
             )
+            if deadline.expired:
+                limit = f"{deadline.timeout_s:g} s"
+                timeout = OperationTimeout(f"{description} did not finish within {limit} on rank {rank}{late}")
             timeout.missing = (blamed,) if blamed >= 0 else ()
             return timeout
         if error.status == NativeStatus.SYSTEM:
@@ -306,8 +289,6 @@ class NativeChannel:
 
 
 class NativeRunningCall(RunningCall):
-    """A submitted call of a native channel."""
-
     __slots__ = ("_channel", "_work")
 
     def __init__(self, channel: NativeChannel, work: int, call: Call) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import os
 import struct
 import threading
 import weakref
@@ -39,9 +40,10 @@ class NativeStatus:
 ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise")
 
 
-class RdChannelParams(ctypes.Structure):
-    """rd_channel_params."""
+# The structs of the C header, by their names there.
 
+
+class RdChannelParams(ctypes.Structure):
     _fields_ = (
         ("abi", c_uint32),
         ("num_members", c_uint32),
@@ -65,14 +67,10 @@ RD_RESULT = struct.Struct("@iiiiqqq")
 
 
 class RdMemberCall(ctypes.Structure):
-    """rd_member_call."""
-
     _fields_ = (("signature", c_uint64), ("description", c_char * DESCRIPTION_BYTES))
 
 
 class RdCurrentCall(ctypes.Structure):
-    """rd_current_call."""
-
     _fields_ = (
         ("sequence", c_uint64),
         ("start_ns", c_int64),
@@ -119,19 +117,9 @@ class NativeLibrary(ctypes.CDLL):
         if (abi := self.rd_abi()) != ABI:
             raise RondeError(f"{path} has ABI {abi}, this ronde needs {ABI}; reinstall ronde or run `make build`")
         for name, (returns, takes) in _FUNCTIONS.items():
-            try:
-                function = getattr(self, name)
-            except AttributeError:
-                raise RondeError(f"{path} has no {name}(); reinstall ronde or run `make build`") from None
+            function = getattr(self, name)
             function.restype = returns
             function.argtypes = takes
-
-
-def _python_functions() -> ctypes.Array[c_void_p]:
-    """rd_interpreter: how the library lets Python run its signal handlers."""
-    python = ctypes.pythonapi
-    functions = (python.PyGILState_Ensure, python.PyErr_CheckSignals, python.PyErr_Fetch, python.PyGILState_Release)
-    return (c_void_p * 4)(*[ctypes.cast(function, c_void_p) for function in functions])
 
 
 @lru_cache(maxsize=1)
@@ -143,7 +131,10 @@ def load_library() -> NativeLibrary:
             f"ronde's native library {path} is missing; reinstall ronde, or run `make build` in a checkout"
         )
     loaded = NativeLibrary(path)
-    loaded.rd_set_interpreter(_python_functions())
+    # How the library lets Python run its signal handlers.
+    python = ctypes.pythonapi
+    functions = (python.PyGILState_Ensure, python.PyErr_CheckSignals, python.PyErr_Fetch, python.PyGILState_Release)
+    loaded.rd_set_interpreter((c_void_p * 4)(*[ctypes.cast(function, c_void_p) for function in functions]))
     return loaded
 
 
@@ -176,34 +167,6 @@ def reduce(
         raise TypeError(f"operation {op} is not defined for dtype {dtype}")
 
 
-class ChannelParams:
-    """The members of a channel and the hosts they are on."""
-
-    def __init__(
-        self,
-        *,
-        hosts: Sequence[int],
-        member_index: int,
-        num_cores: int,
-        slot_bytes: int,
-        chunk_bytes: int,
-        bucket_bytes: int,
-    ) -> None:
-        self.hosts = tuple(hosts)
-        self.local_members = tuple(index for index, host in enumerate(hosts) if host == hosts[member_index])
-        """The members on the host of this rank."""
-        host_numbers = (c_uint32 * len(hosts))(*hosts)
-        slot_bytes, chunk_bytes = slot_bytes // 64 * 64, chunk_bytes // 64 * 64
-        self.struct = RdChannelParams(
-            ABI, len(hosts), member_index, num_cores, host_numbers, slot_bytes, chunk_bytes, bucket_bytes
-        )
-
-    def segment_bytes(self) -> int:
-        """Bytes of shared memory that the members of this host need."""
-        num_bytes: int = load_library().rd_segment_bytes(self.struct)
-        return num_bytes
-
-
 class NativeError(Exception):
     """A status of the library other than OK; the native backend turns it into the error that the caller sees."""
 
@@ -221,19 +184,29 @@ class NativeError(Exception):
 NativeHandle: TypeAlias = c_void_p
 
 
+def make_channel_params(
+    hosts: Sequence[int], member_index: int, slot_bytes: int, chunk_bytes: int, bucket_bytes: int
+) -> RdChannelParams:
+    """`hosts` has the number of the host of each member."""
+    num_cores = len(os.sched_getaffinity(0))
+    host_numbers = (c_uint32 * len(hosts))(*hosts)
+    sizes = (slot_bytes // 64 * 64, chunk_bytes // 64 * 64, bucket_bytes)
+    return RdChannelParams(ABI, len(hosts), member_index, num_cores, host_numbers, *sizes)
+
+
 def open_channel(
-    params: ChannelParams, segment: int, sockets: Mapping[int, Sequence[int]], point_to_point: Mapping[int, int]
+    params: RdChannelParams, segment: int, sockets: Mapping[int, Sequence[int]], point_to_point: Mapping[int, int]
 ) -> NativeHandle:
     """Open a channel. The library takes over the descriptors in `sockets` (the one for aborts first, then those for
     data; as many for each member) and in `point_to_point`."""
-    num_members = len(params.hosts)
+    num_members = params.num_members
     num_sockets = max((len(row) for row in sockets.values()), default=0)
     table = (c_int * (num_members * num_sockets or 1))(*[-1] * (num_members * num_sockets))
     for member, row in sockets.items():
         table[member * num_sockets : (member + 1) * num_sockets] = [*row]
     pairs = (c_int * num_members)(*[point_to_point.get(member, -1) for member in range(num_members)])
     handle = c_void_p()
-    status = load_library().rd_open(params.struct, segment, table, num_sockets, pairs, ctypes.byref(handle))
+    status = load_library().rd_open(params, segment, table, num_sockets, pairs, ctypes.byref(handle))
     if status != NativeStatus.OK:
         raise NativeError(status)
     return handle
@@ -247,7 +220,6 @@ def get_member_descriptions(handle: NativeHandle, num_members: int) -> list[str]
 
 
 def get_current_call(handle: NativeHandle, num_members: int) -> CurrentCall | None:
-    """The call under way, or None when idle."""
     now = RdCurrentCall()
     missing = (c_uint32 * num_members)()
     load_library().rd_get_current_call(handle, ctypes.byref(now), missing)
@@ -299,16 +271,35 @@ class _CallStructs(threading.local):
             span = spans[0]
             SPAN.pack_into(self._span, 0, span.input, span.output, span.count)
             last = self._last_call
-            if last is not None and _differ_only_in_memory(call, last) and self._last_algorithm == algorithm:
-                return None  # the most frequent case: the same call with other memory
+            # The most frequent case is the same call with other memory. Kind, dtype and options are those of the
+            # signature that owns the description: the very same description is the very same signature.
+            if (
+                last is not None
+                and call.description is last.description
+                and call.kind is last.kind
+                and call.dtype is last.dtype
+                and call.signature_hash == last.signature_hash
+                and call.peer == last.peer
+                and call.pre_agreed == last.pre_agreed
+                and call.counts is None
+                and call.splits is None
+                and self._last_algorithm == algorithm
+            ):
+                return None
         return self._fill_all_fields(call, algorithm)
 
     def timing_or_raise(self, status: int) -> CallTiming:
         """The timing of a call that succeeded, from the result struct; else NativeError, or what a signal raised."""
         _, member, detail, algorithm, start_ns, ready_ns, end_ns = RD_RESULT.unpack_from(self.result)
         if status != NativeStatus.OK:
-            if detail == errno.EINTR:
-                _raise_pending_exception()
+            raised = (c_void_p * 3)()
+            if detail == errno.EINTR and load_library().rd_fetch_exception(raised):
+                # What a signal handler raised while the library waited, such as KeyboardInterrupt: ctypes raises the
+                # pending exception when a function of Python's own returns.
+                restore = ctypes.pythonapi.PyErr_Restore
+                restore.argtypes = (c_void_p, c_void_p, c_void_p)
+                restore.restype = None
+                restore(*raised)
             still_running = status == NativeStatus.TIMEOUT and end_ns == 0
             raise NativeError(status, member, detail, still_running=still_running)
         return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm])
@@ -316,12 +307,10 @@ class _CallStructs(threading.local):
     def _fill_all_fields(self, call: Call, algorithm: int) -> object:
         spans = call.spans
         keep: list[object] = []
-        if len(spans) == 1:
-            spans_address = self._span_address
-        else:
-            spans_address = _copy_bytes(
-                keep, b"".join([SPAN.pack(span.input, span.output, span.count) for span in spans])
-            )
+        spans_address = self._span_address
+        if len(spans) != 1:
+            packed = b"".join([SPAN.pack(span.input, span.output, span.count) for span in spans])
+            spans_address = _copy_bytes(keep, packed)
         RD_CALL.pack_into(
             self.call,
             0,
@@ -359,33 +348,8 @@ class _CallStructs(threading.local):
 call_structs = _CallStructs()
 
 
-def _differ_only_in_memory(call: Call, last: Call) -> bool:
-    """Kind, dtype and options are those of the signature that owns the description: the very same description is the
-    very same signature."""
-    return (
-        call.description is last.description
-        and call.kind is last.kind
-        and call.dtype is last.dtype
-        and call.signature_hash == last.signature_hash
-        and call.peer == last.peer
-        and call.pre_agreed == last.pre_agreed
-        and call.counts is None
-        and call.splits is None
-    )
-
-
 def _copy_bytes(owners: list[object], data: bytes) -> int:
     """The address of a copy of the data that lives as long as the list."""
     memory = ctypes.create_string_buffer(data, max(1, len(data)))
     owners.append(memory)
     return ctypes.addressof(memory)
-
-
-def _raise_pending_exception() -> None:
-    """Raise what a signal handler raised while the library waited, such as KeyboardInterrupt."""
-    raised = (c_void_p * 3)()
-    if load_library().rd_fetch_exception(raised):
-        restore = ctypes.pythonapi.PyErr_Restore
-        restore.argtypes = (c_void_p, c_void_p, c_void_p)
-        restore.restype = None
-        restore(*raised)  # ctypes raises the pending exception when a function of Python's own returns

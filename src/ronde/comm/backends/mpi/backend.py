@@ -77,7 +77,6 @@ class MpiBackend:
         _wait_for_all_ranks(request, Deadline(settings.start_s))
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> MpiChannel:
-        """Wait for all members, then make a communicator of them."""
         self._free_closed_channels()
         self._wait_for_members(spec, deadline)
         # This call blocks, but not for long: all members are about to make it.
@@ -160,11 +159,11 @@ def settings_from_mpi(settings: Settings) -> Settings:
         return settings.replace(rank=rank, size=size)
     deadline = Deadline(settings.start_s)
     rows, chosen = bytearray(ROW_BYTES * size), bytearray(ROW_BYTES)
-    own_row = _encode_row(settings.host or host_identity(), candidate_addresses()[0])
+    own_row = _encode_row(candidate_addresses()[0], settings.host or host_identity())
     _wait_for_all_ranks(world.Iallgather(own_row, rows), deadline)
     if rank == 0:
         hosts = [_decode_row(rows[start : start + ROW_BYTES]) for start in range(0, len(rows), ROW_BYTES)]
-        others = [address for host, address in hosts if host != hosts[0][0]]
+        others = [address for address, host in hosts if host != hosts[0][1]]
         # The loopback when all are on one host, else the address that this host uses to reach the first other one.
         address = local_address_for(others[0]) if others else "127.0.0.1"
         chosen[:] = _encode_row(format_address(address, find_free_port(address)), settings.key or new_job_key())
@@ -174,14 +173,11 @@ def settings_from_mpi(settings: Settings) -> Settings:
 
 
 def _encode_row(*texts: str) -> bytes:
-    data = "\n".join(texts).encode()
-    if len(data) > ROW_BYTES:
-        raise StartFailed(f"{texts[0]!r} is too long a name for a host: {len(data)} bytes of {ROW_BYTES}")
-    return data.ljust(ROW_BYTES, b"\0")
+    return "\n".join(texts).encode()[:ROW_BYTES].ljust(ROW_BYTES, b"\0")
 
 
 def _decode_row(data: bytes | bytearray) -> list[str]:
-    return data.rstrip(b"\0").decode().split("\n")
+    return data.rstrip(b"\0").decode(errors="ignore").split("\n")
 
 
 def _wait_for_all_ranks(request: MPI.Request, deadline: Deadline) -> None:

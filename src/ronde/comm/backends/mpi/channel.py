@@ -156,7 +156,6 @@ class CallQueue:
         self._closed = False
 
     def is_busy(self) -> bool:
-        """Whether a call is under way or waits for its turn."""
         with self._changed:
             return self.current is not None or bool(self._queue)
 
@@ -172,7 +171,6 @@ class CallQueue:
         return self._execute_current(wait) if queued is None else queued.wait(deadline)
 
     def submit(self, call: Call, deadline: Deadline) -> MpiRunningCall:
-        """Queue the call behind those before it."""
         with self._changed:
             return self._enqueue(call, deadline)
 
@@ -266,7 +264,7 @@ class MpiChannel:
         return self._bucket
 
     def current_call(self) -> CurrentCall | None:
-        """The oldest call under way, or None when idle."""
+        """The oldest call under way."""
         waits = [queue.current for queue in list(self._queues.values())]
         oldest = min((wait for wait in waits if wait is not None), key=lambda wait: wait.start_ns, default=None)
         if oldest is None:
@@ -274,12 +272,10 @@ class MpiChannel:
         return CurrentCall(oldest.call.description, oldest.start_ns, oldest.missing())
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
-        """End all waits at once, here and at the other members. The first abort wins; safe from any thread."""
         if not self._closed:
             self._failure_detector.abort(lost_rank, why)
 
     def close(self) -> None:
-        """Abort what is under way and free everything. Idempotent."""
         from mpi4py import MPI
 
         with self._lock:
@@ -295,7 +291,7 @@ class MpiChannel:
         elif detector.aborted is None:
             detector.send_notice(NoticeKind.CLOSED, why=why)
         deadline = Deadline(CLOSE_TIMEOUT_S)
-        idle = all([queue.close(deadline) for queue in queues])
+        idle = all([queue.close(deadline) for queue in queues])  # each is closed
         # A communicator with calls that never complete cannot be freed; it stays with them until the process ends.
         if idle and not detector.broken and detector.aborted is None:
             self._on_closed(detector)
@@ -319,7 +315,7 @@ class MpiChannel:
             self._run_collectives(wait)
         except MPI.Exception as error:
             self._failure_detector.broken = True
-            failure = self._error_from_mpi(error, wait.call)
+            failure = RondeError(f"MPI failed during {wait.call.description}: {error.Get_error_string()}")
             self._abort_after_error(failure)
             raise failure from error
         except BaseException as error:
@@ -335,15 +331,6 @@ class MpiChannel:
             self._failure_detector.abort(error.peer, error.why)
         else:
             self._failure_detector.abort(-1, f"rank {self._failure_detector.rank} gave up: {error}")
-
-    def _error_from_mpi(self, error: MPI.Exception, call: Call) -> RondeError:
-        from mpi4py import MPI
-
-        if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING):
-            failed = self._comm.Get_failed().Translate_ranks(None, self._comm.Get_group())
-            peer, rank = self.spec.members[failed[0]] if failed else -1, self._failure_detector.rank
-            return PeerLost(rank=rank, peer=peer, op=call.description, why="its process failed, says MPI")
-        return RondeError(f"MPI failed during {call.description}: {error.Get_error_string()}")
 
     def _run_collectives(self, wait: MpiWait) -> None:
         """Do the call: one collective, or for a member that has joined as many as the others want."""

@@ -1,28 +1,24 @@
 """How each kind of call moves its data over MPI. Used by the mpi channel, once all members agreed on the call.
 
 Only nonblocking MPI calls: every wait goes through `wait`, which knows deadlines and aborts. MPI counts elements in 32
-bits, so long arrays are sent in pieces. Members get equal bits: results are computed once and copied, or by Iallreduce,
-for which MPI only recommends equal results on all ranks; Open MPI and MPICH follow that for the operations used here.
+bits, so long arrays are sent in pieces.
 
-A reduction goes by the rules of the native kernels (native/src/reduce/reduce.h), in types that every MPI library
-reduces in the same way:
-
-    float16, bfloat16               float32, so that sums are rounded once, at the end
-    bool                            uint8 of 0 and 1: "or" is the maximum, "and" the minimum
-    integers, sum/product           unsigned ones of at least 32 bits, where overflow is defined: it wraps. (Open MPI
-                                    adds integers of 8 and 16 bits with saturation on some processors.)
-    floats, min/max                 integers in the same order as the floats, NaN outermost: a NaN always wins
-    everything else                 itself
+Results are those of the native kernels, and have equal bits on all members. MPI itself reduces only what every library
+reduces in that way: sums and products of float32, float64 and integers of at least 32 bits. (MPI recommends that
+Iallreduce gives equal results on all ranks; Open MPI and MPICH follow that.) Everything else the members reduce
+themselves, each one share: MPI has no 16-bit floats, a NaN may lose in its minimum, and Open MPI adds integers of 8 and
+16 bits with saturation on some processors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ronde.comm.backends.native_library import reduce
 from ronde.comm.backends.single_rank import scale
 from ronde.comm.buffers import (
     NUMPY_DTYPES,
@@ -79,7 +75,7 @@ class MpiCollectives:
         self._member_index = comm.Get_rank()
         self._size = comm.Get_size()
         self._in_place = MPI.IN_PLACE
-        self._ops = {Op.SUM: MPI.SUM, Op.MIN: MPI.MIN, Op.MAX: MPI.MAX, Op.PRODUCT: MPI.PROD}
+        self._ops = {Op.SUM: MPI.SUM, Op.MEAN: MPI.SUM, Op.PRODUCT: MPI.PROD}
 
     def run(self, call: Call) -> None:
         match call.kind:
@@ -106,20 +102,63 @@ class MpiCollectives:
 
     def allreduce(self, call: Call, data: Array) -> None:
         """Reduce the data of all members, which is overwritten, into the outputs of the call."""
-        wire = to_wire(data, call.dtype, call.op, call.prescale)
         if call.op is Op.ADASUM:
-            self._adasum(wire, [span.count for span in call.spans])
-        else:
-            op = self._ops[wire_op(call.dtype, call.op)]
+            data = self._adasum(call, data)
+        elif self._is_known_to_mpi(call):
+            wire = _to_wire(call, data)
             for piece in _pieces(len(wire)):
-                self._wait([self._comm.Iallreduce(self._in_place, wire[piece], op)])
-        _write_spans(call, from_wire(wire, call.dtype, call.op, call.postscale, self._size))
+                self._wait([self._comm.Iallreduce(self._in_place, wire[piece], self._ops[call.op])])
+            data = self._from_wire(call, wire)
+        else:
+            ends = [len(data) * member // self._size for member in range(self._size + 1)]
+            counts = [end - start for start, end in pairwise(ends)]
+            own = data[ends[self._member_index] :][: counts[self._member_index]]
+            self._reduce_share(call, data, counts, own)
+            self._gather_shares(data, counts)
+        _write_spans(call, data)
 
-    def _adasum(self, data: Array, counts: Sequence[int]) -> None:
-        # Members beyond the largest power of two are combined with the first ones. Then neighbours at distance 1, 2, 4,
-        # … are combined, the lower one keeping the result, until member 0 has it and broadcasts it. Each combination is
-        # computed once, so that different processors cannot come to different bits. Each array has its own weights.
+    def _reduce_scatter(self, call: Call) -> None:
+        data, counts = _read_spans(call), call.counts
+        assert counts is not None
+        own = array_at(call.spans[0].output, counts[self._member_index], call.dtype.numpy)
+        if self._is_known_to_mpi(call) and len(data) <= MAX_ELEMENTS_PER_CALL:
+            wire = _to_wire(call, data)
+            share = np.empty(len(own), wire.dtype)
+            self._wait([self._comm.Ireduce_scatter(wire, share, counts, self._ops[call.op])])
+            own[:] = self._from_wire(call, share)
+        else:
+            self._reduce_share(call, data, counts, own)
+
+    def _is_known_to_mpi(self, call: Call) -> bool:
+        if call.dtype.is_float:
+            return call.op in self._ops and call.dtype in (DType.FLOAT32, DType.FLOAT64)
+        return call.op in (Op.SUM, Op.PRODUCT) and call.dtype.num_bytes >= 4
+
+    def _from_wire(self, call: Call, wire: Array) -> Array:
+        data, factor = wire.view(call.dtype.numpy), call.postscale
+        if call.op is Op.MEAN:
+            factor /= self._size
+        return data if factor == 1.0 else scale(data, call.dtype, factor, out=data)
+
+    def _reduce_share(self, call: Call, data: Array, counts: Sequence[int], out: Array) -> None:
+        """Send to each member its share of the data, and reduce the own share of all members into `out`."""
+        received = np.empty((self._size, len(out)), data.dtype)
+        self._exchange(data, counts, received.reshape(-1), [len(out)] * self._size)
+        inputs, scales = [address_of(row) for row in received], {"prescale": call.prescale, "postscale": call.postscale}
+        reduce(call.dtype, call.op, inputs, [address_of(out)], len(out), **scales)
+
+    def _adasum(self, call: Call, data: Array) -> Array:
+        """Members beyond the largest power of two are combined with the first ones, then neighbours at distance 1, 2, …,
+        the lower one keeping the result, until member 0 has it and broadcasts it. Each combination is computed once, so
+        that different processors cannot come to different bits. Each array has its own weights."""
+        if call.dtype is DType.FLOAT16:
+            data = data.astype(np.float32)
+        elif call.dtype is DType.BFLOAT16:
+            data = float32_from_bfloat16(data)
+        if call.prescale != 1.0:
+            data = scale(data, NUMPY_DTYPES[data.dtype], call.prescale)
         me, full = self._member_index, 1 << (self._size.bit_length() - 1)
+        counts = [span.count for span in call.spans]
         if me >= full:
             self._move(self._comm.Isend, data, me - full, TAG_ADASUM)
         elif me + full < self._size:
@@ -132,6 +171,12 @@ class MpiCollectives:
             self._combine_adasum(data, me + distance, counts)
             distance *= 2
         self._broadcast(data, 0)
+        if call.postscale != 1.0:
+            data = scale(data, NUMPY_DTYPES[data.dtype], call.postscale)
+        if call.dtype is DType.FLOAT16:
+            with np.errstate(all="ignore"):
+                return data.astype(np.float16)
+        return bfloat16_from_float32(data) if call.dtype is DType.BFLOAT16 else data
 
     def _combine_adasum(self, data: Array, peer: int, counts: Sequence[int]) -> None:
         other = np.empty_like(data)
@@ -140,47 +185,34 @@ class MpiCollectives:
         for own_array, other_array in zip(np.split(data, ends), np.split(other, ends), strict=True):
             combine_adasum(own_array, other_array)
 
-    def _reduce_scatter(self, call: Call) -> None:
-        counts = call.counts
-        assert counts is not None
-        wire = to_wire(_read_spans(call), call.dtype, call.op, call.prescale)
-        op = self._ops[wire_op(call.dtype, call.op)]
-        own = np.empty(counts[self._member_index], wire.dtype)
-        if len(wire) <= MAX_ELEMENTS_PER_CALL:
-            self._wait([self._comm.Ireduce_scatter(wire, own, counts, op)])
-        else:
-            for member, start in enumerate(_starts(counts)):
-                for piece in _pieces(counts[member]):
-                    share = wire[start : start + counts[member]][piece]
-                    received = own[piece] if member == self._member_index else None
-                    self._wait([self._comm.Ireduce(share, received, op, member)])
-        result = from_wire(own, call.dtype, call.op, call.postscale, self._size)
-        array_at(call.spans[0].output, len(own), call.dtype.numpy)[:] = result
-
     # --- data that only moves -----------------------------------------------------------------------------------
 
     def _allgather(self, call: Call) -> None:
         counts = call.counts
         assert counts is not None
-        starts, start, count = _starts(counts), sum(counts[: self._member_index]), counts[self._member_index]
+        start, count = sum(counts[: self._member_index]), counts[self._member_index]
         target = array_at(call.spans[0].output, sum(counts), call.dtype.numpy)
         # NumPy copies correctly where the two overlap; MPI would not.
         target[start : start + count] = array_at(call.spans[0].input, count, call.dtype.numpy)
-        if len(target) <= MAX_ELEMENTS_PER_CALL:
-            self._wait([self._comm.Iallgatherv(self._in_place, [_as_unsigned(target), (counts, starts)])])
+        self._gather_shares(target, counts)
+
+    def _gather_shares(self, data: Array, counts: Sequence[int]) -> None:
+        if len(data) <= MAX_ELEMENTS_PER_CALL:
+            self._wait([self._comm.Iallgatherv(self._in_place, [_as_unsigned(data), (counts, _starts(counts))])])
             return
-        for member, start in enumerate(starts):
-            self._broadcast(target[start : start + counts[member]], member)
+        for member, start in enumerate(_starts(counts)):
+            self._broadcast(data[start : start + counts[member]], member)
 
     def _alltoall(self, call: Call) -> None:
-        # Pairs, not Ialltoallv: whether everything fits in 32-bit counts differs from member to member.
         counts, splits = call.counts, call.splits
         assert counts is not None and splits is not None
-        source = _as_unsigned(array_at(call.spans[0].input, sum(splits), call.dtype.numpy))
-        target = _as_unsigned(array_at(call.spans[0].output, sum(counts), call.dtype.numpy))
-        if np.may_share_memory(source, target):
-            source = source.copy()
-        requests = []
+        source = array_at(call.spans[0].input, sum(splits), call.dtype.numpy)
+        target = array_at(call.spans[0].output, sum(counts), call.dtype.numpy)
+        self._exchange(source.copy() if np.may_share_memory(source, target) else source, splits, target, counts)
+
+    def _exchange(self, source: Array, splits: Sequence[int], target: Array, counts: Sequence[int]) -> None:
+        # Pairs, not Ialltoallv: whether everything fits in 32-bit counts differs from member to member.
+        source, target, requests = _as_unsigned(source), _as_unsigned(target), []
         for distance in range(self._size):
             sender = (self._member_index - distance) % self._size
             receiver = (self._member_index + distance) % self._size
@@ -244,73 +276,16 @@ def _write_spans(call: Call, data: Array) -> None:
         start += span.count
 
 
-# --- what MPI reduces ------------------------------------------------------------------------------------------------
+def _to_wire(call: Call, data: Array) -> Array:
+    """The array that MPI reduces. Integers go as unsigned ones, where overflow is defined: it wraps."""
+    data = data if call.prescale == 1.0 else scale(data, call.dtype, call.prescale)
+    return data if call.dtype.is_float else _as_unsigned(data)
+
 
 BLOCK_ELEMENTS = 1 << 16
 """Elements that Adasum turns into doubles at a time."""
 MIN_SQUARE = 2.0**-511
 """Below this a vector's square has no precision left to divide by."""
-_ORDERED = (Op.MIN, Op.MAX)
-
-
-def wire_op(dtype: DType, op: Op) -> Op:
-    """The operator (SUM, MIN, MAX or PRODUCT) with which MPI reduces the wire arrays."""
-    if dtype is DType.BOOL:
-        return Op.MAX if op in (Op.SUM, Op.MAX) else Op.MIN
-    return Op.SUM if op is Op.MEAN else op
-
-
-def to_wire(data: Array, dtype: DType, op: Op, prescale: float = 1.0) -> Array:
-    """The array to reduce: new memory, or a view of `data` when its bits can be used as they are."""
-    if dtype is DType.BOOL:
-        return np.not_equal(data.view(np.uint8), 0).view(np.uint8)
-    wire = data
-    if dtype is DType.FLOAT16:
-        wire = data.astype(np.float32)
-    elif dtype is DType.BFLOAT16:
-        wire = float32_from_bfloat16(data)
-    if prescale != 1.0:
-        wire = scale(wire, NUMPY_DTYPES[wire.dtype], prescale)
-    if op in _ORDERED and dtype.is_float:
-        ordered = _flip_negative(wire.view(f"i{wire.itemsize}"))
-        info = np.iinfo(ordered.dtype)
-        ordered[np.isnan(wire)] = info.max if op is Op.MAX else info.min
-        return ordered
-    if op not in _ORDERED and wire.dtype.kind in "iu":
-        return wire.view(f"u{wire.itemsize}") if wire.itemsize >= 4 else wire.astype(np.uint32)
-    return wire
-
-
-def from_wire(wire: Array, dtype: DType, op: Op, postscale: float = 1.0, divisor: int = 1) -> Array:
-    """The result as `dtype` (bfloat16 as uint16), in the wire's memory where possible. `divisor` is for a mean: the
-    number of members."""
-    if dtype is DType.BOOL:
-        return wire.view(np.bool_)
-    if op in _ORDERED and dtype.is_float:
-        wire = _flip_negative(wire).view(f"f{wire.itemsize}")
-    elif not dtype.is_float:
-        wire = wire.view(dtype.numpy) if wire.itemsize == dtype.num_bytes else wire.astype(dtype.numpy)
-    if op is Op.MEAN and dtype.is_float:
-        postscale /= divisor
-    elif op is Op.MEAN and divisor > 1:
-        # Exact, truncated toward zero. In 64 bits: a small type may not even hold the divisor.
-        wide = wire.astype(np.int64 if wire.dtype.kind == "i" else np.uint64)
-        number = wide.dtype.type(divisor)
-        wire = ((wide - np.fmod(wide, number)) // number).astype(wire.dtype)
-    if postscale != 1.0:
-        wire = scale(wire, NUMPY_DTYPES[wire.dtype], postscale, out=wire)
-    if dtype is DType.FLOAT16:
-        with np.errstate(all="ignore"):
-            return wire.astype(np.float16)
-    return bfloat16_from_float32(wire) if dtype is DType.BFLOAT16 else wire
-
-
-def _flip_negative(bits: Array) -> Array:
-    """Invert the magnitude of negative numbers: the bits of floats, sign and magnitude, become integers in the same
-    order. The inverse of itself."""
-    info = np.iinfo(bits.dtype)
-    flipped: Array = bits ^ ((bits >> (info.bits - 1)) & info.max)
-    return flipped
 
 
 def combine_adasum(a: Array, b: Array) -> None:

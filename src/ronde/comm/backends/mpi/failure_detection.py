@@ -1,17 +1,9 @@
 """Waiting for MPI with a deadline and an abort, and knowing for whom: notices between the members of an mpi channel.
 
 A blocking MPI call can be neither timed out nor aborted, and it uses a whole core while it waits. So all requests are
-nonblocking and polled: a few tests at once, then yielding the core, then sleeping a little longer each time.
-
-MPI only says that a call is not complete, never because of whom. So a member that waits for long sends a notice to the
-others; those that sent none are the missing ones. A member that aborts or closes its channel sends how many calls it
-has finished: these will complete for the others too, later ones never will.
-
-CLOSED is also the last message of a member on the channel. A communicator may be freed only when that of every member
-was received: Open MPI hands a message that comes too late to the next communicator with the same number, and then loses
-one of its own.
-
-Which waits end when a member is gone:
+nonblocking and polled. MPI only says that a call is not complete, never because of whom: a member that waits for long
+sends a notice to the others, and those that sent none are the missing ones. A member that aborts or closes its channel
+sends how many calls it has finished, so that the others know which of theirs will still complete:
 
     my call                     its notice            my wait
     collective number i         finished up to > i    goes on: its part is done, the data is on the way
@@ -147,8 +139,7 @@ class FailureDetector:
         self.send_notice(NoticeKind.ABORTED, lost_rank, why)
 
     def send_notice(self, kind: NoticeKind, lost_rank: int = -1, why: str = "") -> None:
-        """Send a notice to all other members, to each with the number of messages finished between the two. Returns at
-        once; after free() it does nothing."""
+        """Send a notice to all other members, to each with the number of messages finished between the two."""
         finished = self.num_finished
         with self._lock:
             for member in [] if self._freed else self._others:
@@ -159,7 +150,6 @@ class FailureDetector:
             self._sent = [sent for sent in self._sent if not sent.Test()]
 
     def receive_notices(self) -> None:
-        """Store the notices that have arrived."""
         from mpi4py import MPI
 
         status = MPI.Status()
@@ -174,8 +164,9 @@ class FailureDetector:
                 self.final_notices.setdefault(status.Get_source(), notice)
 
     def free(self) -> bool:
-        """Free the communicator when no message is on its way any more; False as long as that may still come. After
-        an abort it is never freed."""
+        """Free the communicator when the CLOSED of every member, its last message, was received; False until then.
+        Open MPI hands a message that comes too late to the next communicator with the same number, and then loses one
+        of its own. After an abort it is never freed."""
         self.receive_notices()
         with self._lock:
             self._sent = [sent for sent in self._sent if not sent.Test()]
@@ -289,5 +280,4 @@ class MpiWait:
         return self._failure_detector.missing() if time.monotonic() - self._since > 2 * NOTICE_DELAY_S else ()
 
     def missing_ranks(self) -> tuple[int, ...]:
-        """The same as ranks of the world."""
         return tuple(self._failure_detector.spec.members[index] for index in self.missing())
