@@ -148,9 +148,9 @@ class MpiCollectives:
         reduce(call.dtype, call.op, inputs, [address_of(out)], len(out), **scales)
 
     def _adasum(self, call: Call, data: Array) -> Array:
-        """Members beyond the largest power of two are combined with the first ones, then neighbours at distance 1, 2, …,
-        the lower one keeping the result, until member 0 has it and broadcasts it. Each combination is computed once, so
-        that different processors cannot come to different bits. Each array has its own weights."""
+        """Members beyond the largest power of two are combined with the first ones, then neighbours at distance 1, 2,
+        4, …, the lower one keeping the result, until member 0 has it and broadcasts it. Each combination is computed
+        once, so that different processors cannot come to different bits. Each array has its own weights."""
         if call.dtype is DType.FLOAT16:
             data = data.astype(np.float32)
         elif call.dtype is DType.BFLOAT16:
