@@ -341,7 +341,7 @@ class ControlThread:
         if self._num_heartbeat_replies < NUM_INITIAL_HEARTBEATS:
             self._control.send(RankHeartbeat(now_ns))
         if self._clock.add(answer.sent_ns, answer.coordinator_ns, now_ns):
-            offset_ns, error_ns = self._clock.offset_ns, self._clock.error_ns(now_ns) or 0.0
+            offset_ns, error_ns = self._clock.offset_ns, self._clock.error_ns(now_ns)
             # An offset below what can be measured is none: the coordinator is on this host.
             self._offset_ns = 0 if abs(offset_ns) <= error_ns else offset_ns
-            self._recorder.set_clock_offset(self._offset_ns)
+            self._recorder.clock_offset_ns = self._offset_ns

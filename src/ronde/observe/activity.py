@@ -186,9 +186,7 @@ class ActivityTracker:
             state="running",
             steps=last.steps,
             operations=last.operations,
-            doing=_describe_current_operation(last.current_operation, missing, now_ns)
-            if last.current_operation is not None and missing is not None
-            else "",
+            doing=_describe_wait(last.current_operation, missing, now_ns),
             silent_s=max(0.0, (now_ns - last.at_ns) / 1e9),
         )
         wall_ns = last.at_ns - first.at_ns
@@ -231,8 +229,10 @@ def find_slowest(holding_up: dict[int, float]) -> int | None:
     return rank if holding_up[rank] >= MIN_SLOW_SHARE else None
 
 
-def _describe_current_operation(current_operation: CurrentOperation, missing: tuple[int, ...], now_ns: int) -> str:
+def _describe_wait(current: CurrentOperation | None, missing: tuple[int, ...] | None, now_ns: int) -> str:
     """Return a sentence such as `waits 3.2 s for rank 2 in allreduce sum float32[3]`."""
+    if current is None or missing is None:
+        return ""
     whom = f" for {format_ranks(missing)}" if missing else ""
-    what = "waits" if current_operation.is_waiting or missing else "moves data for"
-    return f"{what} {max(0, now_ns - current_operation.since_ns) / 1e9:.1f} s{whom} in {shorten(current_operation.op)}"
+    what = "waits" if current.is_waiting or missing else "moves data for"
+    return f"{what} {max(0, now_ns - current.since_ns) / 1e9:.1f} s{whom} in {shorten(current.op)}"

@@ -6,6 +6,11 @@ the offset can be anything; on one host both are the same clock.
 
 from __future__ import annotations
 
+import math
+
+MAX_DRIFT = 20e-6
+"""How fast two clocks drift apart at most."""
+
 
 class ClockOffset:
     """The estimate from the sample with the smallest round trip.
@@ -16,32 +21,22 @@ class ClockOffset:
     which is added to its error: a fresh sample that is a little slower replaces it in time.
     """
 
-    def __init__(self, *, drift_ppm: float = 20.0) -> None:
-        self._drift = drift_ppm * 1e-6
-        self._offset_ns = 0
-        self._error_ns: float | None = None
+    def __init__(self) -> None:
+        self.offset_ns = 0
+        """What to add to the local clock to get the coordinator's; 0 before the first sample."""
+        self._error_ns = math.inf
         self._at_ns = 0
 
-    @property
-    def offset_ns(self) -> int:
-        """What to add to the local clock to get the coordinator's; 0 before the first sample."""
-        return self._offset_ns
-
-    def error_ns(self, now_ns: int) -> float | None:
-        """Return how wrong the offset can be at this time of the local clock; None before the first sample."""
-        if self._error_ns is None:
-            return None
-        return self._error_ns + self._drift * max(0, now_ns - self._at_ns)
+    def error_ns(self, now_ns: int) -> float:
+        """Return how wrong the offset can be at this time of the local clock; infinite before the first sample."""
+        return self._error_ns + MAX_DRIFT * max(0, now_ns - self._at_ns)
 
     def add(self, sent_ns: int, coordinator_ns: int, received_ns: int) -> bool:
         """Add a sample. Return whether it is the best one now. A reply from before its request is no sample."""
-        round_trip = received_ns - sent_ns
-        if round_trip < 0:
+        round_trip_ns = received_ns - sent_ns
+        if round_trip_ns < 0 or round_trip_ns / 2 > self.error_ns(received_ns):
             return False
-        known = self.error_ns(received_ns)
-        if known is not None and round_trip / 2 > known:
-            return False
-        self._offset_ns = coordinator_ns - (sent_ns + received_ns) // 2
-        self._error_ns = round_trip / 2
+        self.offset_ns = coordinator_ns - (sent_ns + received_ns) // 2
+        self._error_ns = round_trip_ns / 2
         self._at_ns = received_ns
         return True

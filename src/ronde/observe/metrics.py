@@ -7,6 +7,7 @@ snapshot never sees an operation without its bytes.
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable
@@ -71,7 +72,8 @@ class OperationCounters:
             for _, entries in self._threads:
                 _merge(merged, entries.copy())  # a copy, because its thread goes on adding keys
         rows = tuple(_make_row(entry, group, kind) for (group, kind), entry in sorted(merged.items()))
-        return Metrics(rank=rank, rows=rows, total=_make_row(_total(merged), None, None))
+        total = functools.reduce(_add_counts, merged.values(), ZERO_COUNTS)
+        return Metrics(rank=rank, rows=rows, total=_make_row(total, None, None))
 
     def _register(self, marker: _ThreadMarker) -> CountsByKind:
         entries: CountsByKind = {}
@@ -103,14 +105,12 @@ class _ThreadCounts(threading.local):
 
 
 def _merge(into: CountsByKind, entries: CountsByKind) -> None:
-    for key, (operations, num_bytes, wait_ns, move_ns) in entries.items():
-        before = into.get(key, ZERO_COUNTS)
-        into[key] = (before[0] + operations, before[1] + num_bytes, before[2] + wait_ns, before[3] + move_ns)
+    for key, counts in entries.items():
+        into[key] = _add_counts(into.get(key, ZERO_COUNTS), counts)
 
 
-def _total(entries: CountsByKind) -> Counts:
-    columns = tuple(zip(*entries.values(), strict=True))
-    return (sum(columns[0]), sum(columns[1]), sum(columns[2]), sum(columns[3])) if columns else ZERO_COUNTS
+def _add_counts(a: Counts, b: Counts) -> Counts:
+    return a[0] + b[0], a[1] + b[1], a[2] + b[2], a[3] + b[3]
 
 
 def _make_row(entry: Counts, group: int | None, kind: str | None) -> MetricsRow:

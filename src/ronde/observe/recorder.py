@@ -9,15 +9,11 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import TypeAlias
 
 from ronde.observe.activity import ActivitySample, CurrentOperation
 from ronde.observe.events import Event
 from ronde.observe.metrics import Metrics, OperationCounters
-from ronde.observe.timeline import BatchMarker, NegotiationSlice, OperationSlice, TraceEncoder, TraceStyle
-
-OperationTuple: TypeAlias = tuple[str, str, int, int, int, int, int]
-"""The fields of an OperationSlice, which is made only when the trace is drained: a plain tuple is quicker to make."""
+from ronde.observe.timeline import NegotiationSlice, TraceEncoder, TraceRecord, TraceStyle
 
 TRACE_CAPACITY = 65_536
 """Operations and events kept until drain_trace(); more are dropped and counted."""
@@ -25,8 +21,6 @@ TRACE_CAPACITY = 65_536
 
 class Recorder:
     def __init__(self, rank: int, capacity: int = 4096, *, trace_capacity: int = TRACE_CAPACITY) -> None:
-        if capacity < 1 or trace_capacity < 1:
-            raise ValueError(f"capacities must be at least 1, got {capacity} and {trace_capacity}")
         self.rank = rank
         self._events: deque[Event] = deque(maxlen=capacity)
         self._counters = OperationCounters()
@@ -35,14 +29,16 @@ class Recorder:
         """The part of _counters in which no caller was blocked."""
         self._waits_ns: dict[int, float] = {}
         self.steps = 0
-        """Training steps, as marked by mark_step()."""
-        self._tracing = False
-        self._trace: deque[OperationTuple | NegotiationSlice | BatchMarker | Event] = deque()
+        """Training steps, as ronde.mark_step() counts them."""
+        self.tracing = False
+        """Whether operations and events are kept for a trace. Changed by set_tracing()."""
+        self.clock_offset_ns = 0
+        """What is added to the local clock in the trace. It applies to all that is not drained yet."""
+        self._trace: deque[TraceRecord] = deque()
         self._trace_capacity = trace_capacity
         self._lock = threading.Lock()
         """Guards _dropped and _waits_ns, which are rarely used."""
         self._dropped = 0
-        self._offset_ns = 0
         self._label = ""
         self._trace_encoder = TraceEncoder(rank)
         self._encoded_trace: deque[bytes] = deque()
@@ -50,7 +46,7 @@ class Recorder:
     def record_event(self, event: Event) -> None:
         """Keep an event; when there are too many, the oldest is dropped."""
         self._events.append(event)
-        if self._tracing:
+        if self.tracing:
             self._add_to_trace(event)
 
     def record_operation(
@@ -58,17 +54,14 @@ class Recorder:
     ) -> None:
         """Count an operation that ran. Called for every operation, so it takes well below a microsecond."""
         self._count_operation(group, kind, num_bytes, ready_ns - start_ns, end_ns - ready_ns)
-        if self._tracing:
+        if self.tracing:
             self._add_to_trace((kind, name, group, num_bytes, start_ns, ready_ns, end_ns))
 
     def record_batch_start(self, at_ns: int, negotiated: Iterable[NegotiationSlice]) -> None:
         """Keep for the trace that named operations start together. Only called when `tracing`."""
         for each in negotiated:
             self._add_to_trace(each)
-        self._add_to_trace(BatchMarker(at_ns))
-
-    def mark_step(self) -> None:
-        self.steps += 1
+        self._add_to_trace(at_ns)
 
     def record_overlap(self, wait_ns: int, move_ns: int) -> None:
         """Count how much of the time given to record_operation() passed while no caller was blocked; below 0 if callers
@@ -109,14 +102,6 @@ class Recorder:
     def metrics(self) -> Metrics:
         return self._counters.snapshot(self.rank)
 
-    def set_clock_offset(self, offset_ns: int) -> None:
-        """Set what is added to the local clock in the trace. It applies to all that is not drained yet."""
-        self._offset_ns = offset_ns
-
-    @property
-    def tracing(self) -> bool:
-        return self._tracing
-
     def set_tracing(self, enabled: bool, label: str = "", style: TraceStyle | None = None) -> None:
         """Keep operations and events for a trace from now on, or stop. The label names this process in this trace and
         in later ones. Called by the thread that calls drain_trace()."""
@@ -126,28 +111,19 @@ class Recorder:
             self._encoded_trace.clear()
             self._trace_encoder = TraceEncoder(self.rank, self._label, style)
             self._encoded_trace.extend(self._trace_encoder.encode_names())
-        self._tracing = enabled
+        self.tracing = enabled
 
     def drain_trace(self, limit: int) -> tuple[list[bytes], int]:
         """Return at most `limit` trace events (JSON objects) in the order they were kept, and how many records were
         dropped since the last call. Called by one thread at a time."""
         while self._trace and len(self._encoded_trace) < limit:
-            self._encoded_trace.extend(self._encode_record(self._trace.popleft()))
+            self._encoded_trace.extend(self._trace_encoder.encode(self._trace.popleft(), self.clock_offset_ns))
         events = [self._encoded_trace.popleft() for _ in range(min(limit, len(self._encoded_trace)))]
         with self._lock:
             dropped, self._dropped = self._dropped, 0
         return events, dropped
 
-    def _encode_record(self, record: OperationTuple | NegotiationSlice | BatchMarker | Event) -> list[bytes]:
-        if isinstance(record, Event):
-            return [self._trace_encoder.encode_event(record, self._offset_ns)]
-        if isinstance(record, NegotiationSlice):
-            return self._trace_encoder.encode_negotiation(record, self._offset_ns)
-        if isinstance(record, BatchMarker):
-            return self._trace_encoder.encode_batch_marker(record, self._offset_ns)
-        return self._trace_encoder.encode_operation(OperationSlice(*record), self._offset_ns)
-
-    def _add_to_trace(self, record: OperationTuple | NegotiationSlice | BatchMarker | Event) -> None:
+    def _add_to_trace(self, record: TraceRecord) -> None:
         if len(self._trace) < self._trace_capacity:
             self._trace.append(record)
         else:

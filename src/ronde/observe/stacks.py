@@ -7,16 +7,14 @@ equal ones together.
 
 from __future__ import annotations
 
-import linecache
 import os
 import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 
@@ -75,19 +73,6 @@ def group_stacks(stacks: Iterable[RankStack]) -> list[tuple[tuple[int, ...], Ran
     return [(tuple(each.rank for each in group), group[0]) for group in ordered]
 
 
-class _Frame(NamedTuple):
-    """One frame as it was when it was read; the thread goes on."""
-
-    file: str
-    line: int
-    function: str
-    names: dict[str, Any]
-
-    @property
-    def source(self) -> str:
-        return linecache.getline(self.file, self.line, self.names).strip()
-
-
 def treat_as_library(directory: str | os.PathLike[str]) -> None:
     """Treat what is in this directory like packages in site-packages: a line in it is not the user's code. Called by
     packages on top of ronde, which may be run from a checkout."""
@@ -101,29 +86,26 @@ def dump_stacks() -> tuple[str, str]:
     and the stacks of all threads but ronde's own, main thread first."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    # Read the frames of all threads before any source: reading source lets the other threads go on.
-    seen = {ident: _read_frames(frame) for ident, frame in sys._current_frames().items()}
-    frames = seen.pop(main, []) if main is not None else []
-    line = _describe_frame(_user_frame(frames)) if frames else "the end of its main thread"
-    if main != threading.get_ident():
-        seen.pop(threading.get_ident(), None)
-    texts = [_format_stack("main thread", frames)] if frames else []
-    texts += [
-        _format_stack(f"thread {shorten(names.get(ident, str(ident)))}", seen[ident])
-        for ident in sorted(seen)
-        if not names.get(ident, "").startswith(_OWN_THREAD_PREFIX)
-    ]
+    # The frames of all threads, innermost first, before any source: reading source lets the other threads go on.
+    seen = {
+        ident: traceback.StackSummary.extract(traceback.walk_stack(frame), limit=MAX_FRAMES, lookup_lines=False)
+        for ident, frame in sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
+    }
+    line = _describe_user_frame(seen[main]) if main in seen else "the end of its main thread"
+    texts = []
+    for ident, frames in seen.items():
+        name = names.get(ident, str(ident))
+        if ident == main or (ident != threading.get_ident() and not name.startswith(_OWN_THREAD_PREFIX)):
+            title = "main thread" if ident == main else f"thread {shorten(name)}"
+            texts.append(f"{title}:\n{''.join(traceback.format_list(frames[::-1]))}")
     stack = escape_surrogates("\n".join(texts))
     return line, stack if len(stack) <= MAX_STACK_CHARS else stack[: MAX_STACK_CHARS - 1] + "…"
 
 
 def where_was_raised(error: BaseException) -> str:
     """Return the innermost line of the user's code in the error's traceback; empty when it was never raised."""
-    frames = [
-        _Frame(frame.f_code.co_filename, line, frame.f_code.co_name, frame.f_globals)
-        for frame, line in traceback.walk_tb(error.__traceback__)
-    ]
-    return _describe_frame(_user_frame(frames[::-1])) if frames else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    return _describe_user_frame(frames[::-1]) if frames else ""
 
 
 def pid_namespace() -> str:
@@ -149,31 +131,11 @@ def split_proc_stat(data: bytes) -> list[str]:
     return data.decode(errors="replace").rpartition(")")[2].split()
 
 
-def _read_frames(frame: FrameType | None) -> list[_Frame]:
-    """Return the frames of a thread, innermost first."""
-    frames: list[_Frame] = []
-    while frame is not None and len(frames) < MAX_FRAMES:
-        code = frame.f_code
-        frames.append(_Frame(code.co_filename, frame.f_lineno or 0, code.co_name, frame.f_globals))
-        frame = frame.f_back
-    return frames
-
-
-def _user_frame(frames: list[_Frame]) -> _Frame:
-    """Return the innermost frame of the user's code; else of an installed package; else the innermost of all."""
-    outside = [frame for frame in frames if not frame.file.startswith((_RONDE_PATH, "<frozen "))]
-    installed = [frame for frame in outside if any(part in frame.file for part in _LIBRARY_PATH_PARTS)]
-    own = [frame for frame in outside if frame not in installed and not frame.file.startswith(_STDLIB_PATHS)]
-    return next(iter(own or installed or frames))
-
-
-def _describe_frame(frame: _Frame) -> str:
-    source = frame.source
-    location = f"{shorten(Path(frame.file).name)}:{frame.line} in {shorten(frame.function)}"
-    return f"{location}: {shorten(source, MAX_SOURCE_CHARS)}" if source else location
-
-
-def _format_stack(title: str, frames: list[_Frame]) -> str:
-    """Return the frames as in a traceback: outermost first."""
-    lines = [(frame.file, frame.line, frame.function, frame.source) for frame in reversed(frames)]
-    return f"{title}:\n{''.join(traceback.format_list(lines))}"
+def _describe_user_frame(frames: Sequence[traceback.FrameSummary]) -> str:
+    """Describe the innermost frame of the user's code; else of an installed package; else the innermost of all."""
+    outside = [frame for frame in frames if not frame.filename.startswith((_RONDE_PATH, "<frozen "))]
+    installed = [frame for frame in outside if any(part in frame.filename for part in _LIBRARY_PATH_PARTS)]
+    own = [frame for frame in outside if frame not in installed and not frame.filename.startswith(_STDLIB_PATHS)]
+    frame = next(iter(own or installed or frames))
+    location = f"{shorten(Path(frame.filename).name)}:{frame.lineno} in {shorten(frame.name)}"
+    return f"{location}: {shorten(frame.line, MAX_SOURCE_CHARS)}" if frame.line else location

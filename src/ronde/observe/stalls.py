@@ -38,11 +38,6 @@ class WaitingOperation(msgspec.Struct, frozen=True, kw_only=True):
     call: str = ""
     """Distinguishes it from a later operation of the same name; empty when nothing does."""
 
-    @property
-    def key(self) -> tuple[int, str, str]:
-        """Equal for all members that wait in it."""
-        return self.group, self.op, self.call
-
 
 @dataclass(slots=True)
 class Stall:
@@ -100,10 +95,22 @@ class StallInspector:
             return []
         by_missing: dict[tuple[int, tuple[int, ...]], list[WaitingOperation]] = {}
         for operation in _merge_reports(operations):
-            if now_ns - operation.since_ns >= self._timeout_ns and self._is_new(operation):
-                self._remember(operation, now_ns)
+            key = (operation.group, operation.op, operation.call)
+            reported_ns = self._reported.get(key)
+            # Without its call, an operation is another one if it began after the report of one of the same name.
+            is_new = reported_ns is None or (not operation.call and operation.since_ns > reported_ns)
+            if is_new and now_ns - operation.since_ns >= self._timeout_ns:
                 by_missing.setdefault((operation.group, operation.missing), []).append(operation)
-        return [self._open_stall(same, now_ns) for same in by_missing.values()]
+                self._reported.pop(key, None)  # to the end of the order
+                self._reported[key] = now_ns
+                if len(self._reported) > MAX_REMEMBERED:
+                    del self._reported[next(iter(self._reported))]
+        stalls = []
+        for same in by_missing.values():
+            stall = Stall(self.new_query_id(), tuple(sorted(same, key=lambda each: each.since_ns)), now_ns)
+            self._open[stall.query_id] = stall
+            stalls.append(stall)
+        return stalls
 
     def add_reply(self, query_id: int, rank: int, line: str) -> None:
         """Add the line at which a rank is. Replies that come too late are dropped."""
@@ -122,24 +129,6 @@ class StallInspector:
             del self._open[stall.query_id]
         return finished
 
-    def _is_new(self, operation: WaitingOperation) -> bool:
-        reported_ns = self._reported.get(operation.key)
-        if reported_ns is None or operation.call:
-            return reported_ns is None
-        # Without its call, an operation is another one if it began after the report of one of the same name.
-        return operation.since_ns > reported_ns
-
-    def _remember(self, operation: WaitingOperation, now_ns: int) -> None:
-        self._reported.pop(operation.key, None)  # to the end of the order
-        self._reported[operation.key] = now_ns
-        if len(self._reported) > MAX_REMEMBERED:
-            del self._reported[next(iter(self._reported))]
-
-    def _open_stall(self, operations: list[WaitingOperation], now_ns: int) -> Stall:
-        stall = Stall(self.new_query_id(), tuple(sorted(operations, key=lambda each: each.since_ns)), now_ns)
-        self._open[stall.query_id] = stall
-        return stall
-
 
 def describe_stall(
     stall: Stall,
@@ -153,19 +142,22 @@ def describe_stall(
     or "" if it is not known; `host_name` returns what people call its host."""
     operation = stall.longest_waiting
     missing, present = operation.missing, operation.present
+    named = ", ".join(f"rank {rank}" for rank in missing) if len(missing) <= 4 else format_ranks(missing)
     there = f" ({format_ranks(present)} {'is' if len(present) == 1 else 'are'} there)" if present else ""
     lines = [
         f"{shorten(operation.op)} (group {operation.group}) has waited {stall.waited_s(now_ns):.1f} s "
-        f"for {_format_missing(missing)}{there}"
+        f"for {named}{there}"
     ]
     by_rank = {member.rank: member for member in members}
     for rank in stall.asked_ranks:
-        member = by_rank.get(rank)
+        member, line = by_rank.get(rank), stall.lines.get(rank)
         if member is None:
             lines.append(f"  rank {rank} is not a member of this round")
-        else:
-            where = _describe_member(member, stall.lines.get(rank), process_state)
-            lines.append(f"  rank {rank} on host {shorten(host_name(member))}, pid {member.pid}, {where}")
+            continue
+        where = f"is at {shorten(line, 400)}" if line else "answers, but cannot say where it is"
+        if line is None:
+            where = describe_silence(process_state(member))
+        lines.append(f"  rank {rank} on host {shorten(host_name(member))}, pid {member.pid}, {where}")
     if len(missing) > len(stall.asked_ranks):
         lines.append(f"  and {len(missing) - len(stall.asked_ranks)} more ranks, not asked")
     others = stall.operations[1:]
@@ -180,7 +172,7 @@ def _merge_reports(reports: Iterable[WaitingOperation]) -> list[WaitingOperation
     """Return one report per operation. Members report at different moments: who waits in it is not missing."""
     by_key: dict[tuple[int, str, str], list[WaitingOperation]] = {}
     for report in reports:
-        by_key.setdefault(report.key, []).append(report)
+        by_key.setdefault((report.group, report.op, report.call), []).append(report)
     merged = []
     for same in by_key.values():
         present = {rank for report in same for rank in report.present}
@@ -195,18 +187,6 @@ def _merge_reports(reports: Iterable[WaitingOperation]) -> list[WaitingOperation
                 )
             )
     return merged
-
-
-def _format_missing(ranks: tuple[int, ...]) -> str:
-    return ", ".join(f"rank {rank}" for rank in ranks) if len(ranks) <= 4 else format_ranks(ranks)
-
-
-def _describe_member(member: Member, line: str | None, state: Callable[[Member], str]) -> str:
-    if line:
-        return f"is at {shorten(line, 400)}"
-    if line is not None:
-        return "answers, but cannot say where it is"
-    return describe_silence(state(member))
 
 
 def describe_silence(state: str) -> str:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -103,17 +103,12 @@ def next_sampled(sequence: int, sampling_level: int) -> int:
 
 def _sampled_of_block(block: int, level: int) -> int:
     """Return the sampled number of a block of 2**level numbers."""
-    for size in range(level, 0, -1):
-        block = 2 * block + _hash_bit(block, size)
+    for size in range(level, 0, -1):  # a hash, without a pattern, chooses one of the two halves
+        mixed = (block * 0x9E3779B97F4A7C15 + size * 0xD1B54A32D192ED03) & _BITS
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS
+        block = 2 * block + (mixed >> 63)
     return block
-
-
-def _hash_bit(block: int, size: int) -> int:
-    """Return 0 or 1, without a pattern, but always the same for the same block."""
-    mixed = (block * 0x9E3779B97F4A7C15 + size * 0xD1B54A32D192ED03) & _BITS
-    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _BITS
-    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _BITS
-    return mixed >> 63
 
 
 class ArrivalSampler:
@@ -190,16 +185,13 @@ def attribute_waits(arrivals: Mapping[int, int], blocked: Iterable[tuple[int, in
     return waited_for_ns
 
 
-class _OpenOperation:
+class _OpenOperation(NamedTuple):
     """An operation that not all members have reported yet."""
 
-    __slots__ = ("channel", "members", "samples", "since_ns")
-
-    def __init__(self, channel: str, members: tuple[int, ...], since_ns: int) -> None:
-        self.channel = channel
-        self.members = members
-        self.since_ns = since_ns
-        self.samples: dict[int, ArrivalSample] = {}
+    channel: str
+    members: tuple[int, ...]
+    since_ns: int
+    samples: dict[int, ArrivalSample]
 
 
 class StragglerDetector:
@@ -225,7 +217,7 @@ class StragglerDetector:
             key = (channel, sample.sequence)
             operation = opened.get(key)
             if operation is None:
-                operation = opened[key] = _OpenOperation(channel, members, now_ns)
+                operation = opened[key] = _OpenOperation(channel, members, now_ns, {})
             operation.samples[rank] = sample
             if len(operation.samples) == len(members):
                 del opened[key]

@@ -14,7 +14,6 @@ import stat
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -33,16 +32,8 @@ COORDINATOR_PROCESS = 1_000_000
 HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 
 
-class OperationSlice(NamedTuple):
-    """An operation that ran. Times are of the local clock."""
-
-    kind: str
-    name: str
-    group: int
-    num_bytes: int
-    start_ns: int
-    ready_ns: int
-    end_ns: int
+OperationSlice: TypeAlias = tuple[str, str, int, int, int, int, int]
+"""An operation that ran: kind, name, group, bytes, and when it started, was ready and ended, on the local clock."""
 
 
 class NegotiationSlice(NamedTuple):
@@ -55,20 +46,17 @@ class NegotiationSlice(NamedTuple):
     end_ns: int
 
 
-class BatchMarker(NamedTuple):
-    """The start of one named operation, or of several that were fused."""
-
-    at_ns: int
-
-
 class TraceStyle(NamedTuple):
     """The names in a trace, and what is in it."""
 
     horovod: bool = False
     """NEGOTIATE_ALLREDUCE, ALLREDUCE and so on, as in Horovod's timeline."""
     batch_markers: bool = False
-    """Whether the trace shows every BatchMarker."""
+    """Whether every start of a named operation, or of several that were fused, is marked."""
 
+
+TraceRecord: TypeAlias = OperationSlice | NegotiationSlice | Event | int
+"""What a rank records for the trace; a number is the time at which named operations started together."""
 
 Phase: TypeAlias = Literal["X", "i", "M", "b", "e"]
 """A slice, an instant, a name for a process or thread, or the begin or end of an asynchronous slice."""
@@ -113,7 +101,21 @@ class TraceEncoder:
             self._encode("thread_name", "M", 0, args={"name": "events"}),
         ]
 
-    def encode_operation(self, operation: OperationSlice, offset_ns: int) -> list[bytes]:
+    def encode(self, record: TraceRecord, offset_ns: int) -> list[bytes]:
+        """Return the trace events of a record, whose times are moved by the offset."""
+        if isinstance(record, Event):
+            fields = [field for field in record.__struct_fields__ if field not in ("at_ns", "rank")]
+            args = {field: _make_argument(getattr(record, field)) for field in fields}
+            return [self._encode(type(record).__name__, "i", record.at_ns + offset_ns, cat="event", s="p", args=args)]
+        if isinstance(record, int):
+            name = "CYCLE_START" if self._style.horovod else "departure"
+            marker = self._encode(name, "i", record + offset_ns, cat="event", s="p")
+            return [marker] if self._style.batch_markers else []
+        if isinstance(record, NegotiationSlice):
+            return self._encode_negotiation(record, offset_ns)
+        return self._encode_operation(record, offset_ns)
+
+    def _encode_operation(self, operation: OperationSlice, offset_ns: int) -> list[bytes]:
         """Return the slice of the operation and the two inside it. Before the first of a track comes its name."""
         kind, name, group, num_bytes, start, ready, end = operation
         end = max(start, end)
@@ -132,14 +134,11 @@ class TraceEncoder:
             (wait, "wait", start, ready, {}),
             (move, "move", ready, end, {}),
         ):
-            ts, dur = (begin + offset_ns) / 1000, (finish - begin) / 1000
-            event = TraceEvent(
-                name=shown, ph="X", ts=ts, pid=self._process, tid=track, dur=dur, cat=category, args=args
-            )
-            slices.append(_encoder.encode(event))
+            dur = (finish - begin) / 1000
+            slices.append(self._encode(shown, "X", begin + offset_ns, tid=track, dur=dur, cat=category, args=args))
         return slices
 
-    def encode_negotiation(self, negotiation: NegotiationSlice, offset_ns: int) -> list[bytes]:
+    def _encode_negotiation(self, negotiation: NegotiationSlice, offset_ns: int) -> list[bytes]:
         """Return the begin and the end of an asynchronous slice."""
         kind, name, group, start, end = negotiation
         self._num_negotiated += 1
@@ -150,18 +149,6 @@ class TraceEncoder:
             self._encode(title, "b", start + offset_ns, args=args, **same),
             self._encode(title, "e", max(start, end) + offset_ns, **same),
         ]
-
-    def encode_batch_marker(self, marker: BatchMarker, offset_ns: int) -> list[bytes]:
-        if not self._style.batch_markers:
-            return []
-        name = "CYCLE_START" if self._style.horovod else "departure"
-        return [self._encode(name, "i", marker.at_ns + offset_ns, cat="event", s="p")]
-
-    def encode_event(self, event: Event, offset_ns: int) -> bytes:
-        """Return the event as an instant, with its fields as arguments."""
-        fields = [field for field in event.__struct_fields__ if field not in ("at_ns", "rank")]
-        args = {field: _make_argument(getattr(event, field)) for field in fields}
-        return self._encode(type(event).__name__, "i", event.at_ns + offset_ns, cat="event", s="p", args=args)
 
     def _find_track(self, group: int, start_ns: int, end_ns: int) -> tuple[int, bool]:
         """Return the index of the group's first free track, and whether it is new. Operations of one group may run at
@@ -228,12 +215,6 @@ class TimelineWriter:
         if self._file is not None:
             os.close(self._file)
             self._file = None
-
-    def __enter__(self) -> TimelineWriter:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
 
     def _write(self, body: bytes) -> None:
         """Write the body where the tail is, and the tail after it."""

@@ -294,7 +294,7 @@ def test_a_launcher_is_told_how_it_is_at_the_start_and_before_leaving() -> None:
     scripted = ScriptedRound(watched=True)
     try:
         assert scripted.control.expect(ActivityReport).activity.steps == 0
-        scripted.recorder.mark_step()
+        scripted.recorder.steps += 1
         scripted.control_thread.leave(LeaveRound(LeaveReason.FAILED), Deadline(10))
         deadline = Deadline(10)
         while scripted.control.expect(ActivityReport).activity.steps != 1:

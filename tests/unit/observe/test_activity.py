@@ -39,11 +39,6 @@ def hold_up(tracker: ActivityTracker, late: int, seconds: float, sequence: int, 
         )
 
 
-def test_a_rank_that_has_sent_no_sample_is_starting(tracker: ActivityTracker) -> None:
-    known = tracker.snapshot(S)[1]
-    assert (known.state, known.steps, known.computing, known.silent_s) == ("starting", 0, None, None)
-
-
 def test_shares_of_time_add_up_to_all_of_it(tracker: ActivityTracker) -> None:
     report(tracker, 0, 1.0)
     report(tracker, 0, 3.0, waiting_ns=S, moving_ns=S // 2)
@@ -95,35 +90,34 @@ def test_nobody_is_slow_for_a_little() -> None:
     assert find_slowest({0: 0.02, 1: 0.05, 2: 0.05}) == 1
 
 
-def test_a_wait_under_way_is_counted_and_described(tracker: ActivityTracker) -> None:
-    waiting = CurrentOperation("allreduce 'loss'", S, (2,))
-    report(tracker, 0, 4.0, current_operation=waiting)
-    report(tracker, 1, 4.0, current_operation=waiting)
+@pytest.mark.parametrize(
+    ("by_rank", "held_up_s", "doing"),
+    [
+        (
+            {0: CurrentOperation("barrier", S, (2,)), 1: CurrentOperation("barrier", S, (2,))},
+            6.0,
+            "waits 4.0 s for rank 2 in barrier",
+        ),
+        # A rank knows only of its neighbour; who waits in the same operation is not missing.
+        (
+            {0: CurrentOperation("barrier", S, (1,)), 1: CurrentOperation("barrier", S, (2,))},
+            6.0,
+            "waits 4.0 s for rank 2 in barrier",
+        ),
+        ({0: CurrentOperation("barrier", 4 * S - MIN_CURRENT_WAIT_NS + MS, (2,))}, 0.0, ""),  # that is normal
+        ({0: CurrentOperation("broadcast", S, (), is_waiting=False)}, 0.0, "moves data for 4.0 s in broadcast"),
+    ],
+    ids=["two wait for one", "a chain", "a short wait", "data moves"],
+)
+def test_a_wait_under_way_is_counted_and_described_until_it_is_over(
+    by_rank: dict[int, CurrentOperation], held_up_s: float, doing: str, tracker: ActivityTracker
+) -> None:
+    for rank, current in by_rank.items():
+        report(tracker, rank, 4.0, current_operation=current)
     known = tracker.snapshot(5 * S)
-    assert [each.held_up_s for each in known] == pytest.approx([0.0, 0.0, 6.0])
-    assert known[0].doing == "waits 4.0 s for rank 2 in allreduce 'loss'"
-    report(tracker, 0, 5.0)
-    report(tracker, 1, 5.0)
+    assert [each.held_up_s for each in known] == pytest.approx([0.0, 0.0, held_up_s])
+    assert known[0].doing == doing
+    assert (known[2].state, known[2].computing, known[2].silent_s) == ("starting", None, None), "it has sent nothing"
+    for rank in by_rank:
+        report(tracker, rank, 5.0)
     assert [each.doing for each in tracker.snapshot(5 * S)] == ["", "", ""]
-
-
-def test_who_waits_in_the_same_operation_is_not_missing(tracker: ActivityTracker) -> None:
-    """A rank knows only of its neighbour."""
-    report(tracker, 0, 4.0, current_operation=CurrentOperation("barrier", S, (1,)))
-    report(tracker, 1, 4.0, current_operation=CurrentOperation("barrier", S, (2,)))
-    known = tracker.snapshot(4 * S)
-    assert [each.held_up_s for each in known] == pytest.approx([0.0, 0.0, 6.0])
-    assert known[0].doing == "waits 3.0 s for rank 2 in barrier"
-
-
-def test_a_short_wait_under_way_is_normal(tracker: ActivityTracker) -> None:
-    report(tracker, 0, 4.0, current_operation=CurrentOperation("barrier", 4 * S - MIN_CURRENT_WAIT_NS + MS, (1,)))
-    known = tracker.snapshot(4 * S)
-    assert (known[0].doing, known[1].held_up_s) == ("", 0.0)
-
-
-def test_a_rank_that_moves_data_waits_for_nobody(tracker: ActivityTracker) -> None:
-    report(tracker, 0, 4.0, current_operation=CurrentOperation("broadcast", S, (), is_waiting=False))
-    known = tracker.snapshot(4 * S)
-    assert known[0].doing == "moves data for 3.0 s in broadcast"
-    assert [each.held_up_s for each in known] == [0.0, 0.0, 0.0]

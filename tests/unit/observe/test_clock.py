@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from random import Random
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,13 +14,6 @@ MS = 1_000_000
 WAY = st.integers(0, 50 * MS)
 
 
-def test_equal_ways_give_the_exact_offset() -> None:
-    clock = ClockOffset()
-    assert clock.add(sent_ns=1000, coordinator_ns=7_000_100, received_ns=1200)
-    assert clock.offset_ns == 6_999_000
-    assert clock.error_ns(1200) == 100
-
-
 @settings(deadline=None)  # a busy machine is slow, not wrong
 @given(st.integers(-(10**18), 10**18), st.lists(st.tuples(WAY, WAY), min_size=1, max_size=20))
 def test_the_error_bound_holds_however_unequal_the_ways(offset: int, ways: list[tuple[int, int]]) -> None:
@@ -28,9 +21,7 @@ def test_the_error_bound_holds_however_unequal_the_ways(offset: int, ways: list[
     for index, (there, back) in enumerate(ways):
         sent = 1000 * MS * index
         clock.add(sent, sent + there + offset, sent + there + back)
-    error = clock.error_ns(1000 * MS * len(ways))
-    assert error is not None
-    assert abs(clock.offset_ns - offset) <= error + 1
+    assert abs(clock.offset_ns - offset) <= clock.error_ns(1000 * MS * len(ways)) + 1
 
 
 def test_the_quickest_sample_wins_over_slow_lopsided_ones() -> None:
@@ -49,13 +40,10 @@ def test_an_old_sample_gives_way_when_the_clocks_have_drifted() -> None:
         way = 1_000 if second == 0 else 100_000
         clock.add(sent, sent + way + int(sent * drift), sent + 2 * way)
     true_offset = int(3599 * 1000 * MS * drift)
-    error = clock.error_ns(3600 * 1000 * MS)
-    assert error is not None
-    assert abs(clock.offset_ns - true_offset) <= error < 1 * MS
+    assert abs(clock.offset_ns - true_offset) <= clock.error_ns(3600 * 1000 * MS) < 1 * MS
 
 
-@pytest.mark.parametrize("coordinator_ns", [0, 10**18])
-def test_a_reply_from_before_its_request_is_no_sample(coordinator_ns: int) -> None:
+def test_a_reply_from_before_its_request_is_no_sample() -> None:
     clock = ClockOffset()
-    assert not clock.add(sent_ns=2000, coordinator_ns=coordinator_ns, received_ns=1999)
-    assert clock.error_ns(0) is None
+    assert not clock.add(sent_ns=2000, coordinator_ns=0, received_ns=1999)
+    assert clock.error_ns(0) == math.inf

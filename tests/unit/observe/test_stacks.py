@@ -82,28 +82,25 @@ def test_code_of_a_script_or_a_prompt_is_the_users(ask: Ask, file: str) -> None:
     assert line == f"{Path(file).name}:2 in wait"
 
 
-def test_it_works_from_the_main_thread_too() -> None:
-    line, stack = dump_stacks()
-    assert line.endswith("in test_it_works_from_the_main_thread_too: line, stack = dump_stacks()")
-    assert "main thread" in stack
-
-
-def test_other_threads_are_in_the_stack_by_name() -> None:
+def test_other_threads_but_those_of_ronde_are_in_the_stack_by_name() -> None:
     entered, leave = threading.Event(), threading.Event()
 
     def loading() -> None:
         entered.set()
         leave.wait(30)
 
-    thread = threading.Thread(target=loading, name="loader\n\udc80")
-    thread.start()
+    threads = [threading.Thread(target=loading, name=name) for name in ("ronde-control", "loader\n\udc80")]
+    for thread in threads:
+        thread.start()
     try:
         assert entered.wait(30)
-        _, stack = dumped_from_another_thread()
+        line, stack = dump_stacks()
     finally:
         leave.set()
-        thread.join()
-    assert r"thread loader\n\udc80:" in stack
+        for thread in threads:
+            thread.join()
+    assert line.endswith("line, stack = dump_stacks()"), "it works from the main thread, too"
+    assert r"thread loader\n\udc80:" in stack and "ronde-control" not in stack
     assert "in loading" in stack
     stack.encode()
 
@@ -171,17 +168,3 @@ def test_ranks_at_the_same_place_are_shown_together() -> None:
         ((0, 3), "a"),
         ((1,), "does not answer"),
     ]
-
-
-def test_the_threads_of_ronde_are_not_shown() -> None:
-    over = threading.Event()
-    threads = [threading.Thread(target=over.wait, name=name) for name in ("ronde-control", "loader")]
-    for thread in threads:
-        thread.start()
-    try:
-        _, stack = dump_stacks()
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join()
-    assert "thread loader" in stack and "ronde-control" not in stack
