@@ -15,8 +15,8 @@ import re
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -47,6 +47,8 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Top to bottom. An import may only point down; names on one line do not know each other."""
 
 ML_LIBRARIES = {"torch", "tensorflow", "keras", "mxnet", "jax"}
+OPTIONAL_PACKAGES = {*ML_LIBRARIES, "ps", "data", "search", "serve", "integrations", "dash"}
+"""For those who have their libraries: `import ronde` does not import them."""
 RUN_TIME = {"numpy", "zmq", "msgspec", "psutil", "cloudpickle", "rich", "yaml"}
 
 POWERS: dict[str, tuple[str, ...]] = {
@@ -68,8 +70,7 @@ METAPHORS = set(
 ENVIRONMENT_NAMES = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
 
 
-@dataclass(frozen=True)
-class Import:
+class Import(NamedTuple):
     """One imported name: `module` or, when that is no module, an attribute of the module above it."""
 
     name: str
@@ -79,30 +80,17 @@ class Import:
     in_function: bool
 
 
-@dataclass
 class Source:
     """One module of ronde, read but not run."""
 
-    name: str
-    path: str
-    """Below src/ronde."""
-    tree: ast.Module
-    imports: list[Import] = field(default_factory=list)
-
-    @classmethod
-    def parse(cls, path: str, text: str) -> Source:
-        """Read a module from its text."""
+    def __init__(self, path: str, text: str) -> None:
+        self.path = path  # below src/ronde
         parts = ["ronde", *Path(path).with_suffix("").parts]
-        is_package = parts[-1] == "__init__"
-        name = ".".join(parts[:-1] if is_package else parts)
-        source = cls(name, path, ast.parse(text))
-        source.imports.extend(_imports(source.tree, name if is_package else name.rpartition(".")[0]))
-        return source
-
-    @property
-    def layer(self) -> str:
-        """Which name of LAYERS it belongs to."""
-        return layer_of(self.name)
+        self.name = ".".join(parts).removesuffix(".__init__")
+        self.layer = layer_of(self.name)
+        self.tree = ast.parse(text)
+        self.imports = [*_imports(self.tree, ".".join(parts[:-1]))]
+        self.classes = [node.name for node in ast.walk(self.tree) if isinstance(node, ast.ClassDef)]
 
 
 def layer_of(module: str) -> str:
@@ -133,7 +121,7 @@ def _imports(tree: ast.AST, package: str, always: bool = True, in_function: bool
 def read_all() -> tuple[Source, ...]:
     """Every module of ronde."""
     paths = sorted(SOURCES.rglob("*.py"))
-    return tuple(Source.parse(str(path.relative_to(SOURCES)), path.read_text(encoding="utf-8")) for path in paths)
+    return tuple(Source(str(path.relative_to(SOURCES)), path.read_text(encoding="utf-8")) for path in paths)
 
 
 def targets(source: Source, modules: set[str]) -> Iterator[tuple[str, Import]]:
@@ -181,14 +169,9 @@ def foreign_libraries(sources: Sequence[Source]) -> list[str]:
                 continue
             if library in ML_LIBRARIES and not (source.layer == "cli" and found.in_function):
                 wrong.append(f"{source.path}:{found.line}: {library} belongs into {library}/ only")
-            elif found.always and not library_package(source):
+            elif found.always and source.layer not in OPTIONAL_PACKAGES:
                 wrong.append(f"{source.path}:{found.line}: {library} is optional, import it where it is used")
     return wrong
-
-
-def library_package(source: Source) -> bool:
-    """Whether the whole package is for those who have the library: it is never imported by `import ronde`."""
-    return source.layer in ML_LIBRARIES or source.layer in ("ps", "data", "search", "serve", "integrations", "dash")
 
 
 def uses_of_powers(source: Source) -> Iterator[tuple[str, int]]:
@@ -212,21 +195,15 @@ def stolen_powers(sources: Sequence[Source]) -> list[str]:
         f"{source.path}:{line}: {power} belongs to {' and '.join(POWERS[power])}"
         for source in sources
         for power, line in uses_of_powers(source)
-        if not any(
-            source.path == owner or (owner[-1] == "/" and source.path.startswith(owner)) for owner in POWERS[power]
-        )
+        if not source.path.startswith(POWERS[power])
     ]
-
-
-def classes(source: Source) -> list[str]:
-    return [node.name for node in ast.walk(source.tree) if isinstance(node, ast.ClassDef)]
 
 
 def shared_class_names(sources: Sequence[Source]) -> dict[str, list[str]]:
     """Names that several classes have, and where these are."""
     found = defaultdict(list)
     for source in sources:
-        for name in classes(source):
+        for name in source.classes:
             found[name].append(source.path)
     return {name: paths for name, paths in found.items() if len(paths) > 1}
 
@@ -235,14 +212,6 @@ def metaphors(names: Iterable[str]) -> list[str]:
     """The names that hold a word of METAPHORS, in the singular or the plural."""
     parts = {name: {word.lower() for word in re.findall(r"[A-Z]+[a-z]*|[a-z]+", name)} for name in names}
     return [name for name, words in parts.items() if METAPHORS & (words | {word.removesuffix("s") for word in words})]
-
-
-def _has_contents(tree: ast.Module) -> bool:
-    docstring_or_future = (ast.Expr, ast.ImportFrom)
-    return any(
-        not isinstance(node, docstring_or_future) or (isinstance(node, ast.ImportFrom) and node.module != "__future__")
-        for node in tree.body
-    )
 
 
 def test_imports_point_down() -> None:
@@ -262,7 +231,7 @@ def test_every_power_has_one_owner() -> None:
 
 
 def test_every_module_says_what_it_is() -> None:
-    assert [s.path for s in read_all() if _has_contents(s.tree) and not ast.get_docstring(s.tree)] == []
+    assert [s.path for s in read_all() if s.tree.body and not ast.get_docstring(s.tree)] == []
 
 
 def test_no_two_classes_have_one_name() -> None:
@@ -271,7 +240,7 @@ def test_no_two_classes_have_one_name() -> None:
 
 def test_files_and_classes_have_the_fields_words() -> None:
     files = [str(path.relative_to(ROOT)) for place in (SOURCES, ROOT / "native") for path in place.rglob("*.*")]
-    assert metaphors([*files, *(name for source in read_all() for name in classes(source))]) == []
+    assert metaphors([*files, *(name for source in read_all() for name in source.classes)]) == []
 
 
 def written_files() -> Iterator[Path]:
@@ -299,36 +268,27 @@ BELOW = {"errors.py": "", "net/__init__.py": "", "net/wire.py": "", "comm/__init
 def parse(**files: str) -> list[Source]:
     """Sources on top of a few empty modules; `comm__work` stands for comm/work.py."""
     given = {name.replace("__", "/") + ".py": text for name, text in files.items()}
-    return [Source.parse(path, text) for path, text in {**BELOW, **given}.items()]
+    return [Source(path, text) for path, text in {**BELOW, **given}.items()]
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("path", "text", "num_wrong"),
     [
-        "import ronde.comm",
-        "from ronde import comm",
-        "from ronde.comm import world",
-        "from .. import comm",
-        "from ..comm import world",
-        "def f():\n    from ronde import launch",
-        "if TYPE_CHECKING:\n    from ronde.comm import world",
-        "from ronde import allreduce",
+        ("net__wire", "import ronde.comm", 1),
+        ("net__wire", "from ronde import comm", 1),
+        ("net__wire", "from ronde.comm import world", 1),
+        ("net__wire", "from .. import comm", 1),
+        ("net__wire", "from ..comm import world", 1),
+        ("net__wire", "def f():\n    from ronde import launch", 1),
+        ("net__wire", "if TYPE_CHECKING:\n    from ronde.comm import world", 1),
+        ("net__wire", "from ronde import allreduce", 1),
+        ("comm__world", "import ronde.launch", 1),
+        ("comm__world", "from ronde.net import wire\nfrom ronde.errors import PeerLost", 0),
+        ("utils__misc", "", 1),
     ],
 )
-def test_an_import_that_points_up_is_found_however_it_is_written(text: str) -> None:
-    assert len(upward_imports(parse(net__wire=text))) == 1
-
-
-def test_names_on_one_line_do_not_know_each_other() -> None:
-    assert upward_imports(parse(comm__world="import ronde.launch")) == ["comm/world.py:1: comm must not know launch"]
-
-
-def test_an_import_that_points_down_is_fine() -> None:
-    assert upward_imports(parse(comm__world="from ronde.net import wire\nfrom ronde.errors import PeerLost")) == []
-
-
-def test_a_package_of_no_layer_is_found() -> None:
-    assert upward_imports(parse(utils__misc="")) == ["utils/misc.py: utils is in no layer"]
+def test_an_import_that_points_up_is_found_however_it_is_written(path: str, text: str, num_wrong: int) -> None:
+    assert len(upward_imports(parse(**{path: text}))) == num_wrong
 
 
 def test_a_cycle_is_shown() -> None:
@@ -371,7 +331,7 @@ def test_a_library_in_the_wrong_place_is_found(path: str, text: str, num_wrong: 
 )
 def test_a_power_outside_of_its_owner_is_found(text: str, owner: str) -> None:
     assert len(stolen_powers(parse(observe__events=text))) == 1
-    assert stolen_powers([Source.parse(owner.replace("__", "/") + ".py", text)]) == []
+    assert stolen_powers([Source(owner.replace("__", "/") + ".py", text)]) == []
 
 
 def test_a_class_name_used_twice_and_a_metaphor_are_found() -> None:
