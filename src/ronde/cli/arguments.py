@@ -49,6 +49,11 @@ class CommandParser(argparse.ArgumentParser):
         shown = "" if default is None else " Default: %(default)s."
         self.add_argument(*names, metavar=metavar, default=default, help=help + shown, **more)
 
+    def add_job(self) -> None:
+        """Add the argument of commands that look at a running job."""
+        help = "Name of the job; not needed while only one is running."
+        self.add_argument("job", nargs="?", default="", metavar="JOB", help=help)
+
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
         """Return the flags by name. A mistake ends the process (SystemExit) with one line, and --help with its text."""
         found, unknown = self.parse_known_args(arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
 
 import msgspec
@@ -23,9 +24,7 @@ answer; what is known of it is printed instead."""
 
 def stack(arguments: Sequence[str]) -> int:
     parser = CommandParser("stack", DESCRIPTION, usage="[FLAGS] [JOB]")
-    parser.add_argument(
-        "job", nargs="?", default="", metavar="JOB", help="Name of the job; not needed while only one is running."
-    )
+    parser.add_job()
     parser.add_argument("--json", action="store_true", help="Print JSON, a stack per rank.")
     parser.add_argument(
         "--limit",
@@ -52,11 +51,7 @@ def format_stacks(stacks: tuple[RankStack, ...]) -> str:
     blocks = []
     for ranks, first in group_stacks(stacks):
         process = f" on {first.host}, pid {first.pid}" if len(ranks) == 1 and first.pid else ""
-        text = f"{first.line}\n{_indent(first.stack)}" if first.line else first.why
+        text = f"{first.line}\n{textwrap.indent(first.stack, '  ')}" if first.line else first.why
         each = ", each" if not first.line and len(ranks) > 1 else ""
         blocks.append(f"{format_ranks(ranks)}{process}{each}: {text}".rstrip())
     return "\n\n".join(blocks)
-
-
-def _indent(text: str) -> str:
-    return "\n".join(f"  {line}" if line else line for line in text.splitlines())

@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import msgspec
 from rich.console import Console
@@ -45,91 +44,46 @@ COLUMN_DROP_ORDER = (
     *("ops/s", "compute", "GPU", "steps/s", "waiting"),
 )
 """The order in which columns are dropped on a narrow terminal; "waited for" always stays."""
+WIDE_COLUMNS = {"step", "GPU mem", "lately"}
+"""Shown on wide terminals only."""
+OPTIONAL_COLUMNS = {"step", "steps/s", "GPU", "GPU mem"}
+"""Shown only when some rank has a value."""
 SILENT_AFTER_S = 5.0
 """A rank that has sent no sample for so long is called silent; they send one every second."""
 
 
-@dataclass(frozen=True, slots=True)
-class StatusColumn:
-    title: str
-    text: Callable[[RankStatus], str]
-    wide: bool = False
-    """Shown on wide terminals only."""
-    optional: bool = False
-    """Shown only when some rank has a value."""
+def _percent(value: float | None) -> str:
+    return UNKNOWN if value is None else f"{100 * value:.0f} %"
 
 
-COLUMNS = (
-    StatusColumn("step", lambda rank: str(rank.steps or UNKNOWN), wide=True, optional=True),
-    StatusColumn("steps/s", lambda rank: _format_optional_number(rank.steps_per_s), optional=True),
-    StatusColumn("ops/s", lambda rank: _format_optional_number(rank.operations_per_s)),
-    StatusColumn("compute", lambda rank: _format_percent(rank.computing)),
-    StatusColumn("waiting", lambda rank: _format_percent(rank.waiting)),
-    StatusColumn("comm", lambda rank: _format_percent(rank.moving)),
-    StatusColumn("CPU", lambda rank: _format_percent(rank.cpu)),
-    StatusColumn("memory", lambda rank: _format_optional_size(rank.memory_bytes)),
-    StatusColumn("GPU", lambda rank: _format_percent(rank.gpu), optional=True),
-    StatusColumn("GPU mem", lambda rank: _format_optional_size(rank.gpu_bytes), wide=True, optional=True),
-    StatusColumn("waited for", lambda rank: format_duration(rank.held_up_s)),
-    StatusColumn("lately", lambda rank: _format_percent(rank.holding_up), wide=True),
-)
+COLUMNS: dict[str, Callable[[RankStatus], str]] = {
+    "step": lambda rank: str(rank.steps or UNKNOWN),
+    "steps/s": lambda rank: UNKNOWN if rank.steps_per_s is None else format_number(rank.steps_per_s),
+    "ops/s": lambda rank: UNKNOWN if rank.operations_per_s is None else format_number(rank.operations_per_s),
+    "compute": lambda rank: _percent(rank.computing),
+    "waiting": lambda rank: _percent(rank.waiting),
+    "comm": lambda rank: _percent(rank.moving),
+    "CPU": lambda rank: _percent(rank.cpu),
+    "memory": lambda rank: UNKNOWN if rank.memory_bytes is None else format_bytes(rank.memory_bytes),
+    "GPU": lambda rank: _percent(rank.gpu),
+    "GPU mem": lambda rank: UNKNOWN if rank.gpu_bytes is None else format_bytes(rank.gpu_bytes),
+    "waited for": lambda rank: format_duration(rank.held_up_s),
+    "lately": lambda rank: _percent(rank.holding_up),
+}
 
 
 def render_status_table(status: JobStatus, *, max_rows: int = 1000, width: int = WIDE_TERMINAL_COLUMNS) -> Table:
     """All ranks in order; when there are more than max_rows, those that do not run and those that the others wait for
     most."""
     shown = status.ranks
-    if len(shown) > max_rows:
-        worst = sorted(shown, key=lambda rank: (rank.state == "running", -rank.holding_up, rank.rank))
-        shown = tuple(sorted(worst[:max_rows], key=lambda rank: rank.rank))
-    is_wide = width >= WIDE_TERMINAL_COLUMNS
-    columns = _fit_columns(_useful_columns(shown, is_wide), shown, width - (NOW_WIDTH if is_wide else 0))
-    table = _make_table(status, len(status.ranks) - len(shown), is_wide)
-    for column in columns:
-        table.add_column(column.title, justify="right", no_wrap=True)
-    if is_wide:
-        table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
-    for rank in shown:
-        is_slowest = rank.rank == status.slowest
-        table.add_row(
-            f"{SLOWEST_MARKER} {rank.rank}" if is_slowest else str(rank.rank),
-            Text(_format_host(rank)),
-            Text(rank.state, style=STATE_STYLES[rank.state]),
-            *(column.text(rank) for column in columns),
-            *((Text(_format_current_operation(rank)),) if is_wide else ()),
-            style="bold yellow" if is_slowest else None,
-        )
-    return table
-
-
-def _useful_columns(shown: tuple[RankStatus, ...], is_wide: bool) -> list[StatusColumn]:
-    """The columns that have a value for some rank; steps, where they are known, instead of operations."""
-    useful = [
-        column
-        for column in COLUMNS
-        if (is_wide or not column.wide) and (not column.optional or any(column.text(rank) != UNKNOWN for rank in shown))
-    ]
-    has_steps = any(column.title == "steps/s" for column in useful)
-    return [column for column in useful if column.title != "ops/s" or not has_steps]
-
-
-def _fit_columns(columns: list[StatusColumn], shown: tuple[RankStatus, ...], width: int) -> list[StatusColumn]:
-    """Drop columns until the others fit beside rank, host and state."""
-    host_width = max((len(_format_host(rank)) for rank in shown), default=0)
-    available = width - sum(1 + each for each in (RANK_WIDTH, min(host_width, MAX_HOST_WIDTH), STATE_WIDTH))
-    widths = {each.title: 1 + max([len(each.title), *(len(each.text(rank)) for rank in shown)]) for each in columns}
-    for title in COLUMN_DROP_ORDER:
-        if sum(widths.values()) > available:
-            widths.pop(title, None)
-    return [column for column in columns if column.title in widths]
-
-
-def _make_table(status: JobStatus, num_hidden: int, is_wide: bool) -> Table:
     captions = ["waited for: time that other ranks waited for this one, all of them added up"]
     if status.slowest is not None:
         captions.append(f"{SLOWEST_MARKER} the others wait for this rank most")
-    if num_hidden:
-        captions.append(f"{num_hidden} more ranks not shown")
+    if len(shown) > max_rows:
+        worst = sorted(shown, key=lambda rank: (rank.state == "running", -rank.holding_up, rank.rank))
+        shown = tuple(sorted(worst[:max_rows], key=lambda rank: rank.rank))
+        captions.append(f"{len(status.ranks) - len(shown)} more ranks not shown")
+    is_wide = width >= WIDE_TERMINAL_COLUMNS
     table = Table(
         title=Text(f"job {status.name}: {status.size} ranks, {format_duration(status.elapsed_s)}"),
         caption=Text("\n".join(captions)),
@@ -140,18 +94,45 @@ def _make_table(status: JobStatus, num_hidden: int, is_wide: bool) -> Table:
         expand=is_wide,
     )
     table.add_column("rank", justify="right", no_wrap=True)
-    table.add_column(
-        "host", max_width=2 * MAX_HOST_WIDTH if is_wide else MAX_HOST_WIDTH, no_wrap=True, overflow="ellipsis"
-    )
+    table.add_column("host", max_width=MAX_HOST_WIDTH * (1 + is_wide), no_wrap=True, overflow="ellipsis")
     table.add_column("state", no_wrap=True)
+    hosts = [shorten(rank.host) or UNKNOWN for rank in shown]
+    host_width = min(MAX_HOST_WIDTH, max(map(len, hosts), default=0))
+    columns = _choose_columns(shown, width - (RANK_WIDTH + host_width + STATE_WIDTH + 3), is_wide)
+    for title in columns:
+        table.add_column(title, justify="right", no_wrap=True)
+    if is_wide:
+        table.add_column("now", ratio=1, no_wrap=True, overflow="ellipsis")
+    for index, rank in enumerate(shown):
+        is_slowest = rank.rank == status.slowest
+        table.add_row(
+            f"{SLOWEST_MARKER} {rank.rank}" if is_slowest else str(rank.rank),
+            Text(hosts[index]),
+            Text(rank.state, style=STATE_STYLES[rank.state]),
+            *(texts[index] for texts in columns.values()),
+            *((Text(_describe_current_operation(rank)),) if is_wide else ()),
+            style="bold yellow" if is_slowest else None,
+        )
     return table
 
 
-def _format_host(rank: RankStatus) -> str:
-    return shorten(rank.host) or UNKNOWN
+def _choose_columns(shown: tuple[RankStatus, ...], width: int, is_wide: bool) -> dict[str, list[str]]:
+    """The texts of the columns that have a value for some rank and fit into this width; steps, where they are known,
+    instead of operations."""
+    columns = {title: [text(rank) for rank in shown] for title, text in COLUMNS.items()}
+    for title in OPTIONAL_COLUMNS | WIDE_COLUMNS:
+        if (title in WIDE_COLUMNS and not is_wide) or (title in OPTIONAL_COLUMNS and set(columns[title]) <= {UNKNOWN}):
+            del columns[title]
+    if "steps/s" in columns:
+        del columns["ops/s"]
+    widths = {title: 1 + max(map(len, (title, *texts))) for title, texts in columns.items()}
+    for title in COLUMN_DROP_ORDER:
+        if sum(widths.values()) > width - NOW_WIDTH * is_wide:
+            widths.pop(title, None)
+    return {title: columns[title] for title in widths}
 
 
-def _format_current_operation(rank: RankStatus) -> str:
+def _describe_current_operation(rank: RankStatus) -> str:
     if rank.state != "running":
         return shorten(rank.why)
     if rank.silent_s is not None and rank.silent_s > SILENT_AFTER_S:
@@ -159,23 +140,9 @@ def _format_current_operation(rank: RankStatus) -> str:
     return shorten(rank.doing)
 
 
-def _format_optional_number(value: float | None) -> str:
-    return UNKNOWN if value is None else format_number(value)
-
-
-def _format_percent(value: float | None) -> str:
-    return UNKNOWN if value is None else f"{100 * value:.0f} %"
-
-
-def _format_optional_size(value: int | None) -> str:
-    return UNKNOWN if value is None else format_bytes(value)
-
-
 def top(arguments: Sequence[str]) -> int:
     parser = CommandParser("top", DESCRIPTION, usage="[FLAGS] [JOB]")
-    parser.add_argument(
-        "job", nargs="?", default="", metavar="JOB", help="Name of the job; not needed while only one is running."
-    )
+    parser.add_job()
     parser.add_argument("--json", action="store_true", help="Print the numbers once, as JSON, and end.")
     parser.add_argument("--once", action="store_true", help="Print the table once, and end.")
     flags = parser.parse(arguments)

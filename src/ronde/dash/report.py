@@ -21,6 +21,10 @@ from ronde.text import format_compact_number, format_count, format_duration
 
 TIME_PARTS = {"computing": 0, "moving data": 1, "waiting for other ranks": 7, "between steps (loading data)": 2}
 """The parts of a rank's time, with the numbers of their colours in report.css."""
+RANK_HEADINGS = (
+    *("rank", "host", "steps", "mean step", "longest"),
+    *("computing", "moving", "waiting", "CPU", "most memory"),
+)
 MAX_TILES = 6
 """Headline numbers at the top."""
 MAX_LINES = 8
@@ -52,10 +56,6 @@ class PlotData(msgspec.Struct, frozen=True):
     y_max: float | None = None
     """The y axis ends here, or above when a value is larger. None: near the largest value."""
 
-    @property
-    def is_empty(self) -> bool:
-        return all(value is None for line in self.lines for value in line.y)
-
 
 def write_report(log: RunLog | Path | str, path: Path | str, *, title: str = "Training run") -> Path:
     """Write the report of this log and return its absolute path. The file appears whole or not at all."""
@@ -76,10 +76,12 @@ def render_report_page(run: RunHistory, *, title: str = "Training run") -> str:
 
     def section(heading: str, new_plots: Sequence[PlotData], *figures: str) -> str:
         """Return a section with these plots and figures. Plots are numbered across the page."""
-        drawn = [_plot_figure(plot, len(plots) + index) for index, plot in enumerate(new_plots)]
+        drawn = []
+        for index, plot in enumerate(new_plots, start=len(plots)):
+            is_empty = all(value is None for line in plot.lines for value in line.y)
+            drawn.append(_figure(plot.title, "" if is_empty else f'<div data-plot="{index}"></div>'))
         plots.extend(new_plots)
-        figures = (*drawn, *figures)
-        return f'<h2>{heading}</h2><div class="charts">{"".join(figures)}</div>' if figures else ""
+        return f'<h2>{heading}</h2><div class="charts">{"".join((*drawn, *figures))}</div>' if drawn else ""
 
     breakdowns = {rank: [breakdown for _, breakdown in run.breakdowns(rank)] for rank in run.ranks()}
     sections = [
@@ -89,26 +91,25 @@ def render_report_page(run: RunHistory, *, title: str = "Training run") -> str:
         section("Values", _value_plots(run)),
         section("Time", [_step_time_plot(run)], _breakdown_figure(run, breakdowns)),
         section("Load", _usage_plots(run)),
-        "<h2>Ranks</h2>" + _rank_table(run, breakdowns),
+        "<h2>Ranks</h2>" + _table(RANK_HEADINGS, [_rank_row(run, *each) for each in breakdowns.items()]),
         "<h2>Facts</h2>" + _table((), list(run.facts.items())),
     ]
     # Inside a script element only "</script" and "<!--" have a meaning; \u003c is "<" in a string of JSON.
     data = msgspec.json.encode(plots).decode().replace("<", "\\u003c")
+    files = (UPLOT_DIR / "uPlot.min.css", STATIC_DIR / "report.css", UPLOT_DIR / "LICENSE")
+    scripts = (UPLOT_DIR / "uPlot.iife.min.js", STATIC_DIR / "report.js")
+    uplot_css, report_css, licence, uplot_js, report_js = (
+        path.read_text(encoding="utf-8") for path in (*files, *scripts)
+    )
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        f"<title>{escape(title)}</title>\n"
-        f"<style>{_read(UPLOT_DIR / 'uPlot.min.css')}\n{_read(STATIC_DIR / 'report.css')}</style></head><body><main>\n"
+        f"<title>{escape(title)}</title>\n<style>{uplot_css}\n{report_css}</style></head><body><main>\n"
         + "\n".join(sections)
         + "\n<noscript><p>The plots need JavaScript.</p></noscript><footer>made by ronde</footer></main>\n"
         f'<script type="application/json" id="plots">{data}</script>\n'
-        f"<script>/*\nuPlot: {_read(UPLOT_DIR / 'LICENSE')}*/\n{_read(UPLOT_DIR / 'uPlot.iife.min.js')}</script>\n"
-        f"<script>{_read(STATIC_DIR / 'report.js')}</script></body></html>\n"
+        f"<script>/*\nuPlot: {licence}*/\n{uplot_js}</script>\n<script>{report_js}</script></body></html>\n"
     )
-
-
-def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8")
 
 
 def _summary_line(run: RunHistory) -> str:
@@ -134,26 +135,21 @@ def _tiles(run: RunHistory) -> str:
     return f'<ul class="tiles">{"".join(tiles)}</ul>' if tiles else ""
 
 
-def _plot_figure(plot: PlotData, index: int) -> str:
-    drawing = '<p class="none">no numbers</p>' if plot.is_empty else f'<div data-plot="{index}"></div>'
-    return _figure(plot.title, drawing)
-
-
 def _figure(title: str, drawing: str) -> str:
+    drawing = drawing or '<p class="none">no numbers</p>'
     return f"<figure><figcaption>{escape(title)}</figcaption>{drawing}</figure>"
 
 
 def _make_line(name: str, points: Sequence[Point]) -> PlotLine:
     """Return a line of at most MAX_POINTS points. Of more, means of neighbours; those without any y stay a gap."""
-    width = -(-len(points) // MAX_POINTS)
-    if width > 1:
-        points = [_mean_point(points[start : start + width]) for start in range(0, len(points), width)]
-    return PlotLine(name, [x for x, _ in points], [y for _, y in points])
-
-
-def _mean_point(points: Sequence[Point]) -> Point:
-    known = [y for _, y in points if y is not None]
-    return points[-1][0], fmean(known) if known else None
+    width = max(1, -(-len(points) // MAX_POINTS))
+    x, y = [], []
+    for start in range(0, len(points), width):
+        neighbours = points[start : start + width]
+        known = [value for _, value in neighbours if value is not None]
+        x.append(neighbours[-1][0])
+        y.append(fmean(known) if known else None)
+    return PlotLine(name, x, y)
 
 
 def _value_plots(run: RunHistory) -> list[PlotData]:
@@ -170,18 +166,14 @@ def _value_plots(run: RunHistory) -> list[PlotData]:
 
 
 def _step_time_plot(run: RunHistory) -> PlotData:
-    lines = _lines_per_rank({rank: _step_times(run, rank) for rank in run.ranks()})
-    return PlotData("Step time per rank", "step", "milliseconds", lines, y_min=0.0)
-
-
-def _step_times(run: RunHistory, rank: int) -> list[Point]:
     """Return the times of steps, or of a few steps together, each at its last step."""
-    points: list[Point] = []
-    for last_step, breakdown in run.breakdowns(rank):
-        width = breakdown.num_steps / len(breakdown.step_s) if breakdown.step_s else 0.0
-        first = last_step - breakdown.num_steps
-        points += [(first + (index + 1) * width, 1e3 * value) for index, value in enumerate(breakdown.step_s)]
-    return points
+    points: dict[int, list[Point]] = {rank: [] for rank in run.ranks()}
+    for rank, line in points.items():
+        for last_step, breakdown in run.breakdowns(rank):
+            width = breakdown.num_steps / len(breakdown.step_s) if breakdown.step_s else 0.0
+            first = last_step - breakdown.num_steps
+            line += [(first + (index + 1) * width, 1e3 * value) for index, value in enumerate(breakdown.step_s)]
+    return PlotData("Step time per rank", "step", "milliseconds", _lines_per_rank(points), y_min=0.0)
 
 
 def _lines_per_rank(points: dict[int, list[Point]]) -> tuple[PlotLine, ...]:
@@ -202,30 +194,29 @@ def _lines_per_rank(points: dict[int, list[Point]]) -> tuple[PlotLine, ...]:
 
 def _breakdown_figure(run: RunHistory, breakdowns: dict[int, list[RankTimeBreakdown]]) -> str:
     """Return a bar per rank, with the parts of its time as shares of the whole."""
+    title = "Where the time of each rank went"
+    several_hosts = len(set(run.hosts)) > 1
     rows = []
     for rank, mine in breakdowns.items():
         seconds = _seconds_by_part(mine)
         total_s = sum(seconds)
-        if total_s:
-            parts = zip(TIME_PARTS.items(), (100 * part_s / total_s for part_s in seconds), strict=True)
-            bar = "".join(_bar_part(name, colour, percent) for (name, colour), percent in parts)
-            rows.append(f'<tr><th>{escape(_rank_name(run, rank))}</th><td><div class="bar">{bar}</div></td></tr>')
-    title = "Where the time of each rank went"
+        if not total_s:
+            continue
+        bar = ""
+        for (name, colour), part_s in zip(TIME_PARTS.items(), seconds, strict=True):
+            percent = 100 * part_s / total_s
+            style = f"width:{percent:.2f}%;background:var(--c{colour})"
+            shown = f"{percent:.0f} %" if percent >= 9 else ""
+            bar += f'<span style="{style}" title="{escape(name)}: {percent:.1f} %">{shown}</span>'
+        host = f" · {run.hosts[rank]}" if several_hosts and rank < len(run.hosts) else ""
+        rows.append(f'<tr><th>rank {rank}{escape(host)}</th><td><div class="bar">{bar}</div></td></tr>')
     if not rows:
-        return _figure(title, '<p class="none">no numbers</p>')
+        return _figure(title, "")
     legend = "".join(
         f'<li><span class="swatch" style="background:var(--c{colour})"></span>{escape(name)}</li>'
         for name, colour in TIME_PARTS.items()
     )
     return _figure(title, f'<ul class="legend">{legend}</ul><table class="bars">{"".join(rows)}</table>')
-
-
-def _bar_part(name: str, colour: int, percent: float) -> str:
-    shown = f"{percent:.0f} %" if percent >= 9 else ""
-    return (
-        f'<span style="width:{percent:.2f}%;background:var(--c{colour})" title="{escape(name)}: {percent:.1f} %">'
-        f"{shown}</span>"
-    )
 
 
 def _seconds_by_part(breakdowns: Sequence[RankTimeBreakdown]) -> tuple[float, float, float, float]:
@@ -238,46 +229,31 @@ def _seconds_by_part(breakdowns: Sequence[RankTimeBreakdown]) -> tuple[float, fl
     )
 
 
-def _rank_name(run: RunHistory, rank: int) -> str:
-    several = len(set(run.hosts)) > 1 and rank < len(run.hosts)
-    return f"rank {rank} · {run.hosts[rank]}" if several else f"rank {rank}"
-
-
 def _usage_plots(run: RunHistory) -> list[PlotData]:
     """Return plots over time, because usage has to do with the clock and not with steps."""
+
+    def points(rank: int, value: Callable[[ResourceSample], float | None]) -> list[Point]:
+        """Values over time, in whole seconds: ranks are sampled at slightly different moments."""
+        return [(float(round(load.at_s)), value(load)) for _, each in run.breakdowns(rank) for load in each.loads]
+
+    def plot(title: str, label: str, value: Callable[[ResourceSample], float | None], y_max: float | None) -> PlotData:
+        lines = _lines_per_rank({rank: points(rank, value) for rank in run.ranks()})
+        return PlotData(title, "seconds", label, lines, y_min=0.0, y_max=y_max)
+
     samples = [sample for record in run.samples for breakdown in record.ranks for sample in breakdown.loads]
     if not samples:
         return []
     plots = [
-        _usage_plot(run, "CPU load per rank", "% of one core", lambda sample: sample.cpu, 100.0),
-        _usage_plot(run, "Memory per rank", "MB", lambda sample: sample.memory_bytes / 1e6, None),
+        plot("CPU load per rank", "% of one core", lambda sample: sample.cpu, 100.0),
+        plot("Memory per rank", "MB", lambda sample: sample.memory_bytes / 1e6, None),
     ]
     if any(sample.gpu is not None for sample in samples):
-        plots.insert(0, _usage_plot(run, "GPU load per rank", "%", lambda sample: sample.gpu, 100.0))
+        plots.insert(0, plot("GPU load per rank", "%", lambda sample: sample.gpu, 100.0))
     first_ranks = {host: rank for rank, host in reversed(list(enumerate(run.hosts)))}
     lines = tuple(
-        _make_line(host, _usage_points(run, rank, lambda sample: sample.host_cpu))
-        for host, rank in sorted(first_ranks.items())
+        _make_line(host, points(rank, lambda sample: sample.host_cpu)) for host, rank in sorted(first_ranks.items())
     )
-    plots.append(PlotData("CPU load per host", "seconds", "% of all cores", lines, y_min=0.0, y_max=100.0))
-    return plots
-
-
-def _usage_plot(
-    run: RunHistory, title: str, y_label: str, value: Callable[[ResourceSample], float | None], y_max: float | None
-) -> PlotData:
-    lines = _lines_per_rank({rank: _usage_points(run, rank, value) for rank in run.ranks()})
-    return PlotData(title, "seconds", y_label, lines, y_min=0.0, y_max=y_max)
-
-
-def _usage_points(run: RunHistory, rank: int, value: Callable[[ResourceSample], float | None]) -> list[Point]:
-    """Return values over time, in whole seconds: ranks are sampled at slightly different moments."""
-    return [(float(round(each.at_s)), value(each)) for _, breakdown in run.breakdowns(rank) for each in breakdown.loads]
-
-
-def _rank_table(run: RunHistory, breakdowns: dict[int, list[RankTimeBreakdown]]) -> str:
-    names = ("rank", "host", "steps", "mean step", "longest", "computing", "moving", "waiting", "CPU", "most memory")
-    return _table(names, [_rank_row(run, rank, mine) for rank, mine in breakdowns.items()])
+    return [*plots, PlotData("CPU load per host", "seconds", "% of all cores", lines, y_min=0.0, y_max=100.0)]
 
 
 def _rank_row(run: RunHistory, rank: int, breakdowns: Sequence[RankTimeBreakdown]) -> tuple[str, ...]:
@@ -304,14 +280,11 @@ def _rank_row(run: RunHistory, rank: int, breakdowns: Sequence[RankTimeBreakdown
 
 
 def _table(names: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f"<th{_alignment(index, names)}>{escape(name)}</th>" for index, name in enumerate(names))
-    body = "".join(
-        "<tr>" + "".join(f"<td{_alignment(i, names)}>{escape(cell)}</td>" for i, cell in enumerate(row)) + "</tr>"
-        for row in rows
-    )
-    return f'<div class="table"><table>{f"<tr>{head}</tr>" if head else ""}{body}</table></div>'
+    def row(tag: str, cells: Sequence[str]) -> str:
+        """Numbers stand at the right; rank and host, and plain facts, at the left."""
+        classes = ["" if index < 2 or not names else ' class="number"' for index in range(len(cells))]
+        inside = (f"<{tag}{kind}>{escape(cell)}</{tag}>" for kind, cell in zip(classes, cells, strict=True))
+        return f"<tr>{''.join(inside)}</tr>"
 
-
-def _alignment(index: int, names: Sequence[str]) -> str:
-    """Numbers stand at the right; rank and host, and plain facts, at the left."""
-    return ' class="number"' if names and index > 1 else ""
+    lines = [*([row("th", names)] if names else []), *(row("td", cells) for cells in rows)]
+    return f'<div class="table"><table>{"".join(lines)}</table></div>'

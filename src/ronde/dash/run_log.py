@@ -21,11 +21,11 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
+from statistics import fmean
 from typing import Any, BinaryIO, TypeAlias
 
 import msgspec
@@ -82,18 +82,6 @@ class RankTimeBreakdown(msgspec.Struct, frozen=True, kw_only=True):
         return self.compute_s + self.wait_s + self.move_s + self.between_s
 
 
-@dataclass
-class _Interval:
-    """What is measured from one RunLog.gather() to the next."""
-
-    blocked_at_start: tuple[float, float]
-    """Seconds of waiting and of moving data, before the first step."""
-    step_times_s: list[float] = field(default_factory=list)
-    samples: list[tuple[float, ResourceSample]] = field(default_factory=list)
-    between_s: float = 0.0
-    last_end_s: float | None = None
-
-
 class StepTimer:
     """Measures the steps of one rank. Only the thread that trains uses it."""
 
@@ -101,71 +89,65 @@ class StepTimer:
         self,
         rank: int,
         *,
-        clock: Callable[[], float] = time.monotonic,
-        sample_resources: Callable[[], ResourceSample] | None = None,
-        read_blocked: Callable[[], tuple[float, float]] | None = None,
+        clock: Callable[[], float],
+        sample_resources: Callable[[], ResourceSample],
+        read_blocked: Callable[[], tuple[float, float]],
     ) -> None:
+        """`read_blocked` returns the seconds of waiting and of moving data so far."""
         self._rank = rank
         self._clock = clock
-        self._sample_resources = sample_resources or process_sampler()
+        self._sample_resources = sample_resources
+        self._read_blocked = read_blocked
         self._next_sample_s = 0.0
-        self._read_blocked = read_blocked or _read_blocked_times
-        self._interval: _Interval | None = None
+        # What is measured from one take_breakdown() to the next:
+        self._blocked_at_start = (0.0, 0.0)
+        self._step_times_s: list[float] = []
+        self._samples: list[tuple[float, ResourceSample]] = []
+        self._between_s = 0.0
+        self._last_end_s: float | None = None
 
     @contextmanager
     def step(self) -> Iterator[None]:
         """Time one step of training. A step that raises is not counted."""
-        if self._interval is None:  # what was done since take_breakdown() is no part of the training
-            self._interval = _Interval(self._read_blocked())
-        interval = self._interval
+        if not self._step_times_s:  # what was done since take_breakdown() is no part of the training
+            self._blocked_at_start = self._read_blocked()
         begin_s = self._clock()
         yield
         end_s = self._clock()
-        interval.step_times_s.append(end_s - begin_s)
-        if interval.last_end_s is not None:
-            interval.between_s += begin_s - interval.last_end_s
-        interval.last_end_s = end_s
+        self._step_times_s.append(end_s - begin_s)
+        if self._last_end_s is not None:
+            self._between_s += begin_s - self._last_end_s
+        self._last_end_s = end_s
         if end_s >= self._next_sample_s:
-            interval.samples.append((end_s, self._sample_resources()))
+            self._samples.append((end_s, self._sample_resources()))
             self._next_sample_s = end_s + SAMPLE_INTERVAL_S
 
     def take_breakdown(self, run_started_s: float) -> RankTimeBreakdown:
         """Return what happened since the last call; times of samples are counted from `run_started_s`."""
-        interval, self._interval = self._interval, None
-        if interval is None:
+        times_s, samples, between_s = self._step_times_s, self._samples, self._between_s
+        self._step_times_s, self._samples, self._between_s, self._last_end_s = [], [], 0.0, None
+        if not times_s:
             return RankTimeBreakdown(rank=self._rank)
-        total_s = sum(interval.step_times_s)
-        waited_s, moved_s = (
-            now_s - before_s for now_s, before_s in zip(self._read_blocked(), interval.blocked_at_start, strict=True)
+        total_s = sum(times_s)
+        wait_s, move_s = (
+            now_s - before_s for now_s, before_s in zip(self._read_blocked(), self._blocked_at_start, strict=True)
         )
-        wait_s, move_s = _limit_to_steps(total_s, waited_s, moved_s)
+        # Several threads can be blocked at once, and some between steps: if that is more than the steps took, both
+        # shrink alike.
+        factor = min(1.0, total_s / (wait_s + move_s)) if wait_s + move_s > 0.0 else 0.0
+        width = -(-len(times_s) // MAX_STEP_TIMES)
+        neighbours = [times_s[start : start + width] for start in range(0, len(times_s), width)]
         return RankTimeBreakdown(
             rank=self._rank,
-            num_steps=len(interval.step_times_s),
-            step_s=tuple(_downsample(interval.step_times_s, MAX_STEP_TIMES)),
-            longest_s=max(interval.step_times_s, default=0.0),
-            compute_s=total_s - wait_s - move_s,
-            wait_s=wait_s,
-            move_s=move_s,
-            between_s=interval.between_s,
-            loads=tuple(
-                msgspec.structs.replace(sample, at_s=at_s - run_started_s) for at_s, sample in interval.samples
-            ),
+            num_steps=len(times_s),
+            step_s=tuple(map(fmean, neighbours)),
+            longest_s=max(times_s),
+            compute_s=total_s - (wait_s + move_s) * factor,
+            wait_s=wait_s * factor,
+            move_s=move_s * factor,
+            between_s=between_s,
+            loads=tuple(msgspec.structs.replace(sample, at_s=at_s - run_started_s) for at_s, sample in samples),
         )
-
-
-def _limit_to_steps(total_s: float, wait_s: float, move_s: float) -> tuple[float, float]:
-    """Return waiting and moving as parts of the steps. Several threads can be blocked at once, and some between steps:
-    if that is more than the steps took, both shrink alike."""
-    blocked_s = wait_s + move_s
-    factor = min(1.0, total_s / blocked_s) if blocked_s > 0.0 else 0.0
-    return wait_s * factor, move_s * factor
-
-
-def _downsample(values: Sequence[float], max_values: int) -> list[float]:
-    """Return at most `max_values` values: means of equally many neighbours each; the last, of what is left."""
-    width = -(-len(values) // max_values)
-    return [sum(part) / len(part) for part in (values[i : i + width] for i in range(0, len(values), max(width, 1)))]
 
 
 def process_sampler(gpu: Callable[[], float] | None = None) -> Callable[[], ResourceSample]:
@@ -235,12 +217,6 @@ def encode_record(record: RunLogRecord) -> bytes:
     return msgspec.json.encode(record) + b"\n"
 
 
-def decode_record(line: bytes) -> RunLogRecord:
-    """Return the record of a line. A msgspec.DecodeError says what is wrong with it."""
-    record: RunLogRecord = _decoder.decode(line)
-    return record
-
-
 @dataclass
 class RunHistory:
     """A whole log, in the order of training."""
@@ -286,25 +262,23 @@ def parse_log(lines: Iterable[bytes]) -> RunHistory:
     run = RunHistory()
     for line in lines:
         try:
-            _apply_record(run, decode_record(line))
+            record: RunLogRecord = _decoder.decode(line)
         except msgspec.DecodeError:  # ValidationError is one, too
             run.num_unreadable_lines += 1
+            continue
+        run.elapsed_s = record.at_s
+        run.ended = isinstance(record, RunFinished)
+        if isinstance(record, LoggedValues):
+            run.values.append(record)
+        elif isinstance(record, RankTimesLogged):
+            run.samples.append(record)
+        elif isinstance(record, RunStarted):
+            run.num_resumes += record.step > 0
+            run.values = [kept for kept in run.values if kept.step <= record.step]
+            run.samples = [kept for kept in run.samples if kept.step <= record.step]
+            run.facts.update(record.facts)
+            run.hosts = record.hosts
     return run
-
-
-def _apply_record(run: RunHistory, record: RunLogRecord) -> None:
-    run.elapsed_s = record.at_s
-    run.ended = isinstance(record, RunFinished)
-    if isinstance(record, LoggedValues):
-        run.values.append(record)
-    elif isinstance(record, RankTimesLogged):
-        run.samples.append(record)
-    elif isinstance(record, RunStarted):
-        run.num_resumes += record.step > 0
-        run.values = [kept for kept in run.values if kept.step <= record.step]
-        run.samples = [kept for kept in run.samples if kept.step <= record.step]
-        run.facts.update(record.facts)
-        run.hosts = record.hosts
 
 
 class RunLog:
@@ -327,15 +301,27 @@ class RunLog:
     ) -> None:
         self.path = Path(path)
         self._rank = ronde.rank() if ronde.is_initialized() else 0
-        self._allgather = allgather or _allgather_objects
+        self._allgather = allgather or (ronde.objects.allgather if ronde.is_initialized() else lambda value: [value])
         self._clock = clock
         self._file: BinaryIO | None = None
         replies = self._allgather((platform.node(), self._open(step) if self._rank == 0 else 0.0))
         hosts = tuple(host for host, _ in replies)
         before_s: float = replies[0][1]
         self._started_s: float = clock() - before_s
-        self._write(RunStarted(step=step, at_s=before_s, facts=_make_facts(facts or {}, len(hosts)), hosts=hosts))
-        self._step_timer = StepTimer(self._rank, clock=clock, sample_resources=process_sampler(gpu))
+        all_facts = {
+            "ranks": len(hosts),
+            "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            **(facts or {}),
+            "ronde": ronde.__version__,
+            "NumPy": np.__version__,
+            "Python": platform.python_version(),
+            "system": f"{platform.system()} {platform.machine()}",
+        }
+        facts_text = {name: str(value) for name, value in all_facts.items()}
+        self._write(RunStarted(step=step, at_s=before_s, facts=facts_text, hosts=hosts))
+        self._step_timer = StepTimer(
+            self._rank, clock=clock, sample_resources=process_sampler(gpu), read_blocked=_read_blocked_times
+        )
 
     def step(self) -> AbstractContextManager[None]:
         """Time one step: `with log.step():` stands around the training on a batch, without the loading of its data."""
@@ -366,15 +352,12 @@ class RunLog:
     def __enter__(self) -> RunLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Close the file; after an error, without logging that the run came to its end."""
-        if kind is None:
-            self.close()
-        elif self._file is not None:
+        if kind is not None and self._file is not None:
             self._file.close()
             self._file = None
+        self.close()
 
     def _open(self, step: int) -> float:
         """Open the file. Return how many seconds the run has had so far."""
@@ -397,20 +380,3 @@ class RunLog:
 
     def _now_s(self) -> float:
         return self._clock() - self._started_s
-
-
-def _allgather_objects(value: Any) -> list[Any]:  # any value
-    return ronde.objects.allgather(value) if ronde.is_initialized() else [value]
-
-
-def _make_facts(given: Mapping[str, object], num_ranks: int) -> dict[str, str]:
-    facts = {
-        "ranks": num_ranks,
-        "started": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        **given,
-        "ronde": ronde.__version__,
-        "NumPy": np.__version__,
-        "Python": platform.python_version(),
-        "system": f"{platform.system()} {platform.machine()}",
-    }
-    return {name: str(value) for name, value in facts.items()}
