@@ -3,9 +3,7 @@
 Settings that are not given come from the launcher that started the process (mpirun, torchrun, srun, …). Rank 0 of such
 a job hosts the coordinator, at one address or at the first free port of a range; the others try all of its ports until
 one proves the job's key. That key is derived from the user's secret and the id of the launcher's job, so ranks on one
-host, or with a home directory in common, have the same.
-
-Everything that was opened is in the JoinedRound and closed with it; a start that fails leaves nothing open.
+host, or with a home directory in common, have the same. A start that fails leaves nothing open.
 """
 
 from __future__ import annotations
@@ -85,13 +83,18 @@ def complete_settings(given: Mapping[str, Any]) -> Settings:
     return settings if launcher is None or launcher.size == 1 else settings_from_launcher(settings, launcher)
 
 
-def settings_from_launcher(
-    settings: Settings, launcher: LauncherEnvironment, *, from_mpi: Callable[[Settings], Settings] = settings_from_mpi
-) -> Settings:
+def settings_from_launcher(settings: Settings, launcher: LauncherEnvironment) -> Settings:
     """The settings with rank and size of the launcher, and with a coordinator and a key if they have none."""
     settings = settings.replace(rank=launcher.rank, size=launcher.size)
     if not settings.coordinator and not launcher.host:
-        return _settings_from_mpi(settings, launcher, from_mpi)
+        try:
+            return settings_from_mpi(settings)
+        except StartFailed as error:
+            raise StartFailed(
+                f"{launcher.launcher} started {launcher.size} ranks on several hosts, and rank {launcher.rank} cannot "
+                f"find rank 0 ({error}). Without mpi4py, give all ranks RONDE_COORDINATOR=<host of rank 0>:<port>, and "
+                "RONDE_KEY unless they have a home directory in common"
+            ) from None
     job = launcher.job
     if not job:
         # On several hosts the launcher is another process on each; but then the coordinator is given.
@@ -100,29 +103,15 @@ def settings_from_launcher(
     key = settings.key or derive_job_key(load_user_secret(config_dir()), job)
     coordinator = settings.coordinator
     if not coordinator:
-        host = launcher.host if launcher.is_one_host else _reachable_host(launcher.host)
+        host = launcher.host
+        if not launcher.is_one_host:
+            # On the machine of rank 0 its name often stands for the loopback (in /etc/hosts), which others cannot
+            # reach: there it is another address of the machine.
+            found, _ = resolve_host(host, 0)[0]
+            if ipaddress.ip_address(found.partition("%")[0]).is_loopback:
+                host = candidate_addresses()[0]
         coordinator = coordinator_port_range(host, launcher.port, job)
     return settings.replace(coordinator=coordinator, key=key)
-
-
-def _settings_from_mpi(
-    settings: Settings, launcher: LauncherEnvironment, from_mpi: Callable[[Settings], Settings]
-) -> Settings:
-    try:
-        return from_mpi(settings)
-    except StartFailed as error:
-        raise StartFailed(
-            f"{launcher.launcher} started {launcher.size} ranks on several hosts, and rank {launcher.rank} cannot find "
-            f"rank 0 ({error}). Without mpi4py, give all ranks RONDE_COORDINATOR=<host of rank 0>:<port>, and "
-            "RONDE_KEY unless they have a home directory in common"
-        ) from None
-
-
-def _reachable_host(host: str) -> str:
-    """The host of rank 0. On that machine its name often stands for the loopback (in /etc/hosts), which others cannot
-    reach: there it is another address of the machine."""
-    found, _ = resolve_host(host, 0)[0]
-    return candidate_addresses()[0] if ipaddress.ip_address(found.partition("%")[0]).is_loopback else host
 
 
 # --- joining ---------------------------------------------------------------------------------------------------------
@@ -150,64 +139,43 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
     """Join the round that the complete settings describe. `round` counts the rounds of this process, from 0."""
     if settings.size == 1 and not settings.coordinator_hosted:  # a launcher shows even a job of one
         member = Member(0, settings.host or host_identity(), os.getpid(), "")
-        control = InProcessCoordinator((member,), groups, settings).client(0)
-        return JoinedRound(settings, Topology((member,), 0), control, SingleRankBackend())
-    loop = EventLoop()
-    with ExitStack() as opened:
-        opened.callback(loop.close)
-        joined = _join_with_others(settings, groups, round, loop, opened)
-        joined.resources = opened.pop_all()
-        return joined
-
-
-def _join_with_others(
-    settings: Settings, groups: Groups, round: int, loop: EventLoop, resources: ExitStack
-) -> JoinedRound:
-    _check_settings(settings)
-    deadline = Deadline(settings.start_s)
-    key = JobKey(settings.key)
-    address = settings.coordinator
-    if settings.rank == 0 and not settings.coordinator_hosted:
-        coordinator = host_coordinator(settings, key)
-        resources.callback(coordinator.close)
-        address = coordinator.address
-    liveness, control_address = find_coordinator(address, settings, key, round=round, deadline=deadline)
-    resources.callback(liveness.close)
-    control = ControlClient(control_address, key, settings.rank)
-    resources.callback(_close_control, control, liveness)
-    host = settings.address or local_address_for(parse_address(control_address)[0])
-    listener = Listener(key, unix=True, tcp_host=host, loop=loop, heartbeat_s=settings.heartbeat_s)
-    resources.callback(listener.close)
-    tcp_addresses = (format_address(host, listener.tcp_port),)
-    host_id = settings.host or host_identity()
-    member = Member(settings.rank, host_id, os.getpid(), listener.unix_name, tcp_addresses)
-    join = JoinRound(VERSION, round, settings.size, member, groups, pid_namespace())
-    topology = Topology(_request_join(loop, control, liveness.fileno(), join, deadline), settings.rank)
-    backend: Backend
-    if settings.backend == "mpi":
-        backend = MpiBackend(topology, settings)
-    else:
-        backend = NativeBackend(topology, listener, key, settings)
-    resources.callback(backend.close)
-    coordinator_rank = -1 if settings.coordinator_hosted else 0
-    return JoinedRound(settings, topology, control, backend, liveness.fileno(), coordinator_rank, loop)
-
-
-def _check_settings(settings: Settings) -> None:
+        coordinator = InProcessCoordinator((member,), groups, settings)
+        return JoinedRound(settings, Topology((member,), 0), coordinator.client(0), SingleRankBackend())
     for name in ("coordinator", "key"):
         if not getattr(settings, name):
             raise ValueError(
                 f"a job of {settings.size} ranks needs {name} (RONDE_{name.upper()}); "
                 "start the ranks with `ronde run`, or give it to every one of them"
             )
-
-
-def _close_control(control: ControlClient, liveness: Connection) -> None:
-    """Send what is queued, unless the coordinator is gone and would never receive it."""
-    if is_closed(liveness):
-        control.close(0.0)
-    else:
-        control.close()
+    deadline, key, loop = Deadline(settings.start_s), JobKey(settings.key), EventLoop()
+    with ExitStack() as opened:
+        opened.callback(loop.close)
+        address = settings.coordinator
+        if settings.rank == 0 and not settings.coordinator_hosted:
+            hosted = host_coordinator(settings, key)
+            opened.callback(hosted.close)
+            address = hosted.address
+        liveness, control_address = find_coordinator(address, settings, key, round=round, deadline=deadline)
+        opened.callback(liveness.close)
+        control = ControlClient(control_address, key, settings.rank)
+        # What is queued is sent, unless the coordinator is gone and would never receive it.
+        opened.callback(lambda: control.close(0.0) if is_closed(liveness) else control.close())
+        host = settings.address or local_address_for(parse_address(control_address)[0])
+        listener = Listener(key, unix=True, tcp_host=host, loop=loop, heartbeat_s=settings.heartbeat_s)
+        opened.callback(listener.close)
+        tcp_addresses = (format_address(host, listener.tcp_port),)
+        host_id = settings.host or host_identity()
+        member = Member(settings.rank, host_id, os.getpid(), listener.unix_name, tcp_addresses)
+        join = JoinRound(VERSION, round, settings.size, member, groups, pid_namespace())
+        topology = Topology(_request_join(loop, control, liveness.fileno(), join, deadline), settings.rank)
+        backend: Backend
+        if settings.backend == "mpi":
+            backend = MpiBackend(topology, settings)
+        else:
+            backend = NativeBackend(topology, listener, key, settings)
+        opened.callback(backend.close)
+        rank = -1 if settings.coordinator_hosted else 0
+        return JoinedRound(settings, topology, control, backend, liveness.fileno(), rank, loop, opened.pop_all())
 
 
 def _request_join(
@@ -294,23 +262,33 @@ def find_coordinator(
 ) -> tuple[Connection, str]:
     """The liveness connection to the coordinator, and `host:port` of its control server."""
     addresses = expand_port_range(address_range)
+    rank, heartbeat_s = settings.rank, settings.heartbeat_s
     if len(addresses) == 1:
-        return connect_to_coordinator(
-            addresses[0], key, settings.rank, round=round, deadline=deadline, heartbeat_s=settings.heartbeat_s
-        )
+        return connect_to_coordinator(addresses[0], key, rank, round=round, deadline=deadline, heartbeat_s=heartbeat_s)
     resolve_host(*parse_address(addresses[0]))  # an unknown name fails at once
-    request = make_liveness_request(settings.rank, round)
+    request = _make_liveness_request(rank, round)
     problems: dict[str, str] = {}
     timeout_s = FIRST_CONNECT_TIMEOUT_S
+
+    def stop() -> None:
+        raise _NobodyListens
+
     while not deadline.expired:
         for address in addresses:
             limit = Deadline(min(timeout_s, deadline.remaining_s))
             try:
-                return _connect_once(address, key, request, limit, settings.heartbeat_s)
+                connection, reply = connect_authenticated(
+                    address, key, request, limit, heartbeat_s=heartbeat_s, before_retry=stop
+                )
             except _NobodyListens:
-                pass  # an earlier problem with this port says more
-            except _NotAdmitted as error:
+                continue  # an earlier problem with this port says more
+            except StartFailed as error:  # another program's port, or another job's
                 problems[address] = str(error)
+                continue
+            admission = _read_admission(connection, reply)
+            if admission.status is AdmissionStatus.ADMITTED:
+                return connection, format_address(peer_host(connection), admission.control_port)
+            problems[address] = admission.reason
         timeout_s = min(2 * timeout_s, MAX_CONNECT_TIMEOUT_S)
         time.sleep(min(RETRY_INTERVAL_S, deadline.remaining_s))
     reasons = "; ".join(sorted(set(problems.values()))) or "nobody listens there"
@@ -325,7 +303,7 @@ def connect_to_coordinator(
     address: str, key: JobKey, rank: int, *, round: int, deadline: Deadline, heartbeat_s: float
 ) -> tuple[Connection, str]:
     """As find_coordinator, at one address where the coordinator is or will be."""
-    request = make_liveness_request(rank, round)
+    request = _make_liveness_request(rank, round)
     while True:
         connection, reply = connect_authenticated(address, key, request, deadline, heartbeat_s=heartbeat_s)
         admission = _read_admission(connection, reply)
@@ -336,7 +314,7 @@ def connect_to_coordinator(
         time.sleep(min(RETRY_INTERVAL_S, deadline.remaining_s))
 
 
-def make_liveness_request(rank: int, round: int) -> ConnectionRequest:
+def _make_liveness_request(rank: int, round: int) -> ConnectionRequest:
     """The request of a rank that joins. Its detail is unique to this attempt: a second connection with the same detail
     is a retry of the same process, which replaces the first."""
     return ConnectionRequest(LIVENESS, rank, detail=f"{round} {secrets.token_hex(8)}")
@@ -346,40 +324,15 @@ class _NobodyListens(Exception):
     """No process listens on this port."""
 
 
-class _NotAdmitted(Exception):
-    """This port is not the coordinator's, or it does not admit the rank now."""
-
-
-def _connect_once(
-    address: str, key: JobKey, request: ConnectionRequest, deadline: Deadline, heartbeat_s: float
-) -> tuple[Connection, str]:
-    def stop() -> None:
-        raise _NobodyListens
-
-    try:
-        connection, reply = connect_authenticated(
-            address, key, request, deadline, heartbeat_s=heartbeat_s, before_retry=stop
-        )
-    except StartFailed as error:  # another program's port, or another job's
-        raise _NotAdmitted(str(error)) from None
-    admission = _read_admission(connection, reply)
-    if admission.status is AdmissionStatus.RETRY:
-        raise _NotAdmitted(admission.reason)
-    return connection, format_address(peer_host(connection), admission.control_port)
-
-
 def _read_admission(connection: Connection, reply: bytes) -> Admission:
     """Return the coordinator's admission; closes the connection unless it is ADMITTED, and raises if it is REFUSED."""
     try:
         admission = decode_admission(reply)
-        if admission.status is AdmissionStatus.REFUSED:
-            raise StartFailed(admission.reason)
-        if admission.status is AdmissionStatus.RETRY:
-            connection.close()
     except ProtocolError:
         connection.close()
         raise StartFailed("what answers at the coordinator's address is no coordinator of this version") from None
-    except BaseException:
+    if admission.status is not AdmissionStatus.ADMITTED:
         connection.close()
-        raise
+    if admission.status is AdmissionStatus.REFUSED:
+        raise StartFailed(admission.reason)
     return admission

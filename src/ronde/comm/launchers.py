@@ -41,6 +41,15 @@ FIRST_INTERNAL_STEP = 0xFFFFFFF0
 """From here on, Slurm's ids of steps are those of its own shells and daemons."""
 LOCALHOST = "127.0.0.1"
 
+# Rank, size, address and port of the rendezvous, ranks per host:
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+HOROVOD_VARIABLES = tuple(
+    f"HOROVOD_{name}" for name in ("RANK", "SIZE", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "LOCAL_SIZE")
+)
+# Rank, size, ranks per host:
+OPEN_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LauncherEnvironment:
@@ -64,14 +73,18 @@ class LauncherEnvironment:
 def detect_launcher(environ: Mapping[str, str] | None = None) -> LauncherEnvironment | None:
     """The launcher that started this process; None when there is none that it knows."""
     environ = os.environ if environ is None else environ
-    torch = _detect_torch(environ)
+    run = environ.get("TORCHELASTIC_RUN_ID", "")
+    name = "torchrun" if run else "torch.distributed's variables"
+    torch = _from_rendezvous_variables(environ, name, TORCH_VARIABLES, run)
     if torch is not None and "TORCHELASTIC_RUN_ID" in environ:
         return torch
     slurm = _detect_slurm(environ)
-    hydra = _detect_mpich(environ)
+    hydra = _from_mpi_variables(environ, "MPICH", MPICH_VARIABLES, "")
     if hydra is not None and slurm is not None and (hydra.rank, hydra.size) == (slurm.rank, slurm.size):
         hydra = None
-    return _detect_open_mpi(environ) or hydra or slurm or torch or _detect_horovod(environ)
+    job = environ.get("PMIX_NAMESPACE", "") or environ.get("OMPI_MCA_ess_base_jobid", "")
+    found = _from_mpi_variables(environ, "Open MPI", OPEN_MPI_VARIABLES, job) or hydra or slurm or torch
+    return found or _from_rendezvous_variables(environ, "Horovod's variables", HOROVOD_VARIABLES)
 
 
 def coordinator_port_range(host: str, port: int, job: str) -> str:
@@ -90,46 +103,25 @@ def find_launcher_process(rank_variable: str, process: Path = Path("/proc/self")
     `rank_variable` in its environment. The start time makes it unique. Empty when /proc does not show it."""
     prefix = rank_variable.encode() + b"="
     try:
-        while any(line.startswith(prefix) for line in (process / "environ").read_bytes().split(b"\0")):
-            parent, _ = _parent_and_start(process)
-            process = process.parent / parent
-        return f"{process.resolve().name}-{_parent_and_start(process)[1]}"
+        while True:
+            fields = split_proc_stat((process / "stat").read_bytes())
+            environ = (process / "environ").read_bytes().split(b"\0")
+            if not any(line.startswith(prefix) for line in environ):
+                return f"{process.resolve().name}-{fields[19]}"
+            process = process.parent / fields[1]
     except OSError:  # hidden, or of another user
         return ""
 
 
-def _parent_and_start(process: Path) -> tuple[str, str]:
-    fields = split_proc_stat((process / "stat").read_bytes())
-    return fields[1], fields[19]
-
-
-# --- each launcher ---------------------------------------------------------------------------------------------
-
-
-def _detect_torch(environ: Mapping[str, str]) -> LauncherEnvironment | None:
-    run = environ.get("TORCHELASTIC_RUN_ID", "")
-    launcher = "torchrun" if run else "torch.distributed's variables"
-    return _from_rendezvous_variables(
-        environ, launcher, ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), "LOCAL_WORLD_SIZE", run
-    )
-
-
-def _detect_horovod(environ: Mapping[str, str]) -> LauncherEnvironment | None:
-    """A user's own launcher that was written for Horovod."""
-    names = ("HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_GLOO_RENDEZVOUS_ADDR", "HOROVOD_GLOO_RENDEZVOUS_PORT")
-    return _from_rendezvous_variables(environ, "Horovod's variables", names, "HOROVOD_LOCAL_SIZE")
-
-
 def _from_rendezvous_variables(
-    environ: Mapping[str, str], launcher: str, names: tuple[str, str, str, str], local_size: str, run: str = ""
+    environ: Mapping[str, str], launcher: str, names: tuple[str, ...], run: str = ""
 ) -> LauncherEnvironment | None:
-    """For launchers that have a rendezvous address: the variables of rank, size, address and port, and of the ranks per
-    host."""
-    if not _has(environ, *names):
+    """For launchers that have a rendezvous address."""
+    if not _has(environ, *names[:4]):
         return None
-    rank, size = _rank_and_size(environ, *names[:2])
+    rank, size = _rank_and_size(environ, names[0], names[1])
     host, port = environ[names[2]], _number(environ, names[3])
-    is_one_host = host in ("localhost", LOCALHOST, "::1") or environ.get(local_size) == str(size)
+    is_one_host = host in ("localhost", LOCALHOST, "::1") or environ.get(names[4]) == str(size)
     return LauncherEnvironment(
         launcher=launcher,
         rank=rank,
@@ -142,24 +134,12 @@ def _from_rendezvous_variables(
     )
 
 
-def _detect_open_mpi(environ: Mapping[str, str]) -> LauncherEnvironment | None:
-    if not _has(environ, "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"):
-        return None
-    job = environ.get("PMIX_NAMESPACE", "") or environ.get("OMPI_MCA_ess_base_jobid", "")
-    prefix = "OMPI_COMM_WORLD_"
-    return _from_mpi_variables("Open MPI", environ, (prefix + "RANK", prefix + "SIZE", prefix + "LOCAL_SIZE"), job)
-
-
-def _detect_mpich(environ: Mapping[str, str]) -> LauncherEnvironment | None:
-    if not _has(environ, "PMI_RANK", "PMI_SIZE"):
-        return None
-    return _from_mpi_variables("MPICH", environ, ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"), "")
-
-
 def _from_mpi_variables(
-    launcher: str, environ: Mapping[str, str], names: tuple[str, str, str], job: str
-) -> LauncherEnvironment:
-    rank, size = _rank_and_size(environ, *names[:2])
+    environ: Mapping[str, str], launcher: str, names: tuple[str, ...], job: str
+) -> LauncherEnvironment | None:
+    if not _has(environ, *names[:2]):
+        return None
+    rank, size = _rank_and_size(environ, names[0], names[1])
     is_one_host = environ.get(names[2], "") == str(size)
     return LauncherEnvironment(
         launcher=launcher,

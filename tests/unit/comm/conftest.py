@@ -9,7 +9,7 @@ import pytest
 from ronde.comm.joining import join_round
 from ronde.comm.world import World
 from ronde.settings import Settings
-from tests.unit.comm.scripted_control import ScriptedRound
+from tests.unit.comm.scripted import ScriptedRound
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""A channel over a scripted backend: works waited for any number of times, by any thread or by nobody; and what is
-recorded: when this rank came to operations, and when its callers were blocked."""
+"""A channel over a scripted backend: works waited for any number of times, by any thread or by nobody; what is
+recorded of operations, and of the time that callers were blocked; and which operations are late."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ import pytest
 from ronde.comm.backends.base import CallTiming, CurrentCall, RunningCall
 from ronde.comm.call import Call
 from ronde.comm.channel import SEQUENCE_EPOCH, Channel
+from ronde.comm.telemetry import ChannelStallInspector
 from ronde.comm.work import Work
 from ronde.errors import OperationTimeout, PeerLost, RoundEnded
+from ronde.net.messages import WaitingTooLong
 from ronde.observe.events import OperationFailed
 from ronde.observe.recorder import Recorder
 from ronde.types import Deadline, OperationKind
-from tests.unit.comm.scripted_channel import SIGNATURE, ScriptedChannel
+from tests.unit.comm.scripted import SIGNATURE, ScriptedChannel
 
 MS = 1_000_000
+S = 1000 * MS
 RECORD = ((SIGNATURE, ""),)
 
 
@@ -60,12 +63,12 @@ def call(kind: OperationKind = OperationKind.ALLREDUCE, peer: int = -1) -> Call:
     return Call(kind=kind, peer=peer, description=kind.name.lower())
 
 
-def start(channel: Channel, kind: OperationKind = OperationKind.ALLREDUCE, num_operations: int = 1) -> Work:
-    return make_work(channel.submit(call(kind, peer=1), RECORD * num_operations))
-
-
 def make_work(*running_calls: RunningCall) -> Work:
     return Work(SIGNATURE, "", (), "result", running_calls=running_calls, timeout_s=10.0)
+
+
+def start(channel: Channel, kind: OperationKind = OperationKind.ALLREDUCE, num_operations: int = 1) -> Work:
+    return make_work(channel.submit(call(kind, peer=1), RECORD * num_operations))
 
 
 def start_timed(
@@ -109,30 +112,27 @@ def test_a_work_gives_the_same_result_each_time(backend: ScriptedChannel, channe
     assert not work.done()
     with pytest.raises(ValueError, match="still under way; wait"):
         work.result()
+    for _ in range(2):
+        with pytest.raises(OperationTimeout, match=r"allreduce is still under way after 0.001 s"):
+            work.wait(0.001)
     backend.running_calls[0].end()
     assert work.done()
     assert work.wait() == work.wait() == work.result() == "result"
     assert num_recorded(recorder) == 1
 
 
-def test_a_work_gives_the_same_error_each_time(backend: ScriptedChannel, channel: Channel, recorder: Recorder) -> None:
+@pytest.mark.parametrize("error", [PeerLost(rank=0, peer=1), OperationTimeout("its own deadline")])
+def test_a_work_gives_the_same_error_each_time(
+    backend: ScriptedChannel, channel: Channel, recorder: Recorder, error: Exception
+) -> None:
     work = start(channel)
-    backend.running_calls[0].end(PeerLost(rank=0, peer=1))
+    backend.running_calls[0].end(error)
     for _ in range(2):
-        with pytest.raises(PeerLost):
-            work.wait()
+        with pytest.raises(type(error), match=str(error)):
+            work.wait(0.001)
     assert work.done()
     (event,) = recorder.events()
-    assert isinstance(event, OperationFailed) and event.why.startswith("rank 0 lost rank 1")
-
-
-def test_a_wait_that_takes_too_long_can_be_repeated(backend: ScriptedChannel, channel: Channel) -> None:
-    work = start(channel)
-    for _ in range(2):
-        with pytest.raises(OperationTimeout, match=r"allreduce is still under way after 0.001 s"):
-            work.wait(0.001)
-    backend.running_calls[0].end()
-    assert work.wait() == "result"
+    assert isinstance(event, OperationFailed) and event.why == str(error)
 
 
 def test_a_wait_that_took_too_long_does_not_end_work_that_ends_meanwhile(
@@ -150,15 +150,6 @@ def test_a_wait_that_took_too_long_does_not_end_work_that_ends_meanwhile(
     with pytest.raises(OperationTimeout, match="still under way"):
         work.wait(0.001)
     assert work.wait() == "result"
-
-
-def test_an_operation_that_ran_out_of_time_stays_so(backend: ScriptedChannel, channel: Channel) -> None:
-    work = start(channel)
-    backend.running_calls[0].end(OperationTimeout("its own deadline"))
-    for _ in range(2):
-        with pytest.raises(OperationTimeout, match="its own deadline"):
-            work.wait(0.001)
-    assert work.done()
 
 
 def test_a_work_of_several_calls_waits_for_all(backend: ScriptedChannel, channel: Channel) -> None:
@@ -181,31 +172,24 @@ def test_threads_may_wait_for_the_same_call(backend: ScriptedChannel, channel: C
     assert backend.running_calls[0].num_waits == num_recorded(recorder) == 1
 
 
-def test_what_nobody_waits_for_is_recorded_and_forgotten(
+def test_what_nobody_waits_for_is_recorded_and_its_memory_kept_until_then(
     backend: ScriptedChannel, channel: Channel, recorder: Recorder
 ) -> None:
+    class Memory:
+        pass
+
     done: list[int] = []
-    for index in range(3):
-        channel.submit(call(), RECORD, on_done=functools.partial(done.append, index))
+    memory = Memory()
+    alive = weakref.ref(memory)
+    channel.submit(Call(kind=OperationKind.BARRIER, owners=memory), RECORD, on_done=functools.partial(done.append, 0))
+    channel.submit(call(), RECORD, on_done=functools.partial(done.append, 1))
+    del memory, backend.running_calls[0].submitted
+    assert alive() is not None
     backend.running_calls[0].end()
     backend.running_calls[1].end(ValueError("nobody waits"))
     channel.submit(call())
     assert done == [0, 1]
     assert num_recorded(recorder) == 1
-
-
-def test_memory_is_kept_until_the_call_has_ended(backend: ScriptedChannel, channel: Channel) -> None:
-    class Memory:
-        pass
-
-    memory = Memory()
-    alive = weakref.ref(memory)
-    channel.submit(Call(kind=OperationKind.BARRIER, owners=memory))
-    running_call = backend.running_calls.pop()
-    del memory, running_call.submitted
-    assert alive() is not None
-    running_call.end()
-    channel.submit(call())
     assert alive() is None
 
 
@@ -227,24 +211,16 @@ def test_a_channel_closes_once_and_then_does_nothing(backend: ScriptedChannel, c
 # --- what is recorded ------------------------------------------------------------------------------------------------
 
 
-def test_a_blocking_operation_is_sampled_with_its_number(
+def test_a_blocking_operation_is_sampled_with_its_number_and_a_message_names_the_other(
     channel: Channel, backend: ScriptedChannel, recorder: Recorder
 ) -> None:
     for at in (10, 20):
         backend.timing = CallTiming(at * MS, (at + 3) * MS, (at + 4) * MS)
         channel.run(call(), SIGNATURE)
-    assert samples(channel) == [(0, 10 * MS, 3 * MS, 3 * MS), (1, 20 * MS, 3 * MS, 3 * MS)]
     assert blocked_ms(recorder) == (6, 2)
-
-
-def test_a_message_between_two_has_no_number_and_names_the_other(
-    channel: Channel, backend: ScriptedChannel, recorder: Recorder
-) -> None:
-    backend.timing = CallTiming(10 * MS, 15 * MS, 16 * MS)
     channel.send_or_receive(call(OperationKind.RECEIVE, peer=1), SIGNATURE)
-    channel.run(call(), SIGNATURE)
-    assert [number for number, *_ in samples(channel)] == [0]
-    assert recorder.sample_activity(0, None).waited_for == ((1, 5 * MS),)
+    assert samples(channel) == [(0, 10 * MS, 3 * MS, 3 * MS), (1, 20 * MS, 3 * MS, 3 * MS)]
+    assert recorder.sample_activity(0, None).waited_for == ((1, 3 * MS),)
 
 
 @pytest.mark.parametrize(
@@ -304,32 +280,18 @@ def test_after_a_join_numbers_begin_at_the_next_epoch(
     assert [number for number, *_ in samples(channel)] == [0, SEQUENCE_EPOCH]
 
 
-def test_without_a_launcher_nothing_is_sampled(backend: ScriptedChannel, recorder: Recorder) -> None:
-    channel = Channel(backend, 0, recorder, 10.0)
-    backend.timing = CallTiming(0, 10**12, 10**12)
-    channel.run(call(), SIGNATURE)
-    start_timed(channel, backend, 10, 10**6, 10**6).wait()
-    assert samples(channel) == []
-
-
-# --- what a caller is blocked in right now ---------------------------------------------------------------------------
-
-
-def test_a_blocking_operation_under_way_is_reported(channel: Channel, backend: ScriptedChannel) -> None:
-    assert channel.blocked_operation() is None
-    for missing in ((1,), ()):
-        backend.reported_call = CurrentCall("allreduce sum float32[3]", 5 * MS, missing)
-        blocked = channel.blocked_operation()
-        assert blocked is not None
-        assert (blocked.op, blocked.since_ns) == ("allreduce sum float32[3]", 5 * MS)
-        assert (blocked.missing, blocked.is_waiting) == (missing, bool(missing))
+# --- what a caller is blocked in right now, and what is late ---------------------------------------------------------
 
 
 def test_an_operation_in_the_background_blocks_only_who_waits_for_it(
     channel: Channel, backend: ScriptedChannel
 ) -> None:
-    work = start(channel)
+    assert channel.blocked_operation() is None
     backend.reported_call = CurrentCall("bucket 0", 5 * MS, (1,))
+    blocked = channel.blocked_operation()
+    assert blocked is not None and (blocked.op, blocked.since_ns) == ("bucket 0", 5 * MS)
+    assert blocked.missing == (1,) and blocked.is_waiting
+    work = start(channel)
     assert channel.blocked_operation() is None, "its caller computes"
     waiter = threading.Thread(target=work.wait)
     waiter.start()
@@ -339,3 +301,21 @@ def test_an_operation_in_the_background_blocks_only_who_waits_for_it(
     assert blocked.since_ns > 5 * MS
     backend.running_calls[0].end()
     waiter.join()
+
+
+def test_an_operation_is_reported_once_when_it_is_late() -> None:
+    backend = ScriptedChannel(members=(3, 5, 8))
+    channel = Channel(backend, 2, Recorder(0), 10.0)
+    inspector = ChannelStallInspector(8.0)
+    for current, now_s, reported in (
+        (None, 10, []),
+        (CurrentCall("join", 0, (1,)), 10, []),
+        (CurrentCall("allreduce that moves data", 0, ()), 10, []),
+        (CurrentCall("allreduce", 10 * S, (0, 2)), 12, []),
+        (CurrentCall("allreduce", 10 * S, (0, 2)), 18, [WaitingTooLong("allreduce", 2, 10 * S + 5, (3, 8))]),
+        (CurrentCall("allreduce", 10 * S, (0, 2)), 20, []),
+        (CurrentCall("allreduce", 21 * S, (1,)), 25, []),
+        (CurrentCall("allreduce", 21 * S, (1,)), 30, [WaitingTooLong("allreduce", 2, 21 * S + 5, (5,))]),
+    ):
+        backend.reported_call = current
+        assert inspector.overdue([channel], now_s * S, 5) == reported

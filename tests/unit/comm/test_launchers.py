@@ -15,7 +15,6 @@ from ronde.comm.launchers import (
     find_launcher_process,
     first_slurm_host,
 )
-from ronde.settings import config_dir
 
 TORCH = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 TORCHRUN = {**TORCH, "LOCAL_WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "r"}
@@ -36,16 +35,13 @@ HOROVOD = {
     "HOROVOD_GLOO_RENDEZVOUS_ADDR": "node0",
     "HOROVOD_GLOO_RENDEZVOUS_PORT": "4000",
 }
+OPTIONAL = ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_JOB_NODELIST")
 
 
-def detect(*variables: dict[str, str], **changes: str) -> LauncherEnvironment | None:
-    merged = {name: value for given in variables for name, value in given.items()}
-    return detect_launcher({**merged, **changes})
-
-
-def identify(*variables: dict[str, str], **changes: str) -> tuple[str, int, int] | None:
-    found = detect(*variables, **changes)
-    return None if found is None else (found.launcher, found.rank, found.size)
+def detect(variables: dict[str, str], **changes: str) -> LauncherEnvironment:
+    found = detect_launcher({**variables, **changes})
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -58,85 +54,74 @@ def identify(*variables: dict[str, str], **changes: str) -> tuple[str, int, int]
         (MPICH, ("MPICH", 3, 4)),
         (STEP, ("srun", 3, 4)),
         (HOROVOD, ("Horovod's variables", 1, 4)),
+        # The shell of a batch script is no rank, nor is the interactive step of salloc; one in a step is a job of one.
+        (BATCH, None),
+        ({**BATCH, "SLURM_STEP_ID": "4294967291"}, None),
+        ({**BATCH, "SLURM_STEP_ID": "4294967290"}, None),
+        ({**BATCH, "SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}, ("srun", 0, 1)),
+        # An MPI inside of Slurm counts more than the srun of its daemon.
+        ({**STEP, **OPEN_MPI}, ("Open MPI", 2, 4)),
+        ({**STEP, **MPICH, "SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2"}, ("MPICH", 3, 4)),
+        # srun may set the variables of MPICH.
+        ({**STEP, "PMI_RANK": "3", "PMI_SIZE": "4"}, ("srun", 3, 4)),
+        # torchrun counts more than what started it.
+        ({**STEP, **TORCHRUN}, ("torchrun", 1, 4)),
+        ({**OPEN_MPI, **TORCHRUN}, ("torchrun", 1, 4)),
+        ({**MPICH, **TORCHRUN}, ("torchrun", 1, 4)),
+        # Variables that anybody may have exported come last.
+        ({**STEP, **TORCH}, ("srun", 3, 4)),
+        ({**OPEN_MPI, **TORCH}, ("Open MPI", 2, 4)),
+        ({**MPICH, **TORCH}, ("MPICH", 3, 4)),
         ({**HOROVOD, **TORCH}, ("torch.distributed's variables", 1, 4)),
     ],
 )
 def test_each_launcher_is_recognised(variables: dict[str, str], expected: tuple[str, int, int] | None) -> None:
-    assert identify(variables) == expected
+    found = detect_launcher(variables)
+    assert (found and (found.launcher, found.rank, found.size)) == expected
 
 
 @pytest.mark.parametrize("variables", [TORCH, OPEN_MPI, MPICH, {"SLURM_STEP_ID": "0", **BATCH}, HOROVOD])
 def test_half_of_a_set_is_no_set(variables: dict[str, str]) -> None:
-    for missing in variables:
-        if missing not in ("OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS", "SLURM_JOB_NODELIST"):
-            assert detect({name: value for name, value in variables.items() if name != missing}) is None
+    for missing in set(variables) - set(OPTIONAL):
+        assert detect_launcher({name: value for name, value in variables.items() if name != missing}) is None
 
 
-def test_the_shell_of_a_batch_script_is_no_rank() -> None:
-    assert detect(BATCH) is None
-    assert detect(BATCH, SLURM_STEP_ID="4294967291") is None, "the step of the batch script itself"
-    assert detect(BATCH, SLURM_STEP_ID="4294967290") is None, "the interactive step of salloc"
-
-
-def test_a_shell_in_a_step_of_one_is_a_job_of_one_whatever_the_allocation_has() -> None:
-    assert identify(BATCH, SLURM_STEP_ID="0", SLURM_STEP_NUM_TASKS="1") == ("srun", 0, 1)
-
-
-def test_an_mpi_inside_of_slurm_counts_more_than_the_srun_of_its_daemon() -> None:
-    assert identify(STEP, OPEN_MPI) == ("Open MPI", 2, 4)
-    assert identify(STEP, MPICH, SLURM_PROCID="1", SLURM_STEP_NUM_TASKS="2") == ("MPICH", 3, 4)
-
-
-def test_srun_that_also_sets_the_variables_of_mpich_is_srun() -> None:
-    assert identify(STEP, {"PMI_RANK": "3", "PMI_SIZE": "4"}) == ("srun", 3, 4)
-
-
-def test_torchrun_started_by_another_launcher_counts_more_than_that() -> None:
-    for outer in (STEP, OPEN_MPI, MPICH):
-        assert identify(outer, TORCHRUN) == ("torchrun", 1, 4)
-
-
-def test_variables_that_anybody_may_have_exported_come_last() -> None:
-    for started in (STEP, OPEN_MPI, MPICH):
-        assert identify(TORCH, started) == identify(started)
-
-
-def test_ranks_on_one_host_use_the_loopback() -> None:
-    for variables, changes in (
-        (TORCHRUN, {"LOCAL_WORLD_SIZE": "4"}),
-        (TORCH, {"MASTER_ADDR": "localhost"}),
-        (OPEN_MPI, {}),
-        (MPICH, {}),
-        (STEP, {"SLURM_STEP_NUM_NODES": "1"}),
-        (STEP, {"SLURM_STEP_NUM_NODES": "", "SLURM_STEP_NODELIST": "n3"}),
-    ):
-        found = detect(variables, **changes)
-        assert found is not None and found.is_one_host and found.host == "127.0.0.1"
-
-
-def test_ranks_on_several_hosts_use_the_host_of_the_launcher() -> None:
-    for variables, changes, host in (
+@pytest.mark.parametrize(
+    ("variables", "changes", "host"),
+    [
+        (TORCHRUN, {"LOCAL_WORLD_SIZE": "4"}, "127.0.0.1"),
         (TORCHRUN, {}, "node0"),
+        (TORCH, {"MASTER_ADDR": "localhost"}, "127.0.0.1"),
         (TORCH, {}, "node0"),
+        (OPEN_MPI, {}, "127.0.0.1"),
         (OPEN_MPI, {"OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, ""),
+        (MPICH, {}, "127.0.0.1"),
         (MPICH, {"MPI_LOCALNRANKS": "2"}, ""),
         (MPICH, {"MPI_LOCALNRANKS": ""}, ""),
         (STEP, {}, "n3"),
-    ):
-        found = detect(variables, **changes)
-        assert found is not None and not found.is_one_host and found.host == host
+        (STEP, {"SLURM_STEP_NUM_NODES": "1"}, "127.0.0.1"),
+        (STEP, {"SLURM_STEP_NUM_NODES": "", "SLURM_STEP_NODELIST": "n3"}, "127.0.0.1"),
+    ],
+)
+def test_ranks_on_one_host_use_the_loopback_and_others_the_host_of_the_launcher(
+    variables: dict[str, str], changes: dict[str, str], host: str
+) -> None:
+    found = detect(variables, **changes)
+    assert found.host == host and found.is_one_host == (host == "127.0.0.1")
 
 
-def test_ranks_of_one_job_agree_on_its_name_and_other_jobs_do_not() -> None:
-    for variables, rank, other in (
+@pytest.mark.parametrize(
+    ("variables", "rank", "other"),
+    [
         (TORCHRUN, "RANK", {"MASTER_PORT": "29501"}),
         ({**OPEN_MPI, "PMIX_NAMESPACE": "prterun-a-1@1"}, "OMPI_COMM_WORLD_RANK", {"PMIX_NAMESPACE": "prterun-a-2@1"}),
         (STEP, "SLURM_PROCID", {"SLURM_STEP_ID": "1"}),
-    ):
-        first, second, other_job = detect(variables), detect(variables, **{rank: "0"}), detect(variables, **other)
-        assert first is not None and second is not None and other_job is not None
-        assert first.job == second.job != ""
-        assert other_job.job != first.job
+    ],
+)
+def test_ranks_of_one_job_agree_on_its_name_and_other_jobs_do_not(
+    variables: dict[str, str], rank: str, other: dict[str, str]
+) -> None:
+    assert "" != detect(variables).job == detect(variables, **{rank: "0"}).job != detect(variables, **other).job
 
 
 @pytest.mark.parametrize(
@@ -149,14 +134,13 @@ def test_ranks_of_one_job_agree_on_its_name_and_other_jobs_do_not() -> None:
 )
 def test_nonsense_is_named(variables: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError) as caught:
-        detect(variables)
+        detect_launcher(variables)
     assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("nodes", "first"),
     [
-        ("n3", "n3"),
         ("n3,n4", "n3"),
         ("n[03-12,20],m1", "n03"),
         ("n[5,7]", "n5"),
@@ -177,23 +161,11 @@ def test_the_ports_follow_the_launchers_or_come_from_the_job() -> None:
     assert 20000 <= first < last <= 29999 and last - first == 15
 
 
-def test_the_users_folder_follows_the_convention() -> None:
-    assert config_dir({"XDG_CONFIG_HOME": "/c"}) == Path("/c/ronde")
-    assert config_dir({"XDG_CONFIG_HOME": "relative"}) == Path.home() / ".config/ronde"
-
-
-def test_the_launcher_is_the_nearest_process_above_without_the_variable() -> None:
+def test_the_launcher_is_the_nearest_process_above_without_the_variable(tmp_path: Path) -> None:
     script = "from ronde.comm.launchers import find_launcher_process; print(find_launcher_process('LAUNCHER_TEST'))"
     shell = f'"{sys.executable}" -c "{script}"; true'  # one more process between
-    found = {
-        subprocess.run(
-            ["sh", "-c", shell], env={"LAUNCHER_TEST": "1"}, capture_output=True, text=True, check=True, timeout=30
-        ).stdout.strip()
-        for _ in range(2)
-    }
-    assert len(found) == 1, "the same for all that we start"
-    assert found == {find_launcher_process("LAUNCHER_TEST")}, "which is us"
-
-
-def test_a_launcher_that_cannot_be_seen_has_no_name(tmp_path: Path) -> None:
-    assert find_launcher_process("X", tmp_path / "none") == ""
+    found = subprocess.run(
+        ["sh", "-c", shell], env={"LAUNCHER_TEST": "1"}, capture_output=True, text=True, check=True, timeout=30
+    )
+    assert found.stdout.strip() == find_launcher_process("LAUNCHER_TEST") != "", "which is us"
+    assert find_launcher_process("X", tmp_path / "none") == "", "/proc does not show it"

@@ -1,4 +1,4 @@
-"""A scripted coordinator, and a control thread that is connected to it."""
+"""Backends and coordinators that do what the test says."""
 
 from __future__ import annotations
 
@@ -9,25 +9,88 @@ from typing import TypeVar
 
 import numpy as np
 
+from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, RunningCall
 from ronde.comm.buffers import address_of
-from ronde.comm.call import CallOptions, Span, get_signature
+from ronde.comm.call import Call, CallOptions, Span, get_signature
 from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlThread
 from ronde.comm.named_operations import NamedOperations, OpenChannels
 from ronde.comm.work import AllreduceWork, Work
 from ronde.net.event_loop import EventLoop
-from ronde.net.messages import (
-    CoordinatorMessage,
-    WorkerMessage,
-)
+from ronde.net.messages import AgreedOperation, CoordinatorMessage, RunOperations, WorkerMessage
 from ronde.observe.recorder import Recorder
 from ronde.settings import Settings
-from ronde.types import DType, OperationKind
+from ronde.types import Deadline, DType, OperationKind
 from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
 from tests.limits import PATIENCE_S
-from tests.unit.comm.scripted_channel import ScriptedChannel
 
 M = TypeVar("M")
+TIMING = CallTiming(1, 2, 3)
+SIGNATURE = get_signature(OperationKind.ALLREDUCE, DType.FLOAT32, ((2,),), CallOptions())
+
+
+class ScriptedRunningCall(RunningCall):
+    """One call: under way until the test ends it."""
+
+    def __init__(self, call: Call, timing: CallTiming = TIMING) -> None:
+        super().__init__(call)
+        self.submitted = call
+        self.num_waits = 0
+        self._ended = threading.Event()
+        self._own_timing = timing
+        self._own_error: Exception | None = None
+
+    def end(self, error: Exception | None = None) -> None:
+        self._own_error = error
+        self._ended.set()
+
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
+    def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
+        self.num_waits += 1
+        if not self._ended.wait(deadline.remaining_s):
+            return None
+        if self._own_error is not None:
+            raise self._own_error
+        return self._own_timing
+
+
+class ScriptedChannel:
+    """Keeps what it was asked for."""
+
+    def __init__(self, members: tuple[int, ...] = (0, 1)) -> None:
+        self.spec = ChannelSpec(id="0.ordered", members=members, member_index=0)
+        self.running_calls: list[ScriptedRunningCall] = []
+        self.timing = TIMING
+        """Of the next call."""
+        self.refusal: Exception | None = None
+        self.reported_call: CurrentCall | None = None
+        self.aborted: list[tuple[int, str]] = []
+        self.closed = 0
+
+    def run(self, call: Call, deadline: Deadline) -> CallTiming:
+        if self.refusal is not None:
+            raise self.refusal
+        return self.timing
+
+    def submit(self, call: Call, deadline: Deadline) -> ScriptedRunningCall:
+        if self.refusal is not None:
+            raise self.refusal
+        self.running_calls.append(ScriptedRunningCall(call, self.timing))
+        return self.running_calls[-1]
+
+    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        return np.zeros(self.spec.bucket_bytes, np.uint8)
+
+    def current_call(self) -> CurrentCall | None:
+        return self.reported_call
+
+    def abort(self, *, lost_rank: int = -1, why: str) -> None:
+        self.aborted.append((lost_rank, why))
+
+    def close(self) -> None:
+        self.closed += 1
 
 
 class ScriptedControl:
@@ -64,8 +127,6 @@ class ScriptedControl:
             self.said.remove(message)  # type: ignore[arg-type]  # it came from there
             return message
 
-    # --- the control thread's side ---------------------------------------------------------------------------------
-
     def send(self, message: WorkerMessage) -> None:
         with self._changed:
             self.said.append(message)
@@ -75,9 +136,6 @@ class ScriptedControl:
         with self._changed:
             self._loop, self._on_message = loop, on_message
             self._changed.notify_all()
-
-    def close(self) -> None:
-        pass
 
 
 class ScriptedRound:
@@ -121,6 +179,12 @@ class ScriptedRound:
         work = AllreduceWork(signature, name, (span,), x, x)
         self.named.announce(work, 10.0)
         return work
+
+    def run(self, *works: Work, id: int = 1, stragglers: tuple[tuple[int, int], ...] = ()) -> None:
+        """The coordinator says that all have announced these, as one batch. They have started when this returns."""
+        agreed = tuple(AgreedOperation(id + index, work.name) for index, work in enumerate(works))
+        self.control.tell(RunOperations(0, agreed, stragglers))
+        works[0]._wait_for_start(Deadline(10))
 
     def finish(self, *works: Work) -> None:
         for running_call in self.channel.running_calls:
