@@ -43,45 +43,29 @@ class SyncBatchNorm(_BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise a tensor of (batch, channels, …)."""
-        self._check_input_dim(x)
-        if not self.training:
-            return self._eval_forward(x)
-        group = resolve_group(self._layer_group.group)
-        momentum = self._count_batch()
-        if group.size == 1:
-            tracked = (self.running_mean, self.running_var) if self.track_running_stats else (None, None)
-            return nn.functional.batch_norm(x, *tracked, self.weight, self.bias, True, momentum, self.eps)
-        y, mean, variance, count = _NormalizeFunction.apply(x, self.weight, self.bias, self.eps, group)
-        self._update_running_stats(mean, variance, count, momentum)
-        normalised: Tensor = y
-        return normalised
-
-    def _check_input_dim(self, x: Tensor) -> None:
         if x.dim() < 2:
             raise ValueError(f"SyncBatchNorm takes (batch, channels, …), got a tensor of shape {list(x.shape)}")
         if x.shape[1] != self.num_features:
             raise ValueError(f"SyncBatchNorm has {self.num_features} channels, got a tensor of shape {list(x.shape)}")
-
-    def _eval_forward(self, x: Tensor) -> Tensor:
-        use_batch = self.running_mean is None
-        return nn.functional.batch_norm(
-            x, self.running_mean, self.running_var, self.weight, self.bias, use_batch, 0.0, self.eps
-        )
-
-    def _count_batch(self) -> float:
-        """Count a batch, and return its weight in the running statistics. momentum None means their plain average."""
-        if not self.track_running_stats or self.num_batches_tracked is None:
-            return 0.0
-        self.num_batches_tracked.add_(1)
-        return 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-
-    @torch.no_grad()
-    def _update_running_stats(self, mean: Tensor, variance: Tensor, count: Tensor, momentum: float) -> None:
-        if not self.track_running_stats or self.running_mean is None or self.running_var is None:
-            return
-        unbiased = variance * (count / (count - 1.0))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
-        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+        mean, variance, affine = self.running_mean, self.running_var, (self.weight, self.bias)
+        if not self.training:
+            return nn.functional.batch_norm(x, mean, variance, *affine, mean is None, 0.0, self.eps)
+        group = resolve_group(self._layer_group.group)
+        momentum = 0.0  # the weight of this batch in the running statistics
+        if self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            momentum = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        if group.size == 1:
+            tracked = (mean, variance) if self.track_running_stats else (None, None)
+            return nn.functional.batch_norm(x, *tracked, *affine, True, momentum, self.eps)
+        y, batch_mean, batch_variance, count = _NormalizeFunction.apply(x, *affine, self.eps, group)
+        if self.track_running_stats and mean is not None and variance is not None:
+            with torch.no_grad():
+                unbiased = batch_variance * (count / (count - 1.0))
+                mean.lerp_(batch_mean.to(mean.dtype), momentum)
+                variance.lerp_(unbiased.to(variance.dtype), momentum)
+        normalised: Tensor = y
+        return normalised
 
 
 class _LayerGroup:
@@ -187,22 +171,17 @@ def _convert_layers(module: nn.Module, group: Group | None, done: dict[nn.Module
         return done[module]
     if isinstance(module, _LazyNormBase):
         raise ValueError("a lazy BatchNorm has no parameters yet; run the model once, then convert it")
+    done[module] = module
     if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
-        done[module] = _make_sync_layer(module, group)
+        affine, tracked = module.affine, module.track_running_stats
+        new = SyncBatchNorm(
+            module.num_features, module.eps, module.momentum, affine, tracked, group=group, device="meta"
+        )
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            setattr(new, name, tensor)
+        done[module] = new.train(module.training)
     else:
-        done[module] = module
         for name, child in list(module._modules.items()):  # named_children() shows a layer used twice only once
             if child is not None:
                 module._modules[name] = _convert_layers(child, group, done)
     return done[module]
-
-
-def _make_sync_layer(old: _BatchNorm, group: Group | None) -> SyncBatchNorm:
-    new = SyncBatchNorm(
-        old.num_features, old.eps, old.momentum, old.affine, old.track_running_stats, group=group, device="meta"
-    )
-    for name, parameter in old.named_parameters(recurse=False):
-        setattr(new, name, parameter)
-    for name, buffer in old.named_buffers(recurse=False):
-        setattr(new, name, buffer)
-    return new.train(old.training)

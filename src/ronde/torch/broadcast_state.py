@@ -6,7 +6,7 @@ Optimizer state that only the root has is created from what the root sends, not 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -30,7 +30,9 @@ def broadcast_parameters(params: NamedTensors, root: int = 0, *, group: Group | 
     model.named_parameters(). If the ranks' tensors differ in name, dtype or shape, Mismatch names the first that does.
     """
     members = resolve_group(group)
-    named = [(name, _check_named_tensor(name, tensor)) for name, tensor in _named_tensors(params)]
+    named = _named_tensors(params)
+    for name, tensor in named:
+        _check_tensor(name, tensor)
     check_equal(members, "broadcast_parameters", [_describe_tensor(name, tensor) for name, tensor in named])
     tensors = list({id(tensor): tensor for _, tensor in named}.values())
     _broadcast_in_place(members, tensors, root)
@@ -53,19 +55,20 @@ def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, *, group: Gro
     than the root have is dropped. Parameters are not touched.
     """
     members = resolve_group(group)
-    params = [param for options in optimizer.param_groups for param in options["params"]]
-    check_equal(members, "broadcast_optimizer_state", list(_describe_param_groups(optimizer)))
+    described = [
+        _describe_tensor(f"parameter {number} of group {index}", param)
+        for index, options in enumerate(optimizer.param_groups)
+        for number, param in enumerate(options["params"])
+    ]
+    check_equal(members, "broadcast_optimizer_state", [type(optimizer).__name__, *described])
     is_root = members.rank is not None and members.ranks[members.rank] == root
-    sent: list[Tensor] = []
-    skeleton = _StateSkeleton.from_optimizer(optimizer, params, sent) if is_root else None
-    skeleton = objects.broadcast(skeleton, root, group=members)
-    assert skeleton is not None
+    tensors: list[Tensor] = []
+    skeleton = objects.broadcast(_make_skeleton(optimizer, tensors) if is_root else None, root, group=members)
     if is_root:
-        _broadcast_in_place(members, sent, root)
+        _broadcast_in_place(members, tensors, root)
         return
-    received: list[Tensor] = []
-    state, options = skeleton.fill(optimizer, params, received)
-    _broadcast_in_place(members, received, root)
+    state, options = _fill_skeleton(skeleton, optimizer, tensors)
+    _broadcast_in_place(members, tensors, root)
     optimizer.state = defaultdict(dict, state)
     for mine, given in zip(optimizer.param_groups, options, strict=True):
         mine.update(given)
@@ -74,29 +77,24 @@ def broadcast_optimizer_state(optimizer: Optimizer, root: int = 0, *, group: Gro
 # --- inside ---------------------------------------------------------------------------------------------------------
 
 
-def _named_tensors(params: NamedTensors) -> Iterator[tuple[str, Tensor]]:
+def _named_tensors(params: NamedTensors) -> list[tuple[str, Tensor]]:
     if isinstance(params, nn.Module):
-        yield from params.named_parameters()
-        yield from params.named_buffers()
-    elif isinstance(params, Mapping):
-        yield from params.items()
-    elif isinstance(params, Iterable):
-        for pair in params:
-            if not isinstance(pair, tuple) or len(pair) != 2:
-                raise _not_named_error(f"something with a {type(pair).__name__} in it")
-            yield pair
-    else:
-        raise _not_named_error(f"a {type(params).__name__}")
+        return [*params.named_parameters(), *params.named_buffers()]
+    pairs: list[Any] = [params]
+    if isinstance(params, Iterable):
+        pairs = list(params.items() if isinstance(params, Mapping) else params)
+    for pair in pairs:
+        if not isinstance(pair, tuple) or len(pair) != 2:
+            kind = type(pair).__name__
+            got = f"a {kind}" if pair is params else f"something with a {kind} in it"
+            raise TypeError(
+                "broadcast_parameters takes a module, a state_dict or pairs (name, tensor), "
+                f"got {got}; pass model.named_parameters()"
+            )
+    return pairs
 
 
-def _not_named_error(got: str) -> TypeError:
-    return TypeError(
-        "broadcast_parameters takes a module, a state_dict or pairs (name, tensor), "
-        f"got {got}; pass model.named_parameters()"
-    )
-
-
-def _check_named_tensor(name: str, tensor: object) -> Tensor:
+def _check_tensor(name: str, tensor: object) -> None:
     if not isinstance(tensor, Tensor):
         kind = type(tensor).__name__
         raise TypeError(f"broadcast_parameters: {name!r} is no tensor but a {kind}; use broadcast_object() for it")
@@ -106,18 +104,10 @@ def _check_named_tensor(name: str, tensor: object) -> Tensor:
             "make it a tensor of its own with resolve_conj().resolve_neg()"
         )
     check_tensor(_as_sendable(tensor), f"broadcast_parameters: {name!r}")
-    return tensor
 
 
 def _describe_tensor(name: str, tensor: Tensor) -> str:
     return f"{name!r}: {str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _describe_param_groups(optimizer: Optimizer) -> Iterator[str]:
-    yield type(optimizer).__name__
-    for index, options in enumerate(optimizer.param_groups):
-        for number, param in enumerate(options["params"]):
-            yield _describe_tensor(f"parameter {number} of group {index}", param)
 
 
 def _broadcast_in_place(members: Group, tensors: list[Tensor], root: int) -> None:
@@ -149,45 +139,46 @@ class _RankLocal:
     """Stands for something that every rank has its own of, such as a group."""
 
 
-@dataclass(frozen=True)
-class _StateSkeleton:
-    """An optimizer's state and options with placeholders for tensors. The key of a parameter's state is its number;
-    other keys stay as they are."""
+_Skeleton: TypeAlias = tuple[list[tuple[Any, Any]], list[dict[str, Any]]]
+"""An optimizer's state and options with placeholders for tensors. The key of a parameter's state is its number; other
+keys stay as they are."""
 
-    state: list[tuple[Any, Any]]
-    options: list[dict[str, Any]]
 
-    @classmethod
-    def from_optimizer(cls, optimizer: Optimizer, params: list[Tensor], sent: list[Tensor]) -> _StateSkeleton:
-        """The root's skeleton. The tensors are appended to `sent`, in the order of their placeholders."""
-        numbers = {id(param): number for number, param in enumerate(params)}
-        state: list[tuple[Any, Any]] = []
-        states: Mapping[Any, Any] = optimizer.state  # torch says tensors only, but some optimizers keep other keys too
-        for key, value in states.items():
-            if not isinstance(key, Tensor):
-                state.append((key, _replace_tensors(value, None, sent)))
-            elif id(key) in numbers:  # what belongs to no parameter of this optimizer any more is not sent
-                state.append((numbers[id(key)], _replace_tensors(value, key, sent)))
-        options = [
-            {key: _replace_tensors(value, None, sent) for key, value in group.items() if key != "params"}
-            for group in optimizer.param_groups
-        ]
-        return cls(state, options)
+def _make_skeleton(optimizer: Optimizer, sent: list[Tensor]) -> _Skeleton:
+    """The root's skeleton. The tensors are appended to `sent`, in the order of their placeholders."""
+    numbers = {id(param): number for number, param in enumerate(_params(optimizer))}
+    state: list[tuple[Any, Any]] = []
+    states: Mapping[Any, Any] = optimizer.state  # torch says tensors only, but some optimizers keep other keys too
+    for key, value in states.items():
+        if not isinstance(key, Tensor):
+            state.append((key, _replace_tensors(value, None, sent)))
+        elif id(key) in numbers:  # what belongs to no parameter of this optimizer any more is not sent
+            state.append((numbers[id(key)], _replace_tensors(value, key, sent)))
+    options = [
+        {key: _replace_tensors(value, None, sent) for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+    return state, options
 
-    def fill(
-        self, optimizer: Optimizer, params: list[Tensor], received: list[Tensor]
-    ) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
-        """Another rank's state and options. Its tensors, old ones where they fit, are appended to `received`."""
-        state = {}
-        for key, value in self.state:
-            param = params[key] if isinstance(key, int) else None
-            owner = key if param is None else param
-            state[owner] = _restore_tensors(value, param, optimizer.state.get(owner), received)
-        options = [
-            {key: _restore_tensors(value, None, mine.get(key), received) for key, value in given.items()}
-            for given, mine in zip(self.options, optimizer.param_groups, strict=True)
-        ]
-        return state, options
+
+def _fill_skeleton(
+    skeleton: _Skeleton, optimizer: Optimizer, received: list[Tensor]
+) -> tuple[dict[Any, Any], list[dict[str, Any]]]:
+    """Another rank's state and options. Its tensors, old ones where they fit, are appended to `received`."""
+    params, state = _params(optimizer), {}
+    for key, value in skeleton[0]:
+        param = params[key] if isinstance(key, int) else None
+        owner = key if param is None else param
+        state[owner] = _restore_tensors(value, param, optimizer.state.get(owner), received)
+    options = [
+        {key: _restore_tensors(value, None, mine.get(key), received) for key, value in given.items()}
+        for given, mine in zip(skeleton[1], optimizer.param_groups, strict=True)
+    ]
+    return state, options
+
+
+def _params(optimizer: Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _replace_tensors(value: Any, param: Tensor | None, sent: list[Tensor]) -> Any:  # any state

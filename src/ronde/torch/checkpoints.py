@@ -101,18 +101,25 @@ class Checkpoints:
         """
         members = resolve_group(self._group)
         with ExitStack() as reading:
-            found: FoundCheckpoint | str | None = None
+            found: FoundCheckpoint | str | None = None  # or an error message for all ranks
             if members.rank == 0:
-                found = self._find(step, reading)
+                try:
+                    found = reading.enter_context(checkpoints.open_latest(self._storage, step))
+                except CheckpointError as error:
+                    found = str(error)
             found = found if members.size == 1 else objects.broadcast(found, members.ranks[0], group=members)
             if isinstance(found, str):
                 raise CheckpointError(found)
             if found is None:
                 return None
+            path = found.full_path
             source = found.local_path if members.size == 1 else _broadcast_file(members, found)
-            contents = self._load(source, found.full_path)
-        self._apply(contents["parts"], found.full_path)
-        return Restored(found.step, contents["extras"], found.full_path)
+            try:
+                contents = torch.load(source, map_location="cpu", weights_only=not self._trusted)
+            except Exception as error:  # of a trusted one's objects: any
+                raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
+        self._apply(contents["parts"], path)
+        return Restored(found.step, contents["extras"], path)
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in order, as this rank sees the folder."""
@@ -122,13 +129,6 @@ class Checkpoints:
         """Remove all checkpoints of the folder, to start over. Rank 0 does it; the others return at once."""
         if resolve_group(self._group).rank == 0:
             checkpoints.clear(self._storage)
-
-    def _find(self, step: int | None, reading: ExitStack) -> FoundCheckpoint | str | None:
-        """Called on rank 0. Returns the checkpoint, None, or an error message for all ranks."""
-        try:
-            return reading.enter_context(checkpoints.open_latest(self._storage, step))
-        except CheckpointError as error:
-            return str(error)
 
     def _write(self, contents: dict[str, Any], path: Path) -> None:
         try:
@@ -147,13 +147,6 @@ class Checkpoints:
                 "convert them (float(x) for NumPy's numbers), or make Checkpoints(…, trusted=True)"
             )
 
-    def _load(self, source: Path | io.BytesIO, path: str) -> dict[str, Any]:
-        try:
-            contents: dict[str, Any] = torch.load(source, map_location="cpu", weights_only=not self._trusted)
-        except Exception as error:  # of a trusted one's objects: any
-            raise CheckpointError(f"cannot read the checkpoint {path}: {error}") from error
-        return contents
-
     def _apply(self, states: Mapping[str, Any], path: str) -> None:
         missing = [name for name in self._parts if name not in states]
         if missing:
@@ -170,14 +163,14 @@ class Checkpoints:
 
 def _broadcast_file(members: Group, found: FoundCheckpoint) -> Path | io.BytesIO:
     """Broadcast rank 0's file. Returns its path on rank 0, and a copy in memory on the others."""
-    root = members.ranks[0]
+    root, starts = members.ranks[0], range(0, found.num_bytes, CHUNK_BYTES)
     if members.rank == 0:
         data = np.memmap(found.local_path, np.uint8, "r")
-        for start in range(0, found.num_bytes, CHUNK_BYTES):
+        for start in starts:
             members.broadcast(data[start : start + CHUNK_BYTES], root=root)
         return found.local_path
     buffer = io.BytesIO()
-    for start in range(0, found.num_bytes, CHUNK_BYTES):
+    for start in starts:
         piece = np.empty(min(CHUNK_BYTES, found.num_bytes - start), np.uint8)
         buffer.write(members.broadcast(piece, root=root, out=piece).data)
     buffer.seek(0)

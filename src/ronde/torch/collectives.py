@@ -20,7 +20,13 @@ from ronde.comm.collectives import barrier
 from ronde.comm.group import Group
 from ronde.comm.world import resolve_group
 from ronde.errors import Mismatch
-from ronde.torch import differentiable
+from ronde.torch.differentiable import (
+    AllgatherFunction,
+    AllreduceFunction,
+    AlltoallFunction,
+    BroadcastFunction,
+    ReduceScatterFunction,
+)
 from ronde.torch.tensors import (
     ReduceOptions,
     TensorWork,
@@ -29,6 +35,7 @@ from ronde.torch.tensors import (
     allreduce_tensors,
     alltoall_tensor,
     broadcast_tensors,
+    operation_names,
     reduce_scatter_tensors,
 )
 from ronde.types import Op, parse_op
@@ -47,30 +54,22 @@ def allreduce_sparse(group: Group, x: Tensor, options: ReduceOptions, *, name: s
         raise ValueError("allreduce of sparse tensors needs at least one sparse dimension; use x.to_dense()")
     # Before they are gathered: members may have different factors.
     values = x.values() if options.prescale == 1.0 else x.values() * options.prescale
-    parts = [_indices_with_shape(x), values]
-    gathered = allgather_tensors(group, parts, name=name, wait=wait)
-    if not wait:
-        assert isinstance(gathered, TensorWork)
-        return gathered.then(lambda parts: _sum_equal_indices(parts, x, factor))
-    return _sum_equal_indices(gathered, x, factor)
-
-
-def _indices_with_shape(x: Tensor) -> Tensor:
-    """One row per index, and before them one with the shape as negative numbers, for the members to compare."""
+    # Before the indices, a row with the shape as negative numbers, for the members to compare.
     shape = torch.tensor([x.shape[: x.sparse_dim()]], dtype=torch.int64, device=x.device)
-    return torch.cat([-1 - shape, x.indices().t()])
+    gathered = allgather_tensors(group, [torch.cat([-1 - shape, x.indices().t()]), values], name=name, wait=wait)
 
+    def sum_equal_indices(parts: list[Tensor]) -> Tensor:
+        rows, values = parts
+        is_shape = rows[:, 0] < 0
+        shapes = (-1 - rows[is_shape]).tolist()
+        if any(shape != shapes[0] for shape in shapes):
+            text = "; ".join(f"member {index}: {shape}" for index, shape in enumerate(shapes))
+            raise Mismatch(f"allreduce: the sparse tensors differ in shape: {text}")
+        if factor != 1.0:
+            values = values * factor
+        return torch.sparse_coo_tensor(rows[~is_shape].t(), values, x.shape, check_invariants=False).coalesce()
 
-def _sum_equal_indices(parts: list[Tensor], x: Tensor, factor: float) -> Tensor:
-    rows, values = parts
-    is_shape = rows[:, 0] < 0
-    shapes = (-1 - rows[is_shape]).tolist()
-    if any(shape != shapes[0] for shape in shapes):
-        text = "; ".join(f"member {index}: {shape}" for index, shape in enumerate(shapes))
-        raise Mismatch(f"allreduce: the sparse tensors differ in shape: {text}")
-    if factor != 1.0:
-        values = values * factor
-    return torch.sparse_coo_tensor(rows[~is_shape].t(), values, x.shape, check_invariants=False).coalesce()
+    return gathered.then(sum_equal_indices) if isinstance(gathered, TensorWork) else sum_equal_indices(gathered)
 
 
 def allreduce(
@@ -97,7 +96,7 @@ def allreduce(
         return allreduce_sparse(members, x, options, name=name, wait=wait)
     xs, many = _as_list(x, "allreduce")
     if out is None and wait and _needs_gradient(xs):
-        return _unwrap_single(differentiable.allreduce(members, xs, options, name), many)
+        return _unwrap_single(list(AllreduceFunction.apply(members, options, name, *xs)), many)
     if not many:
         return allreduce_tensor(members, xs[0], out, options, name=name, wait=wait)
     return allreduce_tensors(members, xs, _output_list(out, xs, many, "allreduce"), options, name=name, wait=wait)
@@ -113,10 +112,8 @@ def allgather(
     members = resolve_group(group)
     xs, many = _as_list(x, "allgather")
     if wait and _needs_gradient(xs):
-        names = _operation_names(name, xs)
-        return _unwrap_single(
-            [differentiable.allgather(members, x, name) for x, name in zip(xs, names, strict=True)], many
-        )
+        named = zip(xs, operation_names(name, len(xs)), strict=True)
+        return _unwrap_single([AllgatherFunction.apply(members, name, x) for x, name in named], many)
     return _unwrap_single(allgather_tensors(members, xs, name=name, wait=wait), many)
 
 
@@ -137,9 +134,8 @@ def broadcast(
     xs, many = _as_list(x, "broadcast")
     outs = _output_list(out, xs, many, "broadcast")
     if out is None and wait and _needs_gradient(xs):
-        names = _operation_names(name, xs)
-        given = [differentiable.broadcast(members, x, root, name) for x, name in zip(xs, names, strict=True)]
-        return _unwrap_single(given, many)
+        named = zip(xs, operation_names(name, len(xs)), strict=True)
+        return _unwrap_single([BroadcastFunction.apply(members, root, name, x) for x, name in named], many)
     return _unwrap_single(broadcast_tensors(members, xs, outs, root, name=name, wait=wait), many)
 
 
@@ -158,9 +154,8 @@ def reduce_scatter(
     members, options = resolve_group(group), ReduceOptions(op, prescale, postscale)
     xs, many = _as_list(x, "reduce_scatter")
     if wait and _needs_gradient(xs):
-        names = _operation_names(name, xs)
-        rows = [differentiable.reduce_scatter(members, x, options, name) for x, name in zip(xs, names, strict=True)]
-        return _unwrap_single(rows, many)
+        named = zip(xs, operation_names(name, len(xs)), strict=True)
+        return _unwrap_single([ReduceScatterFunction.apply(members, options, name, x) for x, name in named], many)
     return _unwrap_single(reduce_scatter_tensors(members, xs, options, name=name, wait=wait), many)
 
 
@@ -176,7 +171,7 @@ def alltoall(
     order of the members, and how many came from each."""
     members = resolve_group(group)
     if wait and isinstance(x, Tensor) and _needs_gradient([x]):
-        return differentiable.alltoall(members, x, splits, name)
+        return AlltoallFunction.apply(members, splits, name, x)
     return alltoall_tensor(members, x, splits, name=name, wait=wait)
 
 
@@ -195,11 +190,6 @@ def _output_list(out: Any, xs: list[Tensor], many: bool, what: str) -> list[Tens
     if many and (not isinstance(out, list | tuple) or len(out) != len(xs)):
         raise ValueError(f"{what}: out must be a list of {len(xs)} tensors, as x is")
     return list(out) if many else [out]
-
-
-def _operation_names(name: str | None, xs: list[Tensor]) -> list[str | None]:
-    """A name per tensor, as the functions in tensors.py give them."""
-    return [f"{name}.{index}" if name and len(xs) > 1 else name for index in range(len(xs))]
 
 
 def _needs_gradient(xs: list[Tensor]) -> bool:

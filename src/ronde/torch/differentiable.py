@@ -33,31 +33,7 @@ from ronde.torch.tensors import (
 from ronde.types import Op, parse_op
 
 
-def allreduce(group: Group, xs: list[Tensor], options: ReduceOptions, name: str | None) -> list[Tensor]:
-    return list(_AllreduceFunction.apply(group, options, name, *xs))
-
-
-def allgather(group: Group, x: Tensor, name: str | None) -> Tensor:
-    gathered: Tensor = _AllgatherFunction.apply(group, name, x)
-    return gathered
-
-
-def broadcast(group: Group, x: Tensor, root: int, name: str | None) -> Tensor:
-    given: Tensor = _BroadcastFunction.apply(group, root, name, x)
-    return given
-
-
-def reduce_scatter(group: Group, x: Tensor, options: ReduceOptions, name: str | None) -> Tensor:
-    rows: Tensor = _ReduceScatterFunction.apply(group, options, name, x)
-    return rows
-
-
-def alltoall(group: Group, x: Tensor, splits: Any, name: str | None) -> tuple[Tensor, Tensor]:
-    rows, received = _AlltoallFunction.apply(group, splits, name, x)
-    return rows, received
-
-
-class _AllreduceFunction(torch.autograd.Function):
+class AllreduceFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, options: ReduceOptions, name: str | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.group, ctx.options, ctx.name = group, options, name
@@ -66,10 +42,10 @@ class _AllreduceFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         _check_has_gradient("allreduce", ctx.options)
-        return None, None, None, *allreduce(ctx.group, list(grads), ctx.options, _backward_name(ctx.name))
+        return None, None, None, *AllreduceFunction.apply(ctx.group, ctx.options, _backward_name(ctx.name), *grads)
 
 
-class _AllgatherFunction(torch.autograd.Function):
+class AllgatherFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, name: str | None, x: Tensor) -> Tensor:
         ctx.group, ctx.name, ctx.shape = group, name, x.shape
@@ -83,14 +59,14 @@ class _AllgatherFunction(torch.autograd.Function):
         mine = torch.tensor([ctx.shape[0] if ctx.shape else 1])
         rows = allgather_tensors(group, [mine], name=rows_name, wait=True)[0].tolist()
         if len(set(rows)) == 1:
-            share = reduce_scatter(group, grad, ReduceOptions(), name)
+            share = ReduceScatterFunction.apply(group, ReduceOptions(), name, grad)
         else:
             start = sum(rows[: group.rank])
-            share = allreduce(group, [grad], ReduceOptions(), name)[0][start : start + rows[group.rank]]
+            share = AllreduceFunction.apply(group, ReduceOptions(), name, grad)[0][start : start + rows[group.rank]]
         return None, None, share.reshape(ctx.shape)
 
 
-class _BroadcastFunction(torch.autograd.Function):
+class BroadcastFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, root: int, name: str | None, x: Tensor) -> Tensor:
         ctx.group, ctx.root, ctx.name = group, root, name
@@ -114,10 +90,10 @@ class _ReduceToRootFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-        return None, None, None, broadcast(ctx.group, grad, ctx.root, _backward_name(ctx.name))
+        return None, None, None, BroadcastFunction.apply(ctx.group, ctx.root, _backward_name(ctx.name), grad)
 
 
-class _ReduceScatterFunction(torch.autograd.Function):
+class ReduceScatterFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, options: ReduceOptions, name: str | None, x: Tensor) -> Tensor:
         ctx.group, ctx.options, ctx.name = group, options, name
@@ -129,10 +105,10 @@ class _ReduceScatterFunction(torch.autograd.Function):
         options = ctx.options
         _check_has_gradient("reduce_scatter", options)
         factor = options.prescale * options.postscale / (ctx.group.size if parse_op(options.op) is Op.MEAN else 1)
-        return None, None, None, allgather(ctx.group, grad, _backward_name(ctx.name)) * factor
+        return None, None, None, AllgatherFunction.apply(ctx.group, _backward_name(ctx.name), grad) * factor
 
 
-class _AlltoallFunction(torch.autograd.Function):
+class AlltoallFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, group: Group, splits: Any, name: str | None, x: Tensor) -> tuple[Tensor, Tensor]:
         rows, received = alltoall_tensor(group, x, splits, name=name, wait=True)
@@ -142,7 +118,7 @@ class _AlltoallFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-        mine, _ = alltoall(ctx.group, grad, ctx.received, _backward_name(ctx.name))
+        mine, _ = AlltoallFunction.apply(ctx.group, ctx.received, _backward_name(ctx.name), grad)
         unsent = ctx.num_rows - mine.shape[0]  # rows that no split asked for
         if unsent:
             mine = torch.cat([mine, mine.new_zeros(unsent, *mine.shape[1:])])

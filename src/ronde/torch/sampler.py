@@ -81,12 +81,14 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
         if self._finished_from == self._position:
             self._position = SamplePosition(self.epoch + 1)
         order = epoch_order(self.length, epoch=self.epoch, seed=self.seed, shuffle=self.shuffle)
-        rank, size = self._rank_and_size()
-        return self._one_epoch(shard_indices(order, self.consumed, rank, size, self.ends).tolist(), self._position)
+        samples = shard_indices(order, self.consumed, *self._rank_and_size(), self.ends).tolist()
+        start = self._position
 
-    def _one_epoch(self, samples: list[int], start: SamplePosition) -> Iterator[int]:
-        yield from samples
-        self._finished_from = start
+        def one_epoch() -> Iterator[int]:
+            yield from samples
+            self._finished_from = start
+
+        return one_epoch()
 
     def __len__(self) -> int:
         """Return how many samples of this epoch this rank has not used yet."""
@@ -98,7 +100,15 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
 
         batch_size is the loader's own unless given. Leave the loop early and a new track() goes on where it stopped.
         """
-        self._check_source(loader)
+        # With a forgotten `sampler=`, every rank would see all of the data. A sampler of an unknown class is accepted,
+        # since it may draw from this one.
+        batches = getattr(loader, "batch_sampler", None)
+        source = getattr(loader if batches is None else batches, "sampler", None)
+        if source is not self and isinstance(source, INDEPENDENT_SAMPLERS):
+            raise ValueError(
+                f"track(): this loader draws from a {type(source).__name__}, not from this sampler; "
+                "make it with DataLoader(…, sampler=sampler)"
+            )
         size = self._rank_and_size()[1]
         start = self._position
         self._finished_from = None  # what some ranks alone have looked through is no epoch
@@ -129,17 +139,6 @@ class ShardedSampler(torch.utils.data.Sampler[int]):
             )
         self._position = position
         self._finished_from = None
-
-    def _check_source(self, loader: object) -> None:
-        """Raise ValueError if the loader draws from another sampler: with a forgotten `sampler=`, every rank would see
-        all of the data. A sampler of an unknown class is accepted, since it may draw from this one."""
-        batches = getattr(loader, "batch_sampler", None)
-        source = getattr(loader if batches is None else batches, "sampler", None)
-        if source is not self and isinstance(source, INDEPENDENT_SAMPLERS):
-            raise ValueError(
-                f"track(): this loader draws from a {type(source).__name__}, not from this sampler; "
-                "make it with DataLoader(…, sampler=sampler)"
-            )
 
     def _order_settings(self) -> dict[str, Any]:
         return {"length": self.length, "seed": self.seed, "shuffle": self.shuffle}

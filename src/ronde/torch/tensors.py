@@ -48,20 +48,16 @@ def as_host_array(x: Tensor, what: str) -> HostArray:
     if not host.is_cpu:
         host = host.cpu()
     try:
-        return _host_memory(host)
+        if host.dtype is torch.bfloat16:
+            return Bfloat16View(host.view(torch.int16).numpy())
+        array: Array = host.numpy()
+        return array
     except (TypeError, RuntimeError) as error:
         if host.is_neg():
             copy: Array = host.resolve_neg().numpy()
             copy.flags.writeable = False  # as `out` it would not be the caller's memory
             return copy
         raise TypeError(f"{what}: numbers of type {x.dtype} cannot be exchanged: {error}") from None
-
-
-def _host_memory(host: Tensor) -> HostArray:
-    if host.dtype is torch.bfloat16:
-        return Bfloat16View(host.view(torch.int16).numpy())
-    array: Array = host.numpy()
-    return array
 
 
 def as_tensor(result: HostArray, device: torch.device) -> Tensor:
@@ -98,7 +94,7 @@ class OutputTensor:
             return as_tensor(result, self._device)
         if out.device.type != "cpu":
             with torch.no_grad():
-                out.copy_(as_tensor(result, torch.device("cpu")))
+                out.copy_(as_tensor(result, CPU))
             return out
         try:
             # Autograd has to know of the write, or a backward pass could use numbers that were overwritten.
@@ -185,7 +181,9 @@ def allreduce_tensors(
     """The reductions of some tensors as a list. Those of one dtype are one operation."""
     given = [as_host_array(x, "allreduce") for x in xs]
     outputs = [OutputTensor(out, x, array, "allreduce") for out, x, array in zip(outs, xs, given, strict=True)]
-    by_dtype = _indices_by_dtype(xs)
+    by_dtype: dict[str, list[int]] = {}
+    for index, x in enumerate(xs):
+        by_dtype.setdefault(str(x.dtype).removeprefix("torch."), []).append(index)
     outcomes = []
     for dtype, indices in by_dtype.items():
         dtype_outs = [outputs[index].array for index in indices]
@@ -208,22 +206,13 @@ def allreduce_tensors(
     return _result_or_work(outcomes, finish, name, wait)
 
 
-def _indices_by_dtype(xs: Sequence[Tensor]) -> dict[str, list[int]]:
-    by_dtype: dict[str, list[int]] = {}
-    for index, x in enumerate(xs):
-        by_dtype.setdefault(str(x.dtype).removeprefix("torch."), []).append(index)
-    return by_dtype
-
-
 def allgather_tensors(group: Group, xs: Sequence[Tensor], *, name: str | None, wait: bool) -> Any:
     """All members' rows of each tensor, as a list."""
 
-    def start(index: int, name: str | None) -> tuple[Any, Callable[[HostArray], Tensor]]:
-        device = xs[index].device
-        outcome = group.allgather(as_host_array(xs[index], "allgather"), name=name, wait=wait)
-        return outcome, lambda result: as_tensor(result, device)
+    def start(x: HostArray, out: HostArray | None, name: str | None) -> Any:
+        return group.allgather(x, name=name, wait=wait)
 
-    return _start_each(len(xs), start, name, wait)
+    return _start_each("allgather", xs, [None] * len(xs), start, name, wait)
 
 
 def broadcast_tensors(
@@ -231,12 +220,10 @@ def broadcast_tensors(
 ) -> Any:
     """The root's tensors, as a list."""
 
-    def start(index: int, name: str | None) -> tuple[Any, Callable[[HostArray], Tensor]]:
-        given = as_host_array(xs[index], "broadcast")
-        output = OutputTensor(outs[index], xs[index], given, "broadcast")
-        return group.broadcast(given, root=root, out=output.array, name=name, wait=wait), output.finish
+    def start(x: HostArray, out: HostArray | None, name: str | None) -> Any:
+        return group.broadcast(x, root=root, out=out, name=name, wait=wait)
 
-    return _start_each(len(xs), start, name, wait)
+    return _start_each("broadcast", xs, outs, start, name, wait)
 
 
 def reduce_scatter_tensors(
@@ -244,14 +231,10 @@ def reduce_scatter_tensors(
 ) -> Any:
     """This member's rows of the reduction of each tensor, as a list."""
 
-    def start(index: int, name: str | None) -> tuple[Any, Callable[[HostArray], Tensor]]:
-        device = xs[index].device
-        outcome = group.reduce_scatter(
-            as_host_array(xs[index], "reduce_scatter"), name=name, wait=wait, **options._asdict()
-        )
-        return outcome, lambda result: as_tensor(result, device)
+    def start(x: HostArray, out: HostArray | None, name: str | None) -> Any:
+        return group.reduce_scatter(x, name=name, wait=wait, **options._asdict())
 
-    return _start_each(len(xs), start, name, wait)
+    return _start_each("reduce_scatter", xs, [None] * len(xs), start, name, wait)
 
 
 def alltoall_tensor(group: Group, x: Tensor, splits: Any, *, name: str | None, wait: bool) -> Any:
@@ -259,29 +242,39 @@ def alltoall_tensor(group: Group, x: Tensor, splits: Any, *, name: str | None, w
     if isinstance(splits, Tensor):
         splits = splits.tolist()
     outcome = group.alltoall(as_host_array(x, "alltoall"), splits=splits, name=name, wait=wait)
-    device = x.device
 
     def finish(results: list[tuple[HostArray, Any]]) -> tuple[Tensor, Tensor]:
         rows, received = results[0]
-        return as_tensor(rows, device), torch.from_numpy(received)
+        return as_tensor(rows, x.device), torch.from_numpy(received)
 
     return _result_or_work([outcome], finish, name, wait)
 
 
 def _start_each(
-    count: int,
-    start: Callable[[int, str | None], tuple[Any, Callable[[HostArray], Tensor]]],
+    what: str,
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor | None],
+    start: Callable[[HostArray, HostArray | None, str | None], Any],
     name: str | None,
     wait: bool,
 ) -> Any:
-    """Start one operation per tensor. start() returns what ronde did, and what makes a tensor of its result."""
-    started = [start(index, f"{name}.{index}" if name and count > 1 else name) for index in range(count)]
-    finishes = [finish for _, finish in started]
+    """Start one operation per tensor; start() gets its memory, the memory of its `out`, and its name."""
+    outputs, outcomes = [], []
+    for x, out, each_name in zip(xs, outs, operation_names(name, len(xs)), strict=True):
+        given = as_host_array(x, what)
+        output = OutputTensor(out, x, given, what)
+        outputs.append(output)
+        outcomes.append(start(given, output.array, each_name))
 
-    def finish_all(results: list[HostArray]) -> list[Tensor]:
-        return [finish(result) for finish, result in zip(finishes, results, strict=True)]
+    def finish(results: list[HostArray]) -> list[Tensor]:
+        return [output.finish(result) for output, result in zip(outputs, results, strict=True)]
 
-    return _result_or_work([outcome for outcome, _ in started], finish_all, name, wait)
+    return _result_or_work(outcomes, finish, name, wait)
+
+
+def operation_names(name: str | None, count: int) -> list[str | None]:
+    """A name for each of the operations of one call."""
+    return [f"{name}.{index}" if name and count > 1 else name for index in range(count)]
 
 
 def _result_or_work(outcomes: list[Any], finish: Callable[[list[Any]], Any], name: str | None, wait: bool) -> Any:
