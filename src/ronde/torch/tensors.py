@@ -208,33 +208,21 @@ def allreduce_tensors(
 
 def allgather_tensors(group: Group, xs: Sequence[Tensor], *, name: str | None, wait: bool) -> Any:
     """All members' rows of each tensor, as a list."""
-
-    def start(x: HostArray, out: HostArray | None, name: str | None) -> Any:
-        return group.allgather(x, name=name, wait=wait)
-
-    return _start_each("allgather", xs, [None] * len(xs), start, name, wait)
+    return _start_each("allgather", group.allgather, xs, None, name, wait)
 
 
 def broadcast_tensors(
     group: Group, xs: Sequence[Tensor], outs: Sequence[Tensor | None], root: int, *, name: str | None, wait: bool
 ) -> Any:
     """The root's tensors, as a list."""
-
-    def start(x: HostArray, out: HostArray | None, name: str | None) -> Any:
-        return group.broadcast(x, root=root, out=out, name=name, wait=wait)
-
-    return _start_each("broadcast", xs, outs, start, name, wait)
+    return _start_each("broadcast", group.broadcast, xs, outs, name, wait, root=root)
 
 
 def reduce_scatter_tensors(
     group: Group, xs: Sequence[Tensor], options: ReduceOptions, *, name: str | None, wait: bool
 ) -> Any:
     """This member's rows of the reduction of each tensor, as a list."""
-
-    def start(x: HostArray, out: HostArray | None, name: str | None) -> Any:
-        return group.reduce_scatter(x, name=name, wait=wait, **options._asdict())
-
-    return _start_each("reduce_scatter", xs, [None] * len(xs), start, name, wait)
+    return _start_each("reduce_scatter", group.reduce_scatter, xs, None, name, wait, **options._asdict())
 
 
 def alltoall_tensor(group: Group, x: Tensor, splits: Any, *, name: str | None, wait: bool) -> Any:
@@ -252,19 +240,22 @@ def alltoall_tensor(group: Group, x: Tensor, splits: Any, *, name: str | None, w
 
 def _start_each(
     what: str,
+    start: Callable[..., Any],
     xs: Sequence[Tensor],
-    outs: Sequence[Tensor | None],
-    start: Callable[[HostArray, HostArray | None, str | None], Any],
+    outs: Sequence[Tensor | None] | None,
     name: str | None,
     wait: bool,
+    **options: Any,
 ) -> Any:
-    """Start one operation per tensor; start() gets its memory, the memory of its `out`, and its name."""
+    """Start one operation of ronde per tensor. `outs` is None if the operation has no `out`."""
     outputs, outcomes = [], []
-    for x, out, each_name in zip(xs, outs, operation_names(name, len(xs)), strict=True):
+    for index, (x, each_name) in enumerate(zip(xs, operation_names(name, len(xs)), strict=True)):
         given = as_host_array(x, what)
-        output = OutputTensor(out, x, given, what)
+        output = OutputTensor(None if outs is None else outs[index], x, given, what)
         outputs.append(output)
-        outcomes.append(start(given, output.array, each_name))
+        if outs is not None:
+            options["out"] = output.array
+        outcomes.append(start(given, name=each_name, wait=wait, **options))
 
     def finish(results: list[HostArray]) -> list[Tensor]:
         return [output.finish(result) for output, result in zip(outputs, results, strict=True)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -11,26 +12,40 @@ from ronde.comm.world import World
 from ronde.torch.metrics import average_metrics
 from tests.conformance.ranks import run_threads
 
+NAN = math.nan
 
-def test_every_rank_gets_the_mean_weighted_by_samples() -> None:
+
+@pytest.mark.parametrize(
+    ("by_rank", "expected"),
+    [
+        ([({"loss": 1.0, "right": 0.5}, 30), ({"loss": 4.0, "right": 1.0}, 10)], {"loss": 1.75, "right": 0.625}),
+        ([({"a": 1, "b": 1}, {"a": 1, "b": 3}), ({"a": 3, "b": 5}, {"a": 1, "b": 1})], {"a": 2.0, "b": 2.0}),
+        ([({"loss": 2.0}, 5), ({"loss": NAN}, 0), ({}, 0)], {"loss": 2.0}),
+        ([({"loss": 2.0}, 0)], {"loss": NAN}),
+        ([({"loss": NAN}, 1), ({"loss": 1.0}, 1)], {"loss": NAN}),
+        ([({"loss": torch.tensor(3.0, requires_grad=True)}, 2), ({"loss": 0.0}, 1)], {"loss": 2.0}),
+    ],
+    ids=["one count", "a count per metric", "ranks without samples", "no sample", "a NaN that counts", "a tensor"],
+)
+def test_every_rank_gets_the_means_weighted_by_samples(by_rank: list[Any], expected: dict[str, float]) -> None:
     def body(world: World) -> dict[str, float]:
-        loss = torch.tensor(float(world.rank), requires_grad=True)
-        return average_metrics({"loss": loss, "accuracy": 0.5}, count=world.rank + 1, group=world.group)
+        values, count = by_rank[world.rank]
+        return average_metrics(values, count=count, group=world.group)
 
-    assert run_threads(3, body) == [{"loss": 8 / 6, "accuracy": 0.5}] * 3
-
-
-def test_a_rank_that_ran_out_of_data_takes_part_with_nothing() -> None:
-    def body(world: World) -> dict[str, float]:
-        if world.rank == 0:
-            return average_metrics({}, count=0, group=world.group)
-        return average_metrics({"loss": math.nan if world.rank == 1 else 3.0}, count=world.rank - 1, group=world.group)
-
-    assert run_threads(3, body) == [{"loss": 3.0}] * 3
+    assert run_threads(len(by_rank), body) == [pytest.approx(expected, nan_ok=True)] * len(by_rank)
 
 
-def test_mistakes_are_explained() -> None:
-    with pytest.raises(TypeError, match=r"values by name, such as \{'loss': loss\}, got a float"):
-        average_metrics(0.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="the metric 'loss' must be one number, got a Tensor"):
-        average_metrics({"loss": torch.ones(2)})
+@pytest.mark.parametrize(
+    ("values", "count", "kind", "words"),
+    [
+        (0.5, 1, TypeError, r"values by name, such as \{'loss': loss\}, got a float"),
+        ({"loss": torch.ones(2)}, 1, TypeError, "the metric 'loss' must be one number, got a Tensor"),
+        ({"loss": "low"}, 1, TypeError, "the metric 'loss' must be one number, got a str"),
+        ({"loss": 1.0}, [1], TypeError, "the count of 'loss' must be one number, got a list"),
+        ({"loss": 1.0}, -1, ValueError, "count of 'loss' must be 0 or more, got -1"),
+        ({"loss": 1.0}, {"lost": 1}, ValueError, "no count of 'loss', only of 'lost'"),
+    ],
+)
+def test_mistakes_name_the_metric(values: Any, count: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        average_metrics(values, count=count)
