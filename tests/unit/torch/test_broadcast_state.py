@@ -12,12 +12,7 @@ from torch import nn
 
 from ronde.comm.world import World
 from ronde.errors import Mismatch
-from ronde.torch.broadcast_state import (
-    allgather_object,
-    broadcast_object,
-    broadcast_optimizer_state,
-    broadcast_parameters,
-)
+from ronde.torch.broadcast_state import broadcast_optimizer_state, broadcast_parameters
 from tests.conformance.ranks import run_threads
 
 
@@ -92,18 +87,6 @@ def test_what_is_no_parameter_is_an_error() -> None:
     run_threads(1, body)
 
 
-def test_objects_go_around() -> None:
-    def body(world: World) -> None:
-        assert broadcast_object({"rank": world.rank}, root=1, group=world.group) == {"rank": 1}
-        assert allgather_object(world.rank, group=world.group) == [0, 1]
-
-    run_threads(2, body)
-
-
-def _lbfgs(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, max_iter=3)
-
-
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda p: torch.optim.SGD(p, lr=0.1),
     "SGD with momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
@@ -113,7 +96,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=0.1),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1),
-    "LBFGS": _lbfgs,
+    "LBFGS": lambda p: torch.optim.LBFGS(p, max_iter=3),
 }
 
 

@@ -101,23 +101,14 @@ class ArrayAdapter:
             self._bucket_views[index] *= factor
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
-        grads = {index: self._trained[index].grad for index in indices}
-        numbers = {
-            index: list(grad.values()) if isinstance(grad, dict) else self._bucket_views.get(index, grad)
-            for index, grad in grads.items()
-        }
-        return [index for index, each in numbers.items() if each is not None and not np.isfinite(each).all()]
+        raise NotImplementedError
 
     def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
         self.num_sparse_allreduces += 1
-        weight, place = self._trained[index], self._bucket_views.get(index)
-        rows = np.zeros(weight.count)
+        weight, rows = self._trained[index], np.zeros(self._trained[index].count)
         if isinstance(weight.grad, dict):
             rows[list(weight.grad)] = list(weight.grad.values())
-        elif weight.grad is not None and place is None:
-            rows[:] = weight.grad
         rows = group.allreduce(rows * scales[0]) * scales[1]
-        rows += 0.0 if place is None else place
         weight.grad = self._sparse_results[weight.name] = {int(row): float(rows[row]) for row in np.flatnonzero(rows)}
 
     def close(self) -> None:
@@ -181,8 +172,7 @@ class ArrayTraining:
         self.weights = {weight.name: weight for weight in weights}
         self.adapter = ArrayAdapter(weights)
         self.backward_pass = ArrayBackwardPass()
-        self.num_changes = 0  # that somebody made to gradients outside of a pass
-        self.step = TrainingStep(self.backward_pass, passes, gradient_version=lambda: self.num_changes)
+        self.step = TrainingStep(self.backward_pass, passes, gradient_version=lambda: None)
         settings = settings or GradientSettings()
         self.reducer = Reducer(
             self.adapter, group, settings, on_pass_started=self.step.pass_started, codec=codec, overlap=overlap

@@ -46,16 +46,6 @@ def test_buckets_start_while_the_pass_runs_in_one_order_on_all_ranks() -> None:
     assert run_training(2, body, "abc", ONE_EACH) == [[("c",), ("a",), ("b",)]] * 2
 
 
-def test_a_parameter_that_some_ranks_used_gets_the_average_over_all_and_one_that_none_used_stays_without() -> None:
-    def body(training: ArrayTraining, world: World) -> list[object]:
-        for _ in range(2):
-            training.clear()
-            training.backward(**({"a": 1.0, "b": 4.0} if world.rank == 0 else {"a": 3.0}))
-        return training.grads("abc")
-
-    assert run_training(2, body, "abc") == [[2.0, 2.0, None]] * 2
-
-
 def test_a_rank_without_a_backward_pass_takes_part_in_step() -> None:
     def body(training: ArrayTraining, world: World) -> list[object]:
         for _ in range(2):
@@ -100,40 +90,6 @@ def test_a_step_after_fewer_passes_averages_those_there_were() -> None:
         return [*seen, *training.grads("a")]
 
     assert run_training(2, body, "a", passes=4) == [[3.0, 3.0, 1.5]] * 2
-
-
-@pytest.mark.parametrize(("op", "passes"), [("sum", 1), ("mean", 2)])
-@pytest.mark.parametrize("others", [{"a": 1.0}, {}])
-def test_several_passes_without_clearing_are_refused_where_they_would_not_add_up(
-    op: str, passes: int, others: dict[str, float]
-) -> None:
-    def body(training: ArrayTraining, world: World) -> None:
-        for _ in range(passes):
-            training.backward(**others, b=1.0)
-        with pytest.raises(ValueError, match=rf"rank {world.rank}: parameter 'b' got a gradient on top of one"):
-            training.backward(b=1.0)
-        training.clear()
-        for _ in range(passes):
-            training.backward(**others, b=1.0)
-        assert training.grads("b") == [2.0 if op == "sum" else 1.0]
-
-    run_training(2, body, [*others, "b"], GradientSettings(op=op), passes=passes)
-
-
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_pass_inside_of_another_leaves_the_end_to_the_outer_one(overlap: bool) -> None:
-    def body(training: ArrayTraining, world: World) -> list[object]:
-        for _ in range(3):
-            training.clear()
-            training.backward_nested(b=world.rank)
-            training.backward(a=world.rank)
-        seen = training.grads("ab")
-        training.clear()
-        training.backward_nested(a=4.0 * world.rank, b=2.0)  # and no gradient after it
-        training.step.synchronize()
-        return [*seen, *training.grads("ab")]
-
-    assert run_training(2, body, "ab", overlap=overlap) == [[0.5, 0.5, 2.0, 2.0]] * 2
 
 
 def test_a_second_gradient_while_the_first_is_under_way_names_the_parameter() -> None:
@@ -242,48 +198,6 @@ def test_a_codec_may_use_several_wires_and_remember_what_it_lost() -> None:
 # --- what the flags report --------------------------------------------------------------------------------------------
 
 
-def test_a_step_with_gradients_of_before_is_refused_and_one_with_gradients_set_by_hand_is_not() -> None:
-    def body(training: ArrayTraining, world: World) -> list[object]:
-        with pytest.raises(ValueError, match=rf"rank {world.rank}: step\(\) without backward\(\): none of the 2 .*'a'"):
-            training.step.synchronize()
-        seen = []
-        for _ in range(2):
-            training.clear()
-            training.weights["a"].grad = np.full(4, world.rank, np.float32)
-            training.weights["t"].grad = {world.rank: 2.0}
-            training.take_step()
-            seen += training.grads("at")
-            with pytest.raises(ValueError, match=r"step\(\) without backward\(\)"):
-                training.step.synchronize()
-        return seen
-
-    assert run_training(2, body, "at") == [[0.5, {0: 1.0, 1: 1.0}] * 2] * 2
-
-
-def test_gradients_that_are_not_finite_are_named_with_rank_and_parameter() -> None:
-    def body(training: ArrayTraining, world: World) -> None:
-        odd = float("nan") if world.rank == 1 else 1.0
-
-        def refused(words: str, **grads: float | dict[int, float]) -> None:
-            training.clear()
-            with pytest.raises(FloatingPointError, match=rf"not finite: rank 1: parameter {words}$"):
-                training.backward(**grads)
-
-        refused("'b'", a=1.0, b=odd)  # before there are buckets
-        refused("'b' and 1 more", a=1.0, b=odd, c=odd)
-        refused("'t'", a=1.0, t={0: odd})  # where a dense one was expected
-        training.clear()
-        training.backward(a=1.0, t={0: 3.0})
-        refused("'t'", a=1.0, t={0: odd})
-        training.weights["z"].trains = True
-        refused("'z'", a=1.0, z=odd)
-        training.clear()
-        training.backward(a=1.0, b=3.0, t={0: 3.0}, z=world.rank)
-        assert training.grads("btz") == [3.0, {0: 3.0}, 1.0]
-
-    run_training(3, body, [*"abct", Weight("z", trains=False)], GradientSettings(check_finite=True))
-
-
 @pytest.mark.parametrize("codec", [None, Halving()])
 def test_parameters_that_are_frozen_later_or_train_later_lead_to_new_buckets(codec: Halving | None) -> None:
     def body(training: ArrayTraining, world: World) -> list[list[object]]:
@@ -307,25 +221,6 @@ def test_parameters_that_are_frozen_later_or_train_later_lead_to_new_buckets(cod
     given = [Weight("a"), Weight("b", trains=False), Weight("c")]
     expected = [[3.0, 2.0, 2.0], [3.0, 5.0, 2.0], [None, 2.0, 3.0]]
     assert run_training(2, body, given, ONE_EACH, codec=codec) == [expected] * 2
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_passes_in_which_only_parameters_are_used_that_did_not_train_before_count(passes: int) -> None:
-    def body(training: ArrayTraining, world: World) -> list[object]:
-        seen: list[object] = []
-        for step in range(4):
-            training.clear()
-            used = "ab"[step % 2]
-            for name, weight in training.weights.items():
-                weight.trains = name == used
-            for _ in range(passes):
-                training.backward(**{used: step + world.rank})
-            seen.append(training.grads("ab"))
-            training.take_step()  # nothing is left to do
-        return seen
-
-    expected = [[0.5, None], [None, 1.5], [2.5, None], [None, 3.5]]
-    assert run_training(2, body, "ab", passes=passes) == [expected] * 2
 
 
 def test_a_model_may_be_frozen_at_first_or_for_a_while() -> None:
@@ -373,19 +268,6 @@ def test_a_gradient_that_turns_out_to_be_sparse_is_reduced_by_itself_from_then_o
         return seen
 
     assert run_training(2, body, "at") == [[2.0, {2: 2.0}, *[0.5, {0: 1.0, 1: 1.0, 3: 1.0}] * 2]] * 2
-
-
-def test_a_gradient_that_is_sparse_on_one_rank_and_dense_on_another_is_the_sum_of_both() -> None:
-    def body(training: ArrayTraining, world: World) -> list[object]:
-        training.backward(a=1.0, t=1.0)
-        seen = []
-        for _ in range(2):  # while all expect a dense one, and a sparse one
-            training.clear()
-            training.backward(a=1.0, t={0: 1.0} if world.rank == 0 else 1.0)
-            seen += training.grads("t")
-        return seen
-
-    assert run_training(2, body, "at") == [[{0: 1.0, 1: 0.5, 2: 0.5, 3: 0.5}] * 2] * 2
 
 
 @pytest.mark.parametrize("what", ["a first step", "a sparse gradient", "another parameter"])

@@ -68,24 +68,6 @@ def test_ranks_that_could_not_agree_begin_the_next_step_anew() -> None:
     assert run_training(2, body, [Weight("a")]) == [[0.5]] * 2
 
 
-@pytest.mark.parametrize("names", ["a", "ab"])
-@pytest.mark.parametrize("num_passes", [2, 3])
-def test_clearing_in_the_middle_of_a_step_begins_it_anew(names: str, num_passes: int) -> None:
-    def body(training: ArrayTraining, world: World) -> list[object]:
-        seen = []
-        for _ in range(3):
-            training.backward(**dict.fromkeys(names, 100.0))  # as at the end of an epoch, and left out
-            training.clear()
-            for _ in range(num_passes):
-                training.backward(**dict.fromkeys(names, 2.0 * world.rank))
-            seen += training.grads("a")
-            training.step.step_done()
-            training.clear()
-        return seen
-
-    assert run_training(2, body, names, passes=num_passes) == [[1.0] * 3] * 2
-
-
 @pytest.mark.parametrize("settings", [GradientSettings(), ONE_EACH])
 @pytest.mark.parametrize("num_passes", [1, 2])
 def test_a_pass_of_which_all_gradients_came_inside_of_others_ends_with_the_outermost(
@@ -103,27 +85,6 @@ def test_a_pass_of_which_all_gradients_came_inside_of_others_ends_with_the_outer
         return seen
 
     assert run_training(2, body, "ab", settings, passes=num_passes) == [[0.5, 2.0] * 3] * 2
-
-
-def test_gradients_that_were_changed_before_a_step_that_ends_early_are_refused() -> None:
-    def body(training: ArrayTraining, world: World) -> None:
-        for early in (False, True):
-            training.num_changes += 1  # before the passes it does not matter
-            training.backward(a=1.0)
-            training.backward(a=5.0 * world.rank)
-            if early:
-                training.num_changes += 1
-                with pytest.raises(ValueError, match=r"changed after 2 of the 3 .*optimizer\.synchronize\(\) before"):
-                    training.step.synchronize()
-            else:
-                training.step.synchronize()
-                training.num_changes += 1
-                training.step.synchronize()  # as step() does
-                assert training.grads("a") == [1.75]
-            training.step.step_done()
-            training.clear()
-
-    run_training(2, body, "a", passes=3)
 
 
 @pytest.mark.parametrize("given", [0, -1, 1.5, True, "2"])
