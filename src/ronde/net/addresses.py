@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import ipaddress
@@ -13,9 +14,6 @@ from ronde.errors import StartFailed
 
 HOST_LOCAL_INTERFACES = ("docker", "br-", "veth", "virbr", "cni", "podman")
 """Interfaces inside one machine. Their addresses are the same on every host, so another host would reach itself."""
-
-_IDENTITY_SUFFIX = re.compile(r"-[0-9a-f]{12}\Z")
-"""What follows the host's name in an identity."""
 
 
 def parse_address(text: str) -> tuple[str, int]:
@@ -50,8 +48,15 @@ def resolve_host(host: str, port: int) -> list[tuple[str, int]]:
 
 
 def address_family(host: str) -> socket.AddressFamily:
-    """Return the address family of a numeric host."""
+    """The host is numeric."""
     return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
+def listen_error(host: str, port: int, reason: str | None) -> StartFailed:
+    return StartFailed(
+        f"cannot listen on {format_address(host, port)} ({reason}); "
+        "choose another port, or an address that this host has"
+    )
 
 
 def peer_host(sock: socket.socket) -> str:
@@ -72,24 +77,19 @@ def local_address_for(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def find_free_port(host: str) -> int:
-    """Return a TCP port of this machine that nobody uses now, for an address that others must know before there is a
-    listener. The system does not assign it again soon, but does not reserve it either."""
-    address = resolve_host(host, 0)[0]
-    with socket.socket(address_family(address[0]), socket.SOCK_STREAM) as probe:
-        probe.bind(address)
-        return int(probe.getsockname()[1])
-
-
 def find_free_ports(host: str, num_ports: int) -> tuple[int, ...]:
-    """Return different free TCP ports, see find_free_port()."""
-    found: set[int] = set()
-    for _ in range(100 * num_ports):  # the system repeats itself only when it has next to none
-        if len(found) < num_ports:
-            found.add(find_free_port(host))
-    if len(found) < num_ports:
-        raise StartFailed(f"there are no {num_ports} free TCP ports at {host}")
-    return tuple(sorted(found))
+    """Return different TCP ports of this machine that nobody uses now, for addresses that others must know before there
+    is a listener. The system does not assign them again soon, but does not reserve them either."""
+    address = resolve_host(host, 0)[0]
+    with contextlib.ExitStack() as opened:
+        family = address_family(address[0])
+        probes = [opened.enter_context(socket.socket(family, socket.SOCK_STREAM)) for _ in range(num_ports)]
+        try:
+            for probe in probes:
+                probe.bind(address)
+        except OSError as error:
+            raise StartFailed(f"there are no {num_ports} free TCP ports at {host}") from error
+        return tuple(sorted(int(probe.getsockname()[1]) for probe in probes))
 
 
 def candidate_addresses(host: str = "") -> tuple[str, ...]:
@@ -102,8 +102,8 @@ def candidate_addresses(host: str = "") -> tuple[str, ...]:
     others: list[str] = []
     for name, addresses in sorted(psutil.net_if_addrs().items()):
         if name in up and not name.startswith(HOST_LOCAL_INTERFACES):
-            others += [found.address for found in addresses if found.family in (socket.AF_INET, socket.AF_INET6)]
-    others = [text for text in others if _is_reachable(text)]
+            found = [each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
+            others += [address for address in found if _is_reachable(address)]
     others.sort(key=lambda text: ":" in text)  # stable: IPv4 first
     return tuple(dict.fromkeys((*first, *others))) or ("127.0.0.1",)
 
@@ -119,25 +119,15 @@ def host_identity() -> str:
     """Return a name that is equal exactly where processes share memory and abstract Unix sockets: one machine since one
     boot, and one network namespace of it. It begins with the host's name."""
     name = socket.gethostname()
-    facts = (name, _read("/proc/sys/kernel/random/boot_id"), _link("/proc/self/ns/net"))
+    facts = [name, "", ""]
+    with contextlib.suppress(OSError):  # hidden in some containers
+        facts[1] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    with contextlib.suppress(OSError):
+        facts[2] = str(Path("/proc/self/ns/net").readlink())
     digest = hashlib.sha256("\n".join(facts).encode()).hexdigest()
     return f"{name}-{digest[:12]}"
 
 
 def host_name(identity: str) -> str:
     """Return the host's name of an identity, for people. A name that the user gave the host stays as it is."""
-    return _IDENTITY_SUFFIX.sub("", identity)
-
-
-def _read(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:  # hidden in some containers
-        return ""
-
-
-def _link(path: str) -> str:
-    try:
-        return str(Path(path).readlink())
-    except OSError:
-        return ""
+    return re.sub(r"-[0-9a-f]{12}\Z", "", identity)

@@ -1,7 +1,6 @@
 """The connecting side of authenticated sockets, and what both sides need to know about a socket.
 
-An address is `host:port`, or `unix:NAME` for an abstract Unix socket. Used by the native backend, by ranks that look
-for their coordinator, and by network probes.
+An address is `host:port`, or `unix:NAME` for an abstract Unix socket.
 """
 
 from __future__ import annotations
@@ -71,12 +70,12 @@ def connect_socket(addresses: Sequence[SocketAddress], deadline: Deadline) -> so
 
 
 def _connect_to(address: SocketAddress, deadline: Deadline) -> socket.socket:
-    is_unix = isinstance(address, str)
-    sock = socket.socket(socket.AF_UNIX if isinstance(address, str) else address_family(address[0]), socket.SOCK_STREAM)
+    family = socket.AF_UNIX if isinstance(address, str) else address_family(address[0])
+    sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(deadline.remaining_s, 1e-6))
         sock.connect("\0" + address.removeprefix(_UNIX_PREFIX) if isinstance(address, str) else address)
-        if is_unix:
+        if family == socket.AF_UNIX:
             if peer_uid(sock) != os.getuid():
                 raise StartFailed("its owner is another user; run all ranks of a host as one user")
         elif sock.getsockname() == sock.getpeername():
@@ -205,15 +204,15 @@ def _connect_once(
     handshake = ClientHandshake(key, secrets.token_bytes(NONCE_BYTES), request)
     sock = connect_socket(addresses, deadline)
     try:
-        _send_all(sock, handshake.hello, deadline)
+        answer = handshake.hello
         while handshake.reply is None:
             sock.settimeout(max(deadline.remaining_s, 1e-6))
+            if answer:  # even an empty send fails if the other side has closed the connection right after its reply
+                sock.sendall(answer)
             data = sock.recv(handshake.num_wanted)
             if not data:
                 raise NotListening("it closed the connection in the middle of the handshake")
             answer = handshake.feed(data)
-            if answer:  # even an empty send fails if the other side has closed the connection right after its reply
-                _send_all(sock, answer, deadline)
         configure_socket(sock, heartbeat_s)
         return sock, handshake.reply
     except BaseException as error:
@@ -226,8 +225,3 @@ def _connect_once(
         if isinstance(error, ConnectionError):
             raise NotListening(f"it closed the connection in the middle of the handshake ({error.strerror})") from None
         raise
-
-
-def _send_all(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
-    sock.settimeout(max(deadline.remaining_s, 1e-6))
-    sock.sendall(data)

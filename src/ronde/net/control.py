@@ -8,13 +8,14 @@ rank lives is decided by its liveness connection, not here. All methods are for 
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 
 import zmq
 from zmq.utils import z85
 
-from ronde.errors import ProtocolError, StartFailed
-from ronde.net.addresses import format_address, parse_address, resolve_host
+from ronde.errors import ProtocolError
+from ronde.net.addresses import format_address, listen_error, parse_address, resolve_host
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey
 from ronde.net.messages import (
@@ -39,8 +40,7 @@ HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_
 """Connections without ZeroMQ's protocol, or encrypted for another server: refused before ZAP_ADDRESS is asked."""
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks whether a client may connect (its RFC 27), inside one context."""
-_ROUTING_PREFIX = b"rank-"
-MAX_RANK_DIGITS = 9
+_ROUTING_ID = re.compile(rb"rank-(0|[1-9][0-9]{0,8})")
 
 logger = logging.getLogger("ronde.net")
 
@@ -59,13 +59,16 @@ class _ControlSocket:
         self._socket.set(zmq.RCVHWM, 0)
         self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + CURVE_OVERHEAD_BYTES)
         self._socket.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
+        self._helpers: list[zmq.Socket[bytes]] = []
+        """Other sockets of this context, which the loop reads as well."""
         self._loop: EventLoop | None = None
         self._warned_about: set[object] = set()
 
     def stop_receiving(self) -> None:
-        """Leave further messages in the queue. Idempotent."""
+        """Leave further messages in the queue, and let no further clients connect. Idempotent."""
         if self._loop is not None:
-            self._loop.remove_reader(self._socket.fileno())
+            for sock in (self._socket, *self._helpers):
+                self._loop.remove_reader(sock.fileno())
             self._loop = None
 
     def close(self, flush_s: float = FLUSH_S) -> None:
@@ -73,6 +76,9 @@ class _ControlSocket:
         if self._context.closed:
             return
         self.stop_receiving()
+        self._socket.disable_monitor()
+        for helper in self._helpers:
+            helper.close()
         self._socket.close(linger=int(flush_s * 1000))
         self._context.term()  # waits for the socket, so no longer than that
 
@@ -114,6 +120,7 @@ class ControlServer(_ControlSocket):
         self._zap_socket.set(zmq.LINGER, 0)
         self._zap_socket.bind(ZAP_ADDRESS)
         self._zmq_monitor = self._socket.get_monitor_socket(HANDSHAKE_FAILURES)
+        self._helpers += [self._zap_socket, self._zmq_monitor]
         self._socket.set(zmq.ROUTER_HANDOVER, 1)
         self._socket.set(zmq.CURVE_SERVER, 1)
         self._socket.set(zmq.CURVE_SECRETKEY, key.server_secret)
@@ -122,10 +129,7 @@ class ControlServer(_ControlSocket):
             self._socket.bind(self._endpoint(*resolve_host(host, port)[0]))
         except zmq.ZMQError as error:
             self.close(0)
-            raise StartFailed(
-                f"cannot listen on {format_address(host, port)} ({error.strerror}); "
-                "choose another port, or an address that this host has"
-            ) from None
+            raise listen_error(host, port, error.strerror) from None
         except BaseException:
             self.close(0)
             raise
@@ -135,9 +139,10 @@ class ControlServer(_ControlSocket):
         """Hand every message and the rank of its sender to on_message, and let clients connect."""
 
         def on_parts(parts: list[bytes]) -> None:
-            rank = _parse_routing_id(parts[0])
-            if rank is None:
+            sender = _ROUTING_ID.fullmatch(parts[0])
+            if sender is None:
                 return self._refuse(f"control client {parts[0]!r}", "is not a rank")
+            rank = int(sender[1])
             try:
                 message = decode_from_worker(_only_part(parts[1:]))
             except ProtocolError as error:
@@ -151,22 +156,6 @@ class ControlServer(_ControlSocket):
     def send(self, rank: int, message: CoordinatorMessage) -> None:
         """Send a message without waiting. It is dropped if the rank is not connected."""
         self._socket.send_multipart((b"rank-%d" % rank, encode(message)), zmq.NOBLOCK)
-
-    def stop_receiving(self) -> None:
-        """Leave further messages in the queue, and let no further clients connect. Idempotent."""
-        if self._loop is not None:
-            self._loop.remove_reader(self._zap_socket.fileno())
-            self._loop.remove_reader(self._zmq_monitor.fileno())
-        super().stop_receiving()
-
-    def close(self, flush_s: float = FLUSH_S) -> None:
-        """Send what is queued, within flush_s, and free everything. Idempotent."""
-        if not self._context.closed:
-            self.stop_receiving()
-            self._socket.disable_monitor()
-        self._zmq_monitor.close()
-        self._zap_socket.close()
-        super().close(flush_s)
 
     def _answer_zap_requests(self) -> None:
         while True:
@@ -222,13 +211,6 @@ def _add_zmq_reader(loop: EventLoop, sock: zmq.Socket[bytes], callback: Callable
     """The descriptor of a ZeroMQ socket becomes readable once for any number of messages, and also when none is there:
     the loop has to ask the socket itself."""
     loop.add_reader(sock.fileno(), callback, has_input=lambda: bool(int(sock.get(zmq.EVENTS)) & zmq.POLLIN))
-
-
-def _parse_routing_id(data: bytes) -> int | None:
-    digits = data.removeprefix(_ROUTING_PREFIX)
-    if data == digits or len(digits) > MAX_RANK_DIGITS or not digits.isdigit() or (digits[:1] == b"0" != digits):
-        return None
-    return int(digits)
 
 
 def _only_part(parts: list[bytes]) -> bytes:

@@ -3,13 +3,12 @@
 Every process of a job is built on it: driver, agent, coordinator, and the control thread of a rank. Whatever is
 registered with a loop is touched only by the thread that runs it, and needs no lock. Method names are asyncio's, which
 is not used because its import takes longer than the whole start of a rank.
-
-PipeReader and PipeWriter read and write a descriptor without blocking. LoopThread runs a loop in a thread.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import errno
 import heapq
 import itertools
@@ -18,7 +17,8 @@ import select
 import threading
 import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
 CALL_TIMEOUT_S = 10.0
 """LoopThread.call raises after this long. A loop answers within milliseconds unless the host is overloaded."""
@@ -60,20 +60,14 @@ class Timer:
             callback()
 
 
+@dataclass(eq=False, slots=True)
 class _Watch:
     """The callbacks of one descriptor. A descriptor that is closed and opened again gets a new watch."""
 
-    __slots__ = ("fd", "has_input", "reader", "writer")
-
-    def __init__(self, fd: int) -> None:
-        self.fd = fd
-        self.reader: Callable[[], None] | None = None
-        self.writer: Callable[[], None] | None = None
-        self.has_input: Callable[[], bool] | None = None
-
-    @property
-    def events(self) -> int:
-        return (select.EPOLLIN if self.reader else 0) | (select.EPOLLOUT if self.writer else 0)
+    fd: int
+    reader: Callable[[], None] | None = None
+    writer: Callable[[], None] | None = None
+    has_input: Callable[[], bool] | None = None
 
 
 class EventLoop:
@@ -93,9 +87,12 @@ class EventLoop:
         self._timers: list[tuple[float, int, Timer]] = []
         self._timer_ids = itertools.count()
         self._ready: collections.deque[Callable[[], None]] = collections.deque()
-        self._wakeup = WakeupFd()
         self._closed = False
-        self.add_reader(self._wakeup.fileno(), self._wakeup.clear)
+        self._wakeup_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        # Without it, a late call of another thread could write into another file that got the same number. Reentrant:
+        # a signal handler may ask for a call while its own thread does.
+        self._wakeup_lock = threading.RLock()
+        self.add_reader(self._wakeup_fd, self._clear_wakeup)
 
     def add_reader(self, fd: int, callback: Callable[[], None], *, has_input: Callable[[], bool] | None = None) -> None:
         """Call back whenever the descriptor can be read or is at its end, until remove_reader().
@@ -103,7 +100,7 @@ class EventLoop:
         `has_input` is for descriptors that become readable only once per change, as that of a ZeroMQ socket: it is
         asked before every wait and when the descriptor is readable, and the callback is called when it returns True.
         """
-        watch = self._watch(fd)
+        watch = self._watches.get(fd) or _Watch(fd)
         assert watch.reader is None, f"descriptor {fd} has a reader"
         watch.reader, watch.has_input = callback, has_input
         if has_input is not None:
@@ -120,7 +117,7 @@ class EventLoop:
 
     def add_writer(self, fd: int, callback: Callable[[], None]) -> None:
         """Call back whenever the descriptor can be written or its other end is closed, until remove_writer()."""
-        watch = self._watch(fd)
+        watch = self._watches.get(fd) or _Watch(fd)
         assert watch.writer is None, f"descriptor {fd} has a writer"
         watch.writer = callback
         self._update(watch)
@@ -144,7 +141,9 @@ class EventLoop:
     def call_soon_threadsafe(self, callback: Callable[[], None]) -> None:
         """call_soon() for any thread and for signal handlers. After close() the callback is dropped."""
         self._ready.append(callback)
-        self._wakeup.notify()
+        with self._wakeup_lock:
+            if not self._closed:
+                os.eventfd_write(self._wakeup_fd, 1)
 
     def run_until(self, condition: Callable[[], bool]) -> None:
         """Run until the condition is true. It is checked between turns."""
@@ -153,18 +152,21 @@ class EventLoop:
 
     def close(self) -> None:
         """Drop all callbacks. The descriptors stay open. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self._epoll.close()
-            self._wakeup.close()
-            for registered in (self._watches, self._files, self._queues, self._timers, self._ready):
-                registered.clear()
+        with self._wakeup_lock:
+            if not self._closed:
+                self._closed = True
+                os.close(self._wakeup_fd)
+                self._epoll.close()
+        for registered in (self._watches, self._files, self._queues, self._timers, self._ready):
+            registered.clear()
 
-    def _watch(self, fd: int) -> _Watch:
-        return self._watches.get(fd) or _Watch(fd)
+    def _clear_wakeup(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wakeup_fd)
 
     def _update(self, watch: _Watch) -> None:
-        fd, events = watch.fd, watch.events
+        fd = watch.fd
+        events = (select.EPOLLIN if watch.reader else 0) | (select.EPOLLOUT if watch.writer else 0)
         known = self._watches.get(fd) is watch
         if not events:
             del self._watches[fd]
@@ -181,7 +183,11 @@ class EventLoop:
 
     def _run_once(self) -> None:
         queues = [watch for watch in self._queues.values() if watch.has_input is not None and watch.has_input()]
-        wait_s = 0.0 if queues or self._ready or self._files else self._until_next_timer_s()
+        while self._timers and not self._timers[0][2].pending:
+            heapq.heappop(self._timers)
+        wait_s = max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
+        if queues or self._ready or self._files:
+            wait_s = 0.0
         # The watches are looked up before any callback: one may close a descriptor, another get its number.
         found = [(self._watches[fd], events) for fd, events in self._epoll.poll(wait_s) if fd in self._watches]
         self._run_ready()  # first: what another thread asked for may be older than what is read now
@@ -211,11 +217,6 @@ class EventLoop:
             if self._ready:  # a callback may close the loop
                 self._ready.popleft()()
 
-    def _until_next_timer_s(self) -> float | None:
-        while self._timers and not self._timers[0][2].pending:
-            heapq.heappop(self._timers)
-        return max(0.0, self._timers[0][0] - time.monotonic()) if self._timers else None
-
 
 class LoopThread:
     """An EventLoop and the thread that runs it."""
@@ -239,16 +240,25 @@ class LoopThread:
         or in that thread itself, the function is called directly."""
         if not self.is_running() or threading.current_thread() is self._thread:
             return function()
-        call = _ThreadCall(function)
-        self.loop.call_soon_threadsafe(call.run)
+        from concurrent.futures import Future, wait  # not at the top: a rank has no use for it
+
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # raised in the thread that asked
+                future.set_exception(error)
+
+        self.loop.call_soon_threadsafe(run)
         waited_s = 0.0
-        while not call.done.wait(ALIVE_CHECK_S):
+        while not wait([future], ALIVE_CHECK_S).done:
             waited_s += ALIVE_CHECK_S
             if not self.is_running():
-                return call.result() if call.done.is_set() else function()
+                return future.result() if future.done() else function()
             if waited_s >= CALL_TIMEOUT_S:
                 raise TimeoutError(f"{self._name} did not answer within {CALL_TIMEOUT_S:g} s; its host is very busy")
-        return call.result()
+        return future.result()
 
     def join(self, timeout_s: float) -> bool:
         """Wait for the end of the thread; returns whether it has ended."""
@@ -271,28 +281,6 @@ class LoopThread:
             self.loop.run_until(lambda: self._stopping)
         finally:
             self.loop.close()
-
-
-class _ThreadCall(Generic[T]):
-    """A function that one thread calls for another."""
-
-    def __init__(self, function: Callable[[], T]) -> None:
-        self.done = threading.Event()
-        self._function = function
-        self._values: list[T] = []
-        self._error: Exception | None = None
-
-    def run(self) -> None:
-        try:
-            self._values.append(self._function())
-        except Exception as error:  # raised in the thread that asked
-            self._error = error
-        self.done.set()
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._values[0]
 
 
 class PipeReader:
@@ -326,7 +314,7 @@ class PipeReader:
         while self.fd >= 0 and num_left > 0:
             data = self._read_available()
             if not data:
-                return self._close_at_eof()
+                break
             num_left -= len(data)
             self._on_data(data)
         if self.fd >= 0:
@@ -422,50 +410,14 @@ class PipeWriter:
             self.close()
             self._on_broken_pipe()
             return
-        self._discard_written(num_written)
+        self.pending_bytes -= num_written
+        while num_written:
+            first = self._pending.popleft()
+            if len(first) > num_written:
+                self._pending.appendleft(first[num_written:])
+            num_written -= min(num_written, len(first))
         if not self._pending:
             self._loop.remove_writer(self._fd)
             if self._eof_requested:
                 self.close()
         self._on_written()
-
-    def _discard_written(self, num_bytes: int) -> None:
-        self.pending_bytes -= num_bytes
-        while num_bytes:
-            first = self._pending.popleft()
-            if len(first) > num_bytes:
-                self._pending.appendleft(first[num_bytes:])
-                break
-            num_bytes -= len(first)
-
-
-class WakeupFd:
-    """Ends the poll of its descriptor. notify() may be called by every thread, also during and after close()."""
-
-    def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        # Without it, a late notify() could write into another file that got the same number. Reentrant: a signal
-        # handler may notify while its own thread does.
-        self._lock = threading.RLock()
-
-    def fileno(self) -> int:
-        """Readable from notify() to clear()."""
-        return self._fd
-
-    def notify(self) -> None:
-        with self._lock:
-            if self._fd >= 0:
-                os.eventfd_write(self._fd, 1)
-
-    def clear(self) -> None:
-        try:
-            os.eventfd_read(self._fd)
-        except BlockingIOError:
-            pass
-
-    def close(self) -> None:
-        """Idempotent."""
-        with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1

@@ -68,7 +68,8 @@ class _HandshakeSide:
 
     def __init__(self, num_bytes: int, step: Callable[[bytes], bytes]) -> None:
         self._buffer = bytearray()
-        self._expect(num_bytes, step)
+        self._num_bytes = num_bytes
+        self._step = step
 
     @property
     def num_wanted(self) -> int:
@@ -87,10 +88,6 @@ class _HandshakeSide:
     def _expect(self, num_bytes: int, step: Callable[[bytes], bytes]) -> None:
         self._num_bytes = num_bytes
         self._step = step
-
-    def _handle_nothing_more(self, data: bytes) -> bytes:
-        assert not data, "fed after the handshake was complete"
-        return b""
 
 
 class ServerHandshake(_HandshakeSide):
@@ -131,7 +128,7 @@ class ServerHandshake(_HandshakeSide):
         if len(reply) > MAX_REPLY_BYTES:
             raise HandshakeFailed(f"would get a reply of {len(reply)} bytes, too much", reply=INTERNAL_ERROR)
         self.request = decoded
-        self._expect(0, self._handle_nothing_more)
+        self._num_bytes = 0
         return _RESULT.pack(_ACCEPTED, len(reply)) + reply + self._key.mac(b"server", *nonces, request, reply)
 
 
@@ -181,5 +178,5 @@ class ClientHandshake(_HandshakeSide):
         if not hmac.compare_digest(proof, expected):
             raise HandshakeFailed("it does not have the job's key; check that no other job has that address")
         self.reply = reply
-        self._expect(0, self._handle_nothing_more)
+        self._num_bytes = 0
         return b""

@@ -1,8 +1,7 @@
 """The listening side of authenticated sockets between the processes of a job.
 
 A peer connects (net/connect), both sides prove the job's key (net/handshake), and only then does the socket reach its
-user: the coordinator takes its liveness connections from a Listener, the native backend its data sockets and the Unix
-sockets over which it shares memory.
+user: the coordinator (liveness connections) or the native backend (data sockets, shared memory).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ronde.errors import StartFailed
-from ronde.net.addresses import address_family, format_address, resolve_host
+from ronde.net.addresses import address_family, format_address, listen_error, resolve_host
 from ronde.net.connect import HEARTBEAT_S, configure_socket, peer_credentials, peer_uid
 from ronde.net.event_loop import EventLoop, LoopThread, Timer
 from ronde.net.handshake import INTERNAL_ERROR, NONCE_BYTES, ConnectionRequest, HandshakeFailed, ServerHandshake
@@ -74,7 +73,8 @@ class Listener:
         self._accepted: dict[tuple[str, int], deque[socket.socket]] = {}
         self._failed_ranks: dict[int, Exception] = {}
         self._closed_reason = ""
-        self._log_refusal = _RateLimitedLog()
+        self._log_paused_until: Deadline | None = None
+        self._num_not_logged = 0
         self._pending: dict[socket.socket, _PendingHandshake] = {}  # the oldest first
         self._timeout: Timer | None = None
         self._accept_pause: Timer | None = None
@@ -133,15 +133,27 @@ class Listener:
 
     def _listen(self, unix: bool, tcp_host: str | None, port: int) -> None:
         try:
-            if unix:
-                self._listening_sockets.append(_listen_unix())
+            if unix:  # with a random name, in no file system: it ends with the process
+                self._add_listening_socket(socket.AF_UNIX, f"\0ronde-{secrets.token_hex(16)}")
                 self.unix_name = self._listening_sockets[-1].getsockname()[1:].decode()
             if tcp_host is not None:
-                self._listening_sockets.append(_listen_tcp(tcp_host, port))
+                address = resolve_host(tcp_host, port)[0]
+                try:
+                    self._add_listening_socket(address_family(address[0]), address)
+                except OSError as error:
+                    raise listen_error(tcp_host, port, error.strerror) from None
                 self.tcp_port = int(self._listening_sockets[-1].getsockname()[1])
         except BaseException:
             _close_all(self._listening_sockets)
             raise
+
+    def _add_listening_socket(self, family: socket.AddressFamily, address: str | tuple[str, int]) -> None:
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        self._listening_sockets.append(sock)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
 
     def _end_waits(self, reason: str) -> None:
         with self._condition:
@@ -284,6 +296,15 @@ class Listener:
             pass
         pending.sock.close()
 
+    def _log_refusal(self, text: str) -> None:
+        """Log the first refusal, then at most one line per interval with the number of those that were left out."""
+        if self._log_paused_until is not None and not self._log_paused_until.expired:
+            self._num_not_logged += 1
+            return
+        more = f" ({self._num_not_logged} more since the last such line)" if self._num_not_logged else ""
+        logger.warning("%s%s", text, more)
+        self._log_paused_until, self._num_not_logged = Deadline(REFUSAL_LOG_INTERVAL_S), 0
+
     def _remove_pending(self, pending: _PendingHandshake) -> None:
         self._loop.remove_reader(pending.sock.fileno())
         self._loop.remove_writer(pending.sock.fileno())
@@ -301,59 +322,9 @@ class _PendingHandshake:
     """The loop waits until the socket can be written, and not until it can be read."""
 
 
-class _RateLimitedLog:
-    """Logs the first refusal, then at most one line per interval with the number of those that were left out."""
-
-    def __init__(self) -> None:
-        self._quiet_until: Deadline | None = None
-        self._num_suppressed = 0
-
-    def __call__(self, text: str) -> None:
-        if self._quiet_until is not None and not self._quiet_until.expired:
-            self._num_suppressed += 1
-            return
-        more = f" ({self._num_suppressed} more since the last such line)" if self._num_suppressed else ""
-        logger.warning("%s%s", text, more)
-        self._quiet_until, self._num_suppressed = Deadline(REFUSAL_LOG_INTERVAL_S), 0
-
-
 def _close_all(sockets: Iterable[socket.socket]) -> None:
     for sock in sockets:
         sock.close()
-
-
-def _listen_unix() -> socket.socket:
-    """An abstract Unix socket with a random name: it ends with the process and is in no file system."""
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        sock.bind(f"\0ronde-{secrets.token_hex(16)}")
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def _listen_tcp(host: str, port: int) -> socket.socket:
-    """A TCP socket on exactly that address; port 0 lets the system choose."""
-    address = resolve_host(host, port)[0]
-    sock = socket.socket(address_family(address[0]), socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind(address)
-        sock.listen(BACKLOG)
-        sock.setblocking(False)
-    except OSError as error:
-        sock.close()
-        raise StartFailed(
-            f"cannot listen on {format_address(host, port)} ({error.strerror}); "
-            "choose another port, or an address that this host has"
-        ) from None
-    except BaseException:
-        sock.close()
-        raise
-    return sock
 
 
 def _describe_peer(sock: socket.socket) -> str:

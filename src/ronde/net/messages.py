@@ -1,16 +1,18 @@
-"""The messages between workers and the coordinator, and the reply to a rank that connects. Carried by net/control and
-net/handshake.
+"""The messages between workers and the coordinator (over net/control), and the reply to a rank that connects.
 
-Every message is a frozen struct. Decoding is strict: data that is truncated, too long, of another version or of the
-wrong shape raises ProtocolError and nothing else.
+Decoding is strict: data that is truncated, too long, of another version or of the wrong shape raises ProtocolError and
+nothing else.
 """
 
 from __future__ import annotations
 
 import enum
-from typing import TypeAlias, TypeVar
+import functools
+import operator
+from typing import TypeVar
 
 import msgspec
+from msgspec.msgpack import Decoder
 
 from ronde.errors import ProtocolError
 from ronde.observe.activity import ActivitySample
@@ -22,10 +24,6 @@ MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 LEAVE_GRACE_S = 1.0
 """The others learn of an orderly leave this much later: they may still be finishing what it has finished."""
 _VERSION_BYTE = bytes([VERSION])
-
-
-class ControlMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
-    """Base of all messages between a worker and the coordinator."""
 
 
 class OperationRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -45,10 +43,18 @@ class OperationRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     """all-to-all: rows for each member; None splits them evenly."""
 
 
+class WorkerMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """A message from a worker to the coordinator."""
+
+
+class CoordinatorMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
+    """A message from the coordinator to a worker."""
+
+
 # --- from a worker ---------------------------------------------------------------------------------------------
 
 
-class JoinRound(ControlMessage, frozen=True):
+class JoinRound(WorkerMessage, frozen=True):
     """A rank asks to be a member of the next round."""
 
     version: int
@@ -61,34 +67,34 @@ class JoinRound(ControlMessage, frozen=True):
     """Namespace of the member's process id; "" if it is not known."""
 
 
-class AnnounceOperations(ControlMessage, frozen=True):
+class AnnounceOperations(WorkerMessage, frozen=True):
     """The rank is ready for these named operations: new ones in full, known ones by the id they got."""
 
     new: tuple[OperationRequest, ...] = ()
     known_ids: tuple[int, ...] = ()
 
 
-class ChangeGroups(ControlMessage, frozen=True):
+class ChangeGroups(WorkerMessage, frozen=True):
     """Add a group of these ranks (id 0), or remove group `id`. Every rank of the world sends it."""
 
     ranks: tuple[int, ...]
     id: int = 0
 
 
-class RankHeartbeat(ControlMessage, frozen=True):
+class RankHeartbeat(WorkerMessage, frozen=True):
     """The time of the rank's monotonic clock. Answered at once by RankHeartbeatReply, to measure the clock offset."""
 
     sent_ns: int
 
 
-class MissingRanksQuery(ControlMessage, frozen=True):
+class MissingRanksQuery(WorkerMessage, frozen=True):
     """Which ranks does this named operation wait for? Sent shortly before it times out; answered by MissingRanks."""
 
     group: int
     name: str
 
 
-class WaitingTooLong(ControlMessage, frozen=True):
+class WaitingTooLong(WorkerMessage, frozen=True):
     """An operation without a name has waited on this rank for the missing ones, longer than stall_s."""
 
     op: str
@@ -99,7 +105,7 @@ class WaitingTooLong(ControlMessage, frozen=True):
     """Channel and sequence number, equal on all members; empty if they are not known."""
 
 
-class StackReply(ControlMessage, frozen=True):
+class StackReply(WorkerMessage, frozen=True):
     """Answer to StackRequest; `line` is the innermost line of the user's code in the main thread."""
 
     query_id: int
@@ -107,14 +113,14 @@ class StackReply(ControlMessage, frozen=True):
     stack: str
 
 
-class TraceBatch(ControlMessage, frozen=True):
+class TraceBatch(WorkerMessage, frozen=True):
     """Encoded trace events (JSON objects, UTF-8) for the timeline, on the coordinator's clock."""
 
     events: tuple[bytes, ...]
     dropped: int = 0
 
 
-class TimelineRequest(ControlMessage, frozen=True):
+class TimelineRequest(WorkerMessage, frozen=True):
     """Write a timeline of all ranks to this file of the coordinator's host from now on; without a path, end the one
     that is being written. The other fields are those of observe.timeline.TraceStyle. Answered by TimelineReply."""
 
@@ -123,7 +129,7 @@ class TimelineRequest(ControlMessage, frozen=True):
     batch_markers: bool = False
 
 
-class TraceFlushed(ControlMessage, frozen=True):
+class TraceFlushed(WorkerMessage, frozen=True):
     """The rank has sent its last events of the timeline that ends."""
 
 
@@ -135,7 +141,7 @@ class ArrivalSamples(msgspec.Struct, frozen=True, array_like=True, forbid_unknow
     samples: tuple[ArrivalSample, ...]
 
 
-class ActivityReport(ControlMessage, frozen=True):
+class ActivityReport(WorkerMessage, frozen=True):
     """What the rank does; sent about once per second if a launcher hosts the coordinator."""
 
     activity: ActivitySample
@@ -167,7 +173,7 @@ class LeaveReason(enum.IntEnum):
         return self in (LeaveReason.SHUTDOWN, LeaveReason.SCRIPT_ENDED)
 
 
-class LeaveRound(ControlMessage, frozen=True):
+class LeaveRound(WorkerMessage, frozen=True):
     """The rank leaves the round. An orderly one is answered by LeaveConfirmed."""
 
     reason: LeaveReason
@@ -181,33 +187,17 @@ class LeaveRound(ControlMessage, frozen=True):
     """The rank that was lost, if the error is PeerLost."""
 
 
-WorkerMessage: TypeAlias = (
-    JoinRound
-    | AnnounceOperations
-    | ChangeGroups
-    | RankHeartbeat
-    | MissingRanksQuery
-    | WaitingTooLong
-    | StackReply
-    | TraceBatch
-    | TimelineRequest
-    | TraceFlushed
-    | ActivityReport
-    | LeaveRound
-)
-
-
 # --- from the coordinator --------------------------------------------------------------------------------------
 
 
-class RoundStarted(ControlMessage, frozen=True):
+class RoundStarted(CoordinatorMessage, frozen=True):
     """All ranks have joined. The groups of JoinRound have the ids 1, 2, …; group 0 is the world."""
 
     round: int
     members: tuple[Member, ...]
 
 
-class JoinRefused(ControlMessage, frozen=True):
+class JoinRefused(CoordinatorMessage, frozen=True):
     reason: str
 
 
@@ -224,7 +214,7 @@ class AgreedOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     row-major."""
 
 
-class RunOperations(ControlMessage, frozen=True):
+class RunOperations(CoordinatorMessage, frozen=True):
     """Execute these on the group's negotiated channel, fused into one operation."""
 
     group: int
@@ -233,7 +223,7 @@ class RunOperations(ControlMessage, frozen=True):
     """The members that announced last, as (rank, nanoseconds before the last one); empty if all were close together."""
 
 
-class OperationRejected(ControlMessage, frozen=True):
+class OperationRejected(CoordinatorMessage, frozen=True):
     """This named operation cannot run. All members that announced it get the same reason."""
 
     group: int
@@ -241,13 +231,13 @@ class OperationRejected(ControlMessage, frozen=True):
     reason: str
 
 
-class UnknownOperationId(ControlMessage, frozen=True):
+class UnknownOperationId(CoordinatorMessage, frozen=True):
     """The coordinator does not know this id any more: announce the operation in full."""
 
     id: int
 
 
-class MissingRanks(ControlMessage, frozen=True):
+class MissingRanks(CoordinatorMessage, frozen=True):
     """The ranks that have not announced this named operation; empty if it is not pending."""
 
     group: int
@@ -255,7 +245,7 @@ class MissingRanks(ControlMessage, frozen=True):
     ranks: tuple[int, ...]
 
 
-class GroupsChanged(ControlMessage, frozen=True):
+class GroupsChanged(CoordinatorMessage, frozen=True):
     """Answer to ChangeGroups: the group now has this id, was removed, or, with a reason, the change is refused."""
 
     ranks: tuple[int, ...]
@@ -264,22 +254,22 @@ class GroupsChanged(ControlMessage, frozen=True):
     reason: str = ""
 
 
-class RankLost(ControlMessage, frozen=True):
+class RankLost(CoordinatorMessage, frozen=True):
     """A rank has died or left. Every operation it is part of fails."""
 
     rank: int
     reason: str
 
 
-class EndRound(ControlMessage, frozen=True):
+class EndRound(CoordinatorMessage, frozen=True):
     reason: str
 
 
-class StackRequest(ControlMessage, frozen=True):
+class StackRequest(CoordinatorMessage, frozen=True):
     query_id: int
 
 
-class StallReport(ControlMessage, frozen=True):
+class StallReport(CoordinatorMessage, frozen=True):
     """An operation has waited longer than stall_s. The coordinator logs the report, every rank records an event."""
 
     op: str
@@ -289,7 +279,7 @@ class StallReport(ControlMessage, frozen=True):
     report: str
 
 
-class SetTracing(ControlMessage, frozen=True):
+class SetTracing(CoordinatorMessage, frozen=True):
     """Record for a new timeline from now on; or send what was recorded, then TraceFlushed, and stop."""
 
     enabled: bool
@@ -297,40 +287,21 @@ class SetTracing(ControlMessage, frozen=True):
     batch_markers: bool = False
 
 
-class TimelineReply(ControlMessage, frozen=True):
+class TimelineReply(CoordinatorMessage, frozen=True):
     """Answer to TimelineRequest; the reason says why it cannot be done."""
 
     reason: str = ""
 
 
-class RankHeartbeatReply(ControlMessage, frozen=True):
+class RankHeartbeatReply(CoordinatorMessage, frozen=True):
     """Answer to RankHeartbeat: its time, and the time of the coordinator's clock."""
 
     sent_ns: int
     coordinator_ns: int
 
 
-class LeaveConfirmed(ControlMessage, frozen=True):
+class LeaveConfirmed(CoordinatorMessage, frozen=True):
     """Answer to an orderly LeaveRound."""
-
-
-CoordinatorMessage: TypeAlias = (
-    RoundStarted
-    | JoinRefused
-    | RunOperations
-    | OperationRejected
-    | UnknownOperationId
-    | MissingRanks
-    | GroupsChanged
-    | RankLost
-    | EndRound
-    | StackRequest
-    | StallReport
-    | SetTracing
-    | TimelineReply
-    | RankHeartbeatReply
-    | LeaveConfirmed
-)
 
 
 # --- the reply to a rank that connects -------------------------------------------------------------------------
@@ -360,9 +331,11 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 _T = TypeVar("_T")
 
 _encoder = msgspec.msgpack.Encoder()
-_worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
-_coordinator_decoder: msgspec.msgpack.Decoder[CoordinatorMessage] = msgspec.msgpack.Decoder(CoordinatorMessage)
-_admission_decoder = msgspec.msgpack.Decoder(Admission)
+_worker_decoder: Decoder[WorkerMessage] = Decoder(functools.reduce(operator.or_, WorkerMessage.__subclasses__()))
+_coordinator_decoder: Decoder[CoordinatorMessage] = Decoder(
+    functools.reduce(operator.or_, CoordinatorMessage.__subclasses__())
+)
+_admission_decoder = Decoder(Admission)
 
 
 def encode(message: WorkerMessage | CoordinatorMessage | Admission) -> bytes:
@@ -387,7 +360,7 @@ def decode_admission(data: bytes) -> Admission:
     return _decode(_admission_decoder, data)
 
 
-def _decode(decoder: msgspec.msgpack.Decoder[_T], data: bytes) -> _T:
+def _decode(decoder: Decoder[_T], data: bytes) -> _T:
     if not data:
         raise ProtocolError("empty message")
     if len(data) > MAX_MESSAGE_BYTES:

@@ -57,7 +57,11 @@ def receive_descriptor(sock: socket.socket, deadline: Deadline) -> int:
         raise StartFailed(f"the other side of the Unix socket is gone ({error.strerror})") from None
     finally:
         sock.settimeout(before)
-    found = [fd for level, kind, payload in extras for fd in _rights(level, kind, payload)]
+    found: list[int] = []
+    for level, kind, payload in extras:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            whole = len(payload) - len(payload) % _INT.size
+            found += [fd for (fd,) in _INT.iter_unpack(payload[:whole])]
     if len(found) == 1 and data == _TOKEN:
         return found[0]
     for descriptor in found:
@@ -65,10 +69,3 @@ def receive_descriptor(sock: socket.socket, deadline: Deadline) -> int:
     if not data:
         raise StartFailed("the other side of the Unix socket closed it before it sent a descriptor")
     raise ProtocolError(f"expected a descriptor over the Unix socket, got {data!r} and {len(found)} descriptors")
-
-
-def _rights(level: int, kind: int, payload: bytes) -> list[int]:
-    if (level, kind) != (socket.SOL_SOCKET, socket.SCM_RIGHTS):
-        return []
-    whole = len(payload) - len(payload) % _INT.size
-    return [fd for (fd,) in _INT.iter_unpack(payload[:whole])]

@@ -10,6 +10,7 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
@@ -33,6 +34,16 @@ BACKLOG = 128
 OnRequest: TypeAlias = "Callable[[bytes, Callable[[bytes], None]], None]"
 
 logger = logging.getLogger("ronde.net")
+
+
+@dataclass(eq=False, slots=True)
+class _Client:
+    """A connection, which has one request at a time."""
+
+    sock: socket.socket
+    unread: bytes = b""
+    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
+    timer: Timer | None = None
 
 
 class UnixLineServer:
@@ -167,21 +178,22 @@ class UnixLineServer:
             self._read_next(client)
 
 
-class _Client:
-    """A connection, which has one request at a time."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self.unread = b""
-        self.unsent = memoryview(b"")
-        self.timer: Timer | None = None
-
-
 def query_monitor(path: Path, request: bytes, deadline: Deadline) -> bytes:
     """Return the reply of the server at this path. OSError when nobody listens or does not answer in time."""
     with _connect(path, deadline) as sock:
-        _send(sock, request + b"\n", deadline)
-        return _read_line(sock, deadline)
+        sock.sendall(request + b"\n")
+        pieces: list[bytes] = []
+        num_bytes = 0
+        while not pieces or b"\n" not in pieces[-1]:
+            sock.settimeout(max(deadline.remaining_s, 1e-6))
+            data = sock.recv(READ_BYTES)
+            if not data:
+                raise ConnectionError(f"{sock.getpeername()}: the connection was closed without an answer")
+            pieces.append(data)
+            num_bytes += len(data)
+            if num_bytes > MAX_REPLY_BYTES:
+                raise ConnectionError(f"an answer of more than {MAX_REPLY_BYTES} bytes")
+        return b"".join(pieces).partition(b"\n")[0]
 
 
 def listening_pid(path: Path, deadline: Deadline) -> int | None:
@@ -206,23 +218,3 @@ def _connect(path: Path, deadline: Deadline) -> socket.socket:
         sock.close()
         raise
     return sock
-
-
-def _read_line(sock: socket.socket, deadline: Deadline) -> bytes:
-    pieces: list[bytes] = []
-    num_bytes = 0
-    while not pieces or b"\n" not in pieces[-1]:
-        sock.settimeout(max(deadline.remaining_s, 1e-6))
-        data = sock.recv(READ_BYTES)
-        if not data:
-            raise ConnectionError(f"{sock.getpeername()}: the connection was closed without an answer")
-        pieces.append(data)
-        num_bytes += len(data)
-        if num_bytes > MAX_REPLY_BYTES:
-            raise ConnectionError(f"an answer of more than {MAX_REPLY_BYTES} bytes")
-    return b"".join(pieces).partition(b"\n")[0]
-
-
-def _send(sock: socket.socket, data: bytes, deadline: Deadline) -> None:
-    sock.settimeout(max(deadline.remaining_s, 1e-6))
-    sock.sendall(data)

@@ -1,3 +1,5 @@
+"""Control connections: messages arrive whole and in order, and who has no key or sends nonsense changes nothing."""
+
 from __future__ import annotations
 
 import itertools
@@ -8,11 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import zmq
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from zmq.utils.monitor import recv_monitor_message
 
 from ronde.errors import ProtocolError, StartFailed
 from ronde.net import control
 from ronde.net.keys import JobKey
 from ronde.net.messages import (
+    VERSION,
     CoordinatorMessage,
     LeaveConfirmed,
     LeaveReason,
@@ -30,10 +37,20 @@ from tests.services import needs
 from tests.unit.net.polled import PolledClient, PolledServer, run_for
 
 LOCAL = "127.0.0.1"
+PATIENCE_S = 20
+
+Connect = Callable[[int], PolledClient]
 
 
 @pytest.fixture
-def join(server: PolledServer, key: JobKey) -> Iterator[Callable[[int], PolledClient]]:
+def server(key: JobKey) -> Iterator[PolledServer]:
+    made = PolledServer(LOCAL, key)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def connect(server: PolledServer, key: JobKey) -> Iterator[Connect]:
     """Makes clients that the server knows."""
     clients: list[PolledClient] = []
 
@@ -49,10 +66,16 @@ def join(server: PolledServer, key: JobKey) -> Iterator[Callable[[int], PolledCl
         client.close()
 
 
+@pytest.fixture
+def honest(connect: Connect) -> PolledClient:
+    """Rank 0, known to the server."""
+    return connect(0)
+
+
 def heard(server: PolledServer, num: int = 1) -> list[tuple[int, WorkerMessage]]:
     """What workers say, until it is so many messages."""
     found: list[tuple[int, WorkerMessage]] = []
-    deadline = Deadline(20)
+    deadline = Deadline(PATIENCE_S)
     while len(found) < num and not deadline.expired:
         found += server.poll(deadline.remaining_s)
     return found
@@ -61,58 +84,61 @@ def heard(server: PolledServer, num: int = 1) -> list[tuple[int, WorkerMessage]]
 def told(client: PolledClient, num: int = 1) -> list[CoordinatorMessage]:
     """What the coordinator says, until it is so many messages."""
     found: list[CoordinatorMessage] = []
-    deadline = Deadline(20)
+    deadline = Deadline(PATIENCE_S)
     while len(found) < num and not deadline.expired:
         found += client.poll(deadline.remaining_s)
     return found
 
 
-Join = Callable[[int], PolledClient]
+def still_talk(server: PolledServer, honest: PolledClient) -> None:
+    """Rank 0 is still the one it was, and nobody else is heard."""
+    honest.send(RankHeartbeat(77))
+    assert heard(server) == [(0, RankHeartbeat(77))]
+    server.send(0, RankHeartbeatReply(77, 1))
+    assert told(honest) == [RankHeartbeatReply(77, 1)]
 
 
-def test_messages_go_both_ways_to_whom_they_are_meant_for(server: PolledServer, join: Join) -> None:
-    clients = [join(rank) for rank in range(3)]
+def test_messages_go_both_ways_to_whom_they_are_meant_for(server: PolledServer, connect: Connect) -> None:
+    clients = [connect(rank) for rank in range(3)]
     for rank, client in enumerate(clients):
         client.send(LeaveRound(LeaveReason.SHUTDOWN, str(rank)))
-    assert sorted(heard(server, 3), key=lambda pair: pair[0]) == [
-        (r, LeaveRound(LeaveReason.SHUTDOWN, str(r))) for r in range(3)
-    ]
+    expected = [(rank, LeaveRound(LeaveReason.SHUTDOWN, str(rank))) for rank in range(3)]
+    assert sorted(heard(server, 3), key=lambda pair: pair[0]) == expected
     for rank in range(3):
         server.send(rank, MissingRanks(0, "w", (rank,)))
     assert [told(client) for client in clients] == [[MissingRanks(0, "w", (rank,))] for rank in range(3)]
 
 
-def test_many_messages_arrive_all_and_in_order(server: PolledServer, join: Join) -> None:
-    client = join(0)
+def test_many_messages_and_a_large_one_arrive_all_and_in_order(server: PolledServer, honest: PolledClient) -> None:
     for number in range(5000):
-        client.send(RankHeartbeat(number))
-    assert heard(server, 5000) == [(0, RankHeartbeat(number)) for number in range(5000)]
+        honest.send(RankHeartbeat(number))
+    large = TraceBatch(events=(bytes(8 * 1024 * 1024),) * 2)
+    honest.send(large)
+    assert heard(server, 5001) == [*((0, RankHeartbeat(number)) for number in range(5000)), (0, large)]
     for number in range(5000):
         server.send(0, RankHeartbeatReply(number, 0))
-    assert told(client, 5000) == [RankHeartbeatReply(number, 0) for number in range(5000)]
+    assert told(honest, 5000) == [RankHeartbeatReply(number, 0) for number in range(5000)]
 
 
-def test_a_large_message_arrives(server: PolledServer, join: Join) -> None:
-    batch = TraceBatch(events=(bytes(8 * 1024 * 1024),) * 2)
-    join(0).send(batch)
-    assert heard(server) == [(0, batch)]
-
-
-def test_the_largest_message_allowed_arrives(
-    server: PolledServer, key: JobKey, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What encryption adds does not count."""
+def test_the_largest_message_arrives_and_a_larger_one_is_refused(key: JobKey, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What encryption adds does not count. One that is made regardless ends the connection of its sender."""
     monkeypatch.setattr(control, "MAX_MESSAGE_BYTES", 1000)
-    small = PolledServer(LOCAL, key)
-    client = PolledClient(f"{LOCAL}:{small.port}", key, 0)
-    message = LeaveRound(
-        LeaveReason.SHUTDOWN, "x" * (1000 - len(encode(LeaveRound(LeaveReason.SHUTDOWN, "x" * 300))) + 300)
-    )
-    assert len(encode(message)) == 1000
-    client.send(message)
-    assert heard(small) == [(0, message)]
-    client.close()
-    small.close()
+    monkeypatch.setattr("ronde.net.messages.MAX_MESSAGE_BYTES", 1000)
+    server = PolledServer(LOCAL, key)
+    client = PolledClient(f"{LOCAL}:{server.port}", key, 0)
+    rest = len(encode(LeaveRound(LeaveReason.SHUTDOWN, "x" * 300))) - 300
+    largest = LeaveRound(LeaveReason.SHUTDOWN, "x" * (1000 - rest))
+    client.send(largest)
+    assert heard(server) == [(0, largest)]
+    for send in (client.send, lambda message: server.send(0, message)):
+        with pytest.raises(ProtocolError, match="at most 1000"):
+            send(LeaveRound(LeaveReason.SHUTDOWN, "x" * (1001 - rest)))
+    cheat = RawClient(server.port, key=key, routing_id=b"rank-5")
+    cheat.socket.send(bytes(100_000))
+    cheat.wait_until_refused(server)
+    still_talk(server, client)
+    for end in (cheat, client, server):
+        end.close()
 
 
 @needs("IPv6")
@@ -121,46 +147,36 @@ def test_ipv6_works_too(key: JobKey) -> None:
         pytest.skip("no IPv6 here")
     server = PolledServer("::1", key)
     client = PolledClient(f"[::1]:{server.port}", key, 0)
-    client.send(RankHeartbeat(1))
-    assert heard(server) == [(0, RankHeartbeat(1))]
+    still_talk(server, client)
     client.close()
     server.close()
 
 
-def test_a_rank_that_comes_again_replaces_it(server: PolledServer, join: Join) -> None:
-    former, latter = join(4), join(4)
+def test_a_rank_that_comes_again_replaces_it(server: PolledServer, connect: Connect) -> None:
+    former, latter = connect(4), connect(4)
     server.send(4, MissingRanks(0, "w", (1,)))
     assert told(latter) == [MissingRanks(0, "w", (1,))]
     assert former.poll(0) == []
 
 
-def test_what_is_said_to_nobody_is_said_in_vain(server: PolledServer, join: Join) -> None:
+def test_what_is_said_to_nobody_is_said_in_vain(server: PolledServer, connect: Connect) -> None:
     server.send(9, RankLost(rank=1, reason="killed"))
-    client = join(1)
-    client.close()
+    connect(1).close()
     for _ in range(10):
         server.send(1, LeaveConfirmed())
     assert server.poll(0) == []
 
 
-def test_messages_before_close_are_heard_after_close(server: PolledServer, join: Join) -> None:
-    client = join(0)
-    client.send(LeaveRound(LeaveReason.SHUTDOWN))
-    client.close()
-    client.close()
+def test_what_was_sent_before_close_is_heard_after_close(server: PolledServer, connect: Connect) -> None:
+    leaving, staying = connect(0), connect(1)
+    leaving.send(LeaveRound(LeaveReason.SHUTDOWN))
+    leaving.close()
+    leaving.close()
     assert heard(server) == [(0, LeaveRound(LeaveReason.SHUTDOWN))]
-
-
-def test_messages_before_close_of_the_server_are_heard_too(key: JobKey) -> None:
-    server = PolledServer(LOCAL, key)
-    client = PolledClient(f"{LOCAL}:{server.port}", key, 0)
-    client.send(RankHeartbeat(1))
-    heard(server)
-    server.send(0, MissingRanks(0, "w", (7,)))
+    server.send(1, MissingRanks(0, "w", (7,)))
     server.close()
     server.close()
-    assert told(client) == [MissingRanks(0, "w", (7,))]
-    client.close()
+    assert told(staying) == [MissingRanks(0, "w", (7,))]
 
 
 def test_closing_does_not_wait_for_somebody_who_is_gone(key: JobKey) -> None:
@@ -173,78 +189,240 @@ def test_closing_does_not_wait_for_somebody_who_is_gone(key: JobKey) -> None:
     assert 0.05 <= time.monotonic() - start < 10
 
 
-def test_an_address_that_cannot_be_listened_on_is_named(key: JobKey) -> None:
+def test_an_address_that_cannot_be_used_is_named(key: JobKey) -> None:
     with socket.create_server((LOCAL, 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartFailed, match=rf"cannot listen on {LOCAL}:{port} .*another port"):
             PolledServer(LOCAL, key, port=port)
     with pytest.raises(StartFailed, match="is unknown"):
         PolledServer("no-such-host.invalid", key)
-
-
-def test_an_address_that_is_none_is_named(key: JobKey) -> None:
-    with pytest.raises(ValueError, match="host:port"):
-        PolledClient("nowhere", key, 0)
     with pytest.raises(StartFailed, match="is unknown"):
         PolledClient("no-such-host.invalid:80", key, 0)
 
 
-def test_a_message_that_is_too_large_fails_where_it_is_made(
-    server: PolledServer, join: Join, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = join(0)
-    monkeypatch.setattr("ronde.net.messages.MAX_MESSAGE_BYTES", 100)
-    with pytest.raises(ProtocolError, match="at most 100"):
-        client.send(LeaveRound(LeaveReason.SHUTDOWN, "x" * 100))
-    with pytest.raises(ProtocolError, match="at most 100"):
-        server.send(0, RankLost(rank=1, reason="x" * 100))
-    client.send(RankHeartbeat(2))
-    assert heard(server) == [(0, RankHeartbeat(2))]
-
-
-def test_no_socket_survives_exec(server: PolledServer, join: Join) -> None:
+def test_no_socket_survives_exec(server: PolledServer, connect: Connect) -> None:
     """ZeroMQ's own descriptors as well as ours."""
     before = {link.name for link in Path("/proc/self/fd").iterdir()}
-    join(0)
+    connect(0)
     for link in Path("/proc/self/fd").iterdir():
         if link.name not in before and link.exists():
             assert not os.get_inheritable(int(link.name)), link.readlink()
 
 
-def test_messages_that_nobody_takes_wait_in_the_queue(server: PolledServer, join: Join) -> None:
-    client = join(0)
+def test_messages_that_nobody_takes_wait_in_the_queue(server: PolledServer, honest: PolledClient) -> None:
     found: list[CoordinatorMessage] = []
 
     def take_one(message: CoordinatorMessage) -> None:
         found.append(message)
-        client.stop_receiving()
+        honest.stop_receiving()
 
-    client.stop_receiving()
+    honest.stop_receiving()
     for number in range(3):
         server.send(0, RankHeartbeatReply(number, 0))
     for number in range(3):
-        client.start_receiving(client.loop, take_one)
-        run_for(client.loop, 20, lambda number=number: len(found) > number)  # type: ignore[misc]
-        run_for(client.loop, 0, lambda: False)
+        honest.start_receiving(honest.loop, take_one)
+        run_for(honest.loop, PATIENCE_S, lambda number=number: len(found) > number)  # type: ignore[misc]
+        run_for(honest.loop, 0, lambda: False)
         assert found == [RankHeartbeatReply(each, 0) for each in range(number + 1)]
 
 
-def test_a_long_queue_leaves_other_callbacks_their_turn(server: PolledServer, join: Join) -> None:
-    client = join(0)
-    client.stop_receiving()
+def test_a_long_queue_leaves_other_callbacks_their_turn(server: PolledServer, honest: PolledClient) -> None:
+    honest.stop_receiving()
     num = 3 * control.MAX_MESSAGES_PER_TURN
     for number in range(num):
         server.send(0, RankHeartbeatReply(number, 0))
-    server.close(flush_s=20)  # all are on their way
+    server.close(flush_s=PATIENCE_S)  # all are on their way
     found: list[CoordinatorMessage] = []
     seen: list[int] = []
 
     def look() -> None:
         seen.append(len(found))
-        client.loop.call_later(0, look)
+        honest.loop.call_later(0, look)
 
-    client.start_receiving(client.loop, found.append)
+    honest.start_receiving(honest.loop, found.append)
     look()
-    run_for(client.loop, 20, lambda: len(found) == num)
+    run_for(honest.loop, PATIENCE_S, lambda: len(found) == num)
     assert len(found) == num
     assert max(after - before for before, after in itertools.pairwise(seen)) <= control.MAX_MESSAGES_PER_TURN
+
+
+# --- who has no key, or has it and sends nonsense --------------------------------------------------------------------
+
+REFUSED = (
+    zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
+    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+    | zmq.EVENT_DISCONNECTED
+)
+
+
+class RawClient:
+    """A plain ZeroMQ client, which says what it likes: with the job's key, other keys, or none."""
+
+    def __init__(
+        self,
+        port: int,
+        *,
+        key: JobKey | None = None,
+        keys: tuple[bytes, bytes, bytes] | None = None,
+        routing_id: bytes = b"rank-0",
+    ) -> None:
+        if key is not None:
+            keys = (key.server_public, key.client_public, key.client_secret)
+        self.context = zmq.Context()
+        self.socket = self.context.socket(zmq.DEALER)
+        self.socket.set(zmq.LINGER, 0)
+        self.socket.set(zmq.ROUTING_ID, routing_id)
+        options = (zmq.CURVE_SERVERKEY, zmq.CURVE_PUBLICKEY, zmq.CURVE_SECRETKEY)
+        for option, value in zip(options, keys or (), strict=bool(keys)):
+            self.socket.set(option, value)
+        self.monitor = self.socket.get_monitor_socket(REFUSED)
+        self.socket.connect(f"tcp://{LOCAL}:{port}")
+
+    def wait_until_refused(self, server: PolledServer) -> None:
+        deadline = Deadline(PATIENCE_S)
+        while not self.monitor.poll(0):
+            assert not deadline.expired, "nobody refused it"
+            assert server.poll(0.01) == []
+        assert recv_monitor_message(self.monitor)["event"] & REFUSED
+
+    def close(self) -> None:
+        self.socket.disable_monitor()
+        self.monitor.close()
+        self.socket.close()
+        self.context.term()
+
+
+@pytest.fixture
+def raw(server: PolledServer) -> Iterator[Callable[..., RawClient]]:
+    made: list[RawClient] = []
+
+    def make(**options: object) -> RawClient:
+        made.append(RawClient(server.port, **options))  # type: ignore[arg-type]  # handed on as they are
+        return made[-1]
+
+    yield make
+    for client in made:
+        client.close()
+
+
+def refused_until(server: PolledServer, num: int) -> None:
+    deadline = Deadline(PATIENCE_S)
+    while server.num_refused < num:
+        assert not deadline.expired
+        assert server.poll(deadline.remaining_s) == []
+
+
+@pytest.mark.parametrize("peer", ["no key", "wrong server key", "wrong client key"])
+def test_a_peer_is_refused_and_replaces_nobody(
+    server: PolledServer, honest: PolledClient, raw: Callable[..., RawClient], key: JobKey, peer: str
+) -> None:
+    server_public = zmq.curve_keypair()[0] if peer == "wrong server key" else key.server_public
+    client = raw(keys=None if peer == "no key" else (server_public, *zmq.curve_keypair()))
+    client.socket.send(encode(RankHeartbeat(666)), zmq.NOBLOCK)
+    client.wait_until_refused(server)
+    still_talk(server, honest)
+    assert client.socket.poll(0) == 0, "it heard something"
+
+
+def test_a_client_with_the_wrong_key_is_logged_once(
+    server: PolledServer, raw: Callable[..., RawClient], key: JobKey, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        raw(keys=(key.server_public, *zmq.curve_keypair())).wait_until_refused(server)
+    assert server.num_refused >= 3
+    (line,) = (record.getMessage() for record in caplog.records)
+    assert line.startswith("control client at 127.0.0.1: does not have the job's key")
+
+
+@pytest.mark.parametrize("noise", [b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03", bytes(4096), b""])
+def test_noise_on_the_port_changes_nothing(server: PolledServer, honest: PolledClient, noise: bytes) -> None:
+    with socket.create_connection((LOCAL, server.port), timeout=PATIENCE_S) as peer:
+        peer.sendall(noise)
+        still_talk(server, honest)
+    still_talk(server, honest)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [b""],
+        [bytes([VERSION])],
+        [b"garbage"],
+        [bytes([VERSION + 1]) + encode(RankHeartbeat(1))[1:]],
+        [b"", encode(RankHeartbeat(1))],
+        [encode(RankHeartbeat(1))] * 2,
+    ],
+    ids=["empty", "version only", "garbage", "another version", "two parts", "twice"],
+)
+def test_a_member_that_sends_nonsense_is_logged_once_and_not_heard(
+    server: PolledServer,
+    honest: PolledClient,
+    raw: Callable[..., RawClient],
+    key: JobKey,
+    parts: list[bytes],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    client = raw(key=key, routing_id=b"rank-5")
+    for _ in range(3):
+        client.socket.send_multipart(parts)
+    refused_until(server, 3)
+    assert len(caplog.records) == 1
+    assert "control message from rank 5" in caplog.text
+    still_talk(server, honest)
+    client.socket.send(encode(RankHeartbeat(5)))
+    assert server.poll(PATIENCE_S) == [(5, RankHeartbeat(5))], "it is heard again when it talks sense"
+
+
+@pytest.mark.parametrize(
+    "routing_id", [b"rank-", b"rank--1", b"rank-01", b"rank-1\n", b"rank-9999999999", b"\x01", b"x" * 255]
+)
+def test_a_member_that_is_no_rank_is_ignored(
+    server: PolledServer, raw: Callable[..., RawClient], key: JobKey, routing_id: bytes
+) -> None:
+    raw(key=key, routing_id=routing_id).socket.send(encode(RankHeartbeat(1)))
+    refused_until(server, 1)
+
+
+def test_random_messages_of_a_member_change_nothing(
+    server: PolledServer, honest: PolledClient, raw: Callable[..., RawClient], key: JobKey
+) -> None:
+    client = raw(key=key, routing_id=b"rank-5")
+
+    @settings(deadline=None, max_examples=50)
+    @given(st.lists(st.binary(max_size=50).map(lambda tail: b"\x01" + tail), min_size=1, max_size=3))
+    def say(parts: list[bytes]) -> None:
+        before = server.num_refused
+        client.socket.send_multipart(parts)
+        refused_until(server, before + 1)
+
+    say()
+    still_talk(server, honest)
+
+
+def test_a_coordinator_that_sends_nonsense_is_ignored(
+    server: PolledServer, honest: PolledClient, caplog: pytest.LogCaptureFixture
+) -> None:
+    for parts in ([b"garbage"], [b""], [b"a", b"b"], [encode(RankHeartbeat(1))]):
+        server._socket.send_multipart([b"rank-0", *parts])
+    deadline = Deadline(PATIENCE_S)
+    while honest.num_refused < 4 and not deadline.expired:
+        assert honest.poll(deadline.remaining_s) == []
+    assert honest.num_refused == 4
+    assert len(caplog.records) == 1
+    still_talk(server, honest)
+
+
+def test_nothing_is_sent_to_a_false_coordinator(key: JobKey, other_key: JobKey) -> None:
+    server = PolledServer(LOCAL, other_key)
+    client = PolledClient(f"{LOCAL}:{server.port}", key, 0)
+    monitor = client._socket.get_monitor_socket(REFUSED)
+    client.send(RankHeartbeat(1))
+    deadline = Deadline(PATIENCE_S)
+    while not monitor.poll(0) and not deadline.expired:
+        assert server.poll(0.01) == []
+    assert recv_monitor_message(monitor)["event"] & REFUSED
+    client._socket.disable_monitor()
+    monitor.close()
+    client.close(flush_s=0)
+    server.close()

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import stat
 import threading
 from pathlib import Path
 
 import pytest
-import zmq
 
 from ronde.errors import StartFailed
 from ronde.net.keys import JobKey, derive_job_key, load_user_secret, new_job_key
-from tests.services import needs
 
 SEED = "0123456789abcdef" * 4
-
-
-def test_every_job_gets_a_key_of_its_own() -> None:
-    assert new_job_key() != new_job_key()
-    JobKey(new_job_key())
 
 
 def test_equal_seeds_give_equal_keys_and_others_do_not(other_key: JobKey) -> None:
@@ -28,12 +20,7 @@ def test_equal_seeds_give_equal_keys_and_others_do_not(other_key: JobKey) -> Non
     assert JobKey(SEED).mac(b"x") == JobKey(SEED).mac(b"x")
     assert JobKey(SEED).server_public != other_key.server_public
     assert JobKey(SEED).mac(b"x") != other_key.mac(b"x")
-
-
-def test_the_pairs_are_curve_pairs_and_differ_by_role(key: JobKey) -> None:
-    assert zmq.curve_public(key.server_secret) == key.server_public
-    assert zmq.curve_public(key.client_secret) == key.client_public
-    assert len({key.server_secret, key.server_public, key.client_secret, key.client_public}) == 4
+    assert JobKey(new_job_key()).mac(b"x") != JobKey(new_job_key()).mac(b"x")
 
 
 def test_moving_a_byte_between_parts_changes_the_mac(key: JobKey) -> None:
@@ -112,11 +99,3 @@ def test_a_secret_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
 def test_where_no_file_can_be_kept_the_way_out_is_named(folder: str) -> None:
     with pytest.raises(StartFailed, match=r"cannot keep a secret .*; give all ranks the same RONDE_KEY"):
         load_user_secret(Path(folder))
-
-
-@needs("a user who is not root", missing="root may read everything" if os.getuid() == 0 else "")
-def test_an_unreadable_folder_is_told(tmp_path: Path) -> None:
-    tmp_path.chmod(0)
-    with pytest.raises(StartFailed, match="Permission denied"):
-        load_user_secret(tmp_path)
-    tmp_path.chmod(0o700)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-import logging
 import os
 import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,13 +21,56 @@ from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.types import Deadline
 from tests.services import needs
-from tests.unit.net.peers import LOCAL, address, ends, meet, raw
+
+LOCAL = "127.0.0.1"
+
+
+@pytest.fixture
+def listener(key: JobKey) -> Iterator[Listener]:
+    with Listener(key, unix=True, tcp_host=LOCAL) as made:
+        yield made
+
+
+@pytest.fixture(params=["unix", "tcp"])
+def link(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+def address(listener: Listener, link: str) -> str:
+    return f"unix:{listener.unix_name}" if link == "unix" else f"{LOCAL}:{listener.tcp_port}"
+
+
+def raw(listener: Listener, link: str) -> socket.socket:
+    """A connection that has not said anything yet."""
+    if link == "tcp":
+        return socket.create_connection((LOCAL, listener.tcp_port), timeout=20)
+    sock = socket.socket(socket.AF_UNIX)
+    sock.settimeout(20)
+    sock.connect("\0" + listener.unix_name)
+    return sock
+
+
+def connect(listener: Listener, link: str, key: JobKey, rank: int = 0, purpose: str = "data") -> socket.socket:
+    return connect_authenticated(address(listener, link), key, ConnectionRequest(purpose, rank), Deadline(20))[0]
+
+
+def meet(listener: Listener, link: str, key: JobKey, rank: int = 0) -> None:
+    """An honest caller comes, and both ends talk."""
+    with connect(listener, link, key, rank) as here, listener.accept("data", rank, Deadline(20)) as there:
+        here.sendall(b"ping")
+        assert there.recv(4) == b"ping"
+
+
+def ends(sock: socket.socket) -> bool:
+    """Wait until the other side has hung up; False if it says anything."""
+    try:
+        return sock.recv(100) == b""
+    except ConnectionResetError:
+        return True
 
 
 def test_both_ends_get_a_plain_socket_that_is_ready_for_use(listener: Listener, link: str, key: JobKey) -> None:
-    here, reply = connect_authenticated(address(listener, link), key, ConnectionRequest("data", 5), Deadline(20))
-    with here, listener.accept("data", 5, Deadline(20)) as there:
-        assert reply == b""
+    with connect(listener, link, key, 5) as here, listener.accept("data", 5, Deadline(20)) as there:
         for sock in (here, there):
             assert sock.gettimeout() is None
             assert fcntl.fcntl(sock, fcntl.F_GETFD) & fcntl.FD_CLOEXEC
@@ -46,9 +87,8 @@ def test_ipv6_works_too(key: JobKey) -> None:
     if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6 here")
     with Listener(key, unix=False, tcp_host="::1") as listener:
-        here, _ = connect_authenticated(f"[::1]:{listener.tcp_port}", key, ConnectionRequest("data", 0), Deadline(20))
-        with here, listener.accept("data", 0, Deadline(20)):
-            pass
+        where = f"[::1]:{listener.tcp_port}"
+        connect_authenticated(where, key, ConnectionRequest("data", 0), Deadline(20))[0].close()
 
 
 @pytest.mark.parametrize(("heartbeat_s", "limit_s"), [(10, 10), (30, 30), (0.5, 4)])
@@ -66,36 +106,28 @@ def test_a_cut_link_is_noticed_within_a_heartbeat(key: JobKey, heartbeat_s: floa
                 assert idle + num * pause <= limit_s
 
 
-def test_the_reply_reaches_a_peer_with_the_key(link: str, key: JobKey) -> None:
+def test_the_reply_and_what_is_said_right_after_it_reach_a_peer_with_the_key(link: str, key: JobKey) -> None:
     def make_reply(peer: ConnectionRequest) -> bytes:
         return f"{peer.purpose} {peer.rank} {peer.detail}".encode() + bytes(60_000)
 
-    with Listener(key, unix=True, tcp_host=LOCAL, make_reply=make_reply) as listener:
-        sock, reply = connect_authenticated(
-            address(listener, link), key, ConnectionRequest("life", 3, "round 2"), Deadline(20)
-        )
-        sock.close()
-        assert reply == b"life 3 round 2" + bytes(60_000)
-
-
-def test_what_is_said_right_after_the_reply_is_not_lost(link: str, key: JobKey) -> None:
-    def arrived(peer: ConnectionRequest, sock: socket.socket) -> bool:
+    def on_connection(peer: ConnectionRequest, sock: socket.socket) -> bool:
         sock.sendall(b"first words")
         sock.close()
         return True
 
-    with Listener(key, unix=True, tcp_host=LOCAL, on_connection=arrived) as listener:
-        sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest("life", 0), Deadline(20))
+    with Listener(key, unix=True, tcp_host=LOCAL, make_reply=make_reply, on_connection=on_connection) as listener:
+        request = ConnectionRequest("life", 3, "round 2")
+        sock, reply = connect_authenticated(address(listener, link), key, request, Deadline(20))
         with sock:
+            assert reply == b"life 3 round 2" + bytes(60_000)
             assert sock.recv(100) == b"first words"
 
 
 def test_peers_are_told_apart_by_purpose_and_rank_and_come_in_order(listener: Listener, link: str, key: JobKey) -> None:
     peers = [("data", 1, b"a"), ("life", 1, b"b"), ("data", 0, b"c"), ("data", 1, b"d")]
     for purpose, rank, word in peers:
-        sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest(purpose, rank), Deadline(20))
-        sock.sendall(word)
-        sock.close()
+        with connect(listener, link, key, rank, purpose) as sock:
+            sock.sendall(word)
     for purpose, rank, word in [peers[1], peers[0], peers[3], peers[2]]:
         with listener.accept(purpose, rank, Deadline(20)) as sock:
             assert sock.recv(9) == word
@@ -113,7 +145,7 @@ def test_a_peer_that_does_not_come_is_named(listener: Listener) -> None:
 
 
 def test_a_failed_rank_ends_the_waits_for_it_and_no_others(listener: Listener, link: str, key: JobKey) -> None:
-    sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest("other", 1), Deadline(20))
+    sock = connect(listener, link, key, 1, "other")
     lost = PeerLost(rank=0, peer=1, why="killed")
     with ThreadPoolExecutor(2) as pool:
         waits = [pool.submit(listener.accept, "data", rank, Deadline(20)) for rank in (1, 2)]
@@ -123,10 +155,7 @@ def test_a_failed_rank_ends_the_waits_for_it_and_no_others(listener: Listener, l
             waits[0].result(20)
         with pytest.raises(PeerLost, match="killed"):
             listener.accept("other", 1, Deadline(0))
-        with (
-            connect_authenticated(address(listener, link), key, ConnectionRequest("data", 2), Deadline(20))[0],
-            waits[1].result(20),
-        ):
+        with connect(listener, link, key, 2), waits[1].result(20):
             pass
     with sock:
         assert sock.recv(1) == b""
@@ -134,7 +163,7 @@ def test_a_failed_rank_ends_the_waits_for_it_and_no_others(listener: Listener, l
 
 def test_closing_ends_all_waits_and_closes_sockets_that_nobody_took(key: JobKey, link: str) -> None:
     listener = Listener(key, unix=True, tcp_host=LOCAL)
-    sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest("data", 0), Deadline(20))
+    sock = connect(listener, link, key)
     silent = raw(listener, link)
     with ThreadPoolExecutor(1) as pool, sock, silent:
         wait = pool.submit(listener.accept, "data", 1, Deadline(20))
@@ -154,38 +183,26 @@ def test_a_listener_may_be_closed_by_its_own_callback(key: JobKey, link: str) ->
         return False
 
     listeners.append(Listener(key, unix=True, tcp_host=LOCAL, on_connection=arrived))
-    sock, _ = connect_authenticated(address(listeners[0], link), key, ConnectionRequest("data", 0), Deadline(20))
-    with sock:
+    with connect(listeners[0], link, key) as sock:
         assert sock.recv(1) == b""
     listeners[0].close()
 
 
-@pytest.mark.parametrize("callback", ["make_reply", "arrived"])
+@pytest.mark.parametrize("callback", ["make_reply", "on_connection"])
 def test_a_callback_that_fails_costs_its_peer_and_not_the_listener(
     key: JobKey, link: str, callback: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail_at_zero(peer: ConnectionRequest, *_: object) -> bool:
+    def fail_at_zero(peer: ConnectionRequest, *_: object) -> bytes:
         if peer.rank == 0:
             raise KeyError("a mistake")
-        return False
+        return b""
 
-    def make_reply(peer: ConnectionRequest) -> bytes:
-        fail_at_zero(peer)
-        return b"hello"
-
-    with Listener(
-        key,
-        unix=True,
-        tcp_host=LOCAL,
-        make_reply=make_reply if callback == "make_reply" else None,
-        on_connection=fail_at_zero if callback == "arrived" else None,
-    ) as listener:
+    with Listener(key, unix=True, tcp_host=LOCAL, **{callback: fail_at_zero}) as listener:  # type: ignore[arg-type]
         if callback == "make_reply":
             with pytest.raises(StartFailed, match="the log of the other side says why"):
-                connect_authenticated(address(listener, link), key, ConnectionRequest("data", 0), Deadline(20))
+                connect(listener, link, key)
         else:
-            sock, _ = connect_authenticated(address(listener, link), key, ConnectionRequest("data", 0), Deadline(20))
-            with sock:
+            with connect(listener, link, key) as sock:
                 assert sock.recv(1) == b""
         meet(listener, link, key, rank=1)
     assert "a mistake" in caplog.text
@@ -201,23 +218,18 @@ def test_a_wrong_key_fails_at_once_and_in_words(listener: Listener, link: str, o
     assert deadline.remaining_s > 30
 
 
-def test_a_listener_that_opens_late_is_found(key: JobKey) -> None:
-    with socket.create_server((LOCAL, 0)) as place_holder:
-        port = place_holder.getsockname()[1]
+@pytest.mark.parametrize("former", [True, False], ids=["hangs up on its queue", "is not there yet"])
+def test_a_listener_that_opens_late_is_found(key: JobKey, former: bool) -> None:
+    """A coordinator that closes hangs up while the peers of the next round are already in its queue."""
+    place_holder = socket.create_server((LOCAL, 0))
+    port = place_holder.getsockname()[1]
     with ThreadPoolExecutor(1) as pool:
+        if not former:
+            place_holder.close()
         call = pool.submit(connect_authenticated, f"{LOCAL}:{port}", key, ConnectionRequest("data", 0), Deadline(20))
-        with Listener(key, unix=False, tcp_host=LOCAL, port=port) as listener, listener.accept("data", 0, Deadline(20)):
-            call.result(20)[0].close()
-
-
-def test_a_listener_that_hangs_up_on_its_queue_is_tried_again(key: JobKey) -> None:
-    """As a coordinator does that closes while the next round's peers are already in its queue."""
-    former = socket.create_server((LOCAL, 0))
-    port = former.getsockname()[1]
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(connect_authenticated, f"{LOCAL}:{port}", key, ConnectionRequest("data", 0), Deadline(20))
-        former.accept()[0].close()
-        former.close()
+        if former:
+            place_holder.accept()[0].close()
+            place_holder.close()
         with Listener(key, unix=False, tcp_host=LOCAL, port=port) as listener, listener.accept("data", 0, Deadline(20)):
             call.result(20)[0].close()
 
@@ -244,13 +256,8 @@ def test_somebody_who_does_not_answer_is_not_waited_for_forever(key: JobKey) -> 
 
 def test_something_that_is_not_ronde_is_reported(key: JobKey) -> None:
     with socket.create_server((LOCAL, 0)) as listener, ThreadPoolExecutor(1) as pool:
-        call = pool.submit(
-            connect_authenticated,
-            f"{LOCAL}:{listener.getsockname()[1]}",
-            key,
-            ConnectionRequest("data", 0),
-            Deadline(20),
-        )
+        where = f"{LOCAL}:{listener.getsockname()[1]}"
+        call = pool.submit(connect_authenticated, where, key, ConnectionRequest("data", 0), Deadline(20))
         with listener.accept()[0] as sock:
             sock.sendall(b"SSH-2.0-OpenSSH_9.6 and some more words of reply\r\n")
             with pytest.raises(StartFailed, match="what answers there is not ronde"):
@@ -308,20 +315,17 @@ def test_an_address_that_cannot_be_listened_on_is_named(key: JobKey) -> None:
         Listener(key, unix=True, tcp_host="192.0.2.1")
 
 
-def test_a_listener_listens_on_nothing_but_its_address(listener: Listener) -> None:
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.2", listener.tcp_port), timeout=20)
-
-
-NOISE = [
-    b"\0",
-    b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n" * 3,
-    b"RONDc\x02\xff\xff" + bytes(32),
-    bytes(1 << 20),
-]
-
-
-@pytest.mark.parametrize("noise", [*NOISE, b""], ids=["a byte", "http", "too much announced", "a flood", "nothing"])
+@pytest.mark.parametrize(
+    "noise",
+    [
+        b"\0",
+        b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n" * 3,
+        b"RONDc\x02\xff\xff" + bytes(32),
+        bytes(1 << 20),
+        b"",
+    ],
+    ids=["a byte", "http", "too much announced", "a flood", "nothing"],
+)
 def test_a_peer_is_refused_and_delays_nobody(
     listener: Listener,
     link: str,
@@ -387,48 +391,22 @@ def test_another_user_is_refused_even_with_the_key(
         connect_authenticated(address(listener, "unix"), key, ConnectionRequest("data", 0), Deadline(20))
 
 
-class Heard(logging.Handler):
-    """Waits for a line in the log."""
-
-    def __init__(self, words: str) -> None:
-        super().__init__()
-        self.words = words
-        self.event = threading.Event()
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.words in record.getMessage():
-            self.event.set()
-
-
-@pytest.fixture
-def heard() -> Iterator[Callable[[str], threading.Event]]:
-    handlers: list[Heard] = []
-
-    def listen(words: str) -> threading.Event:
-        handlers.append(Heard(words))
-        listener_module.logger.addHandler(handlers[-1])
-        return handlers[-1].event
-
-    yield listen
-    for handler in handlers:
-        listener_module.logger.removeHandler(handler)
-
-
 def test_a_process_out_of_descriptors_lets_peers_in_later(
-    listener: Listener, key: JobKey, heard: Callable[[str], threading.Event], monkeypatch: pytest.MonkeyPatch
+    listener: Listener, key: JobKey, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    warned = heard("cannot accept a connection")
     (listening,) = (sock for sock in listener._listening_sockets if sock.family == socket.AF_INET)
+    failures: list[OSError] = []
 
     def accept(self: socket.socket) -> tuple[socket.socket, object]:
-        if self is listening and not warned.is_set():
-            raise OSError(24, "Too many open files")
+        if self is listening and not failures:
+            failures.append(OSError(24, "Too many open files"))
+            raise failures[0]
         return real(self)
 
     real = socket.socket.accept
     monkeypatch.setattr(socket.socket, "accept", accept)
     meet(listener, "tcp", key)
-    assert warned.is_set()
+    assert "cannot accept a connection (Too many open files)" in caplog.text
 
 
 def test_a_listener_that_breaks_tells_whoever_waits(
@@ -452,9 +430,7 @@ def test_noise_does_not_stop_the_listener(start: bytes) -> None:
         @settings(deadline=None, max_examples=50)
         @given(st.binary(max_size=200))
         def make(noise: bytes) -> None:
-            with socket.socket(socket.AF_UNIX) as peer:
-                peer.settimeout(20)
-                peer.connect("\0" + listener.unix_name)
+            with raw(listener, "unix") as peer:
                 try:
                     peer.sendall(start + noise)
                     peer.shutdown(socket.SHUT_WR)
@@ -462,11 +438,7 @@ def test_noise_does_not_stop_the_listener(start: bytes) -> None:
                         pass
                 except ConnectionError:
                     pass  # refused before all was sent
-            here, _ = connect_authenticated(
-                f"unix:{listener.unix_name}", key, ConnectionRequest("data", 0), Deadline(20)
-            )
-            with here, listener.accept("data", 0, Deadline(20)):
-                pass
+            meet(listener, "unix", key)
 
         make()
         assert listener.num_refused > 0

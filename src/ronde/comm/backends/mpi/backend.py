@@ -19,7 +19,7 @@ from ronde.comm.backends.base import ChannelSpec
 from ronde.comm.backends.mpi.channel import MpiChannel
 from ronde.comm.backends.mpi.failure_detection import MAX_IDLE_SLEEP_S, FailureDetector, wait_all
 from ronde.errors import PeerLost, StartFailed
-from ronde.net.addresses import candidate_addresses, find_free_port, format_address, host_identity, local_address_for
+from ronde.net.addresses import candidate_addresses, find_free_ports, format_address, host_identity, local_address_for
 from ronde.net.keys import new_job_key
 from ronde.settings import Settings
 from ronde.text import format_ranks
@@ -166,7 +166,7 @@ def settings_from_mpi(settings: Settings) -> Settings:
         others = [address for address, host in hosts if host != hosts[0][1]]
         # The loopback when all are on one host, else the address that this host uses to reach the first other one.
         address = local_address_for(others[0]) if others else "127.0.0.1"
-        chosen[:] = _encode_row(format_address(address, find_free_port(address)), settings.key or new_job_key())
+        chosen[:] = _encode_row(format_address(address, find_free_ports(address, 1)[0]), settings.key or new_job_key())
     _wait_for_all_ranks(world.Ibcast(chosen, 0), deadline)
     coordinator, key = _decode_row(chosen)
     return settings.replace(rank=rank, size=size, coordinator=coordinator, key=key)
