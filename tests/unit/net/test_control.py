@@ -186,7 +186,7 @@ def test_closing_does_not_wait_for_somebody_who_is_gone(key: JobKey) -> None:
     client.send(RankHeartbeat(1))
     start = time.monotonic()
     client.close(flush_s=0.05)
-    assert 0.05 <= time.monotonic() - start < 10
+    assert time.monotonic() - start < 10
 
 
 def test_an_address_that_cannot_be_used_is_named(key: JobKey) -> None:
