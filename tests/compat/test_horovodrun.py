@@ -9,23 +9,16 @@ from pathlib import Path
 import pytest
 
 import horovod
-from tests.limits import PATIENCE_S
-
-ROOT = Path(__file__).resolve().parents[2]
-HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
+from tests.commands import PROGRAMS, run_command
 
 
-def horovodrun(*words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [HOROVODRUN, *words], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-    )
+def horovodrun(*words: str | Path) -> subprocess.CompletedProcess[str]:
+    return run_command([PROGRAMS / "horovodrun", *words])
 
 
 def test_what_processes_print_is_shown_and_filed_as_ever(tmp_path: Path) -> None:
     code = "import os, sys; print('out', os.environ['HOROVOD_RANK']); print('err', file=sys.stderr)"
-    done = horovodrun(
-        "-np", "2", "--cycle-time-ms", "1", "--output-filename", str(tmp_path), sys.executable, "-c", code
-    )
+    done = horovodrun("-np", "2", "--cycle-time-ms", "1", "--output-filename", tmp_path, sys.executable, "-c", code)
     assert done.returncode == 0
     assert sorted(done.stdout.splitlines()) == ["[0]<stdout>:out 0", "[1]<stdout>:out 1"]
     note = "horovodrun: --cycle-time-ms has no effect: there is no cycle: operations start when every process is ready"
@@ -35,8 +28,7 @@ def test_what_processes_print_is_shown_and_filed_as_ever(tmp_path: Path) -> None
 
 
 def test_it_starts_as_a_module_too() -> None:
-    command = [sys.executable, "-W", "error", "-m", "horovod.runner.launch", "--version"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    done = run_command([sys.executable, "-W", "error", "-m", "horovod.runner.launch", "--version"])
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{horovod.__version__}\n", "")
 
 

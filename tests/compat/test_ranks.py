@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from functools import cache
-from pathlib import Path
 
 import pytest
 
+from tests.commands import PROGRAMS, run_command
 from tests.compat.checks.every import CHECKS
 from tests.limits import LONG_S, LONG_TEST_S
 
-ROOT = Path(__file__).resolve().parents[2]
-HOROVODRUN = str(Path(sys.executable).with_name("horovodrun"))
 NUM_RANKS = 2
 
 pytestmark = pytest.mark.timeout(LONG_TEST_S)
@@ -24,14 +21,8 @@ pytestmark = pytest.mark.timeout(LONG_TEST_S)
 @cache
 def traces() -> dict[str, list[str]]:
     """By check and rank: what went wrong."""
-    done = subprocess.run(
-        [HOROVODRUN, "-np", str(NUM_RANKS), sys.executable, "-m", "tests.compat.checks"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=LONG_S,
-        check=False,
-    )
+    start = (str(PROGRAMS / "horovodrun"), "-np", str(NUM_RANKS), sys.executable)
+    done = run_command([*start, "-m", "tests.compat.checks"], limit_s=LONG_S)
     found: dict[str, list[str]] = {}
     for line in done.stdout.splitlines():
         label, _, said = line.partition(":")

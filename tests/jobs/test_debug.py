@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.commands import run_command
 from tests.jobs.kit import RONDE, Terminal
 from tests.limits import PATIENCE_S
 
-RUN = [RONDE, "run", "-np", "2", "--debug", "1", "--no-color", "--operation-s", "0.5"]
+QUIT = "rank 1 on host localhost failed first: exited with code 1 (BdbQuit"
 SCRIPT = """
 import os, sys
 import numpy as np
@@ -31,10 +31,16 @@ ronde.shutdown()
 """
 
 
+def debug(script: str, folder: Path) -> list[str]:
+    """The command that runs a script with a debugger in rank 1."""
+    path = folder / "train.py"
+    path.write_text(script)
+    flags = ("-np", "2", "--debug", "1", "--no-color", "--operation-s", "0.5")
+    return [RONDE, "run", *flags, sys.executable, str(path)]
+
+
 def test_pdb_has_the_terminal_and_gives_it_back(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    with Terminal([*RUN, sys.executable, str(script)], rows=30, columns=101) as terminal:
+    with Terminal(debug(SCRIPT, tmp_path), rows=30, columns=101) as terminal:
         terminal.read_until("(Pdb)")
         terminal.read_until("waiting")
         assert terminal.modes() != terminal.before
@@ -65,9 +71,7 @@ ronde.shutdown()
 
 
 def test_ctrl_c_is_for_the_debugger_and_nobody_gives_up_meanwhile(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(LOOP)
-    with Terminal([*RUN, sys.executable, str(script)]) as terminal:
+    with Terminal(debug(LOOP, tmp_path)) as terminal:
         terminal.read_until("(Pdb)")
         terminal.type("import time; time.sleep(1); print('slept')\r")  # longer than an operation may take
         terminal.read_until("\nslept")
@@ -86,14 +90,12 @@ def test_ctrl_c_is_for_the_debugger_and_nobody_gives_up_meanwhile(tmp_path: Path
 
 
 def test_who_quits_the_debugger_ends_the_job_and_has_his_terminal_back(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(LOOP)
-    with Terminal([*RUN, sys.executable, str(script)]) as terminal:
+    with Terminal(debug(LOOP, tmp_path)) as terminal:
         terminal.read_until("(Pdb)")
         terminal.type("q\r")
         assert terminal.result() == 1, terminal.shown
         assert terminal.modes() == terminal.before
-    assert "rank 1 on host localhost failed first: exited with code 1 (BdbQuit" in terminal.shown
+    assert QUIT in terminal.shown
 
 
 @pytest.mark.parametrize(
@@ -104,25 +106,14 @@ def test_who_quits_the_debugger_ends_the_job_and_has_his_terminal_back(tmp_path:
 def test_what_is_piped_is_typed_and_its_end_ends_the_debugger(
     tmp_path: Path, typed: str, code: int, words: str
 ) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [*RUN, sys.executable, str(script)],
-        input=typed,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = run_command(debug(SCRIPT, tmp_path), input=typed)
     assert done.returncode == code, done.stdout + done.stderr
     assert words in done.stdout
-    assert ("rank 1 on host localhost failed first: exited with code 1 (BdbQuit" in done.stderr) == (code == 1)
+    assert (QUIT in done.stderr) == (code == 1)
 
 
 def test_a_driver_that_is_told_to_end_gives_the_terminal_back(tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(LOOP)
-    with Terminal([*RUN, sys.executable, str(script)]) as terminal:
+    with Terminal(debug(LOOP, tmp_path)) as terminal:
         terminal.read_until("(Pdb)")
         ranks = psutil.Process(terminal.process.pid).children(recursive=True)
         terminal.process.send_signal(signal.SIGTERM)

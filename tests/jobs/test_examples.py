@@ -14,32 +14,25 @@ import pytest
 from PIL import Image
 
 from ronde.dash import RunHistory, read_log
+from tests.commands import PROGRAMS, ROOT, output_of, run_command
 from tests.limits import LONG_S, LONG_TEST_S
 
-ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 
 pytestmark = pytest.mark.timeout(LONG_TEST_S)
 # Short and small, everything else as in a real run.
 SHORT = ["--epochs", "3", "--batch-size", "8", "--width", "16", "--image-size", "64", "--checkpoint-s", "0", "--amp"]
+ENVIRONMENT = {**os.environ, "PYTHONWARNINGS": "error::UserWarning"}
 
 
 def command(program: Sequence[str | Path], num_ranks: int = 2) -> list[str]:
-    start = [str(Path(sys.executable).parent / "ronde"), "run", "-np", str(num_ranks)] if num_ranks > 1 else []
+    start = [str(PROGRAMS / "ronde"), "run", "-np", str(num_ranks)] if num_ranks > 1 else []
     return [*start, sys.executable, *map(str, program)]
 
 
 def run(program: Sequence[str | Path], num_ranks: int = 2) -> str:
     """What it prints; it has to end well."""
-    done = subprocess.run(
-        command(program, num_ranks), capture_output=True, text=True, timeout=LONG_S, check=False, env=environment()
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONWARNINGS": "error::UserWarning"}
+    return output_of(command(program, num_ranks), env=ENVIRONMENT, limit_s=LONG_S)
 
 
 def losses(printed: str) -> list[tuple[float, float]]:
@@ -74,10 +67,8 @@ def test_two_tasks_learn_with_a_common_trunk() -> None:
 
 
 def test_a_horovod_script_runs_with_no_change_of_a_character() -> None:
-    start = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", sys.executable]
-    done = subprocess.run(
-        [*start, str(EXAMPLES / "horovod_mnist.py")], capture_output=True, text=True, timeout=LONG_S, check=False
-    )
+    start = (str(PROGRAMS / "horovodrun"), "-np", "2", sys.executable)
+    done = run_command([*start, EXAMPLES / "horovod_mnist.py"], limit_s=LONG_S)
     accuracy = re.search(r"accuracy ([\d.]+)% with 2 processes", done.stdout)
     assert accuracy, done.stdout + done.stderr
     assert float(accuracy[1]) > 85
@@ -144,7 +135,7 @@ def test_the_main_job_goes_on_after_it_was_killed_as_if_nothing_had_been(
     folder: Path, whole: tuple[Path, str], tmp_path: Path
 ) -> None:
     with subprocess.Popen(
-        command(train(folder, tmp_path)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment()
+        command(train(folder, tmp_path)), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=ENVIRONMENT
     ) as job:
         assert job.stdout is not None
         before = []
@@ -169,7 +160,7 @@ def test_images_are_prepared_once_and_a_bad_one_is_named(folder: Path, tmp_path:
     program: list[str | Path] = [EXAMPLES / "imagenet/prepare.py", folder, cache, "--size", "32"]
     bad.write_text("not an image")
     try:
-        done = subprocess.run(command(program, 1), capture_output=True, text=True, timeout=LONG_S, check=False)
+        done = run_command(command(program, 1), limit_s=LONG_S)
     finally:
         bad.unlink()
     assert done.returncode == 1
@@ -187,12 +178,6 @@ def test_images_are_prepared_once_and_a_bad_one_is_named(folder: Path, tmp_path:
 
 
 def test_a_folder_of_another_layout_is_refused_with_words(tmp_path: Path) -> None:
-    done = subprocess.run(
-        command([EXAMPLES / "imagenet/prepare.py", tmp_path, tmp_path / "cache"], 1),
-        capture_output=True,
-        text=True,
-        timeout=LONG_S,
-        check=False,
-    )
+    done = run_command(command([EXAMPLES / "imagenet/prepare.py", tmp_path, tmp_path / "cache"], 1), limit_s=LONG_S)
     assert done.returncode == 1
     assert f"{tmp_path} has no folder train and val" in done.stderr

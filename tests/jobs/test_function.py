@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 import ronde
+from tests.commands import ROOT, output_of
 from tests.jobs.kit import SshHosts, needs_hosts
 from tests.limits import PATIENCE_S
 
@@ -32,16 +33,7 @@ def write(folder: Path, **files: str) -> Path:
 
 
 def run_script(script: Path, *words: str, cwd: Path, before: Sequence[str] = ()) -> str:
-    done = subprocess.run(
-        [*before, sys.executable, "-W", "error", str(script), *words],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+    return output_of([*before, sys.executable, "-W", "error", script, *words], cwd=cwd)
 
 
 def test_a_closure_is_called_on_every_rank_and_results_come_by_rank(capfd: pytest.CaptureFixture[str]) -> None:
@@ -57,7 +49,7 @@ def test_a_closure_is_called_on_every_rank_and_results_come_by_rank(capfd: pytes
 
 
 def test_the_example_in_the_guide_prints_what_it_says(tmp_path: Path) -> None:
-    guide = (Path(__file__).resolve().parents[2] / "docs/guides/launching.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs/guides/launching.md").read_text(encoding="utf-8")
     section = guide.partition("## From a program or a notebook\n")[2]
     example = section.partition("```python\n")[2].partition("```")[0]
     printed = example.rpartition("  # ")[2]

@@ -6,19 +6,22 @@ or stands in ELSEWHERE.
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
-import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 
+from tests.commands import PROGRAMS, ROOT, run_command
 from tests.limits import LONG_S, LONG_TEST_S
 
-ROOT = Path(__file__).resolve().parents[2]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-QUICKSTART = (ROOT / "docs/quickstart.md").read_text(encoding="utf-8")
+PAGES = {
+    "README": (ROOT / "README.md").read_text(encoding="utf-8"),
+    "quickstart": (ROOT / "docs/quickstart.md").read_text(encoding="utf-8"),
+}
 ELSEWHERE = {
     'pip install "./ronde[torch]"',  # tests/jobs/test_wheel.py installs from source and from the wheel
     'pip install "dist/ronde-0.1.0-py3-none-linux_x86_64.whl[torch]"',
@@ -34,32 +37,16 @@ def blocks(page: str, language: str) -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
 
 
-def commands(page: str) -> list[str]:
-    """The lines of the shell blocks of a page, without comments."""
-    lines = [line.partition(" #")[0].strip() for block in blocks(page, "sh") for line in block.splitlines()]
-    return [line for line in lines if line]
-
-
-def write_scripts(page: str, folder: Path) -> None:
-    """Write every Python block into the file that its docstring names."""
-    for block in blocks(page, "python"):
-        found = re.match(r'"""(\w+\.py): ', block)
-        assert found, f"this block does not name its file:\n{block}"
-        (folder / found[1]).write_text(block, encoding="utf-8")
-
-
-def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run a command as a user types it in this folder."""
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environ, capture_output=True, text=True, timeout=LONG_S, check=False
-    )
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    write_scripts(README, tmp_path)
-    return tmp_path
+@functools.cache
+def run(page: str, command: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user types it in a folder with the scripts of a page."""
+    with tempfile.TemporaryDirectory() as folder:
+        for block in blocks(PAGES[page], "python"):
+            found = re.match(r'"""(\w+\.py): ', block)
+            assert found, f"this block does not name its file:\n{block}"
+            Path(folder, found[1]).write_text(block, encoding="utf-8")
+        env = {**os.environ, "PATH": f"{PROGRAMS}:{os.environ['PATH']}"}
+        return run_command(["bash", "-c", command], cwd=Path(folder), env=env, limit_s=LONG_S)
 
 
 @pytest.mark.parametrize(
@@ -69,10 +56,9 @@ def folder(tmp_path: Path) -> Path:
         ("ronde run -np 2 python fit.py", "[0] 2 ranks found [1.0, -2.0, 0.5]\n"),
     ],
 )
-def test_the_example_finds_the_weights(folder: Path, command: str, printed: str) -> None:
-    done = run(command, folder)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == printed, done.stderr
+def test_the_example_finds_the_weights(command: str, printed: str) -> None:
+    done = run("README", command)
+    assert (done.returncode, done.stdout) == (0, printed), done.stderr
 
 
 RUN = {
@@ -91,19 +77,18 @@ RUN = {
     ),
 }
 """The exit code of each command, and a part of what it prints."""
-PAGES = {"README": README, "quickstart": QUICKSTART}
 
 
 @pytest.mark.parametrize(("page", "command"), RUN, ids=" ".join)
-def test_a_command_prints_what_the_page_says(page: str, command: str, tmp_path: Path) -> None:
+def test_a_command_prints_what_the_page_says(page: str, command: str) -> None:
     code, part = RUN[page, command]
-    write_scripts(PAGES[page], tmp_path)
-    done = run(command, tmp_path)
+    done = run(page, command)
     assert done.returncode == code, done.stderr
     assert part in done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_no_command_is_left_out(page: str) -> None:
-    shown = set(commands(PAGES[page])) - ELSEWHERE
+    lines = [line.partition(" #")[0].strip() for block in blocks(PAGES[page], "sh") for line in block.splitlines()]
+    shown = {line for line in lines if line} - ELSEWHERE
     assert shown == {command for name, command in RUN if name == page}

@@ -17,6 +17,7 @@ import pytest
 
 from ronde.launch.driver.driver import SIGNAL_REPEAT_S
 from ronde.types import Deadline
+from tests.commands import run_command
 from tests.jobs.kit import RONDE, RondeRun, ask, run, script
 from tests.limits import PATIENCE_S, SECONDS_S
 
@@ -254,13 +255,7 @@ def test_a_request_that_cannot_be_met_says_why(words: str, code: int, reason: st
 @pytest.mark.parametrize(("closed", "out"), [(">&-", ""), ("2>&-", "[0] out\n"), ("<&- >&- 2>&-", "")])
 def test_a_closed_stream_leads_nowhere_and_changes_nothing_else(closed: str, out: str) -> None:
     words = [RONDE, "run", "sh", "-c", "echo out; echo err >&2; exit 3"]
-    done = subprocess.run(
-        ["sh", "-c", f'exec "$@" {closed}', "sh", *words],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=False,
-    )
+    done = run_command(["sh", "-c", f'exec "$@" {closed}', "sh", *words])
     assert (done.returncode, done.stdout) == (3, out), done.stderr
     assert "Traceback" not in done.stderr
 

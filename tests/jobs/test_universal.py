@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
+from tests.commands import ROOT, output_of
 from tests.limits import LONG_S, LONG_TEST_S
 from tests.services import needs
 
-ROOT = Path(__file__).resolve().parents[2]
 TENSORFLOW = ROOT / ".venv-tensorflow/bin/python"
 RUN = (sys.executable, "-m", "ronde.cli.main", "run", "--no-fold", "-np", "2")
 pytestmark = pytest.mark.timeout(LONG_TEST_S)
@@ -54,16 +53,8 @@ def run(flags: Sequence[str], python: str, script: str, folder: Path) -> list[st
     path.write_text(script)
     clean = {name: value for name, value in os.environ.items() if name not in ("OMP_NUM_THREADS", "TF_CONFIG")}
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [*RUN, *flags, python, str(path)],
-        env={**clean, **quiet},
-        capture_output=True,
-        text=True,
-        timeout=LONG_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return sorted(done.stdout.splitlines())
+    printed = output_of([*RUN, *flags, python, path], env={**clean, **quiet}, limit_s=LONG_S)
+    return sorted(printed.splitlines())
 
 
 def test_a_plain_torch_distributed_script(tmp_path: Path) -> None:

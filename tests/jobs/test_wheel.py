@@ -7,15 +7,15 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.commands import ROOT, output_of
 from tests.limits import BUILD_S, BUILD_TEST_S
 from tests.services import needs
 
-ROOT = Path(__file__).resolve().parents[2]
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 CURRENT = f"{sys.version_info.major}.{sys.version_info.minor}"
 # A build from source, then an environment with all dependencies per Python.
@@ -30,14 +30,6 @@ print(ronde.__file__)
 print(ronde.allreduce(np.ones(3)).tolist())
 ronde.shutdown()
 """
-
-
-def run(*command: str | Path, cwd: Path, environ: Mapping[str, str] | None = None) -> str:
-    """The standard output of a command that must succeed."""
-    words = [str(word) for word in command]
-    done = subprocess.run(words, cwd=cwd, env=environ, capture_output=True, text=True, timeout=BUILD_S, check=False)
-    assert done.returncode == 0, f"{command} failed:\n{done.stdout}\n{done.stderr}"
-    return done.stdout
 
 
 def find_python(version: str) -> str | None:
@@ -57,7 +49,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The wheel, built from this tree."""
     folder = tmp_path_factory.mktemp("wheel")
     build = ("--no-deps", "--no-build-isolation", "--config-settings=build-dir=build/wheel")
-    run(sys.executable, "-m", "pip", "wheel", "--quiet", *build, "--wheel-dir", folder, ROOT, cwd=ROOT)
+    output_of([sys.executable, "-m", "pip", "wheel", "--quiet", *build, "--wheel-dir", folder, ROOT], limit_s=BUILD_S)
     (found,) = folder.glob("*.whl")
     return found
 
@@ -69,7 +61,7 @@ def environment(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path
     if python is None:
         pytest.skip(f"there is no Python {request.param} here")
     folder = tmp_path / "environment"
-    run(python, "-m", "venv", "--without-pip", folder, cwd=tmp_path)
+    output_of([python, "-m", "venv", "--without-pip", folder], cwd=tmp_path, limit_s=BUILD_S)
     yield folder
     shutil.rmtree(folder)
 
@@ -94,8 +86,13 @@ def test_it_installs_without_a_compiler_and_adds_up(wheel: Path, environment: Pa
     environ = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RONDE_"))}
     environ["PATH"] = str(programs)  # neither cc nor cmake
     pip = (sys.executable, "-m", "pip", "--python", programs / "python")  # spares making a pip per environment
-    run(*pip, "install", "--quiet", "--no-compile", "--only-binary", ":all:", wheel, cwd=tmp_path, environ=environ)
-    printed = run(programs / "python", "-c", FIRST_STEPS, cwd=tmp_path, environ=environ).splitlines()
+    install = ("install", "--quiet", "--no-compile", "--only-binary", ":all:", wheel)
+
+    def run(*words: str | Path) -> str:
+        return output_of(words, cwd=tmp_path, env=environ, limit_s=BUILD_S)
+
+    run(*pip, *install)
+    printed = run(programs / "python", "-c", FIRST_STEPS).splitlines()
     assert Path(printed[0]).is_relative_to(environment)
     assert printed[1] == "[1.0, 1.0, 1.0]"
-    assert "bench" in run(programs / "ronde", "--help", cwd=tmp_path, environ=environ)
+    assert "bench" in run(programs / "ronde", "--help")
