@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from tests.commands import PROGRAMS, run_command
-from tests.compat.checks.every import CHECKS
+from tests.compat.checks import CHECKS
 from tests.limits import LONG_S, LONG_TEST_S
 
 NUM_RANKS = 2

@@ -15,6 +15,8 @@ from PIL import Image
 
 from ronde.dash import RunHistory, read_log
 from tests.commands import PROGRAMS, ROOT, output_of, run_command
+from tests.jobs.test_readme import PAGES, blocks
+from tests.jobs.test_readme import run as run_page
 from tests.limits import LONG_S, LONG_TEST_S
 
 EXAMPLES = ROOT / "examples"
@@ -40,8 +42,8 @@ def losses(printed: str) -> list[tuple[float, float]]:
 
 
 def test_fit_finds_the_weights_and_is_the_readmes() -> None:
-    assert "2 ranks found [1.0, -2.0, 0.5]" in run([EXAMPLES / "fit.py"])
-    assert (EXAMPLES / "fit.py").read_text() in (ROOT / "README.md").read_text()
+    assert (EXAMPLES / "fit.py").read_text() in blocks(PAGES["README"], "python")
+    assert "2 ranks found [1.0, -2.0, 0.5]" in run_page("README", "ronde run -np 2 python fit.py").stdout
 
 
 def test_the_mlp_learns_digits() -> None:

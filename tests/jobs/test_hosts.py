@@ -5,6 +5,7 @@ however a job ends, nothing is left on any host.
 from __future__ import annotations
 
 import signal
+import subprocess
 from collections.abc import Iterator
 
 import pytest
@@ -18,26 +19,33 @@ NO_RONDE = "/usr/bin/env"
 
 
 @pytest.fixture(scope="module")
-def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
+def all_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SshHosts]:
     with SshHosts(tmp_path_factory.mktemp("hosts")) as hosts:
         yield hosts
+
+
+@pytest.fixture
+def hosts(all_hosts: SshHosts) -> Iterator[SshHosts]:
+    yield all_hosts
+    all_hosts.await_nothing_left()
+
+
+def places(done: subprocess.CompletedProcess[str]) -> list[str]:
+    """Where the ranks of a job say that they are."""
+    assert done.returncode == 0, done.stderr
+    return sorted(line.split("placed ")[1] for line in done.stdout.splitlines())
 
 
 def test_ranks_on_three_hosts_meet_and_nobody_sees_their_key(hosts: SshHosts) -> None:
     a, b, c = hosts.addresses
     done = hosts.run("-H", f"{a}:1,{b}:2,{c}:1", "-np", "4", *script("ronde_run", "add"))
-    assert done.returncode == 0, done.stderr
-    placed = sorted(line.split("placed ")[1] for line in done.stdout.splitlines())
-    assert placed == [f"0 0 1 0 {a}", f"1 0 2 1 {a}", f"2 1 2 0 {a}", f"3 0 1 2 {a}"]
-    hosts.await_nothing_left()
+    assert places(done) == [f"0 0 1 0 {a}", f"1 0 2 1 {a}", f"2 1 2 0 {a}", f"3 0 1 2 {a}"]
 
 
 def test_the_driver_need_not_be_on_a_host_with_ranks(hosts: SshHosts) -> None:
     _, b, c = hosts.addresses
     done = hosts.run("-H", f"{b},{c}", "-np", "2", *script("ronde_run", "add"))
-    assert done.returncode == 0, done.stderr
-    assert sorted(line.split("placed ")[1] for line in done.stdout.splitlines()) == [f"0 0 1 0 {b}", f"1 0 1 1 {b}"]
-    hosts.await_nothing_left()
+    assert places(done) == [f"0 0 1 0 {b}", f"1 0 1 1 {b}"]
 
 
 @pytest.mark.parametrize(
@@ -61,7 +69,6 @@ def test_a_host_that_cannot_be_used_is_named_with_the_reason(
     assert lines[0] == "2 of 3 hosts cannot be used:"
     for address, line in zip((b, c), lines[1:], strict=True):
         assert line.startswith(f"  {address}: ") and reason in line
-    hosts.await_nothing_left()
 
 
 def test_an_unknown_name_is_told_from_hosts_that_are_well(hosts: SshHosts) -> None:
@@ -69,7 +76,6 @@ def test_an_unknown_name_is_told_from_hosts_that_are_well(hosts: SshHosts) -> No
     done = hosts.run("-H", f"{a},{b},nowhere.invalid", "-np", "3", "true")
     assert done.returncode == 1, done.stderr
     assert done.stderr.startswith("1 of 3 hosts cannot be used:\n  nowhere.invalid: its name is not known")
-    hosts.await_nothing_left()
 
 
 def test_when_a_host_dies_its_ranks_are_named_and_the_job_ends(hosts: SshHosts) -> None:
@@ -81,7 +87,6 @@ def test_when_a_host_dies_its_ranks_are_named_and_the_job_ends(hosts: SshHosts) 
     assert code == 255, printed
     assert f"ranks 1, 2 on host {b} ended when the connection to it was lost" in printed
     assert "1 other rank ended in consequence" in printed
-    hosts.await_nothing_left()
 
 
 def test_a_cut_network_ends_the_job_on_both_sides(hosts: SshHosts) -> None:
@@ -108,7 +113,6 @@ def test_ctrl_c_ends_every_host_within_seconds(hosts: SshHosts) -> None:
         code, _, printed = job.result()
     assert code == 130, printed
     assert "interrupted by Ctrl-C" in printed
-    hosts.await_nothing_left()
 
 
 def test_a_killed_driver_takes_everything_with_it(hosts: SshHosts) -> None:
@@ -117,4 +121,3 @@ def test_a_killed_driver_takes_everything_with_it(hosts: SshHosts) -> None:
         job.read_lines(3)
         job.driver.kill()
         job.result()
-    hosts.await_nothing_left()

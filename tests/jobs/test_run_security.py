@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -21,12 +21,11 @@ from ronde.net.handshake import VERSION
 from ronde.net.keys import JobKey
 from ronde.types import Deadline
 from tests.jobs.kit import ROOT, ControlledRanks, Result, RondeRun, run, script, short_folder
-from tests.jobs.test_strangers import NOISE, listening_tcp, listening_unix
+from tests.jobs.test_strangers import NOISE, Address, connect, listening_tcp, listening_unix, send
 from tests.limits import PATIENCE_S, SECONDS_S
 from tests.services import needs
 
 NOBODY = 65534
-LOCALHOST = "127.0.0.1"
 CHALLENGE = re.compile(re.escape(b"RONDd" + bytes([VERSION])) + rb".{32}(\x01\0\0\0\0)?", re.DOTALL)
 ZEROMQ = b"\xff" + bytes(7) + b"\x01\x7f\x03\x01" + b"CURVE".ljust(20, b"\0") + b"\x01" + bytes(31)
 
@@ -39,19 +38,9 @@ class SecretJob(ControlledRanks):
     running: RondeRun
     folder: Path
 
-    @property
-    def key(self) -> str:
-        return psutil.Process(self.pids[0]).environ()["RONDE_KEY"]
-
-    @property
-    def coordinator(self) -> str:
-        return psutil.Process(self.pids[0]).environ()["RONDE_COORDINATOR"]
-
-    @property
-    def secrets(self) -> list[bytes]:
-        """The key, and what is derived from it."""
-        key = JobKey(self.key)
-        return [self.key.encode(), bytes.fromhex(self.key), key.server_secret, key.client_secret]
+    def variable(self, name: str) -> str:
+        """Of the environment of its ranks."""
+        return psutil.Process(self.pids[0]).environ()[name]
 
     def processes(self) -> dict[str, list[int]]:
         """Process ids: of the driver, of the ranks, and of all else that the job has started."""
@@ -95,14 +84,14 @@ def documented() -> Counter[tuple[str, str]]:
     return Counter({(process, kind): int(number) for process, kind, number in rows})
 
 
-def listening(pid: int) -> list[tuple[str, str]]:
+def listening(pid: int) -> list[tuple[str, Address]]:
     """(kind, address) of everything where a process listens."""
-    found = [("TCP", f"{host}:{port}") for host, port in listening_tcp(pid)]
+    found: list[tuple[str, Address]] = [("TCP", address) for address in listening_tcp(pid)]
     found += [("Unix, a path" if name.startswith("/") else "Unix, abstract", name) for name in listening_unix(pid)]
     return found + [("UDP", str(each.laddr)) for each in psutil.Process(pid).net_connections(kind="udp")]
 
 
-def listening_at(pid: int, kind: str) -> list[str]:
+def listening_at(pid: int, kind: str) -> list[Address]:
     return [address for each, address in listening(pid) if each == kind]
 
 
@@ -114,7 +103,7 @@ def test_only_what_the_documentation_lists_listens() -> None:
             of_this = Counter({kind: number for (process, kind), number in wanted.items() if process == what})
             for pid in pids:
                 assert Counter(kind for kind, _ in listening(pid)) == of_this
-                assert {address.rpartition(":")[0] for address in listening_at(pid, "TCP")} <= {LOCALHOST}
+                assert {host for host, _ in listening_tcp(pid)} <= {"127.0.0.1"}
         path = str(job.folder / "XDG_RUNTIME_DIR/ronde/secret.sock")
         assert listening_at(job.running.driver.pid, "Unix, a path") == [path]
         job.finish()
@@ -130,18 +119,6 @@ def test_a_job_of_one_without_a_launcher_listens_at_nothing() -> None:
 # --- processes without the key -------------------------------------------------------------------------------------
 
 
-def connect(kind: str, address: str) -> socket.socket:
-    client = socket.socket(socket.AF_INET if kind == "TCP" else socket.AF_UNIX)
-    client.settimeout(SECONDS_S)
-    host, _, port = address.rpartition(":")
-    try:
-        client.connect((host, int(port)) if kind == "TCP" else f"\0{address}" if kind == "Unix, abstract" else address)
-    except OSError:
-        client.close()
-        raise
-    return client
-
-
 def until_cut_off(client: socket.socket, deadline: Deadline) -> bytes:
     """All that it receives until it is cut off, which has to happen: nobody waits for it."""
     got = b""
@@ -149,28 +126,21 @@ def until_cut_off(client: socket.socket, deadline: Deadline) -> bytes:
     poll.register(client, select.POLLIN)
     while True:
         assert poll.poll(1000 * deadline.remaining_s), "it was not cut off"
-        try:
+        data = b""
+        with suppress(ConnectionResetError):
             data = client.recv(4096)
-        except ConnectionResetError:
-            return got
         if not data:
             return got
         got += data
 
 
-def send(client: socket.socket, noise: bytes) -> None:
-    try:
-        client.sendall(noise)
-    except ConnectionError:  # refused before all was sent
-        pass
-
-
 def test_strangers_learn_nothing_and_change_nothing() -> None:
     with start_job() as job, ExitStack() as opened:
         addresses = [each for pids in job.processes().values() for pid in pids for each in listening(pid)]
-        (control,) = (port for port in listening_at(job.running.driver.pid, "TCP") if port != job.coordinator)
+        listener = ("127.0.0.1", int(job.variable("RONDE_COORDINATOR").rpartition(":")[2]))
+        (control,) = listening_tcp(job.running.driver.pid) - {listener}
         callers = [
-            (*each, noise, opened.enter_context(connect(*each))) for noise in NOISE.values() for each in addresses
+            (*each, noise, opened.enter_context(connect(each[1]))) for noise in NOISE.values() for each in addresses
         ]
         assert len(callers) == 7 * len(NOISE)
         for _, _, noise, client in callers:
@@ -195,11 +165,9 @@ def test_strangers_learn_nothing_and_change_nothing() -> None:
 def until_silent(client: socket.socket) -> bytes:
     got = b""
     client.settimeout(0.05)
-    try:
+    with suppress(TimeoutError, ConnectionResetError):
         while data := client.recv(4096):
             got += data
-    except (TimeoutError, ConnectionResetError):
-        pass
     return got
 
 
@@ -228,10 +196,8 @@ for address in sys.argv[1].split():
 @needs_root
 def test_another_user_of_the_host_cannot_even_talk_to_it() -> None:
     with start_job() as job:
-        sockets = [address for pids in job.processes().values() for pid in pids for _, address in listening(pid)]
-        path, *names = sorted(
-            (address for address in sockets if ":" not in address), key=lambda address: address[0] != "/"
-        )
+        sockets = [name for pids in job.processes().values() for pid in pids for name in listening_unix(pid)]
+        path, *names = sorted(sockets, key=lambda name: name[0] != "/")
         for folder in (job.folder, job.folder.parent, job.folder / "XDG_RUNTIME_DIR"):
             folder.chmod(0o755)  # its own directory has to be enough
         environments = [f"/proc/{pid}/environ" for pid in (job.running.driver.pid, *job.pids.values())]
@@ -277,7 +243,9 @@ def contents_of_open_files(pid: int) -> list[bytes]:
 def test_the_key_is_on_no_command_line_in_no_file_and_in_no_output(tmp_path: Path) -> None:
     timeline = tmp_path / "timeline.json"
     with start_job("--timeline", str(timeline)) as job:
-        secrets = job.secrets
+        text_of_key = job.variable("RONDE_KEY")
+        key = JobKey(text_of_key)
+        secrets = [text_of_key.encode(), bytes.fromhex(text_of_key), key.server_secret, key.client_secret]
         job_processes = [pid for pids in job.processes().values() for pid in pids]
         texts = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in job_processes]
         assert any(b"until_stopped" in text for text in texts), "it can be seen what they run"

@@ -49,7 +49,7 @@ NOISE = {
 
 
 Address = tuple[str, int] | str
-"""A TCP port, or the name of an abstract Unix socket."""
+"""A TCP port, or the path or abstract name of a Unix socket."""
 
 
 def listening_tcp(pid: int) -> set[tuple[str, int]]:
@@ -73,16 +73,22 @@ def listening_unix(pid: int) -> set[str]:
     }
 
 
-def send_noise(address: Address, noise: bytes, opened: ExitStack) -> None:
-    """Connect, send it, and keep the connection open."""
-    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
-    client = opened.enter_context(socket.socket(family, socket.SOCK_STREAM))
+def connect(address: Address) -> socket.socket:
+    client = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
     client.settimeout(SECONDS_S)
-    client.connect(f"\0{address}" if isinstance(address, str) else address)
+    try:
+        client.connect(f"\0{address}" if isinstance(address, str) and address[0] != "/" else address)
+    except OSError:
+        client.close()
+        raise
+    return client
+
+
+def send(client: socket.socket, noise: bytes) -> None:
     try:
         client.sendall(noise)
-    except (ConnectionError, TimeoutError):
-        pass  # refused before all was sent
+    except (ConnectionError, TimeoutError):  # refused before all was sent
+        pass
 
 
 def connect_zeromq(port: int, server_public: bytes | None, opened: ExitStack) -> None:
@@ -142,7 +148,7 @@ def test_strangers_are_turned_away_and_the_job_goes_on(
     with ExitStack() as opened:
         for address in (*coordinator, *addresses):
             for noise in NOISE.values():
-                send_noise(address, noise, opened)
+                send(opened.enter_context(connect(address)), noise)
         for server_public in (None, JobKey(new_job_key()).server_public, JobKey(key).server_public):
             connect_zeromq(control_port, server_public, opened)
         for address in (listener, *addresses):

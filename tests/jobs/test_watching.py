@@ -48,6 +48,11 @@ def expected_s(times: dict[int, Times]) -> list[float]:
     return total
 
 
+def finish(job: LocalRanks) -> None:
+    job.send(job.pids)
+    assert set(job.wait()) == {0}, job.printed()
+
+
 def until(job: LocalRanks, condition: Callable[[JobActivity], bool]) -> JobActivity:
     """The activity as soon as they fulfil the condition: ranks tell once per second."""
     deadline = Deadline(PATIENCE_S)
@@ -67,13 +72,8 @@ def test_the_rank_that_computes_longer_is_named_with_the_time_it_cost(how: str) 
         times = {rank: message["times"] for rank, message in job.receive_all(range(SIZE), "done").items()}
         expected = expected_s(times)
         assert expected[SLOW] > 2 * STEPS * (watching.LATE_S - watching.OVERLAP_S) * 0.9 / promised_s(1.0)
-
-        def is_known(activity: JobActivity) -> bool:
-            return all(rank.steps == STEPS for rank in activity.ranks)
-
-        activity = until(job, is_known)
-        job.send(range(SIZE))
-        assert job.wait() == [0] * SIZE, job.printed()
+        activity = until(job, lambda activity: all(rank.steps == STEPS for rank in activity.ranks))
+        finish(job)
         after = job.coordinator.activity()
         found = [rank.held_up_s - was.held_up_s for rank, was in zip(after.ranks, before.ranks, strict=True)]
     for rank in range(SIZE):
@@ -97,8 +97,7 @@ def test_a_job_that_hangs_shows_on_whom(how: str) -> None:
             assert rank.rank != SLOW and f" for rank {SLOW} in " in rank.doing
         job.send([SLOW])
         job.receive_all(range(SIZE), "done")
-        job.send(range(SIZE))
-        assert job.wait() == [0] * SIZE, job.printed()
+        finish(job)
 
 
 def test_a_job_tells_others_of_itself() -> None:
@@ -111,12 +110,11 @@ def test_a_job_tells_others_of_itself() -> None:
             return make_job_status("watched", ["python"], activity, facts, time.monotonic() - began)
 
         folder = Path(job.env["TEST_SOCKET"]).parent
-        coordinator = job.coordinator
 
         def stacks(limit_s: float, on_done: OnStacks) -> None:
-            coordinator.request_stacks(Deadline(limit_s), on_done)
+            job.coordinator.request_stacks(Deadline(limit_s), on_done)
 
-        with MonitorServer("watched", status, stacks, thread=coordinator.thread, jobs_dir=folder):
+        with MonitorServer("watched", status, stacks, thread=job.coordinator.thread, jobs_dir=folder):
             found = find_job("watched", folder)
             before = query_stacks(found)
             assert {stack.why for stack in before} == {"has not called ronde.init() yet"}
@@ -130,8 +128,7 @@ def test_a_job_tells_others_of_itself() -> None:
             ((ranks, stack),) = group_stacks(query_stacks(found))
             assert ranks == tuple(range(SIZE))
             assert stack.line.startswith("control.py:") and WAITING in stack.stack
-        job.send(range(SIZE))
-        assert job.wait() == [0] * SIZE, job.printed()
+        finish(job)
 
 
 def test_a_job_of_one_rank_is_watched_too() -> None:
@@ -143,5 +140,4 @@ def test_a_job_of_one_rank_is_watched_too() -> None:
         activity = until(job, lambda activity: activity.ranks[0].steps == 5)
         assert activity.ranks[0].state == "running"
         assert WAITING in collect_stacks(job.coordinator, Deadline(PATIENCE_S))[0].stack
-        job.send([0])
-        assert job.wait() == [0], job.printed()
+        finish(job)

@@ -9,7 +9,7 @@ import warnings
 import torch
 
 import horovod.torch as hvd
-from tests.compat.checks.every import CHECKS
+from tests.compat.checks import CHECKS
 
 
 def main() -> None:

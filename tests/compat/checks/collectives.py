@@ -8,9 +8,10 @@ from functools import reduce
 
 import torch
 from torch import Tensor
+from torch.testing import assert_close as same
 
 import horovod.torch as hvd
-from tests.compat.checks.registry import check, counting, of_all, same
+from tests.compat.checks.registry import check, counting, of_all
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, *FLOATS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,16 +29,6 @@ def raises(kind: type[BaseException], words: str = "") -> Iterator[None]:
         assert type(error) is kind, f"{kind.__name__} was expected, got {error!r}"
     else:
         raise AssertionError(f"nothing was raised; {kind.__name__} was expected")
-
-
-def same(one: Any, other: Any) -> None:  # tensors, or lists of them
-    """Number by number, and of the same dtype."""
-    if isinstance(one, Tensor):
-        torch.testing.assert_close(one, other)
-    else:
-        assert len(one) == len(other)
-        for each, its in zip(one, other, strict=True):
-            same(each, its)
 
 
 def counting(shape: Sequence[int], rank: int, dtype: torch.dtype) -> Tensor:

@@ -8,12 +8,13 @@ import tempfile
 from pathlib import Path
 
 import torch
+from torch.testing import assert_close as same
 
 import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 from horovod.runner.common.util.env import get_env_rank_and_size
 from horovod.torch import mpi_ops
-from tests.compat.checks.registry import check, raises, same
+from tests.compat.checks.registry import check, raises
 
 
 @check

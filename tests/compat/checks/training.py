@@ -10,10 +10,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.testing import assert_close as same
 
 import horovod.torch as hvd
 from horovod.torch.compression import Compressor
-from tests.compat.checks.registry import check, raises, same
+from tests.compat.checks.registry import check, raises
 
 BATCH = 8
 STEPS = 3
