@@ -7,6 +7,7 @@ argparse, because it is imported in milliseconds: users wait for it at every sta
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib
 import sys
@@ -95,22 +96,16 @@ def _nearest(text: str, known: Iterable[str]) -> str:
 
 def print_error(prog: str, error: object) -> int:
     """Print one line on standard error; the exit code for mistakes of usage."""
-    try:
+    with contextlib.suppress(OSError):  # nobody reads it
         print(f"{prog}: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
-    except OSError:  # nobody reads it
-        pass
     return USAGE_ERROR_CODE
 
 
-def whole_number(minimum: int) -> Callable[[str], int]:
-    """Return the `type` of a flag whose value is a whole number of at least this."""
-
-    def parse(text: str) -> int:
-        if not (text.isascii() and text.isdigit()) or int(text) < minimum:
-            raise argparse.ArgumentTypeError(f"must be a whole number of at least {minimum}, got {text!r}")
-        return int(text)
-
-    return parse
+def whole_number(text: str) -> int:
+    """The `type` of a flag whose value is a whole number of at least 1."""
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, got {text!r}")
+    return int(text)
 
 
 def number(minimum: float = float("-inf"), maximum: float = float("inf")) -> Callable[[str], float]:

@@ -17,11 +17,12 @@ class Finished(NamedTuple):
 
 def ronde(*arguments: str) -> Finished:
     """Call `ronde ARGUMENTS`: its exit code and its output, as text."""
-    out, err = io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True), io.StringIO()
+    out, err = (io.TextIOWrapper(io.BytesIO(), "utf-8", write_through=True) for _ in range(2))
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
             exit_code: object = main(arguments)
         except SystemExit as exited:
             exit_code = exited.code
     out.seek(0)
-    return Finished(exit_code, out.read(), err.getvalue())
+    err.seek(0)
+    return Finished(exit_code, out.read(), err.read())

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import time
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,8 +22,11 @@ from ronde.cli.doctor.system_info import (
     ResourceLimits,
     SharedMemoryInfo,
     SystemInfo,
+    check_component,
+    check_components,
 )
 from ronde.errors import StartFailed
+from ronde.types import Deadline
 
 MB, GB = 10**6, 10**9
 NATIVE, MPI, NCCL = (
@@ -163,13 +168,6 @@ def test_of_very_many_pairs_the_slowest_are_shown() -> None:
     assert "h0 " in text and "h99" not in text
 
 
-def test_the_report_survives_as_json() -> None:
-    report = make_doctor_report(
-        [host(), HostReport("b", trouble="no")], [pair(), HostPairReport("a", "b", trouble="no")]
-    )
-    assert msgspec.json.decode(msgspec.json.encode(report), type=DoctorReport) == report
-
-
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -182,3 +180,36 @@ def test_the_report_survives_as_json() -> None:
 )  # fmt: skip
 def test_the_reason_of_a_failed_job_is_put_in_one_line(text: str, words: str) -> None:
     assert format_job_error(StartFailed(text), "b") == words
+
+
+def test_bad_installs_are_told_with_their_last_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    modules = {
+        "jax": "print('hello')\nraise ImportError('no libtpu.so\\n\\nsee the manual')",
+        "keras": "import tensorflow_of_nowhere",
+        "mxnet": "import os; os.kill(os.getpid(), 11)",
+        "torch": "import os; os._exit(0)",
+        "tensorflow": "__version__ = '9.9'\nprint('a banner')\nimport atexit; atexit.register(lambda: None)",
+    }
+    for name, text in modules.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = {each.name: each for each in check_components((*modules, "nowhere"), Deadline(30))}
+    assert found["jax"] == ComponentStatus("jax", "broken", note="see the manual")
+    assert found["keras"].note == "ModuleNotFoundError: No module named 'tensorflow_of_nowhere'"
+    assert found["mxnet"].note == "killed by signal 11 (SIGSEGV)"
+    assert (found["tensorflow"].state, found["tensorflow"].version) == ("usable", "9.9")
+    assert found["torch"] == ComponentStatus("torch", "broken", note="exited with code 0")
+    assert found["nowhere"] == ComponentStatus("nowhere", "missing", note="not installed")
+
+
+def test_an_import_that_hangs_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "jax.py").write_text("import time; time.sleep(1000)")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    start_s = time.monotonic()
+    assert check_component("jax", Deadline(0.3)).note == "it could not be imported within 0.3 s"
+    assert time.monotonic() - start_s < 20
+
+
+def test_the_native_library_says_which_kernels_it_uses() -> None:
+    native = check_component("native", Deadline(30))
+    assert native.state == "usable" and native.note.endswith(" kernels")

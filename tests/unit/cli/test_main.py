@@ -34,6 +34,17 @@ def test_version_says_which_ronde_this_is() -> None:
         ("doctor -H a --hostfile x", "ronde doctor: hosts and hostfile exclude each other"),
         ("doctor --ssh-port zero", "ronde doctor: --ssh-port must be a whole number"),
         ("run --stall-s x ls", "ronde run: --stall-s must be a number, got 'x'"),
+        ("run --num-rank 2 ls", "ronde run: no such flag: --num-rank; did you mean --num-ranks?"),
+        ("run --hosts-fil h ls", "ronde run: no such flag: --hosts-fil; did you mean --hostfile?"),
+        ("run --xyzzy=1 ls", "ronde run: no such flag: --xyzzy=1; `ronde run --help` shows all"),
+        ("run --key 00 ls", "ronde run: no such flag: --key"),
+        ("run -np", "ronde run: argument -np/-n/--num-ranks: expected one argument"),
+        ("run -np 2 -n 3 ls", "ronde run: argument -np/-n/--num-ranks: given twice, as '2' and '3'"),
+        ("run -np two ls", "ronde run: -np/-n/--num-ranks must be a whole number of at least 1, got 'two'"),
+        ("run -n p2 ls", "ronde run: -np/-n/--num-ranks must be a whole number of at least 1, got 'p2'"),
+        ("run -np 2", "ronde run: there is no command to run"),
+        ("run -H a:1 -np 2 ls", "1 slot short"),
+        ("run --output /dev/null/x ls", "/dev/null/x"),
     ],
 )
 def test_a_mistake_is_one_line_and_ends_with_2(arguments: str, message: str) -> None:

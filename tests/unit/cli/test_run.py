@@ -37,37 +37,6 @@ def test_flags_come_before_the_command_and_all_after_it_is_its_own(
     assert parse_arguments(arguments.split()) == (flags, command)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ("--num-rank 2 ls", "no such flag: --num-rank; did you mean --num-ranks?"),
-        ("--hosts-fil h ls", "no such flag: --hosts-fil; did you mean --hostfile?"),
-        ("--xyzzy=1 ls", "no such flag: --xyzzy=1; `ronde run --help` shows all"),
-        ("--key 00 ls", "no such flag: --key"),
-        ("-np", "argument -np/-n/--num-ranks: expected one argument"),
-        ("-np 2 -n 3 ls", "argument -np/-n/--num-ranks: given twice, as '2' and '3'"),
-        ("-H a --hosts b ls", "argument -H/--hosts: given twice, as 'a' and 'b'"),
-        ("-np two ls", "-np/-n/--num-ranks must be a whole number of at least 1, got 'two'"),
-        ("-n p2 ls", "-np/-n/--num-ranks must be a whole number of at least 1, got 'p2'"),
-        ("-np 2", "there is no command to run"),
-        ("-H a:1 -np 2 ls", "1 slot short"),
-        ("--output /dev/null/x ls", "/dev/null/x"),
-    ],
-)
-def test_a_wrong_request_is_one_clear_line_and_ends_with_2(arguments: str, message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "ronde.cli.main", "run", *arguments.split()],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr.startswith("ronde run: ") and done.stderr.count("\n") == 1
-    assert message in done.stderr
-
-
 def test_the_help_shows_every_flag_with_its_meaning() -> None:
     shown = " ".join(ronde("run", "--help").out.split())
     for option in launch_options():

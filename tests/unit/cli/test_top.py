@@ -1,4 +1,4 @@
-"""`ronde top`, and both commands that look at a running job."""
+"""`ronde top` and `ronde stack`, which look at a running job."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import pytest
 from rich.console import Console
 
 from ronde.cli import top
+from ronde.cli.stack import format_stacks
 from ronde.cli.top import render_status_table, watch_job
 from ronde.launch.driver.monitor import JobStatus, MonitorServer, RankStatus, find_job
 from ronde.observe.stacks import RankStack
@@ -54,11 +55,12 @@ def test_a_row_has_everything_about_its_rank(width: int) -> None:
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 119, 120])
 def test_on_a_narrow_terminal_columns_are_left_out_and_none_is_cut(width: int) -> None:
     gpu = {"gpu": 0.95, "gpu_bytes": 10**9}
+    assert "GPU" not in drawn(status_of(running(0)))
     ranks = (running(rank, cpu=1.5, memory_bytes=1_230_000_000, steps=300, steps_per_s=2.5, **gpu) for rank in (0, 1))
     text = drawn(status_of(*ranks, slowest=1), width=width)
     heading, *rows = text.splitlines()[1:4]
     assert heading.split()[:3] == ["rank", "host", "state"] and "waited for" in heading
-    assert ("waiting" in heading, "GPU mem" in heading) == (width >= 40, width >= 120)
+    assert ("waiting" in heading, "GPU mem" in heading, "95 %" in text) == (width >= 40, width >= 120, width >= 60)
     assert all("…" not in line for line in (heading, *rows)), text
 
 
@@ -68,11 +70,6 @@ def test_steps_are_shown_instead_of_operations_where_they_are_marked() -> None:
         text = drawn(status_of(running(0, steps=30, steps_per_s=steps_per_s), running(1)))
         assert "steps/s" in text and "ops/s" not in text
         assert row(text, "0 ")[3:5] == ["30", f"{steps_per_s:g}"] and row(text, "1 ")[3:5] == ["-", "-"]
-
-
-def test_gpus_are_shown_where_there_are_some() -> None:
-    assert "GPU" not in drawn(status_of(running(0)))
-    assert "95 %" in drawn(status_of(running(0, gpu=0.95)), width=80)
 
 
 def test_the_slowest_rank_is_marked() -> None:
@@ -104,6 +101,27 @@ def test_of_many_ranks_those_that_matter_are_shown() -> None:
 def test_names_cannot_break_the_table() -> None:
     text = drawn(status_of(RankStatus(rank=0, state="lost", host="[red]a\n", why="[/] boom\x1b[2J")))
     assert "[red]a" in text and "\x1b" not in text
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_without_a_stack_has_a_reason() -> None:
+    reason = "does not answer; its process is stopped"
+    one, two = (RankStack(rank=rank, why=reason) for rank in range(2))
+    assert format_stacks((one,)) == f"rank 0: {reason}"
+    assert format_stacks((one, two)) == f"ranks 0, 1, each: {reason}"
+
+
+def test_equal_stacks_are_printed_once() -> None:
+    same = [RankStack(rank=rank, line="train.py:5 in step: x()", stack="main thread:\n  here\n") for rank in range(7)]
+    other = RankStack(rank=7, host="b", pid=9, line="train.py:9 in load: y()", stack="main thread:\n  there\n")
+    silent = RankStack(rank=8, host="b", pid=10, why="does not answer; its process is stopped")
+    assert format_stacks((*same, other, silent)) == (
+        "ranks 0-6: train.py:5 in step: x()\n  main thread:\n    here\n\n"
+        "rank 7 on b, pid 9: train.py:9 in load: y()\n  main thread:\n    there\n\n"
+        "rank 8 on b, pid 10: does not answer; its process is stopped"
+    )
 
 
 # --- the commands -----------------------------------------------------------------------------------------------------

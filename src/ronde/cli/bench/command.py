@@ -33,21 +33,15 @@ def bench(arguments: Sequence[str]) -> int:
 
 
 def make_parser(
-    name: str,
-    *,
-    details: str = "",
-    rounds_flag: str = "--repeats",
-    rounds: int,
-    seconds: float,
-    work: str = "size",
+    name: str, *, details: str = "", rounds_flag: str = "--repeats", rounds: int, seconds: float, work: str = "size"
 ) -> CommandParser:
     """A parser with the flags that all benchmarks have; `rounds` and `seconds` are defaults."""
     parser = CommandParser(f"bench {name}", "\n\n".join(filter(None, (BENCHMARKS[name].help, details))))
     names = ("-np", "-n", "--ranks", "--num-ranks")
-    parser.add_flag(*names, dest="num_ranks", metavar="N", type=whole_number(1), default=2, help="Number of ranks.")
+    parser.add_flag(*names, dest="num_ranks", metavar="N", type=whole_number, default=2, help="Number of ranks.")
     parser.add_flag("--json", metavar="FILE", help="Write the results to this file, one JSON object per line.")
     rounds_help = f"Rounds per implementation and {work}."
-    parser.add_flag(rounds_flag, dest="rounds", metavar="N", type=whole_number(1), default=rounds, help=rounds_help)
+    parser.add_flag(rounds_flag, dest="rounds", metavar="N", type=whole_number, default=rounds, help=rounds_help)
     seconds_help = f"Time per implementation and {work}, shared by its rounds."
     parser.add_flag("--seconds", metavar="SECONDS", type=number(), default=seconds, help=seconds_help)
     return parser

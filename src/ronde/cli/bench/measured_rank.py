@@ -9,6 +9,7 @@ process that started it has ended, the pipe ends, and so does the rank.
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib
 import json
@@ -38,11 +39,6 @@ LEARNING_RATE = 1e-5
 MOMENTUM = 0.9
 MAX_MEMORY_SAMPLES = 100
 
-Network = Any
-Optimizer = Any
-Options = dict[str, Any]
-"""`codec`: what gradients are on the wire, or None. For DDP also `view` and `bucket_mb`."""
-
 
 class Library:
     """A library that sums arrays or averages gradients over ranks. This one does not communicate."""
@@ -57,8 +53,9 @@ class Library:
         """Get ready to sum these arrays, or others of the same sizes, over all ranks, in place. `path` is how."""
         raise ValueError(f"no path {path!r} without communication")
 
-    def distribute(self, network: Network, optimizer: Optimizer, options: Options) -> tuple[Network, Optimizer]:
-        """Make them average gradients over all ranks. The parameters are equal on all ranks already."""
+    def distribute(self, network: Any, optimizer: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+        """Make them average gradients over all ranks. The parameters are equal on all ranks already. Options: `codec`
+        is what gradients are on the wire, or None; for DDP there are also `view` and `bucket_mb`."""
         return network, optimizer
 
     def release(self) -> None:
@@ -95,7 +92,7 @@ class RondeLibrary(Library):
         while self._plans:
             self._plans.pop().close()
 
-    def distribute(self, network: Network, optimizer: Optimizer, options: Options) -> tuple[Network, Optimizer]:
+    def distribute(self, network: Any, optimizer: Any, options: dict[str, Any]) -> tuple[Any, Any]:
         import ronde.torch
 
         named = network.named_parameters()
@@ -105,7 +102,7 @@ class RondeLibrary(Library):
 class BarrierOnly(RondeLibrary):
     """Ranks that only wait for each other before every step of the optimizer; no gradient is sent."""
 
-    def distribute(self, network: Network, optimizer: Optimizer, options: Options) -> tuple[Network, Optimizer]:
+    def distribute(self, network: Any, optimizer: Any, options: dict[str, Any]) -> tuple[Any, Any]:
         optimizer.register_step_pre_hook(lambda *_: self._ronde.barrier())
         return network, optimizer
 
@@ -138,7 +135,7 @@ class HorovodLibrary(Library):
 
         return arrays, run
 
-    def distribute(self, network: Network, optimizer: Optimizer, options: Options) -> tuple[Network, Optimizer]:
+    def distribute(self, network: Any, optimizer: Any, options: dict[str, Any]) -> tuple[Any, Any]:
         compression = {None: self._hvd.Compression.none, "float16": self._hvd.Compression.fp16}[options["codec"]]
         named = network.named_parameters()
         return network, self._hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
@@ -171,7 +168,7 @@ class TorchLibrary(Library):
             return arrays, lambda: all_reduce(tensor)
         return arrays, lambda: wait_all([all_reduce(tensor, async_op=True) for tensor in tensors])
 
-    def distribute(self, network: Network, optimizer: Optimizer, options: Options) -> tuple[Network, Optimizer]:
+    def distribute(self, network: Any, optimizer: Any, options: dict[str, Any]) -> tuple[Any, Any]:
         """With `view`, DDP does no more than ronde does: it makes no copy of gradients, and sends no buffers."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
         from torch.nn.parallel import DistributedDataParallel
@@ -223,7 +220,7 @@ def wait_all(works: Iterable[Any]) -> None:
 class TrainingLoop:
     """A network under training, always with the same batch."""
 
-    def __init__(self, model: Any, batch: int, library: Library, options: Options) -> None:
+    def __init__(self, model: Any, batch: int, library: Library, options: dict[str, Any]) -> None:
         """`model` is a BenchmarkModel of models.py, which is imported without the ronde around it."""
         import torch
 
@@ -251,10 +248,8 @@ class TrainingLoop:
 
     def checksum(self) -> int:
         """Differs when any bit of the gradients does."""
-        checksum = 0
-        for parameter in self._parameters:
-            checksum = zlib.crc32(parameter.grad.contiguous().numpy(), checksum)
-        return checksum
+        gradients = (parameter.grad.contiguous().numpy() for parameter in self._parameters)
+        return functools.reduce(lambda checksum, gradient: zlib.crc32(gradient, checksum), gradients, 0)
 
     def peak_memory_kb(self) -> int:
         """The most memory that this process has during a step, sampled whenever a gradient is ready."""

@@ -9,20 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
-
-Network = Any
-"""A torch.nn.Module; what it returns is compared with labels by cross entropy."""
-Batch = tuple[Any, Any]
-"""Two tensors: the input, and the labels."""
+from typing import Any, cast
 
 IMAGENET_CLASSES = 1000
-SMALL_CLASSES = 200
-DIGITS = 10
 WORDS = 1024
 SEQUENCE = 64
-NUM_TINY = 1000
-TINY_SIZE = 16
 
 
 @dataclass(frozen=True)
@@ -34,9 +25,10 @@ class BenchmarkModel:
     batch: int
     """Samples per rank and step."""
     num_parameters: int
-    build: Callable[[], Network]
-    make_batch: Callable[[int], Batch]
-    """Called with the number of samples."""
+    build: Callable[[], Any]
+    """Returns a torch.nn.Module; what that returns is compared with labels by cross entropy."""
+    make_batch: Callable[[int], tuple[Any, Any]]
+    """Returns the input and the labels of so many samples."""
 
     @property
     def num_bytes(self) -> int:
@@ -44,7 +36,7 @@ class BenchmarkModel:
         return 4 * self.num_parameters
 
 
-def alexnet() -> Network:
+def alexnet() -> Any:
     """Five convolutions and three dense layers, which hold 96 % of the parameters."""
     from torch import nn
 
@@ -72,7 +64,7 @@ def alexnet() -> Network:
     )
 
 
-def resnet() -> Network:
+def resnet() -> Any:
     """Eight residual blocks of two convolutions each, like ResNet-18."""
     from torch import Tensor, nn
 
@@ -99,24 +91,19 @@ def resnet() -> Network:
         *blocks,
         nn.AdaptiveAvgPool2d(1),
         nn.Flatten(),
-        nn.Linear(512, SMALL_CLASSES),
+        nn.Linear(512, 200),
     )
 
 
-def mlp() -> Network:
+def mlp() -> Any:
     """784-512-512-10: a step takes milliseconds, so every delay is visible."""
     from torch import nn
 
-    return nn.Sequential(
-        nn.Linear(784, 512),
-        nn.ReLU(inplace=True),
-        nn.Linear(512, 512),
-        nn.ReLU(inplace=True),
-        nn.Linear(512, DIGITS),
-    )
+    hidden = nn.Linear(784, 512), nn.ReLU(inplace=True), nn.Linear(512, 512), nn.ReLU(inplace=True)
+    return nn.Sequential(*hidden, nn.Linear(512, 10))
 
 
-def transformer() -> Network:
+def transformer() -> Any:
     """Six blocks of attention and a dense part, each behind a normalization, that predict the next word."""
     from torch import Tensor, nn
 
@@ -132,8 +119,7 @@ def transformer() -> Network:
             heads = self.project_in(x).unflatten(-1, (3, num_heads, -1)).transpose(1, -2)
             query, key, value = heads.unbind(-3)
             mixed = nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
-            seen: Tensor = self.project_out(mixed.transpose(1, 2).flatten(-2))
-            return seen
+            return cast("Tensor", self.project_out(mixed.transpose(1, 2).flatten(-2)))
 
     class Residual(nn.Module):
         def __init__(self, *layers: nn.Module) -> None:
@@ -141,8 +127,7 @@ def transformer() -> Network:
             self.body = nn.Sequential(nn.LayerNorm(width), *layers)
 
         def forward(self, x: Tensor) -> Tensor:
-            more: Tensor = self.body(x)
-            return x + more
+            return x + cast("Tensor", self.body(x))
 
     blocks: list[nn.Module] = []
     for _ in range(num_blocks):
@@ -152,7 +137,7 @@ def transformer() -> Network:
     return nn.Sequential(nn.Embedding(WORDS, width), *blocks, *head)
 
 
-def tiny() -> Network:
+def tiny() -> Any:
     """A thousand parameters of sixteen numbers and next to no arithmetic: what is left is the cost per parameter."""
     import torch
     from torch import Tensor, nn
@@ -160,7 +145,7 @@ def tiny() -> Network:
     class Chain(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.scales = nn.ParameterList(torch.ones(TINY_SIZE) for _ in range(NUM_TINY))
+            self.scales = nn.ParameterList(torch.ones(16) for _ in range(1000))
 
         def forward(self, x: Tensor) -> Tensor:
             for scale in self.scales:
@@ -170,10 +155,10 @@ def tiny() -> Network:
     return Chain()
 
 
-def random_samples(shape: tuple[int, ...], num_classes: int) -> Callable[[int], Batch]:
+def random_samples(shape: tuple[int, ...], num_classes: int) -> Callable[[int], tuple[Any, Any]]:
     """Makes batches of random numbers, each sample of this shape."""
 
-    def make_batch(batch: int) -> Batch:
+    def make_batch(batch: int) -> tuple[Any, Any]:
         import torch
 
         return torch.randn(batch, *shape), torch.randint(num_classes, (batch,))
@@ -181,25 +166,20 @@ def random_samples(shape: tuple[int, ...], num_classes: int) -> Callable[[int], 
     return make_batch
 
 
-def random_sentences(batch: int) -> Batch:
+def random_sentences(batch: int) -> tuple[Any, Any]:
     """Random words, and the random word that follows each."""
     import torch
 
     return torch.randint(WORDS, (batch, SEQUENCE)), torch.randint(WORDS, (batch * SEQUENCE,))
 
 
+_IMAGES = random_samples((3, 224, 224), IMAGENET_CLASSES)
 _MODELS = (
-    BenchmarkModel(
-        "alexnet", "AlexNet, 224 px", 16, 61_100_840, alexnet, random_samples((3, 224, 224), IMAGENET_CLASSES)
-    ),
-    BenchmarkModel(
-        "resnet", "like ResNet-18, 64 px", 16, 11_279_112, resnet, random_samples((3, 64, 64), SMALL_CLASSES)
-    ),
-    BenchmarkModel("mlp", "784-512-512-10", 64, 669_706, mlp, random_samples((784,), DIGITS)),
+    BenchmarkModel("alexnet", "AlexNet, 224 px", 16, 61_100_840, alexnet, _IMAGES),
+    BenchmarkModel("resnet", "like ResNet-18, 64 px", 16, 11_279_112, resnet, random_samples((3, 64, 64), 200)),
+    BenchmarkModel("mlp", "784-512-512-10", 64, 669_706, mlp, random_samples((784,), 10)),
     BenchmarkModel("transformer", "6 blocks, 64 words", 4, 19_964_928, transformer, random_sentences),
-    BenchmarkModel(
-        "tiny", "1,000 tiny parameters", 1, NUM_TINY * TINY_SIZE, tiny, random_samples((TINY_SIZE,), TINY_SIZE)
-    ),
+    BenchmarkModel("tiny", "1,000 tiny parameters", 1, 16_000, tiny, random_samples((16,), 16)),
 )
 MODELS = {model.name: model for model in _MODELS}
 

@@ -45,11 +45,7 @@ OPEN_MPI_SETTINGS = (
 
 PACKAGES = {
     "gloo": (("torch",), "PyTorch is not installed", "pip install torch"),
-    HOROVOD: (
-        ("horovod", "torch"),
-        "ronde-horovod or PyTorch is not installed",
-        "pip install ronde-horovod torch",
-    ),
+    HOROVOD: (("horovod", "torch"), "ronde-horovod or PyTorch is not installed", "pip install ronde-horovod torch"),
 }
 """What a peer needs in this environment, what is said when that is missing, and how to get it."""
 HOW_TO_GET_MPI = (
@@ -114,30 +110,22 @@ def is_installed(package: str) -> bool:
 
 
 def _find_mpi_libraries(only: str | None, pythons: Sequence[str]) -> tuple[list[MeasuredLibrary], str]:
-    """Look into the environment of this command and into those of these Pythons. Also says why others are left out."""
+    """The MPI libraries that mpi4py uses in the environment of this command and in those of these Pythons, and why
+    others are left out."""
     found, reasons = [], []
     for python in dict.fromkeys((*pythons, sys.executable)):
-        peer = _find_mpi(python)
-        if isinstance(peer, str):
-            if python in pythons:
-                raise ValueError(peer)
-            reasons.append(peer)
-        elif only is None or peer.name == only:
-            found.append(peer)
-        else:
-            reasons.append(f"{python} has {peer.name}")
+        path = str(Path(python).absolute()) if "/" in python else python  # it is run in another directory
+        status = check_component("mpi", Deadline(CHECK_TIMEOUT_S), path)
+        neighbour = Path(python).parent / "mpiexec"
+        mpiexec = str(neighbour) if neighbour.exists() else shutil.which("mpiexec")
+        name = next((name for vendor, name in MPI_LIBRARIES.items() if vendor in status.note), "mpi")
+        if status.state == "usable" and mpiexec is not None:
+            if only is None or name == only:
+                found.append(MeasuredLibrary(name, "mpi", python, mpiexec))
+            reasons.append(f"{python} has {name}")
+            continue
+        no_mpiexec = f"no mpiexec beside {python} or on the PATH"
+        reasons.append(no_mpiexec if status.state == "usable" else f"{python}: {status.note}")
+        if python in pythons:
+            raise ValueError(reasons[-1])
     return found, "; ".join(reasons)
-
-
-def _find_mpi(python: str) -> MeasuredLibrary | str:
-    """The MPI library that mpi4py uses in an environment, or why there is none."""
-    path = str(Path(python).absolute()) if "/" in python else python  # it is run in another directory
-    status = check_component("mpi", Deadline(CHECK_TIMEOUT_S), path)
-    if status.state != "usable":
-        return f"{python}: {status.note}"
-    neighbour = Path(python).parent / "mpiexec"
-    mpiexec = str(neighbour) if neighbour.exists() else shutil.which("mpiexec")
-    if mpiexec is None:
-        return f"no mpiexec beside {python} or on the PATH"
-    name = next((name for vendor, name in MPI_LIBRARIES.items() if vendor in status.note), "mpi")
-    return MeasuredLibrary(name, "mpi", python, mpiexec)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import IO, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import msgspec
 import psutil
@@ -24,17 +25,14 @@ class BenchmarkDisplay(Generic[ResultT]):
         self.results: list[ResultT] = []
         self._console = console
         self._render = render
-        self._json_path = json
-        self._json: IO[bytes] | None = None
         # It erases itself at the end; then the table is printed once.
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="visible")
+        try:
+            self._json = Path(json or os.devnull).open("wb")
+        except OSError as error:
+            raise ValueError(f"cannot write the results to {json}: {error.strerror}") from None
 
     def __enter__(self) -> BenchmarkDisplay[ResultT]:
-        if self._json_path is not None:
-            try:
-                self._json = Path(self._json_path).open("wb")
-            except OSError as error:
-                raise ValueError(f"cannot write the results to {self._json_path}: {error.strerror}") from None
         if self._console.is_terminal:
             self._live.start()
         return self
@@ -43,8 +41,7 @@ class BenchmarkDisplay(Generic[ResultT]):
         self._live.stop()
         if self.results:
             self._console.print(self._render(self.results))
-        if self._json is not None:
-            self._json.close()
+        self._json.close()
 
     def show_progress(self, text: str) -> None:
         if self._console.is_terminal:
@@ -58,10 +55,8 @@ class BenchmarkDisplay(Generic[ResultT]):
     def add(self, results: Iterable[ResultT]) -> None:
         for result in results:
             self.results.append(result)
-            if self._json is not None:
-                self._json.write(msgspec.json.encode(result) + b"\n")
-        if self._json is not None:
-            self._json.flush()
+            self._json.write(msgspec.json.encode(result) + b"\n")
+        self._json.flush()
 
 
 def describe_conditions(num_ranks: int | None = None) -> str:

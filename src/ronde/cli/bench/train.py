@@ -54,11 +54,11 @@ def train(arguments: Sequence[str]) -> int:
     parser = make_parser("train", details=DETAILS, rounds_flag="--rounds", rounds=7, seconds=14.0, work="model")
     parser.add_flag("--models", metavar="MODEL,…", default=",".join(MODELS), help="What to train.")
     batch_help = "Samples per rank and step, if not the model's own."
-    parser.add_flag("--batch", metavar="N", type=whole_number(1), help=batch_help)
+    parser.add_flag("--batch", metavar="N", type=whole_number, help=batch_help)
     parser.add_flag("--codec", metavar="CODEC", default="none", help=f"Gradients on the wire: {', '.join(CODECS)}.")
     parser.add_flag("--peers", metavar="PEER,…", help="Measure these too: ddp, hvd; or none. Default: all.")
     parser.add_flag("--ddp-buckets", metavar="MB,…", default="10,100", help="Sizes of buckets that DDP tries too.")
-    parser.add_flag("--steps", metavar="N", type=whole_number(1), help="Steps per round. Default: as many as fit.")
+    parser.add_flag("--steps", metavar="N", type=whole_number, help="Steps per round. Default: as many as fit.")
     return run_benchmark(parser, arguments, _measure)
 
 

@@ -123,19 +123,14 @@ def check_component(name: str, deadline: Deadline, python: str = sys.executable)
             return ComponentStatus(name, "broken", note=f"it could not be imported within {deadline.timeout_s:g} s")
         except OSError as error:
             return ComponentStatus(name, "broken", note=f"Python cannot be started: {error.strerror}")
-        return parse_check_result(name, done.returncode, _last_line(out), _last_line(err))
-
-
-def parse_check_result(name: str, exit_code: int, out: str, err: str) -> ComponentStatus:
-    """The status that the exit code of such a process and the last lines of its output stand for."""
-    if exit_code == MISSING_EXIT_CODE:
-        return ComponentStatus(name, "missing", note=err or "not installed")
-    if exit_code == 0 and "\t" in out:
-        version, _, note = out.partition("\t")
+        out_line, err_line = _last_line(out), _last_line(err)
+    if done.returncode == MISSING_EXIT_CODE:
+        return ComponentStatus(name, "missing", note=err_line or "not installed")
+    if done.returncode == 0 and "\t" in out_line:
+        version, _, note = out_line.partition("\t")
         return ComponentStatus(name, "usable", version, note)
-    return ComponentStatus(
-        name, "broken", note=shorten(err, 300) if err and exit_code > 0 else describe_exit_code(exit_code)
-    )
+    reason = shorten(err_line, 300) if done.returncode > 0 else ""
+    return ComponentStatus(name, "broken", note=reason or describe_exit_code(done.returncode))
 
 
 def _last_line(file: IO[bytes]) -> str:

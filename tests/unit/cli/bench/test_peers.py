@@ -67,21 +67,17 @@ def test_what_is_missing_is_an_error_when_asked_for_and_says_how_to_get_it(wante
 
 
 @pytest.mark.usefixtures("bare")
-def test_every_named_environment_is_a_peer_called_by_its_library(tmp_path: Path) -> None:
-    ompi = fake_python(tmp_path / "a", "Open MPI v5.0.11")
+def test_every_named_environment_is_a_peer_called_by_its_library(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ompi = fake_python(Path("a"), "Open MPI v5.0.11")  # a path may be relative
     mpich = fake_python(tmp_path / "b", "MPICH Version: 5.0.2")
     again = fake_python(tmp_path / "c", "MPICH Version: 4.0")
     peers, notes = find_peers("mpi", [ompi, mpich, again])
     assert ([peer.name for peer in peers], notes) == (["openmpi", "mpich", "mpich-2"], [])
-    assert peers[0] == MeasuredLibrary("openmpi", "mpi", ompi, str(tmp_path / "a/mpiexec"))
+    assert peers[0] == MeasuredLibrary("openmpi", "mpi", "a/python", "a/mpiexec")
     assert [peer.name for peer in find_peers("none,openmpi", [ompi, mpich])[0]] == ["openmpi"]
-
-
-@pytest.mark.usefixtures("bare")
-def test_a_path_may_be_relative(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_python(tmp_path / "a", "Open MPI v5.0.11")
-    monkeypatch.chdir(tmp_path)
-    assert find_peers("mpi", ["a/python"])[0] == [MeasuredLibrary("openmpi", "mpi", "a/python", "a/mpiexec")]
 
 
 @pytest.mark.usefixtures("bare")

@@ -8,7 +8,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-from ronde.cli.bench.runner import BenchmarkFailed, MeasurementBudget, RankPool
+from ronde.cli.bench.runner import BenchmarkFailed, RankPool
 from ronde.cli.bench.train import (
     TrainingCase,
     TrainingResult,
@@ -32,10 +32,6 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-def names(codec: str | None, peers: str | None, buckets_mb: tuple[int, ...]) -> list[str]:
-    return [setup.name for setup in find_setups(2, codec, peers, buckets_mb)[0]]
-
-
 @pytest.mark.usefixtures("installed")
 def test_ddp_takes_part_as_it_is_and_at_its_best() -> None:
     setups, notes = find_setups(4, None, None, (10, 100, 10))
@@ -48,10 +44,12 @@ def test_ddp_takes_part_as_it_is_and_at_its_best() -> None:
 
 
 @pytest.mark.usefixtures("installed")
-def test_peers_can_be_chosen() -> None:
-    assert names(None, "none", (10,)) == [*WITHOUT_GRADIENTS, "ronde"]
-    assert names(None, "hvd", (10,)) == [*WITHOUT_GRADIENTS, "ronde", "hvd"]
-    assert names(None, "ddp", ()) == [*WITHOUT_GRADIENTS, "ronde", "ddp", "ddp-view"]
+@pytest.mark.parametrize(
+    ("peers", "chosen"), [("none", []), ("hvd", ["hvd"]), ("ddp", ["ddp", "ddp-view", "ddp-view-10MB"])]
+)
+def test_peers_can_be_chosen(peers: str, chosen: list[str]) -> None:
+    names = [setup.name for setup in find_setups(2, None, peers, (10,))[0]]
+    assert names == [*WITHOUT_GRADIENTS, "ronde", *chosen]
 
 
 @pytest.mark.usefixtures("installed")
@@ -63,52 +61,31 @@ def test_peers_without_bfloat16_send_as_many_bits_another_way() -> None:
     assert "the others send float16" in notes[0]
 
 
-def test_a_missing_compatibility_package_is_noted_or_an_error_when_asked_for(installed: set[str]) -> None:
+def test_a_missing_package_is_noted_or_an_error_when_it_is_needed(installed: set[str]) -> None:
     installed.remove("horovod")
     assert find_setups(2, None, None, ())[1][0].startswith("hvd is left out: ronde-horovod is not installed")
     with pytest.raises(ValueError, match="pip install ronde-horovod"):
         find_setups(2, None, "hvd", ())
-
-
-def test_without_pytorch_there_is_nothing_to_train_with(installed: set[str]) -> None:
     installed.remove("torch")
     with pytest.raises(RondeError, match=r"pip install 'ronde\[torch\]'"):
         find_setups(2, None, None, ())
 
 
-class FakePool:
-    """Two ranks, the second one slower."""
-
-    def __init__(self, *checksums: int) -> None:
-        self.checksums = checksums or (7, 7)
-        self.requests: list[dict[str, Any]] = []
-
+class PoolOfDifferentRanks:
     def request(self, action: str, deadline: Deadline, **command: Any) -> list[dict[str, Any]]:  # as RankPool
-        self.requests.append(command)
-        match command["do"]:
-            case "prepare_training":
-                return [{"checksum": checksum} for checksum in self.checksums]
-            case "time":
-                num = command["num_steps"]
-                return [{"took_ns": [ms * 1_000_000] * num, "backward_ns": [ms * 500_000] * num} for ms in (10, 20)]
-            case _:
-                return [{"memory_kb": 1024 * mb, "rss_kb": 0} for mb in (300, 500)]
+        return [{"checksum": rank, "memory_kb": 1024 * (300 + 200 * rank), "rss_kb": 0} for rank in range(2)]
 
 
-def case_of(pool: FakePool, library: str, codec: str | None = None) -> TrainingCase:
-    return TrainingCase(cast("RankPool", pool), "mlp", TrainingSetup(library, library, codec=codec), 64)
+def case_of(library: str, **more: Any) -> TrainingCase:
+    setup = TrainingSetup(library, library, codec="float16")
+    return TrainingCase(cast("RankPool", PoolOfDifferentRanks()), "mlp", setup, 64, **more)
 
 
-def test_a_case_measures_samples_per_second_times_and_memory() -> None:
-    pool = FakePool()
-    case = case_of(pool, "ronde", codec="float16")
-    case.setup()
-    case.calibrate(MeasurementBudget(steps=4))
-    case.run_round()
-    case.run_round()
+def test_a_result_has_samples_per_second_times_and_memory_of_all_ranks() -> None:
+    took_ns = [{"took_ns": [ms * 1_000_000] * 4, "backward_ns": [ms * 500_000] * 4} for ms in (10, 20)]
+    case = case_of("ronde", rounds=[took_ns, took_ns])
     case.measure_memory()
     result = case.result()
-    assert pool.requests[0]["options"] == {"codec": "float16", "view": False, "bucket_mb": None}
     assert result.samples_per_s == pytest.approx(64 * (100 + 50))
     assert (result.num_steps, result.step_us, result.backward_us) == (8, 15_000, 7_500)
     assert (result.memory_mb, result.rss_mb, result.codec) == (400, None, "float16")
@@ -116,8 +93,8 @@ def test_a_case_measures_samples_per_second_times_and_memory() -> None:
 
 def test_ranks_with_different_gradients_are_an_error_unless_they_do_not_communicate() -> None:
     with pytest.raises(BenchmarkFailed, match="ranks have different gradients of mlp"):
-        case_of(FakePool(1, 2), "ronde").setup()
-    case_of(FakePool(1, 2), "apart").setup()
+        case_of("ronde").setup()
+    case_of("apart").setup()
 
 
 def result_of(impl: str, samples_per_s: float, step_us: float = 100.0, ranks: int = 2) -> TrainingResult:
@@ -167,12 +144,9 @@ def test_the_table_compares_ronde_with_the_best_ddp() -> None:
     assert line_with(TABLE, "mlp: 784-512-512-10, batch 64") and line_with(TABLE, "2 ranks on 2 cores")
 
 
-def test_a_column_without_values_is_left_out() -> None:
-    heading = line_with(render_training_tables(compare(RESULTS[:3])), "samples/s")
+def test_a_column_without_values_is_left_out_and_an_overhead_below_zero_is_shown() -> None:
+    rows = compare(RESULTS[:3])
+    table = render_training_tables([*rows[:2], msgspec.structs.replace(rows[2], overhead_us=-1500.0)])
+    heading = line_with(table, "samples/s")
     assert "RSS" not in heading and "DDP" not in heading
-
-
-def test_an_overhead_below_zero_is_shown_as_it_is() -> None:
-    (row,) = compare([result for result in RESULTS if result.impl == "ronde"])
-    table = render_training_tables([msgspec.structs.replace(row, overhead_us=-1500.0)])
     assert "-1.50 ms" in line_with(table, "ronde  ")
