@@ -57,9 +57,7 @@ class _WaitingLines:
     def __init__(self, num_ranks: int) -> None:
         self.holders: dict[bytes, int] = {}  # ranks that have the line anywhere in their queues
         self.heads: dict[bytes, int] = {}  # ranks that have the line at the heads of their queues
-        self.repeats: list[dict[bytes, int]] = [
-            {} for _ in range(num_ranks)
-        ]  # by rank: how often it has the line beyond once
+        self.repeats: list[dict[bytes, int]] = [{} for _ in range(num_ranks)]  # by rank: how often beyond once
 
     def add(self, rank: int, lines: list[bytes]) -> None:
         holders, repeats, bit = self.holders, self.repeats[rank], 1 << rank
@@ -96,16 +94,15 @@ class _WaitingLines:
 
 
 class LineFolder:
-    """add() takes what ranks print, take_ready() returns what is to be printed now."""
+    """add() takes what ranks print, take_ready() returns what is to be printed now. If it is not enabled, nothing
+    waits and nothing is folded."""
 
-    def __init__(self, num_ranks: int) -> None:
+    def __init__(self, num_ranks: int, *, enabled: bool = True) -> None:
+        self._enabled = enabled
         self._queues: list[deque[_Batch]] = [deque() for _ in range(num_ranks)]
         self._running_ranks = (1 << num_ranks) - 1  # ranks that may print more, or have a line that waits
         self._exited_ranks: set[int] = set()
-        self._waiting_lines: dict[StdStream, _WaitingLines] = {
-            "out": _WaitingLines(num_ranks),
-            "err": _WaitingLines(num_ranks),
-        }
+        self._waiting_lines = {"out": _WaitingLines(num_ranks), "err": _WaitingLines(num_ranks)}
         self._ranks_to_check: deque[int] = deque()  # ranks whose first line may be printed now
         self._waiting_bytes = 0
         self._ready: list[FoldedLines] = []
@@ -113,8 +110,11 @@ class LineFolder:
         self._joined_key: tuple[tuple[int, ...], StdStream, float] = ((), "out", 0.0)
 
     def add(self, rank: int, stream: StdStream, text: StreamText, now_s: float) -> None:
+        if not self._enabled:
+            self._ready.append(FoldedLines((rank,), stream, text, now_s))
+            return
         self._waiting_bytes += len(text.data)
-        if text.is_whole_lines:
+        if not text.continued and text.data.endswith(b"\n"):
             lines = text.data.split(b"\n")
             lines.pop()
             self._waiting_lines[stream].add(rank, lines)

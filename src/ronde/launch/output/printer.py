@@ -142,7 +142,7 @@ class Printer:
         self._distinct_writers = [*dict.fromkeys(self._writers.values())]
         self._live_rows: dict[RankStream, LiveRows] = {}
         self._open_streams: set[RankStream] = set()  # streams whose LiveRows are not empty
-        self._line_folder = LineFolder(num_ranks) if options.fold and num_ranks > 1 else None
+        self._line_folder = LineFolder(num_ranks, enabled=options.fold and num_ranks > 1)
         self._tails = [OutputTail() for _ in range(num_ranks)]
         self._pending: list[Callable[[], None]] = []  # writes, exits and messages since the last refresh
         self._pending_bytes = 0
@@ -158,7 +158,7 @@ class Printer:
                 print_message=self.print_message,
                 horovod_layout=options.horovod_format,
             )
-        if self._line_folder is not None and options.debug_rank is not None:
+        if options.debug_rank is not None:
             self._line_folder.rank_exited(options.debug_rank)  # its lines are not folded
 
     def write(self, rank: int, stream: StdStream, data: bytes) -> None:
@@ -231,7 +231,7 @@ class Printer:
         key = (rank, stream)
         rows = self._live_rows.get(key)
         if rows is None:
-            rows = self._live_rows[key] = LiveRows(on_terminal=self._has_live_region(writer))
+            rows = self._live_rows[key] = LiveRows(on_terminal=writer.has_live_region)
         self._fold(key, rows.feed(data, self._now_s))
         if rows.is_empty():
             self._open_streams.discard(key)
@@ -239,26 +239,20 @@ class Printer:
             self._open_streams.add(key)
 
     def _finish_rank(self, rank: int) -> None:
-        streams: tuple[StdStream, ...] = ("out", "err")
-        for stream in streams:
+        for stream in self._writers:
             rows = self._live_rows.pop((rank, stream), None)
             if rows is not None:
                 self._fold((rank, stream), rows.finish())
                 self._open_streams.discard((rank, stream))
-        if self._line_folder is not None:
-            self._line_folder.rank_exited(rank)
+        self._line_folder.rank_exited(rank)
 
     def _fold(self, key: RankStream, texts: list[StreamText]) -> None:
         for text in texts:
-            if self._line_folder is not None:
-                self._line_folder.add(*key, text, self._now_s)
-            else:
-                self._print(FoldedLines(key[:1], key[1], text, self._now_s))
+            self._line_folder.add(*key, text, self._now_s)
 
     def _print_folded(self, *, flush: bool) -> None:
-        if self._line_folder is not None:
-            for item in self._line_folder.take_ready(self._now_s, flush=flush):
-                self._print(item)
+        for item in self._line_folder.take_ready(self._now_s, flush=flush):
+            self._print(item)
 
     def _print(self, item: FoldedLines) -> None:
         writer = self._writers[item.stream]
@@ -274,14 +268,11 @@ class Printer:
         color = self._options.color and writer.is_terminal
         return line_prefix(ranks, stream, color=color, horovod=self._options.horovod_format)
 
-    def _has_live_region(self, writer: TerminalWriter) -> bool:
-        return writer.is_terminal and self._options.debug_rank is None
-
     def _draw_live_regions(self) -> float | None:
         """Draw the live regions that have changed. Return when it has to be done again."""
         again_s = None
         for writer in self._distinct_writers:
-            if not self._has_live_region(writer) or writer.open_line_owner is not None:
+            if not writer.has_live_region or writer.open_line_owner is not None:
                 continue
             rows = self._make_live_region(writer)
             hide = any(self._live_rows[key].cursor_hidden for key in self._open_streams)
@@ -313,8 +304,8 @@ class Printer:
 
     def _next_refresh_s(self, redraw_s: float | None) -> float | None:
         pending = any(writer.buffer.pending_bytes for writer in self._writers.values())
-        times = [redraw_s, self._now_s + _RETRY_INTERVAL_S if pending else None]
-        times += [self._line_folder.next_due_s(self._now_s) if self._line_folder is not None else None]
+        retry_s = self._now_s + _RETRY_INTERVAL_S if pending else None
+        times = [redraw_s, retry_s, self._line_folder.next_due_s(self._now_s)]
         for key in self._open_streams:
             times += self._live_rows[key].change_times_s(self._now_s)
         return min((moment for moment in times if moment is not None), default=None)

@@ -41,10 +41,6 @@ class StreamText(NamedTuple):
     urgent: bool = False
     """It has been on the terminal already, as a progress bar, and must not vanish for a moment."""
 
-    @property
-    def is_whole_lines(self) -> bool:
-        return not self.continued and self.data.endswith(b"\n")
-
 
 class LiveRows:
     """The rows of a stream that can still change. feed() returns what has become final. On a terminal, open rows are

@@ -158,6 +158,7 @@ class TerminalWriter:
     def __init__(self, files: Mapping[StdStream, BinaryIO], *, is_terminal: bool, raw_mode: bool = False) -> None:
         self.streams = tuple(files)
         self.is_terminal = is_terminal
+        self.has_live_region = is_terminal and not raw_mode
         self.live_region: tuple[bytes, ...] = ()
         """The rows that stand at the bottom now."""
         self.cursor_hidden = False
