@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import os
 import signal
 import subprocess
 import sys
@@ -60,11 +59,3 @@ def test_the_log_names_what_failed() -> None:
     assert (
         entry(at, "abc1234", 0, 60.0, b"all is well\n") == "2026-11-16 14:00:00  abc1234  passed  1.0 min  0 failed\n"
     )
-
-
-def test_the_log_gets_a_line_per_run(tmp_path: Path) -> None:
-    log = tmp_path / "folder/log"
-    for _ in range(2):
-        subprocess.run([*BUSY, "-n", "1", "--log", str(log), "true"], timeout=PATIENCE_S, check=True, env=os.environ)
-    lines = log.read_text().splitlines()
-    assert len(lines) == 2 and all("  passed  " in line for line in lines)

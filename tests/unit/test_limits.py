@@ -14,9 +14,6 @@ def test_whoever_knows_most_reports_first() -> None:
     assert limits.OPERATION_S < limits.RANK_S < limits.PATIENCE_S < limits.TEST_S
     assert limits.SECONDS_S < limits.PATIENCE_S < limits.LONG_S < limits.LONG_TEST_S
     assert limits.BUILD_S < limits.BUILD_TEST_S
-
-
-def test_a_test_has_time_for_several_waits() -> None:
     assert limits.TEST_S > 3 * limits.PATIENCE_S + limits.CLOSING_S
     assert limits.LONG_TEST_S > 3 * limits.LONG_S + limits.CLOSING_S
     assert limits.BUILD_TEST_S > 2 * limits.BUILD_S + limits.CLOSING_S

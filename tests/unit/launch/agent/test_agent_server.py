@@ -99,16 +99,6 @@ def a_remote_agent(**environ: str) -> Iterator[RemoteAgent]:
             remote.frames.close()
 
 
-def test_it_says_hello_starts_a_rank_and_tells_its_end() -> None:
-    with a_remote_agent() as remote:
-        remote.wait_for(AgentHello)
-        remote.start("sh", "-c", "echo out; exit 3")
-        assert remote.wait_for(RankExit).exit_code == 3
-        assert remote.printed() == b"out\n"
-        remote.send(StopAgent())
-        assert remote.process.wait(PATIENCE_S) == 0
-
-
 def test_the_user_of_the_host_keeps_his_own_variables() -> None:
     with a_remote_agent(HOME="/home/there", SHELL="/bin/there", SECRET="x") as remote:
         remote.start("/usr/bin/env", env={"SHELL": "/bin/given"})

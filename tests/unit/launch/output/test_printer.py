@@ -23,22 +23,6 @@ from tests.unit.launch.output.printer_kit import FOLDED, PLAIN, TERMINAL, Memory
 SHARED = replace(PLAIN, terminal_info=TerminalInfo(same_file=True))
 
 
-def test_lines_carry_their_rank_and_go_to_their_stream() -> None:
-    printer = MemoryPrinter(2)
-    printer.write(0, b"a\nb\n")
-    printer.write(1, b"warning\n", stream="err")
-    assert printer.printed() == "[0] a\n[0] b\n"
-    assert printer.err.getvalue() == b"[1] warning\n"
-
-
-def test_equal_lines_are_folded_and_the_rest_is_not_held_up() -> None:
-    printer = MemoryPrinter(4, FOLDED)
-    for rank in range(4):
-        printer.write(rank, b"loading\nI am %d\nready\n" % rank)
-    printer.wait(0.2)
-    assert printer.printed() == "[0-3] loading\n" + "".join(f"[{r}] I am {r}\n" for r in range(4)) + "[0-3] ready\n"
-
-
 @pytest.mark.parametrize(
     ("options", "out"),
     [
@@ -117,16 +101,6 @@ def test_what_a_rank_leaves_open_is_ended_with_it() -> None:
 
 
 # --- progress bars and prompts ---------------------------------------------------------------------------------------
-
-
-def test_a_bar_on_a_pipe_is_one_line() -> None:
-    printer = MemoryPrinter(2, SHARED)
-    for write in tqdm_bar("train", total=20):
-        printer.write(0, write, stream="err")
-        printer.write(1, b"step\n")
-        printer.wait(0.3)
-    assert printer.printed().count("train") == 1
-    assert printer.printed().count("step") == 22
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])

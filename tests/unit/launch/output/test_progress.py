@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.launch.output.progress import IDLE_DELAY_S, MAX_LINE_BYTES, OPEN_LINE_DELAY_S, LiveRows, StreamText
+from ronde.launch.output.progress import IDLE_DELAY_S, MAX_LINE_BYTES, LiveRows, StreamText
 from tests.unit.launch.output.printer_kit import rich_progress, tqdm_bar, tqdm_nested
 
 
@@ -18,22 +18,6 @@ def lines_of(chunks: list[bytes]) -> list[str]:
     texts = [text for chunk in chunks for text in rows.feed(chunk, 0.0)]
     texts += rows.finish()
     return b"".join(text.data for text in texts).decode().splitlines()
-
-
-def test_whole_lines_pass_in_one_block() -> None:
-    rows = LiveRows(on_terminal=False)
-    assert rows.feed(b"a\nb\nc", 0.0) == [StreamText(b"a\nb\n")]
-    assert rows.feed(b"d\n", 0.0) == [StreamText(b"cd\n")]
-    assert rows.is_empty()
-
-
-def test_a_line_without_its_end_is_printed_after_a_moment_and_continued() -> None:
-    rows = LiveRows(on_terminal=False)
-    assert rows.feed(b"name? ", 1.0) == []
-    assert rows.idle_due_s() == 1.0 + OPEN_LINE_DELAY_S
-    assert rows.take_idle(1.0 + OPEN_LINE_DELAY_S) == [StreamText(b"name? ")]
-    assert rows.take_idle(9.0) == []
-    assert rows.feed(b"Ada\nnext\n", 9.0) == [StreamText(b"Ada\n", continued=True), StreamText(b"next\n")]
 
 
 def test_a_very_long_line_is_printed_in_pieces() -> None:
@@ -137,15 +121,6 @@ def test_an_endless_climb_keeps_little() -> None:
     rows = LiveRows(on_terminal=True)
     rows.feed(b"\x1b[A" * 10_000 + b"top" + b"\n\x1b[A\x1b[A" * 10_000, 0.0)
     assert len(rows.visible_rows(0.0)) <= 64
-
-
-def test_a_bar_is_visible_at_once_and_a_prompt_after_a_moment() -> None:
-    bar, prompt = LiveRows(on_terminal=True), LiveRows(on_terminal=True)
-    bar.feed(b"\r50%", 1.0)
-    prompt.feed(b"name? ", 1.0)
-    assert (bar.visible_rows(1.0), prompt.visible_rows(1.0)) == ((b"50%",), ())
-    assert prompt.change_times_s(1.0) == [1.0 + OPEN_LINE_DELAY_S]
-    assert prompt.visible_rows(1.0 + OPEN_LINE_DELAY_S) == (b"name? ",)
 
 
 PLAIN_BYTES = st.binary(max_size=400).map(lambda data: data.translate(None, b"\r\b\x1b"))
