@@ -31,6 +31,8 @@ MAX_HEARTBEAT_S = 86_400.0
 
 logger = logging.getLogger("ronde.settings")
 
+_BOOLS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
+
 
 class _Doc(msgspec.Struct, frozen=True):
     """What a setting means and which values it takes."""
@@ -169,9 +171,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         environ = os.environ if environ is None else environ
         unknown = {*(given or ()), *(fallback or ())} - set(cls.__struct_fields__)
         if unknown:
-            raise TypeError(
-                f"unknown setting {', '.join(sorted(unknown))}; ronde.settings.describe_settings() lists all"
-            )
+            names = ", ".join(sorted(unknown))
+            raise TypeError(f"unknown setting {names}; ronde.settings.describe_settings() lists all")
         values = dict(fallback or {})
         for setting in describe_settings():
             if setting.env in environ:
@@ -231,18 +232,10 @@ def _warn_if_unknown(variable: str) -> None:
 def parse_setting(name: str, text: str, source: str) -> Any:  # the type is the setting's
     """Return the value of a setting from its text. An error calls the setting `source`: a variable or a flag."""
     kind = next(setting.kind for setting in describe_settings() if setting.name == name)
-    if kind is str:
-        return text
-    if kind is bool:
-        if text.lower() in ("1", "true", "yes", "on"):
-            return True
-        if text.lower() in ("0", "false", "no", "off", ""):
-            return False
-        raise ValueError(f"{source} must be 1 or 0, got {text!r}")
     try:
-        return kind(text)
-    except ValueError:
-        expected = {int: "a whole number", float: "a number"}[kind]
+        return _BOOLS[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        expected = {bool: "1 or 0", int: "a whole number", float: "a number"}[kind]
         raise ValueError(f"{source} must be {expected}, got {text!r}") from None
 
 

@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import msgspec
 
-COORDINATOR = -1
-"""The rank in events of the coordinator."""
-
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all events."""

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
-from ronde.observe.events import COORDINATOR, Event
+from ronde.observe.events import Event
 from ronde.text import escape_surrogates, format_ranks, shorten
 
 logger = logging.getLogger("ronde.observe")
@@ -26,9 +26,6 @@ logger = logging.getLogger("ronde.observe")
 MAX_EVENT_BYTES = 16 * 1024
 MAX_ARGUMENT_CHARS = 1000
 TRACKS_PER_GROUP = 16
-COORDINATOR_PROCESS = 1_000_000
-"""The process number of the coordinator in the trace. It is shown below all ranks."""
-
 HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 
 
@@ -89,15 +86,15 @@ class TraceEncoder:
     def __init__(self, rank: int, label: str = "", style: TraceStyle | None = None) -> None:
         self._style = style or TraceStyle()
         self._num_negotiated = 0
-        self._process = COORDINATOR_PROCESS if rank == COORDINATOR else rank
-        self._label = label or ("coordinator" if rank == COORDINATOR else f"rank {rank}")
+        self._rank = rank
+        self._label = label or f"rank {rank}"
         self._busy_until: dict[int, list[int]] = {}
 
     def encode_names(self) -> list[bytes]:
         """Return the names of the process. They come first in the trace."""
         return [
             self._encode("process_name", "M", 0, args={"name": shorten(self._label)}),
-            self._encode("process_sort_index", "M", 0, args={"sort_index": self._process}),
+            self._encode("process_sort_index", "M", 0, args={"sort_index": self._rank}),
             self._encode("thread_name", "M", 0, args={"name": "events"}),
         ]
 
@@ -143,7 +140,7 @@ class TraceEncoder:
         kind, name, group, start, end = negotiation
         self._num_negotiated += 1
         title = f"NEGOTIATE_{_horovod_name(kind)}" if self._style.horovod else f"negotiate {kind}"
-        same: dict[str, Any] = {"cat": "negotiation", "id": f"{self._process}.{self._num_negotiated}"}
+        same: dict[str, Any] = {"cat": "negotiation", "id": f"{self._rank}.{self._num_negotiated}"}
         args = {"name": shorten(name), "group": group}
         return [
             self._encode(title, "b", start + offset_ns, args=args, **same),
@@ -162,7 +159,7 @@ class TraceEncoder:
         return len(tracks) - 1, True
 
     def _encode(self, name: str, ph: Phase, at_ns: int, *, tid: int = 0, **fields: Any) -> bytes:
-        return _encoder.encode(TraceEvent(name=name, ph=ph, ts=at_ns / 1000, pid=self._process, tid=tid, **fields))
+        return _encoder.encode(TraceEvent(name=name, ph=ph, ts=at_ns / 1000, pid=self._rank, tid=tid, **fields))
 
 
 class TimelineWriter:
@@ -184,7 +181,8 @@ class TimelineWriter:
         """Beyond the limit, malformed, dropped by the rank, or not written because the disk was full."""
         self._start_us = (time.time_ns() - time.monotonic_ns()) // 1000
         """The wall clock at time 0 of the trace."""
-        self._file: int | None = _open_timeline_file(self._path)
+        self._file = _open_timeline_file(self._path)
+        """-1 when it is closed."""
         self._tail_offset = 0
         try:
             self._write(HEAD)
@@ -195,7 +193,6 @@ class TimelineWriter:
     def add(self, events: Sequence[bytes], dropped: int = 0) -> None:
         """Append trace events of any rank, and count those that the rank dropped. Malformed ones are dropped: a rank
         cannot spoil the file."""
-        self._open_file()
         limit = 0 if self._disk_full else self._max_events - self.num_written
         kept = [event for event in events if _is_trace_event(event)][:limit] if limit else []
         dropped += len(events) - len(kept)
@@ -209,43 +206,33 @@ class TimelineWriter:
         except OSError as error:
             self.num_written -= len(kept)
             self.num_dropped += len(kept)
-            self._stop_writing(error)
+            if not self._disk_full:
+                logger.warning("timeline %s ends here, later events are only counted: %s", self._path, error.strerror)
+            self._disk_full = True
+            try:  # the tail again, where it was
+                os.pwrite(self._file, self._tail(), self._tail_offset)
+                os.ftruncate(self._file, self._tail_offset + len(self._tail()))
+            except OSError as again:
+                logger.warning("timeline %s may be cut short: %s", self._path, again.strerror)
 
     def close(self) -> None:
-        if self._file is not None:
+        if self._file >= 0:
             os.close(self._file)
-            self._file = None
+            self._file = -1
 
     def _write(self, body: bytes) -> None:
         """Write the body where the tail is, and the tail after it."""
-        file = self._open_file()
         data = memoryview(body + self._tail())
         done = 0
         while done < len(data):  # a second time only when the disk is nearly full
-            done += os.pwrite(file, data[done:], self._tail_offset + done)
+            done += os.pwrite(self._file, data[done:], self._tail_offset + done)
         self._tail_offset += len(body)
-
-    def _stop_writing(self, error: OSError) -> None:
-        """Only count events from now on, and write the tail where it was."""
-        if not self._disk_full:
-            logger.warning("timeline %s ends here, later events are only counted: %s", self._path, error.strerror)
-        self._disk_full = True
-        try:
-            os.pwrite(self._open_file(), self._tail(), self._tail_offset)
-            os.ftruncate(self._open_file(), self._tail_offset + len(self._tail()))
-        except OSError as again:
-            logger.warning("timeline %s may be cut short: %s", self._path, again.strerror)
 
     def _tail(self) -> bytes:
         return (
             b'\n],"otherData":{"start_time_since_epoch_in_micros":%20d,"written_events":%16d,"dropped_events":%16d}}\n'
             % (self._start_us, self.num_written, self.num_dropped)
         )
-
-    def _open_file(self) -> int:
-        if self._file is None:
-            raise ValueError(f"timeline {self._path} is closed")
-        return self._file
 
 
 def _horovod_name(kind: str) -> str:

@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ronde.observe.events import COORDINATOR, GroupAdded, StallReported
+from ronde.observe.events import GroupAdded, StallReported
 from ronde.observe.timeline import (
     MAX_EVENT_BYTES,
     TRACKS_PER_GROUP,
@@ -151,7 +151,6 @@ def test_a_rank_has_a_name_and_a_position() -> None:
         ("process_sort_index", {"sort_index": 3}),
         ("thread_name", {"name": "events"}),
     ]
-    assert parsed(TraceEncoder(COORDINATOR).encode_names())[0]["args"] == {"name": "coordinator"}
 
 
 def test_an_operation_holds_its_waiting_and_its_moving() -> None:
