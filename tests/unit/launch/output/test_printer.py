@@ -70,34 +70,33 @@ def test_a_message_comes_after_what_was_printed_before_it() -> None:
 # --- open lines ----------------------------------------------------------------------------------------------------
 
 
-def test_a_prompt_shows_after_a_moment_and_goes_on() -> None:
-    printer = MemoryPrinter(2)
-    assert printer.write(0, b"name? ") == pytest.approx(printer.now_s + 0.25)
-    assert printer.printed() == ""
-    printer.wait(0.3)
-    assert printer.printed() == "[0] name? "
-    printer.write(0, b"Ada\n")
-    assert printer.printed() == "[0] name? Ada\n"
-
-
-@pytest.mark.parametrize(("rest", "shown"), [(b" done\n", "[0]  done\n"), (b"\n", "")])
-def test_a_line_of_another_rank_ends_an_open_one_first_and_once(rest: bytes, shown: str) -> None:
+@pytest.mark.parametrize(
+    ("steps", "shown"),
+    [
+        ([(0, b"name? "), 0.2], ""),
+        ([(0, b"name? "), 0.3], "[0] name? "),
+        ([(0, b"name? "), 0.3, (0, b"Ada\n")], "[0] name? Ada\n"),
+        ([(0, b"working ..."), 0.3, (1, b"hello\n"), (0, b" done\n")], "[0] working ...\n[1] hello\n[0]  done\n"),
+        ([(0, b"working ..."), 0.3, (1, b"hello\n"), (0, b"\n")], "[0] working ...\n[1] hello\n"),
+        ([(0, b"no end"), 0, (1, b"next\n")], "[0] no end\n[1] next\n"),
+    ],
+)
+def test_a_line_without_its_end_shows_after_a_moment_and_is_ended_once(
+    steps: list[tuple[int, bytes] | float], shown: str
+) -> None:
+    """A number is a pause; 0 the exit of rank 0."""
     printer = MemoryPrinter(2, SHARED)
-    printer.write(0, b"working ...")
-    printer.wait(0.3)
-    printer.write(1, b"hello\n", stream="err")
-    printer.write(0, rest)
-    assert printer.close() == "[0] working ...\n[1] hello\n" + shown
+    for step in steps:
+        if isinstance(step, tuple):
+            printer.write(step[0], step[1], stream="err" if step[0] else "out")
+        elif step:
+            printer.wait(step)
+        else:
+            printer.sink.rank_exited(0)
+    assert printer.printed() == shown
+    closed = printer.close()
     printer.write(0, b"late\n")
-    assert printer.close() == "[0] working ...\n[1] hello\n" + shown
-
-
-def test_what_a_rank_leaves_open_is_ended_with_it() -> None:
-    printer = MemoryPrinter(2, SHARED)
-    printer.write(0, b"no newline")
-    printer.sink.rank_exited(0)
-    printer.write(1, b"next\n")
-    assert printer.printed() == "[0] no newline\n[1] next\n"
+    assert printer.close() == closed
 
 
 # --- progress bars and prompts ---------------------------------------------------------------------------------------
