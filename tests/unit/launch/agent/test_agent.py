@@ -20,7 +20,6 @@ from ronde.launch.protocol import (
     FunctionResult,
     PauseOutput,
     RankExit,
-    RankInput,
     RankOrder,
     RankOutput,
     RankStarted,
@@ -191,18 +190,6 @@ def test_output_can_look_like_a_terminals_and_stay_as_it_is() -> None:
         assert watched.run(order(python(text), output_ptys=True)) == {0: 0}, watched.printed(0, "err")
         assert watched.printed() == b"80\n" + bytes(range(256))
         assert watched.printed(0, "err") == b""
-
-
-def test_a_rank_with_a_terminal_reads_what_is_typed() -> None:
-    text = "import sys; print('name?', flush=True); print('hello', input()); print(repr(sys.stdin.read()))"
-    with an_agent() as watched:
-        watched.agent.handle(StartRanks((order(python(text), tty=True),)))
-        watched.until(lambda: b"name?" in watched.printed())
-        watched.agent.handle(RankInput(0, b"you\r"))
-        watched.until(lambda: b"hello you" in watched.printed())
-        watched.agent.handle(RankInput(0, b""))
-        assert watched.first(RankExit).exit_code == 0
-        assert watched.printed().endswith(b"''\r\n")
 
 
 @pytest.mark.parametrize("terminal", [True, False])

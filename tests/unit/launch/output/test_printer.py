@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from ronde.launch.output.printer import OutputOptions, Printer, line_prefix, timestamp_prefix
 from ronde.launch.output.terminal import OutputClosed, StandardStreams, TerminalInfo
 from ronde.launch.protocol import StdStream
-from tests.unit.launch.output.printer_kit import FOLDED, PLAIN, TERMINAL, MemoryPrinter, rich_progress, tqdm_bar
+from tests.unit.launch.output.printer_kit import FOLDED, PLAIN, TERMINAL, MemoryPrinter, tqdm_bar
 
 SHARED = replace(PLAIN, terminal_info=TerminalInfo(same_file=True))
 
@@ -142,19 +142,6 @@ def test_bars_are_not_drawn_faster_than_one_can_see() -> None:
     assert 15 < printer.out.getvalue().count(b"[0]") < 30
     printer.wait(0.1)
     assert printer.visible() == ["[0] 999"]
-
-
-def test_the_bars_of_rich_survive_on_a_terminal() -> None:
-    printer = MemoryPrinter.on_terminal(2)
-    writes = rich_progress(steps=4)
-    for number, write in enumerate(writes):
-        printer.write(0, write)
-        printer.write(1, b"line %d\n" % number)
-        printer.wait(0.2)
-        others = [line for line in printer.visible() if line.startswith("[1]")]
-        assert len(others) == number + 1
-    printer.close()
-    assert [line for line in printer.visible() if line.startswith("[0]")] == ["[0] train 4/4", "[0] check 4/4"]
 
 
 def test_the_cursor_is_hidden_as_the_rank_wants_it_and_shown_in_the_end() -> None:

@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import pytest
 
-from ronde.launch.output.terminal import HIGH_WATER_BYTES, OutputBuffer, OutputClosed
+from ronde.launch.output.terminal import OutputBuffer, OutputClosed
 
 
 @contextmanager
@@ -23,15 +23,6 @@ def opened_pipe() -> Iterator[tuple[BinaryIO, BinaryIO]]:
 
 def numbered(num_lines: int) -> bytes:
     return b"".join(b"line %d\n" % index for index in range(num_lines))
-
-
-def test_a_reader_that_has_stopped_holds_up_nobody_until_much_waits() -> None:
-    with opened_pipe() as (_, pipe):
-        buffer = OutputBuffer({"out": pipe})
-        buffer.add("out", b"x" * HIGH_WATER_BYTES)
-        buffer.flush()
-        assert 0 < buffer.pending_bytes < HIGH_WATER_BYTES
-        assert buffer.closed is None
 
 
 @pytest.mark.parametrize("blocking", [True, False])
@@ -52,18 +43,6 @@ def test_a_reader_that_goes_on_gets_everything_in_order(blocking: bool, wait: bo
         pipe.close()
         thread.join()
     assert got == [data]
-
-
-def test_who_writes_on_all_the_same_waits_for_the_reader() -> None:
-    with opened_pipe() as (reader, pipe):
-        thread = threading.Thread(target=lambda: reader.read(5 * HIGH_WATER_BYTES))
-        buffer = OutputBuffer({"out": pipe})
-        buffer.add("out", b"x" * 5 * HIGH_WATER_BYTES)
-        thread.start()
-        buffer.flush()
-        assert buffer.pending_bytes < 4 * HIGH_WATER_BYTES
-        buffer.flush(wait=True)
-        thread.join()
 
 
 def test_what_was_printed_before_stays_before() -> None:
