@@ -34,79 +34,83 @@ logger = logging.getLogger("ronde.settings")
 _BOOLS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
 
 
-class _Doc(msgspec.Struct, frozen=True):
-    """What a setting means and which values it takes."""
+class Setting(msgspec.Struct, frozen=True):
+    """The declaration of one setting. `ronde run --help` and the reference page show it."""
 
-    text: str
+    help: str
     minimum: int | None = None
     max_s: float | None = None
     """For a time: the longest one. The shortest is above 0, or 0 when `zero_is_off`."""
     zero_is_off: bool = False
     choices: tuple[str, ...] = ()
+    name: str = ""
+    kind: type = str
+    default: Any = None
 
-    def check(self, name: str, value: Any) -> None:
+    @property
+    def env(self) -> str:
+        return PREFIX + self.name.upper()
+
+    def check(self, value: Any) -> None:
         if self.minimum is not None and value < self.minimum:
-            raise ValueError(f"{name} must be at least {self.minimum}, got {value}")
+            raise ValueError(f"{self.name} must be at least {self.minimum}, got {value}")
         if self.choices and value not in self.choices:
             names = [choice or "empty" for choice in self.choices]
-            raise ValueError(f"{name} must be {', '.join(names[:-1])} or {names[-1]}, got {value!r}")
-        if self.max_s is None:
-            return
-        if self.zero_is_off and not 0 <= value <= self.max_s:
-            raise ValueError(f"{name} must be from 0 (off) to {self.max_s:.0f} seconds, got {value}")
-        if not self.zero_is_off and not 0 < value <= self.max_s:
-            raise ValueError(f"{name} must be above 0 and at most {self.max_s:.0f} seconds, got {value}")
+            raise ValueError(f"{self.name} must be {', '.join(names[:-1])} or {names[-1]}, got {value!r}")
+        if self.max_s is not None and not (0 < value <= self.max_s or (self.zero_is_off and value == 0)):
+            allowed = "from 0 (off) to" if self.zero_is_off else "above 0 and at most"
+            raise ValueError(f"{self.name} must be {allowed} {self.max_s:.0f} seconds, got {value}")
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """How a rank finds its round and how the round behaves."""
 
-    rank: Annotated[int, _Doc("This process's number in the job, from 0.")] = 0
-    size: Annotated[int, _Doc("Number of ranks in the job.", minimum=1)] = 1
+    rank: Annotated[int, Setting("This process's number in the job, from 0.")] = 0
+    size: Annotated[int, Setting("Number of ranks in the job.", minimum=1)] = 1
     coordinator: Annotated[
         str,
-        _Doc(
+        Setting(
             "`address:port` of the coordinator. Needed when size is above 1 and no launcher sets it. With a range of "
             "ports, as in `10.0.0.1:29500-29515`, rank 0 takes the first free one and the others look for it."
         ),
     ] = ""
     coordinator_hosted: Annotated[
         bool,
-        _Doc("Whether the launcher hosts the coordinator. Otherwise rank 0 hosts it in a thread."),
+        Setting("Whether the launcher hosts the coordinator. Otherwise rank 0 hosts it in a thread."),
     ] = False
     key: Annotated[
         str,
-        _Doc(
+        Setting(
             "The job's secret, 64 hexadecimal digits, equal on all ranks. Needed when size is above 1; `ronde run` "
             "makes one, and ranks that another launcher started derive one from a secret in the user's configuration."
         ),
     ] = ""
     host: Annotated[
         str,
-        _Doc(
+        Setting(
             "Name of this rank's host. Ranks with equal names share memory. Empty: a name made from the machine and "
             "its network namespace."
         ),
     ] = ""
     address: Annotated[
         str,
-        _Doc(
+        Setting(
             "The address at which other ranks reach this one. Empty: the one from which it connects to the coordinator."
         ),
     ] = ""
-    backend: Annotated[str, _Doc("Data plane: `native`, or `mpi` (through mpi4py).", choices=("native", "mpi"))] = (
+    backend: Annotated[str, Setting("Data plane: `native`, or `mpi` (through mpi4py).", choices=("native", "mpi"))] = (
         "native"
     )
-    start_s: Annotated[float, _Doc("How long init() waits for all members.", max_s=MAX_TIMEOUT_S)] = 60.0
+    start_s: Annotated[float, Setting("How long init() waits for all members.", max_s=MAX_TIMEOUT_S)] = 60.0
     operation_s: Annotated[
-        float, _Doc("How long one operation may take before it fails on all members.", max_s=MAX_TIMEOUT_S)
+        float, Setting("How long one operation may take before it fails on all members.", max_s=MAX_TIMEOUT_S)
     ] = 1800.0
     shutdown_s: Annotated[
-        float, _Doc("How long shutdown() waits for the other ranks to leave.", max_s=MAX_TIMEOUT_S)
+        float, Setting("How long shutdown() waits for the other ranks to leave.", max_s=MAX_TIMEOUT_S)
     ] = 5.0
     stall_s: Annotated[
         float,
-        _Doc(
+        Setting(
             "An operation that waits for members longer than this is reported, with the line where each of them is. 0 "
             "turns reports off.",
             max_s=MAX_TIMEOUT_S,
@@ -114,34 +118,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = 30.0
     heartbeat_s: Annotated[
-        float, _Doc("A host that cannot be reached for this long is lost.", max_s=MAX_HEARTBEAT_S)
+        float, Setting("A host that cannot be reached for this long is lost.", max_s=MAX_HEARTBEAT_S)
     ] = 10.0
     fusion_bytes: Annotated[
-        int, _Doc("The most bytes of named operations that are fused into one call.", minimum=0)
+        int, Setting("The most bytes of named operations that are fused into one call.", minimum=0)
     ] = 64 * 1024 * 1024
-    slot_bytes: Annotated[int, _Doc("Size of each staging slot of a member in shared memory.")] = 4 * 1024 * 1024
+    slot_bytes: Annotated[int, Setting("Size of each staging slot of a member in shared memory.")] = 4 * 1024 * 1024
     chunk_bytes: Annotated[
-        int, _Doc("How much of a slot one step of the shared-memory algorithm uses.", minimum=4096)
+        int, Setting("How much of a slot one step of the shared-memory algorithm uses.", minimum=4096)
     ] = 256 * 1024
     algorithm: Annotated[
         str,
-        _Doc(
+        Setting(
             "Force one allreduce algorithm: direct, doubling, ring or two_level. Empty: chosen by the size and by the "
             "hosts of the members.",
             choices=("", "direct", "doubling", "ring", "two_level"),
         ),
     ] = ""
-    num_sockets: Annotated[int, _Doc("TCP connections per pair of neighbours and channel.", minimum=1)] = 2
+    num_sockets: Annotated[int, Setting("TCP connections per pair of neighbours and channel.", minimum=1)] = 2
     timeline: Annotated[
-        str, _Doc("File for the Chrome trace of all ranks; written by the coordinator. Empty for none.")
+        str, Setting("File for the Chrome trace of all ranks; written by the coordinator. Empty for none.")
     ] = ""
     timeline_events: Annotated[
-        int, _Doc("Most events a timeline holds; later ones are counted, not written.", minimum=1)
+        int, Setting("Most events a timeline holds; later ones are counted, not written.", minimum=1)
     ] = 1_000_000
 
     def __post_init__(self) -> None:
         for setting in describe_settings():
-            setting.doc.check(setting.name, getattr(self, setting.name))
+            setting.check(getattr(self, setting.name))
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank must be from 0 to size - 1 = {self.size - 1}, got {self.rank}")
         if self.slot_bytes < self.chunk_bytes:
@@ -191,29 +195,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         return frozenset(info.name for info in describe_settings() if info.name in given or info.env in environ)
 
 
-class SettingInfo(msgspec.Struct, frozen=True):
-    """The declaration of one setting. `ronde run --help` and the reference page show it."""
-
-    name: str
-    kind: type
-    default: Any
-    doc: _Doc
-
-    @property
-    def env(self) -> str:
-        return PREFIX + self.name.upper()
-
-    @property
-    def help(self) -> str:
-        return self.doc.text
-
-
 @functools.cache
-def describe_settings() -> tuple[SettingInfo, ...]:
+def describe_settings() -> tuple[Setting, ...]:
     found = []
     for field in msgspec.structs.fields(Settings):
-        kind, doc = get_args(field.type)
-        found.append(SettingInfo(field.name, kind, field.default, doc))
+        kind, setting = get_args(field.type)
+        found.append(msgspec.structs.replace(setting, name=field.name, kind=kind, default=field.default))
     return tuple(found)
 
 
@@ -240,7 +227,6 @@ def parse_setting(name: str, text: str, source: str) -> Any:  # the type is the 
 
 
 def config_dir(environ: Mapping[str, str] | None = None) -> Path:
-    """Return the directory of the user's configuration of ronde."""
     environ = os.environ if environ is None else environ
     given = environ.get("XDG_CONFIG_HOME", "")
     return (Path(given) if given.startswith("/") else Path.home() / ".config") / "ronde"

@@ -73,13 +73,13 @@ class RankQueries:
         for arrivals in report.arrivals:
             members = negotiator.members(arrivals.group)
             if rank in members:
-                self._activity_tracker.add_arrivals(rank, arrivals.channel, members, arrivals.samples, now_ns)
+                self._activity_tracker.stragglers.add(rank, arrivals.channel, members, arrivals.samples, now_ns)
         self._activity_tracker.rank_reported(rank, now_ns)
 
     def activity(self, now_ns: int) -> JobActivity:
         number = self._round.number if self._round is not None else -1
         if self._round is not None and not self._round.present:
-            self._activity_tracker.finish()
+            self._activity_tracker.stragglers.finish()
         ranks = tuple(self._with_state(known) for known in self._activity_tracker.snapshot(now_ns))
         running = {each.rank: each.holding_up for each in ranks if each.state == "running"}
         return JobActivity(size=self._size, round=number, slowest=find_slowest(running), ranks=ranks)

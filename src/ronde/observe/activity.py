@@ -12,12 +12,11 @@ Operations that run while the caller computes block nobody, and do not count.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 import msgspec
 
-from ronde.observe.stragglers import ArrivalSample, StragglerDetector
+from ronde.observe.stragglers import StragglerDetector
 from ronde.text import format_ranks, shorten
 
 WINDOW_NS = 5_000_000_000
@@ -106,7 +105,8 @@ class ActivityTracker:
 
     def __init__(self, size: int, now_ns: int) -> None:
         self._size = size
-        self._stragglers = StragglerDetector()
+        self.stragglers = StragglerDetector()
+        """Takes the arrivals that ranks report."""
         self._samples: dict[int, deque[ActivitySample]] = {}
         self._attributed_ns: dict[tuple[int, int], int] = {}
         """(who waited, for whom) -> how much of what it reported has been attributed."""
@@ -124,17 +124,11 @@ class ActivityTracker:
             if 0 <= other < self._size:
                 new_ns = waited_ns - self._attributed_ns.get((rank, other), 0)
                 self._attributed_ns[rank, other] = waited_ns
-                self._stragglers.add_wait(other, max(0, new_ns))
-
-    def add_arrivals(
-        self, rank: int, channel: str, members: tuple[int, ...], samples: Iterable[ArrivalSample], now_ns: int
-    ) -> None:
-        """Add when a rank came to operations of a channel."""
-        self._stragglers.add(rank, channel, members, samples, now_ns)
+                self.stragglers.add_wait(other, max(0, new_ns))
 
     def held_up_ns(self) -> dict[int, float]:
         """Return by rank how long others have waited for it, current waits included."""
-        found = dict(self._stragglers.held_up_ns)
+        found = dict(self.stragglers.held_up_ns)
         for rank, missing in self._find_blocked().items():
             last = self._samples[rank][-1]
             if last.current_operation is not None:
@@ -144,16 +138,12 @@ class ActivityTracker:
 
     def rank_reported(self, rank: int, now_ns: int) -> None:
         """Called when a rank has sent all its samples up to now."""
-        self._stragglers.rank_reported(rank, now_ns)
+        self.stragglers.rank_reported(rank, now_ns)
         if now_ns - self._held_up_history[-1][0] < 1_000_000_000:
             return
         self._held_up_history.append((now_ns, self.held_up_ns()))
         while len(self._held_up_history) > 2 and now_ns - self._held_up_history[1][0] >= HELD_UP_WINDOW_NS:
             self._held_up_history.popleft()
-
-    def finish(self) -> None:
-        """Called when all ranks have left, and no more samples come."""
-        self._stragglers.finish()
 
     def holding_up(self, now_ns: int) -> dict[int, float]:
         """Return by rank the share of its time that each other rank has lately waited for it."""

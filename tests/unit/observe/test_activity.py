@@ -34,7 +34,7 @@ def hold_up(tracker: ActivityTracker, late: int, seconds: float, sequence: int, 
     late_ns = int(seconds * S)
     for rank in ALL:
         waited = 0 if rank == late else late_ns
-        tracker.add_arrivals(
+        tracker.stragglers.add(
             rank, "0.ordered", ALL, [ArrivalSample(sequence, 0, late_ns - waited, waited, waited)], int(now_s * S)
         )
 

@@ -90,7 +90,6 @@ class Agent:
         loop.call_soon_threadsafe(lambda: self._report(make_hello()))
 
     def handle(self, message: DriverMessage) -> None:
-        """Carry out a message of the driver."""
         if self._closed:
             return
         match message:
@@ -254,7 +253,6 @@ class AgentServer:
         self.stop_reason = self.stop_reason or reason
 
     def close(self) -> None:
-        """Kill the ranks and free everything. Idempotent."""
         self._agent.close()
         self._order_reader.close()
         self._report_writer.close()

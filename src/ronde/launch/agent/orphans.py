@@ -60,16 +60,12 @@ class OrphanKiller:
                 env={},
                 start_new_session=True,  # not reached by Ctrl-C or by signals to this process's group
             )
+            self.pid = self._shell.pid
         except BaseException:
             os.close(self._fd)
             raise
         finally:
             os.close(reading)
-
-    @property
-    def pid(self) -> int:
-        """The process id of the shell."""
-        return self._shell.pid
 
     def watch_group(self, group: int) -> None:
         """Kill this process group when this process ends."""

@@ -103,7 +103,6 @@ class GpuMonitor:
             return ()
 
     def close(self) -> None:
-        """Idempotent."""
         if self._nvml is not None:
             self._nvml.nvmlShutdown()
             self._nvml = None

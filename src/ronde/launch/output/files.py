@@ -59,7 +59,6 @@ class RankOutputFiles:
         return self._directory / name
 
     def write(self, rank: int, stream: StdStream, data: bytes) -> None:
-        """Append to the file, without buffering."""
         key = (rank, stream)
         if key in self._incomplete:
             return

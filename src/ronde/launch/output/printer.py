@@ -77,16 +77,10 @@ def line_prefix(ranks: tuple[int, ...], stream: StdStream, *, color: bool = Fals
 
 
 @lru_cache(maxsize=64)
-def timestamp_prefix(wall_ms: int) -> bytes:
-    """Return local time with milliseconds, and a space."""
+def timestamp_prefix(wall_ms: int, *, horovod: bool = False) -> bytes:
+    """Return local time with milliseconds and a space, or what Horovod prints: `Mon Jan  5 14:03:22 2026`."""
     moment = datetime.fromtimestamp(wall_ms / 1000)
-    return moment.isoformat(sep=" ", timespec="milliseconds").encode() + b" "
-
-
-@lru_cache(maxsize=64)
-def horovod_timestamp_prefix(wall_s: int) -> bytes:
-    """Return local time as Horovod prints it: `Mon Jan  5 14:03:22 2026`."""
-    return datetime.fromtimestamp(wall_s).ctime().encode()
+    return (moment.ctime() if horovod else moment.isoformat(sep=" ", timespec="milliseconds") + " ").encode()
 
 
 def prefix_width(num_ranks: int) -> int:
@@ -257,11 +251,10 @@ class Printer:
     def _print(self, item: FoldedLines) -> None:
         writer = self._writers[item.stream]
         prefix = self._line_prefix(item.ranks, writer, item.stream)
-        wall_s = item.received_s + self._wall_offset_s
-        if self._options.timestamps and self._options.horovod_format:
-            prefix = horovod_timestamp_prefix(int(wall_s)) + prefix
-        elif self._options.timestamps:
-            prefix += timestamp_prefix(round(wall_s * 1000))
+        if self._options.timestamps:
+            wall_ms = round((item.received_s + self._wall_offset_s) * 1000)
+            timestamp = timestamp_prefix(wall_ms, horovod=self._options.horovod_format)
+            prefix = timestamp + prefix if self._options.horovod_format else prefix + timestamp
         writer.print((item.ranks, item.stream), prefix, item.text)
 
     def _line_prefix(self, ranks: tuple[int, ...], writer: TerminalWriter, stream: StdStream) -> bytes:

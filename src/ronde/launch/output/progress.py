@@ -169,7 +169,6 @@ class LiveRows:
         self._overwritten = False
 
     def _emit_partial(self) -> None:
-        """Emit the beginning of the open row."""
         self._final.append(StreamText(self._rows[0], continued=self._emitted_partially))
         self._rows[0] = b""
         self._emitted_partially = True
@@ -233,7 +232,6 @@ class LiveRows:
             self._live = self.cursor_hidden
 
     def _emit_rows(self, count: int) -> None:
-        """Emit the first rows."""
         if count > self._num_unwritten_rows:
             self._emit_lines(b"\n".join(self._rows[self._num_unwritten_rows : count]) + b"\n")
         del self._rows[:count]

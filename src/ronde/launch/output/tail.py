@@ -138,7 +138,6 @@ class OutputTail:
         self._num_bytes: dict[StdStream, int] = {"out": 0, "err": 0}
 
     def add(self, stream: StdStream, data: bytes) -> None:
-        """Add a chunk, and forget what is too old."""
         chunks = self._chunks[stream]
         chunks.append(data[-_KEPT_BYTES:])
         self._num_bytes[stream] += len(chunks[-1])
