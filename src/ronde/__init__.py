@@ -126,7 +126,7 @@ def __getattr__(name: str) -> object:
 
     found: dict[str, object] = {"objects": objects}
     for home in (errors, buffers, collectives, world_module, group, plan, work):
-        found |= {each: getattr(home, each) for each in home.__all__ if each in __all__}
+        found |= {each: getattr(home, each) for each in __all__ if hasattr(home, each)}
     globals().update(found)
     return found[name]
 

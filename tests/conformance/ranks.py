@@ -7,7 +7,8 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from ronde.comm.joining import Groups, JoinedRound
+from ronde.comm.control_thread import JoinedRound
+from ronde.comm.joining import Groups
 from ronde.comm.world import World
 from ronde.coordinator.inprocess import InProcessCoordinator
 from ronde.settings import Settings

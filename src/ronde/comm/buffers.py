@@ -14,8 +14,6 @@ import numpy as np
 from ronde.comm.backends.native_library import address_of as address_of
 from ronde.types import DType
 
-__all__ = ["Bfloat16View"]
-
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
 NUMPY_DTYPES: dict[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in DType if dtype is not DType.BFLOAT16}

@@ -13,34 +13,6 @@ from ronde.observe.events import Event
 from ronde.observe.metrics import Metrics
 from ronde.types import Op
 
-__all__ = [
-    "add_group",
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "cross_rank",
-    "cross_size",
-    "events",
-    "groups",
-    "join",
-    "local_rank",
-    "local_size",
-    "mark_step",
-    "metrics",
-    "plan",
-    "rank",
-    "receive",
-    "reduce_scatter",
-    "remove_group",
-    "send",
-    "size",
-    "start_timeline",
-    "stop_timeline",
-    "world",
-]
-
 
 def rank() -> int:
     """Return the number of this process in the job, from 0."""

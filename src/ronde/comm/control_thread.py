@@ -12,8 +12,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ronde.comm.backends.base import Backend
 from ronde.comm.named_operations import OpenChannels
 from ronde.comm.telemetry import ChannelStallInspector, TraceSender, make_activity_report
 from ronde.comm.work import NegotiationWaits
@@ -48,8 +51,9 @@ from ronde.observe.clock import ClockOffset
 from ronde.observe.events import PeerGone, StallReported
 from ronde.observe.recorder import Recorder
 from ronde.observe.stacks import dump_stacks
+from ronde.settings import Settings
 from ronde.text import format_ranks
-from ronde.types import Deadline
+from ronde.types import Deadline, Topology
 
 HEARTBEAT_INTERVAL_S = 1.0
 NUM_INITIAL_HEARTBEATS = 16
@@ -71,36 +75,41 @@ class ControlConnection(Protocol):
         """Hand every message to on_message, in the loop."""
 
 
+@dataclass
+class JoinedRound:
+    """A rank's connections in a round that has started."""
+
+    settings: Settings
+    topology: Topology
+    control: ControlConnection
+    backend: Backend
+    liveness_fd: int = -1
+    """Readable when the coordinator is gone; -1 if it is in this process."""
+    coordinator_rank: int = -1
+    """The rank that hosts the coordinator; -1 when a launcher does."""
+    loop: EventLoop = field(default_factory=EventLoop)
+    """The loop of the control thread, which closes it. The listener's handshakes run in it, too."""
+    resources: ExitStack = field(default_factory=ExitStack)
+    """Closing this closes all connections of the round."""
+
+
 class ControlThread:
     """Owns the loop and its thread. Other threads may call waits.enqueue, request_groups, request_timeline, now_ns,
     leave and stop."""
 
-    def __init__(
-        self,
-        loop: EventLoop,
-        control: ControlConnection,
-        open_channels: OpenChannels,
-        recorder: Recorder,
-        *,
-        liveness_fd: int = -1,
-        coordinator_rank: int = -1,
-        stall_s: float = 0.0,
-        report_activity: bool = False,
-    ) -> None:
+    def __init__(self, joined_round: JoinedRound, open_channels: OpenChannels, recorder: Recorder) -> None:
         self.waits = NegotiationWaits(recorder, self._enqueue)
-        self._loop = loop
-        self._control = control
+        self._loop = joined_round.loop
+        self._control = joined_round.control
         self._open_channels = open_channels
         self._recorder = recorder
-        self._liveness_fd = liveness_fd
-        """Readable when the coordinator is gone; -1 if it is in this process."""
-        self._coordinator_rank = coordinator_rank
-        """The rank that hosts the coordinator; -1 when the launcher does."""
-        self._stall_s = stall_s
-        self._stall_inspector = ChannelStallInspector(stall_s)
-        self._report_activity = report_activity
+        self._liveness_fd = joined_round.liveness_fd
+        self._coordinator_rank = joined_round.coordinator_rank
+        self._stall_s = joined_round.settings.stall_s
+        self._stall_inspector = ChannelStallInspector(self._stall_s)
+        self._report_activity = joined_round.settings.coordinator_hosted
         """Only if a launcher hosts the coordinator, which shows the activity to its user."""
-        self._trace_sender = TraceSender(loop, recorder, control.send)
+        self._trace_sender = TraceSender(self._loop, recorder, self._control.send)
         self._clock = ClockOffset()
         self._offset_ns = 0
         self._num_heartbeat_replies = 0

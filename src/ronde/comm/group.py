@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -25,12 +25,12 @@ from ronde.errors import RoundEnded
 from ronde.text import format_ranks
 from ronde.types import DType, Op, OperationKind
 
-__all__ = ["Group"]
-
 JOIN_TIMEOUT_S = 10 * 365 * 86400.0
 """join() waits for as long as others have data. The loss of a rank ends it, not the clock."""
 
 MAX_CACHED_ALLREDUCES = 1024
+
+_RunAllreduce = Callable[[Array, Array | None], Array]
 
 
 class Group:
@@ -53,7 +53,8 @@ class Group:
         self._world_rank = rank
         self._open_channels = open_channels
         self._control_thread = control_thread
-        self._cached_allreduces: dict[tuple[object, ...], _CachedAllreduce] = {}
+        self._cached_allreduces: dict[tuple[object, ...], tuple[Signature, _RunAllreduce]] = {}
+        """By shape, dtype and options: the signature, and what runs it in program order and waits."""
         self._plan_channels: list[Channel] = []
         self._num_plans = 0
         self._closed_error: Exception | None = None
@@ -97,13 +98,13 @@ class Group:
             flags = x.flags
             if cached is not None and flags.c_contiguous and (out is None or flags.writeable):
                 if name is None and wait:
-                    return cached.run(x, out)
+                    return cached[1](x, out)
                 source = target = address_of(x)
                 if out is None:
                     out = np.empty_like(x)
                     target = address_of(out)
                 span = Span(source, target, x.size)
-                return self._start(AllreduceWork(cached.signature, _check_name(name), (span,), x, out), wait)
+                return self._start(AllreduceWork(cached[0], _check_name(name), (span,), x, out), wait)
         channel = self.ordered_channel
         sources, is_list = self._as_send_buffers(x, "allreduce")
         if out is None:
@@ -117,9 +118,8 @@ class Group:
         if type(x) is np.ndarray:
             if len(self._cached_allreduces) >= MAX_CACHED_ALLREDUCES:
                 self._cached_allreduces.clear()
-            self._cached_allreduces[x.shape, x.dtype, op, prescale, postscale] = _CachedAllreduce(
-                signature, _make_cached_run(signature, channel)
-            )
+            run = _make_cached_run(signature, channel)
+            self._cached_allreduces[x.shape, x.dtype, op, prescale, postscale] = (signature, run)
         spans = tuple(
             Span(address_of(source.array), address_of(target.array), source.array.size)
             for source, target in zip(sources, targets, strict=True)
@@ -385,19 +385,9 @@ class Group:
         if peer == self.rank:
             raise ValueError(f"{what} is this very rank, {peer_rank}; a message needs two")
         label, amount = kind.name.lower(), f"{data.dtype.name.lower()}{list(data.array.shape)}"
-        signature = Signature(
-            kind=kind,
-            dtype=data.dtype,
-            shapes=(data.array.shape,),
-            op=Op.SUM,
-            prescale=1.0,
-            postscale=1.0,
-            root=-1,
-            label=label,
-            description=f"{label} {amount} {word} rank {peer_rank}",
-            hash=hash_signature(f"message of {amount}"),
-            num_bytes=data.array.nbytes,
-        )
+        description, hash = f"{label} {amount} {word} rank {peer_rank}", hash_signature(f"message of {amount}")
+        shapes, num_bytes = (data.array.shape,), data.array.nbytes
+        signature = Signature(kind, data.dtype, shapes, Op.SUM, 1.0, 1.0, -1, label, description, hash, num_bytes)
         call = signature.make_call((span,), (data, target), peer=peer)
         if target is None:
             return Work(signature, "", (call,))
@@ -418,15 +408,7 @@ def _check_name(name: str | None) -> str:
     return name
 
 
-class _CachedAllreduce(NamedTuple):
-    """What is known about an allreduce from the last time it was asked for."""
-
-    signature: Signature
-    run: Callable[[Array, Array | None], Array]
-    """Runs it in program order and waits."""
-
-
-def _make_cached_run(signature: Signature, channel: Channel) -> Callable[[Array, Array | None], Array]:
+def _make_cached_run(signature: Signature, channel: Channel) -> _RunAllreduce:
     """The shortest path for the most frequent call: all that is equal each time is looked up and checked here, once."""
     run, count = channel.run, math.prod(signature.shapes[0])
     kind, dtype, op, prescale = signature.kind, signature.dtype, signature.op, signature.prescale

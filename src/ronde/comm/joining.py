@@ -14,14 +14,13 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import Any
 
 from ronde.comm.backends.base import Backend
 from ronde.comm.backends.mpi.backend import MpiBackend, settings_from_mpi
 from ronde.comm.backends.native import NativeBackend
 from ronde.comm.backends.single_rank import SingleRankBackend
-from ronde.comm.control_thread import ControlConnection
+from ronde.comm.control_thread import JoinedRound
 from ronde.comm.launchers import LauncherEnvironment, coordinator_port_range, detect_launcher, find_launcher_process
 from ronde.coordinator.inprocess import InProcessCoordinator
 from ronde.coordinator.server import CoordinatorServer
@@ -117,24 +116,6 @@ def settings_from_launcher(settings: Settings, launcher: LauncherEnvironment) ->
 # --- joining ---------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class JoinedRound:
-    """A rank's connections in a round that has started."""
-
-    settings: Settings
-    topology: Topology
-    control: ControlConnection
-    backend: Backend
-    liveness_fd: int = -1
-    """Descriptor that becomes readable when the coordinator is gone."""
-    coordinator_rank: int = -1
-    """The rank that hosts the coordinator; -1 when a launcher does."""
-    loop: EventLoop = field(default_factory=EventLoop)
-    """The loop of the control thread, which closes it. The listener's handshakes run in it, too."""
-    resources: ExitStack = field(default_factory=ExitStack)
-    """Closing this closes all connections of the round."""
-
-
 def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
     """Join the round that the complete settings describe. `round` counts the rounds of this process, from 0."""
     if settings.size == 1 and not settings.coordinator_hosted:  # a launcher shows even a job of one
@@ -155,7 +136,9 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
             hosted = host_coordinator(settings, key)
             opened.callback(hosted.close)
             address = hosted.address
-        liveness, control_address = find_coordinator(address, settings, key, round=round, deadline=deadline)
+        liveness, control_address = find_coordinator(
+            address, key, settings.rank, round=round, deadline=deadline, heartbeat_s=settings.heartbeat_s
+        )
         opened.callback(liveness.close)
         control = ControlClient(control_address, key, settings.rank)
         # What is queued is sent, unless the coordinator is gone and would never receive it.
@@ -258,66 +241,53 @@ def host_coordinator(settings: Settings, key: JobKey) -> CoordinatorServer:
 
 
 def find_coordinator(
-    address_range: str, settings: Settings, key: JobKey, *, round: int, deadline: Deadline
+    address_range: str, key: JobKey, rank: int, *, round: int, deadline: Deadline, heartbeat_s: float
 ) -> tuple[Connection, str]:
-    """The liveness connection to the coordinator, and `host:port` of its control server."""
+    """The liveness connection to the coordinator, which is or will be there, and `host:port` of its control server."""
     addresses = expand_port_range(address_range)
-    rank, heartbeat_s = settings.rank, settings.heartbeat_s
-    if len(addresses) == 1:
-        return connect_to_coordinator(addresses[0], key, rank, round=round, deadline=deadline, heartbeat_s=heartbeat_s)
-    resolve_host(*parse_address(addresses[0]))  # an unknown name fails at once
-    request = _make_liveness_request(rank, round)
+    is_range = len(addresses) > 1
+    if is_range:
+        resolve_host(*parse_address(addresses[0]))  # an unknown name fails at once
+    # The detail is unique to this attempt: a second connection with the same detail is a retry of the same process,
+    # which replaces the first.
+    request = ConnectionRequest(LIVENESS, rank, detail=f"{round} {secrets.token_hex(8)}")
     problems: dict[str, str] = {}
     timeout_s = FIRST_CONNECT_TIMEOUT_S
 
-    def stop() -> None:
-        raise _NobodyListens
+    def before_retry() -> None:
+        if is_range:
+            raise _NobodyListens
 
-    while not deadline.expired:
+    while True:
         for address in addresses:
-            limit = Deadline(min(timeout_s, deadline.remaining_s))
+            limit = Deadline(min(timeout_s, deadline.remaining_s)) if is_range else deadline
             try:
                 connection, reply = connect_authenticated(
-                    address, key, request, limit, heartbeat_s=heartbeat_s, before_retry=stop
+                    address, key, request, limit, heartbeat_s=heartbeat_s, before_retry=before_retry
                 )
             except _NobodyListens:
                 continue  # an earlier problem with this port says more
-            except StartFailed as error:  # another program's port, or another job's
-                problems[address] = str(error)
+            except StartFailed as error:
+                if not is_range:
+                    raise
+                problems[address] = str(error)  # another program's port, or another job's
                 continue
             admission = _read_admission(connection, reply)
             if admission.status is AdmissionStatus.ADMITTED:
                 return connection, format_address(peer_host(connection), admission.control_port)
             problems[address] = admission.reason
+        if deadline.expired:
+            break
         timeout_s = min(2 * timeout_s, MAX_CONNECT_TIMEOUT_S)
         time.sleep(min(RETRY_INTERVAL_S, deadline.remaining_s))
     reasons = "; ".join(sorted(set(problems.values()))) or "nobody listens there"
+    if not is_range:
+        raise StartFailed(f"rank {rank} was not let in within {deadline.timeout_s:g} s: {reasons}")
     raise StartFailed(
-        f"rank {settings.rank} did not find the coordinator of rank 0 at {address_range} within "
-        f"{deadline.timeout_s:g} s ({reasons}); is rank 0 running there, and do all ranks have the same RONDE_KEY, or "
-        "a home directory in common?"
+        f"rank {rank} did not find the coordinator of rank 0 at {address_range} within {deadline.timeout_s:g} s "
+        f"({reasons}); is rank 0 running there, and do all ranks have the same RONDE_KEY, or a home directory in "
+        "common?"
     )
-
-
-def connect_to_coordinator(
-    address: str, key: JobKey, rank: int, *, round: int, deadline: Deadline, heartbeat_s: float
-) -> tuple[Connection, str]:
-    """As find_coordinator, at one address where the coordinator is or will be."""
-    request = _make_liveness_request(rank, round)
-    while True:
-        connection, reply = connect_authenticated(address, key, request, deadline, heartbeat_s=heartbeat_s)
-        admission = _read_admission(connection, reply)
-        if admission.status is AdmissionStatus.ADMITTED:
-            return connection, format_address(peer_host(connection), admission.control_port)
-        if deadline.expired:
-            raise StartFailed(f"rank {rank} was not let in within {deadline.timeout_s:g} s: {admission.reason}")
-        time.sleep(min(RETRY_INTERVAL_S, deadline.remaining_s))
-
-
-def _make_liveness_request(rank: int, round: int) -> ConnectionRequest:
-    """The request of a rank that joins. Its detail is unique to this attempt: a second connection with the same detail
-    is a retry of the same process, which replaces the first."""
-    return ConnectionRequest(LIVENESS, rank, detail=f"{round} {secrets.token_hex(8)}")
 
 
 class _NobodyListens(Exception):

@@ -23,8 +23,6 @@ from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
 from ronde.types import DType, Op, OperationKind
 
-__all__ = ["Bucket", "Plan"]
-
 
 @dataclass(frozen=True, slots=True)
 class Bucket:

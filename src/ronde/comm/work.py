@@ -30,8 +30,6 @@ from ronde.observe.timeline import NegotiationSlice
 from ronde.text import format_ranks
 from ronde.types import Deadline, Op
 
-__all__ = ["Work"]
-
 QUERY_MISSING_BEFORE_S = 0.5
 """A wait for the start of a named operation asks for the missing ranks when so much of its time is left, or half of it.
 Asking when the time is over would make the wait longer than was promised."""

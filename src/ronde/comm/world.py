@@ -16,9 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ronde.comm.control_thread import ControlThread
+from ronde.comm.control_thread import ControlThread, JoinedRound
 from ronde.comm.group import Group
-from ronde.comm.joining import Groups, JoinedRound, complete_settings, join_round
+from ronde.comm.joining import Groups, complete_settings, join_round
 from ronde.comm.named_operations import OpenChannels
 from ronde.errors import Mismatch, NotInitialized, OperationTimeout, PeerLost, RondeError
 from ronde.net.addresses import host_name
@@ -29,8 +29,6 @@ from ronde.observe.stacks import where_was_raised
 from ronde.observe.timeline import TraceStyle
 from ronde.text import shorten
 from ronde.types import Deadline, check_group_ranks
-
-__all__ = ["World", "current_world", "init", "is_initialized", "resolve_group", "shutdown"]
 
 logger = logging.getLogger("ronde.comm")
 
@@ -43,24 +41,15 @@ class World:
         self.settings = settings
         self.rank = self.topology.rank
         self.size = self.topology.size
-        self._host_name = host_name(self.topology.members[self.rank].host)
+        host = host_name(self.topology.members[self.rank].host)
         self.recorder = Recorder(self.rank)
-        self.recorder.set_tracing(bool(settings.timeline), label=self._host_name)
+        self.recorder.set_tracing(bool(settings.timeline), label=host)
         self._joined_round = joined_round
         self._open_channels = OpenChannels(self.rank, self.size, joined_round.backend, self.recorder, settings)
         self._close_lock = threading.Lock()
         self._timeline_lock = threading.Lock()
         self._closed = False
-        self.control_thread = ControlThread(
-            joined_round.loop,
-            joined_round.control,
-            self._open_channels,
-            self.recorder,
-            liveness_fd=joined_round.liveness_fd,
-            coordinator_rank=joined_round.coordinator_rank,
-            stall_s=settings.stall_s,
-            report_activity=settings.coordinator_hosted,
-        )
+        self.control_thread = ControlThread(joined_round, self._open_channels, self.recorder)
         self._groups: dict[int, Group] = {}
         try:
             self.control_thread.start()
@@ -70,7 +59,16 @@ class World:
             self.close(orderly=False, why=f"it could not start: {error}")
             raise
         self._open_channels.open_timeout_s = settings.operation_s
-        self._record_start()
+        self.recorder.record_event(
+            Started(
+                at_ns=time.monotonic_ns(),
+                rank=self.rank,
+                size=self.size,
+                host=host,
+                pid=os.getpid(),
+                backend=joined_round.backend.name,
+            )
+        )
 
     @property
     def group(self) -> Group:
@@ -148,18 +146,6 @@ class World:
             reason = self.control_thread.request_timeline(request, Deadline(self.settings.operation_s))
         if reason:
             raise ValueError(reason)
-
-    def _record_start(self) -> None:
-        self.recorder.record_event(
-            Started(
-                at_ns=time.monotonic_ns(),
-                rank=self.rank,
-                size=self.size,
-                host=self._host_name,
-                pid=os.getpid(),
-                backend=self._joined_round.backend.name,
-            )
-        )
 
 
 def _make_leave(orderly: bool, why: str, error: BaseException | None, at_exit: bool) -> LeaveRound:

@@ -13,14 +13,14 @@ from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, Runni
 from ronde.comm.buffers import address_of
 from ronde.comm.call import Call, CallOptions, Span, get_signature
 from ronde.comm.channel import Channel
-from ronde.comm.control_thread import ControlThread
+from ronde.comm.control_thread import ControlConnection, ControlThread, JoinedRound
 from ronde.comm.named_operations import NamedOperations, OpenChannels
 from ronde.comm.work import AllreduceWork, Work
 from ronde.net.event_loop import EventLoop
 from ronde.net.messages import AgreedOperation, CoordinatorMessage, RunOperations, WorkerMessage
 from ronde.observe.recorder import Recorder
 from ronde.settings import Settings
-from ronde.types import Deadline, DType, OperationKind
+from ronde.types import Deadline, DType, Member, OperationKind, Topology
 from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
 from tests.limits import PATIENCE_S
 
@@ -138,6 +138,21 @@ class ScriptedControl:
             self._changed.notify_all()
 
 
+def make_control_thread(
+    settings: Settings,
+    control: ControlConnection,
+    recorder: Recorder,
+    liveness_fd: int,
+    coordinator_rank: int,
+    loop: EventLoop,
+) -> tuple[OpenChannels, ControlThread]:
+    """Of rank 0, in a round of three without channels."""
+    topology, backend = Topology((Member(0, "here", 1, ""),), 0), ThreadsBackend(ThreadsHub())
+    open_channels = OpenChannels(0, 3, backend, recorder, settings)
+    joined_round = JoinedRound(settings, topology, control, backend, liveness_fd, coordinator_rank, loop)
+    return open_channels, ControlThread(joined_round, open_channels, recorder)
+
+
 class ScriptedRound:
     """A control thread with one group of three ranks on a scripted channel."""
 
@@ -146,15 +161,10 @@ class ScriptedRound:
         self.recorder = Recorder(0)
         self.loop = EventLoop()
         self.liveness, self._coordinator_end = socket.socketpair()
-        self.open_channels = OpenChannels(0, 3, ThreadsBackend(ThreadsHub()), self.recorder, Settings())
-        self.control_thread = ControlThread(
-            self.loop,
-            self.control,
-            self.open_channels,
-            self.recorder,
-            liveness_fd=self.liveness.fileno(),
-            coordinator_rank=coordinator_rank,
-            report_activity=watched,
+        settings = Settings(stall_s=0.0, coordinator_hosted=watched)
+        fd = self.liveness.fileno()
+        self.open_channels, self.control_thread = make_control_thread(
+            settings, self.control, self.recorder, fd, coordinator_rank, self.loop
         )
         self.channel = ScriptedChannel(members=(0, 1, 2))
         channel = Channel(self.channel, 0, self.recorder, 10.0)

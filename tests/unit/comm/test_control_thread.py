@@ -11,8 +11,6 @@ from contextlib import ExitStack, closing
 import pytest
 
 from ronde.comm.channel import Channel
-from ronde.comm.control_thread import ControlThread
-from ronde.comm.named_operations import OpenChannels
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded
 from ronde.net import messages
 from ronde.net.control import ControlClient
@@ -23,9 +21,8 @@ from ronde.observe.events import PeerGone, StallReported
 from ronde.observe.recorder import Recorder
 from ronde.settings import Settings
 from ronde.types import Deadline
-from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
 from tests.limits import PATIENCE_S, promised_s
-from tests.unit.comm.scripted import ScriptedChannel, ScriptedRound
+from tests.unit.comm.scripted import ScriptedChannel, ScriptedRound, make_control_thread
 from tests.unit.net.polled import PolledServer
 
 
@@ -290,8 +287,8 @@ def test_half_open_handshakes_and_a_backlog_of_messages_delay_nobody() -> None:
         listener = Listener(key, unix=True, tcp_host=None, loop=loop)
         stack.callback(listener.close)
         here, there = (stack.enter_context(end) for end in socket.socketpair())
-        open_channels = OpenChannels(0, 3, ThreadsBackend(ThreadsHub()), recorder, Settings())
-        thread = ControlThread(loop, client, open_channels, recorder, liveness_fd=here.fileno())
+        settings = Settings(stall_s=0.0)
+        open_channels, thread = make_control_thread(settings, client, recorder, here.fileno(), -1, loop)
         stack.callback(thread.stop)
         gaps: list[float] = []
         last_s = time.monotonic()

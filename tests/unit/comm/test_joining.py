@@ -170,7 +170,9 @@ def test_the_coordinator_of_another_job_is_skipped(taken_port: int) -> None:
     own = host_coordinator(settings, JobKey(KEY))
     try:
         assert other.address != own.address
-        connection, _ = find_coordinator(settings.coordinator, settings, JobKey(KEY), round=0, deadline=Deadline(10))
+        connection, _ = find_coordinator(
+            settings.coordinator, JobKey(KEY), 0, round=0, deadline=Deadline(10), heartbeat_s=10.0
+        )
         connection.close()
     finally:
         own.close()

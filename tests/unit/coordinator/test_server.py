@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import pytest
 
-from ronde.comm.joining import connect_to_coordinator
+from ronde.comm.joining import find_coordinator
 from ronde.coordinator.rounds import Round
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
@@ -61,7 +61,7 @@ class Rank:
 
     def __init__(self, coordinator: CoordinatorServer, rank: int) -> None:
         self.rank = rank
-        self.line, control = connect_to_coordinator(
+        self.line, control = find_coordinator(
             coordinator.address, KEY, rank, round=0, deadline=Deadline(PATIENCE_S), heartbeat_s=10.0
         )
         self.control = PolledClient(control, KEY, rank)
@@ -293,7 +293,7 @@ def test_who_comes_early_where_rank_0_hosts_calls_until_the_next_coordinator_is_
     first, second = job.gather(2, shutdown_s=PATIENCE_S)
     second.leave()
     with pytest.raises(StartFailed, match=r"rank 1 was not let in within 0\.1 s: the round before is not over"):
-        connect_to_coordinator(job.coordinator.address, KEY, 1, round=1, deadline=Deadline(0.1), heartbeat_s=10.0)
+        find_coordinator(job.coordinator.address, KEY, 1, round=1, deadline=Deadline(0.1), heartbeat_s=10.0)
     first.leave()
 
 
