@@ -10,11 +10,16 @@ from torch import Tensor, nn
 
 import ronde
 from ronde.torch import DistributedOptimizer, adapter
-from tests.jobs.torch_checks.checks import assert_same_on_all_ranks, batch, grads, loss_of, mine, on, perceptron
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from tests.jobs.torch_checks.checks import (
+    assert_same_on_all_ranks,
+    batch,
+    distributed,
+    grads,
+    loss_of,
+    mine,
+    on,
+    perceptron,
+)
 
 
 @on("2 ranks")
@@ -22,7 +27,7 @@ def parts_of_a_model_may_take_turns() -> None:
     for passes, bucket_mb in ((1, None), (2, None), (1, 0.0001)):
         model = perceptron()
         model.requires_grad_(False)  # none trains when the optimizer is made
-        optimizer = DistributedOptimizer(sgd(model), passes=passes, bucket_mb=bucket_mb, overlap=bucket_mb is not None)
+        optimizer = distributed(model, passes=passes, bucket_mb=bucket_mb, overlap=bucket_mb is not None)
         for step in range(4):
             part, other = (model[2], model[4]) if step % 2 else (model[4], model[2])
             part.requires_grad_(True)
@@ -42,7 +47,7 @@ def parts_of_a_model_may_take_turns() -> None:
 @on("2 ranks")
 def parameters_that_were_added_may_be_the_only_ones_that_are_used() -> None:
     model, more = perceptron(), nn.Linear(10, 1).double()
-    optimizer = DistributedOptimizer(sgd(model))
+    optimizer = distributed(model)
     x, y = batch(0)
     loss_of(model, mine(x), mine(y)).backward()
     optimizer.step()
@@ -69,10 +74,9 @@ def sparse_gradients_are_means_of_the_passes_of_each_rank() -> None:
 
 @on("2 ranks")
 def a_gradient_may_be_sparse_on_one_rank_and_dense_on_another() -> None:
-    real = adapter.is_on_device
     for elsewhere in (False, True):
-        adapter.is_on_device = lambda parameter: elsewhere  # noqa: B023  # the host plays the other device
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter, "is_on_device", lambda parameter: elsewhere)  # noqa: B023  # the host plays it
             weight = nn.Parameter(torch.zeros(4, 2))
             optimizer = DistributedOptimizer(torch.optim.SGD([weight], lr=1.0))
             loss: Any = weight.sum()
@@ -85,8 +89,6 @@ def a_gradient_may_be_sparse_on_one_rank_and_dense_on_another() -> None:
                 assert weight.grad is not None
                 assert weight.grad.to_dense()[:, 0].tolist() == [1.0, 0.5, 0.5, 0.5]
             optimizer.close()
-        finally:
-            adapter.is_on_device = real
 
 
 @on("2 ranks")
@@ -95,7 +97,7 @@ def numbers_that_are_not_finite_are_found_in_all_gradients() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(5, 4, sparse=True), "head": nn.Linear(4, 2)})
     model["head"].bias.requires_grad_(False)
     named = model.named_parameters()
-    optimizer = DistributedOptimizer(sgd(model), named_parameters=named, check_finite=True)
+    optimizer = distributed(model, named_parameters=named, check_finite=True)
 
     def spoil(grad: Tensor) -> Tensor:
         return grad * (float("nan") if ronde.rank() == 1 else 1.0)
@@ -124,7 +126,7 @@ def numbers_that_are_not_finite_are_found_in_all_gradients() -> None:
 @on("2 ranks")
 def gradients_may_be_set_by_hand() -> None:
     model = perceptron()
-    optimizer = DistributedOptimizer(sgd(model))
+    optimizer = distributed(model)
     for step in range(3):
         x, y = batch(step)
         found = torch.autograd.grad(loss_of(model, mine(x), mine(y)), list(model.parameters()))
@@ -140,12 +142,11 @@ def gradients_may_be_set_by_hand() -> None:
 
 @on("2 ranks")
 def a_gradient_on_top_of_one_that_was_combined_is_told_for_any_parameter() -> None:
-    real = adapter.is_on_device
     for elsewhere, size, sparse in [(False, 2, False), (False, 200, False), (True, 200, False), (False, 200, True)]:
-        adapter.is_on_device = lambda parameter: elsewhere  # noqa: B023  # the host plays the other device
-        try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(adapter, "is_on_device", lambda parameter: elsewhere)  # noqa: B023  # the host plays it
             table = nn.Embedding(200, size, sparse=sparse)  # small, and large enough for a hook of its own
-            optimizer = DistributedOptimizer(sgd(table), op="sum")
+            optimizer = distributed(table, op="sum")
             for _ in range(2):
                 table(torch.tensor([1])).sum().backward()
                 with pytest.raises(ValueError, match=rf"rank {ronde.rank()}: parameter .* on top of one"):
@@ -156,14 +157,12 @@ def a_gradient_on_top_of_one_that_was_combined_is_told_for_any_parameter() -> No
                 assert grad.to_dense()[1, 0] == 2.0
                 optimizer.zero_grad()
             optimizer.close()
-        finally:
-            adapter.is_on_device = real
 
 
 @on("2 ranks")
 def gradients_may_be_cleared_by_the_model_also_when_a_step_has_several_passes() -> None:
     model = perceptron()
-    optimizer = DistributedOptimizer(sgd(model), passes=2)
+    optimizer = distributed(model, passes=2)
     for step in range(3):
         model.zero_grad()
         x, y = batch(step)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import ronde
+from ronde.torch import DistributedOptimizer
 
 BATCH = 16
 """Samples of a step, on all ranks together."""
@@ -61,9 +62,61 @@ def loss_of(model: Any, x: Tensor, y: Tensor) -> Any:  # backward() has no types
     return nn.functional.mse_loss(model(x), y)
 
 
-def twin(model: nn.Module) -> Any:  # of the model's class
-    """The same model, which learns from the whole batch by itself."""
-    return copy.deepcopy(model)
+def sgd(parameters: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def distributed(model: nn.Module, **settings: Any) -> Any:
+    """Its parameters in a distributed SGD."""
+    return DistributedOptimizer(sgd(model.parameters()), **settings)
+
+
+def backward(model: nn.Module, step: int, dtype: torch.dtype = torch.float64) -> None:
+    """A pass over this rank's samples of a step."""
+    x, y = batch(step, dtype)
+    loss_of(model, mine(x), mine(y)).backward()
+
+
+class Twins:
+    """A model with a distributed optimizer, and the same model, which learns from the whole batch by itself."""
+
+    def __init__(self, model: Any = None, make: Callable[[Any], Any] = sgd, **settings: Any) -> None:
+        self.model = perceptron() if model is None else model
+        self.alone = copy.deepcopy(self.model)
+        plain = make(self.model.parameters())
+        self.optimizer = DistributedOptimizer(plain, **settings)
+        assert self.optimizer is plain
+        self.reference = make(self.alone.parameters())
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad()
+        self.reference.zero_grad()
+
+    def backward(self, step: int, dtype: torch.dtype = torch.float64, *, net: Any = None) -> None:
+        """A pass of both over the samples of a step; `net` is what computes with the model's parameters."""
+        x, y = batch(step, dtype)
+        loss_of(net or self.model, mine(x), mine(y)).backward()
+        loss_of(self.alone, x, y).backward()
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.reference.step()
+
+    def train(self, num_steps: int, *, net: Any = None) -> None:
+        for step in range(num_steps):
+            self.zero_grad()
+            self.backward(step, net=net)
+            self.assert_same_grads()
+            self.step()
+
+    def assert_same_grads(self, *, factor: float = 1.0) -> None:
+        assert_close([grad / factor for grad in grads(self.model)], grads(self.alone))
+
+    def close(self, **tolerance: float) -> None:
+        """Both have learnt the same, and so has every rank."""
+        assert_close(self.model.parameters(), self.alone.parameters(), **tolerance)
+        assert_same_on_all_ranks(self.model.parameters())
+        self.optimizer.close()
 
 
 def assert_close(ours: Iterable[Tensor], theirs: Iterable[Tensor], *, rtol: float = 1e-9, atol: float = 1e-11) -> None:

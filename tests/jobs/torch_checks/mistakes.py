@@ -11,11 +11,7 @@ from torch import nn
 
 import ronde
 from ronde.torch import DistributedOptimizer
-from tests.jobs.torch_checks.checks import batch, grads, loss_of, mine, on, perceptron
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
+from tests.jobs.torch_checks.checks import backward, batch, distributed, grads, loss_of, mine, on, perceptron, sgd
 
 
 @on("2 ranks")
@@ -40,7 +36,7 @@ def names_must_be_there_and_differ() -> None:
     ]
     for named, kind, words in wrong:
         with pytest.raises(kind, match=words):
-            DistributedOptimizer(sgd(model), named_parameters=named)
+            distributed(model, named_parameters=named)
         assert not any(parameter._post_accumulate_grad_hooks for parameter in model.parameters())
     optimizer = torch.optim.SGD([{"params": [parameter]} for parameter in model.parameters()], lr=0.1)
     for group in optimizer.param_groups:
@@ -52,7 +48,7 @@ def names_must_be_there_and_differ() -> None:
 @on("2 ranks")
 def wrong_arguments_are_refused() -> None:
     model = perceptron()
-    optimizer: Any = sgd(model)
+    optimizer: Any = sgd(model.parameters())
     wrong: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"op": "max"}, ValueError, "op must be mean, sum or adasum for gradients, got 'max'"),
         ({"op": "avg"}, ValueError, "op must be mean, sum or adasum for gradients, got 'avg'"),
@@ -82,11 +78,10 @@ def wrong_arguments_are_refused() -> None:
 @on("2 ranks")
 def step_without_backward_is_told() -> None:
     model = perceptron()
-    optimizer = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    optimizer = distributed(model, named_parameters=model.named_parameters())
     with pytest.raises(ValueError, match=rf"rank {ronde.rank()}: step\(\) without backward\(\).* 6 .*'0\.weight'"):
         optimizer.step()
-    x, y = batch(0)
-    loss_of(model, mine(x), mine(y)).backward()
+    backward(model, 0)
     optimizer.step()
     optimizer.zero_grad()
     with pytest.raises(ValueError, match=r"step\(\) without backward\(\)"):
@@ -97,10 +92,9 @@ def step_without_backward_is_told() -> None:
 @on("2 ranks")
 def an_optimizer_of_another_copy_of_the_model_is_told() -> None:
     old = perceptron()
-    optimizer = DistributedOptimizer(sgd(old))
+    optimizer = distributed(old)
     model = copy.deepcopy(old)
-    x, y = batch(0)
-    loss_of(model, mine(x), mine(y)).backward()
+    backward(model, 0)
     with pytest.raises(ValueError, match=r"'group0\.param0'.*build it after the model was moved, converted or copied"):
         optimizer.step()
     optimizer.close()
@@ -110,7 +104,7 @@ def an_optimizer_of_another_copy_of_the_model_is_told() -> None:
 def a_model_that_is_converted_before_training_works_and_later_is_told() -> None:
     model = perceptron()
     named = model.named_parameters()
-    optimizer = DistributedOptimizer(sgd(model), named_parameters=named, overlap=True, bucket_mb=0.01)
+    optimizer = distributed(model, named_parameters=named, overlap=True, bucket_mb=0.01)
     model.float()
     for step in range(2):
         x, y = batch(step, torch.float32)
@@ -134,7 +128,7 @@ def a_model_that_is_converted_before_training_works_and_later_is_told() -> None:
 @on("2 ranks")
 def another_order_in_memory_is_told() -> None:
     model: Any = nn.Conv2d(3, 4, 3)
-    optimizer = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    optimizer = distributed(model, named_parameters=model.named_parameters())
     model(torch.ones(1, 3, 4, 4)).sum().backward()
     model.to(memory_format=torch.channels_last)
     with pytest.raises(ValueError, match=r"'weight' float32\[4, 3, 3, 3\] has become .*\(channels last\) on cpu"):
@@ -145,7 +139,7 @@ def another_order_in_memory_is_told() -> None:
 @on("2 ranks")
 def different_models_are_told() -> None:
     model: Any = nn.Sequential(nn.Linear(10, 4), nn.Linear(4, 3 + ronde.rank())).double()
-    optimizer = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    optimizer = distributed(model, named_parameters=model.named_parameters())
     with pytest.raises(
         ronde.Mismatch,
         match=r"at parameter 2 .*rank 0 has '1\.weight' float64\[3, 4\]; rank 1 has '1\.weight' float64\[4, 4\]",
@@ -153,7 +147,7 @@ def different_models_are_told() -> None:
         model(torch.ones(1, 10).double()).sum().backward()
     optimizer.close()
     model = perceptron()
-    optimizer = DistributedOptimizer(sgd(model), passes=1, bucket_mb=1 + ronde.rank())
+    optimizer = distributed(model, passes=1, bucket_mb=1 + ronde.rank())
     with pytest.raises(ronde.Mismatch, match=r"optimizers differ: rank 0 has bucket_mb=1; rank 1 has bucket_mb=2$"):
         model(torch.ones(1, 10).double()).sum().backward()
     optimizer.close()
@@ -162,7 +156,7 @@ def different_models_are_told() -> None:
 @on("2 ranks")
 def different_frozen_parts_are_told() -> None:
     model = perceptron()
-    optimizer = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    optimizer = distributed(model, named_parameters=model.named_parameters())
     x, y = batch(0)
     loss_of(model, mine(x), mine(y)).backward()
     if ronde.rank() == 1:
@@ -177,7 +171,7 @@ def different_frozen_parts_are_told() -> None:
 def gradients_that_are_not_finite_are_told() -> None:
     model = perceptron()
     named = model.named_parameters()
-    optimizer = DistributedOptimizer(sgd(model), named_parameters=named, check_finite=True, bucket_mb=0.01)
+    optimizer = distributed(model, named_parameters=named, check_finite=True, bucket_mb=0.01)
     for step in range(3):
         x, y = batch(step)
         optimizer.zero_grad()
@@ -197,7 +191,7 @@ def gradients_that_are_not_finite_are_told() -> None:
 @on("2 ranks")
 def more_passes_than_a_step_has_are_told() -> None:
     model = perceptron()
-    optimizer = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters(), passes=2)
+    optimizer = distributed(model, named_parameters=model.named_parameters(), passes=2)
     x, y = batch(0)
     for _ in range(2):
         loss_of(model, mine(x), mine(y)).backward()
@@ -213,7 +207,7 @@ def more_passes_than_a_step_has_are_told() -> None:
 @on("2 ranks")
 def a_parameter_that_was_replaced_is_told() -> None:
     model, rank = perceptron(), ronde.rank()
-    optimizer: Any = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    optimizer = distributed(model, named_parameters=model.named_parameters())
     x, y = batch(0)
     group = optimizer.param_groups[0]["params"]
     for place, given, words in (
@@ -237,7 +231,7 @@ def a_parameter_that_was_replaced_is_told() -> None:
 @on("2 ranks")
 def a_group_that_cannot_be_added_is_not() -> None:
     model, more = perceptron(), nn.Linear(2, 2)
-    optimizer: Any = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    optimizer = distributed(model, named_parameters=model.named_parameters())
     other = DistributedOptimizer(torch.optim.SGD([more.bias], lr=0.1))
     for group, kind, words in (
         ({"params": more.parameters(), "group": "some"}, TypeError, r"must be a ronde\.Group, got str"),
@@ -259,17 +253,16 @@ def a_group_that_cannot_be_added_is_not() -> None:
 @on("2 ranks")
 def two_optimizers_of_one_parameter_are_told() -> None:
     model, rank = perceptron(), ronde.rank()
-    first: Any = DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+    first: Any = distributed(model, named_parameters=model.named_parameters())
     first.itself = first  # as some schedulers do it: only the garbage collector finds out that nobody uses it
     words = rf"rank {rank}: parameter 'group0\.param0' is in another .*call close\(\) of that one"
     with pytest.raises(ValueError, match=words):
         DistributedOptimizer(torch.optim.SGD(model[2].parameters(), lr=0.1))
     del first
-    second: Any = DistributedOptimizer(sgd(model), op="sum")
+    second: Any = distributed(model, op="sum")
     second.close()
-    third = DistributedOptimizer(sgd(model), op="sum")
-    x, y = batch(0)
-    loss_of(model, mine(x), mine(y)).backward()
+    third = distributed(model, op="sum")
+    backward(model, 0)
     third.step()
     third.close()
 
@@ -295,19 +288,18 @@ def gradients_that_change_before_they_are_combined_are_told() -> None:
 def a_parameter_whose_gradients_cannot_travel_is_told() -> None:
     model = nn.Linear(2, 2, device="meta")
     with pytest.raises(TypeError, match=rf"rank {ronde.rank()}: parameter 'weight' is torch\.float32 on meta"):
-        DistributedOptimizer(sgd(model), named_parameters=model.named_parameters())
+        distributed(model, named_parameters=model.named_parameters())
 
 
 @on("2 ranks")
 def in_a_new_round_an_optimizer_goes_on_after_a_reset() -> None:
     model = perceptron()
-    optimizer: Any = DistributedOptimizer(sgd(model))
-    x, y = batch(0)
-    loss_of(model, mine(x), mine(y)).backward()
+    optimizer = distributed(model)
+    backward(model, 0)
     optimizer.step()
     ronde.shutdown()
     with pytest.raises(ronde.NotInitialized):
-        DistributedOptimizer(sgd(perceptron()))
+        distributed(perceptron())
     ronde.init()
     optimizer.reset()
     for _ in range(2):

@@ -6,6 +6,7 @@ import threading
 import warnings
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -13,15 +14,17 @@ from torch.utils.checkpoint import checkpoint
 import ronde
 from ronde.torch import DistributedOptimizer, adapter
 from tests.jobs.torch_checks.checks import (
+    Twins,
     assert_close,
-    assert_same_on_all_ranks,
+    backward,
     batch,
+    distributed,
     grads,
     loss_of,
     mine,
     on,
     perceptron,
-    twin,
+    sgd,
 )
 
 
@@ -44,14 +47,13 @@ class Branches(nn.Module):
 @on("2 ranks", "2 hosts")
 def branches_that_some_ranks_do_not_use_just_work() -> None:
     for bucket_mb in (None, 0.0001):
-        model = Branches().double()
-        alone = twin(model)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), bucket_mb=bucket_mb)
-        reference = torch.optim.SGD(alone.parameters(), lr=0.1, momentum=0.9)
+        both = Twins(
+            Branches().double(), lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), bucket_mb=bucket_mb
+        )
+        model, alone = both.model, both.alone
         for step in range(4):
             x, y = batch(step)
-            optimizer.zero_grad()
-            reference.zero_grad()
+            both.zero_grad()
             turn = step % 3 == 0  # now and then all take the same way
             loss_of(lambda x: model(x, turn or ronde.rank() == 0), mine(x), mine(y)).backward()  # noqa: B023
             half = len(x) // 2
@@ -63,143 +65,106 @@ def branches_that_some_ranks_do_not_use_just_work() -> None:
                 if ours.grad is not None:
                     assert_close([ours.grad], [theirs.grad])
             assert model.nobody.weight.grad is None
-            optimizer.step()
-            reference.step()
-        assert_close(model.parameters(), alone.parameters())
-        assert_same_on_all_ranks(model.parameters())
-        optimizer.close()
+            both.step()
+        both.close()
 
 
 @on("2 ranks")
 def frozen_parts_cost_nothing_and_may_thaw() -> None:
     model = perceptron()
-    alone = twin(model)
-    for net in (model, alone):
-        net[0].requires_grad_(False)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-    reference = torch.optim.SGD(alone.parameters(), lr=0.1)
+    model[0].requires_grad_(False)
+    both = Twins(model)
     sizes = []
     for step in range(6):
-        if step == 2:
-            model[0].requires_grad_(True)
-            alone[0].requires_grad_(True)
-        if step == 4:
-            model[4].requires_grad_(False)
-            alone[4].requires_grad_(False)
-        x, y = batch(step)
-        optimizer.zero_grad()
-        reference.zero_grad()
+        for net in (model, both.alone):
+            net[0].requires_grad_(step >= 2)
+            net[4].requires_grad_(step < 4)
+        both.zero_grad()
         before = ronde.metrics().of(0, "bucket").bytes
-        loss_of(model, mine(x), mine(y)).backward()
+        both.backward(step)
         sizes.append(ronde.metrics().of(0, "bucket").bytes - before)
-        loss_of(alone, x, y).backward()
-        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        assert_close(
-            [p.grad for p in trained if p.grad is not None], [p.grad for p in alone.parameters() if p.grad is not None]
+        found, expected = (
+            [parameter.grad for parameter in net.parameters() if parameter.grad is not None]
+            for net in (model, both.alone)
         )
-        optimizer.step()
-        reference.step()
-    assert_close(model.parameters(), alone.parameters())
+        assert_close(found, expected)
+        both.step()
     first = sum(parameter.numel() for parameter in model[0].parameters())
     rest = sum(parameter.numel() for parameter in model[2:].parameters())
     assert 8 * rest <= sizes[1] < 8 * rest + 100
     assert 8 * (first + rest) <= sizes[3] < 8 * (first + rest) + 100
     assert sizes[5] < sizes[3]
-    optimizer.close()
+    both.close()
 
 
 @on("2 ranks")
 def a_group_of_parameters_may_be_added_later() -> None:
     model = perceptron()
-    alone = twin(model)
     named = list(model.named_parameters())[:4]
-    optimizer = DistributedOptimizer(torch.optim.SGD(model[:3].parameters(), lr=0.1), named_parameters=named)
-    reference = torch.optim.SGD(alone[:3].parameters(), lr=0.1)
+    both = Twins(model, lambda params: sgd(list(params)[:4]), named_parameters=named)
     for step in range(4):
         if step == 2:
-            optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.2})
-            reference.add_param_group({"params": alone[4].parameters(), "lr": 0.2})
-        x, y = batch(step)
+            both.optimizer.add_param_group({"params": model[4].parameters(), "lr": 0.2})
+            both.reference.add_param_group({"params": both.alone[4].parameters(), "lr": 0.2})
         model.zero_grad()
-        alone.zero_grad()
-        loss_of(model, mine(x), mine(y)).backward()
-        loss_of(alone, x, y).backward()
-        optimizer.step()
-        reference.step()
-    assert_close(model.parameters(), alone.parameters())
-    optimizer.close()
+        both.alone.zero_grad()
+        both.backward(step)
+        both.step()
+    both.close()
 
 
 @on("2 ranks")
 def two_losses_may_be_sent_back_one_after_the_other() -> None:
-    model = perceptron()
-    alone = twin(model)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    both = Twins()
     for step in range(2):
         x, y = batch(step)
-        optimizer.zero_grad()
-        alone.zero_grad()
-        for net, a, b in ((model, mine(x), mine(y)), (alone, x, y)):
+        both.zero_grad()
+        for net, a, b in ((both.model, mine(x), mine(y)), (both.alone, x, y)):
             loss_of(net, a, b).backward()
             loss_of(net[2:4], net[:2](a).detach(), torch.zeros(len(a), 90, dtype=a.dtype)).backward()
-        assert_close(grads(model), grads(alone))
-    optimizer.close()
+        both.assert_same_grads()
+    both.close()
 
 
 @on("2 ranks")
 def two_optimizers_may_share_a_backward_pass() -> None:
-    ours, theirs = [perceptron(), perceptron()[0]], []
-    theirs = [twin(net) for net in ours]
-    optimizers = [DistributedOptimizer(torch.optim.SGD(net.parameters(), lr=0.1)) for net in ours]
-    references = [torch.optim.SGD(net.parameters(), lr=0.1) for net in theirs]
+    first, second = pairs = Twins(perceptron()), Twins(perceptron()[0])
     for step in range(4):
         x, y = batch(step)
-        for each in (*optimizers, *references):
-            each.zero_grad()
+        for both in pairs:
+            both.zero_grad()
         order = (0, 1) if ronde.rank() == 0 else (1, 0)  # whose gradients come first differs between ranks
-        losses = [loss_of(ours[0], mine(x), mine(y)), ours[1](mine(x)).pow(2).mean()]
+        losses = [loss_of(first.model, mine(x), mine(y)), second.model(mine(x)).pow(2).mean()]
         (losses[order[0]] + losses[order[1]]).backward()
-        (loss_of(theirs[0], x, y) + theirs[1](x).pow(2).mean()).backward()
-        for net, other in zip(ours, theirs, strict=True):
-            assert_close(grads(net), grads(other))
-        for each in (*optimizers, *references):
-            each.step()
-    for each in optimizers:
-        each.close()
+        (loss_of(first.alone, x, y) + second.alone(x).pow(2).mean()).backward()
+        for both in pairs:
+            both.assert_same_grads()
+            both.step()
+    for both in pairs:
+        both.close()
 
 
 @on("2 ranks")
 def gradients_that_were_combined_have_no_graph() -> None:
-    model = perceptron()
-    alone = twin(model)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    both = Twins()
     x, y = batch(0)
     for _ in range(2):  # before there are buckets, and with them
-        optimizer.zero_grad()
+        both.zero_grad()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that graphs of gradients may keep memory: ours do not
-            loss_of(model, mine(x), mine(y)).backward(create_graph=True)
-        assert not any(grad.requires_grad for grad in grads(model))
-    loss_of(alone, x, y).backward()
-    assert_close(grads(model), grads(alone))
-    optimizer.close()
+            loss_of(both.model, mine(x), mine(y)).backward(create_graph=True)
+        assert not any(grad.requires_grad for grad in grads(both.model))
+    loss_of(both.alone, x, y).backward()
+    both.assert_same_grads()
+    both.close()
 
 
 @on("2 ranks")
 def a_compiled_model_trains_too() -> None:
     for backend in ("eager", "aot_eager"):
-        model = perceptron()
-        alone = twin(model)
-        compiled: Any = torch.compile(model, backend=backend)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        for step in range(3):
-            x, y = batch(step)
-            optimizer.zero_grad()
-            alone.zero_grad()
-            loss_of(compiled, mine(x), mine(y)).backward()
-            loss_of(alone, x, y).backward()
-            assert_close(grads(model), grads(alone))
-        optimizer.close()
+        both = Twins()
+        both.train(3, net=torch.compile(both.model, backend=backend))
+        both.close()
     torch.compiler.reset()
 
 
@@ -222,45 +187,37 @@ class Checkpointed(nn.Module):
 def checkpoints_of_both_kinds_work() -> None:
     for reentrant in (True, False):
         for bucket_mb in (None, 0.001):
-            model = Checkpointed(perceptron(), reentrant)
-            alone = twin(model)
-            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op="sum", bucket_mb=bucket_mb)
+            both = Twins(Checkpointed(perceptron(), reentrant), op="sum", bucket_mb=bucket_mb)
             for step in range(3):
                 x, y = batch(step)
-                optimizer.zero_grad()
-                alone.zero_grad()
-                loss_of(model, mine(x).requires_grad_(), mine(y)).backward()
-                loss_of(alone, x.clone().requires_grad_(), y).backward()
-                optimizer.synchronize()
-                assert_close([grad / 2 for grad in grads(model)], grads(alone))
-            optimizer.close()
+                both.zero_grad()
+                loss_of(both.model, mine(x).requires_grad_(), mine(y)).backward()
+                loss_of(both.alone, x.clone().requires_grad_(), y).backward()
+                both.optimizer.synchronize()
+                both.assert_same_grads(factor=2)
+            both.close()
 
 
 @on("2 ranks", "2 hosts")
 def dense_and_sparse_gradients_live_together() -> None:
     for as_dense in (False, True):
         torch.manual_seed(0)
-        model = nn.ModuleDict({"table": nn.Embedding(20, 4, sparse=True), "head": nn.Linear(4, 2)}).double()
-        alone = twin(model)
-        plain = torch.optim.SGD(model.parameters(), lr=0.1)
-        optimizer = DistributedOptimizer(plain, passes=2, sparse_as_dense=as_dense)
+        table, head = nn.Embedding(20, 4, sparse=True), nn.Linear(4, 2)
+        both = Twins(nn.ModuleList([table, head]).double(), passes=2, sparse_as_dense=as_dense)
+        their_table, their_head = both.alone
         for step in range(3):
             words = torch.randint(0, 20, (16,), generator=torch.Generator().manual_seed(step))
-            optimizer.zero_grad()
-            alone.zero_grad()
+            both.zero_grad()
             for half in (words[:8], words[8:]):
-                model["head"](model["table"](mine(half))).pow(2).mean().backward()
-            alone["head"](alone["table"](words)).pow(2).mean().backward()
-            grad: Any = model["table"].weight.grad
+                head(table(mine(half))).pow(2).mean().backward()
+            their_head(their_table(words)).pow(2).mean().backward()
+            grad: Any = table.weight.grad
             assert grad.is_sparse != as_dense
-            assert_close([grad.to_dense()], [alone["table"].weight.grad.to_dense()])
-            assert_close(grads(model["head"]), grads(alone["head"]))
-            optimizer.step()
-            with torch.no_grad():
-                for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-                    theirs.copy_(ours)
-        assert_same_on_all_ranks(model.parameters())
-        optimizer.close()
+            assert_close([grad.to_dense()], [their_table.weight.grad.to_dense()])
+            assert_close(grads(head), grads(their_head))
+            both.optimizer.step()
+            both.alone.load_state_dict(both.model.state_dict())
+        both.close()
 
 
 @on("2 ranks")
@@ -285,7 +242,7 @@ def parameters_of_all_kinds_of_numbers_travel() -> None:
 def gradients_keep_the_order_of_their_parameters_in_memory() -> None:
     torch.manual_seed(0)
     model = nn.Conv2d(3, 5, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = distributed(model)
     for _ in range(2):
         optimizer.zero_grad()
         model(torch.ones(1, 3, 8, 8) * (1 + ronde.rank())).sum().backward()
@@ -296,40 +253,25 @@ def gradients_keep_the_order_of_their_parameters_in_memory() -> None:
 
 @on("2 ranks")
 def a_backward_pass_may_run_in_another_thread() -> None:
-    model = perceptron()
-    alone = twin(model)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    both = Twins()
     for step in range(2):
         x, y = batch(step)
-        optimizer.zero_grad()
-        alone.zero_grad()
-        loss = loss_of(model, mine(x), mine(y))
-        thread = threading.Thread(target=loss.backward)
+        both.zero_grad()
+        thread = threading.Thread(target=loss_of(both.model, mine(x), mine(y)).backward)
         thread.start()
         thread.join()
-        loss_of(alone, x, y).backward()
-        assert_close(grads(model), grads(alone))
-    optimizer.close()
+        loss_of(both.alone, x, y).backward()
+        both.assert_same_grads()
+    both.close()
 
 
 @on("2 ranks")
 def gradients_on_another_device_travel_through_the_host() -> None:
-    real = adapter.is_on_device
-    adapter.is_on_device = lambda parameter: True  # the host plays the other device
-    try:
-        model = perceptron()
-        alone = twin(model)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), bucket_mb=0.01)
-        for step in range(2):
-            x, y = batch(step)
-            optimizer.zero_grad()
-            alone.zero_grad()
-            loss_of(model if ronde.rank() == 0 else model[:5], mine(x), mine(y)).backward()
-            loss_of(alone, x, y).backward()
-            assert_close(grads(model), grads(alone))
-        optimizer.close()
-    finally:
-        adapter.is_on_device = real
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapter, "is_on_device", lambda parameter: True)  # the host plays the other device
+        both = Twins(bucket_mb=0.01)
+        both.train(2, net=both.model if ronde.rank() == 0 else both.model[:5])
+        both.close()
 
 
 @on("2 ranks")
@@ -337,8 +279,7 @@ def nothing_is_warned_about() -> None:
     model = perceptron()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
-        x, y = batch(0)
-        loss_of(model, mine(x), mine(y)).backward()
+        optimizer = distributed(model)
+        backward(model, 0)
         optimizer.step()
         optimizer.close()

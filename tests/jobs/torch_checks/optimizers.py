@@ -6,6 +6,7 @@ import copy
 import gc
 import io
 import pickle
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,15 +17,18 @@ import ronde
 from ronde.comm.world import current_world
 from ronde.torch import Distributed, DistributedOptimizer
 from tests.jobs.torch_checks.checks import (
+    Twins,
     assert_close,
     assert_same_on_all_ranks,
+    backward,
     batch,
+    distributed,
     grads,
     loss_of,
     mine,
     on,
     perceptron,
-    twin,
+    sgd,
 )
 
 SPECIAL = {"SparseAdam", "LBFGS", "Muon"}
@@ -42,55 +46,34 @@ def every_optimizer_of_torch_learns_what_it_would_from_the_whole_batch() -> None
     assert len(kinds) >= 12
     for kind in kinds:
         make: Any = kind
-        model = perceptron()
-        alone = twin(model)
-        plain: Any = make(model.parameters(), lr=0.01)
-        optimizer = DistributedOptimizer(plain)
-        reference: Any = make(alone.parameters(), lr=0.01)
-        assert optimizer is plain and isinstance(optimizer, kind) and type(optimizer).__name__ == kind.__name__
+        both = Twins(make=partial(make, lr=0.01))
+        assert isinstance(both.optimizer, kind) and type(both.optimizer).__name__ == kind.__name__
         for step in range(3):
-            x, y = batch(step)
-            optimizer.zero_grad()
-            reference.zero_grad()
-            loss_of(model, mine(x), mine(y)).backward()
-            loss_of(alone, x, y).backward()
-            optimizer.step()
-            reference.step()
-        assert_close(model.parameters(), alone.parameters(), rtol=1e-6, atol=1e-8)
-        assert_same_on_all_ranks(model.parameters())
-        optimizer.close()
+            both.zero_grad()
+            both.backward(step)
+            both.step()
+        both.close(rtol=1e-6, atol=1e-8)
 
 
 @on("2 ranks")
 def muon_takes_the_matrices() -> None:
-    model = perceptron()
-    alone = twin(model)
     if not hasattr(torch.optim, "Muon"):
         return
-    optimizer = DistributedOptimizer(torch.optim.Muon([model[2].weight], lr=0.01))
-    reference: Any = torch.optim.Muon([alone[2].weight], lr=0.01)
+    both = Twins(make=lambda params: torch.optim.Muon([list(params)[2]], lr=0.01))
     for step in range(2):
-        x, y = batch(step)
-        loss_of(model, mine(x), mine(y)).backward()
-        loss_of(alone, x, y).backward()
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
-    assert_same_on_all_ranks([model[2].weight])
-    assert_close([model[2].weight], [alone[2].weight], rtol=1e-2, atol=1e-3)  # it computes in bfloat16
-    optimizer.close()
+        both.backward(step)
+        both.step()
+        both.zero_grad()
+    ours, theirs = both.model[2].weight, both.alone[2].weight
+    assert_same_on_all_ranks([ours])
+    assert_close([ours], [theirs], rtol=1e-2, atol=1e-3)  # it computes in bfloat16
+    both.optimizer.close()
 
 
 @on("2 ranks", "2 hosts")
 def lbfgs_calls_its_closure_equally_often_on_all_ranks() -> None:
     for line_search in (None, "strong_wolfe"):
-        model = perceptron()
-        alone = twin(model)
-        optimizer: Any = DistributedOptimizer(
-            torch.optim.LBFGS(model.parameters(), max_iter=8, line_search_fn=line_search)
-        )
-        reference: Any = torch.optim.LBFGS(alone.parameters(), max_iter=8, line_search_fn=line_search)
+        both = Twins(make=lambda params: torch.optim.LBFGS(params, max_iter=8, line_search_fn=line_search))  # noqa: B023
         x, y = batch(0)
         calls = [0, 0]
 
@@ -103,87 +86,67 @@ def lbfgs_calls_its_closure_equally_often_on_all_ranks() -> None:
             loss.backward()
             return loss
 
-        first = optimizer.step(lambda: closure(0, optimizer, model, mine(x), mine(y)))  # noqa: B023
-        second = reference.step(lambda: closure(1, reference, alone, x, y))  # noqa: B023
+        first: Any = both.optimizer.step(lambda: closure(0, both.optimizer, both.model, mine(x), mine(y)))  # noqa: B023
+        second = both.reference.step(lambda: closure(1, both.reference, both.alone, x, y))  # noqa: B023
         assert calls[0] == calls[1] > 2
         assert abs(first.item() - second.item()) < 1e-9
-        assert_close(model.parameters(), alone.parameters(), rtol=1e-5, atol=1e-7)
-        assert_same_on_all_ranks(model.parameters())
-        optimizer.close()
+        both.close(rtol=1e-5, atol=1e-7)
 
 
 @on("2 ranks", "2 hosts")
 def sparse_adam_gets_sparse_gradients() -> None:
     torch.manual_seed(0)
     model = nn.EmbeddingBag(50, 4, mode="sum", sparse=True).double()
-    alone = twin(model)
-    optimizer = DistributedOptimizer(torch.optim.SparseAdam(model.parameters(), lr=0.1))
-    reference: Any = torch.optim.SparseAdam(alone.parameters(), lr=0.1)
+    both = Twins(model, lambda params: torch.optim.SparseAdam(params, lr=0.1))
     for step in range(3):
         words = torch.randint(0, 50, (8, 3), generator=torch.Generator().manual_seed(step))
-        optimizer.zero_grad()
-        reference.zero_grad()
+        both.zero_grad()
         model(mine(words)).pow(2).mean().backward()
-        alone(words).pow(2).mean().backward()
+        both.alone(words).pow(2).mean().backward()
         grad = model.weight.grad
         assert grad is not None and grad.is_sparse
-        assert_close([grad.to_dense()], [alone.weight.grad.to_dense()])
-        optimizer.step()
-        reference.step()
-    assert_close(model.parameters(), alone.parameters())
-    optimizer.close()
+        assert_close([grad.to_dense()], [both.alone.weight.grad.to_dense()])
+        both.step()
+    both.close()
 
 
 @on("2 ranks")
 def a_scheduler_may_come_before_or_after() -> None:
     for before in (True, False):
-        model = perceptron()
-        alone = twin(model)
-        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
-        reference = torch.optim.SGD(alone.parameters(), lr=0.1)
-        if before:
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-            optimizer = DistributedOptimizer(optimizer)
-        else:
-            optimizer = DistributedOptimizer(optimizer)
-            schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
-        theirs = torch.optim.lr_scheduler.StepLR(reference, 1, gamma=0.5)
+        schedules: list[Any] = []
+
+        def make(params: Any, before: bool = before, schedules: list[Any] = schedules) -> torch.optim.SGD:
+            made = sgd(params)
+            if before:
+                schedules.append(torch.optim.lr_scheduler.StepLR(made, 1, gamma=0.5))
+            return made
+
+        both = Twins(make=make)
+        for optimizer in () if before else (both.optimizer, both.reference):
+            schedules.append(torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5))
         for step in range(3):
-            x, y = batch(step)
-            optimizer.zero_grad()
-            reference.zero_grad()
-            loss_of(model, mine(x), mine(y)).backward()
-            loss_of(alone, x, y).backward()
-            optimizer.step()
-            reference.step()
-            schedule.step()
-            theirs.step()
-        assert optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
-        assert_close(model.parameters(), alone.parameters())
-        optimizer.close()
+            both.zero_grad()
+            both.backward(step)
+            both.step()
+            for schedule in schedules:
+                schedule.step()
+        assert both.optimizer.param_groups[0]["lr"] == 0.1 * 0.5**3
+        both.close()
 
 
 @on("2 ranks")
 def gradients_can_be_clipped_right_after_backward() -> None:
-    model = perceptron()
-    alone = twin(model)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0))
-    reference = torch.optim.SGD(alone.parameters(), lr=1.0)
+    both = Twins(make=lambda params: torch.optim.SGD(params, lr=1.0))
     for step in range(3):
-        x, y = batch(step)
-        optimizer.zero_grad()
-        reference.zero_grad()
-        loss_of(model, mine(x), mine(y)).backward()
-        loss_of(alone, x, y).backward()
+        both.zero_grad()
+        both.backward(step)
         if step == 1:
-            optimizer.synchronize()  # not needed, and does no harm
-        ours = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-        theirs = nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
+            both.optimizer.synchronize()  # not needed, and does no harm
+        ours = nn.utils.clip_grad_norm_(both.model.parameters(), 0.1)
+        theirs = nn.utils.clip_grad_norm_(both.alone.parameters(), 0.1)
         assert_close([ours], [theirs])
-        optimizer.step()
-        reference.step()
-    assert_close(model.parameters(), alone.parameters())
-    optimizer.close()
+        both.step()
+    both.close()
 
 
 @on("2 ranks")
@@ -212,24 +175,19 @@ def an_overflow_on_one_rank_skips_the_step_on_all() -> None:
 @on("2 ranks")
 def gradients_may_be_set_to_zero_or_to_none() -> None:
     for to_none in (True, False):
-        model = perceptron()
-        alone = twin(model)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op="sum")
+        both = Twins(op="sum")
         places = []
         for step in range(3):
-            x, y = batch(step)
-            loss_of(model, mine(x), mine(y)).backward()
-            loss_of(alone, x, y).backward()
-            assert_close([grad / 2 for grad in grads(model)], grads(alone))
-            places.append([grad.data_ptr() for grad in grads(model)])
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=to_none)
-            alone.zero_grad()
-            for mine_too, theirs in zip(model.parameters(), alone.parameters(), strict=True):
-                theirs.data.copy_(mine_too.data)
-            assert all((parameter.grad is None) == to_none for parameter in model.parameters())
+            both.backward(step)
+            both.assert_same_grads(factor=2)
+            places.append([grad.data_ptr() for grad in grads(both.model)])
+            both.optimizer.step()
+            both.optimizer.zero_grad(set_to_none=to_none)
+            both.alone.zero_grad()
+            both.alone.load_state_dict(both.model.state_dict())
+            assert all((parameter.grad is None) == to_none for parameter in both.model.parameters())
         assert places[0] == places[1] == places[2], "gradients lie in their buckets"
-        optimizer.close()
+        both.close()
 
 
 @on("2 ranks")
@@ -247,7 +205,7 @@ def a_state_goes_out_and_in_again() -> None:
             own.step()
 
     train(model, optimizer, range(2))
-    other = twin(model)
+    other = copy.deepcopy(model)
     saved = io.BytesIO()
     torch.save(optimizer.state_dict(), saved)
     saved.seek(0)
@@ -273,7 +231,7 @@ def copies_are_plain_optimizers() -> None:
 @on("2 ranks")
 def without_its_optimizer_a_model_is_like_any_other() -> None:
     model = perceptron()
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = distributed(model)
     x, y = batch(0)
     loss_of(model, mine(x), mine(y)).backward()
     for end in ("forgotten", "closed"):
@@ -281,7 +239,7 @@ def without_its_optimizer_a_model_is_like_any_other() -> None:
             del optimizer
             gc.collect()
         else:
-            optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+            optimizer = distributed(model)
             loss_of(model, mine(x), mine(y)).backward()
             optimizer.close()
             optimizer.close()
@@ -295,11 +253,10 @@ def without_its_optimizer_a_model_is_like_any_other() -> None:
 @on("2 ranks")
 def steps_are_counted() -> None:
     model = perceptron()
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+    optimizer = distributed(model)
     before = current_world().recorder.steps
     for step in range(3):
-        x, y = batch(step)
-        loss_of(model, mine(x), mine(y)).backward()
+        backward(model, step)
         optimizer.step()
     assert current_world().recorder.steps == before + 3
     optimizer.close()

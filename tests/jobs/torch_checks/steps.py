@@ -10,45 +10,35 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import ronde
-from ronde.torch import DistributedOptimizer
 from tests.jobs.torch_checks.checks import (
-    assert_close,
+    Twins,
     assert_same_on_all_ranks,
     batch,
-    grads,
+    distributed,
     loss_of,
     mine,
     on,
     perceptron,
-    twin,
 )
-
-
-def sgd(model: nn.Module) -> torch.optim.SGD:
-    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
 @on("2 ranks")
 def a_step_that_was_given_up_does_not_count() -> None:
-    model, judge = perceptron(), nn.Linear(3, 1).double()
-    alone = twin(model)
-    optimizer = DistributedOptimizer(sgd(model), passes=2)
-    other = DistributedOptimizer(sgd(judge))
+    both, judge = Twins(passes=2), nn.Linear(3, 1).double()
+    other = distributed(judge)
     for step in range(3):
         x, y = batch(step)
-        judge(model(mine(x))).sum().backward()  # for the judge, but it reaches the model
+        judge(both.model(mine(x))).sum().backward()  # for the judge, but it reaches the model
         other.step()
         other.zero_grad()
-        optimizer.zero_grad()
-        alone.zero_grad()
+        both.zero_grad()
         for _ in range(2):
-            loss_of(model, mine(x), mine(y)).backward()
-        loss_of(alone, x, y).backward()
-        assert_close(grads(model), grads(alone))
-        optimizer.step()
-        optimizer.zero_grad()
-        alone.load_state_dict(model.state_dict())
-    optimizer.close()
+            loss_of(both.model, mine(x), mine(y)).backward()
+        loss_of(both.alone, x, y).backward()
+        both.assert_same_grads()
+        both.step()
+        both.optimizer.zero_grad()
+    both.close()
     other.close()
 
 
@@ -78,27 +68,23 @@ class Whole(nn.Module):
 def everything_may_be_inside_of_checkpoints() -> None:
     for way in ("one", "three", "nested"):
         for passes, bucket_mb in ((1, None), (2, None), (1, 0.001)):
-            model = Whole(perceptron(), way)
-            alone = twin(model)
-            optimizer = DistributedOptimizer(sgd(model), op="sum", passes=passes, bucket_mb=bucket_mb)
+            both = Twins(Whole(perceptron(), way), op="sum", passes=passes, bucket_mb=bucket_mb)
             for step in range(3):
                 x, y = batch(step)
-                optimizer.zero_grad()
-                alone.zero_grad()
+                both.zero_grad()
                 for _ in range(passes):
-                    loss_of(model, mine(x).requires_grad_(), mine(y)).backward()
-                loss_of(alone, x.clone().requires_grad_(), y).backward()
-                assert_close([grad / 2 for grad in grads(model)], grads(alone))  # when backward() returns
-                optimizer.step()
-                alone.load_state_dict(model.state_dict())
-            assert_same_on_all_ranks(model.parameters())
-            optimizer.close()
+                    loss_of(both.model, mine(x).requires_grad_(), mine(y)).backward()
+                loss_of(both.alone, x.clone().requires_grad_(), y).backward()
+                both.assert_same_grads(factor=2)  # when backward() returns
+                both.optimizer.step()
+                both.alone.load_state_dict(both.model.state_dict())
+            both.close()
 
 
 @on("2 ranks")
 def an_overflow_inside_of_checkpoints_skips_the_step_on_all() -> None:
     model = Whole(perceptron(torch.float32), "three")
-    optimizer = DistributedOptimizer(sgd(model))
+    optimizer = distributed(model)
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
     for step in range(3):
         x, y = batch(step, torch.float32)
@@ -116,41 +102,32 @@ def an_overflow_inside_of_checkpoints_skips_the_step_on_all() -> None:
 def a_step_that_ends_early_is_clipped_after_synchronize() -> None:
     for scaled in (False, True):
         for counts in ((2, 2), (3, 1), *([] if scaled else [(1, 0)])):  # of 3 passes, on the two ranks
-            model = perceptron()
-            alone = twin(model)
-            optimizer = DistributedOptimizer(sgd(model), passes=3)
-            reference = sgd(alone)
+            both = Twins(passes=3)
             scaler = torch.amp.GradScaler("cpu", init_scale=4.0, enabled=scaled)
             for step in range(2):
                 x, y = batch(step)
-                optimizer.zero_grad()
-                reference.zero_grad()
+                both.zero_grad()
                 for _ in range(counts[ronde.rank()]):
-                    scaler.scale(loss_of(model, mine(x), mine(y))).backward()
-                optimizer.synchronize()
-                scaler.unscale_(optimizer)
-                nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                    scaler.scale(loss_of(both.model, mine(x), mine(y))).backward()
+                both.optimizer.synchronize()
+                scaler.unscale_(both.optimizer)
+                nn.utils.clip_grad_norm_(both.model.parameters(), 0.1)
                 half = len(x) // 2
-                shares = [loss_of(alone, x[:half], y[:half]), loss_of(alone, x[half:], y[half:])]
+                shares = [loss_of(both.alone, x[:half], y[:half]), loss_of(both.alone, x[half:], y[half:])]
                 (sum(share for share, count in zip(shares, counts, strict=True) if count) / 2).backward()
-                nn.utils.clip_grad_norm_(alone.parameters(), 0.1)
-                scaler.step(optimizer)
+                nn.utils.clip_grad_norm_(both.alone.parameters(), 0.1)
+                scaler.step(both.optimizer)
                 scaler.update()
-                reference.step()
-            assert_close(model.parameters(), alone.parameters(), rtol=1e-6)
-            assert_same_on_all_ranks(model.parameters())
-            optimizer.close()
+                both.reference.step()
+            both.close(rtol=1e-6)
 
 
 @on("2 ranks")
 def a_whole_step_may_be_compiled() -> None:
     for backend, passes in (("eager", 1), ("aot_eager", 2)):
-        model = perceptron()
-        alone = twin(model)
-        optimizer = DistributedOptimizer(sgd(model), passes=passes)
-        reference = sgd(alone)
+        both = Twins(passes=passes)
 
-        def train(x: Tensor, y: Tensor, own: Any = optimizer, net: Any = model, passes: int = passes) -> None:
+        def train(x: Tensor, y: Tensor, own: Any = both.optimizer, net: Any = both.model, passes: int = passes) -> None:
             own.zero_grad()
             for _ in range(passes):
                 loss_of(net, x, y).backward()
@@ -159,19 +136,17 @@ def a_whole_step_may_be_compiled() -> None:
         compiled: Any = torch.compile(train, backend=backend)
         for step in range(3):
             x, y = batch(step)
-            reference.zero_grad()
+            both.reference.zero_grad()
             if step == 1 and ronde.rank() == 1:  # a rank may also have no pass
-                optimizer.zero_grad()
-                optimizer.step()
+                both.optimizer.zero_grad()
+                both.optimizer.step()
             else:
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # PyTorch's own, of its own parts
                     compiled(mine(x), mine(y))
             rows = slice(len(x) // 2) if step == 1 else slice(None)
-            loss: Any = loss_of(alone, x[rows], y[rows])
+            loss: Any = loss_of(both.alone, x[rows], y[rows])
             (loss / 2 if step == 1 else loss).backward()
-            reference.step()
-        assert_close(model.parameters(), alone.parameters())
-        assert_same_on_all_ranks(model.parameters())
-        optimizer.close()
+            both.reference.step()
+        both.close()
     torch.compiler.reset()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,15 +18,17 @@ from ronde.training.adapter import ParameterInfo
 from ronde.training.buckets import GradientBucket
 from ronde.training.compression import WireArray
 from tests.jobs.torch_checks.checks import (
+    Twins,
     assert_close,
     assert_same_on_all_ranks,
+    backward,
     batch,
+    distributed,
     grads,
     loss_of,
     mine,
     on,
     perceptron,
-    twin,
 )
 
 
@@ -33,20 +36,15 @@ from tests.jobs.torch_checks.checks import (
 def fewer_bits_on_the_wire_are_fewer_bytes_and_nearly_the_same_gradients() -> None:
     sizes = {}
     for codec, rtol in ((None, 1e-5), ("float16", 2e-3), ("bfloat16", 2e-2)):
-        model = perceptron(torch.float32)
-        alone = twin(model)
-        optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), codec=codec, bucket_mb=0.02)
+        both = Twins(perceptron(torch.float32), codec=codec, bucket_mb=0.02)
         for step in range(3):
             before = ronde.metrics().of(0, "bucket").bytes
-            x, y = batch(step, torch.float32)
-            optimizer.zero_grad()
-            alone.zero_grad()
-            loss_of(model, mine(x), mine(y)).backward()
-            loss_of(alone, x, y).backward()
+            both.zero_grad()
+            both.backward(step, torch.float32)
             sizes[codec] = ronde.metrics().of(0, "bucket").bytes - before
-            assert_close(grads(model), grads(alone), rtol=rtol, atol=1e-3)
-        assert_same_on_all_ranks(grads(model))
-        optimizer.close()
+            assert_close(grads(both.model), grads(both.alone), rtol=rtol, atol=1e-3)
+        assert_same_on_all_ranks(grads(both.model))
+        both.close()
     assert sizes["float16"] == sizes["bfloat16"] < 0.51 * sizes[None]
 
 
@@ -95,13 +93,13 @@ def a_codec_of_ones_own_may_keep_what_it_did_not_send() -> None:
 @on("2 ranks", "2 hosts")
 def adasum_weighs_each_gradient_by_itself() -> None:
     model = perceptron()
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op="adasum")
+    optimizer = distributed(model, op="adasum")
     for step in range(2):
         x, y = batch(step)
         expected = []
         both = []
         for half in (slice(0, 8), slice(8, 16)):
-            other = twin(model)
+            other = copy.deepcopy(model)
             other.zero_grad()
             loss_of(other, x[half], y[half]).backward()
             both.append(grads(other))
@@ -118,11 +116,10 @@ def adasum_weighs_each_gradient_by_itself() -> None:
 @on("4 ranks")
 def adasum_of_four_ranks_is_the_same_on_all() -> None:
     model = perceptron(torch.float32)
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), op="adasum", bucket_mb=0.01)
+    optimizer = distributed(model, op="adasum", bucket_mb=0.01)
     for step in range(2):
-        x, y = batch(step, torch.float32)
         optimizer.zero_grad()
-        loss_of(model, mine(x), mine(y)).backward()
+        backward(model, step, torch.float32)
         optimizer.step()
     assert_same_on_all_ranks(model.parameters())
     optimizer.close()
@@ -159,7 +156,7 @@ def a_trunk_averages_over_all_ranks_and_each_head_over_those_of_its_task() -> No
     task = ronde.rank() // 2
     torch.manual_seed(2)
     trunk, heads = nn.Linear(10, 6).double(), nn.ModuleList([nn.Linear(6, 3).double(), nn.Linear(6, 3).double()])
-    whole = twin(nn.ModuleList([trunk, heads]))
+    whole: Any = copy.deepcopy(nn.ModuleList([trunk, heads]))
     parameters: list[dict[str, Any]] = [
         {"params": trunk.parameters()},
         *[{"params": head.parameters(), "group": group} for head, group in zip(heads, tasks, strict=True)],
@@ -202,7 +199,7 @@ def a_trunk_averages_over_all_ranks_and_each_head_over_those_of_its_task() -> No
 def ranks_outside_of_the_group_train_by_themselves() -> None:
     group = ronde.add_group([1, 3])
     model = perceptron()
-    optimizer = DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), group=group)
+    optimizer = distributed(model, group=group)
     for _ in range(2):
         optimizer.zero_grad()
         total: Any = sum(parameter.sum() for parameter in model.parameters())
