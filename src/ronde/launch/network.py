@@ -52,50 +52,32 @@ class JobNetwork:
         return tuple(facts.address or LOOPBACK for facts in self.host_facts)
 
 
-@dataclass(frozen=True, slots=True)
-class ProbeResult:
-    """The addresses of one host, and which addresses of the others it reaches."""
-
-    name: str
-    addresses: tuple[str, ...]
-    """Its own candidates as `address:port`, best first."""
-    has_ranks: bool = True
-    """Whether it has ranks, which connect to all others."""
-    reachable: tuple[tuple[str, ...], ...] = ()
-    """For each host in turn, the candidates that answered."""
-    errors: tuple[str, ...] = ()
-    """For each host in turn, why the others did not."""
-
-
-def choose_addresses(results: Sequence[ProbeResult]) -> tuple[str, ...]:
-    """Choose for each host the best of its addresses that all hosts with ranks reach; an empty text where there are no
-    others. StartFailed names every pair that cannot connect, and what was tried."""
+def choose_addresses(
+    names: Sequence[str], listeners: Sequence[Sequence[str]], replies: Sequence[ProbeReply], *, num_hosts: int
+) -> tuple[str, ...]:
+    """Choose for each agent's machine the best of its listeners that all hosts with ranks (the first `num_hosts`)
+    reach; an empty text where there are no others. StartFailed names every pair that cannot connect, and what was
+    tried."""
     chosen: list[str] = []
     problems: list[str] = []
-    for index, host in enumerate(results):
-        clients = [other for other in results if other is not host and other.has_ranks]
-        common = [each for each in host.addresses if all(each in client.reachable[index] for client in clients)]
-        if clients and not common:
-            problems += _describe_unreachable(host, index, clients)
-        chosen.append(parse_address(common[0])[0] if clients and common else "")
+    for index, (name, own) in enumerate(zip(names, listeners, strict=True)):
+        reached_by = {other: replies[other].reachable[index] for other in range(num_hosts) if other != index}
+        common = [address for address in own if all(address in reached for reached in reached_by.values())]
+        chosen.append(parse_address(common[0])[0] if reached_by and common else "")
+        cut_off = [other for other, reached in reached_by.items() if not reached]
+        if common or not reached_by:
+            continue
+        if not own:
+            problems.append(f"  {name} has no address where others could connect; check its network interfaces")
+        elif cut_off:
+            tried = f"cannot reach {name} (tried {', '.join(own)})"
+            problems += [f"  {names[other]} {tried}: {replies[other].errors[index]}" for other in cut_off]
+        else:
+            found = "; ".join(f"{names[other]} reaches {', '.join(each)}" for other, each in reached_by.items())
+            problems.append(f"  {name} has no address that all others reach: {found}")
     if problems:
         raise StartFailed("\n".join(["the hosts of this job cannot all reach each other:", *problems]))
     return tuple(chosen)
-
-
-def _describe_unreachable(host: ProbeResult, index: int, clients: Sequence[ProbeResult]) -> list[str]:
-    """Say, a line each, why there is no address of this host that all clients reach."""
-    if not host.addresses:
-        return [f"  {host.name} has no address where others could connect; check its network interfaces"]
-    cut_off = [client for client in clients if not client.reachable[index]]
-    if cut_off:
-        return [
-            f"  {client.name} cannot reach {host.name} (tried {', '.join(host.addresses)})"
-            f"{f': {client.errors[index]}' if index < len(client.errors) and client.errors[index] else ''}"
-            for client in cut_off
-        ]
-    reached = "; ".join(f"{client.name} reaches {', '.join(client.reachable[index])}" for client in clients)
-    return [f"  {host.name} has no address that all others reach: {reached}"]
 
 
 MAX_PARALLEL_PROBES = 128

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from ronde.errors import StartFailed
-from ronde.launch.network import NetworkProber, ProbeResult, choose_addresses
+from ronde.launch.network import NetworkProber, choose_addresses
 from ronde.launch.protocol import AgentError, ProbeReply, ProbeRequest
 from ronde.net.addresses import candidate_addresses, parse_address
 from ronde.net.keys import new_job_key
@@ -24,32 +24,30 @@ C = ("10.0.0.3:4001", "192.168.7.3:4002")
 V6 = ("[fd00::1]:4001",)
 
 
-def result(name: str, addresses: tuple[str, ...], *reached: tuple[str, ...], has_ranks: bool = True) -> ProbeResult:
-    errors = tuple("" if found else "connection refused" for found in reached)
-    return ProbeResult(name, addresses, has_ranks, reached, errors)
+Reached = tuple[tuple[str, ...], ...]
 
 
-@pytest.mark.parametrize(
-    ("results", "chosen"),
-    [
-        ([result("a", A, A, B[1:]), result("b", B, A, B)], ("10.0.0.1", "192.168.7.2")),
-        (
-            [result("a", A, A, B, C), result("b", B, A[1:], B, C), result("c", C, A, B[:1], C)],
-            ("192.168.7.1", "10.0.0.2", "10.0.0.3"),
-        ),
-        ([result("a", A, (), B), result("b", B, A, ())], ("10.0.0.1", "10.0.0.2")),
-        ([result("a", A, A, C), result("this machine", C, (), C, has_ranks=False)], ("", "10.0.0.3")),
-        ([result("a", V6, V6, B), result("b", B, V6, B)], ("fd00::1", "10.0.0.2")),
-    ],
-    ids=["two", "one address for all", "does not reach itself", "driver without ranks", "IPv6"],
-)
-def test_the_best_address_that_all_others_reach_is_chosen(results: list[ProbeResult], chosen: tuple[str, ...]) -> None:
-    assert choose_addresses(results) == chosen
+def choose(listeners: Reached, *reached: Reached, num_hosts: int | None = None) -> tuple[str, ...]:
+    """`reached` has a row for each machine, with what it reaches of each."""
+    replies = [ProbeReply(row, tuple("" if found else "connection refused" for found in row)) for row in reached]
+    return choose_addresses("abc"[: len(listeners)], listeners, replies, num_hosts=num_hosts or len(listeners))
+
+
+def test_the_best_address_that_all_others_reach_is_chosen() -> None:
+    assert choose((A, B), (A, B[1:]), (A, B)) == ("10.0.0.1", "192.168.7.2")
+    assert choose((V6, B), (V6, B), (V6, B)) == ("fd00::1", "10.0.0.2")
+    assert choose((A, B), ((), B), (A, ())) == ("10.0.0.1", "10.0.0.2"), "whether it reaches itself does not matter"
+    one_for_all = choose((A, B, C), (A, B, C), (A[1:], B, C), (A, B[:1], C))
+    assert one_for_all == ("192.168.7.1", "10.0.0.2", "10.0.0.3")
+
+
+def test_a_driver_without_ranks_is_reached_and_connects_to_nobody() -> None:
+    assert choose((A, C), (A, C), ((), C), num_hosts=1) == ("", "10.0.0.3")
 
 
 def test_every_pair_that_cannot_talk_is_named_with_what_was_tried() -> None:
     with pytest.raises(StartFailed) as failed:
-        choose_addresses([result("a", A, A, ()), result("b", B, (), B)])
+        choose((A, B), (A, ()), ((), B))
     assert str(failed.value).splitlines() == [
         "the hosts of this job cannot all reach each other:",
         "  b cannot reach a (tried 10.0.0.1:4001, 192.168.7.1:4002): connection refused",
@@ -57,19 +55,11 @@ def test_every_pair_that_cannot_talk_is_named_with_what_was_tried() -> None:
     ]
 
 
-@pytest.mark.parametrize(
-    ("results", "words"),
-    [
-        (
-            [result("a", A, A, B, C), result("b", B, A[:1], B, C), result("c", C, A[1:], B, C)],
-            r"a has no address that all others reach: b reaches .*; c reaches 192",
-        ),
-        ([result("a", A, A, ()), result("b", (), A, ())], "b has no address where others could connect"),
-    ],
-)
-def test_a_host_without_a_common_address_is_named(results: list[ProbeResult], words: str) -> None:
-    with pytest.raises(StartFailed, match=words):
-        choose_addresses(results)
+def test_a_host_without_a_common_address_is_named() -> None:
+    with pytest.raises(StartFailed, match=r"a has no address that all others reach: b reaches .*; c reaches 192"):
+        choose((A, B, C), (A, B, C), (A[:1], B, C), (A[1:], B, C))
+    with pytest.raises(StartFailed, match="b has no address where others could connect"):
+        choose((A, ()), (A, ()), (A, ()))
 
 
 KEY = new_job_key()

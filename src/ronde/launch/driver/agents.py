@@ -21,7 +21,7 @@ from ronde.errors import StartFailed
 from ronde.launch.agent.agent import Agent
 from ronde.launch.driver.ssh import HostError, SshAgentConnection, make_missing_directory_error
 from ronde.launch.job import Job
-from ronde.launch.network import LOOPBACK, HostFacts, JobNetwork, ProbeResult, choose_addresses
+from ronde.launch.network import LOOPBACK, HostFacts, JobNetwork, choose_addresses
 from ronde.launch.placement import Host
 from ronde.launch.protocol import (
     AgentError,
@@ -167,7 +167,7 @@ class AgentGroup:
         # Owned by the group. Touches nothing but AgentConnection.send_heartbeat: agents need heartbeats also while the
         # driver's loop waits for a terminal that takes no output.
         self._heartbeat_thread = threading.Thread(target=self._send_heartbeats, name="ronde-heartbeat", daemon=True)
-        self.hellos: dict[int, AgentHello] = {}
+        self.hellos: list[AgentHello] = []
         self.driver_index = 0
         """The agent on the driver's own machine."""
 
@@ -181,7 +181,7 @@ class AgentGroup:
             self._connect(self.driver_index, Host("localhost"), local=True)
         self.hellos = self._wait_for_replies(AgentHello, self._job.ssh.start_s)
         self._check_hellos()
-        if not all(map(self._is_local, self.hellos)):
+        if not all(map(self._is_local, range(len(self.hellos)))):
             self.suspend_heartbeat(False)
             self._heartbeat_thread.start()
 
@@ -190,21 +190,11 @@ class AgentGroup:
         if len(self._connections) == 1:
             return JobNetwork(LOOPBACK, (self._host_facts(0, "", find_free_ports(LOOPBACK, num_ports[0])),))
         counts = (*num_ports, 0)
-        own = self._probe({index: ProbeRequest(key, (), PROBE_TIMEOUT_S, counts[index]) for index in self.hellos})
-        listeners = tuple(own[index].reachable[0] for index in sorted(own))
-        tried = self._probe({index: ProbeRequest(key, listeners, PROBE_TIMEOUT_S) for index in self.hellos})
-        chosen = choose_addresses(
-            [
-                ProbeResult(
-                    name=self._hosts[index].name if index < len(self._hosts) else "this machine",
-                    addresses=listeners[index],
-                    has_ranks=index < len(self._hosts),
-                    reachable=tried[index].reachable,
-                    errors=tried[index].errors,
-                )
-                for index in range(len(self._connections))
-            ]
-        )
+        own = self._probe([ProbeRequest(key, (), PROBE_TIMEOUT_S, counts[index]) for index in range(len(self.hellos))])
+        listeners = tuple(reply.reachable[0] for reply in own)
+        tried = self._probe([ProbeRequest(key, listeners, PROBE_TIMEOUT_S)] * len(self.hellos))
+        names = [*(host.name for host in self._hosts), "this machine"][: len(self.hellos)]
+        chosen = choose_addresses(names, listeners, tried, num_hosts=len(self._hosts))
         facts = [self._host_facts(index, chosen[index], own[index].free_ports) for index in range(len(self._hosts))]
         return JobNetwork(chosen[self.driver_index], tuple(facts))
 
@@ -281,30 +271,31 @@ class AgentGroup:
         if isinstance(message, AgentHello | ProbeReply | AgentError):
             self._replies[index] = message
 
-    def _probe(self, requests: Mapping[int, ProbeRequest]) -> dict[int, ProbeReply]:
+    def _probe(self, requests: Sequence[ProbeRequest]) -> list[ProbeReply]:
         self._replies.clear()
-        self.send(requests)
+        self.send(dict(enumerate(requests)))
         return self._wait_for_replies(ProbeReply, PROBE_REPLY_TIMEOUT_S)
 
-    def _wait_for_replies(self, kind: type[Reply], timeout_s: float) -> dict[int, Reply]:
+    def _wait_for_replies(self, kind: type[Reply], timeout_s: float) -> list[Reply]:
         """Wait for such a reply of every agent. StartFailed when one has an error or does not answer."""
         timer = self._loop.call_later(timeout_s, lambda: None)
-        indices = frozenset(range(len(self._connections)))
+        num_agents = len(self._connections)
         self._loop.run_until(
-            lambda: self._cancelled or not timer.pending or indices <= self._replies.keys() | self._errors.keys()
+            lambda: (
+                self._cancelled or not timer.pending or len(self._replies.keys() | self._errors.keys()) == num_agents
+            )
         )
         timer.cancel()
         if self._cancelled:
             raise StartCancelled
-        replies: dict[int, Reply] = {}
-        for index in sorted(indices):
+        replies: list[Reply] = []
+        for index in range(num_agents):
             reply = self._replies.get(index)
             if isinstance(reply, kind):
-                replies[index] = reply
-            elif isinstance(reply, AgentError):
-                self._errors.setdefault(index, HostError(reply.reason))
+                replies.append(reply)
             else:
-                self._errors.setdefault(index, HostError(f"it did not answer within {timeout_s:g} s"))
+                late = f"it did not answer within {timeout_s:g} s"
+                self._errors.setdefault(index, HostError(reply.reason if isinstance(reply, AgentError) else late))
         self._raise_errors()
         return replies
 
@@ -312,7 +303,7 @@ class AgentGroup:
         """Hosts have to have the driver's versions, and to be different machines."""
         own = self.hellos[self.driver_index]
         index_of: dict[str, int] = {}
-        for index, hello in self.hellos.items():
+        for index, hello in enumerate(self.hellos):
             reason = ""
             if hello.version != own.version:
                 reason = (

@@ -163,23 +163,18 @@ class SshAgentConnection:
         self._write_lock = threading.Lock()
         self._stopping = False
         self._closed = False
-        (child_in, self._in), (out, child_out), (err, child_err) = os.pipe(), os.pipe(), os.pipe()
-        try:
-            self._process = subprocess.Popen(
-                ssh_argv(host, job),
-                stdin=child_in,
-                stdout=child_out,
-                stderr=child_err,
-                env={**os.environ, "LC_ALL": "C"},  # make_ssh_error reads its messages
-                start_new_session=True,  # Ctrl-C is for the driver alone
-            )
-        except BaseException:
-            for fd in (self._in, out, err):
-                os.close(fd)
-            raise
-        finally:
-            for fd in (child_in, child_out, child_err):
-                os.close(fd)
+        self._process = subprocess.Popen(
+            ssh_argv(host, job),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "LC_ALL": "C"},  # make_ssh_error reads its messages
+            start_new_session=True,  # Ctrl-C is for the driver alone
+        )
+        pipes = [pipe for pipe in (self._process.stdin, self._process.stdout, self._process.stderr) if pipe is not None]
+        self._in, out, err = (os.dup(pipe.fileno()) for pipe in pipes)
+        for pipe in pipes:
+            pipe.close()
         os.set_blocking(self._in, False)
         self._stdout = PipeReader(loop, out, self._handle_data, lambda: None)
         self._stderr = PipeReader(loop, err, self._handle_stderr, lambda: None)

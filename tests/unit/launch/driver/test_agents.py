@@ -78,7 +78,7 @@ def test_a_host_behind_ssh_and_the_driver_find_where_they_reach_each_other() -> 
     with agents_of(["other"]) as both:
         both.start_agents()
         network = both.probe_network(new_job_key(), [2])
-    assert (both.driver_index, sorted(both.hellos)) == (1, [0, 1])
+    assert (both.driver_index, len(both.hellos)) == (1, 2)
     (facts,) = network.host_facts
     assert (facts.address, len(facts.free_ports), facts.is_local) == ("", 2, False)
     assert network.driver_address and network.addresses == (LOOPBACK,)
