@@ -20,8 +20,8 @@ from typing import Any, NoReturn, TypeVar, cast
 import cloudpickle
 
 from ronde.errors import JobFailed
-from ronde.launch.driver.driver import HUNG_UP, INTERRUPTED, TERMINATED, Driver, JobResult
-from ronde.launch.driver.failure_report import StopRequest
+from ronde.launch.driver.driver import INTERRUPTED, SIGNAL_REQUESTS, Driver
+from ronde.launch.driver.failure_report import JobResult, StopRequest
 from ronde.launch.job import Job, SshOptions, load_settings
 from ronde.launch.output.printer import Printer, standard_output_options
 from ronde.launch.output.terminal import open_standard_streams
@@ -37,8 +37,6 @@ FUNCTION_RANK_COMMAND = (
     "from ronde.launch.function_rank import main; sys.exit(main())",
 )
 """Job.command of ranks that call a function."""
-
-_SIGNALS = {INTERRUPTED: signal.SIGINT, TERMINATED: signal.SIGTERM, HUNG_UP: signal.SIGHUP}
 
 
 class RankTraceback(Exception):
@@ -157,7 +155,8 @@ def _raise_failure(result: JobResult) -> NoReturn:
 
 def _raise_signal(stop_request: StopRequest) -> None:
     """Raise the signal that the driver has handled in place of this process, now that the job is over."""
-    if stop_request in _SIGNALS:
-        signal.raise_signal(_SIGNALS[stop_request])
+    for number, request in SIGNAL_REQUESTS.items():
+        if stop_request == request:
+            signal.raise_signal(number)
     if stop_request == INTERRUPTED:  # also where another handler takes Ctrl-C: there are no results
         raise KeyboardInterrupt

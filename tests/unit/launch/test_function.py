@@ -17,8 +17,8 @@ import pytest
 
 import ronde
 from ronde.errors import JobFailed
-from ronde.launch.driver.driver import INTERRUPTED, TERMINATED, JobResult
-from ronde.launch.driver.failure_report import StopRequest
+from ronde.launch.driver.driver import INTERRUPTED, TERMINATED
+from ronde.launch.driver.failure_report import JobResult, StopRequest
 from ronde.launch.function import RankTraceback, _raise_signal, pickle_call, unpickle_results
 from ronde.launch.function_rank import _pickle_error
 from ronde.launch.output.printer import standard_output_options
@@ -39,12 +39,12 @@ def raised(error: object) -> bytes:
 def failed(result: bytes | None, *, code: int = 1) -> JobResult:
     """Rank 1 of 2 has failed."""
     results = {0: returned(0)} | ({1: result} if result is not None else {})
-    return JobResult(code, "rank 1 on host a failed first", results, {0: 0, 1: code}, first_failed_rank=1)
+    return JobResult(code, "rank 1 on host a failed first", 1, return_values=results)
 
 
 def test_results_come_by_rank() -> None:
     results = {2: returned("c"), 0: returned("a"), 1: returned(None)}
-    assert unpickle_results(JobResult(0, "", results), 3) == ["a", None, "c"]
+    assert unpickle_results(JobResult(0, "", return_values=results), 3) == ["a", None, "c"]
 
 
 def test_the_failing_ranks_own_error_is_raised_with_its_traceback() -> None:
@@ -71,12 +71,12 @@ def test_a_rank_without_an_answer_is_a_failed_job() -> None:
         unpickle_results(failed(None, code=137), 2)
     assert caught.value.code == 137
     with pytest.raises(JobFailed, match="rank 1 exited before its function had returned"):
-        unpickle_results(JobResult(0, "", {0: returned(1)}), 2)
+        unpickle_results(JobResult(0, "", return_values={0: returned(1)}), 2)
 
 
 def test_a_result_that_cannot_be_made_here_is_named() -> None:
     with pytest.raises(TypeError, match=r"what rank 0 returned cannot be unpickled here: ModuleNotFound.*nowhere"):
-        unpickle_results(JobResult(0, "", {0: pickle.dumps("") + b"cnowhere\nThing\n."}), 1)
+        unpickle_results(JobResult(0, "", return_values={0: pickle.dumps("") + b"cnowhere\nThing\n."}), 1)
 
 
 @pytest.mark.parametrize(

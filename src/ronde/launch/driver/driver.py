@@ -17,7 +17,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -26,7 +26,7 @@ from ronde.coordinator.queries import OnStacks
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
 from ronde.launch.driver.agents import AgentGroup, StartCancelled
-from ronde.launch.driver.failure_report import StopRequest, describe_exit, make_failure_report
+from ronde.launch.driver.failure_report import JobResult, StopRequest, describe_exit, make_job_result
 from ronde.launch.driver.monitor import JobStatus, MonitorServer, RankStatus, make_job_status, make_rank_stacks
 from ronde.launch.driver.ssh import HostError
 from ronde.launch.driver.termination import Termination, TerminationEvent, TerminationStage
@@ -65,6 +65,7 @@ START_FAILED_EXIT_CODE = 1
 INTERRUPTED = StopRequest(128 + signal.SIGINT, "interrupted by Ctrl-C")
 TERMINATED = StopRequest(128 + signal.SIGTERM, "ended by SIGTERM")
 HUNG_UP = StopRequest(128 + signal.SIGHUP, "ended by SIGHUP: the terminal was closed")
+SIGNAL_REQUESTS = {signal.SIGINT: INTERRUPTED, signal.SIGTERM: TERMINATED, signal.SIGHUP: HUNG_UP}
 
 SIGNAL_REPEAT_S: Mapping[signal.Signals, float] = {signal.SIGTERM: 1.0, signal.SIGHUP: 1.0, signal.SIGINT: 0.1}
 """The same signal again within this time is the same request, not a second one. `timeout` sends SIGTERM to its command
@@ -173,9 +174,10 @@ class RankSupervisor:
 
     # --- called by the driver ----------------------------------------------------------------------------------
 
-    def request_stop(self, stop_request: StopRequest, event: TerminationEvent) -> None:
+    def request_stop(self, stop_request: StopRequest) -> None:
         self.stop_request = self.stop_request or stop_request
-        self._advance_termination(event)
+        interrupted = stop_request == INTERRUPTED
+        self._advance_termination(TerminationEvent.INTERRUPTED if interrupted else TerminationEvent.STOP_REQUESTED)
 
     def print_message(self, text: str) -> None:
         self._output_sink.print_message(text)
@@ -335,24 +337,7 @@ class RankSupervisor:
         closed = self._output_sink.closed()
         if closed is not None and self.stop_request is None:
             code, reason = (SIGPIPE_EXIT_CODE, "") if closed.broken_pipe else (WRITE_ERROR_EXIT_CODE, closed.reason)
-            self.request_stop(StopRequest(code, reason), TerminationEvent.STOP_REQUESTED)
-
-
-@dataclass(frozen=True, slots=True)
-class JobResult:
-    """How a job has ended."""
-
-    exit_code: int
-    """For the shell: 0, or that of the rank that failed first."""
-    summary: str
-    """What its user should know; empty when all is well."""
-    return_values: dict[int, bytes] = field(default_factory=dict)
-    """By rank, the pickled return value or exception of its function (see function_rank)."""
-    exit_codes: dict[int, int] = field(default_factory=dict)
-    """By rank, a signal below 0; empty when none was started."""
-    first_failed_rank: int | None = None
-    stop_request: StopRequest | None = None
-    """Who ended it from outside, if anybody did."""
+            self.request_stop(StopRequest(code, reason))
 
 
 class Driver:
@@ -364,20 +349,25 @@ class Driver:
             job = replace(job, settings=settings)
         self._job = job
         self._output_sink = output_sink
-        self._stop_requests: deque[tuple[StopRequest, TerminationEvent]] = deque()
+        self._stop_requests: deque[StopRequest] = deque()
         self._loop: EventLoop | None = None
         self._agents: AgentGroup | None = None
         self._supervisor: RankSupervisor | None = None
 
     def stop(self, reason: str) -> None:
         """End everything. From any thread, also before and after run()."""
-        self._request_stop(StopRequest(TERMINATED.exit_code, reason), TerminationEvent.STOP_REQUESTED)
+        self._request_stop(StopRequest(TERMINATED.exit_code, reason))
 
     def run(self) -> JobResult:
         """Start the job, wait for its end, and leave nothing behind."""
         with ExitStack() as opened:
             loop = self._loop = opened.enter_context(closing(EventLoop()))
-            opened.enter_context(handle_signals(loop, self._signal_handlers()))
+            handlers: dict[signal.Signals, Callable[[], None]] = {
+                **{number: partial(self._request_stop, request) for number, request in SIGNAL_REQUESTS.items()},
+                signal.SIGWINCH: lambda: self._supervisor.resize_terminal() if self._supervisor is not None else None,
+                signal.SIGTSTP: self._suspend,
+            }
+            opened.enter_context(handle_signals(loop, handlers))
             opened.enter_context(log_to_output(loop, self._print_message))
             agents = self._agents = AgentGroup(loop, self._job)
             opened.callback(agents.close)
@@ -388,7 +378,7 @@ class Driver:
             except StartFailed as error:
                 return JobResult(START_FAILED_EXIT_CODE, str(error))
             except StartCancelled:
-                stop = self._stop_requests[0][0]
+                stop = self._stop_requests[0]
                 return JobResult(stop.exit_code, f"{stop.reason}, before any rank was started", stop_request=stop)
 
     def _run_ranks(self, loop: EventLoop, agents: AgentGroup, opened: ExitStack) -> JobResult:
@@ -418,28 +408,19 @@ class Driver:
         agents.send(orders)
         loop.run_until(lambda: supervisor.finished)
         supervisor.finish_output()
-        return self._make_result(supervisor, coordinator)
-
-    def _make_result(self, supervisor: RankSupervisor, coordinator: CoordinatorServer) -> JobResult:
-        report = make_failure_report(
+        result = make_job_result(
             supervisor.exits,
-            num_ranks=self._job.num_ranks,
+            num_ranks=job.num_ranks,
             tail=self._output_sink.tail,
             first_lost=coordinator.first_lost(),
             lost_peers=coordinator.lost_peers(),
             whereabouts=coordinator.whereabouts(),
+            return_values=supervisor.return_values,
             stop_request=supervisor.stop_request,
         )
         if supervisor.stop_request is not None:
             self._output_sink.close(timeout_s=OUTPUT_FLUSH_TIMEOUT_S)
-        return JobResult(
-            report.exit_code,
-            "\n".join(report.lines),
-            supervisor.return_values,
-            {each.rank: each.exit_code for each in supervisor.exits},
-            report.first_failed_rank,
-            supervisor.stop_request,
-        )
+        return result
 
     def _open_monitor(self, supervisor: RankSupervisor, coordinator: CoordinatorServer, opened: ExitStack) -> None:
         """Serve `ronde top` and `ronde stack`."""
@@ -471,17 +452,8 @@ class Driver:
 
     # --- signals and stop requests -----------------------------------------------------------------------------
 
-    def _signal_handlers(self) -> dict[signal.Signals, Callable[[], None]]:
-        return {
-            signal.SIGINT: lambda: self._request_stop(INTERRUPTED, TerminationEvent.INTERRUPTED),
-            signal.SIGTERM: lambda: self._request_stop(TERMINATED, TerminationEvent.STOP_REQUESTED),
-            signal.SIGHUP: lambda: self._request_stop(HUNG_UP, TerminationEvent.STOP_REQUESTED),
-            signal.SIGWINCH: lambda: self._supervisor.resize_terminal() if self._supervisor is not None else None,
-            signal.SIGTSTP: self._suspend,
-        }
-
-    def _request_stop(self, stop_request: StopRequest, event: TerminationEvent) -> None:
-        self._stop_requests.append((stop_request, event))
+    def _request_stop(self, stop_request: StopRequest) -> None:
+        self._stop_requests.append(stop_request)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._apply_stop_requests)
 
@@ -489,7 +461,7 @@ class Driver:
         if self._stop_requests and self._supervisor is None and self._agents is not None:
             self._agents.cancel_start()
         while self._stop_requests and self._supervisor is not None:
-            self._supervisor.request_stop(*self._stop_requests.popleft())
+            self._supervisor.request_stop(self._stop_requests.popleft())
 
     def _suspend(self) -> None:
         """Ctrl-Z: this process stops until its user continues it; agents must not take that for its death."""

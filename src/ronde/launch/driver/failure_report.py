@@ -8,14 +8,14 @@ coordinator, and for them the order of exits is all there is.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ronde.coordinator.rounds import LostPeer, MembershipEnd
 from ronde.launch.protocol import ExitReason, RankExit
 from ronde.net.messages import LeaveReason
 from ronde.observe.stacks import RankStack
 from ronde.observe.stalls import Whereabouts
-from ronde.text import describe_exit_code, format_ranks, shell_exit_code, shorten
+from ronde.text import describe_exit_code, format_count, format_ranks, shell_exit_code, shorten
 
 MAX_LINE_CHARS = 500
 """Characters of an error that is quoted in passing."""
@@ -34,13 +34,20 @@ class StopRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class FailureReport:
-    """How the job has ended."""
+class JobResult:
+    """How a job has ended."""
 
     exit_code: int
-    first_failed_rank: int | None = None
-    lines: tuple[str, ...] = ()
+    """For the shell: 0, or that of the rank that failed first."""
+    summary: str
     """Which rank failed, where and why, with its last output; then what became of the others. Empty after a success."""
+    first_failed_rank: int | None = None
+    exit_codes: dict[int, int] = field(default_factory=dict)
+    """By rank, a signal below 0, in the order in which they came; empty when none was started."""
+    return_values: dict[int, bytes] = field(default_factory=dict)
+    """By rank, the pickled return value or exception of its function (see function_rank)."""
+    stop_request: StopRequest | None = None
+    """Who ended it from outside, if anybody did."""
 
 
 def describe_exit(rank_exit: RankExit) -> str:
@@ -59,7 +66,7 @@ def describe_exit(rank_exit: RankExit) -> str:
     return describe_exit_code(rank_exit.exit_code) + more
 
 
-def make_failure_report(
+def make_job_result(
     exits: Sequence[RankExit],
     *,
     num_ranks: int,
@@ -67,22 +74,25 @@ def make_failure_report(
     first_lost: tuple[int, MembershipEnd] | None = None,
     lost_peers: Mapping[int, LostPeer] | None = None,
     whereabouts: Whereabouts | None = None,
+    return_values: dict[int, bytes] | None = None,
     stop_request: StopRequest | None = None,
-) -> FailureReport:
+) -> JobResult:
     """Report on these exits, which are in the order in which they came. The coordinator knows `first_lost`, the rank
     that it lost first and how, and `lost_peers`, by rank those that failed because another one was gone; `tail` is
     OutputSink.tail."""
+    exit_codes = {each.rank: each.exit_code for each in exits}
+    values = return_values or {}
     lost_peers = lost_peers or {}
     unrequested = [each for each in exits if not each.requested]
     failed = [each for each in unrequested if each.exit_code != 0]
-    still_running = sorted(set(range(num_ranks)) - {each.rank for each in exits})
+    still_running = sorted(set(range(num_ranks)) - exit_codes.keys())
     last_lines = []
     if still_running:
         last_lines = [f"{format_ranks(still_running)} did not end, not even when killed; look at their hosts"]
     stopped = [stop_request.reason] if stop_request is not None and stop_request.reason else []
     if not failed:
-        code = 1 if still_running else 0
-        return FailureReport(code if stop_request is None else stop_request.exit_code, None, (*stopped, *last_lines))
+        code = stop_request.exit_code if stop_request is not None else 1 if still_running else 0
+        return JobResult(code, "\n".join([*stopped, *last_lines]), None, exit_codes, values, stop_request)
     lost = next((each for each in unrequested if first_lost is not None and each.rank == first_lost[0]), None)
     membership_end = first_lost[1] if first_lost is not None else None
     first = lost if lost is not None and lost.exit_code != 0 else failed[0]
@@ -132,17 +142,17 @@ def make_failure_report(
     ]
     if first_lost is not None or exited_early is not None:
         alike = []  # once a rank is lost or has left too early, the others fail because of that, with any code
-    for count, what in (
-        (len(alike), f"failed, too: {describe_exit_code(first.exit_code)}"),
-        (len(others) - len(alike), "ended in consequence"),
-    ):
-        if count:
-            lines.append(f"{count} other rank{'s' * (count > 1)} {what}")
+    if alike:
+        how = describe_exit_code(first.exit_code)
+        lines.append(f"{format_count(len(alike), 'other rank')} failed, too: {how}")
+    if len(others) > len(alike):
+        lines.append(f"{format_count(len(others) - len(alike), 'other rank')} ended in consequence")
     lines += [*last_lines, *stopped]
     for each in missing:
         where_it_was = f"it was at {each.line}" if each.line else f"it {each.why}"
         lines.append(f"rank {each.rank} on host {each.host}, pid {each.pid}, did not come: {where_it_was}")
-    return FailureReport(shell_exit_code(first.exit_code), first.rank, tuple(lines))
+    code = shell_exit_code(first.exit_code)
+    return JobResult(code, "\n".join(lines), first.rank, exit_codes, values, stop_request)
 
 
 def _describe_disagreement(stacks: Sequence[RankStack]) -> list[str]:

@@ -20,14 +20,12 @@ from ronde.launch.driver.driver import (
     SIGPIPE_EXIT_CODE,
     WRITE_ERROR_EXIT_CODE,
     Driver,
-    JobResult,
     RankSupervisor,
     log_to_output,
 )
-from ronde.launch.driver.failure_report import StopRequest
+from ronde.launch.driver.failure_report import JobResult, StopRequest
 from ronde.launch.driver.monitor import RankStatus
 from ronde.launch.driver.ssh import HostError
-from ronde.launch.driver.termination import TerminationEvent
 from ronde.launch.job import Job
 from ronde.launch.output.terminal import OutputClosed
 from ronde.launch.placement import Host
@@ -177,8 +175,8 @@ def test_other_errors_of_a_host_are_shown(scene: Scene) -> None:
 
 
 def test_ctrl_c_interrupts_and_a_second_one_kills(scene: Scene) -> None:
-    scene.supervisor.request_stop(CTRL_C, TerminationEvent.INTERRUPTED)
-    scene.supervisor.request_stop(StopRequest(143, "ended by SIGTERM"), TerminationEvent.INTERRUPTED)
+    scene.supervisor.request_stop(CTRL_C)
+    scene.supervisor.request_stop(StopRequest(143, "ended by SIGTERM"))
     assert [message.number for _, message in scene.signals()] == [signal.SIGINT] * 2 + [signal.SIGKILL] * 2
     assert scene.supervisor.stop_request == CTRL_C
     scene.exit(0, 1, 2, 3, code=-9)
@@ -324,7 +322,7 @@ def run(script: str, num_ranks: int = 2) -> tuple[JobResult, RecordingSink]:
 
 def test_every_rank_runs_with_its_own_place_and_its_output_is_shown() -> None:
     result, sink = run('echo "$RANK of $WORLD_SIZE at $MASTER_ADDR"', 3)
-    assert result == JobResult(0, "", {}, {0: 0, 1: 0, 2: 0})
+    assert result == JobResult(0, "", exit_codes={0: 0, 1: 0, 2: 0})
     assert sink.printed == {rank: f"{rank} of 3 at 127.0.0.1\n".encode() for rank in range(3)}
     assert sorted(sink.exited_ranks) == [0, 1, 2] and not sink.messages
 

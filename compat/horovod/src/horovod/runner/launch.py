@@ -17,7 +17,8 @@ from horovod.common import variables
 from horovod.common.util import ccl_built, ddl_built, extension_available, gloo_built, mpi_built, nccl_built
 from horovod.runner.common.util import config_parser
 from ronde.errors import RondeError
-from ronde.launch.driver.driver import Driver, JobResult
+from ronde.launch.driver.driver import Driver
+from ronde.launch.driver.failure_report import JobResult
 from ronde.launch.job import Job, SshOptions
 from ronde.launch.output.printer import Printer, standard_output_options
 from ronde.launch.output.terminal import open_standard_streams
