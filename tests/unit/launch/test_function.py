@@ -5,73 +5,30 @@ from __future__ import annotations
 import errno
 import io
 import pickle
-import signal
 import sys
 import threading
-from pathlib import Path
 from typing import Any
 
-import cloudpickle
 import numpy
 import pytest
 
 import ronde
 from ronde.errors import JobFailed
-from ronde.launch.driver.driver import INTERRUPTED, TERMINATED
-from ronde.launch.driver.failure_report import JobResult, StopRequest
-from ronde.launch.function import RankTraceback, _raise_signal, pickle_call, unpickle_results
+from ronde.launch.driver.failure_report import JobResult
+from ronde.launch.function import pickle_call, unpickle_results
 from ronde.launch.function_rank import _pickle_error
 from ronde.launch.output.printer import standard_output_options
 from ronde.launch.output.terminal import open_standard_streams
 
 LOCK = threading.Lock()
-TRACE = "Traceback …\nOdd: no\n"
 
 
-def returned(value: object) -> bytes:
-    return pickle.dumps("") + bytes(cloudpickle.dumps(value))
-
-
-def raised(error: object) -> bytes:
-    return pickle.dumps(TRACE) + bytes(cloudpickle.dumps(error))
-
-
-def failed(result: bytes | None, *, code: int = 1) -> JobResult:
-    """Rank 1 of 2 has failed."""
-    results = {0: returned(0)} | ({1: result} if result is not None else {})
-    return JobResult(code, "rank 1 on host a failed first", 1, return_values=results)
-
-
-def test_results_come_by_rank() -> None:
-    results = {2: returned("c"), 0: returned("a"), 1: returned(None)}
-    assert unpickle_results(JobResult(0, "", return_values=results), 3) == ["a", None, "c"]
-
-
-def test_the_failing_ranks_own_error_is_raised_with_its_traceback() -> None:
-    with pytest.raises(KeyError, match="no") as caught:
-        unpickle_results(failed(raised(KeyError("no"))), 2)
-    assert isinstance(caught.value.__cause__, RankTraceback)
-    assert "in rank 1:\nTraceback …\nOdd: no" in str(caught.value.__cause__)
-
-
-@pytest.mark.parametrize(
-    "reply",
-    [raised(None), raised(SystemExit(3)), raised(KeyboardInterrupt()), pickle.dumps(TRACE) + b"cnowhere\nOdd\n."],
-    ids=["no pickle", "exit", "interrupt", "class of nowhere"],
-)
-def test_what_cannot_be_raised_here_is_a_failed_job_that_says_it(reply: bytes) -> None:
-    with pytest.raises(JobFailed, match="rank 1 on host a failed first\nrank 1 raised Odd: no") as caught:
-        unpickle_results(failed(reply, code=3), 2)
+def test_an_error_that_cannot_be_made_here_keeps_its_traceback() -> None:
+    reply = pickle.dumps("Traceback …\nOdd: no\n") + b"cnowhere\nOdd\n."
+    with pytest.raises(JobFailed, match="rank 1 failed first\nrank 1 raised Odd: no") as caught:
+        unpickle_results(JobResult(3, "rank 1 failed first", 1, return_values={1: reply}), 2)
     assert caught.value.code == 3
-    assert "Traceback …" in str(caught.value.__cause__)
-
-
-def test_a_rank_without_an_answer_is_a_failed_job() -> None:
-    with pytest.raises(JobFailed, match="rank 1 on host a failed first") as caught:
-        unpickle_results(failed(None, code=137), 2)
-    assert caught.value.code == 137
-    with pytest.raises(JobFailed, match="rank 1 exited before its function had returned"):
-        unpickle_results(JobResult(0, "", return_values={0: returned(1)}), 2)
+    assert "in rank 1:\nTraceback …\nOdd: no" in str(caught.value.__cause__)
 
 
 def test_a_result_that_cannot_be_made_here_is_named() -> None:
@@ -159,14 +116,6 @@ def test_an_error_comes_back_as_it_was(error: Exception) -> None:
     assert [getattr(back, each, None) for each in OWN] == [getattr(error, each, None) for each in OWN]
 
 
-def test_paths_before_the_standard_library_are_told_from_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    library = str(Path(io.__file__).parent)
-    monkeypatch.setattr(sys, "path", ["/script", "/mine", library, "/installed"])
-    monkeypatch.setattr(sys, "argv", ["script.py", "--fast"])
-    scene = pickle.load(io.BytesIO(pickle_call(print, (), {})))
-    assert scene == (["script.py", "--fast"], ["/script", "/mine"], [library, "/installed"])
-
-
 def test_streams_that_take_text_only_are_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     monkeypatch.setattr(sys, "stdout", out)
@@ -178,13 +127,3 @@ def test_streams_that_take_text_only_are_written_to(monkeypatch: pytest.MonkeyPa
         target.err.write(part)
     target.err.flush()
     assert out.getvalue() == "ä\n"
-
-
-def test_a_signal_that_the_driver_took_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[int] = []
-    monkeypatch.setattr(signal, "raise_signal", taken.append)
-    _raise_signal(TERMINATED)
-    with pytest.raises(KeyboardInterrupt):
-        _raise_signal(INTERRUPTED)
-    _raise_signal(StopRequest(143, "somebody called stop()"))
-    assert taken == [signal.SIGTERM, signal.SIGINT]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import psutil
 
@@ -95,52 +95,6 @@ def _resolve_addresses(name: str) -> list[str]:
         return []
 
 
-class AgentConnection(Protocol):
-    """The driver's connection to one agent. It calls `on_message` with every message of the agent, and `on_lost` once,
-    when the agent has ended; both in the loop."""
-
-    def set_message_handler(self, on_message: Callable[[AgentMessage], None]) -> None:
-        """Replace `on_message`. To be called before ranks are started."""
-
-    def send(self, message: DriverMessage) -> None:
-        """Send a message. Never waits; after the end of the connection the message is dropped."""
-
-    def send_heartbeat(self, message: DriverHeartbeat) -> None:
-        """Send a heartbeat. Other threads may call this method, and no other one."""
-
-    def stop_agent(self) -> None:
-        """Kill its ranks and end the agent: `on_lost` is called when that is done."""
-
-    def close(self) -> None:
-        """End the connection and what it has started here; call nothing any more. Idempotent."""
-
-
-class LocalAgentConnection:
-    """The connection to an agent in this process."""
-
-    def __init__(
-        self, loop: EventLoop, on_message: Callable[[AgentMessage], None], on_lost: Callable[[HostError], None]
-    ) -> None:
-        self._on_lost = on_lost
-        self._agent = Agent(loop, on_message)
-
-    def set_message_handler(self, on_message: Callable[[AgentMessage], None]) -> None:
-        self._agent.on_report = on_message
-
-    def send(self, message: DriverMessage) -> None:
-        self._agent.handle(message)
-
-    def send_heartbeat(self, message: DriverHeartbeat) -> None:
-        """Do nothing: an agent in this process ends with the driver."""
-
-    def stop_agent(self) -> None:
-        self.close()
-        self._on_lost(HostError("its agent was stopped"))
-
-    def close(self) -> None:
-        self._agent.close()
-
-
 Reply = TypeVar("Reply", AgentHello, ProbeReply)
 
 
@@ -155,17 +109,18 @@ class AgentGroup:
         self._loop = loop
         self._job = job
         self._hosts = job.used_hosts
-        self._connections: list[AgentConnection] = []
+        self._agents: list[Agent | SshAgentConnection] = []
+        """The one on the driver's own machine runs in this process."""
         self._errors: dict[int, HostError] = {}
         self._replies: dict[int, AgentMessage] = {}
-        self._started_agents: set[int] = set()
-        self._disconnected: set[int] = set()
+        self._started: set[int] = set()
+        """Agents that have sent AgentHello."""
         self._on_lost: Callable[[int, HostError], None] = self._errors.__setitem__
         self._cancelled = False
         self._heartbeat = DriverHeartbeat(HEARTBEATS_BEFORE_AGENT_STOPS * job.settings.heartbeat_s)
         self._closing = threading.Event()
-        # Owned by the group. Touches nothing but AgentConnection.send_heartbeat: agents need heartbeats also while the
-        # driver's loop waits for a terminal that takes no output.
+        # Owned by the group. Touches nothing but SshAgentConnection.send_heartbeat: agents need heartbeats also while
+        # the driver's loop waits for a terminal that takes no output.
         self._heartbeat_thread = threading.Thread(target=self._send_heartbeats, name="ronde-heartbeat", daemon=True)
         self.hellos: list[AgentHello] = []
         self.driver_index = 0
@@ -187,7 +142,7 @@ class AgentGroup:
 
     def probe_network(self, key: str, num_ports: Sequence[int]) -> JobNetwork:
         """Find out where all hosts reach each other, and so many free ports on each host."""
-        if len(self._connections) == 1:
+        if len(self._agents) == 1:
             return JobNetwork(LOOPBACK, (self._host_facts(0, "", find_free_ports(LOOPBACK, num_ports[0])),))
         counts = (*num_ports, 0)
         own = self._probe([ProbeRequest(key, (), PROBE_TIMEOUT_S, counts[index]) for index in range(len(self.hellos))])
@@ -203,20 +158,20 @@ class AgentGroup:
     ) -> None:
         """From now on call these with the messages of agents and with the hosts that are lost."""
         self._on_lost = on_lost
-        for index, connection in enumerate(self._connections):
-            connection.set_message_handler(partial(on_message, index))
+        for index, agent in enumerate(self._agents):
+            agent.on_report = partial(on_message, index)
         for index, error in self._errors.items():  # lost since the last request
             on_lost(index, error)
 
     def send(self, messages: Mapping[int, DriverMessage]) -> None:
         """Send each agent its message. An agent in this process comes last: it acts on it at once."""
         for index in sorted(messages, key=self._is_local):
-            self._connections[index].send(messages[index])
+            self._agents[index].handle(messages[index])
 
     def suspend_heartbeat(self, suspended: bool) -> None:
         """Let agents wait without heartbeats while the driver is suspended, or expect heartbeats again."""
-        for connection in self._connections:
-            connection.send(DriverHeartbeat(UNLIMITED_S) if suspended else self._heartbeat)
+        for agent in self._agents:
+            agent.handle(DriverHeartbeat(UNLIMITED_S) if suspended else self._heartbeat)
 
     def cancel_start(self) -> None:
         """Do not wait for agents any more: StartCancelled is raised where they are waited for."""
@@ -224,42 +179,43 @@ class AgentGroup:
 
     def close(self) -> None:
         """Stop all agents and what they started, and wait for that as long as it is useful. Idempotent."""
-        connections, self._connections = self._connections, []
-        if not connections:
+        agents, self._agents = self._agents, []
+        if not agents:
             return
         self._on_lost = lambda index, error: None
         self._closing.set()
-        for connection in connections:
-            connection.set_message_handler(lambda message: None)
-        for index in self._started_agents - self._disconnected:  # the other agents have started nothing
-            connections[index].stop_agent()
+        started = [agents[index] for index in self._started]
+        stopping = [agent for agent in started if isinstance(agent, SshAgentConnection)]
+        for connection in stopping:
+            connection.stop_agent()
+        for agent in agents:
+            agent.on_report = lambda message: None
+            if isinstance(agent, Agent):
+                agent.close()
         timer = self._loop.call_later(AGENT_STOP_TIMEOUT_S, lambda: None)
-        self._loop.run_until(lambda: self._started_agents <= self._disconnected or not timer.pending)
+        self._loop.run_until(lambda: all(connection.closed for connection in stopping) or not timer.pending)
         timer.cancel()
         if self._heartbeat_thread.is_alive():
             self._heartbeat_thread.join()
-        for connection in connections:
-            connection.close()
+        for agent in agents:
+            agent.close()
 
     def _connect(self, index: int, host: Host, *, local: bool) -> None:
-        job, on_message = self._job, partial(self._record_reply, index)
-
-        def on_lost(error: HostError) -> None:
-            self._disconnected.add(index)
-            self._on_lost(index, error)
-
+        job, on_report = self._job, partial(self._record_reply, index)
         if local:
             if not Path(job.cwd).is_dir() and index < len(self._hosts):
                 self._errors[index] = make_missing_directory_error(job.cwd)
-            self._connections.append(LocalAgentConnection(self._loop, on_message, on_lost))
+            self._agents.append(Agent(self._loop, on_report))
             return
         try:
-            self._connections.append(SshAgentConnection(self._loop, host, job, on_message, on_lost))
+            self._agents.append(
+                SshAgentConnection(self._loop, host, job, on_report, lambda error: self._on_lost(index, error))
+            )
         except OSError as error:
             raise StartFailed(f"ssh cannot be started here ({error.strerror}); install OpenSSH's client") from None
 
     def _is_local(self, index: int) -> bool:
-        return isinstance(self._connections[index], LocalAgentConnection)
+        return isinstance(self._agents[index], Agent)
 
     def _host_facts(self, index: int, address: str, free_ports: tuple[int, ...]) -> HostFacts:
         hello = self.hellos[index]
@@ -267,7 +223,7 @@ class AgentGroup:
 
     def _record_reply(self, index: int, message: AgentMessage) -> None:
         if isinstance(message, AgentHello):
-            self._started_agents.add(index)
+            self._started.add(index)
         if isinstance(message, AgentHello | ProbeReply | AgentError):
             self._replies[index] = message
 
@@ -279,7 +235,7 @@ class AgentGroup:
     def _wait_for_replies(self, kind: type[Reply], timeout_s: float) -> list[Reply]:
         """Wait for such a reply of every agent. StartFailed when one has an error or does not answer."""
         timer = self._loop.call_later(timeout_s, lambda: None)
-        num_agents = len(self._connections)
+        num_agents = len(self._agents)
         self._loop.run_until(
             lambda: (
                 self._cancelled or not timer.pending or len(self._replies.keys() | self._errors.keys()) == num_agents
@@ -330,5 +286,6 @@ class AgentGroup:
 
     def _send_heartbeats(self) -> None:
         while not self._closing.wait(self._job.settings.heartbeat_s):
-            for connection in tuple(self._connections):
-                connection.send_heartbeat(self._heartbeat)
+            for agent in tuple(self._agents):
+                if isinstance(agent, SshAgentConnection):
+                    agent.send_heartbeat(self._heartbeat)

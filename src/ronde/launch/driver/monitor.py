@@ -156,8 +156,8 @@ class MonitorServer:
         path = jobs_dir / f"{name}{SOCKET_SUFFIX}"
         if len(os.fsencode(path)) > MAX_SOCKET_PATH_BYTES:
             raise ValueError(f"{path} is too long for a socket's name; choose a shorter name for the job")
-        with _locked_dir(jobs_dir):
-            for job in _find_running_jobs(jobs_dir):  # this also removes what killed drivers left behind
+        with _locked_jobs(jobs_dir) as jobs:
+            for job in jobs:
                 if job.path == path:
                     raise ValueError(
                         f"a job named {name!r} is running already (process {job.pid}); choose another name"
@@ -207,9 +207,8 @@ def open_jobs_dir() -> Path:
 def find_job(name: str = "", jobs_dir: Path | None = None) -> RunningJob:
     """Return the running job of this name; without a name, the only one of this user."""
     jobs_dir = jobs_dir or open_jobs_dir()
-    with _locked_dir(jobs_dir):
-        jobs = _find_running_jobs(jobs_dir)
-    chosen = [job for job in jobs if job.name == name or not name]
+    with _locked_jobs(jobs_dir) as jobs:
+        chosen = [job for job in jobs if job.name == name or not name]
     if len(chosen) == 1:
         return chosen[0]
     running = ", ".join(job.name for job in jobs) or "none"
@@ -240,21 +239,10 @@ def _query_job(job: RunningJob, request: MonitorRequest, reply_type: type[_T], d
         raise ProtocolError(f"job {job.name} gave no answer of this version of ronde: {error}") from None
 
 
-def _find_running_jobs(jobs_dir: Path) -> list[RunningJob]:
-    """Return the jobs whose drivers listen there; remove the sockets of killed ones. To be called in _locked_dir."""
-    found = []
-    for path in sorted(jobs_dir.glob(f"*{SOCKET_SUFFIX}")):
-        pid = listening_pid(path, Deadline(CONNECT_TIMEOUT_S))
-        if pid is None:
-            path.unlink(missing_ok=True)
-        else:
-            found.append(RunningJob(path.name.removesuffix(SOCKET_SUFFIX), path, pid))
-    return found
-
-
 @contextmanager
-def _locked_dir(jobs_dir: Path) -> Iterator[None]:
-    """One process at a time: a socket that is removed must not be one that was just made."""
+def _locked_jobs(jobs_dir: Path) -> Iterator[list[RunningJob]]:
+    """Yield the jobs whose drivers listen there, by name, and remove the sockets of killed ones. One process at a time:
+    a socket that is removed must not be one that was just made."""
     fd = os.open(jobs_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     deadline = Deadline(LOCK_TIMEOUT_S)
     try:
@@ -268,6 +256,13 @@ def _locked_dir(jobs_dir: Path) -> Iterator[None]:
                         f"another process of ronde holds {jobs_dir} for {LOCK_TIMEOUT_S:g} s; is it stopped?"
                     ) from None
                 time.sleep(0.01)
-        yield
+        jobs = []
+        for path in sorted(jobs_dir.glob(f"*{SOCKET_SUFFIX}")):
+            pid = listening_pid(path, Deadline(CONNECT_TIMEOUT_S))
+            if pid is None:
+                path.unlink(missing_ok=True)
+            else:
+                jobs.append(RunningJob(path.name.removesuffix(SOCKET_SUFFIX), path, pid))
+        yield jobs
     finally:
         os.close(fd)

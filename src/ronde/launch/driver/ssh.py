@@ -141,20 +141,23 @@ STDERR_TAIL_BYTES = 8192
 
 
 class SshAgentConnection:
-    """The connection to an agent that ssh starts on another host. See agents.AgentConnection."""
+    """The connection to an agent that ssh starts on another host. As an Agent it takes messages with handle() and calls
+    `on_report` with those of the agent; and `on_lost` once, when the agent has ended."""
 
     def __init__(
         self,
         loop: EventLoop,
         host: Host,
         job: Job,
-        on_message: Callable[[AgentMessage], None],
+        on_report: Callable[[AgentMessage], None],
         on_lost: Callable[[HostError], None],
     ) -> None:
+        self.on_report = on_report
+        """May be replaced before ranks are started."""
+        self.closed = False
         self._loop = loop
         self._host = host
         self._job = job
-        self._on_message = on_message
         self._on_lost = on_lost
         self._frame_reader = make_agent_message_reader()
         self._stderr_tail = b""
@@ -162,7 +165,6 @@ class SshAgentConnection:
         # Held by whoever writes to ssh: the loop's thread, or the one that sends heartbeats.
         self._write_lock = threading.Lock()
         self._stopping = False
-        self._closed = False
         self._process = subprocess.Popen(
             ssh_argv(host, job),
             stdin=subprocess.PIPE,
@@ -181,10 +183,8 @@ class SshAgentConnection:
         self._pidfd = os.pidfd_open(self._process.pid)
         loop.add_reader(self._pidfd, self._handle_exit)
 
-    def set_message_handler(self, on_message: Callable[[AgentMessage], None]) -> None:
-        self._on_message = on_message
-
-    def send(self, message: DriverMessage) -> None:
+    def handle(self, message: DriverMessage) -> None:
+        """Send a message. Never waits; after the end of the connection the message is dropped."""
         if self._in < 0:
             return
         with self._write_lock:
@@ -196,6 +196,7 @@ class SshAgentConnection:
                     self._loop.add_writer(self._in, self._handle_writable)
 
     def send_heartbeat(self, message: DriverHeartbeat) -> None:
+        """Other threads may call this method, and no other one."""
         with self._write_lock:
             if not self._unsent and self._in >= 0:
                 try:
@@ -205,15 +206,17 @@ class SshAgentConnection:
                     pass
 
     def stop_agent(self) -> None:
-        self.send(StopAgent())
+        """Let the agent kill its ranks and end: then the connection is closed."""
+        self.handle(StopAgent())
         self._stopping = True
         if not self._unsent:
             self._close_stdin()
 
     def close(self) -> None:
-        if self._closed:
+        """End ssh; call nothing any more. Idempotent."""
+        if self.closed:
             return
-        self._closed = True
+        self.closed = True
         self._close_stdin()
         self._stdout.close()
         self._stderr.close()
@@ -255,8 +258,8 @@ class SshAgentConnection:
         except ProtocolError as error:
             return self._close_with_error(HostError(f"its agent is of another version of ronde ({error})"))
         for message in messages:
-            if not self._closed:
-                self._on_message(message)
+            if not self.closed:
+                self.on_report(message)
 
     def _handle_stderr(self, data: bytes) -> None:
         self._stderr_tail = (self._stderr_tail + data)[-STDERR_TAIL_BYTES:]
@@ -265,7 +268,7 @@ class SshAgentConnection:
         # Read what ssh left in its pipes. Their end is not waited for: a process that ssh left behind may hold them.
         self._stdout.read_remaining()
         self._stderr.read_remaining()
-        if not self._closed:
+        if not self.closed:
             stderr = (self._stderr_tail or self._frame_reader.text_before_preamble).decode(errors="replace")
             self._close_with_error(make_ssh_error(self._host, self._job, self._process.wait(), stderr))
 

@@ -132,12 +132,6 @@ def test_it_is_over_when_all_ranks_have_ended(scene: Scene) -> None:
     assert scene.sink.exited_ranks == [0, 1, 3, 2] and not scene.sent
 
 
-def test_the_coordinator_hears_how_each_rank_has_ended(scene: Scene) -> None:
-    scene.exit(1)
-    scene.exit(2, code=-9)
-    assert scene.lost == [(1, "exited with code 0"), (2, "killed by signal 9 (SIGKILL)")]
-
-
 def test_after_a_failure_those_that_stay_are_told_to_end_and_then_killed(scene: Scene) -> None:
     scene.exit(1, code=1)
     assert not scene.sent
@@ -172,15 +166,6 @@ def test_a_rank_that_cannot_be_started_has_failed(scene: Scene) -> None:
 def test_other_errors_of_a_host_are_shown(scene: Scene) -> None:
     scene.supervisor.handle_message(1, AgentError("its disk is full"))
     assert scene.sink.messages == ["host b: its disk is full"] and not scene.supervisor.exits
-
-
-def test_ctrl_c_interrupts_and_a_second_one_kills(scene: Scene) -> None:
-    scene.supervisor.request_stop(CTRL_C)
-    scene.supervisor.request_stop(StopRequest(143, "ended by SIGTERM"))
-    assert [message.number for _, message in scene.signals()] == [signal.SIGINT] * 2 + [signal.SIGKILL] * 2
-    assert scene.supervisor.stop_request == CTRL_C
-    scene.exit(0, 1, 2, 3, code=-9)
-    assert scene.supervisor.finished and all(end.requested for end in scene.supervisor.exits)
 
 
 def test_output_is_shown_at_the_end_of_the_turn_and_again_when_the_screen_wants(scene: Scene) -> None:
@@ -320,13 +305,6 @@ def run(script: str, num_ranks: int = 2) -> tuple[JobResult, RecordingSink]:
     return Driver(job(script, num_ranks), sink).run(), sink
 
 
-def test_every_rank_runs_with_its_own_place_and_its_output_is_shown() -> None:
-    result, sink = run('echo "$RANK of $WORLD_SIZE at $MASTER_ADDR"', 3)
-    assert result == JobResult(0, "", exit_codes={0: 0, 1: 0, 2: 0})
-    assert sink.printed == {rank: f"{rank} of 3 at 127.0.0.1\n".encode() for rank in range(3)}
-    assert sorted(sink.exited_ranks) == [0, 1, 2] and not sink.messages
-
-
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_that_comes_twice_at_once_leaves_ranks_the_time_to_save(number: signal.Signals) -> None:
     # The second one comes when the first was heard: the rank sends it when it is told to end.
@@ -359,14 +337,6 @@ def test_a_job_that_is_stopped_before_it_runs_starts_nothing() -> None:
     driver.stop("changed my mind")
     why = "changed my mind"
     assert driver.run() == JobResult(143, f"{why}, before any rank was started", stop_request=StopRequest(143, why))
-
-
-def test_it_runs_in_any_thread() -> None:
-    results: list[JobResult] = []
-    thread = threading.Thread(target=lambda: results.append(run("exit 5", 1)[0]))
-    thread.start()
-    thread.join()
-    assert results[0].exit_code == 5
 
 
 def test_a_rank_that_never_joins_is_named_as_the_one_that_left_too_early() -> None:

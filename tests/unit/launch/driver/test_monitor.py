@@ -175,7 +175,7 @@ def test_without_a_session_it_is_in_the_temporary_directory(
     assert open_jobs_dir() == jobs_dir / f"ronde-{os.getuid()}"
 
 
-@pytest.mark.parametrize("problem", ["others can enter it", "it is a link", "it is another user's"])
+@pytest.mark.parametrize("problem", ["others can enter it", "it is a link"])
 def test_a_directory_that_is_not_the_users_alone_is_refused(
     jobs_dir: Path, monkeypatch: pytest.MonkeyPatch, problem: str
 ) -> None:
@@ -184,12 +184,8 @@ def test_a_directory_that_is_not_the_users_alone_is_refused(
     elsewhere.mkdir(mode=0o700)
     if problem == "it is a link":
         (jobs_dir / "ronde").symlink_to(elsewhere)
-    elif problem == "others can enter it":
-        elsewhere.rename(jobs_dir / "ronde").chmod(0o755)
     else:
-        elsewhere.rename(jobs_dir / "ronde")
-        mine = os.getuid()
-        monkeypatch.setattr(os, "getuid", lambda: mine + 1)
+        elsewhere.rename(jobs_dir / "ronde").chmod(0o755)
     with pytest.raises(StartFailed, match="must be a directory of yours that nobody else can enter"):
         open_jobs_dir()
 

@@ -1,5 +1,4 @@
-"""How ssh is called, what its end means, and the connection to an agent: through an ssh that is only a script, and in
-this process."""
+"""How ssh is called, what its end means, and the connection to an agent through an ssh that is only a script."""
 
 from __future__ import annotations
 
@@ -14,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from ronde.launch.driver.agents import AgentConnection, LocalAgentConnection
 from ronde.launch.driver.ssh import (
     NO_DIRECTORY_STATUS,
     NO_PYTHON_STATUS,
@@ -161,23 +159,17 @@ def echo(text: str) -> StartRanks:
     return StartRanks((RankOrder(0, ("/bin/sh", "-c", f"echo {shlex.quote(text)}"), {}, "/"),))
 
 
-@pytest.mark.parametrize("through", ["this process", "ssh"])
-def test_an_agent_works_and_ends(received: Received, ssh: Path, through: str) -> None:
-    connection: AgentConnection
-    if through == "ssh":
-        connection = open_ssh(received)
-    else:
-        connection = LocalAgentConnection(received.loop, received.messages.append, received.errors.append)
+def test_an_agent_works_and_ends(received: Received, ssh: Path) -> None:
+    connection = open_ssh(received)
     received.wait_for(AgentHello)
     connection.send_heartbeat(DriverHeartbeat(60.0))
-    connection.send(echo("hi"))
+    connection.handle(echo("hi"))
     received.wait_for(RankExit)
     assert RankOutput(0, "out", b"hi\n") in received.messages
     connection.stop_agent()
-    assert received.wait_for_end().last_line == ""
-    connection.send(echo("too late"))
+    assert received.wait_for_end().last_line == "" and connection.closed
+    connection.handle(echo("too late"))
     connection.send_heartbeat(DriverHeartbeat(60.0))
-    connection.close()
     connection.close()
 
 
@@ -186,7 +178,7 @@ def test_orders_larger_than_a_pipe_arrive_whole_also_from_a_shell_that_prints(re
     connection = open_ssh(received)
     received.wait_for(AgentHello)
     large = "x" * 100_000
-    connection.send(StartRanks(tuple(RankOrder(rank, ("/bin/true",), {"LARGE": large}, "/") for rank in range(20))))
+    connection.handle(StartRanks(tuple(RankOrder(rank, ("/bin/true",), {"LARGE": large}, "/") for rank in range(20))))
     connection.stop_agent()  # also the last word is heard
     received.wait_for_end()
     connection.close()
