@@ -15,15 +15,13 @@ import threading
 import time
 
 TIMEOUT_S = 60.0
-BLOCK = bytes(1 << 20)
 
 
 def connect(role: str, address: str, port: int) -> socket.socket:
     if role == "listen":
         with socket.create_server((address, port)) as listener:
             listener.settimeout(TIMEOUT_S)
-            peer, _ = listener.accept()
-        return peer
+            return listener.accept()[0]
     deadline = time.monotonic() + TIMEOUT_S
     while True:
         try:
@@ -32,12 +30,6 @@ def connect(role: str, address: str, port: int) -> socket.socket:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.01)
-
-
-def send(peer: socket.socket, num_bytes: int) -> None:
-    view = memoryview(BLOCK)
-    while num_bytes:
-        num_bytes -= peer.send(view[: min(num_bytes, len(view))])
 
 
 def receive(peer: socket.socket, num_bytes: int) -> None:
@@ -52,10 +44,10 @@ def receive(peer: socket.socket, num_bytes: int) -> None:
 def main(role: str, address: str, port: int, num_bytes: int) -> None:
     with connect(role, address, port) as peer:
         peer.settimeout(TIMEOUT_S)
-        send(peer, 1)  # both are connected: the clock starts at both ends
+        peer.sendall(b".")  # both are connected: the clock starts at both ends
         receive(peer, 1)
+        sender = threading.Thread(target=peer.sendall, args=(bytes(num_bytes),))
         start = time.perf_counter_ns()
-        sender = threading.Thread(target=send, args=(peer, num_bytes))
         sender.start()
         receive(peer, num_bytes)
         took_ns = time.perf_counter_ns() - start

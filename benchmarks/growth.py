@@ -10,7 +10,6 @@ ranks than cores take turns on the cores, so there the least one can hope for is
 from __future__ import annotations
 
 import argparse
-import itertools
 import math
 import subprocess
 import sys
@@ -36,16 +35,14 @@ def measure(*arguments: str) -> list[BenchmarkResult]:
     return [msgspec.json.decode(line, type=BenchmarkResult) for line in lines]
 
 
-def exponents(numbers: Sequence[int], costs: Sequence[float]) -> list[float]:
-    """Slope on paper with two logarithmic axes, from each point to the next."""
-    points = list(zip(numbers, costs, strict=True))
-    return [math.log(c1 / c0) / math.log(n1 / n0) for (n0, c0), (n1, c1) in itertools.pairwise(points)]
-
-
 def show(console: Console, title: str, numbers: Sequence[int], costs: Sequence[float]) -> None:
     table = Table("number", "median µs", "exponent", title=title)
-    for number, cost, exponent in zip(numbers, costs, ("", *exponents(numbers, costs)), strict=True):
-        table.add_row(str(number), f"{cost:.1f}", exponent if isinstance(exponent, str) else f"{exponent:.2f}")
+    before: tuple[int, float] | None = None
+    for number, cost in zip(numbers, costs, strict=True):
+        # The slope on paper with two logarithmic axes, from each point to the next.
+        slope = math.log(cost / before[1]) / math.log(number / before[0]) if before else None
+        table.add_row(str(number), f"{cost:.1f}", "" if slope is None else f"{slope:.2f}")
+        before = number, cost
     console.print(table)
 
 

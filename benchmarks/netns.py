@@ -39,31 +39,28 @@ COMMAND_S = 30.0
 GOODPUT_BYTES = 64 << 20
 
 
-def run(*command: str) -> None:
-    subprocess.run(command, check=True, timeout=COMMAND_S)
-
-
 class Hosts:
     """Two namespaces, joined by a pair of virtual interfaces that send at the given rate."""
 
     def __init__(self, rate: str) -> None:
         self._names = [f"ronde-{os.getpid()}-{index}" for index in range(2)]
         self.interfaces = [f"rv{os.getpid()}-{index}" for index in range(2)]
-        self._rate = rate
+        first, second = self.interfaces
+        self._commands = [f"ip netns add {name}" for name in self._names]
+        self._commands.append(f"ip link add {first} type veth peer name {second}")
+        for name, interface, address in zip(self._names, self.interfaces, ADDRESSES, strict=True):
+            self._commands += [
+                f"ip link set {interface} netns {name}",
+                f"ip -n {name} address add {address}/24 dev {interface}",
+                f"ip -n {name} link set lo up",
+                f"ip -n {name} link set {interface} up",
+                f"tc -n {name} qdisc add dev {interface} root tbf rate {rate} burst 256kb latency 50ms",
+            ]
 
     def __enter__(self) -> Hosts:
         try:
-            for name in self._names:
-                run("ip", "netns", "add", name)
-            run("ip", "link", "add", self.interfaces[0], "type", "veth", "peer", "name", self.interfaces[1])
-            for name, interface, address in zip(self._names, self.interfaces, ADDRESSES, strict=True):
-                run("ip", "link", "set", interface, "netns", name)
-                inside = ("ip", "-n", name)
-                run(*inside, "address", "add", f"{address}/24", "dev", interface)
-                run(*inside, "link", "set", "lo", "up")
-                run(*inside, "link", "set", interface, "up")
-                shape = ("tbf", "rate", self._rate, "burst", "256kb", "latency", "50ms")
-                run("tc", "-n", name, "qdisc", "add", "dev", interface, "root", *shape)
+            for command in self._commands:
+                subprocess.run(command.split(), check=True, timeout=COMMAND_S)
         except BaseException:
             self.__exit__()
             raise
@@ -71,9 +68,8 @@ class Hosts:
 
     def __exit__(self, *_: object) -> None:
         # The interfaces go with their namespaces; before they have moved there they are still ours.
-        subprocess.run(("ip", "link", "del", self.interfaces[0]), check=False, stderr=subprocess.DEVNULL)
-        for name in self._names:
-            subprocess.run(("ip", "netns", "del", name), check=False, stderr=subprocess.DEVNULL)
+        for command in (f"ip link del {self.interfaces[0]}", *(f"ip netns del {name}" for name in self._names)):
+            subprocess.run(command.split(), check=False, stderr=subprocess.DEVNULL)
 
     def inside(self, index: int) -> tuple[str, ...]:
         """How a command is run on that host."""

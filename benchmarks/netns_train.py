@@ -10,7 +10,7 @@ bound is computed is in README.md.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, closing
 
 from netns import Hosts, measure, run_as_root, start_peer, start_ronde
@@ -21,7 +21,7 @@ from ronde.cli.bench.models import BenchmarkModel, parse_models
 from ronde.cli.bench.peers import RONDE
 from ronde.cli.bench.runner import MeasurementBudget
 from ronde.cli.bench.table import format_ratio
-from ronde.cli.bench.train import APART, DDP, TrainingCase, TrainingResult, TrainingSetup
+from ronde.cli.bench.train import APART, DDP, TrainingCase, TrainingSetup
 
 SETUPS = (
     TrainingSetup(APART, APART),
@@ -32,31 +32,10 @@ SETUPS = (
 )
 
 
-def rows(model: BenchmarkModel, results: Sequence[TrainingResult], link: float) -> list[tuple[str, ...]]:
-    bound_ms = 8 * model.num_bytes / link / 1e6
-    ddp = next(result for result in results if result.impl == "ddp-view")
-    found: list[tuple[str, ...]] = []
-    for result in results:
-        communicates = result.impl != APART
-        found.append(
-            (
-                model.name,
-                result.impl,
-                f"{result.samples_per_s:,.1f}",
-                f"{result.step_us / 1e3:.1f}",
-                f"{result.backward_us / 1e3:.1f}",
-                f"{bound_ms:.1f}" if communicates else "",
-                f"{1e3 * bound_ms / result.backward_us:.0%}" if communicates else "",
-                format_ratio(result.samples_per_s / ddp.samples_per_s) if result.impl.startswith(RONDE) else "",
-            )
-        )
-    return found
-
-
 def train(
     hosts: Hosts, model: BenchmarkModel, batch: int, budget: MeasurementBudget, console: Console
-) -> list[tuple[str, ...]]:
-    """Start the ranks of all setups, measure one network, and end them."""
+) -> Iterator[tuple[str, ...]]:
+    """Start the ranks of all setups, measure one network, and end them: the rows of the table."""
     with ExitStack() as stack:
         cases = []
         for setup in SETUPS:
@@ -66,8 +45,14 @@ def train(
             stack.enter_context(closing(pool))
             cases.append(TrainingCase(pool, model.name, setup, batch))
         console.print(f"{model.name}: training", style="dim")
-        link = measure(hosts, cases, budget)
-        return rows(model, [case.result() for case in cases], link)
+        bound_ms = 8 * model.num_bytes / measure(hosts, cases, budget) / 1e6
+    results = {case.training_setup.name: case.result() for case in cases}
+    for name, result in results.items():
+        times = (f"{result.step_us / 1e3:.1f}", f"{result.backward_us / 1e3:.1f}")
+        bound = (f"{bound_ms:.1f}", f"{1e3 * bound_ms / result.backward_us:.0%}") if name != APART else ("", "")
+        ratio = result.samples_per_s / results["ddp-view"].samples_per_s
+        comparison = format_ratio(ratio) if name.startswith(RONDE) else ""
+        yield (model.name, name, f"{result.samples_per_s:,.1f}", *times, *bound, comparison)
 
 
 def measure_all(flags: argparse.Namespace, console: Console) -> Table:

@@ -86,15 +86,16 @@ def show(console: Console, medians: Mapping[str, float]) -> None:
     console.print(table)
 
     python, driver, nothing = (medians[name] for name in ("python", "driver", "job of nothing"))
-    ranks = medians["ronde run"] - nothing
+    parts = {
+        "the interpreter of the driver starts": python,
+        "the driver imports what it needs": driver - python,
+        "agent, coordinator, monitor, orphan killer; two processes that do nothing": nothing - driver,
+        "the ranks: interpreter, import ronde, ronde.init(), end": medians["ronde run"] - nothing,
+        "(one process with `import ronde` alone)": medians["import ronde"],
+    }
     table = Table("of `ronde run`", "seconds", title="where the time goes")
-    table.add_row("the interpreter of the driver starts", f"{python:.2f}")
-    table.add_row("the driver imports what it needs", f"{driver - python:.2f}")
-    table.add_row(
-        "agent, coordinator, monitor, orphan killer; two processes that do nothing", f"{nothing - driver:.2f}"
-    )
-    table.add_row("the ranks: interpreter, import ronde, ronde.init(), end", f"{ranks:.2f}")
-    table.add_row("(one process with `import ronde` alone)", f"{medians['import ronde']:.2f}")
+    for part, took in parts.items():
+        table.add_row(part, f"{took:.2f}")
     console.print(table)
 
 

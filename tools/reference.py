@@ -31,15 +31,13 @@ MADE_BY_RONDE = {"Distributed", "Group", "TensorWork", "Work"}
 
 
 def names_page() -> Iterator[str]:
-    yield "# Names of ronde\n"
-    yield GENERATED
+    yield f"# Names of ronde\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde`. Everything else may change without notice."
     yield from _describe_names(ronde)
 
 
 def torch_page() -> Iterator[str]:
-    yield "# Names of ronde.torch\n"
-    yield GENERATED
+    yield f"# Names of ronde.torch\n\n{GENERATED}"
     yield "\nThese are the public names of `import ronde.torch`. The [guide](../guides/pytorch.md) shows how to use"
     yield "them."
     yield from _describe_names(ronde.torch)
@@ -52,13 +50,12 @@ def _describe_names(module: ModuleType) -> Iterator[str]:
         yield f"\n## {name}\n"
         if isinstance(value, ModuleType):
             yield f"A module. {_docstring(value).partition(chr(10) * 2)[0]}"
-            functions = {
-                each: getattr(value, each) for each in value.__all__ if not isinstance(getattr(value, each), type)
-            }
-            for each, function in functions.items():
-                yield f"\n- `{module.__name__}.{name}.{each}{_signature(function)}`: {_docstring(function)}"
+            for each in value.__all__:
+                member = getattr(value, each)
+                if not isinstance(member, type):
+                    yield f"\n- `{module.__name__}.{name}.{each}{_signature(member)}`: {_docstring(member)}"
             continue
-        signature = _class_signature(value) if isinstance(value, type) else _signature(value)
+        signature = _signature(value)
         if signature:
             yield f"```python\n{module.__name__}.{name}{signature}\n```\n"
         yield _docstring(value) if callable(value) else f"A `{type(value).__name__}`."
@@ -88,16 +85,12 @@ def _entry(code: str, docstring: str) -> str:
     return f"\n- `{code}`" + (f": {text}" if text else "")
 
 
-def _class_signature(kind: type) -> str:
-    """The arguments of a class that users make themselves. Exceptions, and what only ronde makes, have none."""
-    init = vars(kind).get("__init__")
-    if kind.__name__ in MADE_BY_RONDE or issubclass(kind, BaseException) or is_dataclass(kind):
-        return ""
-    return _signature(init)
-
-
 def _signature(value: object) -> str:
-    """The signature as the source has it: `inspect.signature` spells types differently in different Pythons."""
+    """The signature as the source has it: `inspect.signature` spells types differently in different Pythons. Of
+    classes, only those that users make themselves have one: not exceptions, and not what only ronde makes."""
+    if isinstance(value, type):
+        has_none = value.__name__ in MADE_BY_RONDE or issubclass(value, BaseException) or is_dataclass(value)
+        value = None if has_none else vars(value).get("__init__")
     if not isinstance(value, FunctionType):
         return ""
     node = ast.parse(textwrap.dedent(inspect.getsource(value))).body[0]
@@ -113,8 +106,7 @@ def _docstring(value: object) -> str:
 
 
 def settings_page() -> Iterator[str]:
-    yield "# Settings\n"
-    yield GENERATED
+    yield f"# Settings\n\n{GENERATED}"
     yield "\nA value comes from the first of these that has one: an argument of `ronde.init()` or a flag of"
     yield "`ronde run`, the environment, the file of `ronde run --config`, the default.\n"
     yield "| setting | environment | default | meaning |"
@@ -126,8 +118,7 @@ def settings_page() -> Iterator[str]:
 
 
 def run_page() -> Iterator[str]:
-    yield "# ronde run\n"
-    yield GENERATED
+    yield f"# ronde run\n\n{GENERATED}"
     yield "\n`ronde run [FLAGS] [--] COMMAND …` starts a command on every rank. The keys of a file for `--config` are"
     yield "these flags, with underscores for dashes. The [guide](../guides/launching.md) shows how to use them."
     group = ""
@@ -141,8 +132,7 @@ def run_page() -> Iterator[str]:
 
 
 def errors_page() -> Iterator[str]:
-    yield "# Errors\n"
-    yield GENERATED
+    yield f"# Errors\n\n{GENERATED}"
     introduction, _, tree = _docstring(ronde.errors).partition("\n\n")
     yield f"\n{introduction}\n\n```\n{tree}\n```"
     for name in ronde.errors.__all__:
@@ -152,8 +142,7 @@ def errors_page() -> Iterator[str]:
 
 
 def events_page() -> Iterator[str]:
-    yield "# Events\n"
-    yield GENERATED
+    yield f"# Events\n\n{GENERATED}"
     yield f"\n{_docstring(events)}\n"
     yield f"Every event has {_field_list(events.Event)}.\n"
     yield "| event | its own fields | meaning |"
@@ -168,8 +157,7 @@ def _field_list(kind: type[events.Event]) -> str:
 
 
 def state_machines_page() -> Iterator[str]:
-    yield "# State machines\n"
-    yield GENERATED
+    yield f"# State machines\n\n{GENERATED}"
     yield "\nThe diagrams are made from the tables in the code. An event that a state does not list changes nothing."
     yield "\n## A training step\n\n`training/steps`; [Gradients](gradients.md) explains the states.\n"
     yield from _diagram((old, event, new) for old, row in steps.TRANSITIONS.items() for event, new in row.items())

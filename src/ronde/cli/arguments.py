@@ -36,14 +36,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def __init__(self, command: str, description: str, *, usage: str = "[FLAGS]", epilog: str = "") -> None:
         prog = f"ronde {command}".rstrip()
-        super().__init__(
-            prog=prog,
-            usage=f"{prog} {usage}".rstrip(),
-            description=description,
-            epilog=epilog,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
+        raw = argparse.RawDescriptionHelpFormatter
+        usage = f"{prog} {usage}".rstrip()
+        super().__init__(prog, usage, description, epilog, formatter_class=raw, allow_abbrev=False)
 
     def add_flag(self, *names: str, metavar: str, help: str, default: Any = None, **more: Any) -> None:
         """Add a flag with a value. Its default, if it has one, is added to the help."""

@@ -21,12 +21,16 @@ COMMANDS = {
     "version": Command("ronde.cli.main:print_version", "Say which ronde this is, on which Python."),
 }
 
-BROKEN_PIPE_CODE = 1
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run `ronde ARGUMENTS` (by default those of this process): the exit code."""
-    _prepare_streams()
+    # A standard stream that is closed (`>&-`) becomes /dev/null, which takes the number of the closed descriptor that
+    # another file would get otherwise. A character that the encoding of standard output lacks is printed as `?`.
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123  # a device, until the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     if arguments[:1] == ["--version"]:
         arguments = ["version"]
@@ -46,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has left
         # What is still in the buffer goes nowhere: otherwise Python would complain when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return BROKEN_PIPE_CODE
+        return 1
 
 
 def print_version(arguments: Sequence[str]) -> int:
@@ -57,17 +61,6 @@ def print_version(arguments: Sequence[str]) -> int:
     CommandParser("version", COMMANDS["version"].help, usage="").parse(arguments)
     print(f"ronde {__version__}, Python {platform.python_version()}, {platform.machine()} {platform.system()}")
     return 0
-
-
-def _prepare_streams() -> None:
-    """Keep commands from failing over a standard stream: one that is closed (`>&-`) becomes /dev/null, and a character
-    that the encoding of standard output lacks is printed as `?`. (Standard error escapes such characters anyway.)"""
-    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:
-            # This takes the number of the closed descriptor, which another file would get otherwise.
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: PTH123  # a device, until the end
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")
 
 
 if __name__ == "__main__":

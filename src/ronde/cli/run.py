@@ -12,16 +12,12 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ronde.cli.arguments import CommandParser, print_error
 from ronde.errors import RondeError
 from ronde.launch.config import LaunchConfig, LaunchOption, launch_options, make_launch_config
 from ronde.text import INTERRUPTED_CODE
-
-if TYPE_CHECKING:
-    from ronde.launch.output.printer import Printer
-    from ronde.launch.output.terminal import StandardStreams
 
 DESCRIPTION = """Start COMMAND as the ranks of one job, here or on many hosts.
 
@@ -43,7 +39,8 @@ def run(arguments: Sequence[str]) -> int:
 
 def _run_job(config: LaunchConfig) -> int:
     from ronde.launch.driver.driver import Driver
-    from ronde.launch.output.terminal import StandardStreams
+    from ronde.launch.output.printer import OutputOptions, Printer
+    from ronde.launch.output.terminal import StandardStreams, TerminalInfo
 
     with ExitStack() as opened:
         streams = StandardStreams(sys.stdout.buffer, sys.stderr.buffer)
@@ -55,56 +52,40 @@ def _run_job(config: LaunchConfig) -> int:
             discard = opened.enter_context(open(os.devnull, "wb"))  # noqa: PTH123  # a device
             streams = StandardStreams(discard, discard)
             opened.enter_context(LiveStatusTable(config.job.name or str(os.getpid())))
-        printer = opened.enter_context(contextlib.closing(_make_printer(config, streams)))
+        terminal_info = TerminalInfo.detect(streams)
+        options = OutputOptions(
+            fold=config.fold,
+            timestamps=config.timestamps,
+            color=config.color and (terminal_info.out_is_terminal or terminal_info.err_is_terminal),
+            output_dir=config.output_dir,
+            terminal_info=terminal_info,
+            debug_rank=config.job.debug_rank,
+        )
+        printer = Printer(streams, num_ranks=config.job.num_ranks, options=options)
+        opened.enter_context(contextlib.closing(printer))
         result = Driver(config.job, printer).run()
-    if result.summary and (result.stop_request is None or _accepts_output(sys.stderr.fileno())):
+    # A job that was asked to end does not wait for someone to read its summary.
+    if result.summary and (result.stop_request is None or select.select((), (sys.stderr,), (), 0)[1]):
         with contextlib.suppress(OSError):  # nobody reads it
             print(result.summary, file=sys.stderr, flush=True)
     return result.exit_code
 
 
-def _make_printer(config: LaunchConfig, streams: StandardStreams) -> Printer:
-    from ronde.launch.output.printer import OutputOptions, Printer
-    from ronde.launch.output.terminal import TerminalInfo
-
-    terminal_info = TerminalInfo.detect(streams)
-    options = OutputOptions(
-        fold=config.fold,
-        timestamps=config.timestamps,
-        color=config.color and (terminal_info.out_is_terminal or terminal_info.err_is_terminal),
-        output_dir=config.output_dir,
-        terminal_info=terminal_info,
-        debug_rank=config.job.debug_rank,
-    )
-    return Printer(streams, num_ranks=config.job.num_ranks, options=options)
-
-
-def _accepts_output(fd: int) -> bool:
-    """Whether a write of a few lines would not block now."""
-    poll = select.poll()
-    poll.register(fd, select.POLLOUT)
-    return bool(poll.poll(0))
-
-
 def parse_arguments(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     """The flags that were given, as texts (True for switches, a list where a flag may be repeated), and the command. A
     mistake ends the process, and so does --help (CommandParser.parse)."""
-    flags = {name: value for name, value in vars(_make_parser().parse(arguments)).items() if value is not None}
-    num_ranks = flags.get("num_ranks", "")
-    if num_ranks.startswith("p") and f"-n{num_ranks}" in arguments:  # argparse takes -np2 for -n p2
-        flags["num_ranks"] = num_ranks.removeprefix("p")
-    command = flags.pop("command", [])
-    return flags, command[1:] if command[:1] == ["--"] else command
-
-
-def _make_parser() -> CommandParser:
     parser = CommandParser("run", DESCRIPTION, usage="[FLAGS] [--] COMMAND …")
     groups: dict[str, argparse._ArgumentGroup] = {}
     for option in launch_options():
         group = groups.get(option.group) or groups.setdefault(option.group, parser.add_argument_group(option.group))
         add_launch_option(group, option)
     parser.add_argument("command", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
-    return parser
+    flags = {name: value for name, value in vars(parser.parse(arguments)).items() if value is not None}
+    num_ranks = flags.get("num_ranks", "")
+    if num_ranks.startswith("p") and f"-n{num_ranks}" in arguments:  # argparse takes -np2 for -n p2
+        flags["num_ranks"] = num_ranks.removeprefix("p")
+    command = flags.pop("command", [])
+    return flags, command[1:] if command[:1] == ["--"] else command
 
 
 def add_launch_option(parser: argparse._ActionsContainer, option: LaunchOption) -> None:

@@ -163,7 +163,7 @@ def top(arguments: Sequence[str]) -> int:
 
 def watch_job(job: RunningJob, status: JobStatus, console: Console) -> None:
     """Show the job until it ends, or until Ctrl-C."""
-    with _live(console) as live:
+    with Live(console=console, auto_refresh=False, vertical_overflow="crop") as live:
         while True:
             _update(live, status)
             try:
@@ -194,7 +194,7 @@ class LiveStatusTable:
         self._thread.join()
 
     def _run_thread(self) -> None:
-        with _live(Console(stderr=True)) as live:
+        with Live(console=Console(stderr=True), auto_refresh=False, vertical_overflow="crop") as live:
             delay_s = 0.0
             while not self._stopped.wait(delay_s):
                 try:
@@ -202,10 +202,6 @@ class LiveStatusTable:
                     delay_s = REFRESH_INTERVAL_S
                 except (NoSuchJob, RondeError, OSError):  # not started yet, or just ended
                     delay_s = RETRY_INTERVAL_S
-
-
-def _live(console: Console) -> Live:
-    return Live(console=console, auto_refresh=False, vertical_overflow="crop")
 
 
 def _update(live: Live, status: JobStatus) -> None:

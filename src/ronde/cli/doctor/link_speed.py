@@ -18,7 +18,6 @@ from ronde.comm.collectives import barrier, rank, receive, send
 from ronde.comm.world import init, shutdown
 
 ROUND_TRIP_DURATION_S = 0.1
-"""For how long round trips are repeated."""
 MIN_ROUND_TRIPS = 5
 START_BYTES = 64 * 1024
 MAX_BYTES = 64 * 1024 * 1024
@@ -27,7 +26,6 @@ MIN_TRANSFER_S = 0.05
 NUM_TRANSFERS = 3
 """How often that message is sent; the fastest counts, as others may use the network too."""
 PAIR_TIMEOUT_S = 10.0
-"""For the measurement of a pair."""
 
 SEND_TIME, RECEIVE_BYTES, SEND_BYTES, STOP = range(4)
 """Requests: send the time; receive so many bytes, then send the time; send so many bytes; stop."""

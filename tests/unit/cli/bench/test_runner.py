@@ -3,10 +3,7 @@ measured in turn. Ranks are tiny programs here, or fakes."""
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 from typing import Any, cast
 
 import psutil
@@ -98,25 +95,6 @@ time.sleep(600)
     pool._all_idle = False  # as after a failure: do not wait for them to leave by themselves
     pool.close()
     assert not any(psutil.pid_exists(pid) for pid in reply["pids"])
-
-
-@pytest.mark.slow
-def test_ranks_end_by_themselves_when_the_other_end_of_their_pipes_is_gone(tmp_path: Path) -> None:
-    echo = HELLO + "for line in commands:\n    reply(rank=rank)"
-    parent = f"""
-import os, sys
-from ronde.cli.bench.runner import RankPool
-from ronde.types import Deadline
-commands = [[sys.executable, "-c", {echo!r}, str(rank), "2"] for rank in range(2)]
-pool = RankPool("them", 2, commands, Deadline(30))
-print(*[process.pid for process in pool._processes], flush=True)
-os.kill(os.getpid(), 9)
-"""
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "TMPDIR": str(tmp_path)}
-    killed = subprocess.run([sys.executable, "-c", parent], env=env, stdout=subprocess.PIPE, timeout=30, check=False)
-    orphans = [psutil.Process(int(pid)) for pid in killed.stdout.split() if psutil.pid_exists(int(pid))]
-    _, alive = psutil.wait_procs(orphans, timeout=20)
-    assert (len(killed.stdout.split()), alive) == (2, [])
 
 
 class FakePool:
