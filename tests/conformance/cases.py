@@ -53,11 +53,13 @@ def all_cases() -> dict[str, Case]:
 
 
 @contextmanager
-def raises(kinds: type[BaseException] | tuple[type[BaseException], ...], match: str = "") -> Iterator[None]:
-    """As pytest.raises, for ranks in environments without pytest."""
+def raises(kinds: type[BaseException] | tuple[type[BaseException], ...], match: str = "") -> Iterator[list[str]]:
+    """As pytest.raises, for ranks in environments without pytest. The text of the error is then in the list."""
+    texts: list[str] = []
     try:
-        yield
+        yield texts
     except kinds as error:
+        texts.append(str(error))
         assert re.search(match, str(error)), f"{match!r} is not in {error!r}"
     else:
         raise AssertionError(f"nothing was raised, expected was {kinds}")

@@ -13,7 +13,7 @@ from ronde.comm.world import World
 from ronde.coordinator.inprocess import InProcessCoordinator
 from ronde.settings import Settings
 from ronde.types import Member, Topology
-from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
+from tests.conformance.threads_backend import ThreadsBackend
 from tests.limits import OPERATION_S, RANK_S
 
 Body: TypeAlias = Callable[[World], Any]
@@ -62,11 +62,10 @@ def run_threads(size: int, body: Body, *, groups: Groups = (), settings: Setting
 
 
 def join_in_process(size: int, groups: Groups, settings: Settings) -> list[JoinedRound]:
-    """What joining gives to ranks that are threads: one coordinator and one hub for all of them."""
+    """What joining gives to ranks that are threads: one coordinator and one backend for all of them."""
     given = [settings.replace(rank=rank, size=size) for rank in range(size)]
     members = tuple(Member(rank, "here", 1, "") for rank in range(size))
-    coordinator, hub = InProcessCoordinator(members, groups, given[0]), ThreadsHub()
+    coordinator, backend = InProcessCoordinator(members, groups, given[0]), ThreadsBackend()
     return [
-        JoinedRound(given[rank], Topology(members, rank), coordinator.client(rank), ThreadsBackend(hub))
-        for rank in range(size)
+        JoinedRound(given[rank], Topology(members, rank), coordinator.client(rank), backend) for rank in range(size)
     ]

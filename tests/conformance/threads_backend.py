@@ -1,16 +1,15 @@
 """Ranks as threads of one process: the reference backend, in NumPy, for tests.
 
-A ThreadsHub stands for the whole job; each rank makes its backend from it. The members of a channel share the calls of
-each; the thread that brings the last missing call does the work for all, so there is no other thread here, and a member
-that leaves after its call has ended harms nobody.
+One ThreadsBackend stands for the whole job and is the backend of every rank. The members of a channel share the calls
+of each; the thread that brings the last missing call does the work for all, so there is no other thread here, and a
+member that waits for nobody never blocks.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
 
 import numpy as np
 
@@ -22,24 +21,20 @@ from ronde.text import format_ranks
 from ronde.types import Deadline, OperationKind
 from tests.conformance.reference_collectives import check_calls_match, copy_message, run_calls
 
-__all__ = ["ThreadsHub", "ThreadsBackend"]
 
-
-class ThreadsHub:
+class ThreadsBackend:
     """Where the ranks of one process find each other."""
+
+    name = "threads"
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._channels: dict[str, _SharedChannel] = {}
         self._lost: dict[int, str] = {}
 
-    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> _SharedChannel:
-        """Wait for all members of the channel."""
+    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> _ThreadsChannel:
         with self._changed:
             channel = self._channels.setdefault(spec.id, _SharedChannel(spec.id, spec.members))
-            if channel.members != spec.members:
-                sides = f"{format_ranks(channel.members)} and {format_ranks(spec.members)}"
-                raise ValueError(f"channel {spec.id} was opened for different members: {sides}")
             channel.present.add(spec.member_index)
             self._changed.notify_all()
             try:
@@ -47,7 +42,7 @@ class ThreadsHub:
             except RondeError:
                 self._channels.pop(spec.id, None)
                 raise
-            return channel
+            return _ThreadsChannel(self, spec, channel)
 
     def close_channel(self, channel: _SharedChannel, member_index: int) -> None:
         """The last member to leave ends the channel."""
@@ -57,10 +52,12 @@ class ThreadsHub:
                 self._channels.pop(channel.id, None)
 
     def rank_lost(self, rank: int, why: str) -> None:
-        """Nobody has to wait for this rank any more."""
         with self._changed:
             self._lost.setdefault(rank, why)
             self._changed.notify_all()
+
+    def close(self) -> None:
+        pass
 
     def _wait_for_all(self, channel: _SharedChannel, spec: ChannelSpec, deadline: Deadline) -> None:
         opening = f"opening channel {spec.id}"
@@ -75,25 +72,36 @@ class ThreadsHub:
         self._changed.notify_all()
 
 
-@dataclass(eq=False, slots=True)
-class _MemberCall:
+class _MemberCall(RunningCall):
     """One call of one member, and what became of it."""
 
-    member_index: int
-    call: Call
-    deadline: Deadline
-    start_ns: int
-    ready_ns: int = 0
-    end_ns: int = 0
-    error: Exception | None = None
+    def __init__(self, channel: _SharedChannel, member_index: int, call: Call, deadline: Deadline) -> None:
+        super().__init__(call)
+        self.asked = call
+        self.member_index = member_index
+        self.rank = channel.members[member_index]
+        self.deadline = deadline
+        self.start_ns = time.monotonic_ns()
+        self.ready_ns = self.end_ns = 0
+        self.failure: Exception | None = None
+        self._channel = channel
 
+    def finish(self, ready_ns: int, failure: Exception | None) -> None:
+        self.ready_ns, self.failure, self.end_ns = ready_ns, failure, time.monotonic_ns()
 
-@dataclass(eq=False, slots=True)
-class _PointToPointQueues:
-    """Messages from one member to another that have not met yet."""
+    def has_ended(self) -> bool:
+        return bool(self.end_ns) or self._channel.is_over or self.deadline.expired
 
-    sends: deque[_MemberCall] = field(default_factory=deque)
-    receives: deque[_MemberCall] = field(default_factory=deque)
+    def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
+        try:
+            self._channel.wait(self, deadline)
+        except OperationTimeout:
+            if self.has_ended():
+                raise
+            return None
+        if self.failure is not None:
+            raise self.failure
+        return CallTiming(self.start_ns, self.ready_ns, self.end_ns, "threads")
 
 
 class _SharedChannel:
@@ -106,40 +114,34 @@ class _SharedChannel:
         self.opened = False
         self._changed = threading.Condition()
         self._queues: list[deque[_MemberCall]] = [deque() for _ in members]
-        self._pairs: dict[tuple[int, int], _PointToPointQueues] = {}
+        self._messages: defaultdict[tuple[OperationKind, int, int], deque[_MemberCall]] = defaultdict(deque)
+        """Sends and receives that have not met yet, by kind, member and peer."""
         self._aborted: tuple[int, str] | None = None
         self._first_closed: tuple[int, Deadline] | None = None
         """Who closed the channel first, and until when to wait for an abort that says why."""
 
-    def submit(self, member_index: int, call: Call, deadline: Deadline) -> _MemberCall:
-        turn = _MemberCall(member_index, call, deadline, time.monotonic_ns())
+    @property
+    def is_over(self) -> bool:
+        return bool(self._aborted or self._first_closed)
+
+    def submit(self, turn: _MemberCall) -> _MemberCall:
         with self._changed:
             self._check(turn)
-            if call.kind in (OperationKind.SEND, OperationKind.RECEIVE):
-                self._match_point_to_point(turn)
+            if turn.asked.kind in (OperationKind.SEND, OperationKind.RECEIVE):
+                self._match_message(turn)
             else:
-                self._queues[member_index].append(turn)
+                self._queues[turn.member_index].append(turn)
                 self._advance()
             self._changed.notify_all()
         return turn
 
-    def wait(self, member_call: _MemberCall, deadline: Deadline) -> CallTiming:
+    def wait(self, turn: _MemberCall, deadline: Deadline) -> None:
         with self._changed:
-            while not member_call.end_ns:
-                self._check(member_call)
-                self._changed.wait(min(deadline.remaining_s, member_call.deadline.remaining_s))
-                if (
-                    not member_call.end_ns
-                    and self._aborted is None
-                    and (deadline.expired or member_call.deadline.expired)
-                ):
-                    raise self._make_timeout(member_call, deadline)
-        if member_call.error is not None:
-            raise member_call.error
-        return CallTiming(member_call.start_ns, member_call.ready_ns, member_call.end_ns, "threads")
-
-    def done(self, member_call: _MemberCall) -> bool:
-        return bool(member_call.end_ns or self._aborted or self._first_closed) or member_call.deadline.expired
+            while not turn.end_ns:
+                self._check(turn)
+                self._changed.wait(min(deadline.remaining_s, turn.deadline.remaining_s))
+                if not turn.end_ns and self._aborted is None and (deadline.expired or turn.deadline.expired):
+                    raise self._make_timeout(turn, deadline)
 
     def abort(self, lost_rank: int, why: str) -> None:
         with self._changed:
@@ -157,19 +159,20 @@ class _SharedChannel:
         with self._changed:
             if self._queues[member_index]:
                 turn = self._queues[member_index][0]
-                missing = tuple(index for index, queue in enumerate(self._queues) if not queue)
-                return CurrentCall(turn.call.description, turn.start_ns, missing)
-            for pair in self._pairs.values():
-                for turn in (*pair.sends, *pair.receives):
-                    if turn.member_index == member_index:
-                        return CurrentCall(turn.call.description, turn.start_ns, (turn.call.peer,))
+                return CurrentCall(turn.asked.description, turn.start_ns, tuple(self._late_members()))
+            for (_, member, peer), turns in self._messages.items():
+                if member == member_index and turns:
+                    return CurrentCall(turns[0].asked.description, turns[0].start_ns, (peer,))
         return None
+
+    def _late_members(self) -> list[int]:
+        return [index for index, queue in enumerate(self._queues) if not queue]
 
     def _advance(self) -> None:
         """Do all calls for which every member has come."""
         while all(self._queues):
             turns = [queue[0] for queue in self._queues]
-            calls = [turn.call for turn in turns]
+            calls = [turn.asked for turn in turns]
             everybody_joined = all(call.kind is OperationKind.JOIN for call in calls)
             ready_ns = time.monotonic_ns()
             error: Exception | None = None
@@ -180,97 +183,69 @@ class _SharedChannel:
                 error = caught
             for turn, queue in zip(turns, self._queues, strict=True):
                 # Who has joined stays for the next call of the others.
-                if turn.call.kind is not OperationKind.JOIN or everybody_joined or error is not None:
+                if turn.asked.kind is not OperationKind.JOIN or everybody_joined or error is not None:
                     queue.popleft()
-                    _finish(turn, ready_ns, error)
+                    turn.finish(ready_ns, error)
 
-    def _match_point_to_point(self, member_call: _MemberCall) -> None:
-        me, peer = member_call.member_index, member_call.call.peer
-        is_send = member_call.call.kind is OperationKind.SEND
-        pair = self._pairs.setdefault((me, peer) if is_send else (peer, me), _PointToPointQueues())
-        (pair.sends if is_send else pair.receives).append(member_call)
-        if not (pair.sends and pair.receives):
+    def _match_message(self, turn: _MemberCall) -> None:
+        me, peer, kind = turn.member_index, turn.asked.peer, turn.asked.kind
+        other_kind = OperationKind.RECEIVE if kind is OperationKind.SEND else OperationKind.SEND
+        if not (waiting := self._messages[other_kind, peer, me]):
+            self._messages[kind, me, peer].append(turn)
             return
-        send, receive = pair.sends.popleft(), pair.receives.popleft()
-        ready_ns = time.monotonic_ns()
+        other, ready_ns = waiting.popleft(), time.monotonic_ns()
+        send, receive = (turn, other) if kind is OperationKind.SEND else (other, turn)
         error: Exception | None = None
-        if send.call.signature_hash == receive.call.signature_hash:
-            copy_message(send.call, receive.call)
+        if send.asked.signature_hash == receive.asked.signature_hash:
+            copy_message(send.asked, receive.asked)
         else:
-            error = mismatch_error({self.members[each.member_index]: each.call.description for each in (send, receive)})
-        _finish(send, ready_ns, error)
-        _finish(receive, ready_ns, error)
+            error = mismatch_error({each.rank: each.asked.description for each in (send, receive)})
+        send.finish(ready_ns, error)
+        receive.finish(ready_ns, error)
 
-    def _check(self, member_call: _MemberCall) -> None:
+    def _check(self, turn: _MemberCall) -> None:
         """Raise when nothing can be done here any more."""
+        description = turn.asked.description
         while self._first_closed is not None and self._aborted is None:
             who, deadline = self._first_closed
-            if who == member_call.member_index:
-                raise RoundEnded(f"{member_call.call.description} cannot finish: channel {self.id} is closed")
+            if who == turn.member_index:
+                raise RoundEnded(f"{description} cannot finish: channel {self.id} is closed")
             if not self._changed.wait(deadline.remaining_s) and deadline.expired:
                 self._aborted = (self.members[who], f"it has closed channel {self.id}")
-        if self._aborted is None or member_call.end_ns:
+        if self._aborted is None or turn.end_ns:
             return
         lost, why = self._aborted
-        if lost >= 0 and lost != self.members[member_call.member_index]:
-            raise PeerLost(
-                rank=self.members[member_call.member_index], peer=lost, op=member_call.call.description, why=why
-            )
-        raise RoundEnded(f"{member_call.call.description} cannot finish: {why}")
+        if lost >= 0 and lost != turn.rank:
+            raise PeerLost(rank=turn.rank, peer=lost, op=description, why=why)
+        raise RoundEnded(f"{description} cannot finish: {why}")
 
-    def _make_timeout(self, member_call: _MemberCall, deadline: Deadline) -> OperationTimeout:
-        own, call = member_call.deadline.expired, member_call.call
-        late = [index for index, queue in enumerate(self._queues) if not queue]
-        missing = [call.peer] if call.kind in (OperationKind.SEND, OperationKind.RECEIVE) else late
+    def _make_timeout(self, turn: _MemberCall, deadline: Deadline) -> OperationTimeout:
+        own, call = turn.deadline.expired, turn.asked
+        missing = [call.peer] if call.kind in (OperationKind.SEND, OperationKind.RECEIVE) else self._late_members()
         waiting = f", waiting for {format_ranks(self.members[index] for index in missing)}" if missing else ""
-        error = OperationTimeout(
-            f"{call.description} took over {(member_call.deadline if own else deadline).timeout_s:g} s{waiting}"
-        )
+        limit_s = (turn.deadline if own else deadline).timeout_s
+        error = OperationTimeout(f"{call.description} took over {limit_s:g} s{waiting}")
         if own:  # for every member: the order of calls is lost
-            self._aborted = (-1, f"rank {self.members[member_call.member_index]} gave up: {error}")
+            self._aborted = (-1, f"rank {turn.rank} gave up: {error}")
             self._changed.notify_all()
         return error
-
-
-def _finish(member_call: _MemberCall, ready_ns: int, error: Exception | None) -> None:
-    member_call.error = error
-    member_call.ready_ns = ready_ns
-    member_call.end_ns = time.monotonic_ns()
-
-
-class _ThreadsRunningCall(RunningCall):
-    def __init__(self, channel: _SharedChannel, member_call: _MemberCall) -> None:
-        super().__init__(member_call.call)
-        self._channel = channel
-        self._member_call = member_call
-
-    def has_ended(self) -> bool:
-        return self._channel.done(self._member_call)
-
-    def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
-        try:
-            return self._channel.wait(self._member_call, deadline)
-        except OperationTimeout:
-            if self.has_ended():
-                raise
-            return None
 
 
 class _ThreadsChannel:
     """A channel as one member sees it."""
 
-    def __init__(self, hub: ThreadsHub, spec: ChannelSpec, shared: _SharedChannel) -> None:
+    def __init__(self, backend: ThreadsBackend, spec: ChannelSpec, shared: _SharedChannel) -> None:
         self.spec = spec
-        self._hub = hub
+        self._backend = backend
         self._shared = shared
         self._closed = False
         self._bucket = aligned_zeros(spec.bucket_bytes)
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
-        return self._shared.wait(self._shared.submit(self.spec.member_index, call, deadline), deadline)
+        return self.submit(call, deadline).wait(deadline)
 
-    def submit(self, call: Call, deadline: Deadline) -> _ThreadsRunningCall:
-        return _ThreadsRunningCall(self._shared, self._shared.submit(self.spec.member_index, call, deadline))
+    def submit(self, call: Call, deadline: Deadline) -> RunningCall:
+        return self._shared.submit(_MemberCall(self._shared, self.spec.member_index, call, deadline))
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         return self._bucket
@@ -285,24 +260,4 @@ class _ThreadsChannel:
         if not self._closed:
             self._closed = True
             self._shared.close_member(self.spec.member_index)
-            self._hub.close_channel(self._shared, self.spec.member_index)
-
-
-class ThreadsBackend:
-    """One rank's way to the others in its process."""
-
-    name = "threads"
-
-    def __init__(self, hub: ThreadsHub) -> None:
-        self._hub = hub
-
-    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> _ThreadsChannel:
-        """Wait for all members and make the channel."""
-        return _ThreadsChannel(self._hub, spec, self._hub.open_channel(spec, deadline))
-
-    def rank_lost(self, rank: int, why: str) -> None:
-        """End the waits for this rank in open_channel."""
-        self._hub.rank_lost(rank, why)
-
-    def close(self) -> None:
-        """Nothing is held."""
+            self._backend.close_channel(self._shared, self.spec.member_index)

@@ -35,6 +35,7 @@ from ronde.settings import Settings
 from ronde.types import Deadline
 from tests.conformance.cases import Case, all_cases
 from tests.jobs.mpi_cases import CASES, topology
+from tests.jobs.scripts.collectives import use_every_collective
 from tests.limits import OPERATION_S
 
 RANK, SIZE = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
@@ -128,74 +129,34 @@ def collectives() -> None:
     """Two rounds in one process: what the first leaves must not disturb the second."""
     for _ in range(2):
         ronde.init(start_s=OPERATION_S, operation_s=OPERATION_S)
-        use_everything(ronde.rank(), ronde.size())
-        exchange(ronde.rank(), ronde.size())
+        use_every_collective()
         ronde.shutdown()
 
 
-def use_everything(rank: int, size: int) -> None:
-    """Every collective, by order and by name."""
-    everybody = range(size)
-    x = np.full(5, rank + 1.0, np.float32)
-    total = sum(rank + 1 for rank in everybody)
-    assert (ronde.allreduce(x) == total).all()
-    assert (ronde.allreduce(x, name="w", op="mean") == total / size).all()
-    works = [ronde.allreduce(x * index, name=f"w{index}", wait=False) for index in range(5)]
-    assert all((work.wait() == total * index).all() for index, work in enumerate(works))
-    assert ronde.allgather(np.arange(rank)).tolist() == [n for other in everybody for n in range(other)]
-    assert (ronde.broadcast(x, root=size - 1) == size).all()
-    assert (ronde.reduce_scatter(np.ones((size + 1, 3))) == size).all()
-    rows, splits = ronde.alltoall(np.full(size, rank))
-    assert rows.tolist() == list(everybody) and splits.tolist() == [1] * size
-    ronde.barrier()
-    group = ronde.add_group([0, size - 1])
-    if group.included:
-        assert (group.allreduce(np.ones(1)) == 2).all()
-    ronde.remove_group(group)
-    with ronde.plan([ronde.Bucket(count=1000), ronde.Bucket(count=3)]) as plan:
-        plan.arrays[0][:] = rank
-        plan.run(0)
-        assert (plan.arrays[0] == sum(everybody) / size).all()
-    for _ in range(rank):
-        ronde.allreduce(x)
-    assert ronde.join() == size - 1
-
-
-def exchange(rank: int, size: int) -> None:
-    """Messages in a ring, and Python objects."""
-    got = np.empty(3)
-    sent = ronde.send(np.full(3, float(rank)), (rank + 1) % size, wait=False)
-    ronde.receive(got, (rank - 1) % size)
-    sent.wait()
-    assert (got == (rank - 1) % size).all()
-    assert ronde.objects.broadcast({"rank": rank}, root=1) == {"rank": 1}
-    assert ronde.objects.allgather("x" * rank) == ["x" * other for other in range(size)]
-
-
 def fails() -> None:
-    ronde.init(start_s=OPERATION_S, operation_s=OPERATION_S)
-    if RANK == SIZE - 1:
-        raise ArithmeticError("the last rank gives up")
-    report_the_end()
-    ronde.shutdown()
+    end_rank(SIZE - 1, fail)
 
 
 def killed(victim: str) -> None:
+    end_rank(int(victim), lambda: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def fail() -> None:
+    raise ArithmeticError("the last rank gives up")
+
+
+def end_rank(victim: int, end: Callable[[], None]) -> None:
+    """End one rank; the others wait for it, and print why the wait ended."""
     ronde.init(start_s=OPERATION_S, operation_s=OPERATION_S)
-    if RANK == int(victim):
-        os.kill(os.getpid(), signal.SIGKILL)
-    report_the_end()
-    ronde.shutdown()
-
-
-def report_the_end() -> None:
-    """Wait for the rank that does not come, and print why the wait ended."""
+    if victim == RANK:
+        end()
     try:
         ronde.allreduce(np.ones(3))
     except RoundEnded as error:
         os.write(2, f"told: {error}\n".encode())  # as one piece: all ranks write to one file
     else:
         raise AssertionError("nothing ended the wait")
+    ronde.shutdown()
 
 
 PROGRAMS: dict[str, Callable[..., None]] = {

@@ -24,7 +24,7 @@ from tests.services import needs
 
 ROOT = Path(__file__).resolve().parents[2]
 RANKS = "tests.jobs.mpi_ranks"
-CASES = re.findall(r"^@case\ndef (\w+)", Path(__file__).with_name("mpi_cases.py").read_text(), re.MULTILINE)
+CASES = re.findall(r"^@case.*\ndef (\w+)", Path(__file__).with_name("mpi_cases.py").read_text(), re.MULTILINE)
 pytestmark = pytest.mark.timeout(LONG_TEST_S)
 
 SMALL_MACHINE = {

@@ -8,32 +8,10 @@ from typing import Any
 import numpy as np
 
 import ronde
+from tests.jobs.scripts.collectives import use_every_collective
 from tests.jobs.scripts.control import ControlSocket
 
 MANY = 1 << 22
-
-
-def collectives() -> None:
-    """Small and large, by order, by name and planned; all of it right."""
-    rank, size = ronde.rank(), ronde.size()
-    total = size * (size + 1) / 2
-    for count in (1, 1000, MANY):
-        x = np.full(count, rank + 1, np.float32)
-        for name in (None, f"of {count}"):
-            assert (ronde.allreduce(x, name=name) == total).all()
-        assert (ronde.broadcast(x, root=size - 1) == size).all()
-        assert ronde.allgather(x[:1000])[:: min(count, 1000)].tolist() == [*range(1, size + 1)]
-        assert ronde.reduce_scatter(np.full((size, count), 1.0, np.float32)).tolist() == [[size] * count]
-    rows, splits = ronde.alltoall(np.full(size, rank))
-    assert rows.tolist() == [*range(size)] and splits.tolist() == [1] * size
-    got = np.empty(3)
-    sent = ronde.send(np.full(3, float(rank)), (rank + 1) % size, wait=False)
-    assert (ronde.receive(got, (rank - 1) % size) == (rank - 1) % size).all()
-    sent.wait()
-    assert ronde.objects.allgather(rank) == [*range(size)]
-    with ronde.plan([ronde.Bucket(count=MANY)]) as plan:
-        plan.arrays[0][:] = rank + 1
-        assert (plan.run(0) == total / size).all()
 
 
 def be_cut_off(test: ControlSocket, moment: str) -> dict[str, Any]:
@@ -56,7 +34,7 @@ def be_cut_off(test: ControlSocket, moment: str) -> dict[str, Any]:
 def main() -> None:
     with ControlSocket() as test:
         ronde.init()
-        collectives()
+        use_every_collective((1, 1000, MANY))
         test.send("right", place=[ronde.local_rank(), ronde.local_size(), ronde.cross_rank(), ronde.cross_size()])
         wanted = test.receive()
         if wanted["moment"] != "none":

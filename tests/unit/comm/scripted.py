@@ -21,7 +21,7 @@ from ronde.net.messages import AgreedOperation, CoordinatorMessage, RunOperation
 from ronde.observe.recorder import Recorder
 from ronde.settings import Settings
 from ronde.types import Deadline, DType, Member, OperationKind, Topology
-from tests.conformance.threads_backend import ThreadsBackend, ThreadsHub
+from tests.conformance.threads_backend import ThreadsBackend
 from tests.limits import PATIENCE_S
 
 M = TypeVar("M")
@@ -147,7 +147,7 @@ def make_control_thread(
     loop: EventLoop,
 ) -> tuple[OpenChannels, ControlThread]:
     """Of rank 0, in a round of three without channels."""
-    topology, backend = Topology((Member(0, "here", 1, ""),), 0), ThreadsBackend(ThreadsHub())
+    topology, backend = Topology((Member(0, "here", 1, ""),), 0), ThreadsBackend()
     open_channels = OpenChannels(0, 3, backend, recorder, settings)
     joined_round = JoinedRound(settings, topology, control, backend, liveness_fd, coordinator_rank, loop)
     return open_channels, ControlThread(joined_round, open_channels, recorder)
