@@ -11,7 +11,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -53,8 +52,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
                 continue
             why = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else ""
             names = [str(name) for kind, name in report.user_properties if kind == "service"]
-            if not names and outcome == "skipped":
-                names = ["no service"]  # so that no reason is missing in the table
+            # Otherwise a reason would be missing in the table.
+            names = names or (["no service"] if outcome == "skipped" else [])
             results += [ServiceResult(name, outcome, why) for name in names]
     if rows := table(results):
         terminalreporter.section("services")
@@ -67,19 +66,13 @@ def pytest_configure() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-@dataclass(frozen=True)
-class Held:
-    """What this process holds at one moment: by what is compared, how it is called in a message."""
+def held() -> dict[str, str]:
+    """What this process holds right now: by what is compared, how it is called in a message."""
+    return dict((*_python_threads(), *_native_threads(), *_children(), *_files(), *_shared_memory()))
 
-    things: dict[str, str]
 
-    @classmethod
-    def now(cls) -> Held:
-        return cls(dict((*_python_threads(), *_native_threads(), *_children(), *_files(), *_shared_memory())))
-
-    def beyond(self, before: Held) -> list[str]:
-        """Descriptions of what was not there before."""
-        return sorted(words for thing, words in self.things.items() if thing not in before.things)
+def left_since(before: dict[str, str]) -> list[str]:
+    return sorted(words for thing, words in held().items() if thing not in before)
 
 
 def _python_threads() -> Iterator[tuple[str, str]]:
@@ -99,21 +92,17 @@ def _native_threads() -> Iterator[tuple[str, str]]:
 
 
 def _children() -> Iterator[tuple[str, str]]:
-    if not _has_children():  # spares a look at every process of the machine
-        return
+    try:  # spares a look at every process of the machine
+        if not any((task / "children").read_text() for task in Path("/proc/self/task").iterdir()):
+            return
+    except OSError:  # a thread ended while we looked, or the kernel does not tell
+        pass
     for child in psutil.Process().children(recursive=True):
         try:
             words = f"process {child.pid} ({child.status()}): {' '.join(child.cmdline()) or child.name()}"
         except psutil.Error:  # it ended while we looked
             words = f"process {child.pid}"
         yield f"process {child.pid}", words
-
-
-def _has_children() -> bool:
-    try:
-        return any((task / "children").read_text() for task in Path("/proc/self/task").iterdir())
-    except OSError:  # a thread ended while we looked, or the kernel does not tell
-        return True
 
 
 def _files() -> Iterator[tuple[str, str]]:
@@ -141,13 +130,11 @@ def nothing_left_behind(request: pytest.FixtureRequest) -> Iterator[None]:
             pytest.fail('say why: @pytest.mark.leaves(reason="…")')
         yield
         return
-    before = Held.now()
+    before = held()
     yield
     deadline = time.monotonic() + CLOSING_S
-    left = Held.now().beyond(before)
-    while left and time.monotonic() < deadline:
+    while (left := left_since(before)) and time.monotonic() < deadline:
         gc.collect()  # a traceback kept by pytest.raises may hold what the test's variables own
         time.sleep(0.01)
-        left = Held.now().beyond(before)
     if left:
         pytest.fail("the test left behind:\n  " + "\n  ".join(left))

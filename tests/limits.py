@@ -10,21 +10,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-__all__ = [
-    "BUILD_S",
-    "BUILD_TEST_S",
-    "CLOSING_S",
-    "LONG_S",
-    "LONG_TEST_S",
-    "MAX_SLOWDOWN",
-    "OPERATION_S",
-    "PATIENCE_S",
-    "RANK_S",
-    "SECONDS_S",
-    "TEST_S",
-    "promised_s",
-]
-
 SECONDS_S = 40.0
 """What "within seconds" may take: ranks that were told to end, a caller that is turned away."""
 CLOSING_S = 20.0

@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import psutil
 import pytest
@@ -129,18 +129,12 @@ class ControlledRanks:
     def _await_exit(self, rank: int) -> None:
         """Wait until a rank that has closed its socket has also ended, and so has printed why. It may never end."""
         deadline = Deadline(SECONDS_S)
-        while not deadline.expired:
-            try:
-                if psutil.Process(self.pids[rank]).status() == psutil.STATUS_ZOMBIE:
-                    return
-            except psutil.NoSuchProcess:
-                return
-            time.sleep(0.01)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            while psutil.Process(self.pids[rank]).status() != psutil.STATUS_ZOMBIE and not deadline.expired:
+                time.sleep(0.01)
 
     def _await_readable(self, sock: socket.socket, deadline: Deadline, what: str) -> None:
-        poll = select.poll()
-        poll.register(sock, select.POLLIN)
-        if not poll.poll(1000 * deadline.remaining_s):
+        if not select.select([sock], [], [], deadline.remaining_s)[0]:
             raise TimeoutError(f"waited {deadline.timeout_s:g} s for {what}\n{self.printed()}")
 
 
@@ -408,7 +402,7 @@ class NetworkHosts:
         self.addresses = [f"10.79.0.{index + 1}" for index in range(num_hosts)]
         self._links = [f"rh{os.getpid()}-{index}" for index in range(num_hosts)]
 
-    def __enter__(self) -> NetworkHosts:
+    def __enter__(self) -> Self:
         try:
             self._open()
         except subprocess.CalledProcessError as error:
@@ -450,12 +444,10 @@ class NetworkHosts:
         found = subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True, text=True)
         processes = []
         for pid in map(int, found.stdout.split()):
-            try:
+            with contextlib.suppress(psutil.NoSuchProcess):  # it ended while we looked
                 process = psutil.Process(pid)
                 if process.cmdline()[:2] != [f"sshd: {SSHD}", "-D"] and "[listener]" not in " ".join(process.cmdline()):
                     processes.append(process)
-            except psutil.NoSuchProcess:  # it ended while we looked
-                pass
         return processes
 
     def await_nothing_left(self, *, ignored: str = "nothing") -> None:
@@ -481,21 +473,12 @@ class SshHosts(NetworkHosts):
         self.folder = folder
         self._opened = ExitStack()
 
-    def __enter__(self) -> SshHosts:
-        super().__enter__()
-        return self
-
     def __exit__(self, *_: object) -> None:
         self._opened.close()
         super().__exit__()
 
     def _open(self) -> None:
         super()._open()
-        self._make_keys()
-        for index in range(len(self.names)):
-            self._start_sshd(index)
-
-    def _make_keys(self) -> None:
         for name in ("host", "user", "other"):
             command = ("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(self.folder / name))
             subprocess.run(command, check=True, timeout=PATIENCE_S, capture_output=True)
@@ -503,6 +486,8 @@ class SshHosts(NetworkHosts):
             public = (self.folder / f"{key}.pub").read_text()
             lines = [f"[{address}]:{self.port} {public}" for address in self.addresses]
             (self.folder / known).write_text("".join(lines))
+        for index in range(len(self.names)):
+            self._start_sshd(index)
 
     def _start_sshd(self, index: int) -> None:
         Path("/run/sshd").mkdir(exist_ok=True)  # sshd does not start without
@@ -516,11 +501,9 @@ class SshHosts(NetworkHosts):
         )
         self._opened.callback(kill, sshd)
         assert sshd.stderr is not None
-        poll = select.poll()
-        poll.register(sshd.stderr, select.POLLIN)
         printed = ""
         while "Server listening" not in printed:
-            assert poll.poll(1000 * PATIENCE_S), f"sshd does not start: {printed}"
+            assert select.select([sshd.stderr], [], [], PATIENCE_S)[0], f"sshd does not start: {printed}"
             data = os.read(sshd.stderr.fileno(), 4096)
             assert data, f"sshd has ended: {printed}"
             printed += data.decode()

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.conftest import Held
+from tests.conftest import held, left_since
 
 Undo = Callable[[], object]
 
@@ -66,18 +66,18 @@ def a_zmq_context() -> Undo:
     ],
 )
 def test_what_is_left_behind_is_named(make: Callable[[], Undo], words: str) -> None:
-    before = Held.now()
+    before = held()
     undo = make()
     deadline = time.monotonic() + 10
     try:
         left = ""
         while words not in left and time.monotonic() < deadline:  # a native thread names itself after its start
-            left = "\n".join(Held.now().beyond(before))
+            left = "\n".join(left_since(before))
         assert words in left
     finally:
         undo()
 
 
 def test_a_quiet_test_leaves_nothing() -> None:
-    before = Held.now()
-    assert Held.now().beyond(before) == []
+    before = held()
+    assert left_since(before) == []
