@@ -129,11 +129,10 @@ class ActivityTracker:
     def held_up_ns(self) -> dict[int, float]:
         """Return by rank how long others have waited for it, current waits included."""
         found = dict(self.stragglers.held_up_ns)
-        for rank, missing in self._find_blocked().items():
-            last = self._samples[rank][-1]
-            if last.current_operation is not None:
-                for other in missing:
-                    found[other] = found.get(other, 0.0) + (last.at_ns - last.current_operation.since_ns) / len(missing)
+        for rank, (current, missing) in self._find_blocked().items():
+            for other in missing:
+                waited_ns = self._samples[rank][-1].at_ns - current.since_ns
+                found[other] = found.get(other, 0.0) + waited_ns / len(missing)
         return found
 
     def rank_reported(self, rank: int, now_ns: int) -> None:
@@ -166,7 +165,9 @@ class ActivityTracker:
             for rank in range(self._size)
         ]
 
-    def _rank_snapshot(self, rank: int, now_ns: int, missing: tuple[int, ...] | None) -> RankActivity:
+    def _rank_snapshot(
+        self, rank: int, now_ns: int, blocked: tuple[CurrentOperation, tuple[int, ...]] | None
+    ) -> RankActivity:
         kept = self._samples.get(rank)
         if not kept:
             return RankActivity(rank=rank, state="starting")
@@ -176,7 +177,7 @@ class ActivityTracker:
             state="running",
             steps=last.steps,
             operations=last.operations,
-            doing=_describe_wait(last.current_operation, missing, now_ns),
+            doing=_describe_wait(*blocked, now_ns) if blocked else "",
             silent_s=max(0.0, (now_ns - last.at_ns) / 1e9),
         )
         wall_ns = last.at_ns - first.at_ns
@@ -194,20 +195,18 @@ class ActivityTracker:
             moving=moving,
         )
 
-    def _find_blocked(self) -> dict[int, tuple[int, ...]]:
-        """Return the ranks that were blocked for some time at their last samples, each with the members that its
-        operation misses. A rank may name a neighbour that waits, too: who is blocked in the same operation is not
-        missing."""
+    def _find_blocked(self) -> dict[int, tuple[CurrentOperation, tuple[int, ...]]]:
+        """Return the ranks that were blocked for some time at their last samples, each with its operation and the
+        members that this misses. A rank may name a neighbour that waits in the same operation: that is not missing."""
         by_operation: dict[str, list[tuple[int, CurrentOperation]]] = {}
         for rank, kept in self._samples.items():
             current = kept[-1].current_operation
             if current is not None and kept[-1].at_ns - current.since_ns >= MIN_CURRENT_WAIT_NS:
                 by_operation.setdefault(current.op, []).append((rank, current))
-        found: dict[int, tuple[int, ...]] = {}
+        found: dict[int, tuple[CurrentOperation, tuple[int, ...]]] = {}
         for same in by_operation.values():
-            present = {rank for rank, _ in same}
-            missing = tuple(sorted({other for _, current in same for other in current.missing} - present))
-            found.update(dict.fromkeys(present, missing))
+            missing = {other for _, current in same for other in current.missing} - {rank for rank, _ in same}
+            found.update({rank: (current, tuple(sorted(missing))) for rank, current in same})
         return found
 
 
@@ -219,10 +218,8 @@ def find_slowest(holding_up: dict[int, float]) -> int | None:
     return rank if holding_up[rank] >= MIN_SLOW_SHARE else None
 
 
-def _describe_wait(current: CurrentOperation | None, missing: tuple[int, ...] | None, now_ns: int) -> str:
+def _describe_wait(current: CurrentOperation, missing: tuple[int, ...], now_ns: int) -> str:
     """Return a sentence such as `waits 3.2 s for rank 2 in allreduce sum float32[3]`."""
-    if current is None or missing is None:
-        return ""
     whom = f" for {format_ranks(missing)}" if missing else ""
     what = "waits" if current.is_waiting or missing else "moves data for"
     return f"{what} {max(0, now_ns - current.since_ns) / 1e9:.1f} s{whom} in {shorten(current.op)}"

@@ -32,7 +32,7 @@ from ronde.launch.driver.ssh import HostError
 from ronde.launch.driver.termination import Termination, TerminationEvent, TerminationStage
 from ronde.launch.environment import count_ports, make_rank_orders
 from ronde.launch.job import Job
-from ronde.launch.output.printer import OutputSink, prefix_width
+from ronde.launch.output.printer import Printer, prefix_width
 from ronde.launch.protocol import (
     AgentError,
     AgentMessage,
@@ -136,7 +136,7 @@ class RankSupervisor:
         job: Job,
         *,
         send: Callable[[Mapping[int, DriverMessage]], None],
-        output_sink: OutputSink,
+        output_sink: Printer,
         on_rank_exit: Callable[[int, str], None],
     ) -> None:
         """`send` sends messages to agents by host index. `on_rank_exit` is called with every rank that has ended, and a
@@ -343,7 +343,7 @@ class RankSupervisor:
 class Driver:
     """One job. run() it, once; stop() it from any thread."""
 
-    def __init__(self, job: Job, output_sink: OutputSink) -> None:
+    def __init__(self, job: Job, output_sink: Printer) -> None:
         if job.debug_rank is not None:  # the other ranks wait for a person
             settings = job.settings.replace(start_s=UNLIMITED_S, operation_s=UNLIMITED_S, stall_s=0.0)
             job = replace(job, settings=settings)

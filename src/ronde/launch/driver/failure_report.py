@@ -79,7 +79,7 @@ def make_job_result(
 ) -> JobResult:
     """Report on these exits, which are in the order in which they came. The coordinator knows `first_lost`, the rank
     that it lost first and how, and `lost_peers`, by rank those that failed because another one was gone; `tail` is
-    OutputSink.tail."""
+    Printer.tail."""
     exit_codes = {each.rank: each.exit_code for each in exits}
     values = return_values or {}
     lost_peers = lost_peers or {}

@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import lru_cache, partial
-from typing import Protocol
 
 from ronde.launch.output.files import RankOutputFiles, RankStream
 from ronde.launch.output.folding import FoldedLines, LineFolder
@@ -31,37 +30,6 @@ _RETRY_INTERVAL_S = 0.02
 """A reader that was behind is tried again after so long."""
 _MAX_PENDING_BYTES = 4 * 1024 * 1024
 """When more than this was written without a refresh, it is printed at once."""
-
-
-class OutputSink(Protocol):
-    """Takes what ranks print. The driver calls it from one thread, and refresh() once per turn of its loop: after the
-    writes of that turn, and again at the time that refresh() returned."""
-
-    def write(self, rank: int, stream: StdStream, data: bytes) -> None:
-        """Take bytes of a rank as they were read: chunks of any size."""
-
-    def rank_exited(self, rank: int) -> None:
-        """Called when nothing more comes from this rank."""
-
-    def print_message(self, text: str) -> None:
-        """Print lines of the driver itself as `[ronde] text` on standard error, after everything written before."""
-
-    def refresh(self, now_s: float) -> float | None:
-        """Print what is due. Return when to call again at the latest (same clock); None while nothing waits."""
-
-    def tail(self, rank: int, exit_code: int) -> str:
-        """Return the traceback that explains this exit code of a rank, or the last lines of both streams."""
-
-    def closed(self) -> OutputClosed | None:
-        """Return why nothing can be printed any more; None while it can."""
-
-    def is_backlogged(self) -> bool:
-        """Return whether the reader of a pipe or terminal is far behind. Then the driver stops reading from ranks until
-        a refresh() has changed that; if it goes on, refresh() blocks sooner or later."""
-
-    def close(self, *, timeout_s: float | None = None) -> None:
-        """Print all that still waits, leave the terminal tidy, close the files. A reader that takes nothing for
-        `timeout_s` gets no more; without a timeout it is waited for. Idempotent."""
 
 
 @lru_cache(maxsize=1024)
@@ -110,7 +78,8 @@ class OutputOptions:
 
 
 class Printer:
-    """The OutputSink of `ronde run`. It does not close the streams. `wall_clock` gives the time for timestamps."""
+    """The driver calls it from one thread, and refresh() once per turn of its loop: after the writes of that turn, and
+    again at the time that refresh() returned. `wall_clock` gives the time for timestamps."""
 
     def __init__(
         self,
@@ -156,6 +125,7 @@ class Printer:
             self._line_folder.rank_exited(options.debug_rank)  # its lines are not folded
 
     def write(self, rank: int, stream: StdStream, data: bytes) -> None:
+        """Take bytes of a rank as they were read: chunks of any size."""
         if self._closed:
             return
         if self._files is not None:
@@ -167,21 +137,28 @@ class Printer:
             self.refresh(self._now_s)
 
     def rank_exited(self, rank: int) -> None:
+        """Called when nothing more comes from this rank."""
         self._pending.append(partial(self._finish_rank, rank))
 
     def print_message(self, text: str) -> None:
+        """Print lines of the driver itself as `[ronde] text` on standard error, after everything written before."""
         self._pending.append(partial(self._print_message, text))
 
     def tail(self, rank: int, exit_code: int) -> str:
+        """Return the traceback that explains this exit code of a rank, or the last lines of both streams."""
         return self._tails[rank].text(exit_code)
 
     def closed(self) -> OutputClosed | None:
+        """Return why nothing can be printed any more; None while it can."""
         return next((writer.buffer.closed for writer in self._writers.values() if writer.buffer.closed), None)
 
     def is_backlogged(self) -> bool:
+        """Return whether the reader of a pipe or terminal is far behind. Then the driver stops reading from ranks until
+        a refresh() has changed that; if it goes on, refresh() blocks sooner or later."""
         return any(writer.buffer.pending_bytes >= HIGH_WATER_BYTES for writer in self._writers.values())
 
     def refresh(self, now_s: float) -> float | None:
+        """Print what is due. Return when to call again at the latest (same clock); None while nothing waits."""
         self._now_s = max(now_s, self._now_s)
         self._wall_offset_s = self._wall_clock() - self._now_s
         self._process_pending()
@@ -194,6 +171,8 @@ class Printer:
         return self._next_refresh_s(redraw_s)
 
     def close(self, *, timeout_s: float | None = None) -> None:
+        """Print all that still waits, leave the terminal tidy, close the files but not the streams. A reader that takes
+        nothing for `timeout_s` gets no more; without a timeout it is waited for. Idempotent."""
         if self._closed:
             return
         self._process_pending()

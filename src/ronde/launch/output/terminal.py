@@ -213,7 +213,7 @@ class TerminalWriter:
         self.buffer.flush()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End an open line, erase the live region, show the cursor, and write everything; see OutputSink.close."""
+        """End an open line, erase the live region, show the cursor, and write everything; see Printer.close."""
         self._debug_prompt = b""
         self._end_open_line()
         self.draw_live_region((), hide_cursor=False)

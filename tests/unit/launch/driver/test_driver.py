@@ -27,6 +27,7 @@ from ronde.launch.driver.failure_report import JobResult, StopRequest
 from ronde.launch.driver.monitor import RankStatus
 from ronde.launch.driver.ssh import HostError
 from ronde.launch.job import Job
+from ronde.launch.output.printer import Printer
 from ronde.launch.output.terminal import OutputClosed
 from ronde.launch.placement import Host
 from ronde.launch.protocol import (
@@ -47,8 +48,8 @@ from ronde.text import LOST_CODE, NOT_STARTED_CODE
 CTRL_C = StopRequest(130, "interrupted by Ctrl-C")
 
 
-class RecordingSink:
-    """An OutputSink that keeps everything; `on_output` is called with every output."""
+class RecordingSink(Printer):
+    """A Printer that keeps everything; `on_output` is called with every output."""
 
     def __init__(self, on_output: Callable[[int], None] = lambda rank: None) -> None:
         self.printed: dict[int, bytes] = {}
