@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import msgspec
+
 from ronde.comm.backends.base import Backend
 from ronde.comm.named_operations import OpenChannels
 from ronde.comm.telemetry import ChannelStallInspector, TraceSender, make_activity_report
@@ -287,9 +289,6 @@ class ControlThread:
     def _end_round(self, error: RondeError) -> None:
         self._open_channels.abort_all(error)
         self._leave_confirmed.set()
-        self._notify_waiters()
-
-    def _notify_waiters(self) -> None:
         with self.waits.condition:
             self.waits.condition.notify_all()
 
@@ -320,7 +319,6 @@ class ControlThread:
         rank = self._recorder.rank
         self._recorder.record_event(PeerGone(at_ns=time.monotonic_ns(), rank=rank, peer=lost.rank, why=lost.reason))
         self._open_channels.abort_for(lost.rank, lost.reason)
-        self._notify_waiters()
 
     def _on_reply(self, reply: GroupsChanged | TimelineReply) -> None:
         with self.waits.condition:
@@ -332,17 +330,8 @@ class ControlThread:
         self._control.send(StackReply(query.query_id, line, stack))
 
     def _on_stall_report(self, stalled: StallReport) -> None:
-        self._recorder.record_event(
-            StallReported(
-                at_ns=time.monotonic_ns(),
-                rank=self._recorder.rank,
-                op=stalled.op,
-                group=stalled.group,
-                waited_s=stalled.waited_s,
-                missing=stalled.missing,
-                report=stalled.report,
-            )
-        )
+        fields = msgspec.structs.asdict(stalled)
+        self._recorder.record_event(StallReported(at_ns=time.monotonic_ns(), rank=self._recorder.rank, **fields))
 
     def _on_heartbeat_reply(self, answer: RankHeartbeatReply) -> None:
         now_ns = time.monotonic_ns()

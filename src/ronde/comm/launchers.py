@@ -41,12 +41,11 @@ FIRST_INTERNAL_STEP = 0xFFFFFFF0
 """From here on, Slurm's ids of steps are those of its own shells and daemons."""
 LOCALHOST = "127.0.0.1"
 
-# Rank, size, address and port of the rendezvous, ranks per host:
-TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE")
+# Rank, size, ranks per host, and the address and port of a rendezvous:
+TORCH_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 HOROVOD_VARIABLES = tuple(
-    f"HOROVOD_{name}" for name in ("RANK", "SIZE", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT", "LOCAL_SIZE")
+    f"HOROVOD_{name}" for name in ("RANK", "SIZE", "LOCAL_SIZE", "GLOO_RENDEZVOUS_ADDR", "GLOO_RENDEZVOUS_PORT")
 )
-# Rank, size, ranks per host:
 OPEN_MPI_VARIABLES = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 MPICH_VARIABLES = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS")
 
@@ -75,16 +74,17 @@ def detect_launcher(environ: Mapping[str, str] | None = None) -> LauncherEnviron
     environ = os.environ if environ is None else environ
     run = environ.get("TORCHELASTIC_RUN_ID", "")
     name = "torchrun" if run else "torch.distributed's variables"
-    torch = _from_rendezvous_variables(environ, name, TORCH_VARIABLES, run)
+    torch = _from_variables(environ, name, TORCH_VARIABLES, run)
     if torch is not None and "TORCHELASTIC_RUN_ID" in environ:
         return torch
     slurm = _detect_slurm(environ)
-    hydra = _from_mpi_variables(environ, "MPICH", MPICH_VARIABLES, "")
+    hydra = _from_variables(environ, "MPICH", MPICH_VARIABLES, "")
     if hydra is not None and slurm is not None and (hydra.rank, hydra.size) == (slurm.rank, slurm.size):
         hydra = None
     job = environ.get("PMIX_NAMESPACE", "") or environ.get("OMPI_MCA_ess_base_jobid", "")
-    found = _from_mpi_variables(environ, "Open MPI", OPEN_MPI_VARIABLES, job) or hydra or slurm or torch
-    return found or _from_rendezvous_variables(environ, "Horovod's variables", HOROVOD_VARIABLES)
+    open_mpi = _from_variables(environ, "Open MPI", OPEN_MPI_VARIABLES, f"Open MPI {job}" if job else "")
+    found = open_mpi or hydra or slurm or torch
+    return found or _from_variables(environ, "Horovod's variables", HOROVOD_VARIABLES, "")
 
 
 def coordinator_port_range(host: str, port: int, job: str) -> str:
@@ -113,51 +113,38 @@ def find_launcher_process(rank_variable: str, process: Path = Path("/proc/self")
         return ""
 
 
-def _from_rendezvous_variables(
-    environ: Mapping[str, str], launcher: str, names: tuple[str, ...], run: str = ""
+def _from_variables(
+    environ: Mapping[str, str], launcher: str, names: tuple[str, ...], job: str
 ) -> LauncherEnvironment | None:
-    """For launchers that have a rendezvous address."""
-    if not _has(environ, *names[:4]):
+    """From the variables of rank, size, ranks per host, and of the address and port of a rendezvous if there is one."""
+    rank_name, size_name, local_size_name, *rendezvous = names
+    if not all(environ.get(name) for name in (rank_name, size_name, *rendezvous)):
         return None
-    rank, size = _rank_and_size(environ, names[0], names[1])
-    host, port = environ[names[2]], _number(environ, names[3])
-    is_one_host = host in ("localhost", LOCALHOST, "::1") or environ.get(names[4]) == str(size)
+    rank, size = _rank_and_size(environ, rank_name, size_name)
+    is_one_host = environ.get(local_size_name) == str(size)
+    host, port = "", 0
+    if rendezvous:
+        host, port = environ[rendezvous[0]], _number(environ, rendezvous[1])
+        is_one_host = is_one_host or host in ("localhost", LOCALHOST, "::1")
+        job = f"{rendezvous[1]} {host} {port} {job}"
     return LauncherEnvironment(
         launcher=launcher,
         rank=rank,
         size=size,
-        job=f"{names[3]} {host} {port} {run}",
+        job=job,
         host=LOCALHOST if is_one_host else host,
         is_one_host=is_one_host,
         port=port,
-        rank_variable=names[3],
-    )
-
-
-def _from_mpi_variables(
-    environ: Mapping[str, str], launcher: str, names: tuple[str, ...], job: str
-) -> LauncherEnvironment | None:
-    if not _has(environ, *names[:2]):
-        return None
-    rank, size = _rank_and_size(environ, names[0], names[1])
-    is_one_host = environ.get(names[2], "") == str(size)
-    return LauncherEnvironment(
-        launcher=launcher,
-        rank=rank,
-        size=size,
-        job=f"{launcher} {job}" if job else "",
-        host=LOCALHOST if is_one_host else "",
-        is_one_host=is_one_host,
-        rank_variable=names[0],
+        rank_variable=rank_name,
     )
 
 
 def _detect_slurm(environ: Mapping[str, str]) -> LauncherEnvironment | None:
-    if not _has(environ, "SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"):
+    if not all(environ.get(name) for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")):
         return None
     size_name = "SLURM_STEP_NUM_TASKS" if environ.get("SLURM_STEP_NUM_TASKS") else "SLURM_NTASKS"
     step = environ["SLURM_STEP_ID"]
-    if not _has(environ, size_name) or not step.isdigit() or int(step) >= FIRST_INTERNAL_STEP:
+    if not environ.get(size_name) or not step.isdigit() or int(step) >= FIRST_INTERNAL_STEP:
         return None
     rank, size = _rank_and_size(environ, "SLURM_PROCID", size_name)
     nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
@@ -170,7 +157,6 @@ def _detect_slurm(environ: Mapping[str, str]) -> LauncherEnvironment | None:
         job=f"slurm {environ.get('SLURM_CLUSTER_NAME', '')} {environ['SLURM_JOB_ID']} {step}",
         host=LOCALHOST if is_one_host else first_slurm_host(nodes),
         is_one_host=is_one_host,
-        rank_variable="SLURM_STEP_ID",
     )
 
 
@@ -183,10 +169,6 @@ def first_slurm_host(nodes: str) -> str:
             nodes = nodes[:index]
             break
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", nodes)
-
-
-def _has(environ: Mapping[str, str], *names: str) -> bool:
-    return all(environ.get(name) for name in names)
 
 
 def _rank_and_size(environ: Mapping[str, str], rank_name: str, size_name: str) -> tuple[int, int]:

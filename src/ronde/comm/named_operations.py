@@ -24,6 +24,7 @@ from ronde.errors import PeerLost, RondeError
 from ronde.net.messages import AgreedOperation, OperationRequest
 from ronde.observe.events import ChannelClosed, ChannelOpened
 from ronde.observe.recorder import Recorder
+from ronde.observe.timeline import NegotiationSlice
 from ronde.settings import Settings
 from ronde.types import Deadline, DType, Op, OperationKind
 
@@ -51,7 +52,7 @@ class NamedOperations:
         """Announce that this rank is ready for the operation: by its id, if that stands for the same request, else in
         full. The name is taken until the operation has ended."""
         work.group, work.waits, work.timeout_s = self.group, self._waits, timeout_s
-        if self._waits.tracing:
+        if self._waits.recorder.tracing:
             work.announced_ns = time.monotonic_ns()
         name = work.name
         with self._lock:
@@ -97,8 +98,13 @@ class NamedOperations:
                     self._cache_request(work, item.id)
                     works.append(work)
                     operations.append(work)
-        if self._waits.tracing:
-            self._waits.record_batch_start(works, batch_start.at_ns)
+        recorder, at_ns = self._waits.recorder, batch_start.at_ns
+        if recorder.tracing:
+            slices = [
+                NegotiationSlice(work.signature.label, work.name, self.group, work.announced_ns or at_ns, at_ns)
+                for work in works
+            ]
+            recorder.record_batch_start(at_ns, slices)
         try:
             running_calls = self._submit(operations, agreed[0].row_counts, works)
         except RondeError as error:

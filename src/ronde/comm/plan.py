@@ -7,9 +7,9 @@ a host share. After the members have compared their plans nothing is negotiated 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from itertools import zip_longest
-from types import TracebackType
+from itertools import accumulate, zip_longest
 
 import msgspec
 import numpy as np
@@ -63,7 +63,7 @@ class Bucket:
         return self.count * self.number.num_bytes
 
 
-class Plan:
+class Plan(AbstractContextManager["Plan"]):
     """Buckets that the members agreed on. Write into `arrays[i]`, then start(i) or run(i): the result is there, too.
 
     All members must make the same plan and start its buckets in the same order.
@@ -77,7 +77,8 @@ class Plan:
         self._group = group
         signatures = [_signature_of(index, bucket) for index, bucket in enumerate(self.buckets)]
         _check_plans_match(group, [signature.description for signature in signatures])
-        starts = _starts(self.buckets)
+        sizes = [-(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT for bucket in self.buckets]
+        starts = [0, *accumulate(sizes)]
         self._channel: Channel = group.open_plan_channel(starts[-1])
         memory = self._channel.backend_channel.bucket()
         self.arrays: tuple[Array, ...] = tuple(
@@ -112,12 +113,7 @@ class Plan:
         """Close the channel. The arrays stay usable as memory of this rank. Idempotent; all members close theirs."""
         self._group.close_plan_channel(self._channel)
 
-    def __enter__(self) -> Plan:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -141,14 +137,6 @@ def _spans(bucket: Bucket, start: int) -> tuple[Span, ...]:
         spans.append(Span(start, start, count))
         start += count * bucket.number.num_bytes
     return tuple(spans)
-
-
-def _starts(buckets: Sequence[Bucket]) -> list[int]:
-    """The offset of each bucket, and after the last one the size of all."""
-    starts = [0]
-    for bucket in buckets:
-        starts.append(starts[-1] + -(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT)
-    return starts
 
 
 def _check_plans_match(group: Group, descriptions: list[str]) -> None:

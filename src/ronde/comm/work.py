@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,7 +26,6 @@ from ronde.net.messages import MissingRanksQuery, OperationRequest
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import attribute_waits
-from ronde.observe.timeline import NegotiationSlice
 from ronde.text import format_ranks
 from ronde.types import Deadline, Op
 
@@ -53,7 +52,6 @@ class Work:
     """
 
     __slots__ = (
-        "_batch_start",
         "_calls",
         "_done",
         "_error",
@@ -62,6 +60,7 @@ class Work:
         "_running_calls",
         "_targets",
         "announced_ns",
+        "batch_start",
         "group",
         "missing",
         "name",
@@ -109,7 +108,7 @@ class Work:
         self.missing: tuple[int, ...] = ()
         """The ranks that have not announced it, if a wait has asked."""
         self.waits: NegotiationWaits | None = None
-        self._batch_start: BatchStart | None = None
+        self.batch_start: BatchStart | None = None
 
     def wait(self, timeout_s: float | None = None) -> Any:  # arrays, lists of them, or None
         """Wait for the operation and return its result, or raise its error. OperationTimeout is raised after timeout_s;
@@ -158,9 +157,12 @@ class Work:
     def is_started(self) -> bool:
         return self._running_calls is not None
 
+    def is_started_or_done(self) -> bool:
+        return self._running_calls is not None or self._done
+
     def started_on(self, running_calls: tuple[RunningCall, ...], batch_start: BatchStart | None = None) -> None:
         # With a name: in the control thread, which holds the condition of NegotiationWaits.
-        self._batch_start = batch_start
+        self.batch_start = batch_start
         self._running_calls = running_calls
 
     def fail(self, error: Exception) -> None:
@@ -176,7 +178,8 @@ class Work:
 
     def _complete(self, deadline: Deadline) -> None:
         if self._running_calls is None:
-            self._wait_for_start(deadline)
+            assert self.waits is not None
+            self.waits.wait_for_start(self, deadline)
         if self._done:
             return
         calls = self._running_calls or ()
@@ -192,31 +195,6 @@ class Work:
             self.fail(error)
         else:
             self._succeed()
-
-    def _wait_for_start(self, deadline: Deadline) -> None:
-        waits = self.waits
-        assert waits is not None
-        began_ns = time.monotonic_ns()
-        condition, query_s = waits.condition, min(QUERY_MISSING_BEFORE_S, deadline.timeout_s / 2)
-        with condition:
-            waits.begin(self, began_ns)
-            try:
-                if condition.wait_for(self._is_started_or_done, max(0.0, deadline.remaining_s - query_s)):
-                    return
-                self.missing = ()
-                if query_s >= MIN_QUERY_TIME_S:
-                    waits.enqueue(MissingRanksQuery(self.group, self.name))
-                if not condition.wait_for(self._is_started_or_done, deadline.remaining_s):
-                    waited_for = f"; it waits for {format_ranks(self.missing)}" if self.missing else ""
-                    what = f"{self.describe()} did not start within {deadline.timeout_s:g} s"
-                    error = OperationTimeout(f"{what}{waited_for}")
-                    error.missing = self.missing
-                    raise error
-            finally:
-                waits.end(began_ns, self._batch_start)
-
-    def _is_started_or_done(self) -> bool:
-        return self._running_calls is not None or self._done
 
     def _succeed(self) -> None:
         self.finish()
@@ -320,36 +298,40 @@ class NegotiationWaits:
         """Guards the start of works, and is notified of it."""
         self.enqueue = enqueue
         """Hands an announcement or a question to the control thread."""
-        self._recorder = recorder
+        self.recorder = recorder
         self._waiting: dict[int, tuple[int, Work]] = {}
         """By thread: since when it waits, and for which work."""
 
-    @property
-    def tracing(self) -> bool:
-        """Whether a timeline is being written."""
-        return self._recorder.tracing
+    def wait_for_start(self, work: Work, deadline: Deadline) -> None:
+        """Wait until the work has started or failed. OperationTimeout says which ranks have not announced it."""
+        began_ns = time.monotonic_ns()
+        query_s = min(QUERY_MISSING_BEFORE_S, deadline.timeout_s / 2)
+        with self.condition:
+            self._waiting[threading.get_ident()] = (began_ns, work)
+            try:
+                if self.condition.wait_for(work.is_started_or_done, max(0.0, deadline.remaining_s - query_s)):
+                    return
+                work.missing = ()
+                if query_s >= MIN_QUERY_TIME_S:
+                    self.enqueue(MissingRanksQuery(work.group, work.name))
+                if not self.condition.wait_for(work.is_started_or_done, deadline.remaining_s):
+                    waited_for = f"; it waits for {format_ranks(work.missing)}" if work.missing else ""
+                    what = f"{work.describe()} did not start within {deadline.timeout_s:g} s"
+                    error = OperationTimeout(f"{what}{waited_for}")
+                    error.missing = work.missing
+                    raise error
+            finally:
+                self._waiting.pop(threading.get_ident(), None)
+                self._record_wait(began_ns, work.batch_start)
 
-    def record_batch_start(self, works: Iterable[Work], at_ns: int) -> None:
-        """Record for the timeline that these works start together."""
-        slices = [
-            NegotiationSlice(work.signature.label, work.name, work.group, work.announced_ns or at_ns, at_ns)
-            for work in works
-        ]
-        self._recorder.record_batch_start(at_ns, slices)
-
-    def begin(self, work: Work, began_ns: int) -> None:
-        """The calling thread, which holds the condition, begins to wait."""
-        self._waiting[threading.get_ident()] = (began_ns, work)
-
-    def end(self, began_ns: int, batch_start: BatchStart | None) -> None:
-        """The calling thread has waited. Records how long, and for which ranks; batch_start is None after a failure."""
-        self._waiting.pop(threading.get_ident(), None)
+    def _record_wait(self, began_ns: int, batch_start: BatchStart | None) -> None:
+        """Record how long the calling thread has waited, and for which ranks; batch_start is None after a failure."""
         end_ns = time.monotonic_ns() if batch_start is None else batch_start.at_ns
-        self._recorder.record_overlap(-max(0, end_ns - began_ns), 0)
+        self.recorder.record_overlap(-max(0, end_ns - began_ns), 0)
         if batch_start is not None and batch_start.stragglers:
-            own = self._recorder.rank  # this rank was there, whenever the coordinator received its announcement
+            own = self.recorder.rank  # this rank was there, whenever the coordinator received its announcement
             arrivals = {rank: end_ns - before_ns for rank, before_ns in batch_start.stragglers if rank != own}
-            self._recorder.record_waits(attribute_waits(arrivals, [(began_ns, end_ns)]))
+            self.recorder.record_waits(attribute_waits(arrivals, [(began_ns, end_ns)]))
 
     def blocked_operation(self) -> CurrentOperation | None:
         """The operation that a caller has waited for longest, if one does."""

@@ -44,7 +44,7 @@ class World:
         host = host_name(self.topology.members[self.rank].host)
         self.recorder = Recorder(self.rank)
         self.recorder.set_tracing(bool(settings.timeline), label=host)
-        self._joined_round = joined_round
+        self.joined_round = joined_round
         self._open_channels = OpenChannels(self.rank, self.size, joined_round.backend, self.recorder, settings)
         self._close_lock = threading.Lock()
         self._timeline_lock = threading.Lock()
@@ -55,6 +55,8 @@ class World:
             self.control_thread.start()
             for id, ranks in enumerate((tuple(range(self.size)), *groups)):
                 self._groups[id] = self._make_group(id, ranks)
+            self.group = self._groups[0]
+            """All ranks."""
         except BaseException as error:
             self.close(orderly=False, why=f"it could not start: {error}")
             raise
@@ -69,11 +71,6 @@ class World:
                 backend=joined_round.backend.name,
             )
         )
-
-    @property
-    def group(self) -> Group:
-        """All ranks."""
-        return self._groups[0]
 
     @property
     def groups(self) -> list[Group]:
@@ -122,12 +119,7 @@ class World:
                 group.close()
         finally:
             self.control_thread.stop()
-            self._joined_round.resources.close()
-
-    def close_in_child(self) -> None:
-        """In a forked child: close its copy of the liveness connection. Everything else stays as the parent left it."""
-        if self._joined_round.liveness_fd >= 0:
-            os.close(self._joined_round.liveness_fd)
+            self.joined_round.resources.close()
 
     def _make_group(self, id: int, ranks: tuple[int, ...]) -> Group:
         group = Group(id, ranks, self.rank, self._open_channels, self.control_thread)
@@ -247,5 +239,5 @@ def _forget_world_in_child() -> None:
     notice when its parent dies."""
     world, _state.world = _state.world, None
     _state.parent_world = world or _state.parent_world
-    if world is not None:
-        world.close_in_child()
+    if world is not None and world.joined_round.liveness_fd >= 0:
+        os.close(world.joined_round.liveness_fd)  # everything else stays as the parent left it

@@ -194,7 +194,7 @@ class ScriptedRound:
         """The coordinator says that all have announced these, as one batch. They have started when this returns."""
         agreed = tuple(AgreedOperation(id + index, work.name) for index, work in enumerate(works))
         self.control.tell(RunOperations(0, agreed, stragglers))
-        works[0]._wait_for_start(Deadline(10))
+        self.control_thread.waits.wait_for_start(works[0], Deadline(10))
 
     def finish(self, *works: Work) -> None:
         for running_call in self.channel.running_calls:

@@ -94,7 +94,7 @@ def test_a_rank_that_has_joined_gives_zeros(scripted: ScriptedRound) -> None:
     request = scripted.control.expect(messages.AnnounceOperations).new[0]
     theirs = messages.AgreedOperation(2, "theirs", request)
     scripted.control.tell(messages.RunOperations(0, (messages.AgreedOperation(1, "mine"), theirs)))
-    work._wait_for_start(Deadline(10))
+    scripted.control_thread.waits.wait_for_start(work, Deadline(10))
     assert [span.count for span in scripted.channel.running_calls[0].submitted.spans] == [3, 3]
     scripted.finish(work)
 
