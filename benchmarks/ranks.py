@@ -26,15 +26,14 @@ from ronde.text import format_exact_bytes, format_microseconds
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure start and allreduce with more and more ranks.")
-    parser.add_argument("--counts", default="2,4,8,16,32,64", help="numbers of ranks")
-    parser.add_argument("--sizes", default="4K,1M", help="bytes per rank")
-    parser.add_argument("--peers", default="none", help="measure these too: gloo, hvd, mpi, openmpi, mpich")
-    parser.add_argument(
-        "--mpi-python", action="append", default=[], help="Python of an environment with an MPI library"
-    )
-    parser.add_argument("--json", help="write the results to this file, one JSON object per line")
-    parser.add_argument("--repeats", type=int, default=3, help="rounds per library and size")
-    parser.add_argument("--seconds", type=float, default=0.5, help="time per library and size, shared by its rounds")
+    add = parser.add_argument
+    add("--counts", default="2,4,8,16,32,64", help="numbers of ranks")
+    add("--sizes", default="4K,1M", help="bytes per rank")
+    add("--peers", default="none", help="measure these too: gloo, hvd, mpi, openmpi, mpich")
+    add("--mpi-python", action="append", default=[], help="Python of an environment with an MPI library")
+    add("--json", help="write the results to this file, one JSON object per line")
+    add("--repeats", type=int, default=3, help="rounds per library and size")
+    add("--seconds", type=float, default=0.5, help="time per library and size, shared by its rounds")
     return parser.parse_args()
 
 

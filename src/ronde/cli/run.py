@@ -47,11 +47,11 @@ def _run_job(config: LaunchConfig) -> int:
         if config.top:
             if not sys.stderr.isatty():
                 raise ValueError("--top needs a terminal; `ronde top` can look at the job from one")
-            from ronde.cli.top import LiveStatusTable
+            from ronde.cli.top import live_status_table
 
             discard = opened.enter_context(open(os.devnull, "wb"))  # noqa: PTH123  # a device
             streams = StandardStreams(discard, discard)
-            opened.enter_context(LiveStatusTable(config.job.name or str(os.getpid())))
+            opened.enter_context(live_status_table(config.job.name or str(os.getpid())))
         terminal_info = TerminalInfo.detect(streams)
         options = OutputOptions(
             fold=config.fold,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import msgspec
 from rich.console import Console
@@ -176,32 +177,29 @@ def watch_job(job: RunningJob, status: JobStatus, console: Console) -> None:
     console.print(f"job {job.name} has ended")
 
 
-class LiveStatusTable:
+@contextmanager
+def live_status_table(name: str) -> Iterator[None]:
     """Shows the job of this name on standard error while the block runs; the last table stays there."""
+    stopped = threading.Event()
 
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._stopped = threading.Event()
-        # Owned by the table. Touches only the terminal, and queries the driver as any other process would.
-        self._thread = threading.Thread(target=self._run_thread, name="ronde-top", daemon=True)
-
-    def __enter__(self) -> LiveStatusTable:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stopped.set()
-        self._thread.join()
-
-    def _run_thread(self) -> None:
+    def show() -> None:
         with Live(console=Console(stderr=True), auto_refresh=False, vertical_overflow="crop") as live:
             delay_s = 0.0
-            while not self._stopped.wait(delay_s):
+            while not stopped.wait(delay_s):
                 try:
-                    _update(live, query_status(find_job(self._name)))
+                    _update(live, query_status(find_job(name)))
                     delay_s = REFRESH_INTERVAL_S
                 except (NoSuchJob, RondeError, OSError):  # not started yet, or just ended
                     delay_s = RETRY_INTERVAL_S
+
+    # Owned by the block. Touches only the terminal, and queries the driver as any other process would.
+    thread = threading.Thread(target=show, name="ronde-top", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
 
 
 def _update(live: Live, status: JobStatus) -> None:

@@ -1,19 +1,12 @@
 """The log of a training run: every rank measures its own steps, rank 0 writes the file, the report reads it back.
 
-The file has one JSON object per line:
-
-    {"type":"begun","step":0,"at_s":0.0,"facts":{"model":"AlexNet"},"hosts":["a","a"]}
-    {"type":"values","step":20,"at_s":3.1,"values":{"train/loss":0.7}}
-    {"type":"sampled","step":20,"at_s":3.1,"ranks":[…]}
-    {"type":"ended","at_s":80.2}
-
+The file has one JSON object per line, such as `{"type":"values","step":20,"at_s":3.1,"values":{"train/loss":0.7}}`.
 Lines are only ever appended, so a run that was killed leaves a readable log; at most its last line is torn, and is
 skipped. A run that goes on writes `begun` again with the step it goes on from: what the log has of later steps never
 became part of the training, and is left out.
 
-A step is what stands inside `with log.step()`. ronde knows for how long the caller was blocked in its operations: until
-a late member came, and while data moved. That is taken off the steps; the rest is computing. Operations that run while
-the caller computes cost nothing and are not counted.
+A step is what stands inside `with log.step()`. The time for which the caller was blocked in operations of ronde is
+taken off the steps; the rest is computing. Operations that run while the caller computes are not counted.
 """
 
 from __future__ import annotations
@@ -281,6 +274,10 @@ def parse_log(lines: Iterable[bytes]) -> RunHistory:
     return run
 
 
+def _allgather_objects(value: Any) -> list[Any]:  # any value
+    return ronde.objects.allgather(value) if ronde.is_initialized() else [value]
+
+
 class RunLog:
     """The log of a running training. Every rank makes one at the same time; rank 0 writes the file.
 
@@ -301,7 +298,7 @@ class RunLog:
     ) -> None:
         self.path = Path(path)
         self._rank = ronde.rank() if ronde.is_initialized() else 0
-        self._allgather = allgather or (ronde.objects.allgather if ronde.is_initialized() else lambda value: [value])
+        self._allgather = allgather or _allgather_objects
         self._clock = clock
         self._file: BinaryIO | None = None
         replies = self._allgather((platform.node(), self._open(step) if self._rank == 0 else 0.0))

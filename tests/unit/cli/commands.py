@@ -1,10 +1,12 @@
-"""Calling commands of `ronde` in this process. Shared by the tests of the command line."""
+"""Calling commands of `ronde` in this process, and what they draw. Shared by the tests of the command line."""
 
 from __future__ import annotations
 
 import contextlib
 import io
 from typing import NamedTuple
+
+from rich.console import Console, RenderableType
 
 from ronde.cli.main import main
 
@@ -26,3 +28,10 @@ def ronde(*arguments: str) -> Finished:
     out.seek(0)
     err.seek(0)
     return Finished(exit_code, out.read(), err.read())
+
+
+def drawn(renderable: RenderableType, width: int) -> str:
+    """What a terminal of this width shows of it."""
+    file = io.StringIO()
+    Console(file=file, width=width).print(renderable)
+    return file.getvalue()

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from rich.console import Console
 
 from ronde.cli.doctor.command import format_job_error
 from ronde.cli.doctor.link_speed import LinkSpeed
@@ -27,13 +25,10 @@ from ronde.cli.doctor.system_info import (
 )
 from ronde.errors import StartFailed
 from ronde.types import Deadline
+from tests.unit.cli.commands import drawn
 
 MB, GB = 10**6, 10**9
-NATIVE, MPI, NCCL = (
-    ComponentStatus("native", "usable", "1", "avx2 kernels"),
-    ComponentStatus("mpi", "missing"),
-    ComponentStatus("nccl", "missing"),
-)
+NATIVE, MPI = ComponentStatus("native", "usable", "1", "avx2 kernels"), ComponentStatus("mpi", "missing")
 TORCH = ComponentStatus("torch", "usable", "2.13.0")
 GOOD = SystemInfo(
     node="node7",
@@ -47,7 +42,7 @@ GOOD = SystemInfo(
     memory=MemoryInfo(64 * GB, 32 * GB, 48 * GB),
     shared_memory=SharedMemoryInfo(True, dev_shm_bytes=32 * GB),
     limits=ResourceLimits(65536, None, 8 << 20),
-    backends=(NATIVE, MPI, NCCL),
+    backends=(NATIVE, MPI, ComponentStatus("nccl", "missing")),
     frameworks=(TORCH, ComponentStatus("jax", "missing", note="not installed")),
 )
 FAST = LinkSpeed(0.00005, 1.1 * GB, 1.2 * GB, 0.0001)
@@ -62,10 +57,7 @@ def pair(first: str = "a", second: str = "b", **changes: float) -> HostPairRepor
 
 
 def shown(report: DoctorReport) -> str:
-    console = Console(file=io.StringIO(), width=80)
-    console.print(render_report(report))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+    return drawn(render_report(report), 80)
 
 
 def test_where_nothing_is_wrong_all_is_well() -> None:
@@ -74,25 +66,12 @@ def test_where_nothing_is_wrong_all_is_well() -> None:
     assert shown(report).rstrip().endswith("all is well")
 
 
-LIMITS, SHARED = GOOD.limits, GOOD.shared_memory
-
-
 @pytest.mark.parametrize(
     ("changes", "severity", "check", "what"),
     [
-        (
-            {"backends": (ComponentStatus("native", "broken", note="no such file"), MPI)},
-            "broken",
-            "native",
-            "no such file",
-        ),
+        ({"backends": (ComponentStatus("native", "broken", note="no file"), MPI)}, "broken", "native", "no file"),
         ({"shared_memory": SharedMemoryInfo(False, "not permitted")}, "broken", "shared", "not permitted"),
-        (
-            {"backends": (ComponentStatus("native", "usable", "1", "portable kernels"), MPI)},
-            "warning",
-            "native",
-            "AVX2",
-        ),
+        ({"backends": (ComponentStatus("native", "usable", "1", "portable"), MPI)}, "warning", "native", "AVX2"),
         ({"backends": (NATIVE, ComponentStatus("mpi", "broken", note="x"))}, "warning", "mpi", "x"),
         ({"frameworks": (TORCH, ComponentStatus("jax", "broken", note="libtpu"))}, "warning", "jax", "libtpu"),
         ({"shared_memory": SharedMemoryInfo(True, dev_shm_bytes=64 * MB)}, "warning", "shared", "only 64 MB"),

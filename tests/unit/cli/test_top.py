@@ -17,7 +17,7 @@ from ronde.cli.stack import format_stacks
 from ronde.cli.top import render_status_table, watch_job
 from ronde.launch.driver.monitor import JobStatus, MonitorServer, RankStatus, find_job
 from ronde.observe.stacks import RankStack
-from tests.unit.cli.commands import ronde
+from tests.unit.cli.commands import drawn, ronde
 
 
 def running(rank: int, **more: object) -> RankStatus:
@@ -29,11 +29,8 @@ def status_of(*ranks: RankStatus, slowest: int | None = None) -> JobStatus:
     return JobStatus(name="demo", size=len(ranks), ranks=ranks, slowest=slowest, elapsed_s=75.0)
 
 
-def drawn(status: JobStatus, *, max_rows: int = 1000, width: int = 150) -> str:
-    console = Console(file=io.StringIO(), width=width)
-    console.print(render_status_table(status, max_rows=max_rows, width=width))
-    assert isinstance(console.file, io.StringIO)
-    return console.file.getvalue()
+def table(status: JobStatus, *, max_rows: int = 1000, width: int = 150) -> str:
+    return drawn(render_status_table(status, max_rows=max_rows, width=width), width)
 
 
 def row(text: str, start: str) -> list[str]:
@@ -45,7 +42,7 @@ def row(text: str, start: str) -> list[str]:
 
 @pytest.mark.parametrize("width", [80, 150])
 def test_a_row_has_everything_about_its_rank(width: int) -> None:
-    text = drawn(status_of(running(0, cpu=1.5, memory_bytes=1_230_000_000, held_up_s=7.25)), width=width)
+    text = table(status_of(running(0, cpu=1.5, memory_bytes=1_230_000_000, held_up_s=7.25)), width=width)
     assert text.startswith("job demo: 1 ranks, 1 min 15 s")
     shown = row(text, "0 ")
     assert shown[:14] == "0 here running 20 50 % 40 % 10 % 150 % 1.23 GB".split()
@@ -55,9 +52,9 @@ def test_a_row_has_everything_about_its_rank(width: int) -> None:
 @pytest.mark.parametrize("width", [30, 40, 60, 80, 119, 120])
 def test_on_a_narrow_terminal_columns_are_left_out_and_none_is_cut(width: int) -> None:
     gpu = {"gpu": 0.95, "gpu_bytes": 10**9}
-    assert "GPU" not in drawn(status_of(running(0)))
+    assert "GPU" not in table(status_of(running(0)))
     ranks = (running(rank, cpu=1.5, memory_bytes=1_230_000_000, steps=300, steps_per_s=2.5, **gpu) for rank in (0, 1))
-    text = drawn(status_of(*ranks, slowest=1), width=width)
+    text = table(status_of(*ranks, slowest=1), width=width)
     heading, *rows = text.splitlines()[1:4]
     assert heading.split()[:3] == ["rank", "host", "state"] and "waited for" in heading
     assert ("waiting" in heading, "GPU mem" in heading, "95 %" in text) == (width >= 40, width >= 120, width >= 60)
@@ -65,41 +62,41 @@ def test_on_a_narrow_terminal_columns_are_left_out_and_none_is_cut(width: int) -
 
 
 def test_steps_are_shown_instead_of_operations_where_they_are_marked() -> None:
-    assert "ops/s" in drawn(status_of(running(0))) and "steps/s" not in drawn(status_of(running(0)))
+    assert "ops/s" in table(status_of(running(0))) and "steps/s" not in table(status_of(running(0)))
     for steps_per_s in (2.5, 0.0):  # a job that hangs has marked steps, too
-        text = drawn(status_of(running(0, steps=30, steps_per_s=steps_per_s), running(1)))
+        text = table(status_of(running(0, steps=30, steps_per_s=steps_per_s), running(1)))
         assert "steps/s" in text and "ops/s" not in text
         assert row(text, "0 ")[3:5] == ["30", f"{steps_per_s:g}"] and row(text, "1 ")[3:5] == ["-", "-"]
 
 
 def test_the_slowest_rank_is_marked() -> None:
-    text = drawn(status_of(running(0), running(1), slowest=1), width=80)
+    text = table(status_of(running(0), running(1), slowest=1), width=80)
     assert row(text, "▶")[:2] == ["▶", "1"]
-    assert "▶" not in drawn(status_of(running(0), running(1)))
+    assert "▶" not in table(status_of(running(0), running(1)))
 
 
 def test_what_is_not_known_is_not_made_up() -> None:
     lost = RankStatus(rank=0, state="lost", why="killed by signal 9")
-    assert row(drawn(status_of(lost)), "0 ") == "0 - lost - - - - - - 0.0 s 0 % killed by signal 9".split()
+    assert row(table(status_of(lost)), "0 ") == "0 - lost - - - - - - 0.0 s 0 % killed by signal 9".split()
 
 
 def test_what_a_rank_waits_in_is_shown_or_that_it_is_silent() -> None:
     waiting = running(0, doing="waits 3.2 s for rank 1 in barrier", silent_s=0.5)
-    assert "waits 3.2 s for rank 1 in barrier" in drawn(status_of(waiting))
-    assert "silent for 9 s" in drawn(status_of(running(0, doing="waits", silent_s=9.0)))
+    assert "waits 3.2 s for rank 1 in barrier" in table(status_of(waiting))
+    assert "silent for 9 s" in table(status_of(running(0, doing="waits", silent_s=9.0)))
 
 
 def test_of_many_ranks_those_that_matter_are_shown() -> None:
     ranks = [running(rank, holding_up=0.5 if rank == 77 else 0.0) for rank in range(100)]
     ranks[50] = RankStatus(rank=50, state="lost")
-    text = drawn(status_of(*ranks, slowest=77), max_rows=4)
+    text = table(status_of(*ranks, slowest=77), max_rows=4)
     shown = [line.split()[0] for line in text.splitlines() if " here " in line or " lost " in line]
     assert shown == ["0", "1", "50", "▶"]
     assert "96 more ranks not shown" in text
 
 
 def test_names_cannot_break_the_table() -> None:
-    text = drawn(status_of(RankStatus(rank=0, state="lost", host="[red]a\n", why="[/] boom\x1b[2J")))
+    text = table(status_of(RankStatus(rank=0, state="lost", host="[red]a\n", why="[/] boom\x1b[2J")))
     assert "[red]a" in text and "\x1b" not in text
 
 

@@ -19,6 +19,7 @@ import time
 import traceback
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -29,8 +30,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     Array = NDArray[np.float32]
-    PreparedStep = tuple[Sequence[Array], Callable[[], object]]
-    """The arrays of an allreduce, and one step of it."""
+    PreparedStep = tuple[Sequence[Array], Callable[[], object], Callable[[], object] | None]
+    """The arrays of an allreduce, one step of it, and what frees it."""
 
 START_S = 60.0
 """How long the ranks wait for each other at the start."""
@@ -40,176 +41,147 @@ MOMENTUM = 0.9
 MAX_MEMORY_SAMPLES = 100
 
 
+@dataclass
 class Library:
-    """A library that sums arrays or averages gradients over ranks. This one does not communicate."""
+    """A library that sums arrays or averages gradients over ranks. As it is, it does not communicate."""
 
-    def __init__(self, rank: int, size: int, close: Callable[[], object] = lambda: None) -> None:
-        self.rank = rank
-        self.size = size
-        self.close = close
-        """Leaves the library in good order."""
-
-    def prepare(self, path: str, arrays: list[Array]) -> PreparedStep:
-        """Get ready to sum these arrays, or others of the same sizes, over all ranks, in place. `path` is how."""
-        raise ValueError(f"no path {path!r} without communication")
-
-    def distribute(self, network: Any, optimizer: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-        """Make them average gradients over all ranks. The parameters are equal on all ranks already. Options: `codec`
-        is what gradients are on the wire, or None; for DDP there are also `view` and `bucket_mb`."""
-        return network, optimizer
-
-    def release(self) -> None:
-        """Free what was prepared."""
+    rank: int
+    size: int
+    prepare: Callable[[str, list[Array]], PreparedStep] | None = None
+    """Gets ready to sum these arrays, or others of the same sizes, over all ranks, in place. A path says how."""
+    distribute: Callable[..., tuple[Any, Any]] = lambda network, optimizer, **options: (network, optimizer)
+    """Makes a network and its optimizer average gradients over all ranks. Their parameters are equal on all ranks
+    already. Options: `codec` is what gradients are on the wire, or None; for DDP also `view` and `bucket_mb`."""
+    close: Callable[[], object] = lambda: None
 
 
-class RondeLibrary(Library):
+def join_ronde() -> Library:
     """ronde through its public interface."""
+    import ronde
 
-    def __init__(self) -> None:
-        import ronde
-
-        ronde.init(start_s=START_S)
-        self._ronde = ronde
-        self._plans: list[Any] = []
-        super().__init__(ronde.rank(), ronde.size(), ronde.shutdown)
-
-    def prepare(self, path: str, arrays: list[Array]) -> PreparedStep:
+    def prepare(path: str, arrays: list[Array]) -> PreparedStep:
         """`array`: the caller's memory. `bucket`, `many-25MB`: planned buckets. `many`: named operations."""
         if path in ("bucket", "many-25MB"):
-            plan = self._ronde.plan([self._ronde.Bucket(x.size, "float32", op="sum") for x in arrays])
-            self._plans.append(plan)
+            plan = ronde.plan([ronde.Bucket(x.size, "float32", op="sum") for x in arrays])
             if path == "bucket":
-                return plan.arrays, lambda: plan.run(0)
-            return plan.arrays, lambda: wait_all([plan.start(index) for index in range(len(arrays))])
-        allreduce = self._ronde.allreduce
+                return plan.arrays, lambda: plan.run(0), plan.close
+            return plan.arrays, lambda: wait_all([plan.start(index) for index in range(len(arrays))]), plan.close
+        allreduce = ronde.allreduce
         if path == "array":
             (x,) = arrays
-            return arrays, lambda: allreduce(x, out=x)
+            return arrays, lambda: allreduce(x, out=x), None
         named = [(x, f"gradient {index}") for index, x in enumerate(arrays)]
-        return arrays, lambda: wait_all([allreduce(x, out=x, name=name, wait=False) for x, name in named])
+        return arrays, lambda: wait_all([allreduce(x, out=x, name=name, wait=False) for x, name in named]), None
 
-    def release(self) -> None:
-        while self._plans:
-            self._plans.pop().close()
-
-    def distribute(self, network: Any, optimizer: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    def distribute(network: Any, optimizer: Any, codec: str | None, **_: Any) -> tuple[Any, Any]:
         import ronde.torch
 
         named = network.named_parameters()
-        return network, ronde.torch.DistributedOptimizer(optimizer, named_parameters=named, codec=options["codec"])
+        return network, ronde.torch.DistributedOptimizer(optimizer, named_parameters=named, codec=codec)
+
+    ronde.init(start_s=START_S)
+    return Library(ronde.rank(), ronde.size(), prepare, distribute, ronde.shutdown)
 
 
-class BarrierOnly(RondeLibrary):
+def join_lockstep() -> Library:
     """Ranks that only wait for each other before every step of the optimizer; no gradient is sent."""
+    import ronde
 
-    def distribute(self, network: Any, optimizer: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-        optimizer.register_step_pre_hook(lambda *_: self._ronde.barrier())
+    def distribute(network: Any, optimizer: Any, **_: Any) -> tuple[Any, Any]:
+        optimizer.register_step_pre_hook(lambda *_: ronde.barrier())
         return network, optimizer
 
+    ronde.init(start_s=START_S)
+    return Library(ronde.rank(), ronde.size(), None, distribute, ronde.shutdown)
 
-class HorovodLibrary(Library):
+
+def join_horovod() -> Library:
     """Horovod's interface, as the compatibility package has it over ronde; on tensors over NumPy's memory."""
+    import torch
 
-    def __init__(self) -> None:
-        import torch
+    import horovod.torch as hvd
 
-        import horovod.torch as hvd
-
-        torch.set_num_threads(1)
-        hvd.init()
-        self._hvd = hvd
-        self._tensor = torch.from_numpy
-        super().__init__(hvd.rank(), hvd.size(), hvd.shutdown)
-
-    def prepare(self, path: str, arrays: list[Array]) -> PreparedStep:
+    def prepare(path: str, arrays: list[Array]) -> PreparedStep:
         """`array`: one blocking call. `many`: a named asynchronous call for each, then all waited for."""
-        named = [(self._tensor(x), f"gradient {index}") for index, x in enumerate(arrays)]
-        hvd = self._hvd
+        named = [(torch.from_numpy(x), f"gradient {index}") for index, x in enumerate(arrays)]
         if path == "array":
             ((tensor, name),) = named
-            return arrays, lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum)
+            return arrays, lambda: hvd.allreduce_(tensor, name=name, op=hvd.Sum), None
 
         def run() -> None:
             for handle in [hvd.allreduce_async_(tensor, name=name, op=hvd.Sum) for tensor, name in named]:
                 hvd.synchronize(handle)
 
-        return arrays, run
+        return arrays, run, None
 
-    def distribute(self, network: Any, optimizer: Any, options: dict[str, Any]) -> tuple[Any, Any]:
-        compression = {None: self._hvd.Compression.none, "float16": self._hvd.Compression.fp16}[options["codec"]]
+    def distribute(network: Any, optimizer: Any, codec: str | None, **_: Any) -> tuple[Any, Any]:
+        compression = hvd.Compression.none if codec is None else hvd.Compression.fp16
         named = network.named_parameters()
-        return network, self._hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
+        return network, hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
+
+    torch.set_num_threads(1)
+    hvd.init()
+    return Library(hvd.rank(), hvd.size(), prepare, distribute, hvd.shutdown)
 
 
-class TorchLibrary(Library):
+def join_torch(rank: int, size: int, directory: Path) -> Library:
     """torch.distributed over gloo, and DistributedDataParallel. Ranks find each other through a file in the directory;
     tensors are over NumPy's memory."""
+    import torch
+    from torch import distributed
+    from torch.nn.parallel import DistributedDataParallel
 
-    def __init__(self, directory: Path, rank: int, size: int) -> None:
-        import torch
-        from torch import distributed
-
-        torch.set_num_threads(1)
-        # Public in its documentation, private to the type checker.
-        store = distributed.FileStore(str(directory / "gloo"), size)  # type: ignore[attr-defined]  # PyTorch's types lack it
-        distributed.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_S)
-        )
-        self._tensor = torch.from_numpy
-        self._distributed = distributed
-        super().__init__(rank, size, distributed.destroy_process_group)
-
-    def prepare(self, path: str, arrays: list[Array]) -> PreparedStep:
+    def prepare(path: str, arrays: list[Array]) -> PreparedStep:
         """`array`: one blocking call. `many`, `many-25MB`: all started, then waited for."""
-        tensors = [self._tensor(x) for x in arrays]
-        all_reduce = self._distributed.all_reduce
+        tensors = [torch.from_numpy(x) for x in arrays]
+        all_reduce = distributed.all_reduce
         if path == "array":
             (tensor,) = tensors
-            return arrays, lambda: all_reduce(tensor)
-        return arrays, lambda: wait_all([all_reduce(tensor, async_op=True) for tensor in tensors])
+            return arrays, lambda: all_reduce(tensor), None
+        return arrays, lambda: wait_all([all_reduce(tensor, async_op=True) for tensor in tensors]), None
 
-    def distribute(self, network: Any, optimizer: Any, options: dict[str, Any]) -> tuple[Any, Any]:
+    def distribute(
+        network: Any, optimizer: Any, codec: str | None, view: bool, bucket_mb: int | None
+    ) -> tuple[Any, Any]:
         """With `view`, DDP does no more than ronde does: it makes no copy of gradients, and sends no buffers."""
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-        from torch.nn.parallel import DistributedDataParallel
 
-        view = options["view"]
         wrapped = DistributedDataParallel(
-            network,
-            bucket_cap_mb=options["bucket_mb"],
-            gradient_as_bucket_view=view,
-            broadcast_buffers=not view,
+            network, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=view, broadcast_buffers=not view
         )
-        if options["codec"] is not None:  # float16: there is no other over gloo
+        if codec is not None:  # float16: there is no other over gloo
             wrapped.register_comm_hook(None, default_hooks.fp16_compress_hook)
         return wrapped, optimizer
 
+    torch.set_num_threads(1)
+    # Public in its documentation, private to the type checker.
+    store = distributed.FileStore(str(directory / "gloo"), size)  # type: ignore[attr-defined]  # PyTorch's types lack it
+    distributed.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=START_S))
+    return Library(rank, size, prepare, distribute, distributed.destroy_process_group)
 
-class MpiLibrary(Library):
+
+def join_mpi() -> Library:
     """The MPI library of the environment, through mpi4py."""
+    from mpi4py import MPI
 
-    def __init__(self) -> None:
-        from mpi4py import MPI
+    world, in_place = MPI.COMM_WORLD, MPI.IN_PLACE
 
-        self._mpi = MPI
-        self._world = MPI.COMM_WORLD
-        super().__init__(self._world.Get_rank(), self._world.Get_size(), MPI.Finalize)
-
-    def prepare(self, path: str, arrays: list[Array]) -> PreparedStep:
+    def prepare(path: str, arrays: list[Array]) -> PreparedStep:
         """`array`: one blocking call. `many`: one blocking call each. `many-iallreduce`: all started, then Waitall."""
-        in_place, world = self._mpi.IN_PLACE, self._world
         if path == "array":
             (x,) = arrays
-            return arrays, lambda: world.Allreduce(in_place, x)
+            return arrays, lambda: world.Allreduce(in_place, x), None
         if path == "many-iallreduce":
-            wait_all = self._mpi.Request.Waitall
-            return arrays, lambda: wait_all([world.Iallreduce(in_place, x) for x in arrays])
+            wait_all = MPI.Request.Waitall
+            return arrays, lambda: wait_all([world.Iallreduce(in_place, x) for x in arrays]), None
 
         def run() -> None:
             for x in arrays:
                 world.Allreduce(in_place, x)
 
-        return arrays, run
+        return arrays, run, None
+
+    return Library(world.Get_rank(), world.Get_size(), prepare, close=MPI.Finalize)
 
 
 def wait_all(works: Iterable[Any]) -> None:
@@ -233,7 +205,7 @@ class TrainingLoop:
         torch.manual_seed(1 + library.rank)
         self._batch = model.make_batch(batch)
         self._loss = torch.nn.functional.cross_entropy
-        self._network, self.optimizer = library.distribute(network, optimizer, options)
+        self._network, self.optimizer = library.distribute(network, optimizer, **options)
         self.backward_ns: list[int] = []
         """How long backward() took, in which gradients are exchanged, in each step so far."""
 
@@ -291,6 +263,7 @@ class CommandLoop:
         self._library = library
         self._models = models
         self._steps: dict[str, Callable[[], object]] = {}
+        self._closes: list[Callable[[], object]] = []
         self._training: TrainingLoop | None = None
 
     def run(self, directory: Path) -> None:
@@ -324,6 +297,7 @@ class CommandLoop:
                 model = self._models[work]
                 self._training = TrainingLoop(model, library=self._library, **arguments)
                 self._steps[work] = self._training.step
+                self._closes += filter(None, [getattr(self._training.optimizer, "close", None)])
                 self._training.step()
                 return {"checksum": self._training.checksum()}
             case "time":
@@ -342,8 +316,11 @@ class CommandLoop:
         """Prepare a step, and check that the first one computes the right sums."""
         gc.disable()
         # NumPy's memory for every library, so that alignment and pages are the same for all.
-        arrays, step = self._library.prepare(path, [np.zeros(count, np.float32) for count in counts * repeat])
+        assert self._library.prepare is not None
+        arrays, step, close = self._library.prepare(path, [np.zeros(num, np.float32) for num in counts * repeat])
         self._steps[path] = step
+        if close is not None:
+            self._closes.append(close)
         for x in arrays:
             x.fill(self._library.rank + 1)
         step()
@@ -356,10 +333,9 @@ class CommandLoop:
     def release(self) -> None:
         """Free what was prepared."""
         self._steps.clear()
-        self._library.release()
-        if self._training is not None and hasattr(self._training.optimizer, "close"):
-            self._training.optimizer.close()
         self._training = None
+        while self._closes:
+            self._closes.pop()()
         gc.collect()
 
 
@@ -381,17 +357,12 @@ def main(name: str, *rank_and_size: str, directory: Path) -> None:
     # other modules may be those of libraries.
     models = importlib.import_module("models").MODELS
     sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
-    # Those without RANK and SIZE have them from their launcher.
-    join: Mapping[str, Callable[..., Library]] = {
-        "ronde": RondeLibrary,
-        "lockstep": BarrierOnly,
-        "hvd": HorovodLibrary,
-        "mpi": MpiLibrary,
-        "gloo": lambda rank, size: TorchLibrary(directory, rank, size),
-        "ddp": lambda rank, size: TorchLibrary(directory, rank, size),
-        "apart": Library,
-    }
-    library = join[name](*map(int, rank_and_size))
+    if name in ("gloo", "ddp", "apart"):
+        rank, size = map(int, rank_and_size)
+        library = Library(rank, size) if name == "apart" else join_torch(rank, size, directory)
+    else:  # rank and size come from the launcher
+        join = {"ronde": join_ronde, "lockstep": join_lockstep, "hvd": join_horovod, "mpi": join_mpi}
+        library = join[name]()
     CommandLoop(library, models).run(directory)
     library.close()
 

@@ -309,5 +309,5 @@ class BenchmarkRunner:
         return self
 
     def __exit__(self, *_: object) -> None:
-        while self.pools:
-            self.pools.pop().close()
+        for pool in self.pools:
+            pool.close()

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from io import StringIO
 from math import prod
 from typing import cast
 
 import msgspec
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 
 from ronde.cli.bench.allreduce import (
     BUCKET_BYTES,
@@ -24,6 +23,7 @@ from ronde.cli.bench.command import parse_numbers
 from ronde.cli.bench.negotiation import render_negotiation_table
 from ronde.cli.bench.peers import MeasuredLibrary
 from ronde.cli.bench.runner import RankPool
+from tests.unit.cli.commands import drawn
 
 
 class NamedPool:
@@ -115,10 +115,7 @@ def result_of(impl: str, median_us: float, *, num_bytes: int = 1 << 20) -> Bench
 
 
 def line_with(table: RenderableType, *texts: str) -> str:
-    console = Console(file=StringIO(), width=120)
-    console.print(table)
-    assert isinstance(console.file, StringIO)
-    (line,) = [line for line in console.file.getvalue().splitlines() if all(text in line for text in texts)]
+    (line,) = [line for line in drawn(table, 120).splitlines() if all(text in line for text in texts)]
     return line
 
 
