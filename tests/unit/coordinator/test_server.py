@@ -38,8 +38,6 @@ from ronde.net.messages import (
     RoundStarted,
     RunOperations,
     StackReply,
-    StackRequest,
-    StallReport,
     WaitingTooLong,
     WorkerMessage,
 )
@@ -144,16 +142,6 @@ def job() -> Iterator[Job]:
 # --- joining and messages --------------------------------------------------------------------------------------------
 
 
-def test_all_ranks_are_welcomed_with_all_members(job: Job) -> None:
-    job.start(2)
-    first, second = job.connect(0), job.connect(1)
-    second.join(2)
-    first.join(2)
-    welcome = first.receive(RoundStarted)
-    assert welcome == second.receive(RoundStarted)
-    assert (welcome.round, [member.rank for member in welcome.members]) == (0, [0, 1])
-
-
 def test_a_rank_may_connect_before_the_coordinator_serves() -> None:
     with ExitStack() as stack:
         coordinator = CoordinatorServer("127.0.0.1", 0, 1, KEY, settings=Settings())
@@ -171,15 +159,6 @@ def test_a_coordinator_that_was_never_started_closes() -> None:
     coordinator = CoordinatorServer("127.0.0.1", 0, 2, KEY, settings=Settings())
     coordinator.close()
     coordinator.close()
-
-
-def test_a_second_process_does_not_disturb_a_round_that_is_on(job: Job) -> None:
-    ranks = job.gather(2)
-    with pytest.raises(StartFailed, match="another process already is rank 1"):
-        job.connect(1)
-    for rank in ranks:
-        rank.send(announce("w"))
-    assert [rank.receive(RunOperations).operations[0].name for rank in ranks] == ["w", "w"]
 
 
 def test_a_process_that_replaces_one_that_died_while_it_joined_is_no_second_process(
@@ -207,23 +186,6 @@ def test_what_makes_no_sense_is_dropped_and_the_job_goes_on(job: Job) -> None:
     for rank in ranks:
         rank.send(announce("w"))
     assert [rank.receive(RunOperations).operations[0].name for rank in ranks] == ["w", "w"]
-
-
-def test_a_stall_is_reported_once_with_where_the_missing_rank_is(job: Job, caplog: pytest.LogCaptureFixture) -> None:
-    first, second = job.gather(2, stall_s=0.1)
-    with caplog.at_level(logging.WARNING, "ronde.stall"):
-        first.send(announce("w"))
-        query = second.receive(StackRequest)
-        second.send(StackReply(query.query_id, "train.py:42 in step: sleep(1000)", "…"))
-        stalled = first.receive(StallReport)
-        assert second.receive(StallReport) == stalled
-    assert stalled.missing == (1,)
-    assert "allreduce 'w'" in stalled.op
-    assert "train.py:42 in step: sleep(1000)" in stalled.report
-    assert caplog.messages == [stalled.report]
-    second.send(announce("w"))
-    first.receive(RunOperations)
-    assert not first.has_received(StallReport)
 
 
 def test_a_timeline_that_cannot_be_written_fails_at_the_start(tmp_path: Path) -> None:
@@ -280,13 +242,6 @@ def test_who_does_not_leave_in_time_hears_that_it_is_over(job: Job) -> None:
     first.leave()
     job.coordinator.close()
     assert "closed by its host" in second.receive(EndRound).reason
-
-
-def test_a_launchers_coordinator_serves_round_after_round(job: Job) -> None:
-    job.start(2, rounds=None)
-    for _ in range(3):
-        for rank in job.join(2):
-            rank.leave()
 
 
 def test_who_comes_early_where_rank_0_hosts_calls_until_the_next_coordinator_is_there(job: Job) -> None:
