@@ -22,6 +22,7 @@ import enum
 import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ronde.net.messages import (
@@ -201,47 +202,43 @@ class Send(NamedTuple):
     message: CoordinatorMessage
 
 
+_NOT_AGREED = AgreedOperation(0, "")
+_NOTHING_TO_SEND = Send((), RunOperations(0, ()))
+
+
+@dataclass(eq=False, slots=True)
 class _GroupState:
     """One group and its pending operations. Sets of ranks are bit masks."""
 
-    __slots__ = ("closed_reason", "id", "joined_mask", "member_mask", "members", "operations", "pending")
-
-    def __init__(self, group: int, members: tuple[int, ...]) -> None:
-        self.id = group
-        self.members = members
-        self.member_mask = sum(1 << rank for rank in members)
-        self.joined_mask = 0
-        self.operations: dict[str, _NegotiatedOperation] = {}
-        self.pending: dict[int, _NegotiatedOperation] = {}
-        self.closed_reason = ""
-        """Why nothing can run any more: a member is lost."""
+    id: int
+    members: tuple[int, ...]
+    member_mask: int
+    joined_mask: int = 0
+    operations: dict[str, _NegotiatedOperation] = field(default_factory=dict)
+    pending: dict[int, _NegotiatedOperation] = field(default_factory=dict)
+    closed_reason: str = ""
+    """Why nothing can run any more: a member is lost."""
 
 
+@dataclass(eq=False, slots=True)
 class _NegotiatedOperation:
     """One name of a group. What follows is_agreed is made when the members agree, and valid until a request changes."""
 
-    __slots__ = (
-        *("id", "group", "name", "requests"),
-        *("announced_mask", "announce_times", "ready", "since_ns", "invalid_reason"),
-        *("is_agreed", "run_message", "agreed_operation", "fusion_key", "num_bytes"),
-    )
-
-    def __init__(self, id: int, group: _GroupState, name: str) -> None:
-        self.id = id
-        self.group = group
-        self.name = name
-        self.requests: dict[int, OperationRequest] = {}
-        self.announced_mask = 0
-        self.announce_times: list[tuple[int, int]] = []
-        """(bit of the rank, when), in the order of arrival."""
-        self.ready = False
-        self.since_ns = 0
-        self.invalid_reason = ""
-        self.is_agreed = False
-        self.agreed_operation = AgreedOperation(id, name)
-        self.run_message = Send(group.members, RunOperations(group.id, (self.agreed_operation,)))
-        self.fusion_key: FusionKey | None = None
-        self.num_bytes = 0
+    id: int
+    group: _GroupState
+    name: str
+    requests: dict[int, OperationRequest] = field(default_factory=dict)
+    announced_mask: int = 0
+    announce_times: list[tuple[int, int]] = field(default_factory=list)
+    """(bit of the rank, when), in the order of arrival."""
+    ready: bool = False
+    since_ns: int = 0
+    invalid_reason: str = ""
+    is_agreed: bool = False
+    agreed_operation: AgreedOperation = _NOT_AGREED
+    run_message: Send = _NOTHING_TO_SEND
+    fusion_key: FusionKey | None = None
+    num_bytes: int = 0
 
     @property
     def title(self) -> str:
@@ -272,7 +269,8 @@ class Negotiator:
         """Add a group and return its id; 0 is the world. No id is used again: a late message cannot mean another group.
         allgather concatenates rows in the order of the members."""
         self._last_group += 1
-        self._groups[self._last_group] = _GroupState(self._last_group, members)
+        mask = sum(1 << rank for rank in members)
+        self._groups[self._last_group] = _GroupState(self._last_group, members, mask)
         return self._last_group
 
     def remove_group(self, group: int) -> tuple[int, ...]:

@@ -31,7 +31,6 @@ def parse_address(text: str) -> tuple[str, int]:
 
 
 def format_address(host: str, port: int) -> str:
-    """Return the text that parse_address() reads."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -60,7 +59,7 @@ def listen_error(host: str, port: int, reason: str | None) -> StartFailed:
 
 
 def peer_host(sock: socket.socket) -> str:
-    """Return the numeric host at the other end of a TCP socket."""
+    """The host is numeric; the socket is one of TCP."""
     return str(sock.getpeername()[0])
 
 

@@ -1,10 +1,7 @@
 """The job's key and what is derived from it, and the user's secret from which jobs of other launchers derive their key.
 
-One job has one seed of 32 random bytes. It travels only in the environment of the job's own processes; what goes over
-a network is derived from it one way, under a label of its own, so that no use can be mistaken for another.
-
-Where no launcher of ours gave the ranks a key, they derive it from a file of the user and the id of the job. The file
-is created once, readable by its owner only; if several ranks create it at the same time, exactly one of them succeeds.
+A key is a seed of 32 random bytes. It travels only in the environment of the job's own processes; what goes over a
+network is derived from it one way, under a label of its own, so that no use can be mistaken for another.
 """
 
 from __future__ import annotations
@@ -34,14 +31,6 @@ def new_job_key() -> str:
 class JobKey:
     """The secret of one job. A process that has it belongs to the job. It appears in no text and in no pickle."""
 
-    __slots__ = ("_seed", "client_public", "client_secret", "server_public", "server_secret")
-
-    server_secret: bytes
-    """The coordinator's CURVE keys and the workers', as the 40 characters of Z85 that ZeroMQ takes."""
-    server_public: bytes
-    client_secret: bytes
-    client_public: bytes
-
     def __init__(self, hex: str) -> None:
         # The error does not repeat the value: a mistyped secret is still nearly a secret.
         digits = "0123456789abcdefABCDEF"
@@ -50,8 +39,11 @@ class JobKey:
                 f"the job's key must be {2 * SEED_BYTES} hexadecimal digits; make one with ronde.net.keys.new_job_key()"
             )
         self._seed = bytes.fromhex(hex)
-        self.server_secret, self.server_public = self._curve_pair(b"server")
-        self.client_secret, self.client_public = self._curve_pair(b"client")
+        # The CURVE keys of the coordinator and of the workers, as the 40 characters of Z85 that ZeroMQ takes.
+        self.server_secret = z85.encode(self.mac(b"curve", b"server"))
+        self.server_public = zmq.curve_public(self.server_secret)
+        self.client_secret = z85.encode(self.mac(b"curve", b"client"))
+        self.client_public = zmq.curve_public(self.client_secret)
 
     def mac(self, label: bytes, *parts: bytes) -> bytes:
         """Return the HMAC-SHA256 of the label and the parts, each with its length, so that no two lists are alike."""
@@ -60,10 +52,6 @@ class JobKey:
             digest.update(len(part).to_bytes(8, "big"))
             digest.update(part)
         return digest.digest()
-
-    def _curve_pair(self, role: bytes) -> tuple[bytes, bytes]:
-        secret = z85.encode(self.mac(b"curve", role))
-        return secret, zmq.curve_public(secret)
 
     def __repr__(self) -> str:
         return "JobKey(hidden)"
@@ -82,7 +70,7 @@ def derive_job_key(secret: bytes, job: str) -> str:
 
 
 def load_user_secret(directory: Path) -> bytes:
-    """Return the secret in that directory; creates it if there is none."""
+    """Return the secret in that directory. If there is none it is created; of several ranks at a time, one succeeds."""
     path = directory / SECRET_FILE_NAME
     try:
         with contextlib.suppress(FileNotFoundError):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -152,21 +153,13 @@ class LeaveReason(enum.IntEnum):
     """How a rank's membership in a round ended. A worker sends one of the first five; the rest is found out."""
 
     SHUTDOWN = 0
-    """By shutdown()."""
-    SCRIPT_ENDED = 1
-    """Its script ended without shutdown(), as most scripts do."""
-    FAILED = 2
-    """An exception, or a start that failed."""
-    TIMED_OUT = 3
-    """An operation timed out."""
-    MISMATCHED = 4
-    """The members of an operation disagreed."""
-    PROCESS_ENDED = 5
-    """Its process ended, and the launcher says how."""
-    PROCESS_GONE = 6
-    """Its process is gone, and nobody says why."""
-    UNREACHABLE = 7
-    """The network to its host is cut."""
+    SCRIPT_ENDED = 1  # without shutdown(), as most scripts do
+    FAILED = 2  # an exception, or a start that failed
+    TIMED_OUT = 3  # an operation
+    MISMATCHED = 4  # the members of an operation disagreed
+    PROCESS_ENDED = 5  # and the launcher says how
+    PROCESS_GONE = 6  # and nobody says why
+    UNREACHABLE = 7  # the network to its host is cut
 
     @property
     def is_orderly(self) -> bool:
@@ -312,10 +305,8 @@ LIVENESS = "life"
 
 class AdmissionStatus(enum.IntEnum):
     ADMITTED = 0
-    RETRY = 1
-    """The round under way is not this rank's, the next one may be: connect again."""
-    REFUSED = 2
-    """Connecting again would not help."""
+    RETRY = 1  # the round under way is not this rank's, the next one may be: connect again
+    REFUSED = 2  # connecting again would not help
 
 
 class Admission(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -331,11 +322,6 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
 _T = TypeVar("_T")
 
 _encoder = msgspec.msgpack.Encoder()
-_worker_decoder: Decoder[WorkerMessage] = Decoder(functools.reduce(operator.or_, WorkerMessage.__subclasses__()))
-_coordinator_decoder: Decoder[CoordinatorMessage] = Decoder(
-    functools.reduce(operator.or_, CoordinatorMessage.__subclasses__())
-)
-_admission_decoder = Decoder(Admission)
 
 
 def encode(message: WorkerMessage | CoordinatorMessage | Admission) -> bytes:
@@ -346,18 +332,6 @@ def encode(message: WorkerMessage | CoordinatorMessage | Admission) -> bytes:
             f"{type(message).__name__} message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are allowed"
         )
     return data
-
-
-def decode_from_worker(data: bytes) -> WorkerMessage:
-    return _decode(_worker_decoder, data)
-
-
-def decode_from_coordinator(data: bytes) -> CoordinatorMessage:
-    return _decode(_coordinator_decoder, data)
-
-
-def decode_admission(data: bytes) -> Admission:
-    return _decode(_admission_decoder, data)
 
 
 def _decode(decoder: Decoder[_T], data: bytes) -> _T:
@@ -371,3 +345,12 @@ def _decode(decoder: Decoder[_T], data: bytes) -> _T:
         return decoder.decode(memoryview(data)[1:])
     except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
         raise ProtocolError(f"not a message: {error}") from None
+
+
+decode_from_worker: Callable[[bytes], WorkerMessage] = functools.partial(
+    _decode, Decoder(functools.reduce(operator.or_, WorkerMessage.__subclasses__()))
+)
+decode_from_coordinator: Callable[[bytes], CoordinatorMessage] = functools.partial(
+    _decode, Decoder(functools.reduce(operator.or_, CoordinatorMessage.__subclasses__()))
+)
+decode_admission = functools.partial(_decode, Decoder(Admission))

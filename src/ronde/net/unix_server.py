@@ -5,17 +5,17 @@ The kernel says which user is at the other end: both sides refuse another one. U
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
 
 from ronde.net.connect import peer_credentials, peer_uid
-from ronde.net.event_loop import LoopThread, Timer
+from ronde.net.event_loop import LoopThread, PipeReader, PipeWriter, Timer
 from ronde.types import Deadline
 
 MAX_SOCKET_PATH_BYTES = 107
@@ -36,16 +36,6 @@ OnRequest: TypeAlias = "Callable[[bytes, Callable[[bytes], None]], None]"
 logger = logging.getLogger("ronde.net")
 
 
-@dataclass(eq=False, slots=True)
-class _Client:
-    """A connection, which has one request at a time."""
-
-    sock: socket.socket
-    unread: bytes = b""
-    unsent: memoryview = field(default_factory=lambda: memoryview(b""))
-    timer: Timer | None = None
-
-
 class UnixLineServer:
     """Answers requests until it is closed. The path must be free, in a directory that only its user can enter.
 
@@ -57,8 +47,8 @@ class UnixLineServer:
         self.path = path
         self.num_refused = 0
         """Clients that were refused."""
-        self._on_request = on_request
-        self._clients: set[_Client] = set()
+        self.on_request = on_request
+        self.clients: set[_Client] = set()
         self._closed = False
         self._listening_socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -71,7 +61,7 @@ class UnixLineServer:
             raise
         self._thread = thread or LoopThread("ronde-monitor")
         self._owns_thread = thread is None
-        self._loop = self._thread.loop
+        self.loop = self._thread.loop
         self._accept_pause: Timer | None = None
         self._thread.call(self._start_accepting)
         if self._owns_thread:
@@ -89,13 +79,13 @@ class UnixLineServer:
             self.path.unlink(missing_ok=True)
             if self._accept_pause is not None:
                 self._accept_pause.cancel()
-            self._loop.remove_reader(self._listening_socket.fileno())
+            self.loop.remove_reader(self._listening_socket.fileno())
             self._listening_socket.close()
-            for client in list(self._clients):
-                self._close_client(client)
+            for client in list(self.clients):
+                client.close()
 
     def _start_accepting(self) -> None:
-        self._loop.add_reader(self._listening_socket.fileno(), self._accept)
+        self.loop.add_reader(self._listening_socket.fileno(), self._accept)
 
     def _accept(self) -> None:
         try:
@@ -103,79 +93,62 @@ class UnixLineServer:
         except (BlockingIOError, ConnectionError):  # the client has closed it again
             return
         except OSError:  # out of descriptors or memory: a retry at once would only use up the processor
-            self._loop.remove_reader(self._listening_socket.fileno())
-            self._accept_pause = self._loop.call_later(OUT_OF_DESCRIPTORS_PAUSE_S, self._start_accepting)
+            self.loop.remove_reader(self._listening_socket.fileno())
+            self._accept_pause = self.loop.call_later(OUT_OF_DESCRIPTORS_PAUSE_S, self._start_accepting)
             return
-        if peer_uid(sock) != os.getuid() or len(self._clients) >= MAX_CLIENTS:
+        if peer_uid(sock) != os.getuid() or len(self.clients) >= MAX_CLIENTS:
             self.num_refused += 1
             sock.close()
             return
-        sock.setblocking(False)
-        client = _Client(sock)
-        self._clients.add(client)
-        self._read_next(client)
+        with sock, contextlib.suppress(OSError):  # no descriptor for the other direction: it is closed
+            writing_fd = os.dup(sock.fileno())
+            self.clients.add(_Client(self, sock.detach(), writing_fd))
 
-    def _close_client(self, client: _Client) -> None:
-        if client in self._clients:
-            self._clients.remove(client)
-            self._stop_waiting(client)
-            client.sock.close()
 
-    def _stop_waiting(self, client: _Client) -> None:
-        self._loop.remove_reader(client.sock.fileno())
-        self._loop.remove_writer(client.sock.fileno())
-        if client.timer is not None:
-            client.timer.cancel()
+class _Client:
+    """A connection, which has one request at a time: nothing is read while one is being answered."""
 
-    def _start_timer(self, client: _Client) -> None:
-        client.timer = self._loop.call_later(IDLE_TIMEOUT_S, functools.partial(self._close_client, client))
+    def __init__(self, server: UnixLineServer, reading_fd: int, writing_fd: int) -> None:
+        self._server = server
+        self._unread = b""
+        self._reader = PipeReader(server.loop, reading_fd, self._on_data, self.close)
+        self._writer = PipeWriter(server.loop, writing_fd, on_written=self._on_written, on_broken_pipe=self.close)
+        self._timer = server.loop.call_later(IDLE_TIMEOUT_S, self.close)
 
-    def _read_next(self, client: _Client) -> None:
-        """Answer the next line, or wait for it."""
-        line, newline, rest = client.unread.partition(b"\n")
+    def close(self) -> None:
+        self._timer.cancel()
+        self._reader.close()
+        self._writer.close()
+        self._server.clients.discard(self)
+
+    def _on_data(self, data: bytes) -> None:
+        line, newline, rest = (self._unread + data).partition(b"\n")
         if not newline:
-            self._loop.add_reader(client.sock.fileno(), functools.partial(self._read, client))
-            return self._start_timer(client)
-        client.unread = rest
+            self._unread = line
+            return self.close() if len(line) > MAX_REQUEST_BYTES else None
+        self._unread = rest
+        self._timer.cancel()
+        self._reader.pause_reading()
         try:
-            self._on_request(line, functools.partial(self._reply, client))
+            self._server.on_request(line, self._reply)
         except Exception:  # a mistake of the server's owner concerns this client only
             logger.exception("a request could not be answered")
-            self._close_client(client)
+            self.close()
 
-    def _read(self, client: _Client) -> None:
-        try:
-            data = client.sock.recv(READ_BYTES)
-        except BlockingIOError:
-            return
-        except OSError:
-            data = b""
-        client.unread += data
-        if not data or (b"\n" not in client.unread and len(client.unread) > MAX_REQUEST_BYTES):
-            return self._close_client(client)
-        if b"\n" in client.unread:
-            self._stop_waiting(client)
-            self._read_next(client)
+    def _reply(self, reply: bytes) -> None:
+        self._server.loop.call_soon_threadsafe(functools.partial(self._start_writing, reply))
 
-    def _reply(self, client: _Client, reply: bytes) -> None:
-        self._loop.call_soon_threadsafe(functools.partial(self._start_writing, client, reply))
+    def _start_writing(self, reply: bytes) -> None:
+        if self in self._server.clients:
+            self._timer = self._server.loop.call_later(IDLE_TIMEOUT_S, self.close)
+            self._writer.write(reply + b"\n")
 
-    def _start_writing(self, client: _Client, reply: bytes) -> None:
-        if client in self._clients:
-            client.unsent = memoryview(reply + b"\n")
-            self._loop.add_writer(client.sock.fileno(), functools.partial(self._write, client))
-            self._start_timer(client)
-
-    def _write(self, client: _Client) -> None:
-        try:
-            client.unsent = client.unsent[client.sock.send(client.unsent) :]
-        except BlockingIOError:
-            return
-        except OSError:
-            return self._close_client(client)
-        if not client.unsent:
-            self._stop_waiting(client)
-            self._read_next(client)
+    def _on_written(self) -> None:
+        if not self._writer.pending_bytes and self in self._server.clients:
+            self._timer.cancel()
+            self._timer = self._server.loop.call_later(IDLE_TIMEOUT_S, self.close)
+            self._reader.resume_reading()
+            self._on_data(b"")
 
 
 def query_monitor(path: Path, request: bytes, deadline: Deadline) -> bytes:
