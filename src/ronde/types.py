@@ -111,6 +111,8 @@ class Member:
     """Name of the abstract Unix socket where ranks of the same host connect."""
     tcp_addresses: tuple[str, ...] = ()
     """`address:port` where ranks of other hosts connect; tried in turn."""
+    pid_namespace: str = ""
+    """Where its pid means something; empty if it is not known."""
 
 
 def check_group_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:

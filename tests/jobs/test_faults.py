@@ -12,6 +12,7 @@ import functools
 import os
 import signal
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,7 +113,8 @@ def kill(job: LocalRanks, victim: int, death: str) -> float:
 def rejoin(job: LocalRanks, others: list[int]) -> dict[int, dict[str, Any]]:
     """Let the survivors leave, and be a job of their own."""
     key = new_job_key()
-    with CoordinatorServer("127.0.0.1", 0, len(others), JobKey(key), settings=SETTINGS) as coordinator:
+    with closing(CoordinatorServer("127.0.0.1", 0, len(others), JobKey(key), settings=SETTINGS)) as coordinator:
+        coordinator.start()
         for index, rank in enumerate(others):
             place = {"rank": index, "size": len(others), "coordinator": coordinator.address, "key": key}
             job.send([rank], settings={**place, "coordinator_hosted": True})

@@ -148,8 +148,8 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
         opened.callback(listener.close)
         tcp_addresses = (format_address(host, listener.tcp_port),)
         host_id = settings.host or host_identity()
-        member = Member(settings.rank, host_id, os.getpid(), listener.unix_name, tcp_addresses)
-        join = JoinRound(VERSION, round, settings.size, member, groups, pid_namespace())
+        member = Member(settings.rank, host_id, os.getpid(), listener.unix_name, tcp_addresses, pid_namespace())
+        join = JoinRound(VERSION, settings.size, member, groups)
         topology = Topology(_request_join(loop, control, liveness.fileno(), join, deadline), settings.rank)
         backend: Backend
         if settings.backend == "mpi":

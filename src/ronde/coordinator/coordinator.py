@@ -112,7 +112,7 @@ class CoordinatorCore:
         settings: Settings,
         *,
         rounds: int | None = 1,
-        process_state: Callable[[JoinRound], str] = lambda join: "",
+        process_state: Callable[[Member], str] = lambda member: "",
     ) -> None:
         self.host_names: Sequence[str] = ()
         """By rank, the user's names for the hosts; empty without a launcher."""
@@ -125,11 +125,9 @@ class CoordinatorCore:
         self._round: Round | None = None
         self._failed_round: Round | None = None
         """The newest round that is over and has lost a rank."""
-        self._member_joins: dict[int, JoinRound] = {}
-        """By rank, the requests with which the members of the newest round joined it."""
         self._process_state = process_state
         self._pending_round = PendingRound(size, settings.start_s - min(START_MARGIN_S, 0.1 * settings.start_s))
-        self.queries = RankQueries(self._pending_round, self._member_state)
+        self.queries = RankQueries(self._pending_round, process_state)
         self._trace_collector = TraceCollector(settings.timeline, settings.timeline_events)
         self._connections: dict[int, _Connection] = {}
         self._reported_exits: dict[int, tuple[int, MembershipEnd]] = {}
@@ -323,9 +321,9 @@ class CoordinatorCore:
         if decision.members is not None:
             if self._round is not None:
                 self._end_round(self._round)
-            self._member_joins = dict(self._pending_round.joins)
+            groups = self._pending_round.joins[0].groups
             self._pending_round.clear(decision)
-            self._start_round(decision.members, now_ns)
+            self._start_round(decision.members, groups, now_ns)
         elif decision.refused:
             refused = self._pending_round.clear(decision)
             for rank in refused:  # each may connect again, and its former connection must not prevent it
@@ -335,15 +333,15 @@ class CoordinatorCore:
             return [Send(refused, JoinRefused(decision.reason))]
         return []
 
-    def _start_round(self, members: tuple[Member, ...], now_ns: int) -> None:
+    def _start_round(self, members: tuple[Member, ...], groups: tuple[tuple[int, ...], ...], now_ns: int) -> None:
         self.lost_peers.clear()
         self._round = Round(
             self._num_rounds,
             members,
-            self._member_joins[0].groups,
+            groups,
             now_ns,
             settings=self._settings,
-            process_state=self._member_state,
+            process_state=self._process_state,
             host_name=lambda member: self.host_names[member.rank] if self.host_names else host_name(member.host),
         )
         self.queries.start_round(self._round, now_ns)
@@ -372,10 +370,6 @@ class CoordinatorCore:
         self.queries.close()
         self._trace_collector.close()
         return sends
-
-    def _member_state(self, member: Member) -> str:
-        join = self._member_joins.get(member.rank)
-        return self._process_state(join) if join is not None and join.member == member else ""
 
 
 def _refusal(reason: str) -> Admission:

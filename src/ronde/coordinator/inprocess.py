@@ -28,7 +28,7 @@ class InProcessCoordinator:
         self._clients = [InProcessControlClient(self, member.rank) for member in members]
         for member in members:
             self._core.handle(RankConnected(member.rank, member.rank, ""), 0)
-            join = JoinRound(VERSION, 0, len(members), member, groups)
+            join = JoinRound(VERSION, len(members), member, groups)
             self._core.handle(MessageReceived(member.rank, join), time.monotonic_ns())
         self._deliver(self._core.advance(time.monotonic_ns()))
 

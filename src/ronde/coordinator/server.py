@@ -30,12 +30,12 @@ from ronde.net.control import ControlServer
 from ronde.net.event_loop import LoopThread, Timer
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
-from ronde.net.messages import AdmissionStatus, JoinRound, LeaveReason, StallReport, WorkerMessage, encode
+from ronde.net.messages import AdmissionStatus, LeaveReason, StallReport, WorkerMessage, encode
 from ronde.observe.activity import JobActivity
 from ronde.observe.stacks import pid_namespace, process_state
 from ronde.observe.stalls import Whereabouts
 from ronde.settings import Settings
-from ronde.types import Deadline
+from ronde.types import Deadline, Member
 
 CLOSE_TIMEOUT_S = 5.0
 """How long the thread may take to close its sockets, after all other waits."""
@@ -132,13 +132,6 @@ class CoordinatorServer:
         self._loop.call_soon_threadsafe(self._begin_close)
         if not self.thread.join(self._close_wait_s + CLOSE_TIMEOUT_S):
             logger.error("the coordinator's thread did not end; its sockets stay open")
-
-    def __enter__(self) -> CoordinatorServer:
-        self.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     # --- in its thread ---------------------------------------------------------------------------------------------
 
@@ -252,7 +245,7 @@ class CoordinatorServer:
         self._handle(RankDisconnected(rank, id, end))
 
 
-def _process_state(join: JoinRound) -> str:
+def _process_state(member: Member) -> str:
     """The state of a rank's process; empty if it cannot be seen because it runs on another host or in a container."""
-    is_visible = join.member.host == host_identity() and join.pid_namespace == pid_namespace() != ""
-    return process_state(join.member.pid) if is_visible else ""
+    is_visible = member.host == host_identity() and member.pid_namespace == pid_namespace() != ""
+    return process_state(member.pid) if is_visible else ""

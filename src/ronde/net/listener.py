@@ -125,12 +125,6 @@ class Listener:
             self._thread.call(self._close_sockets)
             self._thread.stop()
 
-    def __enter__(self) -> Listener:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _listen(self, unix: bool, tcp_host: str | None, port: int) -> None:
         try:
             if unix:  # with a random name, in no file system: it ends with the process

@@ -20,7 +20,7 @@ from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
 from ronde.types import Member
 
-VERSION = 3
+VERSION = 4
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 LEAVE_GRACE_S = 1.0
 """The others learn of an orderly leave this much later: they may still be finishing what it has finished."""
@@ -59,13 +59,10 @@ class JoinRound(WorkerMessage, frozen=True):
     """A rank asks to be a member of the next round."""
 
     version: int
-    round: int
     size: int
     member: Member
     groups: tuple[tuple[int, ...], ...] = ()
     """Groups that exist from the start, as sorted ranks; equal on all members."""
-    pid_namespace: str = ""
-    """Namespace of the member's process id; "" if it is not known."""
 
 
 class AnnounceOperations(WorkerMessage, frozen=True):

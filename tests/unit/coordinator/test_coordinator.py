@@ -57,7 +57,7 @@ class Script:
         self.size = size
         self.now_ns = 1000 * S
         self.core = CoordinatorCore(
-            size, Settings.load(settings, environ={}), rounds=rounds, process_state=lambda join: state
+            size, Settings.load(settings, environ={}), rounds=rounds, process_state=lambda member: state
         )
         self.sent: dict[int, list[CoordinatorMessage]] = {rank: [] for rank in range(size)}
         self._num_connections = 0
@@ -79,7 +79,7 @@ class Script:
         self._deliver(self.core.handle(MessageReceived(rank, message), self.now_ns))
 
     def join(self, rank: int) -> None:
-        self.send(rank, JoinRound(VERSION, 0, self.size, Member(rank, "here", 100 + rank, "")))
+        self.send(rank, JoinRound(VERSION, self.size, Member(rank, "here", 100 + rank, "")))
 
     def advance(self, seconds: float = 0.0) -> None:
         """Time goes by; the core is called when it says so, and at the end."""

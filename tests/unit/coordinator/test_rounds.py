@@ -37,7 +37,7 @@ SECOND = 10**9
 def make_join(
     rank: int, *, size: int = 3, version: int = VERSION, groups: tuple[tuple[int, ...], ...] = ()
 ) -> JoinRound:
-    return JoinRound(version, 0, size, Member(rank, "here", 1000 + rank, f"socket{rank}"), groups)
+    return JoinRound(version, size, Member(rank, "here", 1000 + rank, f"socket{rank}"), groups)
 
 
 def pending(*joined: int, size: int = 3) -> PendingRound:

@@ -70,8 +70,8 @@ class Rank:
 
     def join(self, size: int, *, pid: int = 0) -> None:
         """Ask to be in the round, as this process or another."""
-        member = Member(self.rank, host_identity(), pid or os.getpid(), f"socket{self.rank}")
-        self.send(JoinRound(VERSION, 0, size, member, (), pid_namespace()))
+        member = Member(self.rank, host_identity(), pid or os.getpid(), "", pid_namespace=pid_namespace())
+        self.send(JoinRound(VERSION, size, member))
 
     def receive(self, kind: type[T]) -> T:
         """The next message of this kind; those of other kinds stay."""

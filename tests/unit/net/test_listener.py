@@ -7,6 +7,7 @@ import os
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ LOCAL = "127.0.0.1"
 
 @pytest.fixture
 def listener(key: JobKey) -> Iterator[Listener]:
-    with Listener(key, unix=True, tcp_host=LOCAL) as made:
+    with closing(Listener(key, unix=True, tcp_host=LOCAL)) as made:
         yield made
 
 
@@ -86,14 +87,14 @@ def test_both_ends_get_a_plain_socket_that_is_ready_for_use(listener: Listener, 
 def test_ipv6_works_too(key: JobKey) -> None:
     if not socket.has_ipv6 or not Path("/proc/net/if_inet6").exists():
         pytest.skip("no IPv6 here")
-    with Listener(key, unix=False, tcp_host="::1") as listener:
+    with closing(Listener(key, unix=False, tcp_host="::1")) as listener:
         where = f"[::1]:{listener.tcp_port}"
         connect_authenticated(where, key, ConnectionRequest("data", 0), Deadline(20))[0].close()
 
 
 @pytest.mark.parametrize(("heartbeat_s", "limit_s"), [(10, 10), (30, 30), (0.5, 4)])
 def test_a_cut_link_is_noticed_within_a_heartbeat(key: JobKey, heartbeat_s: float, limit_s: float) -> None:
-    with Listener(key, unix=False, tcp_host=LOCAL, heartbeat_s=heartbeat_s) as listener:
+    with closing(Listener(key, unix=False, tcp_host=LOCAL, heartbeat_s=heartbeat_s)) as listener:
         here, _ = connect_authenticated(
             address(listener, "tcp"), key, ConnectionRequest("life", 0), Deadline(20), heartbeat_s=heartbeat_s
         )
@@ -115,7 +116,9 @@ def test_the_reply_and_what_is_said_right_after_it_reach_a_peer_with_the_key(lin
         sock.close()
         return True
 
-    with Listener(key, unix=True, tcp_host=LOCAL, make_reply=make_reply, on_connection=on_connection) as listener:
+    with closing(
+        Listener(key, unix=True, tcp_host=LOCAL, make_reply=make_reply, on_connection=on_connection)
+    ) as listener:
         request = ConnectionRequest("life", 3, "round 2")
         sock, reply = connect_authenticated(address(listener, link), key, request, Deadline(20))
         with sock:
@@ -197,7 +200,7 @@ def test_a_callback_that_fails_costs_its_peer_and_not_the_listener(
             raise KeyError("a mistake")
         return b""
 
-    with Listener(key, unix=True, tcp_host=LOCAL, **{callback: fail_at_zero}) as listener:  # type: ignore[arg-type]
+    with closing(Listener(key, unix=True, tcp_host=LOCAL, **{callback: fail_at_zero})) as listener:  # type: ignore[arg-type]
         if callback == "make_reply":
             with pytest.raises(StartFailed, match="the log of the other side says why"):
                 connect(listener, link, key)
@@ -230,7 +233,10 @@ def test_a_listener_that_opens_late_is_found(key: JobKey, former: bool) -> None:
         if former:
             place_holder.accept()[0].close()
             place_holder.close()
-        with Listener(key, unix=False, tcp_host=LOCAL, port=port) as listener, listener.accept("data", 0, Deadline(20)):
+        with (
+            closing(Listener(key, unix=False, tcp_host=LOCAL, port=port)) as listener,
+            listener.accept("data", 0, Deadline(20)),
+        ):
             call.result(20)[0].close()
 
 
@@ -412,7 +418,7 @@ def test_a_process_out_of_descriptors_lets_peers_in_later(
 def test_a_listener_that_breaks_tells_whoever_waits(
     key: JobKey, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with Listener(key, unix=True, tcp_host=None) as listener:
+    with closing(Listener(key, unix=True, tcp_host=None)) as listener:
         monkeypatch.setattr(listener, "_check_timeouts", lambda: 1 / 0)
         with raw(listener, "unix"), pytest.raises(StartFailed, match="the listener failed: ZeroDivisionError"):
             listener.accept("data", 0, Deadline(20))
@@ -425,7 +431,7 @@ HELLO = b"RONDc\x02\x00\x10" + bytes(32)
 @pytest.mark.parametrize("start", [b"", HELLO], ids=["from the start", "after a hello"])
 def test_noise_does_not_stop_the_listener(start: bytes) -> None:
     key = JobKey("77" * 32)
-    with Listener(key, unix=True, tcp_host=None) as listener:
+    with closing(Listener(key, unix=True, tcp_host=None)) as listener:
 
         @settings(deadline=None, max_examples=50)
         @given(st.binary(max_size=200))
