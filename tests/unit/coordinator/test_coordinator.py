@@ -227,23 +227,16 @@ def test_the_launcher_knows_more_than_the_connection_and_the_rank_more_than_the_
     assert script.core.first_lost == (2, MembershipEnd(LeaveReason.FAILED, "ValueError: boom"))
 
 
-def test_a_member_whose_process_is_gone_is_lost_though_its_connection_is_open() -> None:
-    script = Script(2, stall_s=5, state="gone")
+@pytest.mark.parametrize("state", ["gone", "stopped", ""])
+def test_a_late_member_whose_process_is_gone_is_lost_though_its_connection_is_open(state: str) -> None:
+    script = Script(2, stall_s=5, state=state)
     script.start()
     script.send(0, announce("w"))
-    script.advance(7)
-    assert RankLost(1, "its process is gone") in script.sent[0]
-
-
-def test_an_exit_is_remembered_until_another_process_of_the_rank_connects() -> None:
-    script = Script(2, rounds=None)
-    script.exit(1, "killed by signal 9")
-    script.connect(0)
-    script.connect(1)
-    script.join(0)
-    script.join(1)
-    script.advance()
-    assert isinstance(script.sent[0][-1], RoundStarted)
+    lost = RankLost(1, "its process is gone")
+    script.advance(4)
+    assert lost not in script.sent[0], "nobody has waited for it too long"
+    script.advance(3)
+    assert (lost in script.sent[0]) == (state == "gone")
 
 
 def test_a_rank_whose_script_just_ends_is_missed_but_not_shown_as_lost() -> None:

@@ -340,16 +340,6 @@ def test_a_late_operation_is_asked_for_then_reported_once(line: str) -> None:
     assert made.advance(START + 30 * SECOND) == []
 
 
-@pytest.mark.parametrize("state", ["gone", "stopped", ""])
-def test_a_late_member_whose_process_is_gone_is_to_be_declared_lost(state: str) -> None:
-    made = make_round(2, stall_s=10.0, state=state)
-    made.handle(0, announce("w"), START)
-    made.advance(START + 9 * SECOND)
-    assert made.vanished == set(), "nobody has waited for it too long"
-    made.advance(START + 11 * SECOND)
-    assert made.vanished == ({1} if state == "gone" else set())
-
-
 def test_a_members_clock_is_believed_as_far_as_it_can_be_true() -> None:
     made = make_round(2, stall_s=10.0)
     later = START + 100 * SECOND

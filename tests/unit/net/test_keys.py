@@ -79,20 +79,21 @@ def test_keys_of_jobs_are_keys_and_differ(tmp_path: Path) -> None:
     assert derive_job_key(b"other", "job 1") != derive_job_key(secret, "job 1")
 
 
-def test_a_secret_that_others_can_read_is_refused(tmp_path: Path) -> None:
-    load_user_secret(tmp_path)
-    (tmp_path / "secret").chmod(0o640)
-    with pytest.raises(StartFailed, match=r"read by nobody else \(it has owner \d+ and mode 0640\).*RONDE_KEY"):
+@pytest.mark.parametrize(
+    ("content", "mode", "words"),
+    [
+        ("00" * 32, 0o640, r"read by nobody else \(it has owner \d+ and mode 0640\).*RONDE_KEY"),
+        ("nonsense", 0o600, "does not hold 64 hexadecimal digits; remove it"),
+    ],
+)
+def test_a_secret_that_others_can_read_or_that_is_none_is_refused_and_not_shown(
+    tmp_path: Path, content: str, mode: int, words: str
+) -> None:
+    (tmp_path / "secret").write_text(content)
+    (tmp_path / "secret").chmod(mode)
+    with pytest.raises(StartFailed, match=words) as caught:
         load_user_secret(tmp_path)
-
-
-def test_a_secret_that_is_none_is_refused_and_not_shown(tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.touch(mode=0o600)
-    path.write_text("nonsense")
-    with pytest.raises(StartFailed, match="does not hold 64 hexadecimal digits; remove it") as caught:
-        load_user_secret(tmp_path)
-    assert "nonsense" not in str(caught.value)
+    assert content not in str(caught.value)
 
 
 @pytest.mark.parametrize("folder", ["/dev/null/ronde", "/proc/ronde"])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
+import select
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +19,7 @@ from hypothesis import strategies as st
 from ronde.errors import PeerLost, StartFailed
 from ronde.net import connect as sockets
 from ronde.net import listener as listener_module
-from ronde.net.connect import connect_authenticated
+from ronde.net.connect import connect_authenticated, describe_disconnect, socket_error
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.types import Deadline
@@ -211,14 +213,46 @@ def test_a_callback_that_fails_costs_its_peer_and_not_the_listener(
     assert "a mistake" in caplog.text
 
 
+# --- how a connection ended ------------------------------------------------------------------------------------------
+
+
+def test_only_a_host_that_the_kernel_gave_up_is_called_unreachable() -> None:
+    for error in (0, errno.ECONNRESET, errno.EPIPE):
+        assert describe_disconnect(error) == ""
+    assert describe_disconnect(errno.ETIMEDOUT) == f"its host cannot be reached: {os.strerror(errno.ETIMEDOUT)}"
+
+
+def test_the_error_of_a_connection_is_found_and_its_descriptor_stays_open() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        nobody = free.getsockname()
+    with socket.socket() as line:
+        line.setblocking(False)
+        line.connect_ex(nobody)
+        select.select([], [line], [], 10.0)
+        assert socket_error(line.fileno()) == errno.ECONNREFUSED
+        assert line.fileno() >= 0 and os.fstat(line.fileno())
+    one, other = socket.socketpair()
+    other.close()
+    with one:
+        assert socket_error(one.fileno()) == 0
+    with open(os.devnull) as file:  # noqa: PTH123  # not a socket
+        assert socket_error(file.fileno()) == 0
+
+
 # --- connecting to what is not the right listener ---------------------------------------------------------------------
 
 
-def test_a_wrong_key_fails_at_once_and_in_words(listener: Listener, link: str, other_key: JobKey) -> None:
+def test_a_wrong_key_fails_at_once_and_in_words_without_a_secret(
+    listener: Listener, link: str, other_key: JobKey, caplog: pytest.LogCaptureFixture
+) -> None:
     deadline = Deadline(60)
-    with pytest.raises(StartFailed, match=r"rank 3 could not connect to .* for 'data': it refused the job's key"):
+    words = r"rank 3 could not connect to .* for 'data': it refused the job's key"
+    with pytest.raises(StartFailed, match=words) as refused:
         connect_authenticated(address(listener, link), other_key, ConnectionRequest("data", 3), deadline)
     assert deadline.remaining_s > 30
+    for text in (caplog.text, str(refused.value), listener.unix_name):
+        assert "5a5a" not in text and "a5a5" not in text
 
 
 @pytest.mark.parametrize("former", [True, False], ids=["hangs up on its queue", "is not there yet"])
@@ -373,16 +407,6 @@ def test_a_number_of_silent_peers_keeps_nobody_out(
     meet(listener, link, key)
     for peer in peers:
         peer.close()
-
-
-def test_the_log_says_nothing_secret(
-    listener: Listener, key: JobKey, other_key: JobKey, caplog: pytest.LogCaptureFixture, link: str
-) -> None:
-    with pytest.raises(StartFailed) as refused:
-        connect_authenticated(address(listener, link), other_key, ConnectionRequest("data", 0), Deadline(20))
-    for text in (caplog.text, str(refused.value), listener.unix_name):
-        assert "5a5a" not in text
-        assert "a5a5" not in text
 
 
 def test_another_user_is_refused_even_with_the_key(
