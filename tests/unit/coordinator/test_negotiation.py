@@ -384,11 +384,6 @@ def test_a_difference_is_told_with_what_each_gave(one: OperationRequest, other: 
     assert why(one, other).endswith(f"ranks disagree on {words}")
 
 
-def test_equal_answers_of_several_ranks_are_told_together() -> None:
-    one, other = make(ALLREDUCE, (3, 4)), make(ALLREDUCE, (3, 5))
-    assert why(one, other, one) == "allreduce 'w': ranks disagree on shape: ranks 0, 2 gave (3, 4); rank 1 gave (3, 5)"
-
-
 BOOL_RULE = "bool has no mean and cannot be scaled; convert it to numbers first"
 ADASUM_RULE = "adasum is for allreduce of floating-point numbers, got"
 

@@ -8,7 +8,6 @@ from ronde.coordinator.negotiation import Send
 from ronde.coordinator.rounds import JoinDecision, MembershipEnd, PendingRound, Round
 from ronde.net.messages import (
     VERSION,
-    AnnounceOperations,
     ChangeGroups,
     GroupsChanged,
     JoinRound,
@@ -16,7 +15,6 @@ from ronde.net.messages import (
     MissingRanks,
     MissingRanksQuery,
     OperationRejected,
-    RankHeartbeat,
     RankLost,
     RoundStarted,
     RunOperations,
@@ -228,11 +226,6 @@ def test_a_rank_that_left_and_then_died_is_not_lost_twice() -> None:
     made.member_left(1, MembershipEnd(LeaveReason.SHUTDOWN), START)
     made.member_lost(1, KILLED)
     assert kinds(made.advance(START + 5 * SECOND)) == [((0,), "RankLost")]
-
-
-def test_what_is_not_about_a_round_is_not_taken() -> None:
-    assert not make_round(1).handle(0, RankHeartbeat(0), START)
-    assert make_round(1).handle(0, AnnounceOperations(), START)
 
 
 def test_who_asks_whom_an_operation_waits_for_is_told() -> None:

@@ -12,9 +12,9 @@ from ronde.net.messages import CoordinatorMessage, WorkerMessage
 
 class PolledServer(ControlServer):
     def __init__(self, host: str, key: JobKey, *, port: int = 0) -> None:
-        super().__init__(host, key, port=port)
         self.loop = EventLoop()
         self._messages: list[tuple[int, WorkerMessage]] = []
+        super().__init__(host, key, port=port)
         self.start_receiving(self.loop, lambda rank, message: self._messages.append((rank, message)))
 
     def poll(self, timeout_s: float) -> list[tuple[int, WorkerMessage]]:
@@ -26,8 +26,7 @@ class PolledServer(ControlServer):
 
     def close(self, flush_s: float = FLUSH_S) -> None:
         super().close(flush_s)
-        if hasattr(self, "loop"):  # the constructor closes it when it fails
-            self.loop.close()
+        self.loop.close()
 
 
 class PolledClient(ControlClient):
@@ -35,14 +34,12 @@ class PolledClient(ControlClient):
         super().__init__(address, key, rank)
         self.loop = EventLoop()
         self._messages: list[CoordinatorMessage] = []
-        self.start_receiving(self.loop, self._messages.append)
+        self.start_receiving(self.loop, lambda message: self._messages.append(message))
 
     def poll(self, timeout_s: float) -> list[CoordinatorMessage]:
-        """Return what has come, oldest first; waits for a message or a refusal, at most timeout_s."""
         before = self.num_refused
         run_for(self.loop, timeout_s, lambda: bool(self._messages) or self.num_refused != before)
-        found = self._messages.copy()
-        self._messages.clear()
+        found, self._messages = self._messages, []
         return found
 
     def close(self, flush_s: float = FLUSH_S) -> None:

@@ -180,19 +180,6 @@ def test_closing_ends_all_waits_and_closes_sockets_that_nobody_took(key: JobKey,
         assert ends(silent)
 
 
-def test_a_listener_may_be_closed_by_its_own_callback(key: JobKey, link: str) -> None:
-    listeners: list[Listener] = []
-
-    def arrived(peer: ConnectionRequest, sock: socket.socket) -> bool:
-        listeners[0].close()
-        return False
-
-    listeners.append(Listener(key, unix=True, tcp_host=LOCAL, on_connection=arrived))
-    with connect(listeners[0], link, key) as sock:
-        assert sock.recv(1) == b""
-    listeners[0].close()
-
-
 @pytest.mark.parametrize("callback", ["make_reply", "on_connection"])
 def test_a_callback_that_fails_costs_its_peer_and_not_the_listener(
     key: JobKey, link: str, callback: str, caplog: pytest.LogCaptureFixture
