@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -41,6 +41,17 @@ def mine(x: Tensor) -> Tensor:
 
 def backward(net: nn.Module, x: Tensor, y: Tensor) -> None:
     nn.functional.mse_loss(net(x), y).backward()
+
+
+def learn(net: nn.Module, *, whole: bool = False) -> list[Tensor | None]:
+    """A pass over this rank's share of the first batch, or over all of it; the gradients."""
+    x, y = next(batches())
+    backward(net, x if whole else mine(x), y if whole else mine(y))
+    return [None if param.grad is None else param.grad.clone() for param in net.parameters()]
+
+
+def distributed(net: nn.Module, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(sgd(net), named_parameters=net.named_parameters(), **options)
 
 
 def sgd(net: nn.Module, rate: float = 0.1) -> torch.optim.SGD:
@@ -129,13 +140,11 @@ def a_compressor_of_ones_own_sees_every_gradient() -> None:
 def passes_are_added_up_and_travel_with_the_last() -> None:
     net, plain = model(), model()
     optimizer = hvd.DistributedOptimizer(sgd(net), backward_passes_per_step=2)
-    reference = sgd(plain)
-    x, y = next(batches())
     for _ in range(2):
-        backward(net, mine(x), mine(y))
-        backward(plain, x, y)
+        learn(net)
+        learn(plain, whole=True)
     optimizer.step()
-    reference.step()
+    sgd(plain).step()
     same(list(net.parameters()), list(plain.parameters()))
     optimizer.zero_grad()
     optimizer.set_backward_passes_per_step(1)
@@ -145,11 +154,10 @@ def passes_are_added_up_and_travel_with_the_last() -> None:
 @check
 def clipping_between_synchronize_and_step_needs_no_second_round() -> None:
     net = model()
-    optimizer = hvd.DistributedOptimizer(sgd(net), named_parameters=net.named_parameters())
-    x, y = next(batches())
+    optimizer = distributed(net)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        backward(net, mine(x), mine(y))
+        learn(net)
         optimizer.synchronize()
         nn.utils.clip_grad_norm_(net.parameters(), 1e-3)
         clipped = [param.grad.clone() for param in net.parameters() if param.grad is not None]
@@ -159,12 +167,11 @@ def clipping_between_synchronize_and_step_needs_no_second_round() -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         optimizer.zero_grad()
-        backward(net, mine(x), mine(y))
+        learn(net)
         optimizer.synchronize()
         optimizer.step()
-    assert ["optimizer.step() called without optimizer.skip_synchronize()" in str(each.message) for each in told] == [
-        True
-    ]
+    (warning,) = told
+    assert "optimizer.step() called without optimizer.skip_synchronize()" in str(warning.message)
 
 
 @check
@@ -174,8 +181,7 @@ def a_step_without_backward_changes_nothing() -> None:
     for _ in range(2):
         optimizer.step()
         same(list(net.parameters()), list(model().parameters()))
-    x, y = next(batches())
-    backward(net, mine(x), mine(y))
+    learn(net)
     optimizer.step()
     optimizer.zero_grad()
     trained = [param.detach().clone() for param in net.parameters()]
@@ -217,10 +223,8 @@ def sparse_gradients_stay_sparse_or_travel_dense() -> None:
 def who_is_not_in_the_process_set_learns_alone() -> None:
     first = hvd.add_process_set([0])
     net = model()
-    optimizer = hvd.DistributedOptimizer(sgd(net), named_parameters=net.named_parameters(), process_set=first)
-    x, y = next(batches())
-    backward(net, mine(x), mine(y))
-    own = [param.grad.clone() for param in net.parameters() if param.grad is not None]
+    optimizer = distributed(net, process_set=first)
+    own = learn(net)
     optimizer.step()
     same([param.grad for param in net.parameters()], own)
     assert hvd.remove_process_set(first)
@@ -229,14 +233,11 @@ def who_is_not_in_the_process_set_learns_alone() -> None:
 @check
 def adasum_combines_steps_and_not_gradients() -> None:
     net, plain = model(), model()
-    named = net.named_parameters()
-    optimizer = hvd.DistributedOptimizer(sgd(net), named_parameters=named, compression=None, op=hvd.Adasum)
-    x, y = next(batches())
-    backward(net, x, y)  # the same on all: Adasum of equal steps is that step
+    optimizer = distributed(net, compression=None, op=hvd.Adasum)
+    learn(net, whole=True)  # the same on all: Adasum of equal steps is that step
     optimizer.step()
-    reference = sgd(plain)
-    backward(plain, x, y)
-    reference.step()
+    learn(plain, whole=True)
+    sgd(plain).step()
     same(list(net.parameters()), list(plain.parameters()))
     assert (type(optimizer).__name__, type(optimizer).__module__) == ("SGD", "horovod.torch.optimizer")
     assert (optimizer.op, optimizer.process_set) == (hvd.Adasum, hvd.global_process_set)
@@ -267,12 +268,11 @@ def copies_are_plain(optimizer: torch.optim.Optimizer) -> bool:
 @check
 def it_stays_an_optimizer_of_its_class() -> None:
     net = model()
-    optimizer = hvd.DistributedOptimizer(sgd(net), named_parameters=net.named_parameters())
+    optimizer = distributed(net)
     assert isinstance(optimizer, torch.optim.SGD)
     assert (type(optimizer).__name__, type(optimizer).__module__) == ("SGD", "horovod.torch.optimizer")
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
-    x, y = next(batches())
-    backward(net, mine(x), mine(y))
+    learn(net)
     optimizer.step()
     scheduler.step()
     optimizer.load_state_dict(optimizer.state_dict())
@@ -280,25 +280,14 @@ def it_stays_an_optimizer_of_its_class() -> None:
     assert copies_are_plain(optimizer)
 
 
-def _adam(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(net.parameters(), lr=0.01 * (1 + hvd.rank()), amsgrad=hvd.rank() == 0)
-
-
-def _momentum(net: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(net.parameters(), lr=0.01 * (1 + hvd.rank()), momentum=0.9)
-
-
-BEGINNINGS: tuple[Callable[[nn.Module], torch.optim.Optimizer], ...] = (_adam, _momentum)
-
-
 @check
 def everybody_begins_with_the_roots_numbers() -> None:
-    for make in BEGINNINGS:
+    for kind in ("Adam", "SGD"):
         net = model(seed=hvd.rank())
-        optimizer = make(net)
+        options = {"amsgrad": hvd.rank() == 0} if kind == "Adam" else {"momentum": 0.9}
+        optimizer = getattr(torch.optim, kind)(net.parameters(), lr=0.01 * (1 + hvd.rank()), **options)
         if hvd.rank() == 1:  # the root is the one that has trained
-            x, y = next(batches())
-            backward(net, x, y)
+            learn(net, whole=True)
             optimizer.step()
             optimizer.zero_grad()
         hvd.broadcast_parameters(net.state_dict(), root_rank=1)
