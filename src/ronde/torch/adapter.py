@@ -58,7 +58,6 @@ class TorchAdapter:
     """The gradients of some parameters of a model, as a FrameworkAdapter."""
 
     def __init__(self, rank: int, *, sparse_as_dense: bool = False) -> None:
-        """`rank` is for error messages."""
         self._rank = rank
         self._sparse_as_dense = sparse_as_dense
         self._names: list[str] = []
@@ -108,11 +107,8 @@ class TorchAdapter:
         self._on_device = {index for index, parameter in enumerate(self._parameters) if is_on_device(parameter)}
         on_ready = self._with_lock(on_ready)
         for index, parameter in enumerate(self._parameters):
-            if self._is_large(index):
-                hook: GradientCallback = partial(self._on_large_gradient, index, on_ready)
-            else:
-                hook = partial(on_ready, index)
-            self._hooks.append(_add_gradient_hook(parameter, hook))
+            on_gradient = partial(self._on_large_gradient, index, on_ready) if self._is_large(index) else None
+            self._hooks.append(_add_gradient_hook(parameter, on_gradient or partial(on_ready, index)))
 
     def watch_new_parameters(self, on_gradient: GradientCallback) -> None:
         _remove_hooks(self._new_parameter_hooks)
@@ -135,10 +131,9 @@ class TorchAdapter:
             moved = map(ne, map(Tensor.data_ptr, part.views), part.addresses)
             raise self._conversion_error(next(compress((*part.large.indices, *part.small.indices), moved)))
         kinds: dict[int, GradientKind] = {}
-        if part.without_bucket:
-            kinds.update(
-                (index, GradientKind.NONE) for index in part.without_bucket if self._parameters[index].grad is None
-            )
+        for index in part.without_bucket:
+            if self._parameters[index].grad is None:
+                kinds[index] = GradientKind.NONE
         if not all(map(is_, map(_grad_of, part.large.parameters), part.large.views)):
             for index in part.large.indices:  # one by one: the memory of each is freed before the next is copied
                 self._copy_one(index, self._parameters[index].grad, kinds)
@@ -240,14 +235,10 @@ class TorchAdapter:
         """Copy a gradient to its view, which becomes the gradient; record it if it is missing or sparse."""
         parameter, view = self._parameters[index], self._views[index]
         assert view is not None
-        if grad is None:
-            kinds[index] = GradientKind.NONE
-            view.zero_()
-            return
         if grad is view:
             return
-        if grad.layout is not torch.strided and not self._sparse_as_dense:
-            kinds[index] = GradientKind.SPARSE
+        if grad is None or (grad.layout is not torch.strided and not self._sparse_as_dense):
+            kinds[index] = GradientKind.NONE if grad is None else GradientKind.SPARSE
             view.zero_()
             return
         try:

@@ -4,7 +4,7 @@ them diverge silently.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -30,10 +30,21 @@ def check_in_sync(
     Every rank calls it. `skip` are patterns of names to leave out, such as "ema.*". Running statistics of BatchNorm
     layers that are not SyncBatchNorm are left out anyway: each rank's come from its own data.
     """
-    named = _named_tensors(model) if isinstance(model, nn.Module) else iter(model.items())
-    if skip:
-        named = ((name, tensor) for name, tensor in named if not any(fnmatchcase(name, pattern) for pattern in skip))
-    compare_checksums(resolve_group(group), [(name, checksum(_tensor_bytes(tensor))) for name, tensor in named])
+    if isinstance(model, nn.Module):
+        own = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in model.named_modules()
+            if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm | nn.SyncBatchNorm)
+            for name, _ in module.named_buffers(recurse=False)
+        }
+        buffers = {name: buffer for name, buffer in model.named_buffers() if name not in own}
+        model = {**dict(model.named_parameters()), **buffers}
+    checksums = [
+        (name, checksum(_tensor_bytes(tensor)))
+        for name, tensor in model.items()
+        if not any(fnmatchcase(name, pattern) for pattern in skip)
+    ]
+    compare_checksums(resolve_group(group), checksums)
 
 
 class SyncCheck:
@@ -65,18 +76,6 @@ class SyncCheck:
         if due:
             check_in_sync(self._model, skip=self._skip, group=self._group)
         return due
-
-
-def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Parameters and buffers, without the statistics that are meant to differ."""
-    own = {
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        if isinstance(module, _NormBase) and not isinstance(module, SyncBatchNorm | nn.SyncBatchNorm)
-        for name, _ in module.named_buffers(recurse=False)
-    }
-    yield from model.named_parameters()
-    yield from ((name, buffer) for name, buffer in model.named_buffers() if name not in own)
 
 
 def _tensor_bytes(tensor: Tensor) -> Array:

@@ -22,20 +22,16 @@ from ronde.training.adapter import ParameterInfo
 
 def check_equal(group: Group, what: str, entries: Sequence[str]) -> None:
     """Raise Mismatch, the same on every member, naming the first entry in which the members' lists differ."""
-    if all_equal(group, fingerprint("\n".join(entries).encode())):
+    if all_equal(group, "\n".join(entries).encode()):
         return
     lists = dict(zip(group.ranks, objects.allgather(list(entries), group=group), strict=True))
     raise Mismatch(f"{what}: the ranks differ. {first_difference(lists)}")
 
 
-def fingerprint(data: bytes) -> bytes:
-    """A hash of 16 bytes."""
-    return hashlib.blake2b(data, digest_size=16).digest()
-
-
 def all_equal(group: Group, data: bytes) -> bool:
-    """Whether all members give the same bytes. The lengths must be equal. Collective."""
-    gathered = group.allgather(np.frombuffer(data, np.uint8).reshape(1, -1))
+    """Whether all members give the same bytes: they compare a hash of 16 bytes. Collective."""
+    digest = hashlib.blake2b(data, digest_size=16).digest()
+    gathered = group.allgather(np.frombuffer(digest, np.uint8).reshape(1, -1))
     return bool((gathered == gathered[0]).all())
 
 

@@ -21,9 +21,9 @@ import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -38,25 +38,6 @@ UNFINISHED_PREFIX = ".unfinished-"
 FILE_PATTERN = re.compile(rf"({re.escape(UNFINISHED_PREFIX)})?step-(\d{{12}})(?:-(\d+))?\.(data|json)")
 
 
-class CheckpointStorage(Protocol):
-    """Files by name. Every failure is an OSError."""
-
-    def path_of(self, name: str) -> str:
-        """The whole path of a file, for messages."""
-
-    def write(self, name: str, fill: Callable[[Path], object]) -> None:
-        """Create a file: fill() writes it at a path of this machine, then it appears under its name, complete."""
-
-    def local_copy(self, name: str) -> AbstractContextManager[Path]:
-        """A context in which the file is at a path of this machine."""
-
-    def names(self) -> list[str]:
-        """All files, unfinished ones included."""
-
-    def remove(self, name: str) -> None:
-        """Remove a file, if it is there."""
-
-
 def open_storage(path: str | os.PathLike[str]) -> CheckpointStorage:
     """The storage of a path such as runs/7, file:///runs/7, s3://bucket/runs/7 or memory://runs."""
     text = os.fspath(path)
@@ -67,15 +48,18 @@ def open_storage(path: str | os.PathLike[str]) -> CheckpointStorage:
 
 
 class LocalStorage:
-    """A folder of this machine, or one that is mounted. A file is written under another name, flushed, and renamed."""
+    """A folder of this machine, or one that is mounted. A file is written under another name, flushed, and renamed.
+    Every failure is an OSError."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory.absolute()
 
     def path_of(self, name: str) -> str:
+        """The whole path of a file, for messages."""
         return str(self._directory / name)
 
     def write(self, name: str, fill: Callable[[Path], object]) -> None:
+        """Create a file: fill() writes it at a path of this machine, then it appears under its name, complete."""
         self._directory.mkdir(parents=True, exist_ok=True)
         unfinished = self._directory / f"{UNFINISHED_PREFIX}{name}"
         try:
@@ -89,9 +73,11 @@ class LocalStorage:
 
     @contextmanager
     def local_copy(self, name: str) -> Iterator[Path]:
+        """A context in which the file is at a path of this machine."""
         yield self._directory / name
 
     def names(self) -> list[str]:
+        """All files, unfinished ones included."""
         return sorted(path.name for path in self._directory.iterdir()) if self._directory.is_dir() else []
 
     def remove(self, name: str) -> None:
@@ -107,7 +93,7 @@ def _fsync(path: Path) -> None:
 
 
 class FsspecStorage:
-    """A folder on a file system of fsspec. A file is written here and uploaded as a whole: object stores show it when
+    """The same on a file system of fsspec. A file is written here and uploaded as a whole: object stores show it when
     it is complete; for those that do not, there is the checksum in the manifest."""
 
     def __init__(self, url: str) -> None:
@@ -161,6 +147,9 @@ def _as_os_error() -> Iterator[None]:
         raise
     except Exception as error:
         raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+CheckpointStorage: TypeAlias = LocalStorage | FsspecStorage
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):

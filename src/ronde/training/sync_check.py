@@ -18,16 +18,12 @@ from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.errors import OutOfSync
 from ronde.text import format_ranks
-from ronde.training.agreement import all_equal, fingerprint, first_difference
+from ronde.training.agreement import all_equal, first_difference
 
-NUM_COLUMNS = 16384
-ROW_BYTES = 4 * NUM_COLUMNS
+ROW_BYTES = 1 << 16
 """A row has 64 KB, so that the columns stay in the cache."""
 ODD_FACTOR = np.uint32(0x9E3779B1)
-"""An odd factor: repeated multiplication, modulo 2**32, by an odd number loses no bit of a row."""
-
-TensorChecksums = Sequence[tuple[str, int]]
-"""Tensor by tensor: its name, and the checksum of its bytes."""
+"""Repeated multiplication, modulo 2**32, by an odd number loses no bit of a row."""
 
 
 def checksum(data: Array) -> int:
@@ -40,20 +36,20 @@ def checksum(data: Array) -> int:
     if num_rows < 2:
         return zlib.crc32(data.data)
     whole = num_rows * ROW_BYTES
-    columns = np.zeros(NUM_COLUMNS, np.uint32)
-    for row in data[:whole].view(np.uint32).reshape(num_rows, NUM_COLUMNS):
+    columns = np.zeros(ROW_BYTES // 4, np.uint32)
+    for row in data[:whole].view(np.uint32).reshape(num_rows, -1):
         np.multiply(columns, ODD_FACTOR, out=columns)
         np.add(columns, row, out=columns)
     return zlib.crc32(data[whole:].data, zlib.crc32(columns.data))
 
 
-def compare_checksums(group: Group, checksums: TensorChecksums) -> None:
-    """Raise OutOfSync, the same on every member, if the checksums differ between members. Collective.
+def compare_checksums(group: Group, checksums: Sequence[tuple[str, int]]) -> None:
+    """Raise OutOfSync, the same on every member, if the checksums of tensors differ between members. Collective.
 
     It names the first tensor that differs, and the ranks that differ from the majority, if there is one.
     """
     names = "\n".join([name for name, _ in checksums]).encode()
-    if all_equal(group, fingerprint(names + np.array([value for _, value in checksums], np.uint32).tobytes())):
+    if all_equal(group, names + np.array([value for _, value in checksums], np.uint32).tobytes()):
         return
     tables = objects.allgather(list(checksums), group=group)
     named = {rank: [name for name, _ in table] for rank, table in zip(group.ranks, tables, strict=True)}

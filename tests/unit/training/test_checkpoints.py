@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,32 +70,29 @@ class Killed(BaseException):
     """What nothing survives."""
 
 
-class MortalStorage:
-    """A store whose process dies in the middle of its so-many-th change."""
+def die_at_change(store: CheckpointStorage, num_changes: int, patch: pytest.MonkeyPatch) -> None:
+    """Let the process die in the middle of the so-many-th change of the storage."""
+    write, remove, changes = store.write, store.remove, itertools.count(1)
 
-    def __init__(self, storage: CheckpointStorage, num_changes: int) -> None:
-        self._storage = storage
-        self._left = num_changes
-        self.path_of, self.local_copy, self.names = storage.path_of, storage.local_copy, storage.names
+    def write_or_die(name: str, fill: Callable[[Path], object]) -> None:
+        dies = next(changes) == num_changes
 
-    def write(self, name: str, fill: Callable[[Path], object]) -> None:
-        """As far as half of the file, under its name: not every file system hides what it does not have whole."""
-        self._storage.write(name, lambda path: self._live(path, fill))
-        self._die_if_due()
+        def fill_half(path: Path) -> None:  # not every file system hides what it does not have whole
+            fill(path)
+            if dies:
+                path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
-    def remove(self, name: str) -> None:
-        self._die_if_due()
-        self._storage.remove(name)
-
-    def _live(self, path: Path, fill: Callable[[Path], object]) -> None:
-        fill(path)
-        if self._left == 1:
-            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-    def _die_if_due(self) -> None:
-        self._left -= 1
-        if not self._left:
+        write(name, fill_half)
+        if dies:
             raise Killed
+
+    def remove_or_die(name: str) -> None:
+        if next(changes) == num_changes:
+            raise Killed
+        remove(name)
+
+    patch.setattr(store, "write", write_or_die)
+    patch.setattr(store, "remove", remove_or_die)
 
 
 @pytest.mark.parametrize("num_changes", [1, 2, 3, 4])
@@ -102,8 +100,9 @@ def test_a_death_at_any_moment_of_saving_a_step_again_leaves_the_old_or_the_new(
     store: CheckpointStorage, num_changes: int
 ) -> None:
     put(store, 5, "old", keep=1)
-    with pytest.raises(Killed):
-        put(MortalStorage(store, num_changes), 5, "new", keep=1)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(Killed):
+        die_at_change(store, num_changes, patch)
+        put(store, 5, "new", keep=1)
     assert found(store) == (5, "old" if num_changes <= 2 else "new")
     put(store, 5, "newer", keep=1)
     assert found(store) == (5, "newer")
