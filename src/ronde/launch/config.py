@@ -14,7 +14,7 @@ import math
 import os
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -26,7 +26,7 @@ from ronde.settings import ASSIGNED_BY_LAUNCHER, describe_settings, parse_settin
 
 OptionKind: TypeAlias = Literal["whole", "seconds", "text", "hosts", "choice", "switch", "many", "setting"]
 
-RANKS, REMOTE, ENVIRONMENT = "Ranks and hosts", "Other hosts", "What ranks get"
+RANKS, REMOTE, RANK_ENV = "Ranks and hosts", "Other hosts", "What ranks get"
 OUTPUT, WATCHING, SETTINGS = "Output", "Watching and ending", "Settings of ronde itself"
 
 
@@ -40,7 +40,6 @@ class LaunchOption:
     metavar: str = ""
     flags: tuple[str, ...] = ()
     """Shorter flags."""
-    choices: tuple[str, ...] = ()
     minimum: float = 0
 
     @property
@@ -52,12 +51,9 @@ class LaunchOption:
         return (*self.flags, self.flag)
 
 
-_DEFAULTS = {field.name: field.default for field in (*fields(Job), *fields(SshOptions))}
-_DEFAULT_SSH_START = f"Default: {_DEFAULTS['start_s']:g}."
-_DEFAULT_GRACE, _DEFAULT_TERMINATE = (f"Default: {_DEFAULTS[name]:g}." for name in ("grace_s", "terminate_s"))
 _RUN_OPTIONS = (
     LaunchOption(
-        "num_ranks", "whole", RANKS, "Number of ranks. Default: all slots of the hosts, or 1.", "", ("-np", "-n"), (), 1
+        "num_ranks", "whole", RANKS, "Number of ranks. Default: all slots of the hosts, or 1.", "", ("-np", "-n"), 1
     ),
     LaunchOption("hosts", "hosts", RANKS, "Hosts and their slots, as in host1:2,host2:4.", "HOST:SLOTS,…", ("-H",)),
     LaunchOption("hostfile", "text", RANKS, "File of hosts, one per line: `host`, `host:4` or `host slots=4`.", "FILE"),
@@ -68,12 +64,7 @@ _RUN_OPTIONS = (
         "ssh_option", "many", REMOTE, "Option for ssh, as in StrictHostKeyChecking=no. Repeatable.", "NAME=VALUE"
     ),
     LaunchOption(
-        "ssh_start_s",
-        "seconds",
-        REMOTE,
-        f"How long a host may take to answer. {_DEFAULT_SSH_START}",
-        "SECONDS",
-        minimum=0.1,
+        "ssh_start_s", "seconds", REMOTE, "How long a host may take to answer. Default: 20.", "SECONDS", minimum=0.1
     ),
     LaunchOption(
         "python", "text", REMOTE, "Python that has ronde, on the other hosts. Default: the path of this one.", "PATH"
@@ -81,21 +72,16 @@ _RUN_OPTIONS = (
     LaunchOption(
         "env",
         "many",
-        ENVIRONMENT,
+        RANK_ENV,
         "Variable for every rank. Repeatable; without a value: as it is here.",
         "NAME[=VALUE]",
         ("-x",),
     ),
-    LaunchOption("cwd", "text", ENVIRONMENT, "Working directory of every rank. Default: this one.", "DIR"),
+    LaunchOption("cwd", "text", RANK_ENV, "Working directory of every rank. Default: this one.", "DIR"),
     LaunchOption(
-        "bind",
-        "choice",
-        ENVIRONMENT,
-        "With `core`, bind each rank to cores of its own. Default: none.",
-        "none|core",
-        choices=("none", "core"),
+        "bind", "choice", RANK_ENV, "With `core`, bind each rank to cores of its own. Default: none.", "none|core"
     ),
-    LaunchOption("tf_config", "switch", ENVIRONMENT, "Give every rank a TF_CONFIG, for TensorFlow's own strategies."),
+    LaunchOption("tf_config", "switch", RANK_ENV, "Give every rank a TF_CONFIG, for TensorFlow's own strategies."),
     LaunchOption("output", "text", OUTPUT, "Also write what each rank prints to files in this directory.", "DIR"),
     LaunchOption("no_fold", "switch", OUTPUT, "Show equal lines of several ranks one by one."),
     LaunchOption("timestamps", "switch", OUTPUT, "Begin each line with the time."),
@@ -109,10 +95,10 @@ _RUN_OPTIONS = (
         "grace",
         "seconds",
         WATCHING,
-        f"After a failure, the others get so long to end by themselves. {_DEFAULT_GRACE}",
+        "After a failure, the others get so long to end by themselves. Default: 10.",
         "SECONDS",
     ),
-    LaunchOption("terminate", "seconds", WATCHING, f"Between SIGTERM and SIGKILL. {_DEFAULT_TERMINATE}", "SECONDS"),
+    LaunchOption("terminate", "seconds", WATCHING, "Between SIGTERM and SIGKILL. Default: 5.", "SECONDS"),
 )
 
 
@@ -321,8 +307,9 @@ def _check(option: LaunchOption, value: object, source: str, *, is_flag: bool = 
         case "many":
             return tuple(_check_text(each, source) for each in (value if isinstance(value, list) else [value]))
         case "choice":
-            if value not in option.choices:
-                raise ValueError(f"{source} must be {' or '.join(option.choices)}, got {value!r}")
+            choices = option.metavar.split("|")
+            if value not in choices:
+                raise ValueError(f"{source} must be {' or '.join(choices)}, got {value!r}")
             return value
         case "switch":
             if not isinstance(value, bool):

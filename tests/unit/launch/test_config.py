@@ -56,6 +56,13 @@ def test_every_setting_that_a_user_may_choose_is_an_option() -> None:
     assert "key" not in names, "a secret has no place on a command line"
 
 
+def test_the_defaults_that_are_shown_are_those_of_a_job() -> None:
+    texts = {option.name: option.help for option in launch_options()}
+    job = ask().job
+    for name, value in {"ssh_start_s": job.ssh.start_s, "grace": job.grace_s, "terminate": job.terminate_s}.items():
+        assert texts[name].endswith(f"Default: {value:g}.")
+
+
 def test_colours_are_left_out_where_the_environment_says_so() -> None:
     assert ask().color
     assert not ask({"NO_COLOR": "1"}).color

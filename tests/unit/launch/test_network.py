@@ -16,7 +16,7 @@ from ronde.net.addresses import candidate_addresses, parse_address
 from ronde.net.keys import new_job_key
 from ronde.types import Deadline
 from tests.limits import promised_s
-from tests.unit.launch.agent.watched_agent import PATIENCE_S, an_agent
+from tests.unit.launch.agent.watched_agent import PATIENCE_S
 
 A = ("10.0.0.1:4001", "192.168.7.1:4002")
 B = ("10.0.0.2:4001", "192.168.7.2:4002")
@@ -144,12 +144,3 @@ def test_closing_does_not_wait_for_the_silent() -> None:
         deadline = Deadline(promised_s(10.0))
         waiting.prober.close()
         assert not deadline.expired
-
-
-def test_an_agent_answers_probes_through_its_loop() -> None:
-    with an_agent() as watched:
-        watched.agent.handle(ProbeRequest(KEY))
-        addresses = watched.first(ProbeReply).reachable
-        watched.reports.clear()
-        watched.agent.handle(ProbeRequest(KEY, (addresses[0],)))
-        assert watched.first(ProbeReply).reachable == addresses

@@ -261,7 +261,7 @@ def unhandled() -> Iterator[None]:
         root.handlers = handlers
 
 
-def test_warnings_of_any_thread_are_noted_in_the_loop() -> None:
+def test_warnings_of_any_thread_are_noted_in_the_loop_and_the_last_ones_at_the_end() -> None:
     printed: list[tuple[str, threading.Thread]] = []
 
     def print_message(text: str) -> None:
@@ -274,15 +274,9 @@ def test_warnings_of_any_thread_are_noted_in_the_loop() -> None:
         logger.info("nobody needs this")
         assert not printed
         loop.run_until(lambda: bool(printed))
-    assert printed == [("rank 3 is lost", threading.main_thread())]
-    assert not logging.getLogger("ronde").handlers
-
-
-def test_the_last_ones_are_noted_at_the_end() -> None:
-    printed: list[str] = []
-    with unhandled(), closing(EventLoop()) as loop, log_to_output(loop, printed.append):
         logger.error("too late for the loop")
-    assert printed == ["too late for the loop"]
+    assert printed == [(text, threading.main_thread()) for text in ("rank 3 is lost", "too late for the loop")]
+    assert not logging.getLogger("ronde").handlers
 
 
 def test_a_program_with_handlers_of_its_own_keeps_its_log(caplog: pytest.LogCaptureFixture) -> None:
