@@ -131,12 +131,8 @@ class LiveRows:
         if self._incomplete_escape:
             escape, self._incomplete_escape = self._incomplete_escape, b""
             self._write_text(escape)
-        if self._live or self._overwritten:
-            while len(self._rows) > 1 and not self._rows[-1].strip():
-                self._rows.pop()
-            if not self._rows[-1].strip():
-                self._rows.pop()
-        elif not self._rows[-1]:
+        is_drawn = self._live or self._overwritten
+        while self._rows and not (self._rows[-1].strip() if is_drawn else self._rows[-1]):
             self._rows.pop()
         self._emit_rows(len(self._rows))
         self._end_partial()
@@ -192,7 +188,9 @@ class LiveRows:
             elif part == b"\r":
                 self._overwrite_next = True
             elif part[0] == 0x08:
-                self._handle_backspace(len(part))
+                row = self._rows[self._cursor].decode("utf-8", "surrogateescape")
+                self._rows[self._cursor] = row[: max(0, len(row) - len(part))].encode("utf-8", "surrogateescape")
+                self._overwritten = True
             elif part[1:2] == b"[":
                 self._handle_escape(part[-1:], part[2:-1])
 
@@ -238,15 +236,18 @@ class LiveRows:
         self._cursor = max(0, self._cursor - count)
         self._num_unwritten_rows = max(0, self._num_unwritten_rows - count)
 
-    def _handle_backspace(self, count: int) -> None:
-        row = self._rows[self._cursor].decode("utf-8", "surrogateescape")
-        self._rows[self._cursor] = row[: max(0, len(row) - count)].encode("utf-8", "surrogateescape")
-        self._overwritten = True
-
     def _handle_escape(self, final: bytes, parameters: bytes) -> None:
         number = int(parameters[:4]) if parameters.isdigit() else 0
         if final in b"AF":
-            self._move_cursor_up(max(1, number))
+            self._end_partial()
+            self._cursor -= max(1, number)
+            if self._cursor < 0:  # rows from before the stream was live are out of reach: leave room for them
+                room = min(-self._cursor, MAX_ROWS - len(self._rows))
+                self._rows[:0] = [b""] * room
+                self._num_unwritten_rows += room
+                self._cursor = 0
+            self._live = self._moved_up = True
+            self._written = False
         elif final in b"BE":
             self._cursor = min(self._cursor + max(1, number), len(self._rows) - 1)
             self._written = False
@@ -262,14 +263,3 @@ class LiveRows:
         elif final in b"hl" and parameters == b"?25":
             self.cursor_hidden = final == b"l"
             self._live = True  # what was drawn while the cursor was hidden may still be overwritten
-
-    def _move_cursor_up(self, count: int) -> None:
-        self._end_partial()
-        self._cursor -= count
-        if self._cursor < 0:  # rows from before the stream was live are out of reach: leave room for them
-            room = min(-self._cursor, MAX_ROWS - len(self._rows))
-            self._rows[:0] = [b""] * room
-            self._num_unwritten_rows += room
-            self._cursor = 0
-        self._live = self._moved_up = True
-        self._written = False
