@@ -131,16 +131,10 @@ class NativeBackend:
         return rows
 
     def _connect_to(self, rank: int, purpose: str, deadline: Deadline) -> Connection:
-        failures = []
-        addresses = self._topology.members[rank].tcp_addresses
-        for number, address in enumerate(addresses):
-            limit = Deadline(deadline.remaining_s / (len(addresses) - number))
-            try:
-                return self._connect_to_address(rank, address, purpose, limit)
-            except StartFailed as failure:
-                failures.append(str(failure))
-        reasons = "; ".join(failures) or "it has no TCP address"
-        raise StartFailed(f"rank {self._topology.rank} cannot reach rank {rank}: {reasons}")
+        try:
+            return self._connect_to_address(rank, self._topology.members[rank].tcp_addresses[0], purpose, deadline)
+        except StartFailed as failure:
+            raise StartFailed(f"rank {self._topology.rank} cannot reach rank {rank}: {failure}") from None
 
     def _connect_to_address(self, rank: int, address: str, purpose: str, deadline: Deadline) -> Connection:
         def give_up_when_lost() -> None:

@@ -59,13 +59,10 @@ class CallHeader(NamedTuple):
 
     @classmethod
     def from_call(cls, call: Call) -> CallHeader:
-        description = call.description.encode()[:127]
-        if call.kind is OperationKind.JOIN:
-            return cls(0, call.kind, 0, 0, -1, 0, 1.0, 1.0, description)
         root = call.peer if call.kind is OperationKind.BROADCAST else -1
         count = 0 if call.kind in (OperationKind.ALLGATHER, OperationKind.ALLTOALL) else num_elements(call)
-        scales = (call.prescale, call.postscale)
-        return cls(call.signature_hash, call.kind, call.dtype, call.op, root, count, *scales, description)
+        rest = (root, count, call.prescale, call.postscale, call.description.encode()[:127])
+        return cls(call.signature_hash, call.kind, call.dtype, call.op, *rest)
 
     def text(self) -> str:
         return self.description.rstrip(b"\0").decode(errors="replace")
@@ -104,8 +101,11 @@ class MpiRunningCall(RunningCall):
         self._done_event = threading.Event()
         self._outcome: CallTiming | BaseException | None = None
 
-    def set_outcome(self, outcome: CallTiming | BaseException) -> None:
-        self._outcome = outcome
+    def execute(self, execute: Callable[[], CallTiming]) -> None:
+        try:
+            self._outcome = execute()
+        except BaseException as error:  # raised again in the thread that waits
+            self._outcome = error
         self._done_event.set()
 
     def has_ended(self) -> bool:
@@ -125,9 +125,8 @@ class MpiRunningCall(RunningCall):
         description = self.call.description if self.call is not None else "the operation"
         waiting = f", behind {behind}" if behind else ""
         waiting += f", waiting for {format_ranks(missing)}" if missing else ""
-        error = OperationTimeout(
-            f"{description} is still under way after a wait of {deadline.timeout_s:.1f} s{waiting}"
-        )
+        waited = f"a wait of {deadline.timeout_s:.1f} s"
+        error = OperationTimeout(f"{description} is still under way after {waited}{waiting}")
         error.missing = missing
         return error
 
@@ -162,13 +161,11 @@ class CallQueue:
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         """Execute the call, here when nothing is before it, and wait for it."""
         with self._changed:
-            if self.current is not None or self._queue:
-                queued = self._enqueue(call, deadline, QUEUE_GRACE_S)
-            else:
-                self._refuse_when_closed()
-                queued = None
-                wait = self.current = MpiWait(self._failure_detector, call, deadline)
-        return self._execute_current(wait) if queued is None else queued.wait(deadline)
+            self._refuse_when_closed()
+            queued = self._enqueue(call, deadline, QUEUE_GRACE_S) if self.current or self._queue else None
+            if queued is None:
+                self.current = MpiWait(self._failure_detector, call, deadline)
+        return self._execute_current() if queued is None else queued.wait(deadline)
 
     def submit(self, call: Call, deadline: Deadline) -> MpiRunningCall:
         with self._changed:
@@ -201,9 +198,10 @@ class CallQueue:
         self._changed.notify_all()
         return queued
 
-    def _execute_current(self, wait: MpiWait) -> CallTiming:
+    def _execute_current(self) -> CallTiming:
+        assert self.current is not None
         try:
-            return self._execute(wait)
+            return self._execute(self.current)
         finally:
             with self._changed:
                 self.current = None
@@ -217,12 +215,9 @@ class CallQueue:
                     return
                 queued = self._queue.popleft()
                 assert queued.call is not None
-                wait = self.current = MpiWait(self._failure_detector, queued.call, queued.deadline)
-            try:
-                queued.set_outcome(self._execute_current(wait))
-            except BaseException as error:  # raised again in the thread that waits
-                queued.set_outcome(error)
-            del queued, wait  # they keep memory alive; this thread may now wait for long
+                self.current = MpiWait(self._failure_detector, queued.call, queued.deadline)
+            queued.execute(self._execute_current)
+            del queued  # it keeps memory alive; this thread may now wait for long
 
 
 # --- the channel -----------------------------------------------------------------------------------------------------
