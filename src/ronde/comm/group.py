@@ -105,7 +105,6 @@ class Group:
                     target = address_of(out)
                 span = Span(source, target, x.size)
                 return self._start(AllreduceWork(cached[0], _check_name(name), (span,), x, out), wait)
-        channel = self.ordered_channel
         sources, is_list = self._as_send_buffers(x, "allreduce")
         if out is None:
             outs = [None] * len(sources)
@@ -118,7 +117,7 @@ class Group:
         if type(x) is np.ndarray:
             if len(self._cached_allreduces) >= MAX_CACHED_ALLREDUCES:
                 self._cached_allreduces.clear()
-            run = _make_cached_run(signature, channel)
+            run = _make_cached_run(signature, self.ordered_channel)
             self._cached_allreduces[x.shape, x.dtype, op, prescale, postscale] = (signature, run)
         spans = tuple(
             Span(address_of(source.array), address_of(target.array), source.array.size)
@@ -134,7 +133,6 @@ class Group:
         A scalar counts as one row. A list or tuple gives a list. Without a name, wait=False still waits until every
         member has called, because only then is the size of the result known.
         """
-        self._check_open()
         sources, is_list = self._as_send_buffers(x, "allgather")
         sources = [source._replace(array=np.atleast_1d(source.array)) for source in sources]
         signature = _signature_of(OperationKind.ALLGATHER, sources, CallOptions())
@@ -150,9 +148,8 @@ class Group:
         wait: bool = True,
     ) -> Any:
         """Return the array of the root, a rank of the world, in a new array or in `out`."""
-        self._check_open()
-        root_index = self._member_index_of(root, "broadcast: root")
         source = self._as_send_buffer(x, "broadcast")
+        root_index = self._member_index_of(root, "broadcast: root")
         target = as_receive_buffer(out, source, "broadcast")
         signature = _signature_of(OperationKind.BROADCAST, [source], CallOptions(root=root))
         span = Span(address_of(source.array), address_of(target.array), source.array.size)
@@ -172,7 +169,6 @@ class Group:
     ) -> Any:
         """Reduce x over all members and return this rank's share of the rows. If the rows cannot be divided evenly, the
         first members get one more."""
-        self._check_open()
         source = self._as_send_buffer(x, "reduce_scatter")
         if not source.array.shape:
             raise ValueError("reduce_scatter shares out rows: it needs an array of at least 1 dimension, got a scalar")
@@ -200,7 +196,6 @@ class Group:
         Return the rows that this rank received, in the order of the members, and how many came from each. Without a
         name it waits until every member has called, as allgather does.
         """
-        self._check_open()
         source = self._as_send_buffer(x, "alltoall")
         if not source.array.shape:
             raise ValueError("alltoall shares out rows: it needs an array of at least 1 dimension, got a scalar")
@@ -232,14 +227,12 @@ class Group:
 
     def send(self, x: Any, to: int, *, wait: bool = True) -> Any:
         """Send an array to one member (a rank of the world), which calls receive()."""
-        self._check_open()
         source = self._as_send_buffer(x, "send")
         span = Span(address_of(source.array), 0, source.array.size)
         return self._start(self._make_message(OperationKind.SEND, source, span, to), wait)
 
     def receive(self, out: Any, source: int, *, wait: bool = True) -> Any:
         """Receive an array from one member (a rank of the world) into `out`, and return `out`."""
-        self._check_open()
         given = self._as_send_buffer(out, "receive")
         target = as_receive_buffer(out, given, "receive")
         span = Span(0, address_of(target.array), target.array.size)
@@ -292,10 +285,6 @@ class Group:
 
     # --- starting an operation ---------------------------------------------------------------------------------------
 
-    def _check_open(self) -> None:
-        """Raise, before arguments are looked at, when this rank can start nothing in the group."""
-        _ = self.ordered_channel
-
     def _start(self, work: Work, wait: bool) -> Any:  # the result, or the work
         """Announce an operation that has a name; start any other one in program order."""
         channel, signature = self.ordered_channel, work.signature
@@ -344,19 +333,21 @@ class Group:
 
     def _as_send_buffers(self, x: object, what: str) -> tuple[list[SendBuffer], bool]:
         """The arrays of an operation, and whether they were given as a list."""
-        is_list = isinstance(x, list | tuple)
-        sources = [as_send_buffer(each, what) for each in (x if isinstance(x, list | tuple) else (x,))]
+        _ = self.ordered_channel  # raises, before arguments are looked at, when nothing can start here
+        if not isinstance(x, list | tuple):
+            return [as_send_buffer(x, what)], False
+        sources = [as_send_buffer(each, what) for each in x]
         if not sources:
             raise ValueError(f"{what}: the list of arrays is empty")
         dtypes = {source.dtype.name.lower() for source in sources}
         if len(dtypes) > 1:
             raise TypeError(f"{what}: the arrays of a list must have one dtype, got {', '.join(sorted(dtypes))}")
-        return sources, is_list
+        return sources, True
 
     def _as_send_buffer(self, x: object, what: str) -> SendBuffer:
         if isinstance(x, list | tuple):
             raise TypeError(f"{what} takes one array, got a {type(x).__name__}; call it once per array")
-        return as_send_buffer(x, what)
+        return self._as_send_buffers(x, what)[0][0]
 
     def _member_index_of(self, rank: int, what: str) -> int:
         if rank not in self.ranks:

@@ -89,16 +89,6 @@ def test_a_disagreement_fails_that_work_only(scripted: ScriptedRound) -> None:
     scripted.announce("wrong")
 
 
-def test_a_rank_that_has_joined_gives_zeros(scripted: ScriptedRound) -> None:
-    work = scripted.announce("mine")
-    request = scripted.control.expect(messages.AnnounceOperations).new[0]
-    theirs = messages.AgreedOperation(2, "theirs", request)
-    scripted.control.tell(messages.RunOperations(0, (messages.AgreedOperation(1, "mine"), theirs)))
-    scripted.control_thread.waits.wait_for_start(work, Deadline(10))
-    assert [span.count for span in scripted.channel.running_calls[0].submitted.spans] == [3, 3]
-    scripted.finish(work)
-
-
 def test_a_lost_rank_ends_what_it_was_part_of(scripted: ScriptedRound) -> None:
     work = scripted.announce("w")
     scripted.control.tell(messages.RankLost(2, "it fell"))

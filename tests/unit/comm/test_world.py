@@ -175,19 +175,6 @@ def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
     assert "error: rank 0 lost rank 1" in said and "True" in said
 
 
-def test_a_plain_script_is_a_job_of_one_and_needs_no_shutdown() -> None:
-    script = "import numpy, ronde; ronde.init(); print(ronde.allreduce(numpy.ones(2)).sum())"
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
-        env={"PYTHONPATH": str(ROOT / "src")},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "2.0\n", "")
-
-
 def test_objects_come_back_as_they_are() -> None:
     thing = {"a": [1, 2, {3}], "f": (4.5, None)}
     ronde.init()
