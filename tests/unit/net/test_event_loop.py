@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -79,20 +78,6 @@ def test_timers_come_in_the_order_of_their_times_and_a_cancelled_one_not_at_all(
         loop.call_later(delay_s, partial(called.append, "cancelled")).cancel()
     loop.run_until(lambda: len(called) == 3)
     assert called == ["early", "middle", "late"]
-
-
-def test_another_thread_wakes_the_loop(loop: EventLoop) -> None:
-    called: list[int] = []
-
-    def ask() -> None:
-        for number in range(3):
-            loop.call_soon_threadsafe(partial(called.append, number))
-
-    thread = threading.Thread(target=ask)
-    loop.call_later(0.0, thread.start)
-    loop.run_until(lambda: len(called) == 3)
-    thread.join()
-    assert called == [0, 1, 2]
 
 
 def test_a_signal_handler_wakes_the_loop(loop: EventLoop) -> None:
