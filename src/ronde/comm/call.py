@@ -52,7 +52,6 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
     description: str
     hash: int
     num_bytes: int
-    """Size of this member's input."""
 
     def make_call(
         self,
@@ -159,7 +158,6 @@ class Call(msgspec.Struct, frozen=True, gc=True):
     splits: tuple[int, ...] | None = None
     """alltoall: elements that this member gives to each member."""
     description: str = ""
-    """For errors and events."""
     signature_hash: int = 0
     """Must be equal on all members."""
     pre_agreed: bool = False

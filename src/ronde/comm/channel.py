@@ -33,8 +33,6 @@ SEQUENCE_EPOCH = 1 << 32
 
 
 class Channel:
-    """One channel of one group."""
-
     def __init__(
         self,
         backend_channel: BackendChannel,
@@ -78,7 +76,6 @@ class Channel:
             self._blocked_intervals.add(submitted_ns, start_ns)
 
     def send_or_receive(self, call: Call, signature: Signature) -> None:
-        """Execute a send or receive and wait for it."""
         try:
             timing = self._run(call, Deadline(self._operation_timeout_s))
         except (RondeError, ValueError, TypeError) as error:

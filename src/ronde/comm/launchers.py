@@ -1,18 +1,5 @@
 """Which launcher other than `ronde run` started this process: rank, size and the coordinator's host from its variables.
-Used by comm/joining, where RONDE_* variables and arguments take precedence.
-
-detect_launcher() is a pure function of the environment. In this order, the first that fits:
-
-    launcher        recognised by                                     where the coordinator is
-    torchrun        TORCHELASTIC_RUN_ID, and the variables below      MASTER_ADDR, the ports behind MASTER_PORT
-    Open MPI        OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE        this machine, a port from the job's id; on several
-    MPICH (Hydra)   PMI_RANK, PMI_SIZE                                hosts unknown: mpi4py has to be asked
-    srun            SLURM_STEP_ID, SLURM_PROCID, SLURM_STEP_NUM_TASKS first host of the step, a port from the job's id
-    torch by hand   RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT        as torchrun
-    Horovod's       HOROVOD_RANK, HOROVOD_SIZE and                    HOROVOD_GLOO_RENDEZVOUS_ADDR, the ports behind
-    variables       HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT            _PORT: rank 0 has to be on that host
-
-Variables are inherited, also by processes they were not meant for. So:
+The table is in docs/guides/launching.md. Variables are inherited, also by processes they were not meant for. So:
 
 - An MPI inside of a Slurm job starts its daemons with srun, and its ranks inherit those daemons' SLURM_PROCID: MPI's
   variables count more. Only where the two agree does srun count, because it knows the hosts.

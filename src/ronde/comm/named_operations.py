@@ -211,7 +211,6 @@ class OpenChannels:
         self.closed_error: RondeError | None = None
         """Why the round is over for this rank, if it is."""
         self.named_operations: dict[int, NamedOperations] = {}
-        """By group."""
         self._rank = rank
         self._size = size
         self._backend = backend

@@ -297,7 +297,6 @@ class NegotiationWaits:
         self.condition = threading.Condition()
         """Guards the start of works, and is notified of it."""
         self.enqueue = enqueue
-        """Hands an announcement or a question to the control thread."""
         self.recorder = recorder
         self._waiting: dict[int, tuple[int, Work]] = {}
         """By thread: since when it waits, and for which work."""

@@ -158,16 +158,9 @@ def test_a_killed_rank_is_noticed_though_its_child_lives() -> None:
         sock.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{sock.getsockname()[1]}"
     env = {"RONDE_SIZE": "2", "RONDE_KEY": new_job_key(), "RONDE_COORDINATOR": address, "PYTHONPATH": str(ROOT / "src")}
+    argv = [sys.executable, "-c", textwrap.dedent(script)]
     with tempfile.TemporaryFile() as output:
-        ranks = [
-            subprocess.Popen(
-                [sys.executable, "-c", textwrap.dedent(script)],
-                env={**env, "RONDE_RANK": str(rank)},
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-            for rank in range(2)
-        ]
+        ranks = [subprocess.Popen(argv, env={**env, "RONDE_RANK": rank}, stdout=output, stderr=output) for rank in "01"]
         codes = [rank.wait(40) for rank in ranks]
         output.seek(0)
         said = output.read().decode()
