@@ -135,13 +135,12 @@ class _NormalizeFunction(torch.autograd.Function):
 def _statistics(x: Tensor, group: Group) -> tuple[Tensor, Tensor, Tensor]:
     """Mean and variance per channel, and the number of values behind them, of all members."""
     exact = torch.float64 if x.dtype is torch.float64 else torch.float32
-    dims = [dim for dim in range(x.dim()) if dim != 1]
-    count = x.numel() // x.shape[1]
     channels = x.shape[1]
     mine = x.new_zeros((1, 2 * channels + 1), dtype=torch.float64)
-    if count:
+    if x.numel():
+        dims = [dim for dim in range(x.dim()) if dim != 1]
         variance, mean = torch.var_mean(x.to(exact), dims, correction=0)
-        mine[0, :channels], mine[0, channels:-1], mine[0, -1] = mean, variance, count
+        mine[0, :channels], mine[0, channels:-1], mine[0, -1] = mean, variance, x.numel() // channels
     gathered = allgather_tensors(group, [mine], name=None, wait=True)[0]
     means, variances, counts = gathered[:, :channels], gathered[:, channels:-1], gathered[:, -1:]
     total = counts.sum()

@@ -162,9 +162,8 @@ INDEPENDENT_SAMPLERS = (
 
 def _batch_size(loader: object) -> int:
     """Samples per batch of a DataLoader."""
-    if getattr(loader, "batch_size", None) is not None:
-        size = loader.batch_size  # type: ignore[attr-defined]  # just seen
-    else:
+    size = getattr(loader, "batch_size", None)
+    if size is None:
         batches = getattr(loader, "batch_sampler", None)
         size = 1 if batches is None and hasattr(loader, "batch_sampler") else getattr(batches, "batch_size", None)
     if not isinstance(size, int):

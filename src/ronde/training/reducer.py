@@ -20,7 +20,7 @@ from ronde.comm.work import Work
 from ronde.training.adapter import FrameworkAdapter, GradientKind, ParameterInfo
 from ronde.training.agreement import PlanProposal, agree_on_plan, explain_joined_ranks
 from ronde.training.buckets import GradientBucket, assign_buckets, choose_size_limits
-from ronde.training.compression import BucketEncoder, Codec, WireArray
+from ronde.training.compression import Codec, WireArray
 from ronde.training.gradient_settings import GradientSettings
 from ronde.types import DType, Op, parse_op
 
@@ -359,14 +359,11 @@ class Reducer:
                 encoder.decode(buckets.wires[number], buckets.gradients[number])
         for number, encoder in enumerate(buckets.encoders):
             if encoder is not None and len(encoder.wires) > 1:
-                self._run_further_wires(buckets, number, encoder)
-
-    def _run_further_wires(self, buckets: _AgreedBuckets, number: int, encoder: BucketEncoder) -> None:
-        gradients, wires = buckets.gradients[number], buckets.wires[number]
-        for wire in range(1, len(wires)):
-            encoder.encode(wire, gradients, wires)
-            buckets.plan.run(buckets.wire_numbers[number][wire])
-        encoder.decode(wires, gradients)
+                gradients, wires = buckets.gradients[number], buckets.wires[number]
+                for wire in range(1, len(wires)):
+                    encoder.encode(wire, gradients, wires)
+                    buckets.plan.run(buckets.wire_numbers[number][wire])
+                encoder.decode(wires, gradients)
 
     def _assign_unusual_results(self, buckets: _AgreedBuckets, flags: Sequence[int]) -> None:
         """Make the results gradients when not all of them are dense. FloatingPointError on all members if a gradient of
