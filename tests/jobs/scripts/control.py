@@ -21,9 +21,9 @@ MAX_MESSAGE_BYTES = 1 << 16
 class ControlSocket:
     """A context. Any thread may send; one of them receives."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float | None = TEST_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.settimeout(TEST_S)  # while the test waits for others; when it gives up, it closes the socket
+        self._socket.settimeout(timeout_s)  # while the test waits for others; when it gives up, it closes the socket
         self._socket.connect(os.environ["TEST_SOCKET"])
         self.rank = int(os.environ["RONDE_RANK"])
         self.send("connected", rank=self.rank, pid=os.getpid())
