@@ -6,27 +6,25 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from ronde.settings import Settings
+from tests.commands import run_command
 from tests.jobs.kit import start_ranks
 from tests.limits import PATIENCE_S, promised_s
 from tests.services import needs
 
 Trace = dict[str, Any]
+STEPS = {"TEST_STEPS": "timeline"}
 AHEAD_S = 5000
 OTHER_CLOCK = ("unshare", "--time", "--monotonic", str(AHEAD_S))
 """Runs a command under a monotonic clock that is ahead, as that of another host may be."""
-
-
-def can_change_clocks() -> bool:
-    found = shutil.which("unshare") is not None
-    return found and subprocess.run((*OTHER_CLOCK, "true"), capture_output=True, check=False).returncode == 0
 
 
 def steps(trace: Trace, rank: int) -> dict[str, tuple[float, float]]:
@@ -38,43 +36,44 @@ def steps(trace: Trace, rank: int) -> dict[str, tuple[float, float]]:
     }
 
 
-def read_until_both_are_there(path: Path) -> Trace:
-    """The trace of a running job, as soon as it tells of a few steps of both ranks."""
+def await_trace(path: Path, condition: Callable[[Trace], bool]) -> bytes:
+    """The file of a running job, as soon as its trace fulfils the condition."""
     give_up = time.monotonic() + PATIENCE_S
     while time.monotonic() < give_up:
-        try:
-            trace: Trace = json.loads(path.read_bytes())
-        except json.JSONDecodeError:
-            continue  # a reader may be in the middle of a write; only what it finds afterwards counts
-        if min(len(steps(trace, 0)), len(steps(trace, 1))) > 2:
-            return trace
-    raise TimeoutError(f"the trace does not tell of both ranks: {path.read_text()[:2000]}")
+        data = path.read_bytes()
+        with suppress(json.JSONDecodeError):  # in the middle of a write; only what is found afterwards counts
+            if condition(json.loads(data)):
+                return data
+    raise TimeoutError(f"the trace has not become as it should: {path.read_text()[:2000]}")
 
 
-def check_events(trace: Trace) -> None:
-    """What makes it a Chrome trace that a viewer shows well."""
+def has_both_ranks(trace: Trace) -> bool:
+    return min(len(steps(trace, 0)), len(steps(trace, 1))) > 2
+
+
+def read_complete(path: Path) -> Trace:
+    """The trace of a job that is over; a viewer has to show it well."""
+    trace: Trace = json.loads(path.read_bytes())
     for event in trace["traceEvents"]:
         assert event["ph"] in ("X", "i", "M", "b", "e") and event["pid"] in (0, 1) and event["tid"] >= 0
         assert event["ts"] >= 0 and event.get("dur", 0) >= 0
     named = [event for event in trace["traceEvents"] if event["name"] == "process_name"]
     assert sorted(event["pid"] for event in named) == [0, 1]
+    return trace
 
 
 @pytest.mark.parametrize("clocks", ["one clock", pytest.param("two clocks", marks=needs("time namespaces"))])
 def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -> None:
-    if clocks == "two clocks" and not can_change_clocks():
+    if clocks == "two clocks" and (not shutil.which("unshare") or run_command([*OTHER_CLOCK, "true"]).returncode):
         pytest.skip("no time namespaces here (needs root and `unshare --time`)")
     path = tmp_path / "trace.json"
     before = {1: OTHER_CLOCK} if clocks == "two clocks" else {}
-    with start_ranks(
-        "until_stopped", 2, env={"TEST_STEPS": "timeline"}, settings=Settings(timeline=str(path)), prefixes=before
-    ) as job:
+    with start_ranks("until_stopped", 2, env=STEPS, settings=Settings(timeline=str(path)), prefixes=before) as job:
         job.receive_all((0, 1), "running")
-        read_until_both_are_there(path)
+        await_trace(path, has_both_ranks)
         job.send((0, 1), stop=True)
         assert job.wait() == [0, 0], job.printed()
-    trace = json.loads(path.read_bytes())
-    check_events(trace)
+    trace = read_complete(path)
     mine, other = steps(trace, 0), steps(trace, 1)
     assert mine.keys() == other.keys() and len(mine) > 2
     # No rank can leave an allreduce before the last one has come to it. The distance of two clocks is known to half of
@@ -90,40 +89,28 @@ def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -
 
 def test_it_is_complete_when_a_rank_is_killed(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
-    with start_ranks("until_stopped", 2, env={"TEST_STEPS": "timeline"}, settings=Settings(timeline=str(path))) as job:
+    with start_ranks("until_stopped", 2, env=STEPS, settings=Settings(timeline=str(path))) as job:
         job.receive_all((0, 1), "running")
-        read_until_both_are_there(path)
+        await_trace(path, has_both_ranks)
         os.kill(job.pids[1], signal.SIGKILL)
         job.receive(0, "lost")
         assert job.wait() == [0, -signal.SIGKILL], job.printed()
-    trace = json.loads(path.read_bytes())
-    check_events(trace)
+    trace = read_complete(path)
     assert steps(trace, 0).keys() >= steps(trace, 1).keys() != set()
     lost = [event for event in trace["traceEvents"] if event["name"] == "PeerGone"]
     assert [(event["pid"], event["args"]["peer"]) for event in lost] == [(0, 1)]
 
 
-def num_dropped(data: bytes) -> int:
-    """How many events the file says were dropped; 0 while it is being written and cannot be read."""
-    try:
-        return int(json.loads(data)["otherData"]["dropped_events"])
-    except ValueError:
-        return 0
-
-
 def test_it_does_not_grow_beyond_its_limit(tmp_path: Path) -> None:
     path, limit = tmp_path / "trace.json", 40
     with start_ranks(
-        "until_stopped", 2, env={"TEST_STEPS": "timeline"}, settings=Settings(timeline=str(path), timeline_events=limit)
+        "until_stopped", 2, env=STEPS, settings=Settings(timeline=str(path), timeline_events=limit)
     ) as job:
         job.receive_all((0, 1), "running")
-        give_up = time.monotonic() + PATIENCE_S
-        while not num_dropped(data := path.read_bytes()):
-            assert time.monotonic() < give_up, "nothing was ever dropped"
+        data = await_trace(path, lambda trace: trace["otherData"]["dropped_events"] > 0)
         job.send((0, 1), stop=True)
         assert job.wait() == [0, 0], job.printed()
-    trace = json.loads(path.read_bytes())
-    check_events(trace)
+    trace = read_complete(path)
     assert len(trace["traceEvents"]) == trace["otherData"]["written_events"] == limit
     assert trace["otherData"]["dropped_events"] > 0
     assert path.stat().st_size == len(data) < limit * 500
