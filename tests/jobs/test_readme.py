@@ -45,7 +45,8 @@ def run(page: str, command: str) -> subprocess.CompletedProcess[str]:
             found = re.match(r'"""(\w+\.py): ', block)
             assert found, f"this block does not name its file:\n{block}"
             Path(folder, found[1]).write_text(block, encoding="utf-8")
-        env = {**os.environ, "PATH": f"{PROGRAMS}:{os.environ['PATH']}"}
+        # One thread per process: on a busy machine PyTorch's wait for each other, and these models are tiny.
+        env = {**os.environ, "PATH": f"{PROGRAMS}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         return run_command(["bash", "-c", command], cwd=Path(folder), env=env, limit_s=LONG_S)
 
 
