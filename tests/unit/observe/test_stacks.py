@@ -83,17 +83,17 @@ def test_code_of_a_script_or_a_prompt_is_the_users(ask: Ask, file: str) -> None:
 
 
 def test_other_threads_but_those_of_ronde_are_in_the_stack_by_name() -> None:
-    entered, leave = threading.Event(), threading.Event()
+    entered, leave = threading.Barrier(3), threading.Event()
 
     def loading() -> None:
-        entered.set()
+        entered.wait(30)
         leave.wait(30)
 
     threads = [threading.Thread(target=loading, name=name) for name in ("ronde-control", "loader\n\udc80")]
     for thread in threads:
         thread.start()
     try:
-        assert entered.wait(30)
+        entered.wait(30)
         line, stack = dump_stacks()
     finally:
         leave.set()
