@@ -45,7 +45,7 @@ def measure(flags: argparse.Namespace, console: Console) -> None:
     render = partial(render_table, caption=describe_conditions())
     with BenchmarkDisplay(console, render, flags.json) as display:
         for num_ranks in rank_counts:
-            with BenchmarkRunner(budget, display.print_note, display.show_progress) as runner:
+            with BenchmarkRunner(budget, display) as runner:
                 for library in libraries:
                     display.add(time_start(runner, library, num_ranks))
                 for counts in workloads:

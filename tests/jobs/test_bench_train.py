@@ -6,12 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from ronde.cli.bench.models import MODELS
 from ronde.cli.bench.runner import BenchmarkRunner, MeasurementBudget
+from ronde.cli.bench.table import BenchmarkDisplay
 from ronde.cli.bench.train import TrainingResult, TrainingSetup, measure_training
 from tests.limits import LONG_S, LONG_TEST_S
 
@@ -54,10 +57,11 @@ def test_the_command_trains_in_turn_and_writes_its_results_down(tmp_path: Path) 
 def test_every_way_to_train_has_the_same_gradients_on_all_ranks(setup: TrainingSetup) -> None:
     if setup.name == "hvd":
         pytest.importorskip("horovod.torch")
-    notes: list[str] = []
-    with BenchmarkRunner(MeasurementBudget(rounds=1, steps=2), notes.append, lambda text: None) as runner:
+    output = StringIO()
+    display: BenchmarkDisplay[TrainingResult] = BenchmarkDisplay(Console(file=output), str, None)
+    with display, BenchmarkRunner(MeasurementBudget(rounds=1, steps=2), display) as runner:
         results = measure_training(runner, MODELS["tiny"], 1, [setup])
-    assert notes == []
+    assert output.getvalue() == "", "there is no note"
     (result,) = results
     assert (result.impl, result.codec, result.num_steps) == (setup.name, setup.codec, 2)
     assert result.samples_per_s > 0

@@ -26,7 +26,6 @@ from ronde.cli.bench.runner import (
     BenchmarkRunner,
     MeasurementBudget,
     RankPool,
-    describe_lack_of_memory,
 )
 from ronde.cli.bench.table import BenchmarkDisplay, describe_conditions, format_ratio, make_table
 from ronde.text import BINARY_UNITS, format_exact_bytes, format_microseconds
@@ -71,7 +70,7 @@ def _measure(flags: argparse.Namespace, console: Console) -> None:
     render = partial(render_allreduce_table, caption=describe_conditions(flags.num_ranks))
     with (
         BenchmarkDisplay(console, render, flags.json) as display,
-        BenchmarkRunner(budget, display.print_note, display.show_progress) as runner,
+        BenchmarkRunner(budget, display) as runner,
     ):
         for note in notes:
             display.print_note(note)
@@ -81,10 +80,8 @@ def _measure(flags: argparse.Namespace, console: Console) -> None:
             num_bytes = FLOAT_BYTES * sum(counts)
             cases = make_cases(runner.pools, libraries, counts, paths)
             # The array of each rank, and as much again inside the library.
-            reason = describe_lack_of_memory(2 * num_bytes * sum(case.pool.size for case in cases))
-            if reason:
-                display.print_note(f"{format_exact_bytes(num_bytes)} is left out: it {reason}")
-            else:
+            needed_bytes = 2 * num_bytes * sum(case.pool.size for case in cases)
+            if display.fits_in_memory(format_exact_bytes(num_bytes), needed_bytes):
                 display.add(measure_cases(runner, "allreduce", num_bytes, cases))
 
 

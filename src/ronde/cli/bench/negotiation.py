@@ -30,7 +30,7 @@ def _measure(flags: argparse.Namespace, console: Console) -> None:
     render = partial(render_negotiation_table, caption=describe_conditions(flags.num_ranks))
     with (
         BenchmarkDisplay(console, render, flags.json) as display,
-        BenchmarkRunner(budget, display.print_note, display.show_progress) as runner,
+        BenchmarkRunner(budget, display) as runner,
     ):
         runner.start(MeasuredLibrary(RONDE, RONDE), flags.num_ranks)
         for num in in_flight:

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 
 from ronde.cli.bench.peers import RONDE, MeasuredLibrary
+from ronde.cli.bench.table import BenchmarkDisplay
 from ronde.errors import RondeError
 from ronde.text import describe_exit_code
 from ronde.types import Deadline
@@ -210,14 +211,6 @@ class MeasurementBudget:
         return max(MIN_STEPS, min(MAX_STEPS, round(self.seconds / self.rounds / max(step_s, 1e-9))))
 
 
-def describe_lack_of_memory(needed_bytes: int) -> str:
-    """Why the machine has no memory for a benchmark; empty when it has."""
-    available_bytes = psutil.virtual_memory().available
-    if needed_bytes <= available_bytes:
-        return ""
-    return f"needs about {needed_bytes / 2**30:.1f} GiB of memory, {available_bytes / 2**30:.1f} GiB are free"
-
-
 @dataclass
 class BenchmarkCase:
     """One implementation on one piece of work. A benchmark says how ranks prepare it; see measured_rank.py."""
@@ -257,38 +250,35 @@ class BenchmarkCase:
 class BenchmarkRunner:
     """Starts the ranks of the implementations, measures them in turn, and ends them with the block."""
 
-    def __init__(
-        self, budget: MeasurementBudget, print_note: Callable[[str], None], show_progress: Callable[[str], None]
-    ) -> None:
+    def __init__(self, budget: MeasurementBudget, display: BenchmarkDisplay[Any]) -> None:
         self.pools: list[RankPool] = []
         """Those that can be measured; one that fails is closed and removed."""
         self._budget = budget
-        self._print_note = print_note
-        self._show_progress = show_progress
+        self._display = display
 
     def start(self, library: MeasuredLibrary, size: int) -> None:
         """Start ranks. A peer that does not start is left out, with a note."""
-        self._show_progress(f"starting {size} ranks of {library.name}")
+        self._display.show_progress(f"starting {size} ranks of {library.name}")
         try:
             self.pools.append(RankPool(library.name, size, library.commands(size), Deadline(START_TIMEOUT_S)))
         except BenchmarkFailed as error:
             if library.name == RONDE:
                 raise
-            self._print_note(f"{library.name} is left out: {error}")
+            self._display.print_note(f"{library.name} is left out: {error}")
 
     def run_interleaved(self, work: str, cases: Sequence[BenchmarkCase]) -> None:
         """Measure the cases in turn, `rounds` times. `work` is for progress."""
         budget = self._budget
         for case in cases:
-            self._show_progress(f"{work}: preparing {case.name}")
+            self._display.show_progress(f"{work}: preparing {case.name}")
             self.attempt(case, case.setup)
         for case in cases:
-            self._show_progress(f"{work}: a first try of {case.name}")
+            self._display.show_progress(f"{work}: a first try of {case.name}")
             self.attempt(case, case.calibrate, budget)
         for index in range(budget.rounds):
             first = index % len(cases)
             for case in (*cases[first:], *cases[:first]):
-                self._show_progress(f"{work}, round {index + 1} of {budget.rounds}: {case.name}")
+                self._display.show_progress(f"{work}, round {index + 1} of {budget.rounds}: {case.name}")
                 self.attempt(case, case.run_round)
 
     def attempt(self, case: BenchmarkCase, action: Callable[..., object], *arguments: object) -> None:
@@ -301,7 +291,7 @@ class BenchmarkRunner:
         except BenchmarkFailed as error:
             if case.pool.name == RONDE:
                 raise
-            self._print_note(f"{case.pool.name} is left out from here on: {error}")
+            self._display.print_note(f"{case.pool.name} is left out from here on: {error}")
             self.pools.remove(case.pool)
             case.pool.close()
 

@@ -52,6 +52,14 @@ class BenchmarkDisplay(Generic[ResultT]):
         """Print something the user should know, above the table."""
         self._console.print(Text(f"note: {text}", style="yellow"), soft_wrap=True)
 
+    def fits_in_memory(self, work: str, needed_bytes: int) -> bool:
+        """Whether the machine has so much memory; if not, a note says that this is left out."""
+        available_bytes = psutil.virtual_memory().available
+        if needed_bytes > available_bytes:
+            needed = f"needs about {needed_bytes / 2**30:.1f} GiB of memory"
+            self.print_note(f"{work} is left out: it {needed}, {available_bytes / 2**30:.1f} GiB are free")
+        return needed_bytes <= available_bytes
+
     def add(self, results: Iterable[ResultT]) -> None:
         for result in results:
             self.results.append(result)

@@ -28,7 +28,6 @@ from ronde.cli.bench.runner import (
     BenchmarkFailed,
     BenchmarkRunner,
     MeasurementBudget,
-    describe_lack_of_memory,
 )
 from ronde.cli.bench.table import BenchmarkDisplay, describe_conditions, format_ratio
 from ronde.errors import RondeError
@@ -76,12 +75,9 @@ def _measure(flags: argparse.Namespace, console: Console) -> None:
         for model in models:
             # The ranks of all setups exist at the same time.
             num_ranks = sum(setup.size for setup in setups)
-            reason = describe_lack_of_memory(num_ranks * (PROCESS_BYTES + COPIES * model.num_bytes))
-            if reason:
-                display.print_note(f"{model.name} is left out: it {reason}")
-                continue
-            with BenchmarkRunner(budget, display.print_note, display.show_progress) as runner:
-                display.add(measure_training(runner, model, flags.batch or model.batch, setups))
+            if display.fits_in_memory(model.name, num_ranks * (PROCESS_BYTES + COPIES * model.num_bytes)):
+                with BenchmarkRunner(budget, display) as runner:
+                    display.add(measure_training(runner, model, flags.batch or model.batch, setups))
 
 
 @dataclass(frozen=True)

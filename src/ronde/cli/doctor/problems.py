@@ -31,8 +31,7 @@ def make_doctor_report(hosts: Sequence[HostReport], pairs: Sequence[HostPairRepo
     problems = [
         *(problem for host in hosts for problem in _host_problems(host.name, host.facts, host.trouble)),
         *_version_problems(hosts),
-        *(problem for pair in pairs for problem in _pair_problems(pair)),
-        *_slow_pair_problems(pairs),
+        *_pair_problems(pairs),
     ]
     problems.sort(key=lambda problem: problem.severity != "broken")
     healthy = all(problem.severity != "broken" for problem in problems)
@@ -91,33 +90,28 @@ def _version_problems(hosts: Sequence[HostReport]) -> Iterator[Problem]:
             yield Problem("warning", where, name, f"different versions: {what}", "install one version on all hosts")
 
 
-def _pair_problems(pair: HostPairReport) -> Iterator[Problem]:
-    speed, where = pair.speed, f"{pair.first}, {pair.second}"
-    if speed is None:
-        yield Problem("broken", where, "pair", pair.trouble)
-        return
-    if pair.first == pair.second:
-        return  # no network: this speed depends on how busy the host is just now
-    if speed.slowest_bytes_per_s < MIN_BYTES_PER_S:
-        what = f"only {speed.slowest_bytes_per_s / 1e6:.3g} MB/s, less than gigabit Ethernet"
-        yield Problem("warning", where, "pair", what, "look for a faster network between them, or compress gradients")
-    if speed.round_trip_s > MAX_ROUND_TRIP_S:
-        what = f"a round trip takes {speed.round_trip_s * 1e3:.3g} ms: they are far from each other"
-        yield Problem("warning", where, "pair", what, "use hosts of one site")
-    if abs(speed.clock_ahead_s) - speed.round_trip_s / 2 > MAX_CLOCK_DIFFERENCE_S:
-        what = f"their clocks differ by {abs(speed.clock_ahead_s):.3g} s"
-        yield Problem("warning", where, "clock", what, "let chrony or systemd-timesyncd set them")
-
-
-def _slow_pair_problems(pairs: Sequence[HostPairReport]) -> Iterator[Problem]:
-    """Pairs that are much slower than most, because of a cable, a port, or a busy neighbour."""
-    rates = {
-        f"{pair.first}, {pair.second}": pair.speed.slowest_bytes_per_s
-        for pair in pairs
-        if pair.speed is not None and pair.first != pair.second
-    }
-    median = statistics.median(rates.values()) if len(rates) >= MIN_PAIRS_FOR_MEDIAN else 0.0
-    for where, rate in rates.items():
-        if rate < MIN_FRACTION_OF_MEDIAN * median:
+def _pair_problems(pairs: Sequence[HostPairReport]) -> Iterator[Problem]:
+    # Ranks of one host use no network: their speed depends on how busy the host is just now.
+    rates = [pair.speed.slowest_bytes_per_s for pair in pairs if pair.speed is not None and pair.first != pair.second]
+    median = statistics.median(rates) if len(rates) >= MIN_PAIRS_FOR_MEDIAN else 0.0
+    for pair in pairs:
+        speed, where = pair.speed, f"{pair.first}, {pair.second}"
+        if speed is None:
+            yield Problem("broken", where, "pair", pair.trouble)
+            continue
+        if pair.first == pair.second:
+            continue
+        rate = speed.slowest_bytes_per_s
+        if rate < MIN_BYTES_PER_S:
+            what = f"only {rate / 1e6:.3g} MB/s, less than gigabit Ethernet"
+            advice = "look for a faster network between them, or compress gradients"
+            yield Problem("warning", where, "pair", what, advice)
+        if speed.round_trip_s > MAX_ROUND_TRIP_S:
+            what = f"a round trip takes {speed.round_trip_s * 1e3:.3g} ms: they are far from each other"
+            yield Problem("warning", where, "pair", what, "use hosts of one site")
+        if abs(speed.clock_ahead_s) - speed.round_trip_s / 2 > MAX_CLOCK_DIFFERENCE_S:
+            what = f"their clocks differ by {abs(speed.clock_ahead_s):.3g} s"
+            yield Problem("warning", where, "clock", what, "let chrony or systemd-timesyncd set them")
+        if rate < MIN_FRACTION_OF_MEDIAN * median:  # because of a cable, a port, or a busy neighbour
             what = f"{rate / 1e6:.3g} MB/s, where most have {median / 1e6:.3g}"
             yield Problem("warning", where, "pair", what, "look at the cables, ports and neighbours of these hosts")

@@ -4,20 +4,22 @@ measured in turn. Ranks are tiny programs here, or fakes."""
 from __future__ import annotations
 
 import sys
+from io import StringIO
 from typing import Any, cast
 
 import psutil
 import pytest
+from rich.console import Console
 
-from ronde.cli.bench.allreduce import AllreduceCase, measure_cases
+from ronde.cli.bench.allreduce import AllreduceCase, BenchmarkResult, measure_cases
 from ronde.cli.bench.runner import (
     TRIAL_STEPS,
     BenchmarkFailed,
     BenchmarkRunner,
     MeasurementBudget,
     RankPool,
-    describe_lack_of_memory,
 )
+from ronde.cli.bench.table import BenchmarkDisplay
 from ronde.types import Deadline
 
 HELLO = """
@@ -125,13 +127,15 @@ class Measurement:
     def __init__(self, took_ns: dict[str, int], fails: str = "", paths: tuple[str, ...] = ("array",)) -> None:
         """`fails` is a pool and what it fails to do."""
         self.requests: list[tuple[str, dict[str, Any]]] = []
-        self.notes: list[str] = []
         failing, _, action = fails.partition(" ")
         self.pools = [FakePool(name, self.requests, ns, action * (name == failing)) for name, ns in took_ns.items()]
-        runner = BenchmarkRunner(MeasurementBudget(rounds=3, seconds=15e-6), self.notes.append, lambda text: None)
+        self.output = StringIO()
+        display: BenchmarkDisplay[BenchmarkResult] = BenchmarkDisplay(Console(file=self.output, width=200), str, None)
+        runner = BenchmarkRunner(MeasurementBudget(rounds=3, seconds=15e-6), display)
         runner.pools.extend(cast("list[RankPool]", self.pools))
         cases = [AllreduceCase(pool, path, (1024,)) for pool in runner.pools for path in paths]
-        self.results = measure_cases(runner, "allreduce", 4096, cases)
+        with display:
+            self.results = measure_cases(runner, "allreduce", 4096, cases)
         self.rounds = [(name, command["num_steps"]) for name, command in self.requests if "num_steps" in command]
 
 
@@ -156,7 +160,8 @@ def test_memory_is_released_once_per_pool_after_the_last_round() -> None:
 def test_a_peer_that_fails_is_left_out_with_a_note_and_the_others_go_on() -> None:
     measured = Measurement({"ronde": 1000, "gloo": 1000}, fails="gloo time")
     assert [result.impl for result in measured.results] == ["ronde"]
-    assert measured.notes == ["gloo is left out from here on: gloo: rank 1 ended while running array"]
+    note = "note: gloo is left out from here on: gloo: rank 1 ended while running array\n"
+    assert measured.output.getvalue() == note
     assert [pool.closed for pool in measured.pools] == [False, True]
 
 
@@ -165,6 +170,9 @@ def test_a_failure_of_ronde_ends_the_benchmark() -> None:
         Measurement({"ronde": 1000, "gloo": 1000}, fails="ronde prepare_allreduce")
 
 
-def test_work_that_does_not_fit_into_memory_is_refused() -> None:
-    assert "needs about 1024.0 GiB of memory" in describe_lack_of_memory(1 << 40)
-    assert describe_lack_of_memory(1) == ""
+def test_work_that_does_not_fit_into_memory_is_left_out_with_a_note() -> None:
+    output = StringIO()
+    display: BenchmarkDisplay[BenchmarkResult] = BenchmarkDisplay(Console(file=output, width=200), str, None)
+    with display:
+        assert [display.fits_in_memory("1T", num_bytes) for num_bytes in (1, 1 << 40)] == [True, False]
+    assert output.getvalue().startswith("note: 1T is left out: it needs about 1024.0 GiB of memory, ")
