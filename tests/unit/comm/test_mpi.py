@@ -111,15 +111,11 @@ class Executor:
         self.allowed = threading.Event()
         self.allowed.set()
         self.executed: list[tuple[str, str]] = []
-        self.errors: dict[str, BaseException] = {}
 
     def execute(self, wait: MpiWait) -> CallTiming:
         assert self.allowed.wait(LONG_S)
-        description = wait.call.description
-        self.executed.append((description, threading.current_thread().name))
-        if description in self.errors:
-            raise self.errors[description]
-        return CallTiming(1, 2, 3, description)
+        self.executed.append((wait.call.description, threading.current_thread().name))
+        return CallTiming(1, 2, 3, wait.call.description)
 
 
 @pytest.fixture
@@ -155,18 +151,6 @@ def test_a_call_with_nothing_before_it_runs_in_the_callers_thread(queue: CallQue
     assert queue.current is None and not queue.is_busy()
 
 
-def test_submitted_calls_run_in_their_order_and_run_waits_behind_them(queue: CallQueue, executor: Executor) -> None:
-    executor.allowed.clear()
-    running_calls = [queue.submit(named(description), Deadline(LONG_S)) for description in "abc"]
-    assert queue.is_busy() and not any(call.done() for call in running_calls)
-    last = in_thread(lambda: queue.run(named("d"), Deadline(LONG_S)))
-    executor.allowed.set()
-    last.join(LONG_S)
-    assert [call.wait(Deadline(0)).algorithm for call in running_calls] == ["a", "b", "c"]
-    assert [description for description, _ in executor.executed] == ["a", "b", "c", "d"]
-    assert {thread for _, thread in executor.executed[:3]} == {"ronde-test"}
-
-
 def test_a_submitted_call_waits_for_one_that_runs_in_another_thread(queue: CallQueue, executor: Executor) -> None:
     executor.allowed.clear()
     first = in_thread(lambda: queue.run(named("a"), Deadline(LONG_S)))
@@ -178,17 +162,6 @@ def test_a_submitted_call_waits_for_one_that_runs_in_another_thread(queue: CallQ
     running_call.wait(Deadline(LONG_S))
     first.join(LONG_S)
     assert executor.executed == [("a", "other"), ("b", "ronde-test")]
-
-
-def test_an_error_belongs_to_its_call_only(queue: CallQueue, executor: Executor) -> None:
-    executor.errors["a"] = ValueError("wrong")
-    running_call, after = queue.submit(named("a"), Deadline(LONG_S)), queue.submit(named("b"), Deadline(LONG_S))
-    with pytest.raises(ValueError, match="wrong"):
-        running_call.wait(Deadline(LONG_S))
-    after.wait(Deadline(LONG_S))
-    with pytest.raises(ValueError, match="wrong"):
-        queue.run(named("a"), Deadline(LONG_S))
-    queue.run(named("b"), Deadline(LONG_S))
 
 
 def test_a_wait_that_takes_too_long_names_what_it_waits_for(queue: CallQueue, executor: Executor) -> None:
