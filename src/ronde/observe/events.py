@@ -7,12 +7,18 @@ from __future__ import annotations
 
 import msgspec
 
+from ronde.text import escape_surrogates, format_ranks, shorten
+
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Base of all events."""
 
     at_ns: int
     rank: int
+
+    def words(self) -> str:
+        """Return what happened in a sentence, without the rank and the time."""
+        return type(self).__name__
 
 
 class Started(Event, frozen=True, kw_only=True):
@@ -23,12 +29,19 @@ class Started(Event, frozen=True, kw_only=True):
     pid: int
     backend: str = ""
 
+    def words(self) -> str:
+        through = f", through {shorten(self.backend)}" if self.backend else ""
+        return f"started as one of {self.size} on host {shorten(self.host)}, pid {self.pid}{through}"
+
 
 class Stopped(Event, frozen=True, kw_only=True):
     """The rank left the round: in order, or for the reason in `why`."""
 
     orderly: bool = True
     why: str = ""
+
+    def words(self) -> str:
+        return ("left in order" if self.orderly else "left out of order") + _reason_suffix(self.why)
 
 
 class OperationFailed(Event, frozen=True, kw_only=True):
@@ -38,12 +51,18 @@ class OperationFailed(Event, frozen=True, kw_only=True):
     group: int
     why: str
 
+    def words(self) -> str:
+        return f"{shorten(self.op)} (group {self.group}) failed{_reason_suffix(self.why)}"
+
 
 class PeerGone(Event, frozen=True, kw_only=True):
     """Another rank is gone."""
 
     peer: int
     why: str = ""
+
+    def words(self) -> str:
+        return f"lost rank {self.peer}{_reason_suffix(self.why)}"
 
 
 class StallReported(Event, frozen=True, kw_only=True):
@@ -55,6 +74,9 @@ class StallReported(Event, frozen=True, kw_only=True):
     missing: tuple[int, ...]
     report: str
 
+    def words(self) -> str:
+        return escape_surrogates(self.report)
+
 
 class GroupAdded(Event, frozen=True, kw_only=True):
     """A group was made."""
@@ -62,11 +84,17 @@ class GroupAdded(Event, frozen=True, kw_only=True):
     group: int
     ranks: tuple[int, ...]
 
+    def words(self) -> str:
+        return f"group {self.group} added: {format_ranks(self.ranks)}"
+
 
 class GroupRemoved(Event, frozen=True, kw_only=True):
     """A group was removed."""
 
     group: int
+
+    def words(self) -> str:
+        return f"group {self.group} removed"
 
 
 class ChannelOpened(Event, frozen=True, kw_only=True):
@@ -75,9 +103,19 @@ class ChannelOpened(Event, frozen=True, kw_only=True):
     channel: str
     members: tuple[int, ...]
 
+    def words(self) -> str:
+        return f"channel {shorten(self.channel)} opened: {format_ranks(self.members)}"
+
 
 class ChannelClosed(Event, frozen=True, kw_only=True):
     """A channel is closed: in order, or for the reason in `why`."""
 
     channel: str
     why: str = ""
+
+    def words(self) -> str:
+        return f"channel {shorten(self.channel)} closed{_reason_suffix(self.why)}"
+
+
+def _reason_suffix(why: str) -> str:
+    return f": {shorten(why, 1000)}" if why else ""
