@@ -14,21 +14,8 @@ import numpy as np
 from ronde.comm.buffers import Array, bfloat16_from_float32, float32_from_bfloat16
 from ronde.types import DType, Op
 
-__all__ = ["adasum", "reduce"]
-
-_FOLDS: dict[Op, np.ufunc] = {
-    Op.SUM: np.add,
-    Op.MEAN: np.add,
-    Op.MIN: np.minimum,
-    Op.MAX: np.maximum,
-    Op.PRODUCT: np.multiply,
-}
-_BOOL_FOLDS: dict[Op, np.ufunc] = {
-    Op.SUM: np.logical_or,
-    Op.MAX: np.logical_or,
-    Op.PRODUCT: np.logical_and,
-    Op.MIN: np.logical_and,
-}
+_FOLDS = {Op.SUM: np.add, Op.MEAN: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
+_BOOL_FOLDS = {Op.SUM: np.logical_or, Op.MAX: np.logical_or, Op.PRODUCT: np.logical_and, Op.MIN: np.logical_and}
 
 
 def reduce(inputs: Sequence[Array], dtype: DType, op: Op, prescale: float, postscale: float) -> Array:
@@ -37,15 +24,12 @@ def reduce(inputs: Sequence[Array], dtype: DType, op: Op, prescale: float, posts
         if dtype is DType.BOOL:
             return _fold(_BOOL_FOLDS[op], inputs)
         wide = [_scaled(_widen(array, dtype), prescale) for array in inputs]
-        if op is Op.ADASUM:
-            result = _scaled(adasum(wide), postscale)
-        elif op is Op.MEAN and dtype.is_float:
-            result = _scaled(_fold(np.add, wide), postscale / len(wide))
+        result = adasum(wide) if op is Op.ADASUM else _fold(_FOLDS[op], wide)
+        if op is Op.MEAN and dtype.is_float:
+            postscale /= len(wide)
         elif op is Op.MEAN:
-            result = _scaled(_divided(_fold(np.add, wide), len(wide)), postscale)
-        else:
-            result = _scaled(_fold(_FOLDS[op], wide), postscale)
-        return _narrow(result, dtype)
+            result = _divided(result, len(wide))
+        return _narrow(_scaled(result, postscale), dtype)
 
 
 def adasum(vectors: Sequence[Array]) -> Array:

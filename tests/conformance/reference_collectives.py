@@ -15,8 +15,6 @@ from ronde.comm.call import Call, Span, mismatch_error
 from ronde.types import DType, Op, OperationKind
 from tests.conformance.reference_arithmetic import reduce
 
-__all__ = ["run_calls", "check_calls_match", "copy_message"]
-
 
 def check_calls_match(members: Sequence[int], calls: Sequence[Call]) -> None:
     """Raise Mismatch, the same for everybody, unless the members (ranks of the world) ask for the same.
