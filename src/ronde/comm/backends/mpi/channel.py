@@ -311,6 +311,11 @@ class MpiChannel:
         except MPI.Exception as error:
             self._failure_detector.broken = True
             failure = RondeError(f"MPI failed during {wait.call.description}: {error.Get_error_string()}")
+            if error.Get_error_class() in (MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING):  # a fault-tolerant MPI
+                failed = self._comm.Get_failed().Translate_ranks(None, self._comm.Get_group())
+                peer = self.spec.members[failed[0]] if failed else -1
+                rank, why = self._failure_detector.rank, "its process failed, says MPI"
+                failure = PeerLost(rank=rank, peer=peer, op=wait.call.description, why=why)
             self._abort_after_error(failure)
             raise failure from error
         except BaseException as error:
