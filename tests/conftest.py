@@ -62,8 +62,10 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 
 def pytest_configure() -> None:
-    """A shell's background job ignores Ctrl-C, and all that it starts would: tests of Ctrl-C start processes."""
+    """A shell's background job ignores Ctrl-C, one under nohup the end of its terminal, and so does all that they
+    start: tests of both start processes."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def held() -> dict[str, str]:
