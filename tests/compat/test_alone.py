@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import cloudpickle
 import pytest
 import torch
 from torch import nn
@@ -245,3 +246,9 @@ def test_a_thread_in_one_line() -> None:
         in_thread(int, ("x",), silent=True).join(5)
     with pytest.raises(ValueError, match="must be a tuple"):
         in_thread(done.set, args=1)  # type: ignore[arg-type]
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_functions_on_ranks_can_be_pickled() -> None:
+    for function in (hvd.rank, hvd.size, hvd.local_rank, hvd.local_size, hvd.cross_rank, hvd.cross_size):
+        assert cloudpickle.loads(cloudpickle.dumps(function))() == function()

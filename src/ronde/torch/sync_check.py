@@ -42,7 +42,7 @@ def check_in_sync(
     checksums = [
         (name, checksum(_tensor_bytes(tensor)))
         for name, tensor in model.items()
-        if not any(fnmatchcase(name, pattern) for pattern in skip)
+        if not (skip and any(fnmatchcase(name, pattern) for pattern in skip))
     ]
     compare_checksums(resolve_group(group), checksums)
 

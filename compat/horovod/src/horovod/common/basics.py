@@ -87,12 +87,30 @@ class HorovodBasics:
 
     # --- ranks and sizes: ValueError before init() -----------------------------------------------------------------
 
-    size = staticmethod(translate_errors()(ronde.size))
-    local_size = staticmethod(translate_errors()(ronde.local_size))
-    cross_size = staticmethod(translate_errors()(ronde.cross_size))
-    rank = staticmethod(translate_errors()(ronde.rank))
-    local_rank = staticmethod(translate_errors()(ronde.local_rank))
-    cross_rank = staticmethod(translate_errors()(ronde.cross_rank))
+    # Methods and no wrapped functions: scripts pickle hvd.rank.
+    @translate_errors()
+    def size(self) -> int:
+        return ronde.size()
+
+    @translate_errors()
+    def local_size(self) -> int:
+        return ronde.local_size()
+
+    @translate_errors()
+    def cross_size(self) -> int:
+        return ronde.cross_size()
+
+    @translate_errors()
+    def rank(self) -> int:
+        return ronde.rank()
+
+    @translate_errors()
+    def local_rank(self) -> int:
+        return ronde.local_rank()
+
+    @translate_errors()
+    def cross_rank(self) -> int:
+        return ronde.cross_rank()
 
     def is_master(self) -> bool:
         """Whether this is rank 0, the one that prints and saves."""

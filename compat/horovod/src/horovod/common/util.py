@@ -22,6 +22,7 @@ IMPORT_TIMEOUT_S = 20.0
 """Loading a library from a network file system may take long."""
 
 T = TypeVar("T")
+_cache = functools.cache  # Horovod's name of it
 
 
 def get_ext_suffix() -> str:

@@ -142,6 +142,7 @@ def set_env_from_args(env: MutableMapping[str, str], args: argparse.Namespace) -
     for option in _OPTIONS:
         value = getattr(args, option.dest, None)
         needed = _NEEDED.get(option.section)
-        if value is not None and (needed is None or getattr(args, needed, None) not in (None, False)):
+        is_used = needed is None or option.dest == "timeline_filename" or getattr(args, needed, None)
+        if value is not None and is_used:
             env[option.variable] = option.kind.format_value(value)
     return env
