@@ -101,10 +101,10 @@ def mismatch_error(descriptions: Mapping[int, str]) -> Mismatch:
 def get_signature(kind: OperationKind, dtype: DType, shapes: Shapes, options: CallOptions) -> Signature:
     """The signature of these, the same object each time. ValueError when the options make no sense."""
     label, op = kind.name.lower(), parse_op(options.op)
-    prescale, postscale = float(options.prescale), float(options.postscale)
-    for field, factor in (("prescale", prescale), ("postscale", postscale)):
+    for field, factor in (("prescale", options.prescale), ("postscale", options.postscale)):
         if not math.isfinite(factor):
-            raise ValueError(f"{label}: {field} must be a finite number, got {getattr(options, field)}")
+            raise ValueError(f"{label}: {field} must be a finite number, got {factor}")
+    prescale, postscale = float(options.prescale), float(options.postscale)
     if problem := find_reduction_error(kind, dtype, op, scaled=(prescale, postscale) != (1.0, 1.0)):
         raise ValueError(f"{label}: {problem}")
     description = _describe(kind, dtype, shapes, op, options)

@@ -125,7 +125,9 @@ class NamedOperations:
 
     def reject(self, name: str, error: Exception) -> None:
         """End the operation with this error, because the members do not agree on it."""
-        self._cached_requests.pop(name, None)
+        cached = self._cached_requests.pop(name, None)
+        if cached is not None:
+            self._announced_by_id.pop(cached[0], None)  # the coordinator has forgotten the id, too
         work = self._works.get(name)
         if work is not None:
             self.channel.record_failure(work.describe(), error)

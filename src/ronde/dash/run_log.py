@@ -104,10 +104,12 @@ class StepTimer:
         """Time one step of training. A step that raises is not counted."""
         if not self._step_times_s:  # what was done since take_breakdown() is no part of the training
             self._blocked_at_start = self._read_blocked()
-        begin_s = self._clock()
+        times_s, begin_s = self._step_times_s, self._clock()
         yield
         end_s = self._clock()
-        self._step_times_s.append(end_s - begin_s)
+        if times_s is not self._step_times_s:  # take_breakdown() was called inside of the step
+            return
+        times_s.append(end_s - begin_s)
         if self._last_end_s is not None:
             self._between_s += begin_s - self._last_end_s
         self._last_end_s = end_s

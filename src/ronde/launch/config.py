@@ -296,8 +296,10 @@ def _check(option: LaunchOption, value: object, source: str, *, is_flag: bool = 
         case "whole" | "seconds":
             kind, noun = (int, "whole number") if option.kind == "whole" else (float, "number of seconds")
             try:
-                value = number = msgspec.convert(value, kind, strict=not is_flag)
-            except msgspec.ValidationError:
+                if is_flag and isinstance(value, str):
+                    value = kind(value)
+                value = number = msgspec.convert(value, kind)
+            except ValueError:
                 number = math.nan
             if not option.minimum <= number < math.inf:
                 raise ValueError(f"{source} must be a {noun} of at least {option.minimum:g}, got {value!r}")

@@ -87,7 +87,7 @@ def find_free_ports(host: str, num_ports: int) -> tuple[int, ...]:
             for probe in probes:
                 probe.bind(address)
         except OSError as error:
-            raise StartFailed(f"there are no {num_ports} free TCP ports at {host}") from error
+            raise StartFailed(f"there are no {num_ports} free TCP ports at {host} ({error.strerror})") from error
         return tuple(sorted(int(probe.getsockname()[1]) for probe in probes))
 
 

@@ -341,7 +341,8 @@ class PipeReader:
         except BlockingIOError:
             return None
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.ECONNRESET):  # the end of a terminal, and of a socket
+            # The end of a terminal, and of a socket; and a socket for which the kernel has no memory.
+            if error.errno not in (errno.EIO, errno.ECONNRESET, errno.ENOMEM, errno.ENOBUFS):
                 raise
             return b""
 
@@ -405,7 +406,8 @@ class PipeWriter:
         except BlockingIOError:
             return
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO, errno.ECONNRESET):  # of pipes, terminals, sockets
+            # Of pipes, terminals and sockets; and a socket for which the kernel has no memory.
+            if error.errno not in (errno.EPIPE, errno.EIO, errno.ECONNRESET, errno.ENOMEM, errno.ENOBUFS):
                 raise
             self.close()
             self._on_broken_pipe()

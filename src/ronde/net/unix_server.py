@@ -102,7 +102,12 @@ class UnixLineServer:
             return
         with sock, contextlib.suppress(OSError):  # no descriptor for the other direction: it is closed
             writing_fd = os.dup(sock.fileno())
-            self.clients.add(_Client(self, sock.detach(), writing_fd))
+            reading_fd = sock.detach()
+            try:
+                self.clients.add(_Client(self, reading_fd, writing_fd))
+            except OSError:  # the kernel has no memory to watch them
+                os.close(reading_fd)
+                os.close(writing_fd)
 
 
 class _Client:

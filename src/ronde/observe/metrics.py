@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -55,8 +56,8 @@ class OperationCounters:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._ended_threads: CountsByKind = {}
-        self._threads: list[tuple[threading.Thread, CountsByKind]] = []
-        self._this_thread = _ThreadCounts(self._register_thread)
+        self._threads: list[tuple[weakref.ref[_ThreadMarker], CountsByKind]] = []
+        self._this_thread = _ThreadCounts(self._register)
 
     def add(self, group: int, kind: str, num_bytes: int, wait_ns: int, move_ns: int) -> None:
         key = (group, kind)
@@ -74,28 +75,33 @@ class OperationCounters:
         total = functools.reduce(_add_counts, merged.values(), ZERO_COUNTS)
         return Metrics(rank=rank, rows=rows, total=_make_row(total, None, None))
 
-    def _register_thread(self) -> CountsByKind:
+    def _register(self, marker: _ThreadMarker) -> CountsByKind:
         entries: CountsByKind = {}
         with self._lock:
             self._merge_ended_threads()  # a program may start a thread per operation
-            self._threads.append((threading.current_thread(), entries))
+            self._threads.append((weakref.ref(marker), entries))
         return entries
 
     def _merge_ended_threads(self) -> None:
         running = []
-        for thread, entries in self._threads:
-            if thread.is_alive():
-                running.append((thread, entries))
-            else:
+        for marker, entries in self._threads:
+            if marker() is None:
                 _merge(self._ended_threads, entries)
+            else:
+                running.append((marker, entries))
         self._threads = running
+
+
+class _ThreadMarker:
+    """Referenced only by the local storage of a thread: it is freed when the thread ends."""
 
 
 class _ThreadCounts(threading.local):
     """The sums of the calling thread. Python runs __init__ in each thread, at its first access."""
 
-    def __init__(self, register_thread: Callable[[], CountsByKind]) -> None:
-        self.entries = register_thread()
+    def __init__(self, register: Callable[[_ThreadMarker], CountsByKind]) -> None:
+        self.marker = _ThreadMarker()
+        self.entries = register(self.marker)
 
 
 def _merge(into: CountsByKind, entries: CountsByKind) -> None:

@@ -7,6 +7,8 @@ equal ones together.
 
 from __future__ import annotations
 
+import itertools
+import linecache
 import os
 import sys
 import sysconfig
@@ -86,10 +88,21 @@ def dump_stacks() -> tuple[str, str]:
     and the stacks of all threads but ronde's own, main thread first."""
     main = threading.main_thread().ident
     names = {thread.ident: thread.name for thread in threading.enumerate()}
-    # The frames of all threads, innermost first, before any source: reading source lets the other threads go on.
-    seen = {
-        ident: traceback.StackSummary.extract(traceback.walk_stack(frame), limit=MAX_FRAMES, lookup_lines=False)
+    # The lines of all threads, innermost first, before any source: reading source lets the other threads go on.
+    walked = {
+        ident: [
+            (each.f_code.co_filename, number, each.f_code.co_name, each.f_globals)
+            for each, number in itertools.islice(traceback.walk_stack(frame), MAX_FRAMES)
+        ]
         for ident, frame in sorted(sys._current_frames().items(), key=lambda item: (item[0] != main, item[0]))
+    }
+    # StackSummary.extract() would ask the file system whether each source has changed, which may hang.
+    seen = {
+        ident: [
+            traceback.FrameSummary(file, number, name, line=linecache.getline(file, number or 0, variables).strip())
+            for file, number, name, variables in frames
+        ]
+        for ident, frames in walked.items()
     }
     line = _describe_user_frame(seen[main]) if main in seen else "the end of its main thread"
     texts = []

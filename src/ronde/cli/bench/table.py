@@ -28,7 +28,7 @@ class BenchmarkDisplay(Generic[ResultT]):
         # It erases itself at the end; then the table is printed once.
         self._live = Live(console=console, auto_refresh=False, transient=True, vertical_overflow="visible")
         try:
-            self._json = Path(json or os.devnull).open("wb")
+            self._json = Path(os.devnull if json is None else json).open("wb")
         except OSError as error:
             raise ValueError(f"cannot write the results to {json}: {error.strerror}") from None
 

@@ -68,7 +68,7 @@ def _measure(flags: argparse.Namespace, console: Console) -> None:
     if flags.codec not in CODECS:
         raise ValueError(f"codec must be one of {', '.join(CODECS)}, got {flags.codec!r}")
     setups, notes = find_setups(flags.num_ranks, CODECS[flags.codec], flags.peers, ddp_buckets)
-    render = partial(render_training_tables, caption=describe_conditions(flags.num_ranks))
+    render = partial(render_training_tables, caption=describe_conditions(flags.num_ranks), width=console.width)
     with BenchmarkDisplay(console, render, flags.json) as display:
         for note in notes:
             display.print_note(note)
@@ -272,23 +272,34 @@ HEADINGS = (
     "MiB",
     "peak\nRSS",
 )
+COLUMN_DROP_ORDER = ("peak\nRSS", "MiB", "against\nronde", "over-\nhead", "effi-\nciency", "step")
+"""Which columns a narrow terminal does without, the first one first."""
 
 
-def render_training_tables(results: Sequence[TrainingResult], caption: str = "") -> Group:
-    """A table per network. The caption names the number of ranks, which `alone` has not."""
+def render_training_tables(results: Sequence[TrainingResult], caption: str = "", *, width: int = 80) -> Group:
+    """A table per network, without the columns for which there is no room. The caption names the number of ranks, which
+    `alone` has not."""
     parts: list[RenderableType] = []
     for _, same_model in groupby(results, key=lambda result: result.model):
-        parts += [_render_table(list(same_model)), ""]
+        parts += [_render_table(list(same_model), width), ""]
     return Group(*parts, Text(caption, style="italic dim"))
 
 
-def _render_table(rows: list[TrainingResult]) -> Table:
-    """The columns that have something to show."""
+def _render_table(rows: list[TrainingResult], width: int) -> Table:
+    """The columns that have something to show, as far as they fit."""
     model, best = MODELS[rows[0].model], best_ddp(rows)
     cells = [_make_cells(row, row is best) for row in rows]
     title = Text(f"{model.name}: {model.description}, batch {rows[0].batch}", style="bold")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-    headings = [heading for heading in HEADINGS if any(heading in each for each in cells)]
+    shown = [heading for heading in HEADINGS if any(heading in each for each in cells)]
+    widths = {
+        heading: 1 + max(map(len, [*heading.split("\n"), *(each.get(heading, "") for each in cells)]))
+        for heading in shown
+    }
+    for heading in COLUMN_DROP_ORDER:
+        if sum(widths.values()) - 1 > width:
+            widths.pop(heading, None)
+    headings = list(widths)
     for heading in headings:
         table.add_column(heading, justify="right" if heading else "left", no_wrap=True)
     for row, each in zip(rows, cells, strict=True):

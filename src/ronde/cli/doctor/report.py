@@ -128,8 +128,8 @@ def _pair_table(pairs: Sequence[HostPairReport]) -> Table:
     shown = pairs
     table = _make_table("between ranks")
     if len(pairs) > MAX_PAIRS_SHOWN:
-        limit = sorted(map(rate, pairs))[MAX_PAIRS_SHOWN - 1]
-        shown = [pair for pair in pairs if rate(pair) <= limit][:MAX_PAIRS_SHOWN]
+        slowest = sorted(range(len(pairs)), key=lambda index: rate(pairs[index]))[:MAX_PAIRS_SHOWN]
+        shown = [pairs[index] for index in sorted(slowest)]
         table.caption = Text(f"the slowest {len(shown)} of {len(pairs)}; --json has all")
     for title in ("from", "to"):
         table.add_column(title, max_width=22, no_wrap=True, overflow="ellipsis")

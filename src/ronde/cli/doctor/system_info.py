@@ -7,6 +7,7 @@ hang or crash. `ronde bench` finds MPI libraries in the same way.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -203,7 +204,9 @@ def collect_system_info() -> SystemInfo:
     available = memory.available
     if cgroup_limits.memory_available_bytes is not None:
         available = min(available, cgroup_limits.memory_available_bytes)
-    cpuinfo = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    cpuinfo = None
+    with contextlib.suppress(OSError):  # a sandbox may hide it
+        cpuinfo = re.search(r"^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
     max_processes = (_soft_limit(resource.RLIMIT_NPROC), cgroup_limits.max_processes)
     return SystemInfo(
         node=platform.node(),

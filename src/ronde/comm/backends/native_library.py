@@ -117,7 +117,10 @@ class NativeLibrary(ctypes.CDLL):
         if (abi := self.rd_abi()) != ABI:
             raise RondeError(f"{path} has ABI {abi}, this ronde needs {ABI}; reinstall ronde or run `make build`")
         for name, (returns, takes) in _FUNCTIONS.items():
-            function = getattr(self, name)
+            try:
+                function = getattr(self, name)
+            except AttributeError:
+                raise RondeError(f"{path} has no {name}(); reinstall ronde or run `make build`") from None
             function.restype = returns
             function.argtypes = takes
 
@@ -163,7 +166,8 @@ def reduce(
     ins = (c_void_p * len(inputs))(*inputs)
     outs = (c_void_p * len(outputs))(*outputs)
     status = load_library().rd_reduce(dtype, op, prescale, postscale, ins, len(inputs), outs, len(outputs), count)
-    assert status == NativeStatus.OK, f"operation {op} is not defined for dtype {dtype}"
+    if status != NativeStatus.OK:
+        raise TypeError(f"operation {op} is not defined for dtype {dtype}")
 
 
 class NativeError(Exception):

@@ -173,7 +173,10 @@ def settings_from_mpi(settings: Settings) -> Settings:
 
 
 def _encode_row(*texts: str) -> bytes:
-    return "\n".join(texts).encode()[:ROW_BYTES].ljust(ROW_BYTES, b"\0")
+    data = "\n".join(texts).encode()
+    if len(data) > ROW_BYTES:
+        raise StartFailed(f"{texts[-1]!r} is too long a name for a host: {len(data)} bytes of {ROW_BYTES}")
+    return data.ljust(ROW_BYTES, b"\0")
 
 
 def _decode_row(data: bytes | bytearray) -> list[str]:

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 # --- headers ---------------------------------------------------------------------------------------------------------
 
-HEADER = struct.Struct("<Q4iQdd128s")
+DESCRIPTION_BYTES = 128
+HEADER = struct.Struct(f"<Q4iQdd{DESCRIPTION_BYTES}s")
 
 
 class CallHeader(NamedTuple):
@@ -71,6 +72,10 @@ class CallHeader(NamedTuple):
 def match_collective(data: bytes | bytearray, members: Sequence[int]) -> CallHeader | None:
     """The header that all members share which have not joined, from the headers of all; None when all have joined.
     Raises Mismatch when they ask for different things, or for something that joined members cannot take part in."""
+    compared = HEADER.size - DESCRIPTION_BYTES
+    if all(data[at : at + compared] == data[:compared] for at in range(HEADER.size, len(data), HEADER.size)):
+        first = CallHeader._make(HEADER.unpack_from(data))  # as nearly always: one header for all
+        return None if first.kind == OperationKind.JOIN else first
     headers = [CallHeader._make(fields) for fields in HEADER.iter_unpack(data)]
     asking = [header for header in headers if header.kind != OperationKind.JOIN]
     if not asking:

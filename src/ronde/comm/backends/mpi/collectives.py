@@ -34,6 +34,9 @@ from ronde.types import DType, Op, OperationKind, find_reduction_error
 if TYPE_CHECKING:
     from mpi4py import MPI
 
+SMALL_BYTES = 64 * 1024
+"""So much of all members together is sent to everybody, and each reduces it by itself: that is one message in MPI."""
+
 MAX_ELEMENTS_PER_CALL = 1 << 30
 TAG_DATA = 4
 """Data of send and receive; tags below are those of the channel's headers and notices."""
@@ -80,7 +83,8 @@ class MpiCollectives:
     def run(self, call: Call) -> None:
         match call.kind:
             case OperationKind.ALLREDUCE:
-                self.allreduce(call, _working_memory(call, filled=True))
+                source = self._direct_source(call)
+                self.allreduce(call, _working_memory(call, filled=source is None), source)
             case OperationKind.ALLGATHER:
                 self._allgather(call)
             case OperationKind.BROADCAST:
@@ -100,15 +104,30 @@ class MpiCollectives:
 
     # --- reductions ---------------------------------------------------------------------------------------------
 
-    def allreduce(self, call: Call, data: Array) -> None:
-        """Reduce the data of all members, which is overwritten, into the outputs of the call."""
+    def _direct_source(self, call: Call) -> Array | None:
+        """The input, if MPI can read it where it is; None if it has to be copied first."""
+        if len(call.spans) != 1 or call.prescale != 1.0 or not self._is_known_to_mpi(call):
+            return None
+        (span,) = call.spans
+        source, target = (array_at(start, span.count, call.dtype.numpy) for start in (span.input, span.output))
+        return None if np.may_share_memory(source, target) else _to_wire(call, source)
+
+    def allreduce(self, call: Call, data: Array, source: Array | None = None) -> None:
+        """Reduce the data of all members, which is overwritten, into the outputs of the call. The data of this one is
+        in `source` if that is given."""
         if call.op is Op.ADASUM:
             data = self._adasum(call, data)
         elif self._is_known_to_mpi(call):
             wire = _to_wire(call, data)
             for piece in _pieces(len(wire)):
-                self._wait([self._comm.Iallreduce(self._in_place, wire[piece], self._ops[call.op])])
+                given = self._in_place if source is None else source[piece]
+                self._wait([self._comm.Iallreduce(given, wire[piece], self._ops[call.op])])
             data = self._from_wire(call, wire)
+        elif data.nbytes * self._size <= SMALL_BYTES:
+            rows = np.empty((self._size, len(data)), data.dtype)
+            self._wait([self._comm.Iallgather(_as_unsigned(data), _as_unsigned(rows.reshape(-1)))])
+            scales = {"prescale": call.prescale, "postscale": call.postscale}
+            reduce(call.dtype, call.op, [address_of(row) for row in rows], [address_of(data)], len(data), **scales)
         else:
             ends = [len(data) * member // self._size for member in range(self._size + 1)]
             counts = [end - start for start, end in pairwise(ends)]
@@ -213,11 +232,12 @@ class MpiCollectives:
     def _exchange(self, source: Array, splits: Sequence[int], target: Array, counts: Sequence[int]) -> None:
         # Pairs, not Ialltoallv: whether everything fits in 32-bit counts differs from member to member.
         source, target, requests = _as_unsigned(source), _as_unsigned(target), []
+        source_starts, target_starts = _starts(splits), _starts(counts)
         for distance in range(self._size):
             sender = (self._member_index - distance) % self._size
             receiver = (self._member_index + distance) % self._size
-            received = target[_starts(counts)[sender] :][: counts[sender]]
-            sent = source[_starts(splits)[receiver] :][: splits[receiver]]
+            received = target[target_starts[sender] :][: counts[sender]]
+            sent = source[source_starts[receiver] :][: splits[receiver]]
             requests += [self._comm.Irecv(received[p], sender, TAG_ALLTOALL) for p in _pieces(counts[sender])]
             requests += [self._comm.Isend(sent[p], receiver, TAG_ALLTOALL) for p in _pieces(splits[receiver])]
         self._wait(requests)

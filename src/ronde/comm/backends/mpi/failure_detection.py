@@ -157,7 +157,10 @@ class FailureDetector:
         while (message := self._comm.Improbe(MPI.ANY_SOURCE, TAG_NOTICE, status)) is not None:
             data = bytearray(status.Get_count(MPI.BYTE))
             message.Recv(data)
-            notice = msgspec.msgpack.decode(data, type=PeerNotice)
+            try:
+                notice = msgspec.msgpack.decode(data, type=PeerNotice)
+            except msgspec.DecodeError:  # sent by a program that uses this communicator
+                continue
             if notice.kind is NoticeKind.WAITING:
                 self.waiting_at[status.Get_source()] = notice.num_collectives
             else:
