@@ -292,10 +292,8 @@ def _render_table(rows: list[TrainingResult], width: int) -> Table:
     title = Text(f"{model.name}: {model.description}, batch {rows[0].batch}", style="bold")
     table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     shown = [heading for heading in HEADINGS if any(heading in each for each in cells)]
-    widths = {
-        heading: 1 + max(map(len, [*heading.split("\n"), *(each.get(heading, "") for each in cells)]))
-        for heading in shown
-    }
+    texts = {heading: [*heading.split("\n"), *(each.get(heading, "") for each in cells)] for heading in shown}
+    widths = {heading: 1 + max(map(len, texts[heading])) for heading in shown}
     for heading in COLUMN_DROP_ORDER:
         if sum(widths.values()) - 1 > width:
             widths.pop(heading, None)
