@@ -109,8 +109,8 @@ class ControlledRanks:
         self._await_readable(connection, Deadline(self._patience_s), f"rank {rank} to report {kind!r}")
         try:
             data = connection.recv(MAX_MESSAGE_BYTES)
-        except ConnectionResetError:
-            data = b""
+        except ConnectionResetError:  # it closed before it had read all; what it sent before is still there
+            data = connection.recv(MAX_MESSAGE_BYTES)
         message: dict[str, Any] = json.loads(data) if data else {"kind": "end of connection"}
         if not data:
             self._await_exit(rank)
@@ -288,6 +288,15 @@ class RondeRun:
             left = [process for process in left if process.is_running()]
             time.sleep(0.01)
         assert not found, "\n".join(found)
+
+
+def unfolded(shown: str) -> list[str]:
+    """The lines of two ranks, sorted, each with its rank: on a busy machine equal ones may come too late to be one."""
+    return sorted(
+        f"[{rank}] {line.removeprefix('[0-1] ')}" if line.startswith("[0-1] ") else line
+        for line in shown.splitlines()
+        for rank in ((0, 1) if line.startswith("[0-1] ") else (0,))
+    )
 
 
 def run(*words: str, env: Mapping[str, str] | None = None, limit_s: float = PATIENCE_S) -> Result:
