@@ -33,8 +33,13 @@ def a_wait_may_end_before_the_work(world: World) -> None:
 def a_wait_for_a_name_says_who_is_missing(world: World) -> None:
     if world.rank == 0:
         work = world.group.allreduce(np.ones(3), name="late", wait=False)
-        with raises(OperationTimeout, match="allreduce 'late' .* within 1 s; it waits for rank 1"):
-            work.wait(1.0)
+        for _ in range(5):  # on a busy machine the answer to who is missing may come too late
+            with raises(OperationTimeout, match="allreduce 'late' .* within 1 s") as words:
+                work.wait(1.0)
+            if words[0].endswith("; it waits for rank 1"):
+                break
+        else:
+            raise AssertionError(f"nobody was named: {words}")
         world.group.barrier()
         work.wait()
     else:

@@ -101,7 +101,9 @@ class ControlledRanks:
 
     def send(self, ranks: Iterable[int], **message: object) -> None:
         for rank in ranks:
-            self._sockets[rank].send(json.dumps(message).encode())
+            # Of a rank that has ended, receive() and wait() say how.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                self._sockets[rank].send(json.dumps(message).encode())
 
     def receive(self, rank: int, kind: str) -> dict[str, Any]:
         """The next message of a rank, which has to be of this kind."""

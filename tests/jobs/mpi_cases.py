@@ -440,7 +440,7 @@ def a_call_behind_one_that_waits_names_for_whom(opened: BackendChannel) -> None:
 def a_submitted_call_ends_at_its_deadline_too(opened: BackendChannel) -> None:
     run(opened, Kind.BARRIER)
     if RANK:
-        first = submit(opened, Kind.BARRIER, seconds=0.5)
+        first = submit(opened, Kind.BARRIER, seconds=LATE_S)
         second = submit(opened, Kind.BARRIER)
         with raises(OperationTimeout, match="still under way"):
             first.wait(Deadline(0.01))

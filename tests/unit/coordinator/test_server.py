@@ -44,6 +44,7 @@ from ronde.net.messages import (
 from ronde.observe.stacks import pid_namespace
 from ronde.settings import Settings
 from ronde.types import Deadline, Member
+from tests.limits import promised_s
 from tests.local_job import collect_stacks
 from tests.unit.coordinator.requests import announce
 from tests.unit.net.polled import PolledClient
@@ -209,7 +210,7 @@ def test_a_death_is_told_to_all_at_once(job: Job) -> None:
     ranks[1].die()
     began = time.monotonic()
     assert ranks[0].receive(RankLost) == ranks[2].receive(RankLost) == RankLost(1, "its process is gone")
-    assert time.monotonic() - began < 1.0
+    assert time.monotonic() - began < promised_s(1.0)
 
 
 def test_a_rank_whose_process_is_gone_is_lost_though_its_connection_stays_open(job: Job) -> None:
@@ -247,8 +248,8 @@ def test_who_does_not_leave_in_time_hears_that_it_is_over(job: Job) -> None:
 def test_who_comes_early_where_rank_0_hosts_calls_until_the_next_coordinator_is_there(job: Job) -> None:
     first, second = job.gather(2, shutdown_s=PATIENCE_S)
     second.leave()
-    with pytest.raises(StartFailed, match=r"rank 1 was not let in within 0\.1 s: the round before is not over"):
-        find_coordinator(job.coordinator.address, KEY, 1, round=1, deadline=Deadline(0.1), heartbeat_s=10.0)
+    with pytest.raises(StartFailed, match=r"rank 1 was not let in within 2 s: the round before is not over"):
+        find_coordinator(job.coordinator.address, KEY, 1, round=1, deadline=Deadline(2.0), heartbeat_s=10.0)
     first.leave()
 
 

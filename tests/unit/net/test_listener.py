@@ -361,7 +361,7 @@ def test_a_peer_is_refused_and_delays_nobody(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(listener_module, "HANDSHAKE_S", 0.3)
+    monkeypatch.setattr(listener_module, "HANDSHAKE_S", 1.0)
     with raw(listener, link) as peer:
         try:
             peer.sendall(noise)
@@ -374,7 +374,10 @@ def test_a_peer_is_refused_and_delays_nobody(
     assert [record.name for record in caplog.records if "refused a connection" in record.getMessage()] == ["ronde.net"]
 
 
-def test_many_peers_make_few_lines(listener: Listener, key: JobKey, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_peers_make_few_lines(
+    listener: Listener, key: JobKey, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(listener_module, "REFUSAL_LOG_INTERVAL_S", 600.0)
     for _ in range(50):
         with raw(listener, "tcp") as peer:
             peer.sendall(bytes(40))

@@ -175,7 +175,7 @@ def test_a_driver_that_does_not_read_makes_ranks_wait_and_loses_nothing() -> Non
         remote.start(*python(text))
         rank = psutil.Process(remote.wait_for(RankStarted).pid)
         before, now = -1, 0
-        while before != now:  # until it waits for a reader
+        while before != now or not now:  # until it waits for a reader; first it has to start
             select.select([], [], [], 0.1)
             before, now = now, rank.io_counters().write_chars
         assert 0 < now < 8_000_000
