@@ -31,7 +31,6 @@ esac
 BEGIN = """
 import os, sys
 from ronde.launch.protocol import PREAMBLE, AgentError, AgentHello, encode_frame
-from tests.limits import promised_s
 """
 HELLO = f"""{BEGIN}
 version, python = ("0.0.1", "3.10.1") if sys.argv[1] == "old" else ("{{version}}", "3.99.0")
