@@ -20,7 +20,7 @@ import pytest
 
 import ronde
 from tests.commands import ROOT, output_of
-from tests.jobs.kit import SshHosts, needs_hosts, unfolded
+from tests.jobs.kit import SshHosts, needs_hosts
 from tests.limits import PATIENCE_S
 
 
@@ -44,8 +44,11 @@ def test_a_closure_is_called_on_every_rank_and_results_come_by_rank(capfd: pytes
         print("hello")
         return ronde.rank() * factor + x + add, ronde.allreduce(ronde.rank() + 1)
 
-    assert ronde.run(scale, (10,), {"add": 100}, np=2) == [(110, 3), (113, 3)]
-    assert unfolded(capfd.readouterr().out) == ["[0] hello", "[1] hello"]
+    for _ in range(20):  # on a busy machine equal lines may come too late to be one
+        assert ronde.run(scale, (10,), {"add": 100}, np=2) == [(110, 3), (113, 3)]
+        if (shown := capfd.readouterr().out) == "[0-1] hello\n":
+            break
+    assert shown == "[0-1] hello\n"
 
 
 def test_the_example_in_the_guide_prints_what_it_says(tmp_path: Path) -> None:

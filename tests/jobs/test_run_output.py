@@ -16,6 +16,12 @@ from tests.jobs.scripts import ronde_run
 from tests.limits import LONG_S, LONG_TEST_S
 from tests.services import needs
 
+
+def attempts() -> range:
+    """Equal lines are one if ranks print them within a moment of each other, which a busy machine may prevent."""
+    return range(20)
+
+
 # --- very much -----------------------------------------------------------------------------------------------------
 
 
@@ -24,15 +30,14 @@ def test_64_ranks_meet_and_equal_lines_are_one() -> None:
     program = (
         "import ronde; ronde.init(); ronde.barrier(); print('hello'); print('I am', ronde.rank()); ronde.shutdown()"
     )
-    done = run("-np", "64", "--start-s", str(LONG_S), sys.executable, "-c", program, limit_s=LONG_S)
-    assert (done.code, done.err) == (0, "")
-    lines = done.out.splitlines()
-    hello = [re.findall(r"(\d+)(?:-(\d+))?", line) for line in lines if line.endswith("] hello")]
-    said_by = [rank for ranges in hello for first, last in ranges for rank in range(int(first), int(last or first) + 1)]
-    assert sorted(said_by) == list(range(64))
-    assert len(hello) < 32, "on a busy machine some come too late, but not most"
-    rest = [line for line in lines if not line.endswith("] hello")]
-    assert sorted(rest) == sorted(f"[{rank}] I am {rank}" for rank in range(64))
+    words = ("-np", "64", "--start-s", str(LONG_S), sys.executable, "-c", program)
+    wanted = ["[0-63] hello", *sorted(f"[{rank}] I am {rank}" for rank in range(64))]
+    for _ in attempts():
+        done = run(*words, limit_s=LONG_S)
+        assert (done.code, done.err) == (0, "")
+        if (shown := sorted(done.out.splitlines(), key=lambda line: ("hello" not in line, line))) == wanted:
+            return
+    assert shown == wanted
 
 
 @pytest.mark.timeout(LONG_TEST_S)
@@ -85,20 +90,18 @@ def test_a_full_disk_is_told_and_the_job_goes_on(tiny_disk: Path) -> None:
 
 # --- its form ------------------------------------------------------------------------------------------------------
 
-MAX_ATTEMPTS = 20
-"""On a busy machine a rank may print too late for its lines to be folded."""
 SAME = ("sh", "-c", 'echo same; echo "rank $RANK"; echo trouble >&2')
 
 
 def test_equal_lines_are_folded_or_not_and_streams_stay_apart() -> None:
-    for _ in range(MAX_ATTEMPTS):
+    wanted = ("[0-1] trouble\n", ["[0-1] same", "[0] rank 0", "[1] rank 1"])
+    for _ in attempts():
         done = run("-np", "2", *SAME)
         assert unfolded(done.err) == ["[0] trouble", "[1] trouble"]
         assert unfolded(done.out) == ["[0] rank 0", "[0] same", "[1] rank 1", "[1] same"]
-        if "[0-1] trouble" in done.err and "[0-1] same" in done.out:
+        if (shown := (done.err, sorted(done.out.splitlines()))) == wanted:
             break
-    else:
-        raise AssertionError("equal lines were never one")
+    assert shown == wanted
     done = run("-np", "2", "--no-fold", *SAME)
     assert sorted(done.err.splitlines()) == ["[0] trouble", "[1] trouble"]
     assert lines_of(0, done.out) == ["same", "rank 0"] and lines_of(1, done.out) == ["same", "rank 1"]
@@ -124,11 +127,16 @@ print("terminal" if sys.stderr.isatty() else "no terminal")
 
 
 def test_of_a_bar_a_pipe_gets_the_end(tmp_path: Path) -> None:
-    done = run("-np", "2", "--output", str(tmp_path), sys.executable, "-c", BAR, str(tmp_path))
-    assert (done.code, unfolded(done.err)) == (0, ["[0] step 100 %", "[1] step 100 %"])
-    assert unfolded(done.out) == ["[0] half way", "[0] no terminal", "[1] half way", "[1] no terminal"]
+    wanted = (0, "[0-1] step 100 %\n", "[0-1] half way\n[0-1] no terminal\n")
     bar = "".join(f"\rstep {step} %" for step in range(101)) + "\n"
-    assert (tmp_path / "rank-1.err").read_bytes() == bar.encode()
+    for attempt in attempts():
+        folder = tmp_path / str(attempt)
+        done = run("-np", "2", "--output", str(folder), sys.executable, "-c", BAR, str(tmp_path))
+        assert unfolded(done.err) == ["[0] step 100 %", "[1] step 100 %"]
+        assert (folder / "rank-1.err").read_bytes() == bar.encode()
+        if (done.code, done.err, done.out) == wanted:
+            break
+    assert (done.code, done.err, done.out) == wanted
 
 
 def test_on_a_terminal_bars_are_live_and_lines_pass_them(tmp_path: Path) -> None:

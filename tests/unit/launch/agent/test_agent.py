@@ -234,12 +234,12 @@ def test_the_load_of_a_rank_and_its_children_is_told() -> None:
     with an_agent() as watched:
         watched.agent.handle(StartRanks((order(("sh", "-c", burn), 3), order(("sleep", "300"), 4))))
         watched.until(
-            lambda: any(load.ranks[0][1] > 0.03 for load in watched.all(UsageReport))
+            lambda: any(load.ranks[0][1] > 0.1 for load in watched.all(UsageReport))
         )  # the cores may be others'
         last = watched.all(UsageReport)[-1]
         busy, idle = last.ranks
         assert (busy[0], idle[0]) == (3, 4)
-        assert idle[1] < 0.03
+        assert idle[1] < 0.1
         assert busy[2] > 100_000 and idle[2] > 100_000
         assert isinstance(last.gpus, tuple)
 
