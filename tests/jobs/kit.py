@@ -292,15 +292,6 @@ class RondeRun:
         assert not found, "\n".join(found)
 
 
-def unfolded(shown: str) -> list[str]:
-    """The lines of two ranks, sorted, each with its rank: on a busy machine equal ones may come too late to be one."""
-    return sorted(
-        f"[{rank}] {line.removeprefix('[0-1] ')}" if line.startswith("[0-1] ") else line
-        for line in shown.splitlines()
-        for rank in ((0, 1) if line.startswith("[0-1] ") else (0,))
-    )
-
-
 def run(*words: str, env: Mapping[str, str] | None = None, limit_s: float = PATIENCE_S) -> Result:
     """`ronde run` to its end; it leaves nothing behind."""
     with RondeRun(*words, env=env) as job:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.jobs.kit import RONDE, Terminal, run, script, unfolded
+from tests.jobs.kit import RONDE, Terminal, run, script
 from tests.jobs.scripts import ronde_run
 from tests.limits import LONG_S, LONG_TEST_S
 from tests.services import needs
@@ -20,6 +20,15 @@ from tests.services import needs
 def attempts() -> range:
     """Equal lines are one if ranks print them within a moment of each other, which a busy machine may prevent."""
     return range(20)
+
+
+def unfolded(shown: str) -> list[str]:
+    """The lines of two ranks, sorted, each with its rank: on a busy machine equal ones may come too late to be one."""
+    return sorted(
+        f"[{rank}] {line.removeprefix('[0-1] ')}" if line.startswith("[0-1] ") else line
+        for line in shown.splitlines()
+        for rank in ((0, 1) if line.startswith("[0-1] ") else (0,))
+    )
 
 
 # --- very much -----------------------------------------------------------------------------------------------------
