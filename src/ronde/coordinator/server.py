@@ -193,12 +193,10 @@ class CoordinatorServer:
             self._timer = self._loop.call_later(due_s - time.monotonic(), self._advance)
 
     def _send(self, sends: list[Send]) -> None:
-        send = self._control.send
         for ranks, message in sends:
             if type(message) is StallReport:
                 stall_logger.warning("%s", message.report)
-            for rank in ranks:
-                send(rank, message)
+            self._control.send_to_all(ranks, message)
 
     def _on_message(self, rank: int, message: WorkerMessage) -> None:
         self._handle(MessageReceived(rank, message))
