@@ -257,6 +257,13 @@ class RankLost(CoordinatorMessage, frozen=True):
     reason: str
 
 
+class RanksLost(CoordinatorMessage, frozen=True):
+    """The same of several ranks, after the first that was lost."""
+
+    losses: tuple[tuple[int, str], ...]
+    """(rank, reason)"""
+
+
 class EndRound(CoordinatorMessage, frozen=True):
     reason: str
 
