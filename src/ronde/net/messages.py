@@ -20,7 +20,7 @@ from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
 from ronde.types import Member
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 LEAVE_GRACE_S = 1.0
 """The others learn of an orderly leave this much later: they may still be finishing what it has finished."""
@@ -63,6 +63,8 @@ class JoinRound(WorkerMessage, frozen=True):
     member: Member
     groups: tuple[tuple[int, ...], ...] = ()
     """Groups that exist from the start, as sorted ranks; equal on all members."""
+    must_be_equal: dict[str, str] = {}
+    """What else must be equal on all members, by name: settings of the data plane, versions."""
 
 
 class AnnounceOperations(WorkerMessage, frozen=True):
