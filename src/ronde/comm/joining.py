@@ -11,6 +11,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from typing import Any
 from ronde.comm.backends.base import Backend
 from ronde.comm.backends.mpi.backend import MpiBackend, settings_from_mpi
 from ronde.comm.backends.native import NativeBackend
+from ronde.comm.backends.native_library import ABI, load_library
 from ronde.comm.backends.single_rank import SingleRankBackend
 from ronde.comm.control_thread import JoinedRound
 from ronde.comm.launchers import LauncherEnvironment, coordinator_port_range, detect_launcher, find_launcher_process
@@ -53,8 +55,9 @@ from ronde.net.messages import (
     decode_admission,
 )
 from ronde.observe.stacks import pid_namespace
-from ronde.settings import Settings, config_dir
+from ronde.settings import Settings, config_dir, describe_settings
 from ronde.types import Deadline, Member, Topology
+from ronde.version import __version__
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -151,7 +154,7 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
         tcp_addresses = (format_address(host, listener.tcp_port),)
         host_id = settings.host or host_identity()
         member = Member(settings.rank, host_id, os.getpid(), listener.unix_name, tcp_addresses, pid_namespace())
-        join = JoinRound(VERSION, settings.size, member, groups)
+        join = JoinRound(VERSION, settings.size, member, groups, describe_compatibility(settings))
         topology = Topology(_request_join(loop, control, liveness.fileno(), join, deadline), settings.rank)
         backend: Backend
         if settings.backend == "mpi":
@@ -161,6 +164,18 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
         opened.callback(backend.close)
         rank = -1 if settings.coordinator_hosted else 0
         return JoinedRound(settings, topology, control, backend, liveness.fileno(), rank, loop, opened.pop_all())
+
+
+def describe_compatibility(settings: Settings) -> dict[str, str]:
+    """Return what must be equal on all ranks, by name, as text: ranks that differ in it would compute wrong numbers or
+    wait for each other. CPU features and kernels are not in it: all kernels give the same bits."""
+    names = [setting.name for setting in describe_settings() if setting.equal_on_all_ranks]
+    return {
+        "the version of ronde": __version__,
+        "the native library": f"ABI {ABI}, {load_library().rd_version().decode()}",
+        "the byte order": sys.byteorder,
+        **{name: str(getattr(settings, name)) for name in names},
+    }
 
 
 def _request_join(
@@ -305,9 +320,12 @@ def _read_admission(connection: Connection, reply: bytes) -> Admission:
     """Return the coordinator's admission; closes the connection unless it is ADMITTED, and raises if it is REFUSED."""
     try:
         admission = decode_admission(reply)
-    except ProtocolError:
+    except ProtocolError as error:
         connection.close()
-        raise StartFailed("what answers at the coordinator's address is no coordinator of this version") from None
+        raise StartFailed(
+            f"what answers at the coordinator's address is no coordinator of this version ({error}); install the same "
+            "ronde on all hosts"
+        ) from None
     if admission.status is not AdmissionStatus.ADMITTED:
         connection.close()
     if admission.status is AdmissionStatus.REFUSED:

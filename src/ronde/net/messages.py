@@ -21,7 +21,7 @@ from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
 from ronde.types import Member
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_INTERNED_BYTES = 4 * 1024 * 1024
 """Encoded announcements that a WorkerMessageDecoder remembers."""
@@ -69,6 +69,8 @@ class JoinRound(WorkerMessage, frozen=True):
     member: Member
     groups: tuple[tuple[int, ...], ...] = ()
     """Groups that exist from the start, as sorted ranks; equal on all members."""
+    must_be_equal: dict[str, str] = {}
+    """What else must be equal on all members, by name: settings of the data plane, versions."""
 
 
 class AnnounceOperations(WorkerMessage, frozen=True):

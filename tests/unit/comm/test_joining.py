@@ -24,7 +24,7 @@ from ronde.comm.joining import (
 )
 from ronde.comm.launchers import LauncherEnvironment
 from ronde.comm.world import World
-from ronde.errors import StartFailed
+from ronde.errors import PeerLost, StartFailed
 from ronde.net.addresses import candidate_addresses
 from ronde.net.keys import JobKey, new_job_key
 from ronde.settings import Settings, config_dir
@@ -116,12 +116,20 @@ def test_ranks_that_do_not_join_are_named_by_a_coordinator_that_is_late(monkeypa
     [
         ({"key": new_job_key()}, ("did not join", "key")),
         ({"size": 3}, ("on the number of ranks|has a job of 3 ranks, the coordinator one of 2",) * 2),
+        ({"num_sockets": 3}, ("on num_sockets: rank 0 gave 2; rank 1 gave 3; .*RONDE_NUM_SOCKETS",) * 2),
     ],
 )
 def test_ranks_that_differ_all_fail(changes: dict[str, Any], words: tuple[str, str]) -> None:
     results = run_ranks(2, use, lambda rank: changes if rank else {}, start_s=5.0)
     assert all(isinstance(result, StartFailed) for result in results), results
     assert all(re.search(each, str(result)) for each, result in zip(words, results, strict=True)), results
+
+
+def test_shared_memory_of_another_size_is_refused_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "describe_compatibility", lambda settings: {})
+    results = run_ranks(2, use, lambda rank: {"slot_bytes": (4 << 20) + (1 << 20) * rank})
+    assert re.search(r"rank 1 could not open channel 0.*: the shared memory of its host has \d+ bytes", str(results[1]))
+    assert isinstance(results[0], PeerLost) and "rank 1" in str(results[0]), results
 
 
 # --- a range of ports ------------------------------------------------------------------------------------------------

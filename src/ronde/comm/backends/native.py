@@ -18,6 +18,8 @@ import numpy as np
 from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, CurrentCall, RunningCall
 from ronde.comm.backends.native_library import (
     ALGORITHMS,
+    MAX_MEMBERS,
+    WIDEST_ELEMENT_BYTES,
     NativeError,
     NativeHandle,
     NativeStatus,
@@ -59,8 +61,11 @@ class NativeBackend:
         hosts = [seen.setdefault(self._topology.host_indices[rank], len(seen)) for rank in spec.members]
         sizes = (self._settings.slot_bytes, self._settings.chunk_bytes, spec.bucket_bytes)
         params = make_channel_params(hosts, spec.member_index, *sizes)
+        segment_bytes = load_library().rd_segment_bytes(params)
+        if not segment_bytes:
+            raise ValueError(f"channel {spec.id}: {self._find_size_error(spec, hosts)}")
         with ExitStack() as stack:
-            segment = self._share_segment(spec, hosts, load_library().rd_segment_bytes(params), deadline)
+            segment = self._share_segment(spec, hosts, segment_bytes, deadline)
             if segment >= 0:
                 stack.callback(os.close, segment)
             connections = self._connect_members(spec, hosts, stack, deadline)
@@ -70,7 +75,7 @@ class NativeBackend:
             try:
                 handle = open_channel(params, segment, sockets, point_to_point)
             except NativeError as error:
-                raise RondeError(f"the native library could not open channel {spec.id}: {error}") from None
+                raise self._make_open_error(spec, error, segment, segment_bytes) from None
             return NativeChannel(spec, handle, self._settings.algorithm)
 
     def rank_lost(self, rank: int, why: str) -> None:
@@ -81,6 +86,30 @@ class NativeBackend:
 
     def close(self) -> None:
         pass  # the listener is closed with the round
+
+    def _find_size_error(self, spec: ChannelSpec, hosts: list[int]) -> str:
+        """Return why the library refuses the sizes of a channel."""
+        slot_bytes, chunk_bytes = self._settings.slot_bytes, self._settings.chunk_bytes
+        num_local = max(map(hosts.count, set(hosts)))
+        if len(hosts) > MAX_MEMBERS:
+            return f"it has {len(hosts)} members, at most {MAX_MEMBERS} are possible"
+        if chunk_bytes < num_local * WIDEST_ELEMENT_BYTES:
+            least = num_local * WIDEST_ELEMENT_BYTES
+            return f"chunk_bytes must be at least {least} for {num_local} members on one host, got {chunk_bytes}"
+        return (
+            f"{num_local} members on one host with slot_bytes = {slot_bytes}, chunk_bytes = {chunk_bytes} and "
+            f"{spec.bucket_bytes} bytes of buckets each need more shared memory than possible"
+        )
+
+    def _make_open_error(self, spec: ChannelSpec, error: NativeError, segment: int, segment_bytes: int) -> RondeError:
+        rank, what = self._topology.rank, f"rank {self._topology.rank} could not open channel {spec.id}"
+        if segment >= 0 and (given_bytes := os.fstat(segment).st_size) != segment_bytes:
+            return StartFailed(
+                f"{what}: the shared memory of its host has {given_bytes} bytes, rank {rank} needs {segment_bytes}; "
+                "give all ranks the same settings and the same plans"
+            )
+        reason = os.strerror(error.detail) if error.status == NativeStatus.SYSTEM else str(error)
+        return RondeError(f"{what}: {reason}")
 
     def _share_segment(self, spec: ChannelSpec, hosts: list[int], num_bytes: int, deadline: Deadline) -> int:
         """The descriptor of the memory that the members of this host share; -1 when there is one member."""
