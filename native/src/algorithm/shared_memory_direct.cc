@@ -116,7 +116,7 @@ void bucket_allreduce(Group& group, const Call& call) {
   Range mine = share_of(call.spans.count(), local_index(group), num_local, width);
   void* buckets[RD_MAX_MEMBERS];
   for (uint32_t local = 0; local < num_local; ++local)
-    buckets[local] = group.segment->bucket(local) + call.bucket_offset + mine.begin * width;
+    buckets[local] = group.bucket(local, call) + mine.begin * width;
   reduce_many(call.reduce_params, buckets, num_local, buckets, num_local, mine.size(), false);
   group.barrier.arrive_and_wait(group.wait);
 }

@@ -46,15 +46,14 @@ void allreduce_buckets(Group& group, const Call& call) {
   Range mine = share_of(call.spans.count(), local_index, num_local, width);
   const void* ins[RD_MAX_MEMBERS];
   for (uint32_t local = 0; local < num_local; ++local)
-    ins[local] = group.segment->bucket(local) + call.bucket_offset + mine.begin * width;
-  char* common = group.segment->bucket(0) + call.bucket_offset;
+    ins[local] = group.bucket(local, call) + mine.begin * width;
+  char* common = group.bucket(0, call);
   void* out = common + mine.begin * width;
   reduce_many(params_inside_host(call), ins, num_local, &out, 1, mine.size(), false);
   group.barrier.arrive_and_wait(group.wait);
   allreduce_between_hosts(group, call, common, call.spans.count());
   group.barrier.arrive_and_wait(group.wait);
-  if (local_index != 0)
-    copy_bytes(group.segment->bucket(local_index) + call.bucket_offset, common, call.spans.bytes(), false);
+  if (local_index != 0) copy_bytes(group.bucket(local_index, call), common, call.spans.bytes(), false);
   group.barrier.arrive_and_wait(group.wait);  // the first member's bucket is read until then
 }
 

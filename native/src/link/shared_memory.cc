@@ -25,9 +25,10 @@ uint64_t append_area(uint64_t* end, uint64_t bytes) {
 void SharedSegment::compute_offsets(const Topology& topology) {
   num_local_ = topology.num_local();
   slot_bytes_ = topology.slot_bytes;
-  // Buckets are an odd number of pages apart. At a distance of 256 MiB two streams share one way of the first-level
+  bucket_bytes_ = topology.bucket_bytes;
+  // The buckets of two members are an odd number of pages apart. At a distance of 256 MiB two streams share one way of the first-level
   // cache (Zen), and reading both side by side took ten times as long.
-  bucket_bytes_ = ((topology.bucket_bytes + kPage - 1) / kPage | 1) * kPage;
+  member_bucket_bytes_ = ((2 * bucket_bytes_ + kPage - 1) / kPage | 1) * kPage;
   end_ = 0;
   append_area(&end_, sizeof(SegmentControl));
   member_states_ = append_area(&end_, num_local_ * sizeof(MemberState));
@@ -35,7 +36,7 @@ void SharedSegment::compute_offsets(const Topology& topology) {
   slots_ = append_area(&end_, uint64_t(num_local_) * 2 * slot_bytes_);
   results_ = append_area(&end_, 2 * slot_bytes_);
   fifos_ = append_area(&end_, uint64_t(2) * num_local_ * num_local_ * sizeof(ByteFifo));
-  buckets_ = append_area(&end_, topology.bucket_bytes > 0 ? num_local_ * bucket_bytes_ : 0);
+  buckets_ = append_area(&end_, bucket_bytes_ > 0 ? num_local_ * member_bucket_bytes_ : 0);
 }
 
 SharedSegment::SharedSegment(const Topology& topology, int descriptor) {
