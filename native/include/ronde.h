@@ -13,7 +13,7 @@
 extern "C" {
 #endif
 
-#define RD_ABI 2                 /* changes when a struct or a function of this file changes */
+#define RD_ABI 3                 /* changes when a struct or a function of this file changes */
 #define RD_DESCRIPTION_BYTES 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 1024
 
@@ -100,7 +100,7 @@ typedef struct rd_channel_params {
   uint64_t slot_bytes;   /* size of a staging slot; each member has two; a multiple of 64, at least chunk_bytes */
   uint64_t chunk_bytes;  /* bytes of a slot that one step of the direct algorithm uses; a multiple of 64, at least 8 for
                           * each member of the host that has the most */
-  uint64_t bucket_bytes; /* bucket memory per member, or 0 */
+  uint64_t bucket_bytes; /* size of each of a member's two bucket areas, or 0 */
 } rd_channel_params;
 
 /* One contiguous piece of a member's memory. A call with several spans works on their concatenation. */
@@ -177,8 +177,11 @@ void rd_close(rd_channel* channel);
  * called from any thread and repeatedly; only the first call counts. */
 void rd_abort(rd_channel* channel, int32_t member);
 
-/* Returns this member's bucket memory (bucket_bytes long), which all members of its host can access, or null when
- * bucket_bytes is 0. It stays mapped until rd_release_bucket, even after rd_close, because arrays may still view it. */
+/* Returns this member's bucket memory, which all members of its host can access, or null when bucket_bytes is 0: two
+ * areas of bucket_bytes, one behind the other. A call on one span of an area, in place, copies nothing; each member may
+ * choose another area for it, but the same offset. A member that has joined contributes zeros from its second area: the
+ * first keeps what it holds. The memory stays mapped until rd_release_bucket, even after rd_close, because arrays may
+ * still view it. */
 void* rd_get_bucket(rd_channel* channel);
 void rd_release_bucket(void* bucket);
 

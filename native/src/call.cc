@@ -96,6 +96,7 @@ CallHeader Call::header(rd_algorithm chosen, uint64_t sequence) const {
   header.algorithm = chosen;
   header.peer = peer;
   header.in_bucket = in_bucket;
+  header.bucket_area = bucket_area;
   header.prescale = reduce_params.prescale;
   header.postscale = reduce_params.postscale;
   copy_description(header.description, description);

@@ -26,7 +26,7 @@ class Channel {
   const Topology& topology() const { return topology_; }
   CallQueue& queue_for(const Call& call);
   void abort(const CallError& error);
-  char* bucket() const;                        // of this member; null when bucket_bytes is 0
+  char* bucket(uint32_t area = 0) const;       // of this member; null when bucket_bytes is 0
   std::shared_ptr<void> bucket_owner() const;  // keeps the bucket's memory mapped
   void get_current_call(rd_current_call* current, uint32_t* missing);
 
@@ -49,7 +49,7 @@ class Channel {
 
   const Topology topology_;
   const std::shared_ptr<SharedSegment> segment_;
-  const std::shared_ptr<char[]> private_bucket_;  // of a member that shares memory with no other
+  const std::shared_ptr<char> private_bucket_;  // of a member that shares memory with no other
   AbortSignal abort_signal_;
   HostBarrier barrier_;
   CallMatcher matcher_;

@@ -239,7 +239,7 @@ class _ThreadsChannel:
         self._backend = backend
         self._shared = shared
         self._closed = False
-        self._bucket = aligned_zeros(spec.bucket_bytes)
+        self._bucket = aligned_zeros(2 * spec.bucket_bytes)
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         return self.submit(call, deadline).wait(deadline)

@@ -30,10 +30,13 @@ uint64_t append_area(uint64_t* end, uint64_t count, uint64_t bytes) {
 void SharedSegment::compute_offsets(const Topology& topology) {
   num_local_ = topology.num_local();
   slot_bytes_ = topology.slot_bytes;
-  // Buckets are an odd number of pages apart. At a distance of 256 MiB two streams share one way of the first-level
-  // cache (Zen), and reading both side by side took ten times as long.
-  uint64_t bucket_pages = topology.bucket_bytes / kPage + (topology.bucket_bytes % kPage > 0 ? 1 : 0);
-  if (__builtin_mul_overflow(bucket_pages | 1, kPage, &bucket_bytes_)) throw CallError{RD_BAD_CALL};
+  bucket_bytes_ = topology.bucket_bytes;
+  // The buckets of two members are an odd number of pages apart. At a distance of 256 MiB two streams share one way of
+  // the first-level cache (Zen), and reading both side by side took ten times as long.
+  uint64_t bytes, pages;
+  if (__builtin_mul_overflow(bucket_bytes_, 2, &bytes) || __builtin_add_overflow(bytes, kPage - 1, &pages) ||
+      __builtin_mul_overflow(pages / kPage | 1, kPage, &member_bucket_bytes_))
+    throw CallError{RD_BAD_CALL};
   end_ = 0;
   append_area(&end_, 1, sizeof(SegmentControl));
   member_states_ = append_area(&end_, num_local_, sizeof(MemberState));
@@ -41,7 +44,7 @@ void SharedSegment::compute_offsets(const Topology& topology) {
   slots_ = append_area(&end_, uint64_t(2) * num_local_, slot_bytes_);
   results_ = append_area(&end_, 2, slot_bytes_);
   fifos_ = append_area(&end_, uint64_t(2) * num_local_ * num_local_, sizeof(ByteFifo));
-  buckets_ = append_area(&end_, topology.bucket_bytes > 0 ? num_local_ : 0, bucket_bytes_);
+  buckets_ = append_area(&end_, bucket_bytes_ > 0 ? num_local_ : 0, member_bucket_bytes_);
 }
 
 SharedSegment::SharedSegment(const Topology& topology, int descriptor) {

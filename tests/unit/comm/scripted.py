@@ -81,7 +81,7 @@ class ScriptedChannel:
         return self.running_calls[-1]
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return np.zeros(self.spec.bucket_bytes, np.uint8)
+        return np.zeros(2 * self.spec.bucket_bytes, np.uint8)
 
     def current_call(self) -> CurrentCall | None:
         return self.reported_call

@@ -58,6 +58,7 @@ class ChannelSpec:
     member_index: int
     """The index of this rank in members."""
     bucket_bytes: int = 0
+    """Size of each of a member's two bucket areas."""
     point_to_point: bool = False
     """Whether send and receive are needed."""
 
@@ -150,7 +151,8 @@ class BackendChannel(Protocol):
     def submit(self, call: Call, deadline: Deadline) -> RunningCall: ...
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """This member's bucket memory, spec.bucket_bytes long."""
+        """This member's bucket memory: two areas of spec.bucket_bytes, one behind the other. A call may work in place in
+        either, whichever the other members use for it. A member that has joined leaves the first as it is."""
 
     def current_call(self) -> CurrentCall | None:
         """None when idle."""

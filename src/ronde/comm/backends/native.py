@@ -217,7 +217,7 @@ class NativeChannel:
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         with self._using_handle() as handle:
-            return get_bucket(handle, self.spec.bucket_bytes)
+            return get_bucket(handle, 2 * self.spec.bucket_bytes)
 
     def current_call(self) -> CurrentCall | None:
         try:

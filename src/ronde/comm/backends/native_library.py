@@ -26,7 +26,7 @@ from ronde.comm.call import Call
 from ronde.errors import RondeError
 from ronde.types import OperationKind
 
-ABI = 2
+ABI = 3
 DESCRIPTION_BYTES = 128
 MAX_MEMBERS = 1024
 WIDEST_ELEMENT_BYTES = 8

@@ -33,7 +33,7 @@ class SingleRankChannel:
 
     def __init__(self, spec: ChannelSpec) -> None:
         self.spec = spec
-        self._bucket = aligned_zeros(spec.bucket_bytes)
+        self._bucket = aligned_zeros(2 * spec.bucket_bytes)
         self._end_reason = ""
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:

@@ -244,7 +244,7 @@ class MpiChannel:
         self.spec = spec
         self._comm = comm
         self._failure_detector = FailureDetector(spec, comm)
-        self._bucket = aligned_zeros(spec.bucket_bytes)
+        self._bucket = aligned_zeros(2 * spec.bucket_bytes)
         self._lock = threading.Lock()
         self._queues: dict[QueueKey, CallQueue] = {}
         self._on_closed = on_closed
