@@ -205,6 +205,87 @@ rd_status rd_get_mismatch(rd_channel* channel, rd_member_call* calls);
 /* Fills `current`, and `missing` (with space for num_members) with the members that have not arrived. */
 void rd_get_current_call(rd_channel* channel, rd_current_call* current, uint32_t* missing);
 
+/* --- messages between pairs of ranks ---
+ *
+ * An endpoint is one rank's end of all links to other ranks. Sends and receives meet by context, source and tag, in the
+ * order of the sends for each source and tag. A receiver need not be there for a send: messages that nobody has asked
+ * for yet are kept at the receiver. The loss of a rank ends what involves it and nothing else.
+ *
+ * Handles are numbers: one that was closed is refused, and closing ends all calls under way with RD_CLOSED. */
+typedef uint64_t rd_endpoint;
+
+#define RD_ANY_SOURCE (-1)
+
+/* Flags of rd_message. */
+#define RD_ANY_SIZE 1u   /* a receive that takes any message of its tag into new memory: see rd_take_received */
+#define RD_EXPECTED 2u   /* a send whose receive was started before: it needs no window, and is dropped without one */
+#define RD_BACKGROUND 4u /* rd_get_current_message does not show it */
+#define RD_REPORT_LOSSES 8u /* a receive from any source that ends with RD_PEER_LOST once for each lost rank */
+
+typedef struct rd_message {
+  uint64_t context; /* equal on both sides; messages of different contexts never meet */
+  int32_t kind;     /* RD_SEND or RD_RECEIVE */
+  int32_t peer;     /* rank of the other side, or RD_ANY_SOURCE */
+  uint64_t tag;
+  uint64_t signature;    /* must be equal on both sides, or the receive is a mismatch */
+  uint64_t window_bytes; /* a send waits while more of its context is on the way to, or kept by, its receiver */
+  const char* description;
+  void* data;
+  uint64_t bytes;
+  const void* header; /* of a send for a receive of any size; null for any other message */
+  uint64_t header_bytes;
+  uint32_t flags;
+  uint32_t reserved;
+} rd_message;
+
+/* What a receive of any size got, or the sender's description after a mismatch. */
+typedef struct rd_received {
+  void* block; /* header and data in one piece of memory, which the caller frees with rd_free_received; or null */
+  void* data;
+  uint64_t bytes;
+  const void* header; /* valid until the next call of rd_take_received in this thread */
+  uint64_t header_bytes;
+} rd_received;
+
+/* Opens an endpoint without links. num_local is the number of ranks on this host, num_cores that of its cores. */
+rd_status rd_open_endpoint(uint32_t rank, uint32_t num_ranks, uint32_t num_local, uint32_t num_cores,
+                           rd_endpoint* endpoint);
+
+/* Returns the bytes of the shared memory of a link inside a host; its maker fills it with zeros. */
+uint64_t rd_link_bytes(void);
+
+/* Adds a link that this rank opened to send to `peer` (opened_here is 1), or that `peer` opened. `socket` is a TCP
+ * socket and `memory` -1 between hosts; inside a host it is a Unix socket, and `memory` the descriptor of
+ * rd_link_bytes() bytes. The endpoint owns the socket from here on, even when this function fails; the caller keeps
+ * `memory`. */
+rd_status rd_add_link(rd_endpoint endpoint, uint32_t peer, int32_t opened_here, int socket, int memory);
+
+/* As rd_run, rd_submit, rd_wait and rd_done. A send has finished when its memory may be used again. rd_result.member is
+ * the rank of the other side. A deadline, a signal handler that raises or a lost rank ends this message only. */
+rd_status rd_run_message(rd_endpoint endpoint, const rd_message* message, rd_result* result, double remaining_s);
+rd_status rd_submit_message(rd_endpoint endpoint, const rd_message* message, double remaining_s, uint64_t* work);
+rd_status rd_wait_message(rd_endpoint endpoint, uint64_t work, rd_result* result, double remaining_s);
+int rd_message_done(rd_endpoint endpoint, uint64_t work);
+
+/* Hands over what the last rd_run_message or rd_wait_message of this thread has received, once. */
+rd_status rd_take_received(rd_received* received);
+void rd_free_received(void* block);
+
+/* Ends all messages to and from this rank: it is gone. What it had sent can still be received. */
+void rd_lose_peer(rd_endpoint endpoint, uint32_t peer);
+
+/* Ends all messages of a context with RD_CLOSED, and drops what arrives for it from now on. */
+void rd_end_context(rd_endpoint endpoint, uint64_t context);
+
+/* Waits until all that was sent is with its receivers, and tells them that this rank leaves. Nothing can be sent
+ * afterwards. Returns RD_TIMEOUT when that takes longer. */
+rd_status rd_leave_endpoint(rd_endpoint endpoint, double remaining_s);
+void rd_close_endpoint(rd_endpoint endpoint);
+
+/* Fills in the message of this context that is under way for longest; start_ns is 0 when there is none. `missing` is
+ * the rank that it waits for, or RD_ANY_SOURCE. */
+void rd_get_current_message(rd_endpoint endpoint, uint64_t context, rd_current_call* current, int32_t* missing);
+
 /* Python's PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release. When a signal interrupts a wait
  * of rd_run in the main thread, the library lets Python run its signal handlers. When one of them raises an exception,
  * the call ends with RD_ABORTED and EINTR as detail, and the channel is aborted. */

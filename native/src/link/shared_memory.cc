@@ -3,10 +3,12 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 
 #include "base/futex.h"
+#include "reduce/reduce.h"
 
 namespace ronde {
 
@@ -26,6 +28,28 @@ uint64_t append_area(uint64_t* end, uint64_t count, uint64_t bytes) {
 }
 
 }  // namespace
+
+size_t ByteFifo::write(const char* from, size_t bytes) {
+  uint64_t start = head.load(std::memory_order_relaxed);
+  size_t moved = std::min<uint64_t>(bytes, kFifoBytes - (start - tail.load(std::memory_order_acquire)));
+  if (moved == 0) return 0;
+  size_t at = start % kFifoBytes, before_wrap = std::min<size_t>(moved, kFifoBytes - at);
+  copy_bytes(data + at, from, before_wrap, false);
+  copy_bytes(data, from + before_wrap, moved - before_wrap, false);
+  head.store(start + moved);
+  return moved;
+}
+
+size_t ByteFifo::read(char* to, size_t bytes) {
+  uint64_t start = tail.load(std::memory_order_relaxed);
+  size_t moved = std::min<uint64_t>(bytes, head.load(std::memory_order_acquire) - start);
+  if (moved == 0) return 0;
+  size_t at = start % kFifoBytes, before_wrap = std::min<size_t>(moved, kFifoBytes - at);
+  copy_bytes(to, data + at, before_wrap, false);
+  copy_bytes(to + before_wrap, data, moved - before_wrap, false);
+  tail.store(start + moved);
+  return moved;
+}
 
 void SharedSegment::compute_offsets(const Topology& topology) {
   num_local_ = topology.num_local();

@@ -40,6 +40,12 @@ struct alignas(64) ByteFifo {
   std::atomic<uint64_t> head;              // written by the sender
   alignas(64) std::atomic<uint64_t> tail;  // written by the receiver
   alignas(64) char data[kFifoBytes];
+
+  // Move what fits or what is there, and return how many bytes that was.
+  size_t write(const char* from, size_t bytes);
+  size_t read(char* to, size_t bytes);
+  bool empty() const { return head.load() == tail.load(); }
+  bool full() const { return head.load() - tail.load() == kFifoBytes; }
 };
 
 // Collectives and point-to-point calls are ordered independently, so they never share a FIFO.
