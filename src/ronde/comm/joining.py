@@ -54,6 +54,7 @@ from ronde.net.messages import (
     RoundStarted,
     decode_admission,
 )
+from ronde.net.open_files import check_open_files, explain_open_files, raise_open_files_limit
 from ronde.observe.stacks import pid_namespace
 from ronde.settings import Settings, config_dir, describe_settings
 from ronde.types import Deadline, Member, Topology
@@ -131,8 +132,11 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
                 f"a job of {settings.size} ranks needs {name} (RONDE_{name.upper()}); "
                 "start the ranks with `ronde run`, or give it to every one of them"
             )
-    deadline, key, loop = Deadline(settings.start_s), JobKey(settings.key), EventLoop()
-    with ExitStack() as opened:
+    deadline, key = Deadline(settings.start_s), JobKey(settings.key)
+    with explain_open_files(f"rank {settings.rank} cannot join"), ExitStack() as opened:
+        raise_open_files_limit()
+        check_open_files()
+        loop = EventLoop()
         opened.callback(loop.close)
         address = settings.coordinator
         if settings.rank == 0 and not settings.coordinator_hosted:

@@ -31,6 +31,7 @@ from ronde.net.event_loop import LoopThread, Timer
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.net.messages import AdmissionStatus, LeaveReason, StallReport, WorkerMessage, encode
+from ronde.net.open_files import check_open_files, explain_open_files, raise_open_files_limit
 from ronde.observe.activity import JobActivity
 from ronde.observe.stacks import pid_namespace, process_state
 from ronde.observe.stalls import Whereabouts
@@ -64,8 +65,10 @@ class CoordinatorServer:
         self.thread = LoopThread("ronde-coordinator")
         """The only thread that touches the core and the sockets. What is about the job may run in its loop as well."""
         self._loop = self.thread.loop
-        with ExitStack() as opened:
+        with explain_open_files("the coordinator cannot start"), ExitStack() as opened:
             opened.callback(self._loop.close)
+            raise_open_files_limit()
+            check_open_files()
             self._core = CoordinatorCore(size, settings, rounds=rounds, process_state=_process_state)
             opened.callback(self._core.close, "")
             self._control = ControlServer(host, key)

@@ -26,6 +26,7 @@ from ronde.net.messages import (
     decode_from_worker,
     encode,
 )
+from ronde.net.open_files import is_open_files_error
 
 FLUSH_S = 1.0
 """How long close() may take to send what is still queued."""
@@ -127,11 +128,10 @@ class ControlServer(_ControlSocket):
         self._socket.set(zmq.ZAP_DOMAIN, b"ronde")
         try:
             self._socket.bind(self._endpoint(*resolve_host(host, port)[0]))
-        except zmq.ZMQError as error:
+        except BaseException as error:
             self.close(0)
-            raise listen_error(host, port, error.strerror) from None
-        except BaseException:
-            self.close(0)
+            if isinstance(error, zmq.ZMQError) and not is_open_files_error(error.errno):
+                raise listen_error(host, port, error.strerror) from None
             raise
         self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
