@@ -33,6 +33,9 @@ def main() -> None:
         ended: dict[str, object] = {}
         try:
             ronde.init(**wanted["settings"])
+            if wanted.get("pause"):
+                test.send("joined")
+                test.receive()
             ended = {"num_wrong": count_wrong_sums(), "limit": resource.getrlimit(resource.RLIMIT_NOFILE)[0]}
             ronde.shutdown()
         except (ronde.RondeError, ValueError) as error:
