@@ -81,6 +81,7 @@ _LEAVE_REASON_TEXTS = {
     LeaveReason.PROCESS_ENDED: "its process has ended",
     LeaveReason.PROCESS_GONE: "its process is gone",
     LeaveReason.UNREACHABLE: "its host cannot be reached",
+    LeaveReason.MESSAGES_LOST: "messages between it and the coordinator got lost",
 }
 
 

@@ -36,6 +36,7 @@ from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, Sta
 from ronde.net.connect import Connection, connect_authenticated, describe_disconnect
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
+from ronde.net.open_files import explain_open_files, is_open_files_error, make_open_files_error
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.settings import Settings
 from ronde.types import Deadline, Topology
@@ -64,7 +65,8 @@ class NativeBackend:
         segment_bytes = load_library().rd_segment_bytes(params)
         if not segment_bytes:
             raise ValueError(f"channel {spec.id}: {self._find_size_error(spec, hosts)}")
-        with ExitStack() as stack:
+        what = f"rank {self._topology.rank} could not open channel {spec.id}"
+        with explain_open_files(what), ExitStack() as stack:
             segment = self._share_segment(spec, hosts, segment_bytes, deadline)
             if segment >= 0:
                 stack.callback(os.close, segment)
@@ -75,7 +77,7 @@ class NativeBackend:
             try:
                 handle = open_channel(params, segment, sockets, point_to_point)
             except NativeError as error:
-                raise self._make_open_error(spec, error, segment, segment_bytes) from None
+                raise self._make_open_error(what, error, segment, segment_bytes) from None
             return NativeChannel(spec, handle, self._settings.algorithm)
 
     def rank_lost(self, rank: int, why: str) -> None:
@@ -101,15 +103,16 @@ class NativeBackend:
             f"{spec.bucket_bytes} bytes of buckets each need more shared memory than possible"
         )
 
-    def _make_open_error(self, spec: ChannelSpec, error: NativeError, segment: int, segment_bytes: int) -> RondeError:
-        rank, what = self._topology.rank, f"rank {self._topology.rank} could not open channel {spec.id}"
+    def _make_open_error(self, what: str, error: NativeError, segment: int, segment_bytes: int) -> RondeError:
+        """Return why the library could not open a channel."""
         if segment >= 0 and (given_bytes := os.fstat(segment).st_size) != segment_bytes:
             return StartFailed(
-                f"{what}: the shared memory of its host has {given_bytes} bytes, rank {rank} needs {segment_bytes}; "
+                f"{what}: the shared memory of its host has {given_bytes} bytes, and it needs {segment_bytes}; "
                 "give all ranks the same settings and the same plans"
             )
-        reason = os.strerror(error.detail) if error.status == NativeStatus.SYSTEM else str(error)
-        return RondeError(f"{what}: {reason}")
+        if is_open_files_error(error.detail):
+            return make_open_files_error(what)
+        return RondeError(f"{what}: {os.strerror(error.detail) if error.detail else error}")
 
     def _share_segment(self, spec: ChannelSpec, hosts: list[int], num_bytes: int, deadline: Deadline) -> int:
         """The descriptor of the memory that the members of this host share; -1 when there is one member."""
