@@ -111,9 +111,7 @@ class Plan(AbstractContextManager["Plan"]):
         running_calls = (self._channel.submit(call, records),)
         signature, name = records[0]
         result = (self.spare_arrays if spare else self.arrays)[index]
-        return Work(
-            signature, name, (), result, running_calls=running_calls, timeout_s=self._group.operation_timeout_s
-        )
+        return Work(signature, name, (), result, running_calls=running_calls, timeout_s=self._group.operation_timeout_s)
 
     def run(self, index: int, *, spare: bool = False) -> Array:
         """Reduce bucket `index` and wait for it; as start()."""

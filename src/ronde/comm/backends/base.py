@@ -151,8 +151,8 @@ class BackendChannel(Protocol):
     def submit(self, call: Call, deadline: Deadline) -> RunningCall: ...
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """This member's bucket memory: two areas of spec.bucket_bytes, one behind the other. A call may work in place in
-        either, whichever the other members use for it. A member that has joined leaves the first as it is."""
+        """This member's bucket memory: two areas of spec.bucket_bytes, one behind the other. A call may work in place
+        in either, whichever the other members use for it. A member that has joined leaves the first as it is."""
 
     def current_call(self) -> CurrentCall | None:
         """None when idle."""
