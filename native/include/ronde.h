@@ -1,8 +1,24 @@
-/* The C ABI of ronde's data plane, called from Python through ctypes.
+/* The C ABI of ronde's data plane, called from Python through ctypes and from native code.
  *
  * A channel is one total order of collectives among its members. The caller opens every socket and shared-memory file,
  * authenticates it and passes the descriptors: the library resolves no name and reads neither settings nor environment
  * variables. No exception crosses this interface; every function that can fail returns an rd_status.
+ *
+ * Handles. rd_channel and rd_work are counted references: who made one, or called its retain function, calls its
+ * release function once. A handle stays valid until then, also after rd_close, from when on its calls return RD_CLOSED.
+ * All functions may be called from any thread at the same time, rd_close included.
+ *
+ * Threads. rd_run runs a call in the thread of the caller when the channel is idle. Every other call runs in the
+ * channel's own thread ("ronde-channel", with all signals blocked), one after the other.
+ *
+ * Callbacks run in that thread, each once, after its call has ended (rd_done returns 1) and before the next queued call
+ * starts: a slow callback delays those behind it. No lock is held. A callback may call everything but rd_run and
+ * rd_wait, which return RD_BAD_CALL with EDEADLK as detail there: it would wait for itself. rd_close and rd_release in
+ * a callback do not wait for the thread that they are called in.
+ *
+ * Forks. A channel belongs to the process that opened it. In a forked child (fork(2), not vfork or clone) every
+ * function with a handle of the parent returns RD_FORKED or does nothing, and nothing that the child does reaches the
+ * parent: the child's copies of sockets are closed right after the fork, and shared memory becomes private to it.
  */
 #ifndef RONDE_H
 #define RONDE_H
@@ -19,13 +35,15 @@ extern "C" {
 
 typedef enum rd_status {
   RD_OK = 0,
-  RD_BAD_CALL = 1,  /* the caller's mistake: nothing was sent, the channel stays usable */
+  RD_BAD_CALL = 1,  /* the caller's mistake: nothing was sent, the channel stays usable; .detail may be EDEADLK */
   RD_MISMATCH = 2,  /* the members' calls differ: no data moved, the channel stays usable */
   RD_TIMEOUT = 3,   /* the deadline expired; the channel is aborted for every member */
   RD_ABORTED = 4,   /* rd_abort was called here or by another member */
   RD_PEER_LOST = 5, /* a member's socket closed; rd_result.member is that member, .detail is errno or 0 */
   RD_SYSTEM = 6,    /* the operating system refused; rd_result.detail is errno */
-  RD_CLOSED = 7     /* the channel was closed while the call waited */
+  RD_CLOSED = 7,    /* the channel was closed here, before the call or while it was under way */
+  RD_CANCELLED = 8, /* rd_cancel ended the call before it started: nothing was sent, its memory was not touched */
+  RD_FORKED = 9     /* this process is a forked child of the one that opened the channel */
 } rd_status;
 
 typedef enum rd_dtype {
@@ -89,6 +107,7 @@ typedef enum rd_algorithm {
 #define RD_PRE_AGREED 1u
 
 typedef struct rd_channel rd_channel;
+typedef struct rd_work rd_work; /* a submitted call */
 
 /* The members of a channel and their hosts. Equal on every member but for member_index and num_cores. */
 typedef struct rd_channel_params {
@@ -170,7 +189,15 @@ uint64_t rd_segment_bytes(const rd_channel_params* params);
 rd_status rd_open(const rd_channel_params* params, int segment, const int* sockets, uint32_t num_sockets,
                   const int* point_to_point, rd_channel** channel);
 
-/* Ends all waits with RD_CLOSED, joins the threads, unmaps the memory and closes the sockets. Null is allowed. */
+/* Count one more user of a channel, and one less. The last release closes the channel, if nobody has, and frees it. */
+void rd_retain(rd_channel* channel);
+void rd_release(rd_channel* channel);
+
+/* Leaves the channel: in good order when no call is queued or running; otherwise the members that need this one lose
+ * it. All calls under way and all later ones end with RD_CLOSED. When this returns, queued calls have ended and the
+ * channel's thread has too; a thread that is inside rd_run leaves it within moments. Sockets are closed and memory is
+ * unmapped when the last thread has left. It can be called repeatedly, from any thread, also from a signal handler of
+ * Python that runs inside rd_run or rd_wait, and from a callback. */
 void rd_close(rd_channel* channel);
 
 /* Ends all waits of all members, on other hosts through the abort sockets. `member` is the lost one, or -1. It can be
@@ -185,21 +212,44 @@ void rd_abort(rd_channel* channel, int32_t member);
 void* rd_get_bucket(rd_channel* channel);
 void rd_release_bucket(void* bucket);
 
-/* Runs the call and waits at most remaining_s seconds for it. It runs in this thread when the channel is idle. */
+/* Runs the call and waits at most remaining_s seconds for it. It runs in this thread when the channel is idle,
+ * otherwise after the calls that are queued. RD_SYSTEM with end_ns 0 means that no thread could be started for that
+ * (EAGAIN): nothing was sent, and the channel stays usable. */
 rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double remaining_s);
 
+/* Called once when a submitted call has ended, in the channel's thread; the rules are at the top of this file. */
+typedef void (*rd_callback)(void* context, const rd_result* result);
+
 /* Queues the call. spans, counts, splits and description are copied; the memory of the spans must stay valid until the
- * call has finished. `work` receives the handle for rd_wait and rd_done. */
-rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, uint64_t* work);
+ * call has ended. `callback` may be null; unless this function fails it is called exactly once, however the call ends.
+ * `work`, which may be null, receives a handle. `result` may be null and is filled only when the call is refused:
+ * RD_BAD_CALL, RD_CLOSED, RD_FORKED, or RD_SYSTEM when no thread could be started. Then nothing was queued. */
+rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, rd_callback callback, void* context,
+                    rd_work** work, rd_result* result);
 
-/* Waits for a submitted call and releases its handle. After RD_TIMEOUT with end_ns 0 the call is still running and the
- * handle valid. */
-rd_status rd_wait(rd_channel* channel, uint64_t work, rd_result* result, double remaining_s);
+/* Count one more user of a submitted call, and one less. The call goes on without any. */
+void rd_retain_work(rd_work* work);
+void rd_release_work(rd_work* work);
 
-/* Returns 1 when the call has finished, 0 when not, -1 when there is no such handle. */
-int rd_done(rd_channel* channel, uint64_t work);
+/* Waits for a submitted call; any number of threads may, any number of times. With end_ns 0 the wait has ended and not
+ * the call, which goes on: after RD_TIMEOUT, after RD_ABORTED with EINTR (a signal handler raised an exception), after
+ * RD_BAD_CALL with EDEADLK (in a callback), and after RD_FORKED. */
+rd_status rd_wait(rd_work* work, rd_result* result, double remaining_s);
 
-/* Fills num_members rows with the calls of all members, after rd_run or rd_wait returned RD_MISMATCH in this thread. */
+/* Returns 1 when the call has ended, else 0. */
+int rd_done(rd_work* work);
+
+/* Adds a callback to a submitted call. Returns 1, or 0 when the call has ended: then the callback is not called. */
+int rd_add_callback(rd_work* work, rd_callback callback, void* context);
+
+/* Ends a call that has not started with RD_CANCELLED and returns 1; its memory is not touched from then on. Its
+ * callbacks run when the channel's thread comes to it. Returns 0 when the call has started or ended: it cannot be
+ * cancelled, only aborted with its channel. The other members do not learn of it: cancel a call on all of them or on
+ * none. */
+int rd_cancel(rd_work* work);
+
+/* Fills num_members rows with the calls of all members, after rd_run or rd_wait returned RD_MISMATCH in this thread,
+ * and in the callback of a call that ended so. */
 rd_status rd_get_mismatch(rd_channel* channel, rd_member_call* calls);
 
 /* Fills `current`, and `missing` (with space for num_members) with the members that have not arrived. */
@@ -287,8 +337,10 @@ void rd_close_endpoint(rd_endpoint endpoint);
 void rd_get_current_message(rd_endpoint endpoint, uint64_t context, rd_current_call* current, int32_t* missing);
 
 /* Python's PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release. When a signal interrupts a wait
- * of rd_run in the main thread, the library lets Python run its signal handlers. When one of them raises an exception,
- * the call ends with RD_ABORTED and EINTR as detail, and the channel is aborted. */
+ * of rd_run or rd_wait in the main thread, the library lets Python run its signal handlers, within 50 ms. When one of
+ * them raises an exception, rd_run ends its call with RD_ABORTED and EINTR as detail and aborts the channel, also when
+ * the call still waited for others before it; rd_wait ends only the wait. rd_run and rd_wait inside of such a handler
+ * return RD_BAD_CALL with EDEADLK. */
 typedef struct rd_interpreter {
   int (*acquire_gil)(void);
   int (*run_signal_handlers)(void);

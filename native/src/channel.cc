@@ -66,9 +66,15 @@ Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
   collectives_ = std::make_unique<CallStream>(*this);
 }
 
-Channel::~Channel() {
-  bool idle = collectives_->queue.idle();
-  for (auto& [key, stream] : point_to_point_) idle = idle && stream->queue.idle();
+void Channel::close() {
+  if (made_by_parent(generation_)) return;
+  bool idle;
+  {
+    std::lock_guard<std::mutex> lock(point_to_point_mutex_);
+    if (closed_.exchange(true)) return;
+    idle = collectives_->queue.refuse_calls();
+    for (auto& [key, stream] : point_to_point_) idle = stream->queue.refuse_calls() && idle;
+  }
   if (idle) {
     if (segment_ != nullptr) segment_->mark_left(topology_.local_index);
     abort_signal_.announce_close();
@@ -82,12 +88,14 @@ Channel::~Channel() {
 CallQueue& Channel::queue_for(const Call& call) {
   if (call.kind != RD_SEND && call.kind != RD_RECEIVE) return collectives_->queue;
   std::lock_guard<std::mutex> lock(point_to_point_mutex_);
+  if (closed_.load()) throw CallError{RD_CLOSED};
   auto& stream = point_to_point_[{call.peer, call.kind == RD_SEND}];
   if (stream == nullptr) stream = std::make_unique<CallStream>(*this);
   return stream->queue;
 }
 
 void Channel::abort(const CallError& error) {
+  if (made_by_parent(generation_)) return;
   // The other members' channels are not closed: for them this member is lost.
   CallError sent = error.status == RD_CLOSED ? CallError{RD_PEER_LOST, int(topology_.member_index)} : error;
   if (segment_ != nullptr) segment_->abort(sent);
@@ -130,7 +138,11 @@ void Channel::execute(Call& call, CallStream& stream) {
     result.status = error.status;
     result.member = error.member;
     result.detail = error.detail;
-    if (error.status != RD_MISMATCH && error.status != RD_BAD_CALL) abort(error);
+    if (error.status != RD_MISMATCH && error.status != RD_BAD_CALL) {
+      bool handler_raised = error.status == RD_ABORTED && error.detail == EINTR;
+      if (closed_.load() && !handler_raised) result.status = RD_CLOSED, result.member = -1, result.detail = 0;
+      abort(error);
+    }
   } catch (const std::bad_alloc&) {
     result.status = RD_SYSTEM;
     result.detail = ENOMEM;

@@ -255,7 +255,7 @@ class Endpoint {
   const uint32_t rank_;
   const SpinPolicy policy_;
   FileDescriptor epoll_, kick_;
-  std::mutex mutex_;  // guards everything below
+  std::mutex mutex_;              // guards everything below
   std::vector<Peer> peers_;       // by rank
   std::vector<uint32_t> linked_;  // ranks with a link, and a few that had one
   std::unordered_map<uint64_t, Context> contexts_;
