@@ -18,6 +18,7 @@ class CallMatcher {
   // Returns the headers of all members when all have arrived; for a pre-agreed call, those of this host's members. They
   // are valid until the next match.
   const std::vector<CallHeader>& match(Group& group, const CallHeader& mine, bool pre_agreed);
+  const std::vector<CallHeader>& headers() const { return headers_; }  // what match returned last
 
  private:
   void exchange_between_hosts(Group& group);

@@ -24,6 +24,7 @@ from ronde.net.messages import (
     MissingRanks,
     MissingRanksQuery,
     RankLost,
+    RanksLost,
     RoundStarted,
     StackReply,
     StackRequest,
@@ -33,7 +34,7 @@ from ronde.net.messages import (
 )
 from ronde.observe.stacks import GONE, RankStack
 from ronde.observe.stalls import StallInspector, WaitingOperation, Whereabouts, describe_silence, describe_stall
-from ronde.settings import Settings
+from ronde.settings import Settings, describe_settings
 from ronde.text import format_rank_answers, format_ranks, shorten
 from ronde.types import Member, check_group_ranks
 
@@ -43,7 +44,12 @@ MAX_STALLS_CHECKED = 1000
 """Late operations that one check looks at, the oldest of a group first."""
 STACK_REPLY_CHECK_NS = 50_000_000
 NEVER_NS = 1 << 62
-MAX_GROUPS_CHARS = 400
+MAX_PROMPT_NOTICES = 256
+"""In a round of more members, only the first loss is reported to them at once, and then all losses of some time: each
+one makes others fail, and a message to each member about each other one would be millions."""
+LOSS_NOTICE_INTERVAL_NS = 20_000
+"""That time, for each member."""
+MAX_VALUE_CHARS = 400
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +81,7 @@ _LEAVE_REASON_TEXTS = {
     LeaveReason.PROCESS_ENDED: "its process has ended",
     LeaveReason.PROCESS_GONE: "its process is gone",
     LeaveReason.UNREACHABLE: "its host cannot be reached",
+    LeaveReason.MESSAGES_LOST: "messages between it and the coordinator got lost",
 }
 
 
@@ -114,6 +121,8 @@ class PendingRound:
     duplicates: set[int] = field(default_factory=set)
     """Ranks that two living processes claim to be."""
     first_join_ns: int = 0
+    may_differ: bool = False
+    """Whether a rank has joined since all were compared, with something else than another one."""
     refusal: JoinDecision | None = None
     """Why the last round was refused. Ranks that join late get the same reason, until a refused one connects again."""
     refused_ranks: set[int] = field(default_factory=set)
@@ -126,6 +135,10 @@ class PendingRound:
         if not self.joins:
             self.first_join_ns = now_ns
         self.withdrawn.pop(rank, None)
+        # Every rank is compared with one other: with thousands of them all values are looked at only to report them.
+        self.may_differ = self.may_differ or any(
+            not _are_alike(join, other) for other in itertools.islice(self.joins.values(), 1)
+        )
         self.joins[rank] = join
 
     def connected(self, rank: int) -> None:
@@ -160,6 +173,9 @@ class PendingRound:
         ranks = range(self.size)
         missing = [rank for rank in ranks if rank not in self.joins]
         unconnected = [rank for rank in ranks if rank not in connected]
+        difference = self._find_difference()
+        if difference and not missing:  # all can be told: a coordinator in rank 0 ends with the refusal
+            return JoinDecision(difference, refused=True)
         if missing or still_in_round:
             waiting = f"{format_ranks(missing or still_in_round)} of {self.size}"
             busy = f" ({format_ranks(still_in_round)} still in the round before)" if still_in_round else ""
@@ -173,9 +189,8 @@ class PendingRound:
         waited_s = (now_ns - self.first_join_ns) / 1e9
         if waited_s < self.start_timeout_s:
             return JoinDecision(f"waiting for {waiting}{busy}")
-        return JoinDecision(
-            f"{waiting} {late.format(f'{waited_s:.3g}')}; look at their output, or {hint}", refused=True
-        )
+        too_late = f"{waiting} {late.format(f'{waited_s:.3g}')}; look at their output, or {hint}"
+        return JoinDecision(difference or too_late, refused=True)
 
     def clear(self, decision: JoinDecision) -> tuple[int, ...]:
         """The decision was carried out. Returns the ranks it was about, which are no longer joining."""
@@ -200,20 +215,43 @@ class PendingRound:
         }
         if ended:
             return JoinDecision(format_rank_answers(ended, verb=" "), refused=True, exited=tuple(sorted(ended)))
+        errors = (_find_join_error(rank, join, self.size) for rank, join in self.joins.items())
+        found = next((error for error in errors if error), None)
+        return JoinDecision(self._find_difference() or found, refused=True) if found else None
+
+    def _find_difference(self) -> str:
+        """Return the first thing that must be equal on all ranks and is not, with what each has; empty if all are."""
+        if not self.may_differ:
+            return ""
         joins = self.joins.items()
-        answers = {
-            "the version of the protocol": {rank: str(join.version) for rank, join in joins},
-            "the number of ranks": {rank: str(join.size) for rank, join in joins},
-            "the groups to begin with": {
-                rank: shorten(", ".join(map(_format_rank_list, join.groups)) or "none", MAX_GROUPS_CHARS)
-                for rank, join in joins
-            },
-        }
-        for what, answer in answers.items():
-            if len(set(answer.values())) > 1:
-                return JoinDecision(f"ranks disagree on {what}: {format_rank_answers(answer)}", refused=True)
-        errors = (_find_join_error(rank, join, self.size) for rank, join in joins)
-        return next((JoinDecision(error, refused=True) for error in errors if error), None)
+        same_ronde = "install the same ronde on all hosts"
+        compared: list[tuple[str, dict[int, str], str]] = [  # what, by rank its value, what to do
+            ("the version of the protocol", {rank: str(join.version) for rank, join in joins}, same_ronde),
+            ("the number of ranks", {rank: str(join.size) for rank, join in joins}, "check RONDE_SIZE"),
+            (
+                "the groups to begin with",
+                {rank: ", ".join(map(_format_rank_list, join.groups)) or "none" for rank, join in joins},
+                "check the groups given to init()",
+            ),
+        ]
+        variables = {setting.name: setting.env for setting in describe_settings()}
+        for name in dict.fromkeys(name for _, join in joins for name in join.must_be_equal):
+            values = {rank: join.must_be_equal.get(name, "nothing") or "empty" for rank, join in joins}
+            hint = f"give all ranks the same {variables[name]}" if name in variables else same_ronde
+            compared.append((shorten(name), values, hint))
+        for what, values, hint in compared:
+            if len(set(values.values())) > 1:
+                shown = {rank: shorten(value, MAX_VALUE_CHARS) for rank, value in values.items()}
+                return f"ranks disagree on {what}: {format_rank_answers(shown)}; {hint}"
+        self.may_differ = False
+        return ""
+
+
+def _are_alike(join: JoinRound, other: JoinRound) -> bool:
+    """Return whether two ranks give the same for all that must be equal."""
+    return (join.version, join.size, join.groups) == (other.version, other.size, other.groups) and (
+        join.must_be_equal == other.must_be_equal
+    )
 
 
 def _find_join_error(rank: int, join: JoinRound, size: int) -> str:
@@ -272,10 +310,15 @@ class Round:
         self.negotiator = Negotiator(len(members), fusion_bytes=settings.fusion_bytes)
         for ranks in groups:
             self.negotiator.add_group(ranks)
-        self._group_changes: list[deque[ChangeGroups]] = [deque() for _ in members]
+        self._group_changes: dict[int, deque[ChangeGroups]] = {}
         """By rank, the changes that it has asked for and others have not yet."""
         self._loss = ""
         """Why no change of groups can be made any more: a rank is lost."""
+        self._losses: list[tuple[int, str]] = []
+        """Later losses, which are to be reported together at _next_notice_ns."""
+        self._next_notice_ns = 0
+        is_large = len(members) > MAX_PROMPT_NOTICES
+        self._notice_interval_ns = LOSS_NOTICE_INTERVAL_NS * len(members) if is_large else 0
         self._leave_grace_ns = int(min(LEAVE_GRACE_S, settings.shutdown_s) * 1e9)
         """The others learn this much later that a rank has left: they may still be finishing what it has finished."""
         self._leaving: dict[int, tuple[int, MembershipEnd]] = {}  # with due_ns
@@ -322,10 +365,10 @@ class Round:
         if type(message) is AnnounceOperations:
             self.negotiator.announce(rank, message, now_ns)
         elif type(message) is ChangeGroups:
-            self._group_changes[rank].append(message)
+            self._group_changes.setdefault(rank, deque()).append(message)
             if self._loss:
                 self._refuse_group_changes()
-            elif all(self._group_changes):
+            elif len(self._group_changes) == len(self.members):
                 self._change_groups()
         elif type(message) is MissingRanksQuery:
             ranks = self.negotiator.missing(message.group, message.name)
@@ -346,15 +389,18 @@ class Round:
         self._leaving[rank] = (now_ns + self._leave_grace_ns, end)
 
     def member_lost(self, rank: int, end: MembershipEnd) -> None:
-        """A member has died or failed. The others learn of it at once."""
-        if self.first_lost is None and end.missing:
+        """A member has died or failed. The others learn of it at once; of those that follow, in a large round, soon."""
+        if end.missing and self.first_lost is None:
             self._query_missing(end.missing)
         self.ended_members.setdefault(rank, end)
         why = end.description
         self.present.discard(rank)
         self._leaving.pop(rank, None)
         self.negotiator.rank_lost(rank, why)
-        self._send(self.present, RankLost(rank, why))
+        if self._loss and self._notice_interval_ns:
+            self._losses.append((rank, why))
+        else:
+            self._send(self.present, RankLost(rank, why))
         # After RankLost: a rank that waits for a change of groups must know of the loss when the change is refused.
         self._loss = self._loss or f"rank {rank} is gone: {why}"
         self._refuse_group_changes()
@@ -364,6 +410,10 @@ class Round:
         if self._leaving:
             for rank, end in [(rank, end) for rank, (due_ns, end) in self._leaving.items() if due_ns <= now_ns]:
                 self.member_lost(rank, end)
+        if self._losses and now_ns >= self._next_notice_ns:
+            self._send(self.present, RanksLost(tuple(self._losses)))
+            self._losses.clear()
+            self._next_notice_ns = now_ns + self._notice_interval_ns
         if now_ns >= self._next_stall_check_ns:
             self._check_stalls(now_ns)
         if self._num_stalls_queried:
@@ -380,7 +430,8 @@ class Round:
     def next_due_ns(self, now_ns: int) -> int:
         """Return when advance() has to be called even if no message arrives."""
         reply_ns = now_ns + STACK_REPLY_CHECK_NS if self._num_stalls_queried else NEVER_NS
-        return min(self._next_stall_check_ns, reply_ns, *(due_ns for due_ns, _ in self._leaving.values()))
+        notice_ns = self._next_notice_ns if self._losses else NEVER_NS
+        return min(self._next_stall_check_ns, reply_ns, notice_ns, *(due_ns for due_ns, _ in self._leaving.values()))
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -392,7 +443,9 @@ class Round:
 
     def _change_groups(self) -> None:
         """Make the change that all ranks have asked for, or refuse it to all."""
-        changes = [requested.popleft() for requested in self._group_changes]
+        ranks = range(len(self.members))
+        changes = [self._group_changes[rank].popleft() for rank in ranks]
+        self._group_changes = {rank: rest for rank, rest in self._group_changes.items() if rest}
         first = changes[0]
         error = ""
         if any(change != first for change in changes):
@@ -409,16 +462,16 @@ class Round:
             for rank, change in enumerate(changes):
                 self._send((rank,), GroupsChanged(change.ranks, change.id, reason=error))
         elif first.id:
-            ranks = self.negotiator.remove_group(first.id)
-            self._send(range(len(changes)), GroupsChanged(ranks, first.id, removed=True))
+            members = self.negotiator.remove_group(first.id)
+            self._send(ranks, GroupsChanged(members, first.id, removed=True))
         else:
-            self._send(range(len(changes)), GroupsChanged(first.ranks, self.negotiator.add_group(first.ranks)))
+            self._send(ranks, GroupsChanged(first.ranks, self.negotiator.add_group(first.ranks)))
 
     def _refuse_group_changes(self) -> None:
-        for rank, requested in enumerate(self._group_changes):
-            while requested:
-                change = requested.popleft()
+        for rank, requested in sorted(self._group_changes.items()):
+            for change in requested:
                 self._send((rank,), GroupsChanged(change.ranks, change.id, reason=self._loss))
+        self._group_changes.clear()
 
     def _query_missing(self, ranks: Iterable[int]) -> None:
         """Ask the ranks that a member has waited for in vain where they are, before the loss ends their own waits."""
@@ -451,7 +504,8 @@ class Round:
         named = itertools.islice(self.negotiator.pending(now_ns - self._stall_ns), MAX_STALLS_CHECKED)
         waits = [*named, *self._waits]
         self._waits.clear()
-        self._late.update(rank for wait in waits for rank in wait.missing)
+        for missing in {id(wait.missing): wait.missing for wait in waits}.values():  # many wait for the same ranks
+            self._late.update(missing)
         self._late &= self.present
         # The connection of a process that is gone stays open if a child process has inherited it.
         self.vanished = {rank for rank in self._late if self._process_state(self.members[rank]) == GONE}

@@ -132,6 +132,27 @@ def test_the_end_of_the_coordinator_is_the_end_of_the_round(
             work.wait(10)
 
 
+def test_lost_messages_end_the_round_and_the_coordinator_is_told_over_the_other_connection(
+    scripted: ScriptedRound,
+) -> None:
+    work = scripted.announce("w")
+    scripted.control.lose_messages("2 messages got lost")
+    with pytest.raises(RoundEnded, match=r"rank 0 cannot go on: 2 messages got lost; check the network"):
+        work.wait(10)
+    scripted.coordinator_end.settimeout(PATIENCE_S)
+    leave = messages.decode_from_worker(scripted.coordinator_end.recv(4096))
+    assert leave == messages.LeaveRound(messages.LeaveReason.MESSAGES_LOST, "2 messages got lost")
+    assert scripted.coordinator_end.recv(1) == b""
+
+
+def test_after_leaving_nothing_can_get_lost(scripted: ScriptedRound) -> None:
+    scripted.control.tell(messages.LeaveConfirmed())
+    scripted.control.lose_messages("2 messages got lost")
+    scripted.control.tell(messages.StackRequest(1))
+    scripted.control.expect(messages.StackReply)
+    assert scripted.channel.aborted == []
+
+
 def test_a_wait_asks_before_its_end_whom_the_work_waits_for(scripted: ScriptedRound) -> None:
     work = scripted.announce("w")
     with ThreadPoolExecutor(1) as thread:
@@ -189,7 +210,7 @@ def test_an_orderly_goodbye_waits_for_the_answer(scripted: ScriptedRound) -> Non
 def test_a_goodbye_in_disorder_does_not_wait_but_is_sent(scripted: ScriptedRound) -> None:
     failed = messages.LeaveRound(messages.LeaveReason.FAILED, "ValueError: x")
     scripted.control_thread.leave(failed, Deadline(10))
-    scripted.control_thread.stop()
+    scripted.control_thread.stop(Deadline(PATIENCE_S))
     assert scripted.control.expect(messages.LeaveRound) == failed
 
 
@@ -279,7 +300,7 @@ def test_half_open_handshakes_and_a_backlog_of_messages_delay_nobody() -> None:
         here, there = (stack.enter_context(end) for end in socket.socketpair())
         settings = Settings(stall_s=0.0)
         open_channels, thread = make_control_thread(settings, client, recorder, here.fileno(), -1, loop)
-        stack.callback(thread.stop)
+        stack.callback(thread.stop, Deadline(PATIENCE_S))
         gaps: list[float] = []
         last_s = time.monotonic()
 
