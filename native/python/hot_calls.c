@@ -3,8 +3,8 @@
  * some microseconds more.
  *
  * An AllreduceCache belongs to one channel. It holds the calls that were made before, by element type, shape and
- * options, and runs such a call again: nothing is checked twice, and no Python object is made. What it does not hold, or
- * what needs more than that, it leaves to its caller.
+ * options, and runs such a call again: nothing is checked twice, and no Python object is made. What it does not hold,
+ * or what needs more than that, it leaves to its caller.
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -37,17 +37,17 @@ typedef struct {
 typedef struct {
   PyObject ob_base;
   run_function run;
-  rd_channel* channel; /* null when closed */
+  rd_channel* channel;
+  int algorithm;
   double timeout_s;
-  PyObject *array_type, *empty_like, *recorder, *running_calls, *next_sequence, *sampler, *on_failure;
+  PyObject *array_type, *empty_like, *this_thread, *recorder, *running_calls, *next_sequence, *sampler, *on_failure;
   long long next_sampled, long_wait_ns; /* what the sampler had when it was asked last */
   long long num_operations, num_bytes, wait_ns, move_ns;
-  Py_ssize_t num_running; /* threads in rd_run */
   size_t num_calls;
-  cached_call* calls;
+  cached_call* calls; /* NUM_SLOTS; null when closed */
 } allreduce_cache;
 
-static PyObject *tracing_name, *next_sequence_name, *long_wait_ns_name;
+static PyObject *operation_name, *tracing_name, *next_sequence_name, *long_wait_ns_name;
 
 static cached_call* find_call(const allreduce_cache* self, const Py_buffer* view, const PyObject* op, double prescale,
                               double postscale) {
@@ -76,6 +76,13 @@ static void clear_calls(allreduce_cache* self) {
   self->num_calls = 0;
 }
 
+static void forget_calls(allreduce_cache* self) {
+  if (self->calls == NULL) return;
+  clear_calls(self);
+  free(self->calls);
+  self->calls = NULL;
+}
+
 /* Returns 0 when the attribute is no whole number, with an exception. */
 static int read_attribute(PyObject* object, PyObject* name, long long* value) {
   PyObject* attribute = PyObject_GetAttr(object, name);
@@ -90,12 +97,13 @@ static int read_sampler(allreduce_cache* self) {
          read_attribute(self->sampler, long_wait_ns_name, &self->long_wait_ns);
 }
 
-static int is_tracing(const allreduce_cache* self) {
-  PyObject* tracing = PyObject_GetAttr(self->recorder, tracing_name);
-  if (tracing == NULL) PyErr_Clear();
-  int is_off = tracing == Py_False;
-  Py_XDECREF(tracing);
-  return !is_off;
+/* Whether the attribute is there and false: False, or an empty text. */
+static int is_false(PyObject* object, PyObject* name) {
+  PyObject* attribute = PyObject_GetAttr(object, name);
+  int truth = attribute == NULL ? -1 : PyObject_IsTrue(attribute);
+  if (truth < 0) PyErr_Clear();
+  Py_XDECREF(attribute);
+  return truth == 0;
 }
 
 /* Counts a call that succeeded. Returns 0 with an exception when the sampler raised one. */
@@ -106,15 +114,16 @@ static int record(allreduce_cache* self, long long sequence, uint64_t num_bytes,
   self->wait_ns += waited_ns;
   self->move_ns += result->end_ns - result->ready_ns;
   if (sequence < self->next_sampled && waited_ns < self->long_wait_ns) return 1;
-  PyObject* done = PyObject_CallMethod(self->sampler, "add", "LLLL", sequence, (long long)result->start_ns, waited_ns,
-                                       waited_ns);
+  PyObject* done =
+      PyObject_CallMethod(self->sampler, "add", "LLLL", sequence, (long long)result->start_ns, waited_ns, waited_ns);
   Py_XDECREF(done);
   return done != NULL && read_sampler(self);
 }
 
-PyDoc_STRVAR(run_doc,
-             "run(x, out, op, prescale, postscale)\n--\n\n"
-             "Run an allreduce that is held and return its result; None if it is not held, or other work is under way.");
+PyDoc_STRVAR(
+    run_doc,
+    "run(x, out, op, prescale, postscale)\n--\n\n"
+    "Run an allreduce that is held and return its result; None if it is not held, or other work is under way.");
 static PyObject* cache_run(PyObject* object, PyObject* const* args, Py_ssize_t num_args) {
   allreduce_cache* self = (allreduce_cache*)object;
   if (num_args != 5) {
@@ -122,9 +131,9 @@ static PyObject* cache_run(PyObject* object, PyObject* const* args, Py_ssize_t n
     return NULL;
   }
   PyObject *x = args[0], *out = args[1], *op = args[2];
-  if (self->channel == NULL || (PyObject*)Py_TYPE(x) != self->array_type || (out != Py_None && out != x) ||
+  if (self->calls == NULL || (PyObject*)Py_TYPE(x) != self->array_type || (out != Py_None && out != x) ||
       !PyFloat_CheckExact(args[3]) || !PyFloat_CheckExact(args[4]) || PyObject_Size(self->running_calls) != 0 ||
-      is_tracing(self))
+      !is_false(self->this_thread, operation_name) || !is_false(self->recorder, tracing_name))
     Py_RETURN_NONE;
   Py_buffer in_view, out_view;
   int flags = PyBUF_C_CONTIGUOUS | PyBUF_FORMAT | (out == x ? PyBUF_WRITABLE : 0);
@@ -160,11 +169,9 @@ static PyObject* cache_run(PyObject* object, PyObject* const* args, Py_ssize_t n
   Py_INCREF(description);
   call.spans = &span;
   rd_result result;
-  ++self->num_running;
   PyThreadState* thread = PyEval_SaveThread();
   rd_status status = self->run(self->channel, &call, &result, self->timeout_s);
   PyEval_RestoreThread(thread);
-  --self->num_running;
   if (status != RD_OK) {
     returned = PyObject_CallFunction(self->on_failure, "Oiy#", description, (int)status, (const char*)&result,
                                      (Py_ssize_t)sizeof result);
@@ -185,18 +192,18 @@ failed:
 }
 
 PyDoc_STRVAR(add_doc,
-             "add(x, op, prescale, postscale, dtype, op_number, algorithm, signature, description)\n--\n\n"
+             "add(x, op, prescale, postscale, dtype, op_number, signature, description)\n--\n\n"
              "Hold the call that was made with this array and these options.");
 static PyObject* cache_add(PyObject* object, PyObject* args) {
   allreduce_cache* self = (allreduce_cache*)object;
   PyObject *x, *op, *description;
   double prescale, postscale;
-  int dtype, op_number, algorithm;
+  int dtype, op_number;
   unsigned long long signature;
-  if (!PyArg_ParseTuple(args, "OOddiiiKS", &x, &op, &prescale, &postscale, &dtype, &op_number, &algorithm, &signature,
-                        &description))
+  if (!PyArg_ParseTuple(args, "OOddiiKS", &x, &op, &prescale, &postscale, &dtype, &op_number, &signature, &description))
     return NULL;
   Py_buffer view;
+  if (self->calls == NULL) Py_RETURN_NONE;
   if (PyObject_GetBuffer(x, &view, PyBUF_C_CONTIGUOUS | PyBUF_FORMAT) != 0) {
     PyErr_Clear(); /* of a dtype that buffers do not know, or not contiguous: it is not held */
     Py_RETURN_NONE;
@@ -220,7 +227,7 @@ static PyObject* cache_add(PyObject* object, PyObject* args) {
       held->call = (rd_call){.kind = RD_ALLREDUCE,
                              .dtype = dtype,
                              .op = op_number,
-                             .algorithm = algorithm,
+                             .algorithm = self->algorithm,
                              .peer = -1,
                              .prescale = prescale,
                              .postscale = postscale,
@@ -242,24 +249,36 @@ static PyObject* cache_counts(PyObject* object, PyObject* unused) {
   return Py_BuildValue("LLLL", self->num_operations, self->num_bytes, self->wait_ns, self->move_ns);
 }
 
-PyDoc_STRVAR(close_doc,
-             "close()\n--\n\nRun nothing any more. Return how many threads are still in a call; they need the channel.");
-static PyObject* cache_close(PyObject* object, PyObject* unused) {
+PyDoc_STRVAR(restart_doc,
+             "restart(next_sequence)\n--\n\nTake the numbers of operations from this function from now on.");
+static PyObject* cache_restart(PyObject* object, PyObject* next_sequence) {
   allreduce_cache* self = (allreduce_cache*)object;
+  PyObject* before = self->next_sequence;
+  Py_INCREF(next_sequence);
+  self->next_sequence = next_sequence;
+  Py_XDECREF(before);
+  if (!read_sampler(self)) return NULL;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(close_doc, "close()\n--\n\nRun nothing any more. Calls that are under way end with the channel.");
+static PyObject* cache_close(PyObject* object, PyObject* unused) {
   (void)unused;
-  self->channel = NULL;
-  clear_calls(self);
-  return PyLong_FromSsize_t(self->num_running);
+  forget_calls((allreduce_cache*)object);
+  Py_RETURN_NONE;
 }
 
 static PyObject* cache_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
-  static char* names[] = {"run",           "channel",       "timeout_s", "array_type", "empty_like", "recorder",
-                          "running_calls", "next_sequence", "sampler",   "on_failure", NULL};
+  static char* names[] = {"run",        "channel",     "algorithm", "timeout_s",     "array_type",
+                          "empty_like", "this_thread", "recorder",  "running_calls", "next_sequence",
+                          "sampler",    "on_failure",  NULL};
   unsigned long long run, channel;
+  int algorithm;
   double timeout_s;
-  PyObject* given[7];
-  if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKdOOOOOOO", names, &run, &channel, &timeout_s, &given[0],
-                                   &given[1], &given[2], &given[3], &given[4], &given[5], &given[6]))
+  PyObject* given[8];
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "KKidOOOOOOOO", names, &run, &channel, &algorithm, &timeout_s,
+                                   &given[0], &given[1], &given[2], &given[3], &given[4], &given[5], &given[6],
+                                   &given[7]))
     return NULL;
   allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
   allreduce_cache* self = (allreduce_cache*)allocate(type, 0);
@@ -267,10 +286,11 @@ static PyObject* cache_new(PyTypeObject* type, PyObject* args, PyObject* keyword
   self->calls = calloc(NUM_SLOTS, sizeof *self->calls);
   self->run = (run_function)(uintptr_t)run;
   self->channel = (rd_channel*)(uintptr_t)channel;
+  self->algorithm = algorithm;
   self->timeout_s = timeout_s;
-  PyObject** kept[7] = {&self->array_type,    &self->empty_like, &self->recorder,  &self->running_calls,
-                        &self->next_sequence, &self->sampler,    &self->on_failure};
-  for (int i = 0; i < 7; ++i) {
+  PyObject** kept[8] = {&self->array_type,    &self->empty_like,    &self->this_thread, &self->recorder,
+                        &self->running_calls, &self->next_sequence, &self->sampler,     &self->on_failure};
+  for (int i = 0; i < 8; ++i) {
     Py_INCREF(given[i]);
     *kept[i] = given[i];
   }
@@ -290,6 +310,7 @@ static int cache_traverse(PyObject* object, visitproc visit, void* arg) {
   Py_VISIT(Py_TYPE(object));
   Py_VISIT(self->array_type);
   Py_VISIT(self->empty_like);
+  Py_VISIT(self->this_thread);
   Py_VISIT(self->recorder);
   Py_VISIT(self->running_calls);
   Py_VISIT(self->next_sequence);
@@ -300,10 +321,10 @@ static int cache_traverse(PyObject* object, visitproc visit, void* arg) {
 
 static int cache_clear(PyObject* object) {
   allreduce_cache* self = (allreduce_cache*)object;
-  self->channel = NULL;
-  if (self->calls != NULL) clear_calls(self);
+  forget_calls(self);
   Py_CLEAR(self->array_type);
   Py_CLEAR(self->empty_like);
+  Py_CLEAR(self->this_thread);
   Py_CLEAR(self->recorder);
   Py_CLEAR(self->running_calls);
   Py_CLEAR(self->next_sequence);
@@ -316,7 +337,6 @@ static void cache_dealloc(PyObject* object) {
   PyTypeObject* type = Py_TYPE(object);
   PyObject_GC_UnTrack(object);
   cache_clear(object);
-  free(((allreduce_cache*)object)->calls);
   freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
   release(object);
   Py_DECREF(type);
@@ -325,6 +345,7 @@ static void cache_dealloc(PyObject* object) {
 static PyMethodDef cache_methods[] = {{"run", (PyCFunction)(void (*)(void))cache_run, METH_FASTCALL, run_doc},
                                       {"add", cache_add, METH_VARARGS, add_doc},
                                       {"counts", cache_counts, METH_NOARGS, counts_doc},
+                                      {"restart", cache_restart, METH_O, restart_doc},
                                       {"close", cache_close, METH_NOARGS, close_doc},
                                       {NULL, NULL, 0, NULL}};
 
@@ -340,10 +361,12 @@ static PyType_Spec cache_spec = {"ronde.comm.backends.hot_calls.AllreduceCache",
                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, cache_slots};
 
 static int module_exec(PyObject* module) {
+  operation_name = PyUnicode_InternFromString("operation");
   tracing_name = PyUnicode_InternFromString("tracing");
   next_sequence_name = PyUnicode_InternFromString("next_sequence");
   long_wait_ns_name = PyUnicode_InternFromString("long_wait_ns");
-  if (tracing_name == NULL || next_sequence_name == NULL || long_wait_ns_name == NULL) return -1;
+  if (operation_name == NULL || tracing_name == NULL || next_sequence_name == NULL || long_wait_ns_name == NULL)
+    return -1;
   if (PyModule_AddIntConstant(module, "ABI", RD_ABI) != 0) return -1;
   PyObject* type = PyType_FromModuleAndSpec(module, &cache_spec, NULL);
   if (type == NULL) return -1;
@@ -354,8 +377,14 @@ static int module_exec(PyObject* module) {
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, (void*)module_exec}, {0, NULL}};
 
-static struct PyModuleDef module_definition = {
-    PyModuleDef_HEAD_INIT, "hot_calls", "Repeated calls of the data plane without ctypes.", 0, NULL, module_slots,
-    NULL,                  NULL,        NULL};
+static struct PyModuleDef module_definition = {PyModuleDef_HEAD_INIT,
+                                               "hot_calls",
+                                               "Repeated calls of the data plane without ctypes.",
+                                               0,
+                                               NULL,
+                                               module_slots,
+                                               NULL,
+                                               NULL,
+                                               NULL};
 
 PyMODINIT_FUNC PyInit_hot_calls(void) { return PyModuleDef_Init(&module_definition); }

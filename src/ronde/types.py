@@ -159,9 +159,9 @@ class Deadline:
 
     __slots__ = ("_expires_at_s", "timeout_s")
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, elapsed_s: float = 0.0) -> None:
         self.timeout_s = timeout_s
-        self._expires_at_s = time.monotonic() + timeout_s
+        self._expires_at_s = time.monotonic() + timeout_s - elapsed_s
 
     @property
     def remaining_s(self) -> float:

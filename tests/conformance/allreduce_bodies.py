@@ -9,7 +9,7 @@ import numpy as np
 from ronde.comm.buffers import Bfloat16View
 from ronde.comm.world import World
 from ronde.types import DType, Op
-from tests.conformance.cases import on_ranks
+from tests.conformance.cases import on_ranks, raises
 from tests.conformance.reference_arithmetic import reduce
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -43,6 +43,43 @@ def every_dtype_and_operation_gives_what_numpy_gives(world: World) -> None:
             expected = reduce([numbers(rank, dtype, 67) for rank in range(world.size)], dtype, op, 1.0, 1.0)
             assert result.dtype == expected.dtype
             assert np.array_equal(result, expected), f"{dtype.name} {op.name}: {result} is not {expected}"
+
+
+@on_ranks(2, 3)
+def what_repeats_gives_the_same_each_time(world: World) -> None:
+    # A repeated allreduce of an array takes a shorter way; other calls come in between.
+    group = world.group
+    before = world.recorder.metrics().of(0, "allreduce")
+    for step in range(4):
+        for dtype in DType:
+            if dtype is not DType.BFLOAT16:
+                given = numbers(world.rank + step, dtype, 67)
+                expected = reduce([numbers(rank + step, dtype, 67) for rank in range(world.size)], dtype, Op.SUM, 1, 1)
+                assert np.array_equal(group.allreduce(given), expected)
+                assert np.array_equal(given, numbers(world.rank + step, dtype, 67))
+                assert group.allreduce(given, out=given) is given and np.array_equal(given, expected)
+        x = np.full((2, 3), world.rank + step, np.float32)
+        ranks = sum(range(world.size)) + step * world.size
+        assert (group.allreduce(x, op="mean") == np.float32(ranks / world.size)).all()
+        assert (group.allreduce(x, op="mean", prescale=2.0) == np.float32(2 * ranks / world.size)).all()
+        assert (group.allreduce(x.T) == ranks).all()
+        assert group.allreduce(x.reshape(6)).shape == (6,)
+        work = group.allreduce(x, wait=False)
+        assert (group.allreduce(x) == ranks).all() and (work.wait() == ranks).all()
+    after = world.recorder.metrics().of(0, "allreduce")
+    assert after.operations - before.operations == 4 * (2 * (len(DType) - 1) + 6)
+    assert after.bytes - before.bytes == 4 * (2 * 67 * sum(d.num_bytes for d in DType if d is not DType.BFLOAT16) + 144)
+
+
+@on_ranks(2)
+def an_array_that_may_not_be_written_is_no_result(world: World) -> None:
+    x = np.ones(5)
+    for _ in range(3):
+        world.group.allreduce(x)
+    x.flags.writeable = False
+    assert (world.group.allreduce(x) == 2).all()
+    with raises(ValueError, match="read-only|writ"):
+        world.group.allreduce(x, out=x)
 
 
 @on_ranks(1, 2, 3, 4)

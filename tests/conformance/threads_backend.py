@@ -244,6 +244,9 @@ class _ThreadsChannel:
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         return self.submit(call, deadline).wait(deadline)
 
+    def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
+        return None
+
     def submit(self, call: Call, deadline: Deadline) -> RunningCall:
         return self._shared.submit(_MemberCall(self._shared, self.spec.member_index, call, deadline))
 

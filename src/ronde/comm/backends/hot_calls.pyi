@@ -16,9 +16,11 @@ class AllreduceCache:
         cls,
         run: int,
         channel: int,
+        algorithm: int,
         timeout_s: float,
         array_type: type,
         empty_like: Callable[..., Any],
+        this_thread: object,
         recorder: Recorder,
         running_calls: deque[RunningCall],
         next_sequence: Callable[[], int],
@@ -34,10 +36,10 @@ class AllreduceCache:
         postscale: float,
         dtype: int,
         op_number: int,
-        algorithm: int,
         signature: int,
         description: bytes,
         /,
     ) -> None: ...
     def counts(self) -> tuple[int, int, int, int]: ...
-    def close(self) -> int: ...
+    def restart(self, next_sequence: Callable[[], int], /) -> None: ...
+    def close(self) -> None: ...

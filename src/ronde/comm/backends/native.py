@@ -10,9 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -25,6 +27,7 @@ from ronde.comm.backends.base import (
     RunningCall,
     forked_error,
     reentry_error,
+    this_thread,
 )
 from ronde.comm.backends.native_library import (
     ALGORITHMS,
@@ -37,6 +40,7 @@ from ronde.comm.backends.native_library import (
     get_current_call,
     get_member_descriptions,
     load_library,
+    make_allreduce_cache,
     make_channel_params,
     open_channel,
     pending_callbacks,
@@ -51,6 +55,9 @@ from ronde.net.open_files import explain_open_files, is_open_files_error, make_o
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.settings import Settings
 from ronde.types import Deadline, Topology
+
+if TYPE_CHECKING:
+    from ronde.comm.backends.hot_calls import AllreduceCache
 
 LOSS_NOTICE_S = 5.0
 """How long the coordinator may take to report the loss of a rank that has closed its connection."""
@@ -210,6 +217,22 @@ class NativeChannel:
             return structs.timing_or_raise(status)
         except NativeError as error:
             raise self.make_error(call.description, error, deadline) from None
+
+    def make_allreduce_cache(
+        self, timeout_s: float, record_failure: Callable[[str, Exception], None], **more: Any
+    ) -> AllreduceCache | None:
+        def raise_error(description: bytes, status: int, result: bytes) -> None:
+            what = description.decode(errors="replace")
+            try:
+                thread_structs.own.raise_error(status, result)
+            except NativeError as error:
+                deadline = Deadline(timeout_s, elapsed_s=(time.monotonic_ns() - error.start_ns) / 1e9)
+                raised = self.make_error(what, error, deadline)
+            record_failure(what, raised)
+            raise raised
+
+        more.update(algorithm=self._algorithm, timeout_s=timeout_s, this_thread=this_thread, on_failure=raise_error)
+        return make_allreduce_cache(self._handle, **more)
 
     def submit(self, call: Call, deadline: Deadline) -> NativeRunningCall:
         structs = thread_structs.own

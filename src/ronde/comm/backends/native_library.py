@@ -1,7 +1,8 @@
 """The C++ data plane through ctypes: its functions, its structs and its status codes. Used by the native backend and,
 for addresses and kernels, by other modules of comm.
 
-The only module that knows ctypes. Calls drop the GIL while they run.
+The only module that knows ctypes. Calls drop the GIL while they run. Repeated allreduces go through hot_calls, an
+extension of Python, where that can be imported; a Python before 3.11, or one without the GIL, cannot.
 """
 
 from __future__ import annotations
@@ -26,6 +27,11 @@ from ronde.comm.backends.base import CallTiming, CurrentCall
 from ronde.comm.call import Call
 from ronde.errors import RondeError
 from ronde.types import OperationKind
+
+try:
+    from ronde.comm.backends import hot_calls
+except ImportError:
+    hot_calls = None  # type: ignore[assignment]
 
 ABI = 3
 DESCRIPTION_BYTES = 128
@@ -185,13 +191,16 @@ def reduce(
 class NativeError(Exception):
     """A status of the library other than OK; the native backend turns it into the error that the caller sees."""
 
-    def __init__(self, status: int, member: int = -1, detail: int = 0, *, has_ended: bool = False) -> None:
+    def __init__(
+        self, status: int, member: int = -1, detail: int = 0, *, has_ended: bool = False, start_ns: int = 0
+    ) -> None:
         super().__init__(f"status {status}, member {member}, detail {detail}")
         self.status = status
         self.member = member
         self.detail = detail
         self.has_ended = has_ended
         """Whether a call was under way and has ended. Otherwise it was refused, or only the wait for it has ended."""
+        self.start_ns = start_ns
 
 
 # --- an open channel -------------------------------------------------------------------------------------------------
@@ -227,6 +236,14 @@ def open_channel(
     if status != NativeStatus.OK or handle.value is None:
         raise NativeError(status, detail=ctypes.get_errno())
     return handle.value
+
+
+def make_allreduce_cache(handle: NativeHandle, **more: Any) -> hot_calls.AllreduceCache | None:
+    """What runs repeated allreduces on this channel; None where the extension is missing or another version's."""
+    if hot_calls is None or hot_calls.ABI != ABI:
+        return None
+    run = ctypes.cast(load_library().rd_run, c_void_p).value or 0
+    return hot_calls.AllreduceCache(run=run, channel=handle, array_type=np.ndarray, empty_like=np.empty_like, **more)
 
 
 def get_member_descriptions(handle: NativeHandle, num_members: int) -> list[str]:
@@ -307,6 +324,11 @@ class CallStructs:
                 return None
         return self._fill_all_fields(call, algorithm)
 
+    def raise_error(self, status: int, result: bytes) -> None:
+        """Raise the error of a call whose result struct has these bytes."""
+        self.result.raw = result
+        self.timing_or_raise(status)
+
     def timing_or_raise(self, status: int) -> CallTiming:
         """The timing of a call that succeeded, from the result struct; else NativeError, or what a signal raised."""
         _, member, detail, algorithm, start_ns, ready_ns, end_ns = RD_RESULT.unpack_from(self.result)
@@ -319,7 +341,7 @@ class CallStructs:
                 restore.argtypes = (c_void_p, c_void_p, c_void_p)
                 restore.restype = None
                 restore(*raised)
-            raise NativeError(status, member, detail, has_ended=end_ns != 0)
+            raise NativeError(status, member, detail, has_ended=end_ns != 0, start_ns=start_ns)
         return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm])
 
     def _fill_all_fields(self, call: Call, algorithm: int) -> object:

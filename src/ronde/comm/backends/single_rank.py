@@ -44,6 +44,9 @@ class SingleRankChannel:
             _copy_scaled(call)
         return CallTiming(start_ns, start_ns, time.monotonic_ns(), "single_rank")
 
+    def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
+        return None
+
     def submit(self, call: Call, deadline: Deadline) -> RunningCall:
         return _EndedCall(call, self.run(call, deadline))
 
