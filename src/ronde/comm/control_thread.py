@@ -129,6 +129,8 @@ class ControlThread:
         self._stopping = False
         self._closes_connections = False
         self._leave_confirmed = threading.Event()
+        self._has_left = False
+        """Whether the coordinator was told over the liveness connection that this rank cannot go on."""
         self._replies: list[GroupsChanged | TimelineReply] = []
         """Answers that the threads in _wait_for_reply() have not taken yet; under the lock of `waits`."""
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -184,6 +186,8 @@ class ControlThread:
 
     def leave(self, message: LeaveRound, deadline: Deadline) -> None:
         """Leave the round. If it is orderly, wait until the coordinator has confirmed it."""
+        if self._has_left:
+            return
         self._enqueue(message)
         if message.reason.is_orderly and self._open_channels.closed_error is None:
             self._leave_confirmed.wait(deadline.remaining_s)
@@ -329,11 +333,12 @@ class ControlThread:
         that still exists."""
         if self._leave_confirmed.is_set():
             return
-        rank = self._recorder.rank
-        self._end_round(RoundEnded(f"rank {rank} cannot go on: {why}; check the network, and start a new round"))
         if self._liveness_fd >= 0:
+            self._has_left = True  # before the program learns of it: what it would say when it leaves says less
             self._loop.remove_reader(self._liveness_fd)
             send_and_hang_up(self._liveness_fd, encode(LeaveRound(LeaveReason.MESSAGES_LOST, why)))
+        rank = self._recorder.rank
+        self._end_round(RoundEnded(f"rank {rank} cannot go on: {why}; check the network, and start a new round"))
 
     def _end_round(self, error: RondeError) -> None:
         self._open_channels.abort_all(error)
