@@ -6,7 +6,7 @@ are in the cache, so that their memory is free for the next; small ones when the
 
 The memory is used again in the next step, unless somebody has kept a gradient, or anything that shares its memory:
 then this rank's gradients of that bucket travel in the spare memory, and p.grad gets copies
-(docs/decisions/0010-kept-gradients.md).
+(docs/decisions/0011-kept-gradients.md).
 
 What runs in every step has no loop over parameters in Python: lists of parameters and views are made once per bucket,
 and are handed to map() and to torch._foreach_*.
