@@ -52,7 +52,10 @@ typedef enum rd_op {
   RD_MAX = 3,
   RD_PRODUCT = 4,
   RD_ADASUM = 5,
-  RD_NUM_OPS = 6
+  RD_BIT_AND = 6, /* operations on bits are for integers and bool */
+  RD_BIT_OR = 7,
+  RD_BIT_XOR = 8,
+  RD_NUM_OPS = 9
 } rd_op;
 
 typedef enum rd_kind {
@@ -65,7 +68,10 @@ typedef enum rd_kind {
   RD_SEND = 6,
   RD_RECEIVE = 7,
   RD_JOIN = 8, /* contribute zeros to the other members' allreduces until every member has joined */
-  RD_NUM_KINDS = 9
+  RD_REDUCE = 9,
+  RD_GATHER = 10,
+  RD_SCATTER = 11,
+  RD_NUM_KINDS = 12
 } rd_kind;
 
 typedef enum rd_algorithm {
@@ -109,15 +115,15 @@ typedef struct rd_call {
   int32_t op;
   int32_t algorithm;
   uint32_t flags;
-  int32_t peer; /* root of a broadcast, other side of a send or receive */
+  int32_t peer; /* root of a broadcast, reduce, gather or scatter; other side of a send or receive */
   double prescale;
   double postscale;
   uint64_t signature;      /* must be equal on all members */
   const char* description; /* this member's call in words, for the error that names a mismatch */
   const rd_span* spans;
   uint64_t num_spans;
-  /* Elements per member. allgather: what each member contributes. reduce_scatter: what each member receives.
-   * alltoall: what this member receives from each. Otherwise null. */
+  /* Elements per member. allgather, gather: what each member contributes. reduce_scatter, scatter: what each member
+   * receives. alltoall: what this member receives from each. Otherwise null. */
   const uint64_t* counts;
   const uint64_t* splits; /* alltoall: elements that this member sends to each */
 } rd_call;

@@ -48,6 +48,11 @@ bool is_valid(const Call& call, const Topology& topology) {
              call.splits[me] == call.counts[me] && sum(call.splits) <= call.spans.count();
     case RD_BROADCAST:
       return valid_peer;
+    case RD_REDUCE:
+      return supported(call.reduce_params) && call.reduce_params.op != RD_ADASUM && valid_peer;
+    case RD_GATHER:
+    case RD_SCATTER:
+      return one_span && call.counts.size() == size && call.counts[me] == call.spans.count() && valid_peer;
     case RD_SEND:
     case RD_RECEIVE:
       return one_span && valid_peer && uint32_t(call.peer) != me;

@@ -53,11 +53,20 @@ void CallMatcher::exchange_between_hosts(Group& group) {
 namespace {
 
 bool equal(const CallHeader& a, const CallHeader& b) {
-  bool counts_may_differ = a.kind == RD_ALLGATHER || a.kind == RD_ALLTOALL;
+  bool counts_may_differ =
+      a.kind == RD_ALLGATHER || a.kind == RD_ALLTOALL || a.kind == RD_GATHER || a.kind == RD_SCATTER;
   return a.sequence == b.sequence && a.signature == b.signature && a.kind == b.kind && a.dtype == b.dtype &&
          a.op == b.op && a.peer == b.peer && a.algorithm == b.algorithm && a.in_bucket == b.in_bucket &&
          a.bucket_offset == b.bucket_offset && a.prescale == b.prescale && a.postscale == b.postscale &&
          (counts_may_differ || a.count == b.count);
+}
+
+// Whether members that have joined can take part: their zeros must not change what the others get. (A mean is divided
+// by the number of all members.)
+bool works_with_zeros(const CallHeader& requested) {
+  bool zero_is_neutral =
+      requested.op == RD_SUM || requested.op == RD_MEAN || requested.op == RD_BIT_OR || requested.op == RD_BIT_XOR;
+  return requested.kind == RD_BARRIER || (requested.kind == RD_ALLREDUCE && zero_is_neutral);
 }
 
 }  // namespace
@@ -75,8 +84,7 @@ MatchResult match_headers(const std::vector<CallHeader>& headers, const CallHead
     }
   }
   if (*requested == nullptr) return MatchResult::kAllJoined;
-  bool works_with_zeros = (*requested)->kind == RD_ALLREDUCE || (*requested)->kind == RD_BARRIER;
-  return any_joined && !works_with_zeros ? MatchResult::kMismatch : MatchResult::kMatch;
+  return any_joined && !works_with_zeros(**requested) ? MatchResult::kMismatch : MatchResult::kMatch;
 }
 
 }  // namespace ronde

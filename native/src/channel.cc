@@ -109,7 +109,8 @@ void Channel::execute(Call& call, CallStream& stream) {
   call.started_ns.store(result.start_ns);
   try {
     CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, &stream.waiting_for);
-    Group group{topology_, segment_.get(), barrier_, links_, wait, stream.contiguous, stream.incoming, slots_used_};
+    Group group{topology_,         segment_.get(),  barrier_,        links_,     wait,
+                stream.contiguous, stream.incoming, stream.partials, slots_used_};
     wait.check();
     locate_in_bucket(call);
     if (call.kind == RD_SEND || call.kind == RD_RECEIVE) {
@@ -133,19 +134,31 @@ void Channel::execute(Call& call, CallStream& stream) {
   result.end_ns = now_ns();
 }
 
+// A call works in place in the bucket when all its data is there and every element of its input has the place of its
+// output: of a reduce-scatter this member's share is the output, of an allgather its share is the input.
 void Channel::locate_in_bucket(Call& call) const {
   const char* start = bucket();
   if (start == nullptr || call.spans.size() != 1) return;
-  const char* data = static_cast<const char*>(call.spans[0].input);
-  if (call.spans[0].output != data || data < start || data + call.spans.bytes() > start + topology_.bucket_bytes)
+  const char* input = static_cast<const char*>(call.spans[0].input);
+  const char* output = static_cast<const char*>(call.spans[0].output);
+  const char* data = call.kind == RD_ALLGATHER ? output : input;
+  const char* share = call.kind == RD_ALLGATHER ? input : output;
+  uint64_t bytes = call.spans.bytes(), share_begin = 0;
+  if (call.kind == RD_ALLGATHER || call.kind == RD_REDUCE_SCATTER) {
+    std::vector<uint64_t> starts = starts_of(call.counts, call.element_bytes());
+    bytes = starts.back();
+    share_begin = starts[topology_.member_index];
+  } else if (call.kind != RD_ALLREDUCE && call.kind != RD_BROADCAST) {
     return;
+  }
+  if (data < start || data + bytes > start + topology_.bucket_bytes || share != data + share_begin) return;
   call.in_bucket = true;
   call.bucket_offset = uint64_t(data - start);
 }
 
 void Channel::run_collective(Call& call, Group& group) {
-  rd_algorithm algorithm =
-      choose_algorithm(topology_, call.kind, call.reduce_params.op, call.spans.bytes(), call.algorithm);
+  uint64_t bytes = call.spans.count() * partial_bytes(call.reduce_params);  // as partial results travel
+  rd_algorithm algorithm = choose_algorithm(topology_, call.kind, call.reduce_params.op, bytes, call.algorithm);
   CallHeader header = call.header(algorithm, ++sequence_);
   if (algorithm == RD_DIRECT && segment_ != nullptr) direct_prepare(group, call);
   const auto& headers = matcher_.match(group, header, call.pre_agreed);
@@ -216,6 +229,12 @@ void Channel::run_algorithm(rd_algorithm algorithm, const Call& call, Group& gro
       return algorithm == RD_DIRECT ? direct_allgather(group, call) : ring_allgather(group, call);
     case RD_REDUCE_SCATTER:
       return algorithm == RD_DIRECT ? direct_reduce_scatter(group, call) : ring_reduce_scatter(group, call);
+    case RD_REDUCE:
+      return algorithm == RD_DIRECT ? direct_reduce(group, call) : binomial_tree_reduce(group, call);
+    case RD_GATHER:
+      return algorithm == RD_DIRECT ? direct_gather(group, call) : binomial_tree_gather(group, call);
+    case RD_SCATTER:
+      return algorithm == RD_DIRECT ? direct_scatter(group, call) : binomial_tree_scatter(group, call);
     default:
       return pairwise_exchange_alltoall(group, call);
   }

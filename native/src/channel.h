@@ -34,7 +34,7 @@ class Channel {
   // One order of calls with what its running call needs.
   struct CallStream {
     explicit CallStream(Channel& channel) : queue([this, &channel](Call& call) { channel.execute(call, *this); }) {}
-    ScratchBuffer contiguous, incoming;
+    ScratchBuffer contiguous, incoming, partials;
     std::atomic<int32_t> waiting_for{-1};  // the member that the running call waits for
     CallQueue queue;                       // the last member, because its thread uses the others
   };

@@ -45,6 +45,15 @@ constexpr Row kTable[] = {
     {RD_ALLTOALL,       HostSpread::kSingleHost,     kAny,      RD_PAIRWISE},
     {RD_ALLTOALL,       HostSpread::kOnePerHost,     kAny,      RD_PAIRWISE},
     {RD_ALLTOALL,       HostSpread::kSeveralPerHost, kAny,      RD_PAIRWISE},
+    {RD_REDUCE,         HostSpread::kSingleHost,     kAny,      RD_DIRECT},
+    {RD_REDUCE,         HostSpread::kOnePerHost,     kAny,      RD_TREE},
+    {RD_REDUCE,         HostSpread::kSeveralPerHost, kAny,      RD_TREE},
+    {RD_GATHER,         HostSpread::kSingleHost,     kAny,      RD_DIRECT},
+    {RD_GATHER,         HostSpread::kOnePerHost,     kAny,      RD_TREE},
+    {RD_GATHER,         HostSpread::kSeveralPerHost, kAny,      RD_TREE},
+    {RD_SCATTER,        HostSpread::kSingleHost,     kAny,      RD_DIRECT},
+    {RD_SCATTER,        HostSpread::kOnePerHost,     kAny,      RD_TREE},
+    {RD_SCATTER,        HostSpread::kSeveralPerHost, kAny,      RD_TREE},
 };
 // clang-format on
 
@@ -59,7 +68,7 @@ bool can_run(const Topology& topology, rd_kind kind, rd_algorithm algorithm) {
     case RD_RING:
       return kind == RD_ALLREDUCE || kind == RD_ALLGATHER || kind == RD_REDUCE_SCATTER;
     case RD_TREE:
-      return kind == RD_BROADCAST;
+      return kind == RD_BROADCAST || kind == RD_REDUCE || kind == RD_GATHER || kind == RD_SCATTER;
     case RD_PAIRWISE:
       return kind == RD_ALLTOALL;
     default:

@@ -39,6 +39,7 @@ struct Group {
   CallWait& wait;
   ScratchBuffer& contiguous;  // the spans of a call in one piece
   ScratchBuffer& incoming;    // what was received and is not yet reduced
+  ScratchBuffer& partials;    // partial results that do not fit where the result will be
   uint32_t& slots_used;       // staging slots used so far, equal on every member; its parity selects the slot
 
   Link* link(uint32_t member) const { return links[member].get(); }
