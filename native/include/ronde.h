@@ -97,8 +97,9 @@ typedef struct rd_channel_params {
   uint32_t member_index; /* of this process */
   uint32_t num_cores;    /* of this host; decides how long a wait spins */
   const uint32_t* hosts; /* per member: the index of its host, counted from 0 in order of appearance */
-  uint64_t slot_bytes;   /* size of a staging slot; each member has two */
-  uint64_t chunk_bytes;  /* bytes of a slot that one step of the direct algorithm uses */
+  uint64_t slot_bytes;   /* size of a staging slot; each member has two; a multiple of 64, at least chunk_bytes */
+  uint64_t chunk_bytes;  /* bytes of a slot that one step of the direct algorithm uses; a multiple of 64, at least 8 for
+                          * each member of the host that has the most */
   uint64_t bucket_bytes; /* bucket memory per member, or 0 */
 } rd_channel_params;
 
@@ -154,17 +155,18 @@ typedef struct rd_current_call {
 } rd_current_call;
 
 uint32_t rd_abi(void);
-const char* rd_version(void);
-const char* rd_cpu(void); /* the reduce kernels in use: "portable", "avx2" or "avx512" */
+const char* rd_version(void); /* the version, and a digest of the sources of this library */
+const char* rd_cpu(void);     /* the reduce kernels in use: "portable", "avx2" or "avx512" */
 
-/* Returns the bytes of shared memory that the members of this host need, or 0 when params is invalid. The host's lowest
- * member creates the memory, filled with zeros. */
+/* Returns the bytes of shared memory that the members of this host need, or 0 when params is invalid or that would be
+ * more than a file can have. The host's lowest member creates the memory, filled with zeros. */
 uint64_t rd_segment_bytes(const rd_channel_params* params);
 
 /* Opens a channel. `segment` is the descriptor of the shared memory, or -1 for the only member of a host; the caller
  * keeps it. `sockets` has num_members rows of num_sockets descriptors: in the row of a member on another host, first
  * the socket for aborts, then those for data; -1 in all other rows. `point_to_point` has one socket per member for send
- * and receive, or is null. The channel owns all sockets from here on, even when this function fails. */
+ * and receive, or is null. The channel owns all sockets from here on, even when this function fails. RD_BAD_CALL when
+ * params is invalid or the memory has another size than rd_segment_bytes; after RD_SYSTEM, errno says what failed. */
 rd_status rd_open(const rd_channel_params* params, int segment, const int* sockets, uint32_t num_sockets,
                   const int* point_to_point, rd_channel** channel);
 

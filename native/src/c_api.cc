@@ -1,4 +1,5 @@
 // The functions of ronde.h: plain types in, status codes out. No exception leaves this file.
+#include <cerrno>
 #include <cstring>
 #include <new>
 #include <unordered_map>
@@ -64,6 +65,8 @@ RD_API uint64_t rd_segment_bytes(const rd_channel_params* params) {
     return ronde::SharedSegment::bytes(ronde::Topology(*params));
   } catch (const CallError&) {
     return 0;
+  } catch (const std::bad_alloc&) {
+    return 0;
   }
 }
 
@@ -86,8 +89,10 @@ RD_API rd_status rd_open(const rd_channel_params* params, int segment, const int
         new rd_channel(std::move(topology), std::move(shared), std::move(owned), std::move(owned_point_to_point));
     return RD_OK;
   } catch (const CallError& error) {
+    errno = error.detail;
     return error.status;
   } catch (const std::bad_alloc&) {
+    errno = ENOMEM;
     return RD_SYSTEM;
   }
 }

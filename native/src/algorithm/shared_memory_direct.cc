@@ -43,7 +43,8 @@ char* bucket_data(const Group& group, const Call& call, uint32_t local) {
 }
 
 bool is_small(const Group& group, const Call& call) {
-  return call.spans.bytes() * group.topology.num_local() <= kSmallBytes;
+  uint64_t limit = std::min(kSmallBytes / group.topology.num_local(), group.topology.slot_bytes);
+  return call.spans.bytes() <= limit;
 }
 
 uint32_t local_index(const Group& group) { return group.topology.local_index; }
@@ -276,7 +277,7 @@ void direct_prepare(Group& group, const Call& call) {
 
 void direct_prepare_zeros(Group& group) {
   std::memset(group.segment->slot(local_index(group), group.slots_used & 1), 0,
-              std::max(group.topology.chunk_bytes, kSmallBytes));
+              std::min(group.topology.slot_bytes, std::max(group.topology.chunk_bytes, kSmallBytes)));
 }
 
 void direct_allreduce(Group& group, const Call& call) {

@@ -1,8 +1,10 @@
 #include "link/shared_memory.h"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 
 #include <cerrno>
+#include <cstdint>
 
 #include "base/futex.h"
 
@@ -13,10 +15,13 @@ namespace {
 constexpr uint64_t kPage = 4096;
 constexpr uint32_t kBeingWritten = UINT32_MAX;  // abort_status while abort_member and abort_detail are written
 
-// Returns the offset of the next area of this many bytes and moves the end behind it, to a whole page.
-uint64_t append_area(uint64_t* end, uint64_t bytes) {
-  uint64_t start = *end;
-  *end += (bytes + kPage - 1) / kPage * kPage;
+// Returns the offset of the next area, of `count` pieces of `bytes` each, and moves the end behind it, to a whole page.
+// Throws when the memory would be larger than a file can be.
+uint64_t append_area(uint64_t* end, uint64_t count, uint64_t bytes) {
+  uint64_t start = *end, area;
+  bool too_large = __builtin_mul_overflow(count, bytes, &area) || __builtin_add_overflow(area, kPage - 1, &area) ||
+                   __builtin_add_overflow(start, area / kPage * kPage, end) || *end > uint64_t(INT64_MAX);
+  if (too_large) throw CallError{RD_BAD_CALL};
   return start;
 }
 
@@ -27,19 +32,24 @@ void SharedSegment::compute_offsets(const Topology& topology) {
   slot_bytes_ = topology.slot_bytes;
   // Buckets are an odd number of pages apart. At a distance of 256 MiB two streams share one way of the first-level
   // cache (Zen), and reading both side by side took ten times as long.
-  bucket_bytes_ = ((topology.bucket_bytes + kPage - 1) / kPage | 1) * kPage;
+  uint64_t bucket_pages = topology.bucket_bytes / kPage + (topology.bucket_bytes % kPage > 0 ? 1 : 0);
+  if (__builtin_mul_overflow(bucket_pages | 1, kPage, &bucket_bytes_)) throw CallError{RD_BAD_CALL};
   end_ = 0;
-  append_area(&end_, sizeof(SegmentControl));
-  member_states_ = append_area(&end_, num_local_ * sizeof(MemberState));
-  headers_ = append_area(&end_, topology.size * sizeof(CallHeader));
-  slots_ = append_area(&end_, uint64_t(num_local_) * 2 * slot_bytes_);
-  results_ = append_area(&end_, 2 * slot_bytes_);
-  fifos_ = append_area(&end_, uint64_t(2) * num_local_ * num_local_ * sizeof(ByteFifo));
-  buckets_ = append_area(&end_, topology.bucket_bytes > 0 ? num_local_ * bucket_bytes_ : 0);
+  append_area(&end_, 1, sizeof(SegmentControl));
+  member_states_ = append_area(&end_, num_local_, sizeof(MemberState));
+  headers_ = append_area(&end_, topology.size, sizeof(CallHeader));
+  slots_ = append_area(&end_, uint64_t(2) * num_local_, slot_bytes_);
+  results_ = append_area(&end_, 2, slot_bytes_);
+  fifos_ = append_area(&end_, uint64_t(2) * num_local_ * num_local_, sizeof(ByteFifo));
+  buckets_ = append_area(&end_, topology.bucket_bytes > 0 ? num_local_ : 0, bucket_bytes_);
 }
 
 SharedSegment::SharedSegment(const Topology& topology, int descriptor) {
   compute_offsets(topology);
+  // Memory that ends too early would kill the process where it is touched.
+  struct stat file;
+  if (fstat(descriptor, &file) != 0) throw CallError{RD_SYSTEM, -1, errno};
+  if (uint64_t(file.st_size) != end_) throw CallError{RD_BAD_CALL};
   void* base = mmap(nullptr, end_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (base == MAP_FAILED) throw CallError{RD_SYSTEM, -1, errno};
   base_ = static_cast<char*>(base);

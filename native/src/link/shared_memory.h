@@ -48,7 +48,7 @@ enum class LinkUse { kCollective = 0, kPointToPoint = 1 };
 
 class SharedSegment {
  public:
-  // Maps the descriptor. Throws CallError{RD_SYSTEM}.
+  // Maps the descriptor. Throws CallError: RD_BAD_CALL when its size is not bytes(topology).
   SharedSegment(const Topology& topology, int descriptor);
   // Uses memory that the caller mapped. Tests run members as threads that share one mapping, so that a sanitizer sees
   // them touch the same memory.
@@ -56,6 +56,7 @@ class SharedSegment {
   ~SharedSegment();
   SharedSegment(const SharedSegment&) = delete;
 
+  // Throws CallError{RD_BAD_CALL} when that is more than a file can have.
   static uint64_t bytes(const Topology& topology);
 
   SegmentControl& control() const { return *reinterpret_cast<SegmentControl*>(base_); }

@@ -23,7 +23,7 @@ from ronde.comm.named_operations import OpenChannels
 from ronde.comm.telemetry import ChannelStallInspector, TraceSender, make_activity_report
 from ronde.comm.work import NegotiationWaits
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
-from ronde.net.connect import describe_disconnect, socket_error
+from ronde.net.connect import describe_disconnect, send_and_hang_up, socket_error
 from ronde.net.event_loop import EventLoop
 from ronde.net.messages import (
     AnnounceOperations,
@@ -32,6 +32,7 @@ from ronde.net.messages import (
     EndRound,
     GroupsChanged,
     LeaveConfirmed,
+    LeaveReason,
     LeaveRound,
     MissingRanks,
     OperationRejected,
@@ -49,6 +50,7 @@ from ronde.net.messages import (
     TimelineRequest,
     UnknownOperationId,
     WorkerMessage,
+    encode,
 )
 from ronde.observe.clock import ClockOffset
 from ronde.observe.events import PeerGone, StallReported
@@ -74,8 +76,10 @@ class ControlConnection(Protocol):
     def send(self, message: WorkerMessage) -> None:
         """Send without waiting."""
 
-    def start_receiving(self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None]) -> None:
-        """Hand every message to on_message, in the loop."""
+    def start_receiving(
+        self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None], on_lost: Callable[[str], None]
+    ) -> None:
+        """Hand every message to on_message, in the loop, and the reason to on_lost when messages were lost."""
 
 
 @dataclass
@@ -213,7 +217,7 @@ class ControlThread:
         try:
             if self._liveness_fd >= 0:
                 self._loop.add_reader(self._liveness_fd, self._on_liveness_closed)
-            self._control.start_receiving(self._loop, self._handle)
+            self._control.start_receiving(self._loop, self._handle, self._on_messages_lost)
             self._send_heartbeat()
             self._check_stalls()
             self._trace_sender.send_due()
@@ -287,6 +291,17 @@ class ControlThread:
         else:
             gone = f"the coordinator is gone ({unreachable})" if unreachable else "the coordinator is gone"
             self._end_round(RoundEnded(f"{gone}; look at the output of the launcher"))
+
+    def _on_messages_lost(self, why: str) -> None:
+        """Others may wait for what was lost: this rank cannot go on, and tells the coordinator so over the connection
+        that still exists."""
+        if self._leave_confirmed.is_set():
+            return
+        rank = self._recorder.rank
+        self._end_round(RoundEnded(f"rank {rank} cannot go on: {why}; check the network, and start a new round"))
+        if self._liveness_fd >= 0:
+            self._loop.remove_reader(self._liveness_fd)
+            send_and_hang_up(self._liveness_fd, encode(LeaveRound(LeaveReason.MESSAGES_LOST, why)))
 
     def _end_round(self, error: RondeError) -> None:
         self._open_channels.abort_all(error)

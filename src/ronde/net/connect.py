@@ -141,6 +141,21 @@ def socket_error(descriptor: int) -> int:
         sock.detach()  # the descriptor stays open
 
 
+def send_and_hang_up(descriptor: int, data: bytes) -> None:
+    """Send a few bytes without waiting, and then the end of the connection. It may be closed already."""
+    try:
+        sock = socket.socket(fileno=descriptor)
+    except OSError:  # not a socket any more
+        return
+    try:
+        sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        sock.shutdown(socket.SHUT_WR)
+    except OSError:  # the other side knows
+        pass
+    finally:
+        sock.detach()  # the descriptor stays open
+
+
 def is_closed(sock: socket.socket) -> bool:
     """Return whether the other side has closed the connection, or its process has ended."""
     poll = select.poll()

@@ -21,7 +21,7 @@ from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
 from ronde.types import Member
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_INTERNED_BYTES = 4 * 1024 * 1024
 """Encoded announcements that a WorkerMessageDecoder remembers."""
@@ -69,6 +69,8 @@ class JoinRound(WorkerMessage, frozen=True):
     member: Member
     groups: tuple[tuple[int, ...], ...] = ()
     """Groups that exist from the start, as sorted ranks; equal on all members."""
+    must_be_equal: dict[str, str] = {}
+    """What else must be equal on all members, by name: settings of the data plane, versions."""
 
 
 class AnnounceOperations(WorkerMessage, frozen=True):
@@ -163,6 +165,7 @@ class LeaveReason(enum.IntEnum):
     PROCESS_ENDED = 5  # and the launcher says how
     PROCESS_GONE = 6  # and nobody says why
     UNREACHABLE = 7  # the network to its host is cut
+    MESSAGES_LOST = 8  # between it and the coordinator; also sent by a worker, over its liveness connection
 
     @property
     def is_orderly(self) -> bool:
@@ -310,7 +313,8 @@ class LeaveConfirmed(CoordinatorMessage, frozen=True):
 # --- the reply to a rank that connects -------------------------------------------------------------------------
 
 LIVENESS = "life"
-"""Purpose of a liveness connection: a socket that stays open as long as the rank's process lives."""
+"""Purpose of a liveness connection: a socket that stays open as long as the rank's process lives. Nothing is sent over
+it, but for one LeaveRound of a rank whose control connection is broken."""
 
 
 class AdmissionStatus(enum.IntEnum):
@@ -327,6 +331,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """Where the coordinator's control server listens, if the rank is admitted."""
     reason: str = ""
     """Why the rank is not admitted, as text for the user."""
+    connection: int = 0
+    """The number of an admitted process, higher than all before."""
 
 
 _T = TypeVar("_T")

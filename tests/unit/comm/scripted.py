@@ -101,6 +101,14 @@ class ScriptedControl:
         self._changed = threading.Condition()
         self._loop: EventLoop | None = None
         self._on_message: Callable[[CoordinatorMessage], None] | None = None
+        self._on_lost: Callable[[str], None] = lambda why: None
+
+    def lose_messages(self, why: str) -> None:
+        """Its connection has lost messages."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._loop is not None, PATIENCE_S)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(lambda: self._on_lost(why))
 
     def tell(self, *messages: CoordinatorMessage) -> None:
         def deliver() -> None:
@@ -132,9 +140,11 @@ class ScriptedControl:
             self.said.append(message)
             self._changed.notify_all()
 
-    def start_receiving(self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None]) -> None:
+    def start_receiving(
+        self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None], on_lost: Callable[[str], None]
+    ) -> None:
         with self._changed:
-            self._loop, self._on_message = loop, on_message
+            self._loop, self._on_message, self._on_lost = loop, on_message, on_lost
             self._changed.notify_all()
 
 
@@ -160,7 +170,7 @@ class ScriptedRound:
         self.control = ScriptedControl()
         self.recorder = Recorder(0)
         self.loop = EventLoop()
-        self.liveness, self._coordinator_end = socket.socketpair()
+        self.liveness, self.coordinator_end = socket.socketpair()
         settings = Settings(stall_s=0.0, coordinator_hosted=watched)
         fd = self.liveness.fileno()
         self.open_channels, self.control_thread = make_control_thread(
@@ -175,12 +185,12 @@ class ScriptedRound:
 
     def hang_up(self) -> None:
         """The coordinator's process ends."""
-        self._coordinator_end.close()
+        self.coordinator_end.close()
 
     def close(self) -> None:
         self.control_thread.stop()
         self.liveness.close()
-        self._coordinator_end.close()
+        self.coordinator_end.close()
 
     def announce(self, name: str, count: int = 3) -> Work:
         signature = get_signature(OperationKind.ALLREDUCE, DType.FLOAT32, ((count,),), CallOptions())

@@ -18,6 +18,8 @@ import numpy as np
 from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, CurrentCall, RunningCall
 from ronde.comm.backends.native_library import (
     ALGORITHMS,
+    MAX_MEMBERS,
+    WIDEST_ELEMENT_BYTES,
     NativeError,
     NativeHandle,
     NativeStatus,
@@ -34,6 +36,7 @@ from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, Sta
 from ronde.net.connect import Connection, connect_authenticated, describe_disconnect
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
+from ronde.net.open_files import explain_open_files, is_open_files_error, make_open_files_error
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.settings import Settings
 from ronde.types import Deadline, Topology
@@ -59,8 +62,12 @@ class NativeBackend:
         hosts = [seen.setdefault(self._topology.host_indices[rank], len(seen)) for rank in spec.members]
         sizes = (self._settings.slot_bytes, self._settings.chunk_bytes, spec.bucket_bytes)
         params = make_channel_params(hosts, spec.member_index, *sizes)
-        with ExitStack() as stack:
-            segment = self._share_segment(spec, hosts, load_library().rd_segment_bytes(params), deadline)
+        segment_bytes = load_library().rd_segment_bytes(params)
+        if not segment_bytes:
+            raise ValueError(f"channel {spec.id}: {self._find_size_error(spec, hosts)}")
+        what = f"rank {self._topology.rank} could not open channel {spec.id}"
+        with explain_open_files(what), ExitStack() as stack:
+            segment = self._share_segment(spec, hosts, segment_bytes, deadline)
             if segment >= 0:
                 stack.callback(os.close, segment)
             connections = self._connect_members(spec, hosts, stack, deadline)
@@ -70,7 +77,7 @@ class NativeBackend:
             try:
                 handle = open_channel(params, segment, sockets, point_to_point)
             except NativeError as error:
-                raise RondeError(f"the native library could not open channel {spec.id}: {error}") from None
+                raise self._make_open_error(what, error, segment, segment_bytes) from None
             return NativeChannel(spec, handle, self._settings.algorithm)
 
     def rank_lost(self, rank: int, why: str) -> None:
@@ -81,6 +88,31 @@ class NativeBackend:
 
     def close(self) -> None:
         pass  # the listener is closed with the round
+
+    def _find_size_error(self, spec: ChannelSpec, hosts: list[int]) -> str:
+        """Return why the library refuses the sizes of a channel."""
+        slot_bytes, chunk_bytes = self._settings.slot_bytes, self._settings.chunk_bytes
+        num_local = max(map(hosts.count, set(hosts)))
+        if len(hosts) > MAX_MEMBERS:
+            return f"it has {len(hosts)} members, at most {MAX_MEMBERS} are possible"
+        if chunk_bytes < num_local * WIDEST_ELEMENT_BYTES:
+            least = num_local * WIDEST_ELEMENT_BYTES
+            return f"chunk_bytes must be at least {least} for {num_local} members on one host, got {chunk_bytes}"
+        return (
+            f"{num_local} members on one host with slot_bytes = {slot_bytes}, chunk_bytes = {chunk_bytes} and "
+            f"{spec.bucket_bytes} bytes of buckets each need more shared memory than possible"
+        )
+
+    def _make_open_error(self, what: str, error: NativeError, segment: int, segment_bytes: int) -> RondeError:
+        """Return why the library could not open a channel."""
+        if segment >= 0 and (given_bytes := os.fstat(segment).st_size) != segment_bytes:
+            return StartFailed(
+                f"{what}: the shared memory of its host has {given_bytes} bytes, and it needs {segment_bytes}; "
+                "give all ranks the same settings and the same plans"
+            )
+        if is_open_files_error(error.detail):
+            return make_open_files_error(what)
+        return RondeError(f"{what}: {os.strerror(error.detail) if error.detail else error}")
 
     def _share_segment(self, spec: ChannelSpec, hosts: list[int], num_bytes: int, deadline: Deadline) -> int:
         """The descriptor of the memory that the members of this host share; -1 when there is one member."""

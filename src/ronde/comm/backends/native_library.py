@@ -28,6 +28,8 @@ from ronde.types import OperationKind
 
 ABI = 2
 DESCRIPTION_BYTES = 128
+MAX_MEMBERS = 1024
+WIDEST_ELEMENT_BYTES = 8
 PRE_AGREED = 1
 
 
@@ -80,7 +82,7 @@ class RdCurrentCall(ctypes.Structure):
     )
 
 
-_FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
+_FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {  # ctypes has no public name for the type of its types
     "rd_version": (c_char_p, ()),
     "rd_cpu": (c_char_p, ()),
     "rd_segment_bytes": (c_uint64, (POINTER(RdChannelParams),)),
@@ -123,6 +125,9 @@ class NativeLibrary(ctypes.CDLL):
                 raise RondeError(f"{path} has no {name}(); reinstall ronde or run `make build`") from None
             function.restype = returns
             function.argtypes = takes
+        # The only function that sets errno; to keep it costs time in every call.
+        returns, takes = _FUNCTIONS["rd_open"]
+        self.rd_open = ctypes.CFUNCTYPE(returns, *takes, use_errno=True)(("rd_open", self))
 
 
 @lru_cache(maxsize=1)
@@ -193,8 +198,9 @@ def make_channel_params(
     """`hosts` has the number of the host of each member."""
     num_cores = len(os.sched_getaffinity(0))
     host_numbers = (c_uint32 * len(hosts))(*hosts)
-    sizes = (slot_bytes // 64 * 64, chunk_bytes // 64 * 64, bucket_bytes)
-    return RdChannelParams(ABI, len(hosts), member_index, num_cores, host_numbers, *sizes)
+    return RdChannelParams(
+        ABI, len(hosts), member_index, num_cores, host_numbers, slot_bytes, chunk_bytes, bucket_bytes
+    )
 
 
 def open_channel(
@@ -211,7 +217,7 @@ def open_channel(
     handle = c_void_p()
     status = load_library().rd_open(params, segment, table, num_sockets, pairs, ctypes.byref(handle))
     if status != NativeStatus.OK:
-        raise NativeError(status)
+        raise NativeError(status, detail=ctypes.get_errno())
     return handle
 
 
