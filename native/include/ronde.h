@@ -1,8 +1,24 @@
-/* The C ABI of ronde's data plane, called from Python through ctypes.
+/* The C ABI of ronde's data plane, called from Python through ctypes and from native code.
  *
  * A channel is one total order of collectives among its members. The caller opens every socket and shared-memory file,
  * authenticates it and passes the descriptors: the library resolves no name and reads neither settings nor environment
  * variables. No exception crosses this interface; every function that can fail returns an rd_status.
+ *
+ * Handles. rd_channel and rd_work are counted references: who made one, or called its retain function, calls its
+ * release function once. A handle stays valid until then, also after rd_close, from when on its calls return RD_CLOSED.
+ * All functions may be called from any thread at the same time, rd_close included.
+ *
+ * Threads. rd_run runs a call in the thread of the caller when the channel is idle. Every other call runs in the
+ * channel's own thread ("ronde-channel", with all signals blocked), one after the other.
+ *
+ * Callbacks run in that thread, each once, after its call has ended (rd_done returns 1) and before the next queued call
+ * starts: a slow callback delays those behind it. No lock is held. A callback may call everything but rd_run and
+ * rd_wait, which return RD_BAD_CALL with EDEADLK as detail there: it would wait for itself. rd_close and rd_release in
+ * a callback do not wait for the thread that they are called in.
+ *
+ * Forks. A channel belongs to the process that opened it. In a forked child (fork(2), not vfork or clone) every
+ * function with a handle of the parent returns RD_FORKED or does nothing, and nothing that the child does reaches the
+ * parent: the child's copies of sockets are closed right after the fork, and shared memory becomes private to it.
  */
 #ifndef RONDE_H
 #define RONDE_H
@@ -13,19 +29,21 @@
 extern "C" {
 #endif
 
-#define RD_ABI 2                 /* changes when a struct or a function of this file changes */
+#define RD_ABI 3                 /* changes when a struct or a function of this file changes */
 #define RD_DESCRIPTION_BYTES 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 1024
 
 typedef enum rd_status {
   RD_OK = 0,
-  RD_BAD_CALL = 1,  /* the caller's mistake: nothing was sent, the channel stays usable */
+  RD_BAD_CALL = 1,  /* the caller's mistake: nothing was sent, the channel stays usable; .detail may be EDEADLK */
   RD_MISMATCH = 2,  /* the members' calls differ: no data moved, the channel stays usable */
   RD_TIMEOUT = 3,   /* the deadline expired; the channel is aborted for every member */
   RD_ABORTED = 4,   /* rd_abort was called here or by another member */
   RD_PEER_LOST = 5, /* a member's socket closed; rd_result.member is that member, .detail is errno or 0 */
   RD_SYSTEM = 6,    /* the operating system refused; rd_result.detail is errno */
-  RD_CLOSED = 7     /* the channel was closed while the call waited */
+  RD_CLOSED = 7,    /* the channel was closed here, before the call or while it was under way */
+  RD_CANCELLED = 8, /* rd_cancel ended the call before it started: nothing was sent, its memory was not touched */
+  RD_FORKED = 9     /* this process is a forked child of the one that opened the channel */
 } rd_status;
 
 typedef enum rd_dtype {
@@ -89,6 +107,7 @@ typedef enum rd_algorithm {
 #define RD_PRE_AGREED 1u
 
 typedef struct rd_channel rd_channel;
+typedef struct rd_work rd_work; /* a submitted call */
 
 /* The members of a channel and their hosts. Equal on every member but for member_index and num_cores. */
 typedef struct rd_channel_params {
@@ -100,7 +119,7 @@ typedef struct rd_channel_params {
   uint64_t slot_bytes;   /* size of a staging slot; each member has two; a multiple of 64, at least chunk_bytes */
   uint64_t chunk_bytes;  /* bytes of a slot that one step of the direct algorithm uses; a multiple of 64, at least 8 for
                           * each member of the host that has the most */
-  uint64_t bucket_bytes; /* bucket memory per member, or 0 */
+  uint64_t bucket_bytes; /* size of each of a member's two bucket areas, or 0 */
 } rd_channel_params;
 
 /* One contiguous piece of a member's memory. A call with several spans works on their concatenation. */
@@ -170,41 +189,158 @@ uint64_t rd_segment_bytes(const rd_channel_params* params);
 rd_status rd_open(const rd_channel_params* params, int segment, const int* sockets, uint32_t num_sockets,
                   const int* point_to_point, rd_channel** channel);
 
-/* Ends all waits with RD_CLOSED, joins the threads, unmaps the memory and closes the sockets. Null is allowed. */
+/* Count one more user of a channel, and one less. The last release closes the channel, if nobody has, and frees it. */
+void rd_retain(rd_channel* channel);
+void rd_release(rd_channel* channel);
+
+/* Leaves the channel: in good order when no call is queued or running; otherwise the members that need this one lose
+ * it. All calls under way and all later ones end with RD_CLOSED. When this returns, queued calls have ended and the
+ * channel's thread has too; a thread that is inside rd_run leaves it within moments. Sockets are closed and memory is
+ * unmapped when the last thread has left. It can be called repeatedly, from any thread, also from a signal handler of
+ * Python that runs inside rd_run or rd_wait, and from a callback. */
 void rd_close(rd_channel* channel);
 
 /* Ends all waits of all members, on other hosts through the abort sockets. `member` is the lost one, or -1. It can be
  * called from any thread and repeatedly; only the first call counts. */
 void rd_abort(rd_channel* channel, int32_t member);
 
-/* Returns this member's bucket memory (bucket_bytes long), which all members of its host can access, or null when
- * bucket_bytes is 0. It stays mapped until rd_release_bucket, even after rd_close, because arrays may still view it. */
+/* Returns this member's bucket memory, which all members of its host can access, or null when bucket_bytes is 0: two
+ * areas of bucket_bytes, one behind the other. A call on one span of an area, in place, copies nothing; each member may
+ * choose another area for it, but the same offset. A member that has joined contributes zeros from its second area: the
+ * first keeps what it holds. The memory stays mapped until rd_release_bucket, even after rd_close, because arrays may
+ * still view it. */
 void* rd_get_bucket(rd_channel* channel);
 void rd_release_bucket(void* bucket);
 
-/* Runs the call and waits at most remaining_s seconds for it. It runs in this thread when the channel is idle. */
+/* Runs the call and waits at most remaining_s seconds for it. It runs in this thread when the channel is idle,
+ * otherwise after the calls that are queued. RD_SYSTEM with end_ns 0 means that no thread could be started for that
+ * (EAGAIN): nothing was sent, and the channel stays usable. */
 rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double remaining_s);
 
+/* Called once when a submitted call has ended, in the channel's thread; the rules are at the top of this file. */
+typedef void (*rd_callback)(void* context, const rd_result* result);
+
 /* Queues the call. spans, counts, splits and description are copied; the memory of the spans must stay valid until the
- * call has finished. `work` receives the handle for rd_wait and rd_done. */
-rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, uint64_t* work);
+ * call has ended. `callback` may be null; unless this function fails it is called exactly once, however the call ends.
+ * `work`, which may be null, receives a handle. `result` may be null and is filled only when the call is refused:
+ * RD_BAD_CALL, RD_CLOSED, RD_FORKED, or RD_SYSTEM when no thread could be started. Then nothing was queued. */
+rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, rd_callback callback, void* context,
+                    rd_work** work, rd_result* result);
 
-/* Waits for a submitted call and releases its handle. After RD_TIMEOUT with end_ns 0 the call is still running and the
- * handle valid. */
-rd_status rd_wait(rd_channel* channel, uint64_t work, rd_result* result, double remaining_s);
+/* Count one more user of a submitted call, and one less. The call goes on without any. */
+void rd_retain_work(rd_work* work);
+void rd_release_work(rd_work* work);
 
-/* Returns 1 when the call has finished, 0 when not, -1 when there is no such handle. */
-int rd_done(rd_channel* channel, uint64_t work);
+/* Waits for a submitted call; any number of threads may, any number of times. With end_ns 0 the wait has ended and not
+ * the call, which goes on: after RD_TIMEOUT, after RD_ABORTED with EINTR (a signal handler raised an exception), after
+ * RD_BAD_CALL with EDEADLK (in a callback), and after RD_FORKED. */
+rd_status rd_wait(rd_work* work, rd_result* result, double remaining_s);
 
-/* Fills num_members rows with the calls of all members, after rd_run or rd_wait returned RD_MISMATCH in this thread. */
+/* Returns 1 when the call has ended, else 0. */
+int rd_done(rd_work* work);
+
+/* Adds a callback to a submitted call. Returns 1, or 0 when the call has ended: then the callback is not called. */
+int rd_add_callback(rd_work* work, rd_callback callback, void* context);
+
+/* Ends a call that has not started with RD_CANCELLED and returns 1; its memory is not touched from then on. Its
+ * callbacks run when the channel's thread comes to it. Returns 0 when the call has started or ended: it cannot be
+ * cancelled, only aborted with its channel. The other members do not learn of it: cancel a call on all of them or on
+ * none. */
+int rd_cancel(rd_work* work);
+
+/* Fills num_members rows with the calls of all members, after rd_run or rd_wait returned RD_MISMATCH in this thread,
+ * and in the callback of a call that ended so. */
 rd_status rd_get_mismatch(rd_channel* channel, rd_member_call* calls);
 
 /* Fills `current`, and `missing` (with space for num_members) with the members that have not arrived. */
 void rd_get_current_call(rd_channel* channel, rd_current_call* current, uint32_t* missing);
 
+/* --- messages between pairs of ranks ---
+ *
+ * An endpoint is one rank's end of all links to other ranks. Sends and receives meet by context, source and tag, in the
+ * order of the sends for each source and tag. A receiver need not be there for a send: messages that nobody has asked
+ * for yet are kept at the receiver. The loss of a rank ends what involves it and nothing else.
+ *
+ * Handles are numbers: one that was closed is refused, and closing ends all calls under way with RD_CLOSED. */
+typedef uint64_t rd_endpoint;
+
+#define RD_ANY_SOURCE (-1)
+
+/* Flags of rd_message. */
+#define RD_ANY_SIZE 1u   /* a receive that takes any message of its tag into new memory: see rd_take_received */
+#define RD_EXPECTED 2u   /* a send whose receive was started before: it needs no window, and is dropped without one */
+#define RD_BACKGROUND 4u /* rd_get_current_message does not show it */
+#define RD_REPORT_LOSSES 8u /* a receive from any source that ends with RD_PEER_LOST once for each lost rank */
+
+typedef struct rd_message {
+  uint64_t context; /* equal on both sides; messages of different contexts never meet */
+  int32_t kind;     /* RD_SEND or RD_RECEIVE */
+  int32_t peer;     /* rank of the other side, or RD_ANY_SOURCE */
+  uint64_t tag;
+  uint64_t signature;    /* must be equal on both sides, or the receive is a mismatch */
+  uint64_t window_bytes; /* a send waits while more of its context is on the way to, or kept by, its receiver */
+  const char* description;
+  void* data;
+  uint64_t bytes;
+  const void* header; /* of a send for a receive of any size; null for any other message */
+  uint64_t header_bytes;
+  uint32_t flags;
+  uint32_t reserved;
+} rd_message;
+
+/* What a receive of any size got, or the sender's description after a mismatch. */
+typedef struct rd_received {
+  void* block; /* header and data in one piece of memory, which the caller frees with rd_free_received; or null */
+  void* data;
+  uint64_t bytes;
+  const void* header; /* valid until the next call of rd_take_received in this thread */
+  uint64_t header_bytes;
+} rd_received;
+
+/* Opens an endpoint without links. num_local is the number of ranks on this host, num_cores that of its cores. */
+rd_status rd_open_endpoint(uint32_t rank, uint32_t num_ranks, uint32_t num_local, uint32_t num_cores,
+                           rd_endpoint* endpoint);
+
+/* Returns the bytes of the shared memory of a link inside a host; its maker fills it with zeros. */
+uint64_t rd_link_bytes(void);
+
+/* Adds a link that this rank opened to send to `peer` (opened_here is 1), or that `peer` opened. `socket` is a TCP
+ * socket and `memory` -1 between hosts; inside a host it is a Unix socket, and `memory` the descriptor of
+ * rd_link_bytes() bytes. The endpoint owns the socket from here on, even when this function fails; the caller keeps
+ * `memory`. */
+rd_status rd_add_link(rd_endpoint endpoint, uint32_t peer, int32_t opened_here, int socket, int memory);
+
+/* As rd_run, rd_submit, rd_wait and rd_done. A send has finished when its memory may be used again. rd_result.member is
+ * the rank of the other side. A deadline, a signal handler that raises or a lost rank ends this message only. */
+rd_status rd_run_message(rd_endpoint endpoint, const rd_message* message, rd_result* result, double remaining_s);
+rd_status rd_submit_message(rd_endpoint endpoint, const rd_message* message, double remaining_s, uint64_t* work);
+rd_status rd_wait_message(rd_endpoint endpoint, uint64_t work, rd_result* result, double remaining_s);
+int rd_message_done(rd_endpoint endpoint, uint64_t work);
+
+/* Hands over what the last rd_run_message or rd_wait_message of this thread has received, once. */
+rd_status rd_take_received(rd_received* received);
+void rd_free_received(void* block);
+
+/* Ends all messages to and from this rank: it is gone. What it had sent can still be received. */
+void rd_lose_peer(rd_endpoint endpoint, uint32_t peer);
+
+/* Ends all messages of a context with RD_CLOSED, and drops what arrives for it from now on. */
+void rd_end_context(rd_endpoint endpoint, uint64_t context);
+
+/* Waits until all that was sent is with its receivers, and tells them that this rank leaves. Nothing can be sent
+ * afterwards. Returns RD_TIMEOUT when that takes longer. */
+rd_status rd_leave_endpoint(rd_endpoint endpoint, double remaining_s);
+void rd_close_endpoint(rd_endpoint endpoint);
+
+/* Fills in the message of this context that is under way for longest; start_ns is 0 when there is none. `missing` is
+ * the rank that it waits for, or RD_ANY_SOURCE. */
+void rd_get_current_message(rd_endpoint endpoint, uint64_t context, rd_current_call* current, int32_t* missing);
+
 /* Python's PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release. When a signal interrupts a wait
- * of rd_run in the main thread, the library lets Python run its signal handlers. When one of them raises an exception,
- * the call ends with RD_ABORTED and EINTR as detail, and the channel is aborted. */
+ * of rd_run or rd_wait in the main thread, the library lets Python run its signal handlers, within 50 ms. When one of
+ * them raises an exception, rd_run ends its call with RD_ABORTED and EINTR as detail and aborts the channel, also when
+ * the call still waited for others before it; rd_wait ends only the wait. rd_run and rd_wait inside of such a handler
+ * return RD_BAD_CALL with EDEADLK. */
 typedef struct rd_interpreter {
   int (*acquire_gil)(void);
   int (*run_signal_handlers)(void);

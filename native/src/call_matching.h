@@ -20,6 +20,7 @@ class CallMatcher {
   // those of this host's members. For a pre-agreed call they are those of this host in any case. They are valid until
   // the next match.
   const std::vector<CallHeader>& match(Group& group, const CallHeader& mine, bool pre_agreed);
+  const std::vector<CallHeader>& headers() const { return headers_; }  // what match returned last
 
  private:
   bool headers_differ(Group& group);

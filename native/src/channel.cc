@@ -1,6 +1,9 @@
 #include "channel.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "algorithm/algorithm.h"
@@ -22,11 +25,12 @@ std::vector<FileDescriptor> take_abort_sockets(std::vector<std::vector<FileDescr
   return taken;
 }
 
-std::shared_ptr<char[]> make_private_bucket(uint64_t bytes) {
+// Returns zeros that cost nothing until they are touched.
+std::shared_ptr<char> make_private_bucket(uint64_t bytes) {
   if (bytes == 0) return nullptr;
-  constexpr std::align_val_t kPage{4096};
-  auto* memory = new (kPage) char[bytes]();
-  return {memory, [](char* owned) { operator delete[](owned, kPage); }};
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw CallError{RD_SYSTEM, -1, errno};
+  return {static_cast<char*>(memory), [bytes](char* owned) { munmap(owned, bytes); }};
 }
 
 }  // namespace
@@ -35,7 +39,7 @@ Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
                  std::vector<std::vector<FileDescriptor>> sockets, std::vector<FileDescriptor> point_to_point)
     : topology_(std::move(topology)),
       segment_(std::move(segment)),
-      private_bucket_(segment_ == nullptr ? make_private_bucket(topology_.bucket_bytes) : nullptr),
+      private_bucket_(segment_ == nullptr ? make_private_bucket(2 * topology_.bucket_bytes) : nullptr),
       abort_signal_(take_abort_sockets(sockets)),
       barrier_(topology_, segment_.get()),
       matcher_(topology_) {
@@ -62,9 +66,15 @@ Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
   collectives_ = std::make_unique<CallStream>(*this);
 }
 
-Channel::~Channel() {
-  bool idle = collectives_->queue.idle();
-  for (auto& [key, stream] : point_to_point_) idle = idle && stream->queue.idle();
+void Channel::close() {
+  if (made_by_parent(generation_)) return;
+  bool idle;
+  {
+    std::lock_guard<std::mutex> lock(point_to_point_mutex_);
+    if (closed_.exchange(true)) return;
+    idle = collectives_->queue.refuse_calls();
+    for (auto& [key, stream] : point_to_point_) idle = stream->queue.refuse_calls() && idle;
+  }
   if (idle) {
     if (segment_ != nullptr) segment_->mark_left(topology_.local_index);
     abort_signal_.announce_close();
@@ -78,21 +88,24 @@ Channel::~Channel() {
 CallQueue& Channel::queue_for(const Call& call) {
   if (call.kind != RD_SEND && call.kind != RD_RECEIVE) return collectives_->queue;
   std::lock_guard<std::mutex> lock(point_to_point_mutex_);
+  if (closed_.load()) throw CallError{RD_CLOSED};
   auto& stream = point_to_point_[{call.peer, call.kind == RD_SEND}];
   if (stream == nullptr) stream = std::make_unique<CallStream>(*this);
   return stream->queue;
 }
 
 void Channel::abort(const CallError& error) {
+  if (made_by_parent(generation_)) return;
   // The other members' channels are not closed: for them this member is lost.
   CallError sent = error.status == RD_CLOSED ? CallError{RD_PEER_LOST, int(topology_.member_index)} : error;
   if (segment_ != nullptr) segment_->abort(sent);
   abort_signal_.trigger(sent);
 }
 
-char* Channel::bucket() const {
+char* Channel::bucket(uint32_t area) const {
   if (topology_.bucket_bytes == 0) return nullptr;
-  return segment_ != nullptr ? segment_->bucket(topology_.local_index) : private_bucket_.get();
+  if (segment_ != nullptr) return segment_->bucket(topology_.local_index, area);
+  return private_bucket_.get() + area * topology_.bucket_bytes;
 }
 
 std::shared_ptr<void> Channel::bucket_owner() const {
@@ -109,8 +122,8 @@ void Channel::execute(Call& call, CallStream& stream) {
   call.started_ns.store(result.start_ns);
   try {
     CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, &stream.waiting_for);
-    Group group{topology_,         segment_.get(),  barrier_,        links_,     wait,
-                stream.contiguous, stream.incoming, stream.partials, slots_used_};
+    Group group{topology_,         segment_.get(),  barrier_,        links_,      wait,
+                stream.contiguous, stream.incoming, stream.partials, slots_used_, matcher_.headers()};
     wait.check();
     locate_in_bucket(call);
     if (call.kind == RD_SEND || call.kind == RD_RECEIVE) {
@@ -125,7 +138,11 @@ void Channel::execute(Call& call, CallStream& stream) {
     result.status = error.status;
     result.member = error.member;
     result.detail = error.detail;
-    if (error.status != RD_MISMATCH && error.status != RD_BAD_CALL) abort(error);
+    if (error.status != RD_MISMATCH && error.status != RD_BAD_CALL) {
+      bool handler_raised = error.status == RD_ABORTED && error.detail == EINTR;
+      if (closed_.load() && !handler_raised) result.status = RD_CLOSED, result.member = -1, result.detail = 0;
+      abort(error);
+    }
   } catch (const std::bad_alloc&) {
     result.status = RD_SYSTEM;
     result.detail = ENOMEM;
@@ -151,9 +168,13 @@ void Channel::locate_in_bucket(Call& call) const {
   } else if (call.kind != RD_ALLREDUCE && call.kind != RD_BROADCAST) {
     return;
   }
-  if (data < start || data + bytes > start + topology_.bucket_bytes || share != data + share_begin) return;
+  uint64_t area_bytes = topology_.bucket_bytes;
+  if (data < start || data >= start + 2 * area_bytes || share != data + share_begin) return;
+  uint64_t area = uint64_t(data - start) / area_bytes, offset = uint64_t(data - start) % area_bytes;
+  if (offset + bytes > area_bytes) return;
   call.in_bucket = true;
-  call.bucket_offset = uint64_t(data - start);
+  call.bucket_area = uint32_t(area);
+  call.bucket_offset = offset;
 }
 
 void Channel::run_collective(Call& call, Group& group) {
@@ -177,9 +198,11 @@ void Channel::run_collective(Call& call, Group& group) {
 }
 
 // Takes part in the others' allreduces until every member has joined. A joined member learns from the headers which
-// allreduce it is. The others read its bucket or slot as soon as the headers match, so the zeros are written before.
+// allreduce it is. The others read its bucket or slot as soon as the headers match, so the zeros are written before:
+// into its second bucket area, because in the first there may be results that its caller still uses.
 void Channel::run_join(Call& call, Group& group) {
-  if (bucket() != nullptr) std::memset(bucket(), 0, topology_.bucket_bytes);
+  call.bucket_area = 1;
+  if (bucket() != nullptr) std::memset(bucket(1), 0, topology_.bucket_bytes);
   while (true) {
     if (topology_.single_host() && segment_ != nullptr) direct_prepare_zeros(group);
     const auto& headers = matcher_.match(group, call.header(RD_AUTO, ++sequence_), false);
@@ -196,7 +219,7 @@ void Channel::contribute_zeros(const CallHeader& requested, const Deadline& dead
   bool in_bucket = requested.in_bucket != 0;
   uint64_t bytes = requested.count * element_bytes(rd_dtype(requested.dtype));
   std::vector<char> own(in_bucket ? 0 : bytes);
-  char* zeros = in_bucket ? bucket() + requested.bucket_offset : own.data();
+  char* zeros = in_bucket ? bucket(1) + requested.bucket_offset : own.data();
   rd_span span{zeros, zeros, requested.count};
   rd_call params{};
   params.kind = requested.kind;
@@ -208,9 +231,10 @@ void Channel::contribute_zeros(const CallHeader& requested, const Deadline& dead
   params.num_spans = 1;
   Call call(params, topology_, deadline);
   call.in_bucket = in_bucket;
+  call.bucket_area = 1;
   call.bucket_offset = requested.bucket_offset;
   run_algorithm(rd_algorithm(requested.algorithm), call, group);
-  if (in_bucket) std::memset(zeros, 0, bytes);  // the result is in the bucket now
+  if (in_bucket) std::memset(zeros, 0, bytes);  // the result is there now
 }
 
 void Channel::run_algorithm(rd_algorithm algorithm, const Call& call, Group& group) {

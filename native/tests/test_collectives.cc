@@ -271,6 +271,33 @@ TEST(buckets_are_reduced_in_place) {
   }
 }
 
+TEST(each_member_may_use_either_of_its_bucket_areas_and_the_other_keeps_what_it_holds) {
+  for (const HostCase& one : cases()) {
+    GroupSetup setup{one.hosts};
+    setup.bucket_bytes = 400000;
+    ThreadRanks all(setup);
+    all.run([&](uint32_t rank, Channel& channel) {
+      for (uint32_t step = 0; step < 8; ++step) {
+        uint32_t area = (rank >> (step / 2)) & 1;
+        float* bucket = reinterpret_cast<float*>(channel.bucket(area));
+        float* other = reinterpret_cast<float*>(channel.bucket(1 - area));
+        constexpr uint64_t kOffset = 16, kCount = 90001;
+        std::fill(other, other + setup.bucket_bytes / 4, -1.0f);
+        for (uint64_t i = 0; i < kCount; ++i) bucket[kOffset + i] = float((rank + 1) * (i % 5));
+        rd_span span{bucket + kOffset, bucket + kOffset, kCount};
+        rd_call c = make_call(RD_ALLREDUCE, RD_FLOAT32, RD_MEAN);
+        c.spans = &span;
+        c.num_spans = 1;
+        c.flags = step % 2 == 0 ? RD_PRE_AGREED : 0;
+        CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
+        float mean = float(all.size() + 1) / 2;
+        for (uint64_t i = 0; i < kCount; ++i) CHECK_EQ(bucket[kOffset + i], mean * float(i % 5));
+        for (uint64_t i = 0; i < setup.bucket_bytes / 4; ++i) CHECK_EQ(other[i], -1.0f);
+      }
+    });
+  }
+}
+
 TEST(results_in_16_bits_are_float32_results_rounded_once) {
   struct Scaling {
     double prescale, postscale;

@@ -159,7 +159,7 @@ TEST(a_joined_member_contributes_zeros_until_all_have_joined) {
   }
 }
 
-TEST(a_joined_member_contributes_zeros_to_buckets_too) {
+TEST(a_joined_member_contributes_zeros_to_buckets_too_and_keeps_what_its_first_area_holds) {
   for (const auto& hosts : kTopologies) {
     GroupSetup setup{hosts};
     setup.bucket_bytes = 100000;
@@ -178,6 +178,8 @@ TEST(a_joined_member_contributes_zeros_to_buckets_too) {
           CHECK_EQ(bucket[99 + count], float(all.size() - step));
         }
       CHECK_EQ(run(channel, make_call(RD_JOIN))->result.status, int(RD_OK));
+      CHECK_EQ(bucket[100], float(all.size() - rank));
+      CHECK_EQ(bucket[99 + 20000], float(all.size() - rank));
     });
   }
 }

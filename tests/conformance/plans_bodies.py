@@ -29,6 +29,20 @@ def buckets_are_reduced_in_place(world: World) -> None:
             assert (plan.run(0) == 1.0).all()
 
 
+@on_ranks(1, 2, 3)
+def a_rank_may_use_its_spare_array_and_the_array_keeps_its_numbers(world: World) -> None:
+    with Plan([Bucket(3, "int64", "sum"), Bucket(100_000, op="sum")], world.group) as plan:
+        for step in range(4):
+            spare = (world.rank + step) % 2 == 0
+            used, kept = (plan.spare_arrays, plan.arrays) if spare else (plan.arrays, plan.spare_arrays)
+            for index in range(2):
+                used[index][:], kept[index][:] = step + world.rank, -1
+                result = plan.start(index, spare=spare).wait() if step % 2 else plan.run(index, spare=spare)
+                assert result is used[index]
+                assert (result == world.size * step + sum(range(world.size))).all()
+                assert (kept[index] == -1).all()
+
+
 @on_ranks(2)
 def buckets_know_factors_and_bfloat16(world: World) -> None:
     with Plan([Bucket(10, "bfloat16", "sum", prescale=0.5, postscale=4.0)], world.group) as plan:
@@ -64,6 +78,5 @@ def a_rank_that_joins_gives_zeros_to_plans(world: World) -> None:
         for _ in range(3 if world.rank == 1 else 1):
             plan.arrays[0][:] = 1.0
             plan.run(0)
-        if world.rank == 1:
-            assert (plan.arrays[0] == 1.0).all()
         assert world.group.join() == 1
+        assert (plan.arrays[0] == (1.0 if world.rank == 1 else 2.0)).all()  # also of the rank that joined first

@@ -239,7 +239,7 @@ class _ThreadsChannel:
         self._backend = backend
         self._shared = shared
         self._closed = False
-        self._bucket = aligned_zeros(spec.bucket_bytes)
+        self._bucket = aligned_zeros(2 * spec.bucket_bytes)
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         return self.submit(call, deadline).wait(deadline)
@@ -256,7 +256,7 @@ class _ThreadsChannel:
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         self._shared.abort(lost_rank, why)
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         if not self._closed:
             self._closed = True
             self._shared.close_member(self.spec.member_index)

@@ -37,11 +37,6 @@ bool is_root(const Group& group, const Call& call) { return uint32_t(call.peer) 
 // Whether this member gets the result of a reduction.
 bool gets_result(const Group& group, const Call& call) { return call.kind != RD_REDUCE || is_root(group, call); }
 
-// Where the data of a call is in the bucket of a local member.
-char* bucket_data(const Group& group, const Call& call, uint32_t local) {
-  return group.segment->bucket(local) + call.bucket_offset;
-}
-
 bool is_small(const Group& group, const Call& call) {
   uint64_t limit = std::min(kSmallBytes / group.topology.num_local(), group.topology.slot_bytes);
   return call.spans.bytes() <= limit;
@@ -134,8 +129,7 @@ void bucket_allreduce(Group& group, const Call& call) {
   uint64_t width = call.element_bytes();
   Range mine = share_of(call.spans.count(), local_index(group), num_local, width);
   void* buckets[RD_MAX_MEMBERS];
-  for (uint32_t local = 0; local < num_local; ++local)
-    buckets[local] = bucket_data(group, call, local) + mine.begin * width;
+  for (uint32_t local = 0; local < num_local; ++local) buckets[local] = group.bucket(local, call) + mine.begin * width;
   reduce_many(call.reduce_params, buckets, num_local, buckets, num_local, mine.size(), false);
   group.barrier.arrive_and_wait(group.wait);
 }
@@ -144,25 +138,24 @@ void bucket_reduce_scatter(Group& group, const Call& call) {
   uint32_t me = local_index(group);  // on one host a member's index is also its local index
   uint64_t begin = starts_of(call.counts, call.element_bytes())[me];
   const void* ins[RD_MAX_MEMBERS];
-  for (uint32_t local = 0; local < group.topology.num_local(); ++local)
-    ins[local] = bucket_data(group, call, local) + begin;
-  void* out = bucket_data(group, call, me) + begin;
+  for (uint32_t local = 0; local < group.topology.num_local(); ++local) ins[local] = group.bucket(local, call) + begin;
+  void* out = group.bucket(me, call) + begin;
   reduce_many(call.reduce_params, ins, group.topology.num_local(), &out, 1, call.counts[me], false);
   group.barrier.arrive_and_wait(group.wait);
 }
 
 void bucket_allgather(Group& group, const Call& call) {
   std::vector<uint64_t> starts = starts_of(call.counts, call.element_bytes());
-  char* own = bucket_data(group, call, local_index(group));
+  char* own = group.bucket(local_index(group), call);
   for (uint32_t local = 0; local < group.topology.num_local(); ++local)
-    copy_bytes(own + starts[local], bucket_data(group, call, local) + starts[local], starts[local + 1] - starts[local],
+    copy_bytes(own + starts[local], group.bucket(local, call) + starts[local], starts[local + 1] - starts[local],
                false);
   group.barrier.arrive_and_wait(group.wait);
 }
 
 void bucket_broadcast(Group& group, const Call& call) {
-  copy_bytes(bucket_data(group, call, local_index(group)), bucket_data(group, call, uint32_t(call.peer)),
-             call.spans.bytes(), false);
+  copy_bytes(group.bucket(local_index(group), call), group.bucket(uint32_t(call.peer), call), call.spans.bytes(),
+             false);
   group.barrier.arrive_and_wait(group.wait);
 }
 

@@ -44,15 +44,13 @@ void allreduce_buckets(Group& group, const Call& call) {
   uint64_t width = call.element_bytes();
   Range mine = share_of(call.spans.count(), local_index, num_local, width);
   const void* ins[RD_MAX_MEMBERS];
-  for (uint32_t local = 0; local < num_local; ++local)
-    ins[local] = group.segment->bucket(local) + call.bucket_offset + mine.begin * width;
-  char* common = group.segment->bucket(0) + call.bucket_offset;
+  for (uint32_t local = 0; local < num_local; ++local) ins[local] = group.bucket(local, call) + mine.begin * width;
+  char* common = group.bucket(0, call);
   reduce_to_partial(call.reduce_params, ins, num_local, common + mine.begin * width, mine.size());
   group.barrier.arrive_and_wait(group.wait);
   allreduce_between_hosts(group, call, common, common, call.spans.count());
   group.barrier.arrive_and_wait(group.wait);
-  if (local_index != 0)
-    copy_bytes(group.segment->bucket(local_index) + call.bucket_offset, common, call.spans.bytes(), false);
+  if (local_index != 0) copy_bytes(group.bucket(local_index, call), common, call.spans.bytes(), false);
   group.barrier.arrive_and_wait(group.wait);  // the first member's bucket is read until then
 }
 
@@ -111,7 +109,7 @@ class StagedRun {
   }
   // Where the data of a member of this host is, from a byte of the chunk on.
   const char* input(uint32_t local, uint64_t chunk, uint64_t byte) const {
-    if (call_.in_bucket) return group_.segment->bucket(local) + call_.bucket_offset + chunk * step_ + byte;
+    if (call_.in_bucket) return group_.bucket(local, call_) + chunk * step_ + byte;
     return group_.segment->slot(local, which(chunk)) + byte;
   }
 

@@ -3,10 +3,13 @@
 #include <sys/mman.h>
 #include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
 #include <cstdint>
 
+#include "base/fork.h"
 #include "base/futex.h"
+#include "reduce/reduce.h"
 
 namespace ronde {
 
@@ -27,13 +30,38 @@ uint64_t append_area(uint64_t* end, uint64_t count, uint64_t bytes) {
 
 }  // namespace
 
+size_t ByteFifo::write(const char* from, size_t bytes) {
+  uint64_t start = head.load(std::memory_order_relaxed);
+  size_t moved = std::min<uint64_t>(bytes, kFifoBytes - (start - tail.load(std::memory_order_acquire)));
+  if (moved == 0) return 0;
+  size_t at = start % kFifoBytes, before_wrap = std::min<size_t>(moved, kFifoBytes - at);
+  copy_bytes(data + at, from, before_wrap, false);
+  copy_bytes(data, from + before_wrap, moved - before_wrap, false);
+  head.store(start + moved);
+  return moved;
+}
+
+size_t ByteFifo::read(char* to, size_t bytes) {
+  uint64_t start = tail.load(std::memory_order_relaxed);
+  size_t moved = std::min<uint64_t>(bytes, head.load(std::memory_order_acquire) - start);
+  if (moved == 0) return 0;
+  size_t at = start % kFifoBytes, before_wrap = std::min<size_t>(moved, kFifoBytes - at);
+  copy_bytes(to, data + at, before_wrap, false);
+  copy_bytes(to + before_wrap, data, moved - before_wrap, false);
+  tail.store(start + moved);
+  return moved;
+}
+
 void SharedSegment::compute_offsets(const Topology& topology) {
   num_local_ = topology.num_local();
   slot_bytes_ = topology.slot_bytes;
-  // Buckets are an odd number of pages apart. At a distance of 256 MiB two streams share one way of the first-level
-  // cache (Zen), and reading both side by side took ten times as long.
-  uint64_t bucket_pages = topology.bucket_bytes / kPage + (topology.bucket_bytes % kPage > 0 ? 1 : 0);
-  if (__builtin_mul_overflow(bucket_pages | 1, kPage, &bucket_bytes_)) throw CallError{RD_BAD_CALL};
+  bucket_bytes_ = topology.bucket_bytes;
+  // The buckets of two members are an odd number of pages apart. At a distance of 256 MiB two streams share one way of
+  // the first-level cache (Zen), and reading both side by side took ten times as long.
+  uint64_t bytes, pages;
+  if (__builtin_mul_overflow(bucket_bytes_, 2, &bytes) || __builtin_add_overflow(bytes, kPage - 1, &pages) ||
+      __builtin_mul_overflow(pages / kPage | 1, kPage, &member_bucket_bytes_))
+    throw CallError{RD_BAD_CALL};
   end_ = 0;
   append_area(&end_, 1, sizeof(SegmentControl));
   member_states_ = append_area(&end_, num_local_, sizeof(MemberState));
@@ -41,7 +69,7 @@ void SharedSegment::compute_offsets(const Topology& topology) {
   slots_ = append_area(&end_, uint64_t(2) * num_local_, slot_bytes_);
   results_ = append_area(&end_, 2, slot_bytes_);
   fifos_ = append_area(&end_, uint64_t(2) * num_local_ * num_local_, sizeof(ByteFifo));
-  buckets_ = append_area(&end_, topology.bucket_bytes > 0 ? num_local_ : 0, bucket_bytes_);
+  buckets_ = append_area(&end_, bucket_bytes_ > 0 ? num_local_ : 0, member_bucket_bytes_);
 }
 
 SharedSegment::SharedSegment(const Topology& topology, int descriptor) {
@@ -54,6 +82,12 @@ SharedSegment::SharedSegment(const Topology& topology, int descriptor) {
   if (base == MAP_FAILED) throw CallError{RD_SYSTEM, -1, errno};
   base_ = static_cast<char*>(base);
   mapped_bytes_ = end_;
+  try {
+    own_mapping(base, end_, descriptor);
+  } catch (...) {
+    munmap(base, end_);
+    throw;
+  }
 }
 
 SharedSegment::SharedSegment(const Topology& topology, void* base) {
@@ -62,7 +96,7 @@ SharedSegment::SharedSegment(const Topology& topology, void* base) {
 }
 
 SharedSegment::~SharedSegment() {
-  if (mapped_bytes_ > 0) munmap(base_, mapped_bytes_);
+  if (mapped_bytes_ > 0) unmap(base_, mapped_bytes_);
 }
 
 uint64_t SharedSegment::bytes(const Topology& topology) {

@@ -71,6 +71,8 @@ MAX_CONNECT_TIMEOUT_S = 2.0
 """How long one port of a range may take to answer: twice as long each time, as the coordinator may be busy."""
 JOIN_RETRY_S = 0.5
 """How often JoinRound is sent until the round starts."""
+ANSWER_GRACE_S = 2.0
+"""How much longer than start_s a rank waits for the coordinator, which knows the missing ranks and began later."""
 
 
 # --- settings that the launcher implies ------------------------------------------------------------------------------
@@ -208,6 +210,9 @@ def _request_join(
             if problems:  # its answer may be among what was lost
                 raise StartFailed(f"rank {join.member.rank} could not join: {problems[0]}; check the network")
             if deadline.expired:
+                _run_loop(loop, lambda: bool(answers or closed), ANSWER_GRACE_S)
+                if answers or closed:
+                    continue
                 control.send(LeaveRound(LeaveReason.FAILED, "it waited too long for the round to begin"))
                 raise StartFailed(
                     f"rank {join.member.rank} got no answer from the coordinator within {deadline.timeout_s:g} s; "

@@ -81,33 +81,42 @@ class Plan(AbstractContextManager["Plan"]):
         starts = [0, *accumulate(sizes)]
         self._channel: Channel = group.open_plan_channel(starts[-1])
         memory = self._channel.backend_channel.bucket()
-        self.arrays: tuple[Array, ...] = tuple(
+        arrays = [
             memory[start : start + bucket.num_bytes].view(bucket.number.numpy)
-            for start, bucket in zip(starts, self.buckets, strict=False)
-        )
+            for area in range(2)
+            for start, bucket in zip((area * starts[-1] + start for start in starts), self.buckets, strict=False)
+        ]
+        self.arrays: tuple[Array, ...] = tuple(arrays[: len(self.buckets)])
         """The buckets of this rank, in memory shared with the other ranks of its host; zeros at first."""
+        self.spare_arrays: tuple[Array, ...] = tuple(arrays[len(self.buckets) :])
+        """Other memory for the same buckets, which costs nothing until it is used: for a rank that still needs what
+        `arrays` hold. join() of this rank overwrites it."""
         self._records = tuple(
             ((signature, bucket.name or str(index)),)
             for index, (signature, bucket) in enumerate(zip(signatures, self.buckets, strict=True))
         )
         """Per bucket, what is recorded when it was reduced."""
-        self._calls = tuple(
-            signature.make_call(_spans(bucket, address_of(array)), None)
-            for signature, bucket, array in zip(signatures, self.buckets, self.arrays, strict=True)
+        self._calls, self._spare_calls = (
+            tuple(
+                signature.make_call(_spans(bucket, address_of(array)), None)
+                for signature, bucket, array in zip(signatures, self.buckets, arrays, strict=True)
+            )
+            for arrays in (self.arrays, self.spare_arrays)
         )
 
-    def start(self, index: int) -> Work:
-        """Reduce bucket `index` in the background; the work's result is its array."""
-        records = self._records[index]
-        running_calls = (self._channel.submit(self._calls[index], records),)
+    def start(self, index: int, *, spare: bool = False) -> Work:
+        """Reduce bucket `index` in the background; the work's result is its array. With `spare`, this rank uses its
+        spare array; the other members may use either."""
+        records, call = self._records[index], (self._spare_calls if spare else self._calls)[index]
+        running_calls = (self._channel.submit(call, records),)
         signature, name = records[0]
-        timeout_s = self._group.operation_timeout_s
-        return Work(signature, name, (), self.arrays[index], running_calls=running_calls, timeout_s=timeout_s)
+        result = (self.spare_arrays if spare else self.arrays)[index]
+        return Work(signature, name, (), result, running_calls=running_calls, timeout_s=self._group.operation_timeout_s)
 
-    def run(self, index: int) -> Array:
-        """Reduce bucket `index` and wait for it."""
-        self._channel.run(self._calls[index], self._records[index][0][0])
-        return self.arrays[index]
+    def run(self, index: int, *, spare: bool = False) -> Array:
+        """Reduce bucket `index` and wait for it; as start()."""
+        self._channel.run((self._spare_calls if spare else self._calls)[index], self._records[index][0][0])
+        return (self.spare_arrays if spare else self.arrays)[index]
 
     def close(self) -> None:
         """Close the channel. The arrays stay usable as memory of this rank. Idempotent; all members close theirs."""

@@ -17,7 +17,7 @@ from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.comm.plan import Bucket, Plan
 from ronde.comm.work import Work
-from ronde.training.adapter import FrameworkAdapter, GradientKind, ParameterInfo
+from ronde.training.adapter import BucketMemory, FrameworkAdapter, GradientKind, ParameterInfo
 from ronde.training.agreement import PlanProposal, agree_on_plan, explain_joined_ranks
 from ronde.training.buckets import GradientBucket, assign_buckets, choose_size_limits
 from ronde.training.compression import Codec, WireArray
@@ -81,21 +81,45 @@ class _AgreedBuckets:
         self.usual_flags_bytes = self._usual_flags.tobytes()
         """What the flags are when every gradient was dense on some member and nothing is out of the ordinary."""
         self.wires = [[self.plan.arrays[wire] for wire in numbers] for numbers in self.wire_numbers]
-        self.gradients: list[Array] = []
-        """By bucket, where its gradients lie: on the first wire itself, unless a codec stands between."""
         self.bucket_of = [-1] * len(parameters)
         """By parameter, the number of its bucket; -1 for those that are in none."""
-        self.gradient_arrays: dict[int, Array] = {}
-        """By parameter, the memory of its gradient, for those that are in a bucket."""
+        self._arrays: list[tuple[Array, Array]] = []
+        """By bucket, the memory of its gradients, and the spare: the first wire itself, unless a codec stands between.
+        Memory that is never touched costs nothing."""
+        self.memories: list[BucketMemory] = []
+        """By bucket, the same memory, parameter by parameter."""
         for number, (bucket, encoder) in enumerate(zip(buckets, self.encoders, strict=True)):
-            dtype = DType[bucket.dtype.upper()].numpy
-            self.gradients.append(self.wires[number][0] if encoder is None else np.zeros(bucket.count, dtype))
-            for location in bucket.locations:
-                self.bucket_of[location.index] = number
-                array = self.gradients[number][location.start : location.start + location.count]
-                self.gradient_arrays[location.index] = array
-        self.dense = sorted(self.gradient_arrays)
+            arrays = self.plan.arrays[number], self.plan.spare_arrays[number]
+            if encoder is not None:
+                dtype = DType[bucket.dtype.upper()].numpy
+                arrays = np.zeros(bucket.count, dtype), np.zeros(bucket.count, dtype)
+            self._arrays.append(arrays)
+            places = [(each.index, slice(each.start, each.start + each.count)) for each in bucket.locations]
+            own, spare = ({index: array[place] for index, place in places} for array in arrays)
+            self.memories.append(BucketMemory(own, spare))
+            for index, _ in places:
+                self.bucket_of[index] = number
+        self.dense = [index for index, bucket in enumerate(self.bucket_of) if bucket >= 0]
         self.encoders.append(None)  # of the flags
+
+    def gradients(self, number: int) -> Array:
+        """The gradients of a bucket, where they lie in this step."""
+        return self._arrays[number][self.memories[number].uses_spare]
+
+    def start(self, number: int) -> None:
+        """Reduce the first wire of a bucket, or the flags, in the background."""
+        self.works[number] = self.plan.start(number, spare=self._wire_is_spare(number))
+
+    def finish(self, number: int) -> None:
+        """Wait for what start() started; run it, if it was not started."""
+        work, self.works[number] = self.works[number], None
+        if work is None:
+            self.plan.run(number, spare=self._wire_is_spare(number))
+        else:
+            work.wait()
+
+    def _wire_is_spare(self, number: int) -> bool:
+        return self.encoders[number] is None and number < len(self.memories) and self.memories[number].uses_spare
 
     def write_flags(self, kinds: Mapping[int, GradientKind], *, had_backward: bool, replan_wanted: bool) -> None:
         """Set this member's flags. A parameter that `kinds` does not have is DENSE."""
@@ -184,6 +208,8 @@ class Reducer:
         if buckets is None or not progress.fills_buckets:
             progress.ready_order.append(index)
             return
+        if not progress.num_overlapped:
+            return
         bucket = buckets.bucket_of[index]
         if bucket < 0:
             return
@@ -193,7 +219,7 @@ class Reducer:
         # All members start full buckets in the same order.
         while progress.next_bucket < progress.num_overlapped and not progress.num_missing[progress.next_bucket]:
             self._fill_bucket(buckets, progress.next_bucket)
-            buckets.works[progress.next_bucket] = buckets.plan.start(progress.next_bucket)
+            buckets.start(progress.next_bucket)
             progress.next_bucket += 1
 
     def mark_new_parameter(self, _parameter: object = None) -> None:
@@ -222,7 +248,7 @@ class Reducer:
         for number in range(progress.next_bucket, num_buckets):
             self._fill_bucket(buckets, number)
             if not inline:
-                buckets.works[number] = buckets.plan.start(number)
+                buckets.start(number)
         progress.next_bucket = num_buckets
         if buckets.sparse:
             progress.kinds.update(self._adapter.copy_to_buckets(buckets.sparse))
@@ -230,7 +256,7 @@ class Reducer:
                 self._record_non_finite(buckets.sparse)
         buckets.write_flags(progress.kinds, had_backward=had_backward, replan_wanted=self._adapter.parameters_changed())
         if not inline:
-            buckets.works[num_buckets] = buckets.plan.start(num_buckets)
+            buckets.start(num_buckets)
 
     def finalize(self) -> None:
         """Wait for all buckets. Gradients are the results then. An error is raised on all members alike."""
@@ -335,7 +361,7 @@ class Reducer:
             self._record_non_finite(indices)
         encoder = buckets.encoders[number]
         if encoder is not None:
-            encoder.encode(0, buckets.gradients[number], buckets.wires[number])
+            encoder.encode(0, buckets.gradients(number), buckets.wires[number])
 
     def _record_non_finite(self, indices: Sequence[int]) -> None:
         found = self._adapter.find_non_finite(indices)
@@ -348,18 +374,13 @@ class Reducer:
 
     def _finish_buckets(self, buckets: _AgreedBuckets) -> None:
         """Run what was not started, and wait for the rest. The memory of the gradients holds the results then."""
-        for number, work in enumerate(buckets.works):
-            if work is None:
-                buckets.plan.run(number)
-            else:
-                buckets.works[number] = None
-                work.wait()
-            encoder = buckets.encoders[number]
+        for number, encoder in enumerate(buckets.encoders):
+            buckets.finish(number)
             if encoder is not None and len(encoder.wires) == 1:
-                encoder.decode(buckets.wires[number], buckets.gradients[number])
+                encoder.decode(buckets.wires[number], buckets.gradients(number))
         for number, encoder in enumerate(buckets.encoders):
             if encoder is not None and len(encoder.wires) > 1:
-                gradients, wires = buckets.gradients[number], buckets.wires[number]
+                gradients, wires = buckets.gradients(number), buckets.wires[number]
                 for wire in range(1, len(wires)):
                     encoder.encode(wire, gradients, wires)
                     buckets.plan.run(buckets.wire_numbers[number][wire])
@@ -428,16 +449,16 @@ class Reducer:
             kinds = self._progress.kinds = dict.fromkeys(range(len(self._parameters)), GradientKind.NONE)
             kinds.update(dict.fromkeys(new, GradientKind.DENSE))
             kinds.update(self._adapter.copy_to_buckets(new))
-            new_dense = [index for index in new if index in buckets.gradient_arrays]
+            new_dense = [index for index in new if buckets.bucket_of[index] >= 0]
             factor = self._scale_factor(buckets)
             if factor != 1.0 and new_dense:
                 self._adapter.scale(new_dense, factor)
             if self._settings.check_finite:
                 self._record_non_finite(new)
             buckets.write_flags(kinds, had_backward=True, replan_wanted=False)
-            for encoder, gradients, wires in zip(buckets.encoders, buckets.gradients, buckets.wires, strict=False):
+            for number, encoder in enumerate(buckets.encoders):
                 if encoder is not None:
-                    encoder.encode(0, gradients, wires)
+                    encoder.encode(0, buckets.gradients(number), buckets.wires[number])
             self._finish_buckets(buckets)
         self._adapter.copy_to_buckets([index for index in buckets.dense if index not in new])
         if new:
@@ -451,7 +472,7 @@ class Reducer:
         self._bind_adapter()
 
     def _bind_adapter(self) -> None:
-        self._adapter.bind_buckets({} if self._buckets is None else self._buckets.gradient_arrays, self.mark_ready)
+        self._adapter.bind_buckets([] if self._buckets is None else self._buckets.memories, self.mark_ready)
         self._adapter.watch_new_parameters(self.mark_new_parameter)
 
     def _close_buckets(self) -> None:

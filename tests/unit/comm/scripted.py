@@ -81,7 +81,7 @@ class ScriptedChannel:
         return self.running_calls[-1]
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return np.zeros(self.spec.bucket_bytes, np.uint8)
+        return np.zeros(2 * self.spec.bucket_bytes, np.uint8)
 
     def current_call(self) -> CurrentCall | None:
         return self.reported_call
@@ -89,7 +89,7 @@ class ScriptedChannel:
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         self.aborted.append((lost_rank, why))
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         self.closed += 1
 
 
@@ -188,7 +188,7 @@ class ScriptedRound:
         self.coordinator_end.close()
 
     def close(self) -> None:
-        self.control_thread.stop()
+        self.control_thread.stop(Deadline(PATIENCE_S))
         self.liveness.close()
         self.coordinator_end.close()
 

@@ -107,6 +107,13 @@ def test_ranks_that_do_not_join_are_named() -> None:
         join_round(settings, (), 0)
 
 
+def test_ranks_that_do_not_join_are_named_by_a_coordinator_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ronde.coordinator.coordinator.START_MARGIN_S", -0.2)
+    settings = Settings(size=3, coordinator=free_address(), key=KEY, start_s=0.5)
+    with pytest.raises(StartFailed, match=r"ranks 1.* of 3 did not join"):
+        join_round(settings, (), 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
