@@ -23,6 +23,7 @@ struct alignas(64) SegmentControl {
   alignas(64) std::atomic<uint32_t> arrived[2];       // members at the even and at the odd phase of the barrier
   alignas(64) std::atomic<uint32_t> completed_phase;  // the last phase that all members have arrived at; futex word
   std::atomic<uint32_t> waiters;                      // threads that sleep on completed_phase
+  std::atomic<uint32_t> headers_differ;               // whether the headers of all hosts are needed; set by the leader
 };
 
 struct alignas(64) MemberState {

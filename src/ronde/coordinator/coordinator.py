@@ -336,8 +336,11 @@ class CoordinatorCore:
         return self._round is not None and rank in self._round.present
 
     def _start_round_if_ready(self, now_ns: int) -> list[Send]:
-        connected = frozenset(rank for rank, connection in self._connections.items() if connection.is_open)
-        decision = self._pending_round.decide(now_ns, connected, frozenset(self._present))
+        connected = set()
+        if not self._pending_round.num_missing:
+            connected = {rank for rank, connection in self._connections.items() if connection.is_open}
+        present = self._round.present if self._round is not None else frozenset[int]()
+        decision = self._pending_round.decide(now_ns, connected, present)
         if decision.reason != self._logged_reason:
             self._logged_reason = decision.reason
             logger.info("round %d: %s", self._num_rounds, decision.reason)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
 from ronde.coordinator.negotiation import Negotiator, Send
@@ -50,6 +50,8 @@ one makes others fail, and a message to each member about each other one would b
 LOSS_NOTICE_INTERVAL_NS = 20_000
 """That time, for each member."""
 MAX_VALUE_CHARS = 400
+MAX_NAMED_RANKS = 16
+"""Of ranks that have not joined yet; when there are more, only their number is shown until the time is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class PendingRound:
     first_join_ns: int = 0
     may_differ: bool = False
     """Whether a rank has joined since all were compared, with something else than another one."""
+    may_be_invalid: bool = False
+    """Whether a rank has joined that has not been found to be like a valid one."""
     refusal: JoinDecision | None = None
     """Why the last round was refused. Ranks that join late get the same reason, until a refused one connects again."""
     refused_ranks: set[int] = field(default_factory=set)
@@ -136,9 +140,10 @@ class PendingRound:
             self.first_join_ns = now_ns
         self.withdrawn.pop(rank, None)
         # Every rank is compared with one other: with thousands of them all values are looked at only to report them.
-        self.may_differ = self.may_differ or any(
-            not _are_alike(join, other) for other in itertools.islice(self.joins.values(), 1)
-        )
+        other = next(iter(self.joins.values()), None)
+        is_alike = other is not None and _are_alike(join, other)
+        self.may_differ = self.may_differ or (other is not None and not is_alike)
+        self.may_be_invalid = self.may_be_invalid or not is_alike or join.member.rank != rank
         self.joins[rank] = join
 
     def connected(self, rank: int) -> None:
@@ -159,17 +164,24 @@ class PendingRound:
         if self.joins.pop(rank, None) is not None and self.joins:
             self.withdrawn[rank] = why
 
-    def decide(
-        self, now_ns: int, connected: frozenset[int], still_in_round: frozenset[int] = frozenset()
-    ) -> JoinDecision:
+    @property
+    def num_missing(self) -> int:
+        return self.size - len(self.joins)
+
+    def decide(self, now_ns: int, connected: Set[int], still_in_round: Set[int] = frozenset()) -> JoinDecision:
         """Decide whether the round starts, is refused or has to wait. At least one rank has joined.
 
-        It starts when every rank has joined, has an open liveness connection (`connected`), and has left the round
-        before: the death of a member without a connection would go unnoticed.
+        It starts when every rank has joined, has an open liveness connection (`connected`, which counts only then), and
+        has left the round before: the death of a member without a connection would go unnoticed. Called after every
+        event, so as long as many ranks are missing it looks at none of them.
         """
         refusal = self.refusal or self._find_refusal()
         if refusal is not None:
             return refusal
+        waited_s = (now_ns - self.first_join_ns) / 1e9
+        is_late = waited_s >= self.start_timeout_s
+        if self.num_missing > MAX_NAMED_RANKS and not is_late:
+            return JoinDecision(f"waiting for {self.num_missing} of {self.size} ranks")
         ranks = range(self.size)
         missing = [rank for rank in ranks if rank not in self.joins]
         unconnected = [rank for rank in ranks if rank not in connected]
@@ -186,8 +198,7 @@ class PendingRound:
         else:
             members = tuple(self.joins[rank].member for rank in ranks)
             return JoinDecision(f"all {self.size} ranks are here", members=members)
-        waited_s = (now_ns - self.first_join_ns) / 1e9
-        if waited_s < self.start_timeout_s:
+        if not is_late:
             return JoinDecision(f"waiting for {waiting}{busy}")
         too_late = f"{waiting} {late.format(f'{waited_s:.3g}')}; look at their output, or {hint}"
         return JoinDecision(difference or too_late, refused=True)
@@ -201,6 +212,7 @@ class PendingRound:
         self.joins.clear()
         self.withdrawn.clear()
         self.duplicates.clear()
+        self.may_differ = self.may_be_invalid = False
         return ranks
 
     def _find_refusal(self) -> JoinDecision | None:
@@ -215,8 +227,11 @@ class PendingRound:
         }
         if ended:
             return JoinDecision(format_rank_answers(ended, verb=" "), refused=True, exited=tuple(sorted(ended)))
+        if not self.may_be_invalid:
+            return None
         errors = (_find_join_error(rank, join, self.size) for rank, join in self.joins.items())
         found = next((error for error in errors if error), None)
+        self.may_be_invalid = found is not None
         return JoinDecision(self._find_difference() or found, refused=True) if found else None
 
     def _find_difference(self) -> str:

@@ -199,13 +199,15 @@ class ControlServer(_ControlSocket):
         self.send_to_all((rank,), message)
 
     def send_to_all(self, ranks: Sequence[int], message: CoordinatorMessage) -> None:
-        """Send a message to these ranks. It is encoded once."""
-        data = encode(message, for_many=len(ranks) > 1)
+        """Send a message to these ranks. It is encoded once, and all share its memory."""
+        frame = zmq.Frame(encode(message, for_many=len(ranks) > 1), copy=True)
+        send, more = self._socket.send, zmq.NOBLOCK | zmq.SNDMORE
         for rank in ranks:
             client = self._clients.get(rank)
             if client is not None:
-                frame = _SEQUENCE.pack(client.num_sent) + data
-                self._socket.send_multipart((client.routing_id, frame), zmq.NOBLOCK)
+                send(client.routing_id, more)
+                send(_SEQUENCE.pack(client.num_sent), more)
+                send(frame, zmq.NOBLOCK, copy=False)
                 client.num_sent += 1
 
     def _answer_zap_requests(self) -> None:
@@ -262,8 +264,10 @@ class ControlClient(_ControlSocket):
 
         def on_parts(parts: list[bytes]) -> None:
             try:
-                sequence, data = _split_frame(parts)
-                message = decode_from_coordinator(data)
+                if len(parts) != 2 or len(parts[0]) != _SEQUENCE.size:
+                    raise ProtocolError(f"a message has a number and one part, got {len(parts)} parts")
+                sequence = _SEQUENCE.unpack(parts[0])[0]
+                message = decode_from_coordinator(parts[1])
             except ProtocolError as error:  # it counts as lost
                 return self._refuse("control message from the coordinator", str(error))
             num_lost, self._num_received = sequence - self._num_received, sequence + 1
@@ -312,8 +316,9 @@ def _add_zmq_reader(loop: EventLoop, sock: zmq.Socket[bytes], callback: Callable
     loop.add_reader(sock.fileno(), callback, has_input=lambda: bool(int(sock.get(zmq.EVENTS)) & zmq.POLLIN))
 
 
-def make_frame(sequence: int, message: WorkerMessage | CoordinatorMessage) -> bytes:
-    """Return the bytes that travel: how many messages this sender has sent before, and the message."""
+def make_frame(sequence: int, message: WorkerMessage) -> bytes:
+    """Return the bytes that a worker sends: how many messages it has sent before, and the message. The coordinator
+    sends the two as parts, because many ranks get the same message."""
     return _SEQUENCE.pack(sequence) + encode(message)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import ItemsView
+from typing import TypeVar
+
 import pytest
 
 from ronde.coordinator.negotiation import Send
@@ -29,6 +32,8 @@ from ronde.types import Member
 from tests.unit.coordinator.requests import announce
 
 SECOND = 10**9
+K = TypeVar("K")
+V = TypeVar("V")
 
 # --- the next round --------------------------------------------------------------------------------------------------
 
@@ -206,6 +211,35 @@ def test_who_joins_a_refused_round_late_or_again_gets_the_same_reason_until_a_re
         made.connected(rank)
         made.join(rank, make_join(rank), 0)
     assert decide(made).members is not None
+
+
+def test_while_thousands_are_missing_each_of_them_is_looked_at_only_when_the_time_is_over() -> None:
+    size = 5000
+    made = PendingRound(size, start_timeout_s=10.0)
+    joins = CountedDict[int, JoinRound]()
+    made.joins = joins
+    for rank in range(1000):
+        made.join(rank, make_join(rank, size=size), 0)
+        assert decide(made).reason == f"waiting for {size - rank - 1} of {size} ranks"
+    assert joins.num_looks < 10 * 1000
+    late = decide(made, at_s=10.1)
+    assert late.refused and late.reason.startswith(f"ranks 1000-{size - 1} of {size} did not join within 10.1 s")
+    made.join(1001, make_join(1002, size=size), 0)
+    assert decide(made).reason == "the process that connected as rank 1001 says it is rank 1002"
+
+
+class CountedDict(dict[K, V]):
+    """Counts how often a key was looked for, and how many items were looked at."""
+
+    num_looks = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_looks += 1
+        return super().__contains__(key)
+
+    def items(self) -> ItemsView[K, V]:  # type: ignore[override]
+        self.num_looks += len(self)
+        return super().items()
 
 
 # --- a round ---------------------------------------------------------------------------------------------------------
