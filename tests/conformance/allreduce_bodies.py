@@ -83,7 +83,7 @@ def a_mean_of_whole_numbers_is_exact_and_never_wraps(world: World) -> None:
     for dtype in DType:
         if dtype.is_float or dtype is DType.BOOL:
             continue
-        limits = np.iinfo(dtype.numpy)
+        limits = np.iinfo(dtype.name.lower())
         columns = [
             [limits.max] * world.size,
             [limits.min] * world.size,
@@ -111,7 +111,8 @@ def awkward_floats(rank: int, dtype: DType, op: Op, count: int) -> Array:
         bits[1::4] = large[0]
         bits[2::4] = random.choice([*large, one], bits[2::4].size)
         bits[3::4] = random.choice([large[3], one, 0x0001, 0x8001], bits[3::4].size)
-    return bits.astype(np.uint16)
+    short: Array = bits.astype(np.uint16)
+    return short
 
 
 @on_ranks(2, 3, 4)

@@ -71,6 +71,8 @@ class Bucket:
         if self.kind not in BUCKET_KINDS:
             known = ", ".join(BUCKET_KINDS)
             raise ValueError(f"bucket {self.name!r}: kind must be one of {known}, got {self.kind!r}")
+        if self.parts and self.kind != "allreduce":
+            raise ValueError(f"bucket {self.name!r}: parts are for allreduce, not for {self.kind}")
         if self.shares and self.kind not in SHARED_KINDS:
             raise ValueError(f"bucket {self.name!r}: shares are for {' and '.join(SHARED_KINDS)}, not for {self.kind}")
         if self.shares and (min(self.shares) < 0 or sum(self.shares) != self.count):
