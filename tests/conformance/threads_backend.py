@@ -182,8 +182,8 @@ class _SharedChannel:
             except Exception as caught:  # the edge between members: all of them must learn of it
                 error = caught
             for turn, queue in zip(turns, self._queues, strict=True):
-                # Who has joined stays for the next call of the others.
-                if turn.asked.kind is not OperationKind.JOIN or everybody_joined or error is not None:
+                # Who has joined stays for the next call of the others, also when these made a mistake.
+                if turn.asked.kind is not OperationKind.JOIN or everybody_joined:
                     queue.popleft()
                     turn.finish(ready_ns, error)
 

@@ -3,9 +3,9 @@
 A work in program order gets its running calls at once. One with a name gets them when every member has announced it;
 until then its waiters are known to NegotiationWaits, which the control thread shares with all works.
 
-Where members may give different numbers of rows (allgather, alltoall), `own_rows` are those of this rank; make_calls()
-needs those of all members. They come from the coordinator for a work with a name, and from a small call ahead for one
-in program order. Memory for results is allocated only then.
+Where members may give different numbers of rows (allgather, gather, alltoall, scatter), `own_rows` are those of this
+rank; make_calls() needs those of all members (of a scatter, those of the root). They come from the coordinator for a
+work with a name, and from a small call ahead for one in program order. Memory for results is allocated only then.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ronde.observe.activity import CurrentOperation
 from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import attribute_waits
 from ronde.text import format_ranks
-from ronde.types import Deadline, Op
+from ronde.types import Deadline
 
 QUERY_MISSING_BEFORE_S = 0.5
 """A wait for the start of a named operation asks for the missing ranks when so much of its time is left, or half of it.
@@ -72,7 +72,7 @@ class Work:
     own_rows: tuple[int, ...] | None = None
     """The numbers of rows that this rank gives, when members may differ in them."""
     splits: tuple[int, ...] | None = None
-    """For alltoall, how many rows go to each member."""
+    """For alltoall, and on the root of a scatter, how many rows go to each member."""
 
     # Thousands of these are made per step, so __init__ does no more than it must.
     def __init__(
@@ -224,25 +224,35 @@ class AllreduceWork(Work):
         self.spans = spans
 
     def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
-        """All arrays in one call; for adasum, which looks at each array as a whole, one call per array."""
+        """All arrays in one call."""
         owners = (self._owners, self._result, self._targets)
-        if self.signature.op is Op.ADASUM:
-            return tuple([self.signature.make_call((span,), owners, name=self.name) for span in self.spans])
         return (self.signature.make_call(self.spans, owners, name=self.name),)
 
 
 class AllgatherWork(Work):
-    """allgather of one array or of several."""
+    """allgather or gather of one array or of several. A gather has a root, and no result on the other members."""
 
-    __slots__ = ("_is_list", "_sources", "counts", "own_rows")
+    __slots__ = ("_has_result", "_is_list", "_root", "_sources", "counts", "own_rows")
 
-    def __init__(self, signature: Signature, name: str, sources: Sequence[SendBuffer], is_list: bool) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        name: str,
+        sources: Sequence[SendBuffer],
+        is_list: bool,
+        *,
+        root: int = -1,
+        has_result: bool = True,
+    ) -> None:
         super().__init__(signature, name)
         self.own_rows = tuple(shape[0] for shape in signature.shapes)
         self.counts: tuple[int, ...] = ()
         """After make_calls(): elements of the (last) array per member."""
         self._sources = sources
         self._is_list = is_list
+        self._root = root
+        """As an index among the members."""
+        self._has_result = has_result
 
     def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
         """One call per array."""
@@ -251,44 +261,103 @@ class AllgatherWork(Work):
         for index, source in enumerate(self._sources):
             num_rows = row_counts[index :: len(self._sources)]
             row_shape = source.array.shape[1:]
-            target = np.empty((sum(num_rows), *row_shape), source.array.dtype)
-            results.append(source.wrap(target))
             self.counts = tuple(rows * math.prod(row_shape) for rows in num_rows)
+            target = np.empty((sum(num_rows) if self._has_result else 0, *row_shape), source.array.dtype)
+            results.append(source.wrap(target))
             span = Span(address_of(source.array), address_of(target), source.array.size)
             owners = (source, target)
-            calls.append(self.signature.make_call((span,), owners, name=self.name, counts=self.counts))
-        self._result = results if self._is_list else results[0]
+            call = self.signature.make_call((span,), owners, name=self.name, peer=self._root, counts=self.counts)
+            calls.append(call)
+        if self._has_result:
+            self._result = results if self._is_list else results[0]
         self._sources = ()
         return tuple(calls)
 
 
 class AlltoallWork(Work):
-    """alltoall: each member gives rows to each. The result also has how many came from each member."""
+    """alltoall of one array or of several with equally many rows: each member gives rows to each. The result also has
+    how many came from each member."""
 
-    __slots__ = ("_member_index", "_sources", "own_rows", "splits")
+    __slots__ = ("_is_list", "_member_index", "_sources", "own_rows", "splits")
 
     def __init__(
-        self, signature: Signature, name: str, source: SendBuffer, splits: tuple[int, ...], member_index: int
+        self,
+        signature: Signature,
+        name: str,
+        sources: Sequence[SendBuffer],
+        is_list: bool,
+        splits: tuple[int, ...],
+        member_index: int,
     ) -> None:
         super().__init__(signature, name)
         self.own_rows = self.splits = splits
-        self._sources = [source]
+        self._sources = sources
+        self._is_list = is_list
         self._member_index = member_index
 
     def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        """One call per array."""
         assert row_counts is not None and self.splits is not None
         received_rows = row_counts[self._member_index :: len(self.splits)]
-        source = self._sources.pop()
-        array = source.array
-        row_shape = array.shape[1:]
-        row_size = math.prod(row_shape)
-        target = np.empty((sum(received_rows), *row_shape), array.dtype)
-        self._result = (source.wrap(target), np.array(received_rows, np.int64))
-        span = Span(address_of(array), address_of(target), sum(self.splits) * row_size)
-        counts = tuple(rows * row_size for rows in received_rows)
-        splits = tuple(rows * row_size for rows in self.splits)
-        owners = (array, target)
-        return (self.signature.make_call((span,), owners, name=self.name, counts=counts, splits=splits),)
+        calls, results = [], []
+        for source in self._sources:
+            array = source.array
+            row_shape = array.shape[1:]
+            row_size = math.prod(row_shape)
+            target = np.empty((sum(received_rows), *row_shape), array.dtype)
+            results.append(source.wrap(target))
+            span = Span(address_of(array), address_of(target), sum(self.splits) * row_size)
+            counts = tuple(rows * row_size for rows in received_rows)
+            splits = tuple(rows * row_size for rows in self.splits)
+            owners = (array, target)
+            calls.append(self.signature.make_call((span,), owners, name=self.name, counts=counts, splits=splits))
+        self._result = (results if self._is_list else results[0], np.array(received_rows, np.int64))
+        self._sources = ()
+        return tuple(calls)
+
+
+class ScatterWork(Work):
+    """scatter of one array or of several with equally many rows. `splits` are those of the root; None elsewhere."""
+
+    __slots__ = ("_is_list", "_member_index", "_root", "_sources", "own_rows", "splits")
+
+    def __init__(
+        self,
+        signature: Signature,
+        name: str,
+        sources: Sequence[SendBuffer],
+        is_list: bool,
+        splits: tuple[int, ...] | None,
+        *,
+        size: int,
+        member_index: int,
+        root: int,
+    ) -> None:
+        super().__init__(signature, name)
+        self.splits = splits
+        self.own_rows = splits or (0,) * size
+        self._sources = sources
+        self._is_list = is_list
+        self._member_index = member_index
+        self._root = root
+        """As an index among the members."""
+
+    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+        """One call per array."""
+        assert row_counts is not None
+        calls, results = [], []
+        for source in self._sources:
+            array = source.array
+            row_shape = array.shape[1:]
+            target = np.empty((row_counts[self._member_index], *row_shape), array.dtype)
+            results.append(source.wrap(target))
+            counts = tuple(rows * math.prod(row_shape) for rows in row_counts)
+            span = Span(address_of(array), address_of(target), target.size)
+            owners = (array, target)
+            calls.append(self.signature.make_call((span,), owners, name=self.name, peer=self._root, counts=counts))
+        self._result = results if self._is_list else results[0]
+        self._sources = ()
+        return tuple(calls)
 
 
 class NegotiationWaits:

@@ -43,11 +43,11 @@ class OperationRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     shapes: tuple[tuple[int, ...], ...]
     op: int = 0
     root: int = -1
-    """A broadcast's root, as a rank of the world."""
+    """Of a broadcast, reduce, gather or scatter, as a rank of the world."""
     prescale: float = 1.0
     postscale: float = 1.0
     splits: tuple[int, ...] | None = None
-    """all-to-all: rows for each member; None splits them evenly."""
+    """all-to-all, and the root of a scatter: rows for each member; None splits them evenly."""
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -209,8 +209,8 @@ class AgreedOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     request: OperationRequest | None = None
     """In full for a rank that has called join() and did not announce it."""
     row_counts: tuple[int, ...] | None = None
-    """allgather: first dimension per member and array (member-major). all-to-all: rows that member i sends to member j,
-    row-major."""
+    """allgather, gather: first dimension per member and array (member-major). all-to-all: rows that member i sends to
+    member j, row-major. scatter: rows for each member."""
 
 
 class RunOperations(CoordinatorMessage, frozen=True):
