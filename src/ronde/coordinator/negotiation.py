@@ -607,10 +607,10 @@ class Negotiator:
         why = f"{_title(request)}: {format_ranks(twice)} announced it again while it was under way" if twice else ""
         # A request that all have in common is checked once.
         why = why or _find_mismatch(requests or {group.members[0]: request}, group.members)
-        can_join = is_allreduce and can_be_joined(DType(request.dtype), Op(request.op))
-        if not why and not everybody and not can_join:
-            joined = format_ranks(_ranks_in_mask(group.member_mask & ~announced_mask))
-            why = f"{_title(request)}: {joined} called join() and takes part {JOINABLE}"
+        if not why and not everybody:
+            if not is_allreduce or not can_be_joined(DType(request.dtype), Op(request.op)):
+                joined = format_ranks(_ranks_in_mask(group.member_mask & ~announced_mask))
+                why = f"{_title(request)}: {joined} called join() and takes part {JOINABLE}"
         if why:
             self._reject(operation, why)
             self._forget(operation)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
@@ -202,7 +203,7 @@ def test_a_codec_may_use_several_wires_and_remember_what_it_lost() -> None:
 @pytest.mark.parametrize("codec", [None, Halving()])
 def test_each_rank_leaves_the_memory_alone_that_its_user_has_kept(codec: Halving | None, overlap: bool) -> None:
     def body(training: ArrayTraining, world: World) -> list[object]:
-        kept: list[tuple[object, object]] = []
+        kept: list[tuple[Any, object]] = []
         seen: list[object] = []
         for step in range(4):
             training.clear()

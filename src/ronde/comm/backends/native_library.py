@@ -29,7 +29,7 @@ from ronde.errors import RondeError
 from ronde.types import OperationKind
 
 try:
-    from ronde.comm.backends import hot_calls
+    from ronde.comm.backends import hot_calls as hot_calls
 except ImportError:
     hot_calls = None  # type: ignore[assignment]
 
