@@ -202,15 +202,16 @@ def test_a_codec_may_use_several_wires_and_remember_what_it_lost() -> None:
 @pytest.mark.parametrize("codec", [None, Halving()])
 def test_each_rank_leaves_the_memory_alone_that_its_user_has_kept(codec: Halving | None, overlap: bool) -> None:
     def body(training: ArrayTraining, world: World) -> list[object]:
-        kept: list[tuple[object, object]] = []
+        kept: list[tuple[Array, object]] = []
         seen: list[object] = []
         for step in range(4):
             training.clear()
             training.adapter.kept = {"a"} if kept else set()
             training.backward(b=float(step), a=2.0 * step)
             seen += training.grads("ab")
-            if step >= world.rank:  # each rank begins in another step
-                kept.append((training.weights["a"].grad, training.grads("a")))
+            grad = training.weights["a"].grad
+            if step >= world.rank and isinstance(grad, np.ndarray):  # each rank begins in another step
+                kept.append((grad, training.grads("a")))
         assert all(np.unique(grad).tolist() == value for grad, value in kept)
         return seen
 
