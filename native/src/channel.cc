@@ -178,8 +178,8 @@ void Channel::locate_in_bucket(Call& call) const {
 }
 
 void Channel::run_collective(Call& call, Group& group) {
-  uint64_t bytes = call.spans.count() * partial_bytes(call.reduce_params);  // as partial results travel
-  rd_algorithm algorithm = choose_algorithm(topology_, call.kind, call.reduce_params.op, bytes, call.algorithm);
+  rd_algorithm algorithm =
+      choose_algorithm(topology_, call.kind, call.reduce_params, call.spans.count(), call.algorithm);
   CallHeader header = call.header(algorithm, ++sequence_);
   if (algorithm == RD_DIRECT && segment_ != nullptr) direct_prepare(group, call);
   const auto& headers = matcher_.match(group, header, call.pre_agreed);
@@ -246,13 +246,16 @@ void Channel::run_algorithm(rd_algorithm algorithm, const Call& call, Group& gro
       if (algorithm == RD_DIRECT) return direct_allreduce(group, call);
       if (algorithm == RD_DOUBLING) return recursive_doubling_allreduce(group, call);
       if (algorithm == RD_TWO_LEVEL) return two_level_allreduce(group, call);
+      if (algorithm == RD_PAIRWISE) return pairwise_exchange_allreduce(group, call);
       return ring_allreduce(group, call);
     case RD_BROADCAST:
       return algorithm == RD_DIRECT ? direct_broadcast(group, call) : binomial_tree_broadcast(group, call);
     case RD_ALLGATHER:
       return algorithm == RD_DIRECT ? direct_allgather(group, call) : ring_allgather(group, call);
     case RD_REDUCE_SCATTER:
-      return algorithm == RD_DIRECT ? direct_reduce_scatter(group, call) : ring_reduce_scatter(group, call);
+      if (algorithm == RD_DIRECT) return direct_reduce_scatter(group, call);
+      if (algorithm == RD_PAIRWISE) return pairwise_exchange_reduce_scatter(group, call);
+      return ring_reduce_scatter(group, call);
     case RD_REDUCE:
       return algorithm == RD_DIRECT ? direct_reduce(group, call) : binomial_tree_reduce(group, call);
     case RD_GATHER:

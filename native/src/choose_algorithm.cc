@@ -57,6 +57,15 @@ constexpr Row kTable[] = {
 };
 // clang-format on
 
+// With one member per host, each member can send its input straight to the members that reduce it, as narrow as it is.
+// In a ring wide partial results would travel; but a ring needs two neighbours only, and with two members it is the
+// same.
+bool exchanges_inputs(const Topology& topology, rd_kind kind, const ReduceParams& params) {
+  constexpr uint32_t kMaxMembers = 16;
+  return (kind == RD_ALLREDUCE || kind == RD_REDUCE_SCATTER) && has_wide_partials(params) &&
+         host_spread(topology) == HostSpread::kOnePerHost && topology.size > 2 && topology.size <= kMaxMembers;
+}
+
 bool can_run(const Topology& topology, rd_kind kind, rd_algorithm algorithm) {
   switch (algorithm) {
     case RD_DIRECT:
@@ -70,7 +79,7 @@ bool can_run(const Topology& topology, rd_kind kind, rd_algorithm algorithm) {
     case RD_TREE:
       return kind == RD_BROADCAST || kind == RD_REDUCE || kind == RD_GATHER || kind == RD_SCATTER;
     case RD_PAIRWISE:
-      return kind == RD_ALLTOALL;
+      return kind == RD_ALLTOALL || kind == RD_ALLREDUCE || kind == RD_REDUCE_SCATTER;
     default:
       return false;
   }
@@ -78,15 +87,19 @@ bool can_run(const Topology& topology, rd_kind kind, rd_algorithm algorithm) {
 
 }  // namespace
 
-rd_algorithm choose_algorithm(const Topology& topology, rd_kind kind, rd_op op, uint64_t bytes, rd_algorithm demanded) {
-  if (kind == RD_ALLREDUCE && op == RD_ADASUM) return RD_DOUBLING;  // Adasum is defined on pairs
+rd_algorithm choose_algorithm(const Topology& topology, rd_kind kind, const ReduceParams& params, uint64_t count,
+                              rd_algorithm demanded) {
+  if (kind == RD_ALLREDUCE && params.op == RD_ADASUM) return RD_DOUBLING;  // Adasum is defined on pairs
   if (demanded != RD_AUTO) {
     if (!can_run(topology, kind, demanded)) throw CallError{RD_BAD_CALL};
     return demanded;
   }
   HostSpread spread = host_spread(topology);
-  for (const Row& row : kTable)
-    if (row.kind == kind && row.spread == spread && bytes <= row.max_bytes) return row.algorithm;
+  uint64_t bytes = count * partial_bytes(params);  // as partial results travel
+  for (const Row& row : kTable) {
+    if (row.kind != kind || row.spread != spread || bytes > row.max_bytes) continue;
+    return row.algorithm == RD_RING && exchanges_inputs(topology, kind, params) ? RD_PAIRWISE : row.algorithm;
+  }
   return RD_AUTO;
 }
 
