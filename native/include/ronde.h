@@ -13,9 +13,11 @@
 extern "C" {
 #endif
 
-#define RD_ABI 2                 /* changes when a struct or a function of this file changes */
+#define RD_ABI 3                 /* changes when a struct or a function of this file changes */
 #define RD_DESCRIPTION_BYTES 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 1024
+#define RD_MAX_ANNOUNCED 65536 /* ids of announced calls in one channel */
+#define RD_NO_SEQUENCE UINT64_MAX
 
 typedef enum rd_status {
   RD_OK = 0,
@@ -25,7 +27,9 @@ typedef enum rd_status {
   RD_ABORTED = 4,   /* rd_abort was called here or by another member */
   RD_PEER_LOST = 5, /* a member's socket closed; rd_result.member is that member, .detail is errno or 0 */
   RD_SYSTEM = 6,    /* the operating system refused; rd_result.detail is errno */
-  RD_CLOSED = 7     /* the channel was closed while the call waited */
+  RD_CLOSED = 7,    /* the channel was closed while the call waited */
+  RD_WITHDRAWN = 8, /* rd_revoke took the announcement back: the call did not run */
+  RD_NOT_AGREED = 9 /* the members have not agreed on what the id stands for */
 } rd_status;
 
 typedef enum rd_dtype {
@@ -94,6 +98,9 @@ typedef struct rd_channel_params {
   uint64_t slot_bytes;   /* size of a staging slot; each member has two */
   uint64_t chunk_bytes;  /* bytes of a slot that one step of the direct algorithm uses */
   uint64_t bucket_bytes; /* bucket memory per member, or 0 */
+  uint64_t fusion_bytes; /* the most bytes of announced calls that are fused into one */
+  /* Ids of announced calls, from 0; then all members are on one host, and collectives are announced. Otherwise 0. */
+  uint32_t max_announced;
 } rd_channel_params;
 
 /* One contiguous piece of a member's memory. A call with several spans works on their concatenation. */
@@ -130,6 +137,12 @@ typedef struct rd_result {
   int64_t start_ns;  /* CLOCK_MONOTONIC, when the call started to run */
   int64_t ready_ns;  /* when every member had arrived */
   int64_t end_ns;    /* when it finished here */
+  /* The number of the collective; all members count alike. RD_NO_SEQUENCE for all but one of the announced calls that
+   * were fused into one, and for a call that did not run. */
+  uint64_t sequence;
+  /* When this member had come to it: for announced calls, when it had announced all that were fused and finished what
+   * was before them; otherwise start_ns. */
+  int64_t arrived_ns;
 } rd_result;
 
 /* The call of one member, when a call ended in RD_MISMATCH. */
@@ -187,6 +200,30 @@ rd_status rd_wait(rd_channel* channel, uint64_t work, rd_result* result, double 
 
 /* Returns 1 when the call has finished, 0 when not, -1 when there is no such handle. */
 int rd_done(rd_channel* channel, uint64_t work);
+
+/* The members have agreed that from now on `id` (below max_announced) stands for the call with this signature. */
+rd_status rd_agree(rd_channel* channel, uint32_t id, uint64_t signature);
+
+/* The id stands for nothing any more. Returns 1 if this took back a call that this member had announced: it does not
+ * run, and ends with RD_WITHDRAWN. Returns 0 if there is none, or all members have announced it already: then it runs.
+ */
+int rd_revoke(rd_channel* channel, uint32_t id);
+
+/* Announces a call that may come in any order on any member, under an id that stands for it. It runs when all members
+ * have announced it, in the same order on every member; calls that can travel together are fused. From then on it may
+ * take timeout_s seconds. RD_NOT_AGREED: the id does not stand for this call; it was not announced. The id can be
+ * announced again when the call has ended. The memory of the spans must stay valid until then. */
+rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, uint64_t* work);
+
+/* As rd_announce and rd_wait, but in one step: this thread executes the call, or what is ready before it. After
+ * RD_TIMEOUT with end_ns 0 the call is still announced or running, and `work` is its handle. As with rd_wait for an
+ * announced call, that may come before the time is over, when a signal interrupts the wait. */
+rd_status rd_run_announced(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, double remaining_s,
+                           rd_result* result, uint64_t* work);
+
+/* Fills `missing` (with space for num_members) with the members that have not announced the id, and returns how many.
+ */
+uint32_t rd_get_not_announced(rd_channel* channel, uint32_t id, uint32_t* missing);
 
 /* Fills num_members rows with the calls of all members, after rd_run or rd_wait returned RD_MISMATCH in this thread. */
 rd_status rd_get_mismatch(rd_channel* channel, rd_member_call* calls);

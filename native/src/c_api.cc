@@ -1,4 +1,5 @@
 // The functions of ronde.h: plain types in, status codes out. No exception leaves this file.
+#include <algorithm>
 #include <cstring>
 #include <new>
 #include <unordered_map>
@@ -41,8 +42,14 @@ rd_status report(const Call& call, rd_result* result) {
 }
 
 rd_status report(const CallError& error, rd_result* result) {
-  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0};
+  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0, RD_NO_SEQUENCE, 0};
   return error.status;
+}
+
+uint64_t add_work(rd_channel* channel, const std::shared_ptr<Call>& call) {
+  std::lock_guard<std::mutex> lock(channel->mutex);
+  channel->submitted.emplace(++channel->last_work, call);
+  return channel->last_work;
 }
 
 std::shared_ptr<Call> find_call(rd_channel* channel, uint64_t work) {
@@ -127,11 +134,7 @@ RD_API rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* res
 RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, uint64_t* work) {
   try {
     auto submitted = std::make_shared<Call>(*call, channel->channel.topology(), Deadline(remaining_s));
-    {
-      std::lock_guard<std::mutex> lock(channel->mutex);
-      *work = ++channel->last_work;
-      channel->submitted.emplace(*work, submitted);
-    }
+    *work = add_work(channel, submitted);
     channel->channel.queue_for(*submitted).submit(submitted);
     return RD_OK;
   } catch (const CallError& error) {
@@ -141,11 +144,65 @@ RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double rema
   }
 }
 
+RD_API rd_status rd_agree(rd_channel* channel, uint32_t id, uint64_t signature) {
+  try {
+    channel->channel.announced().agree(id, signature);
+    return RD_OK;
+  } catch (const CallError& error) {
+    return error.status;
+  } catch (const std::exception&) {
+    return RD_SYSTEM;
+  }
+}
+
+RD_API int rd_revoke(rd_channel* channel, uint32_t id) {
+  return channel->channel.topology().max_announced > 0 && channel->channel.announced().revoke(id) ? 1 : 0;
+}
+
+RD_API rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, uint64_t* work) {
+  try {
+    auto announced = std::make_shared<Call>(*call, channel->channel.topology(), Deadline(timeout_s));
+    announced->timeout_s = timeout_s;
+    channel->channel.announced().announce(id, announced, false);
+    *work = add_work(channel, announced);
+    return RD_OK;
+  } catch (const CallError& error) {
+    return error.status;
+  } catch (const std::exception&) {
+    return RD_SYSTEM;
+  }
+}
+
+RD_API rd_status rd_run_announced(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s,
+                                  double remaining_s, rd_result* result, uint64_t* work) {
+  try {
+    auto announced = std::make_shared<Call>(*call, channel->channel.topology(), Deadline(timeout_s));
+    announced->timeout_s = timeout_s;
+    channel->channel.announced().announce(id, announced, true);
+    if (channel->channel.announced().wait(announced, Deadline(remaining_s))) return report(*announced, result);
+    *work = add_work(channel, announced);
+    return report(CallError{RD_TIMEOUT}, result);
+  } catch (const CallError& error) {
+    return report(error, result);
+  } catch (const std::exception&) {
+    return report(CallError{RD_SYSTEM}, result);
+  }
+}
+
+RD_API uint32_t rd_get_not_announced(rd_channel* channel, uint32_t id, uint32_t* missing) {
+  if (id >= channel->channel.topology().max_announced) return 0;
+  std::vector<uint32_t> members = channel->channel.announced().missing(id);
+  std::copy(members.begin(), members.end(), missing);
+  return uint32_t(members.size());
+}
+
 RD_API rd_status rd_wait(rd_channel* channel, uint64_t work, rd_result* result, double remaining_s) {
   std::shared_ptr<Call> call = find_call(channel, work);
   if (call == nullptr) return report(CallError{RD_BAD_CALL}, result);
-  if (!channel->channel.queue_for(*call).wait(call, Deadline(remaining_s)))
-    return report(CallError{RD_TIMEOUT}, result);
+  Deadline deadline(remaining_s);
+  bool finished = call->announced_id >= 0 ? channel->channel.announced().wait(call, deadline)
+                                          : channel->channel.queue_for(*call).wait(call, deadline);
+  if (!finished) return report(CallError{RD_TIMEOUT}, result);
   std::lock_guard<std::mutex> lock(channel->mutex);
   channel->submitted.erase(work);
   return report(*call, result);
@@ -153,7 +210,9 @@ RD_API rd_status rd_wait(rd_channel* channel, uint64_t work, rd_result* result, 
 
 RD_API int rd_done(rd_channel* channel, uint64_t work) {
   std::shared_ptr<Call> call = find_call(channel, work);
-  return call == nullptr ? -1 : int(channel->channel.queue_for(*call).done(call));
+  if (call == nullptr) return -1;
+  return call->announced_id >= 0 ? channel->channel.announced().done(call)
+                                 : channel->channel.queue_for(*call).done(call);
 }
 
 RD_API rd_status rd_get_mismatch(rd_channel* channel, rd_member_call* calls) {

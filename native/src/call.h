@@ -50,7 +50,12 @@ struct Call {
   const std::string description;
   const SpanList spans;
   const std::vector<uint64_t> counts, splits;
-  const Deadline deadline;
+  Deadline deadline;
+
+  // Of an announced call: its id, when it was announced, and how long it may run.
+  int announced_id = -1;
+  int64_t announced_ns = 0;
+  double timeout_s = 0;
 
   // Set by the channel before the call runs: whether it works in place in this member's bucket, and at which byte.
   bool in_bucket = false;
@@ -58,7 +63,7 @@ struct Call {
 
   // What became of it.
   std::atomic<int64_t> started_ns{0};  // read from other threads while the call runs
-  bool finished = false;               // guarded by the CallQueue; the two below are valid when it is true
+  bool finished = false;               // guarded by the CallQueue or AnnouncedCalls; then the two below are valid
   rd_result result{};
   std::vector<rd_member_call> member_calls;  // of all members, after a mismatch
 };
