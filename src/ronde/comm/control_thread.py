@@ -39,6 +39,7 @@ from ronde.net.messages import (
     RankHeartbeat,
     RankHeartbeatReply,
     RankLost,
+    RanksLost,
     RunOperations,
     SetTracing,
     StackReply,
@@ -127,7 +128,8 @@ class ControlThread:
             OperationRejected: self._on_rejected,
             UnknownOperationId: self._on_unknown_id,
             MissingRanks: self._on_missing_ranks,
-            RankLost: self._on_rank_lost,
+            RankLost: lambda lost: self._on_rank_lost(lost.rank, lost.reason),
+            RanksLost: self._on_ranks_lost,
             EndRound: lambda ended: self._end_round(RoundEnded(ended.reason)),
             GroupsChanged: self._on_reply,
             TimelineReply: self._on_reply,
@@ -315,10 +317,14 @@ class ControlThread:
         if named is not None:
             named.set_missing(missing.name, missing.ranks)
 
-    def _on_rank_lost(self, lost: RankLost) -> None:
+    def _on_rank_lost(self, lost: int, reason: str) -> None:
         rank = self._recorder.rank
-        self._recorder.record_event(PeerGone(at_ns=time.monotonic_ns(), rank=rank, peer=lost.rank, why=lost.reason))
-        self._open_channels.abort_for(lost.rank, lost.reason)
+        self._recorder.record_event(PeerGone(at_ns=time.monotonic_ns(), rank=rank, peer=lost, why=reason))
+        self._open_channels.abort_for(lost, reason)
+
+    def _on_ranks_lost(self, message: RanksLost) -> None:
+        for lost, reason in message.losses:
+            self._on_rank_lost(lost, reason)
 
     def _on_reply(self, reply: GroupsChanged | TimelineReply) -> None:
         with self.waits.condition:

@@ -227,7 +227,7 @@ class CoordinatorCore:
         elif isinstance(message, StackReply):
             self.queries.add_stack_reply(rank, message)
         elif isinstance(message, TraceBatch | TimelineRequest | TraceFlushed):
-            return self._trace_collector.handle(rank, message, self._present)
+            return self._trace_collector.handle(rank, message, round.present if round is not None else ())
         elif isinstance(message, LeaveRound):
             self._handle_leave(rank, message, now_ns)
             return [Send((rank,), LeaveConfirmed())]

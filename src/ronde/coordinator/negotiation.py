@@ -21,6 +21,7 @@ from __future__ import annotations
 import enum
 import itertools
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -74,14 +75,15 @@ def _describe(request: OperationRequest) -> str:
     return " ".join(words)
 
 
-def _row_counts(requests: Mapping[int, OperationRequest], members: tuple[int, ...]) -> tuple[int, ...] | None:
-    """Return AgreedOperation.row_counts for valid requests. None if all members have the same number of rows; a member
-    that has called join() has no request then."""
-    kind = next(iter(requests.values())).kind
-    if kind == OperationKind.ALLGATHER:
-        return tuple(shape[0] for member in members for shape in requests[member].shapes)
-    if kind == OperationKind.ALLTOALL:
-        given = [requests[member] for member in members]
+def _row_counts(
+    requests: Mapping[int, OperationRequest], common: OperationRequest, members: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """Return AgreedOperation.row_counts for valid requests, or a common one if there are none. None for kinds where all
+    members have the same number of rows; a member that has called join() has no request then."""
+    if common.kind == OperationKind.ALLGATHER:
+        return tuple(shape[0] for member in members for shape in requests.get(member, common).shapes)
+    if common.kind == OperationKind.ALLTOALL:
+        given = [requests.get(member, common) for member in members]
         even = [(request.shapes[0][0] // len(members),) * len(members) for request in given]
         return tuple(itertools.chain(*(request.splits or rows for request, rows in zip(given, even, strict=True))))
     return None
@@ -227,22 +229,106 @@ class _NegotiatedOperation:
     id: int
     group: _GroupState
     name: str
+    request: OperationRequest | None = None
+    """What all members asked for when it ran last; None if it did not run, or if they asked for different things."""
     requests: dict[int, OperationRequest] = field(default_factory=dict)
-    announced_mask: int = 0
-    announce_times: list[tuple[int, int]] = field(default_factory=list)
-    """(bit of the rank, when), in the order of arrival."""
-    ready: bool = False
-    since_ns: int = 0
-    invalid_reason: str = ""
+    """By rank, what members asked for if they asked for different things (numbers of rows)."""
+    unknown_mask: int = 0
+    """Members that had joined when it ran last: what they would ask for is not known."""
     is_agreed: bool = False
     agreed_operation: AgreedOperation = _NOT_AGREED
     run_message: Send = _NOTHING_TO_SEND
     fusion_key: FusionKey | None = None
     num_bytes: int = 0
+    # While it is pending:
+    single_mask: int = 0
+    """The first rank of each announcement."""
+    repeated: list[_Announcement] = field(default_factory=list)
+    """The announcements that other ranks have repeated; their masks are the other ranks."""
+    announcements: list[_Announcement] = field(default_factory=list)
+    first_request: OperationRequest | None = None
+    other_requests: dict[int, OperationRequest] = field(default_factory=dict)
+    """By rank, what differs from first_request."""
+    is_changed: bool = False
+    """Whether a rank asks for something else than when it ran last."""
+    ready: bool = False
+    since_ns: int = 0
+    known_twice_mask: int = 0
+    """Ranks that were seen to announce it twice."""
 
     @property
-    def title(self) -> str:
-        return _title(self.requests[_ranks_in_mask(self.group, self.announced_mask)[0]])
+    def announced_mask(self) -> int:
+        mask = self.single_mask
+        for announcement in self.repeated:
+            mask |= announcement.mask
+        return mask
+
+    @property
+    def waiting_mask(self) -> int:
+        """Members that it waits for. Those that have joined count as having announced it."""
+        group = self.group
+        return group.member_mask & ~(self.announced_mask | group.joined_mask)
+
+    @property
+    def twice_mask(self) -> int:
+        """Ranks that have announced it twice. Whoever repeats an announcement is not looked for in others at once."""
+        twice, seen = self.known_twice_mask, self.single_mask
+        for announcement in self.repeated:
+            twice |= seen & announcement.mask
+            seen |= announcement.mask
+        return twice
+
+    def announced_requests(self) -> dict[int, OperationRequest]:
+        """What each rank that has announced it asks for."""
+        assert self.first_request is not None
+        first, other = self.first_request, self.other_requests
+        return {rank: other.get(rank, first) for rank in _ranks_in_mask(self.announced_mask)}
+
+    def lowest_request(self) -> OperationRequest:
+        """What the lowest rank that has announced it asks for."""
+        assert self.first_request is not None
+        if not self.other_requests:
+            return self.first_request
+        mask = self.announced_mask
+        return self.other_requests.get((mask & -mask).bit_length() - 1, self.first_request)
+
+    def known_request(self, rank: int) -> OperationRequest | None:
+        """What the id stands for when this rank announces it."""
+        if self.request is not None:
+            mask = self.group.member_mask & ~self.unknown_mask
+            return self.request if mask >> rank & 1 else None
+        return self.requests.get(rank)
+
+    def reset(self) -> None:
+        """It is not pending any more."""
+        self.single_mask = 0
+        self.repeated.clear()
+        self.announcements.clear()
+        self.first_request = None
+        self.other_requests = {}
+        self.is_changed = self.ready = False
+        self.known_twice_mask = 0
+
+
+@dataclass(eq=False, slots=True)
+class _Announcement:
+    """A message of a rank, and all equal ones that came after it from other ranks: these cost nothing per operation.
+
+    Other ranks can repeat it until one of its operations runs. Then it stands for what it was in that run, and the next
+    equal message is a new announcement.
+    """
+
+    message: AnnounceOperations
+    first_bit: int
+    operations: list[_NegotiatedOperation]
+    groups: tuple[_GroupState, ...]
+    is_repeatable: bool
+    last_ranks: deque[tuple[int, int]]
+    """(rank, when) of the last ones, as many as may be reported as stragglers."""
+    mask: int = 0
+    """The ranks that have repeated it."""
+    check_at: int = 0
+    """The number of announcements before which none of its operations can be ready."""
 
 
 class Negotiator:
@@ -254,6 +340,10 @@ class Negotiator:
         self._groups: dict[int, _GroupState] = {}
         self._operations: dict[int, _NegotiatedOperation] = {}
         self._idle: dict[int, _NegotiatedOperation] = {}  # in the order of their last run
+        self._repeatable: dict[int, _Announcement] = {}
+        """Announcements that can be repeated, by the identity of their message: net/messages interns equal ones."""
+        self._num_announcements = 0
+        """Messages and joins. Each brings an operation at most one rank nearer to being ready."""
         self._ready: list[_NegotiatedOperation] = []
         self._sends: list[Send] = []
         self._last_id = 0
@@ -267,9 +357,9 @@ class Negotiator:
 
     def add_group(self, members: tuple[int, ...]) -> int:
         """Add a group and return its id; 0 is the world. No id is used again: a late message cannot mean another group.
-        allgather concatenates rows in the order of the members."""
+        allgather concatenates rows in the order of the members, which are sorted."""
         self._last_group += 1
-        mask = sum(1 << rank for rank in members)
+        mask = _mask_of(members)
         self._groups[self._last_group] = _GroupState(self._last_group, members, mask)
         return self._last_group
 
@@ -278,7 +368,8 @@ class Negotiator:
         self._decide_ready()
         removed = self._groups.pop(group)
         for operation in removed.pending.values():
-            self._reject(operation, f"{operation.title}: the group was removed before all members announced it")
+            title = _title(operation.lowest_request())
+            self._reject(operation, f"{title}: the group was removed before all members announced it")
         self._forget_all(removed)
         return removed.members
 
@@ -286,22 +377,21 @@ class Negotiator:
         """Let nothing more run in the groups of a lost rank. Rejects nothing: members that wait get RankLost."""
         self._decide_ready()
         for group in self._groups.values():
-            if group.member_mask >> rank & 1 and not group.closed_reason:
+            if not group.closed_reason and group.member_mask >> rank & 1:
                 group.closed_reason = f"rank {rank} is gone: {why}"
                 self._forget_all(group)
 
     def announce(self, rank: int, message: AnnounceOperations, now_ns: int) -> None:
         """Take the operations that a rank is ready for. take_sends() returns the answers."""
         bit = 1 << rank
-        for request in message.new:
-            self._announce_in_full(rank, bit, request, now_ns)
-        operations = self._operations
-        for known in message.known_ids:
-            operation = operations.get(known)
-            if operation is None or rank not in operation.requests:
-                self._sends.append(Send((rank,), UnknownOperationId(known)))
-            else:
-                self._count_announcement(operation, bit, now_ns)
+        self._num_announcements += 1
+        same = self._repeatable.get(id(message))
+        if same is None:
+            self._announce_first(rank, bit, message, now_ns)
+        elif all([group.member_mask & bit for group in same.groups]):
+            self._announce_again(rank, bit, same, now_ns)
+        else:
+            self._announce_first(rank, bit, message, now_ns)
 
     def take_sends(self) -> list[Send]:
         """Return what to send, in this order."""
@@ -316,26 +406,53 @@ class Negotiator:
         """Return the ranks that a named operation waits for; empty if it is not pending."""
         found = self._groups.get(group)
         operation = found.operations.get(name) if found is not None else None
-        return _missing_ranks(operation) if operation is not None and operation.announced_mask else ()
+        return _ranks_in_mask(operation.waiting_mask) if operation is not None and operation.announcements else ()
 
     def pending(self, until_ns: int) -> Iterator[WaitingOperation]:
-        """Yield what has been pending since until_ns or longer, per group the oldest first."""
+        """Yield what has been pending since until_ns or longer, per group the oldest first. Operations that wait for
+        the same ranks have the same tuples of ranks."""
         for group in self._groups.values():
+            ranks_of: dict[int, tuple[int, ...]] = {}
             for operation in group.pending.values():
                 if operation.since_ns > until_ns:
                     break
-                announced = _ranks_in_mask(group, operation.announced_mask)
+                masks = (operation.waiting_mask, operation.announced_mask)
+                for mask in masks:
+                    if mask not in ranks_of:
+                        ranks_of[mask] = _ranks_in_mask(mask)
                 yield WaitingOperation(
-                    op=_describe(operation.requests[announced[0]]),
+                    op=_describe(operation.lowest_request()),
                     group=group.id,
                     since_ns=operation.since_ns,
-                    missing=_missing_ranks(operation),
-                    present=announced,
+                    missing=ranks_of[masks[0]],
+                    present=ranks_of[masks[1]],
                 )
 
     # --- announcements ---------------------------------------------------------------------------------------------
 
-    def _announce_in_full(self, rank: int, bit: int, request: OperationRequest, now_ns: int) -> None:
+    def _announce_first(self, rank: int, bit: int, message: AnnounceOperations, now_ns: int) -> None:
+        """Take a message that is not known, operation by operation."""
+        last_ranks = deque([(rank, now_ns)], MAX_STRAGGLERS)
+        announcement = _Announcement(message, bit, [], (), True, last_ranks)
+        for request in message.new:
+            self._announce_in_full(rank, announcement, request, now_ns)
+        operations = self._operations
+        for known in message.known_ids:
+            operation = operations.get(known)
+            known_request = operation.known_request(rank) if operation is not None else None
+            if operation is None or known_request is None:
+                self._sends.append(Send((rank,), UnknownOperationId(known)))
+                announcement.is_repeatable = False
+            else:
+                if operation.request is None or operation.unknown_mask:  # the id means something else to each rank
+                    announcement.is_repeatable = False
+                self._count_announcement(operation, announcement, known_request, now_ns)
+        if announcement.is_repeatable and announcement.operations:
+            announcement.groups = tuple({op.group.id: op.group for op in announcement.operations}.values())
+            self._repeatable[id(message)] = announcement
+
+    def _announce_in_full(self, rank: int, announcement: _Announcement, request: OperationRequest, now_ns: int) -> None:
+        bit = announcement.first_bit
         group = self._groups.get(request.group)
         if group is None:
             why = f"group {request.group} does not exist, or was removed"
@@ -346,8 +463,10 @@ class Negotiator:
         if group is None or why:
             reason = f"{_title(request)}: {why}"
             self._sends.append(Send((rank,), OperationRejected(request.group, request.name, reason)))
+            announcement.is_repeatable = False
             return
         if request.kind == OperationKind.JOIN:
+            announcement.is_repeatable = False
             self._join(group, rank, request)
             return
         operation = group.operations.get(request.name)
@@ -355,34 +474,67 @@ class Negotiator:
             self._last_id += 1
             operation = _NegotiatedOperation(self._last_id, group, request.name)
             group.operations[request.name] = self._operations[operation.id] = operation
-        announced_twice = operation.announced_mask & bit  # the first request stays
-        if not announced_twice and operation.requests.get(rank) != request:
-            operation.requests[rank] = request
-            operation.is_agreed = False
-        self._count_announcement(operation, bit, now_ns)
+        self._count_announcement(operation, announcement, request, now_ns)
 
-    def _count_announcement(self, operation: _NegotiatedOperation, bit: int, now_ns: int) -> None:
-        arrived = operation.announced_mask
+    def _count_announcement(
+        self, operation: _NegotiatedOperation, announcement: _Announcement, request: OperationRequest, now_ns: int
+    ) -> None:
+        """Count the rank of a new announcement for one of its operations."""
+        bit = announcement.first_bit
+        announced_mask = operation.announced_mask
         group = operation.group
-        if not arrived:
+        rank = bit.bit_length() - 1
+        if announced_mask & bit:  # the first request stays
+            operation.known_twice_mask |= bit
+            announcement.is_repeatable = False
+            return
+        if not announced_mask:
             self._idle.pop(operation.id, None)
             group.pending[operation.id] = operation
             operation.since_ns = now_ns
-        elif arrived & bit:
-            # Rejected when all have announced it, as for every other error: then each member gets one answer.
-            twice = f"rank {bit.bit_length() - 1} announced it again while it was under way"
-            operation.invalid_reason = f"{operation.title}: {twice}"
-            return
-        operation.announced_mask = arrived | bit
-        operation.announce_times.append((bit, now_ns))
-        if operation.announced_mask | group.joined_mask == group.member_mask and not operation.ready:
+            operation.first_request = request
+        elif request is not operation.first_request and request != operation.first_request:
+            operation.other_requests[rank] = request
+            announcement.is_repeatable = False
+        if not operation.is_changed and request is not operation.request:
+            operation.is_changed = operation.known_request(rank) != request
+        operation.single_mask |= bit
+        operation.announcements.append(announcement)
+        announcement.operations.append(operation)
+        if announced_mask | bit | group.joined_mask == group.member_mask and not operation.ready:
             operation.ready = True
             self._ready.append(operation)
 
+    def _announce_again(self, rank: int, bit: int, announcement: _Announcement, now_ns: int) -> None:
+        """Count a rank for all operations of an announcement at once."""
+        if (announcement.mask | announcement.first_bit) & bit:
+            for operation in announcement.operations:
+                operation.known_twice_mask |= bit
+            return
+        if not announcement.mask:
+            for operation in announcement.operations:
+                operation.repeated.append(announcement)
+        announcement.mask |= bit
+        announcement.last_ranks.append((rank, now_ns))
+        if self._num_announcements >= announcement.check_at:
+            self._find_ready(announcement)
+
+    def _find_ready(self, announcement: _Announcement) -> None:
+        least_missing = self._num_announcements
+        for operation in announcement.operations:
+            num_missing = operation.waiting_mask.bit_count()
+            if not num_missing and not operation.ready:
+                operation.ready = True
+                self._ready.append(operation)
+            elif num_missing:
+                least_missing = min(least_missing, num_missing)
+        announcement.check_at = self._num_announcements + least_missing
+
     def _join(self, group: _GroupState, rank: int, request: OperationRequest) -> None:
+        self._num_announcements += 1  # as many as there may be in one message
         group.joined_mask |= 1 << rank
         for operation in group.pending.values():
-            if operation.announced_mask | group.joined_mask == group.member_mask and not operation.ready:
+            if not operation.waiting_mask and not operation.ready:
                 operation.ready = True
                 self._ready.append(operation)
         if group.joined_mask != group.member_mask:
@@ -402,11 +554,7 @@ class Negotiator:
         open_runs: dict[FusionKey, list[_NegotiatedOperation]] = {}
         left: dict[FusionKey, int] = {}  # bytes of room in the open run
         for operation in ready:
-            if (
-                not operation.is_agreed
-                or operation.invalid_reason
-                or operation.announced_mask != operation.group.member_mask
-            ) and not self._check_agreement(operation):
+            if not self._is_agreed(operation) and not self._check_agreement(operation):
                 continue
             key = operation.fusion_key
             if key is None:
@@ -421,22 +569,36 @@ class Negotiator:
         for run in runs:
             self._run_batch(run)
 
+    def _is_agreed(self, operation: _NegotiatedOperation) -> bool:
+        """Return whether all members have announced what they agreed on when it ran last."""
+        return (
+            operation.is_agreed
+            and not operation.is_changed
+            and operation.announced_mask == operation.group.member_mask
+            and not operation.twice_mask
+        )
+
     def _check_agreement(self, operation: _NegotiatedOperation) -> bool:
         """Return whether it can run: the requests agree, and joined members can contribute zeros. Else reject it."""
         group = operation.group
-        announced = _ranks_in_mask(group, operation.announced_mask)
-        requests = {rank: operation.requests[rank] for rank in announced}
-        request = requests[announced[0]]
+        announced_mask = operation.announced_mask
+        everybody = announced_mask == group.member_mask
+        request = operation.lowest_request()
+        requests = operation.announced_requests() if operation.other_requests else {}
         is_allreduce = request.kind == OperationKind.ALLREDUCE
-        why = operation.invalid_reason or _find_mismatch(requests, group.members)
-        if not why and len(announced) < len(group.members) and not is_allreduce:
-            joined = format_ranks(_ranks_in_mask(group, group.member_mask & ~operation.announced_mask))
+        # Checked when all have announced it, as every other mistake: then each member gets one answer.
+        twice = _ranks_in_mask(operation.twice_mask)
+        why = f"{_title(request)}: {format_ranks(twice)} announced it again while it was under way" if twice else ""
+        # A request that all have in common is checked once.
+        why = why or _find_mismatch(requests or {group.members[0]: request}, group.members)
+        if not why and not everybody and not is_allreduce:
+            joined = format_ranks(_ranks_in_mask(group.member_mask & ~announced_mask))
             why = f"{_title(request)}: {joined} called join() and takes part in allreduce only"
         if why:
             self._reject(operation, why)
             self._forget(operation)
             return False
-        rows = _row_counts(requests, group.members)
+        rows = _row_counts(requests, request, group.members)
         operation.agreed_operation = AgreedOperation(operation.id, operation.name, row_counts=rows)
         operation.run_message = Send(group.members, RunOperations(group.id, (operation.agreed_operation,)))
         operation.fusion_key = None
@@ -444,13 +606,16 @@ class Negotiator:
             scales = (request.prescale, request.postscale)
             operation.fusion_key = (request.group, request.dtype, request.op, *scales)
             operation.num_bytes = sum(map(math.prod, request.shapes)) * DType(request.dtype).num_bytes
-        operation.is_agreed = len(announced) == len(group.members)
+        operation.request = None if requests else request
+        operation.requests = requests
+        operation.unknown_mask = group.member_mask & ~announced_mask
+        operation.is_agreed = everybody
         return True
 
     def _run_batch(self, batch: list[_NegotiatedOperation]) -> None:
         group = batch[0].group
         stragglers = _stragglers(batch)
-        if any(operation.announced_mask != group.member_mask for operation in batch):
+        if any([operation.unknown_mask for operation in batch]):
             self._run_batch_with_joined(batch, stragglers)
         elif len(batch) == 1 and not stragglers:
             self._sends.append(batch[0].run_message)
@@ -458,10 +623,7 @@ class Negotiator:
             agreed = tuple([operation.agreed_operation for operation in batch])
             self._sends.append(Send(group.members, RunOperations(group.id, agreed, stragglers)))
         for operation in batch:
-            operation.announced_mask = 0
-            operation.announce_times.clear()
-            operation.ready = False
-            del group.pending[operation.id]
+            self._end_pending(operation)
             self._idle[operation.id] = operation
         while len(self._operations) > self._max_cached and self._idle:
             self._forget(next(iter(self._idle.values())))
@@ -471,29 +633,38 @@ class Negotiator:
     ) -> None:
         """Each member gets in full what it has not announced itself, and has to announce that in full next time."""
         group = batch[0].group
-        for rank in group.members:
-            items = []
-            for operation in batch:
-                if operation.announced_mask >> rank & 1:
-                    items.append(operation.agreed_operation)
-                else:
-                    operation.requests.pop(rank, None)
-                    operation.is_agreed = False
-                    request = next(
-                        operation.requests[other] for other in group.members if operation.announced_mask >> other & 1
-                    )
-                    items.append(AgreedOperation(operation.id, operation.name, request))
-            self._sends.append(Send((rank,), RunOperations(group.id, tuple(items), stragglers)))
+        parts = [group.member_mask]  # members that have announced the same operations of the batch
+        for joined_mask in {operation.unknown_mask for operation in batch}:
+            parts = [part for mask in parts for part in (mask & joined_mask, mask & ~joined_mask) if part]
+        for part in parts:
+            items = tuple(
+                [
+                    AgreedOperation(operation.id, operation.name, operation.request)
+                    if operation.unknown_mask & part
+                    else operation.agreed_operation
+                    for operation in batch
+                ]
+            )
+            self._sends.append(Send(_ranks_in_mask(part), RunOperations(group.id, items, stragglers)))
 
     def _reject(self, operation: _NegotiatedOperation, why: str) -> None:
-        announced = _ranks_in_mask(operation.group, operation.announced_mask)
+        announced = _ranks_in_mask(operation.announced_mask)
         rejected = OperationRejected(operation.group.id, operation.name, shorten(why, MAX_ERROR_CHARS))
         self._sends.append(Send(announced, rejected))
 
+    def _end_pending(self, operation: _NegotiatedOperation) -> None:
+        """It is not pending any more: what was announced with it is over, too, for those who would repeat it."""
+        operation.group.pending.pop(operation.id, None)
+        for announcement in operation.announcements:
+            if announcement.is_repeatable:
+                announcement.is_repeatable = False
+                self._repeatable.pop(id(announcement.message), None)
+        operation.reset()
+
     def _forget(self, operation: _NegotiatedOperation) -> None:
+        self._end_pending(operation)
         del self._operations[operation.id], operation.group.operations[operation.name]
         self._idle.pop(operation.id, None)
-        operation.group.pending.pop(operation.id, None)
 
     def _forget_all(self, group: _GroupState) -> None:
         for operation in list(group.operations.values()):
@@ -502,22 +673,25 @@ class Negotiator:
 
 def _stragglers(batch: list[_NegotiatedOperation]) -> tuple[tuple[int, int], ...]:
     """Return RunOperations.stragglers: the members that announced this batch last, the very last first."""
-    last_ns = max([operation.announce_times[-1][1] for operation in batch])
+    announcements = {id(each): each for operation in batch for each in operation.announcements}.values()
+    last_ns = max([announcement.last_ranks[-1][1] for announcement in announcements])
     if last_ns - min([operation.since_ns for operation in batch]) < MIN_STRAGGLER_DELAY_NS:
         return ()
+    # The last ranks of the batch are among the last ones of its announcements.
     last_announced: dict[int, int] = {}
-    for operation in batch:
-        for bit, at_ns in operation.announce_times:
-            last_announced[bit] = max(at_ns, last_announced.get(bit, 0))
+    for announcement in announcements:
+        for rank, at_ns in announcement.last_ranks:
+            last_announced[rank] = max(at_ns, last_announced.get(rank, 0))
     latest = sorted(last_announced.items(), key=lambda item: -item[1])[:MAX_STRAGGLERS]
-    return tuple((bit.bit_length() - 1, last_ns - at_ns) for bit, at_ns in latest)
+    return tuple((rank, last_ns - at_ns) for rank, at_ns in latest)
 
 
-def _missing_ranks(operation: _NegotiatedOperation) -> tuple[int, ...]:
-    """Ranks that wait in join() count as having announced it."""
-    group = operation.group
-    return _ranks_in_mask(group, group.member_mask & ~(operation.announced_mask | group.joined_mask))
+def _mask_of(ranks: tuple[int, ...]) -> int:
+    bits = bytearray(ranks[-1] // 8 + 1)
+    for rank in ranks:
+        bits[rank >> 3] |= 1 << (rank & 7)
+    return int.from_bytes(bits, "little")
 
 
-def _ranks_in_mask(group: _GroupState, mask: int) -> tuple[int, ...]:
-    return tuple(rank for rank in group.members if mask >> rank & 1)
+def _ranks_in_mask(mask: int) -> tuple[int, ...]:
+    return tuple([rank for rank, bit in enumerate(bin(mask)[:1:-1]) if bit == "1"])

@@ -80,13 +80,14 @@ class RankQueries:
         number = self._round.number if self._round is not None else -1
         if self._round is not None and not self._round.present:
             self._activity_tracker.stragglers.finish()
-        ranks = tuple(self._with_state(known) for known in self._activity_tracker.snapshot(now_ns))
+        starting = self._describe_start()
+        ranks = tuple(self._with_state(known, starting) for known in self._activity_tracker.snapshot(now_ns))
         running = {each.rank: each.holding_up for each in ranks if each.state == "running"}
         return JobActivity(size=self._size, round=number, slowest=find_slowest(running), ranks=ranks)
 
-    def _with_state(self, known: RankActivity) -> RankActivity:
+    def _with_state(self, known: RankActivity, starting: str) -> RankActivity:
         rank, held_up_s, holding_up = known.rank, known.held_up_s, known.holding_up
-        state, why = self._rank_state(rank)
+        state, why = self._rank_state(rank, starting)
         if state != "running":  # what it did last is no longer true
             known = RankActivity(rank=rank, state=state, steps=known.steps, held_up_s=held_up_s, holding_up=holding_up)
         host, pid = self._host_and_pid(rank)
@@ -132,14 +133,14 @@ class RankQueries:
         query.on_done(self._rank_stacks(query.replies))
 
     def _rank_stacks(self, replies: Mapping[int, StackReply]) -> tuple[RankStack, ...]:
-        stacks = []
+        stacks, starting = [], self._describe_start()
         for rank in range(self._size):
             host, pid = self._host_and_pid(rank)
             line, stack, why = "", "", ""
             if rank in replies:
                 line, stack = replies[rank].line, replies[rank].stack
             else:
-                state, why = self._rank_state(rank)
+                state, why = self._rank_state(rank, starting)
                 if state == "running" and self._round is not None:
                     why = describe_silence(self._process_state(self._round.members[rank]))
                 elif state == "lost":
@@ -149,15 +150,20 @@ class RankQueries:
 
     # --- ranks -----------------------------------------------------------------------------------------------------
 
-    def _rank_state(self, rank: int) -> tuple[RankState, str]:
-        """Return the state of a rank, and what more is known about it as text for the user."""
+    def _describe_start(self) -> str:
+        """Return what follows the name of a rank that is joining."""
+        joins = self._pending_round.joins
+        missing = [other for other in range(self._size) if other not in joins]
+        return f"is in init(){f', which waits for {format_ranks(missing)}' if missing else ''}"
+
+    def _rank_state(self, rank: int, starting: str) -> tuple[RankState, str]:
+        """Return the state of a rank, and what more is known about it as text for the user. `starting` is that of all
+        that are joining."""
         round, pending = self._round, self._pending_round
         if round is not None and rank in round.present:
             return "running", ""
         if rank in pending.joins:
-            missing = [other for other in range(self._size) if other not in pending.joins]
-            waits = f", which waits for {format_ranks(missing)}" if missing else ""
-            return "starting", f"is in init(){waits}"
+            return "starting", starting
         end = round.membership_end(rank) if round is not None else None
         if end is not None and not end.reason.is_orderly:
             return "lost", end.description

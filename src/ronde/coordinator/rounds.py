@@ -24,6 +24,7 @@ from ronde.net.messages import (
     MissingRanks,
     MissingRanksQuery,
     RankLost,
+    RanksLost,
     RoundStarted,
     StackReply,
     StackRequest,
@@ -43,6 +44,11 @@ MAX_STALLS_CHECKED = 1000
 """Late operations that one check looks at, the oldest of a group first."""
 STACK_REPLY_CHECK_NS = 50_000_000
 NEVER_NS = 1 << 62
+MAX_PROMPT_NOTICES = 256
+"""In a round of more members, only the first loss is reported to them at once, and then all losses of some time: each
+one makes others fail, and a message to each member about each other one would be millions."""
+LOSS_NOTICE_INTERVAL_NS = 20_000
+"""That time, for each member."""
 MAX_GROUPS_CHARS = 400
 
 
@@ -272,10 +278,15 @@ class Round:
         self.negotiator = Negotiator(len(members), fusion_bytes=settings.fusion_bytes)
         for ranks in groups:
             self.negotiator.add_group(ranks)
-        self._group_changes: list[deque[ChangeGroups]] = [deque() for _ in members]
+        self._group_changes: dict[int, deque[ChangeGroups]] = {}
         """By rank, the changes that it has asked for and others have not yet."""
         self._loss = ""
         """Why no change of groups can be made any more: a rank is lost."""
+        self._losses: list[tuple[int, str]] = []
+        """Later losses, which are to be reported together at _next_notice_ns."""
+        self._next_notice_ns = 0
+        is_large = len(members) > MAX_PROMPT_NOTICES
+        self._notice_interval_ns = LOSS_NOTICE_INTERVAL_NS * len(members) if is_large else 0
         self._leave_grace_ns = int(min(LEAVE_GRACE_S, settings.shutdown_s) * 1e9)
         """The others learn this much later that a rank has left: they may still be finishing what it has finished."""
         self._leaving: dict[int, tuple[int, MembershipEnd]] = {}  # with due_ns
@@ -322,10 +333,10 @@ class Round:
         if type(message) is AnnounceOperations:
             self.negotiator.announce(rank, message, now_ns)
         elif type(message) is ChangeGroups:
-            self._group_changes[rank].append(message)
+            self._group_changes.setdefault(rank, deque()).append(message)
             if self._loss:
                 self._refuse_group_changes()
-            elif all(self._group_changes):
+            elif len(self._group_changes) == len(self.members):
                 self._change_groups()
         elif type(message) is MissingRanksQuery:
             ranks = self.negotiator.missing(message.group, message.name)
@@ -346,15 +357,18 @@ class Round:
         self._leaving[rank] = (now_ns + self._leave_grace_ns, end)
 
     def member_lost(self, rank: int, end: MembershipEnd) -> None:
-        """A member has died or failed. The others learn of it at once."""
-        if self.first_lost is None and end.missing:
+        """A member has died or failed. The others learn of it at once; of those that follow, in a large round, soon."""
+        if end.missing and self.first_lost is None:
             self._query_missing(end.missing)
         self.ended_members.setdefault(rank, end)
         why = end.description
         self.present.discard(rank)
         self._leaving.pop(rank, None)
         self.negotiator.rank_lost(rank, why)
-        self._send(self.present, RankLost(rank, why))
+        if self._loss and self._notice_interval_ns:
+            self._losses.append((rank, why))
+        else:
+            self._send(self.present, RankLost(rank, why))
         # After RankLost: a rank that waits for a change of groups must know of the loss when the change is refused.
         self._loss = self._loss or f"rank {rank} is gone: {why}"
         self._refuse_group_changes()
@@ -364,6 +378,10 @@ class Round:
         if self._leaving:
             for rank, end in [(rank, end) for rank, (due_ns, end) in self._leaving.items() if due_ns <= now_ns]:
                 self.member_lost(rank, end)
+        if self._losses and now_ns >= self._next_notice_ns:
+            self._send(self.present, RanksLost(tuple(self._losses)))
+            self._losses.clear()
+            self._next_notice_ns = now_ns + self._notice_interval_ns
         if now_ns >= self._next_stall_check_ns:
             self._check_stalls(now_ns)
         if self._num_stalls_queried:
@@ -380,7 +398,8 @@ class Round:
     def next_due_ns(self, now_ns: int) -> int:
         """Return when advance() has to be called even if no message arrives."""
         reply_ns = now_ns + STACK_REPLY_CHECK_NS if self._num_stalls_queried else NEVER_NS
-        return min(self._next_stall_check_ns, reply_ns, *(due_ns for due_ns, _ in self._leaving.values()))
+        notice_ns = self._next_notice_ns if self._losses else NEVER_NS
+        return min(self._next_stall_check_ns, reply_ns, notice_ns, *(due_ns for due_ns, _ in self._leaving.values()))
 
     # --- inside ----------------------------------------------------------------------------------------------------
 
@@ -392,7 +411,9 @@ class Round:
 
     def _change_groups(self) -> None:
         """Make the change that all ranks have asked for, or refuse it to all."""
-        changes = [requested.popleft() for requested in self._group_changes]
+        ranks = range(len(self.members))
+        changes = [self._group_changes[rank].popleft() for rank in ranks]
+        self._group_changes = {rank: rest for rank, rest in self._group_changes.items() if rest}
         first = changes[0]
         error = ""
         if any(change != first for change in changes):
@@ -409,16 +430,16 @@ class Round:
             for rank, change in enumerate(changes):
                 self._send((rank,), GroupsChanged(change.ranks, change.id, reason=error))
         elif first.id:
-            ranks = self.negotiator.remove_group(first.id)
-            self._send(range(len(changes)), GroupsChanged(ranks, first.id, removed=True))
+            members = self.negotiator.remove_group(first.id)
+            self._send(ranks, GroupsChanged(members, first.id, removed=True))
         else:
-            self._send(range(len(changes)), GroupsChanged(first.ranks, self.negotiator.add_group(first.ranks)))
+            self._send(ranks, GroupsChanged(first.ranks, self.negotiator.add_group(first.ranks)))
 
     def _refuse_group_changes(self) -> None:
-        for rank, requested in enumerate(self._group_changes):
-            while requested:
-                change = requested.popleft()
+        for rank, requested in sorted(self._group_changes.items()):
+            for change in requested:
                 self._send((rank,), GroupsChanged(change.ranks, change.id, reason=self._loss))
+        self._group_changes.clear()
 
     def _query_missing(self, ranks: Iterable[int]) -> None:
         """Ask the ranks that a member has waited for in vain where they are, before the loss ends their own waits."""
@@ -451,7 +472,8 @@ class Round:
         named = itertools.islice(self.negotiator.pending(now_ns - self._stall_ns), MAX_STALLS_CHECKED)
         waits = [*named, *self._waits]
         self._waits.clear()
-        self._late.update(rank for wait in waits for rank in wait.missing)
+        for missing in {id(wait.missing): wait.missing for wait in waits}.values():  # many wait for the same ranks
+            self._late.update(missing)
         self._late &= self.present
         # The connection of a process that is gone stays open if a child process has inherited it.
         self.vanished = {rank for rank in self._late if self._process_state(self.members[rank]) == GONE}

@@ -56,6 +56,8 @@ class CoordinatorServer:
         self._closed = False
         self._connections: dict[int, tuple[int, Connection]] = {}
         """The rank and the socket of every open liveness connection."""
+        self._ids_by_rank: dict[int, set[int]] = {}
+        """The same connections by their rank."""
         self._connection_ids = itertools.count()
         self._admitted: set[tuple[int, str]] = set()
         """Rank and attempt of the processes that were admitted and are about to have a liveness connection."""
@@ -193,12 +195,10 @@ class CoordinatorServer:
             self._timer = self._loop.call_later(due_s - time.monotonic(), self._advance)
 
     def _send(self, sends: list[Send]) -> None:
-        send = self._control.send
         for ranks, message in sends:
             if type(message) is StallReport:
                 stall_logger.warning("%s", message.report)
-            for rank in ranks:
-                send(rank, message)
+            self._control.send_to_all(ranks, message)
 
     def _on_message(self, rank: int, message: WorkerMessage) -> None:
         self._handle(MessageReceived(rank, message))
@@ -206,8 +206,8 @@ class CoordinatorServer:
     # --- liveness connections --------------------------------------------------------------------------------------
 
     def _make_reply(self, request: ConnectionRequest) -> bytes:
-        for id, (rank, connection) in list(self._connections.items()):
-            while rank == request.rank and id in self._connections and is_closed(connection):
+        for id in list(self._ids_by_rank.get(request.rank, ())):
+            while id in self._connections and is_closed(self._connections[id][1]):
                 self._on_readable(id)  # the loop has not come to it yet
         admission = self._core.admit(request, self._control.port)
         if admission.status is AdmissionStatus.ADMITTED:
@@ -222,6 +222,7 @@ class CoordinatorServer:
         id = next(self._connection_ids)
         connection.setblocking(False)
         self._connections[id] = (request.rank, connection)
+        self._ids_by_rank.setdefault(request.rank, set()).add(id)
         self._loop.add_reader(connection.fileno(), functools.partial(self._on_readable, id))
         self._handle(RankConnected(request.rank, id, request.detail))
         return True
@@ -240,6 +241,7 @@ class CoordinatorServer:
             if unreachable:
                 end = MembershipEnd(LeaveReason.UNREACHABLE, unreachable)
         del self._connections[id]
+        self._ids_by_rank[rank].discard(id)
         self._loop.remove_reader(connection.fileno())
         connection.close()
         self._handle(RankDisconnected(rank, id, end))

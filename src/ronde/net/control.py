@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import zmq
 from zmq.utils import z85
@@ -22,8 +22,8 @@ from ronde.net.messages import (
     MAX_MESSAGE_BYTES,
     CoordinatorMessage,
     WorkerMessage,
+    WorkerMessageDecoder,
     decode_from_coordinator,
-    decode_from_worker,
     encode,
 )
 
@@ -137,6 +137,7 @@ class ControlServer(_ControlSocket):
 
     def start_receiving(self, loop: EventLoop, on_message: Callable[[int, WorkerMessage], None]) -> None:
         """Hand every message and the rank of its sender to on_message, and let clients connect."""
+        decoder = WorkerMessageDecoder()
 
         def on_parts(parts: list[bytes]) -> None:
             sender = _ROUTING_ID.fullmatch(parts[0])
@@ -144,7 +145,7 @@ class ControlServer(_ControlSocket):
                 return self._refuse(f"control client {parts[0]!r}", "is not a rank")
             rank = int(sender[1])
             try:
-                message = decode_from_worker(_only_part(parts[1:]))
+                message = decoder.decode(_only_part(parts[1:]))
             except ProtocolError as error:
                 return self._refuse(f"control message from rank {rank}", str(error))
             on_message(rank, message)
@@ -155,7 +156,15 @@ class ControlServer(_ControlSocket):
 
     def send(self, rank: int, message: CoordinatorMessage) -> None:
         """Send a message without waiting. It is dropped if the rank is not connected."""
-        self._socket.send_multipart((b"rank-%d" % rank, encode(message)), zmq.NOBLOCK)
+        self.send_to_all((rank,), message)
+
+    def send_to_all(self, ranks: Sequence[int], message: CoordinatorMessage) -> None:
+        """Send a message to these ranks. It is encoded once, and all share its memory."""
+        frame = zmq.Frame(encode(message, for_many=len(ranks) > 1), copy=True)
+        send = self._socket.send
+        for rank in ranks:
+            send(b"rank-%d" % rank, zmq.NOBLOCK | zmq.SNDMORE)
+            send(frame, zmq.NOBLOCK, copy=False)
 
     def _answer_zap_requests(self) -> None:
         while True:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import enum
 import functools
 import operator
+import zlib
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,9 +23,14 @@ from ronde.types import Member
 
 VERSION = 4
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_INTERNED_BYTES = 4 * 1024 * 1024
+"""Encoded announcements that a WorkerMessageDecoder remembers."""
 LEAVE_GRACE_S = 1.0
 """The others learn of an orderly leave this much later: they may still be finishing what it has finished."""
+MIN_COMPRESSED_BYTES = 16_384
 _VERSION_BYTE = bytes([VERSION])
+_ZLIB_BYTE = b"\x78"
+"""The first byte of compressed data. Messages are arrays, which begin with another one."""
 
 
 class OperationRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -251,6 +257,13 @@ class RankLost(CoordinatorMessage, frozen=True):
     reason: str
 
 
+class RanksLost(CoordinatorMessage, frozen=True):
+    """The same of several ranks, after the first that was lost."""
+
+    losses: tuple[tuple[int, str], ...]
+    """(rank, reason)"""
+
+
 class EndRound(CoordinatorMessage, frozen=True):
     reason: str
 
@@ -321,13 +334,16 @@ _T = TypeVar("_T")
 _encoder = msgspec.msgpack.Encoder()
 
 
-def encode(message: WorkerMessage | CoordinatorMessage | Admission) -> bytes:
-    """Return the bytes to send: the version of the protocol, then the message."""
+def encode(message: WorkerMessage | CoordinatorMessage | Admission, *, for_many: bool = False) -> bytes:
+    """Return the bytes to send: the version of the protocol, then the message. A long one that goes to many ranks is
+    compressed: the list of thousands of members, sent to each of them, would be gigabytes."""
     data = _VERSION_BYTE + _encoder.encode(message)
     if len(data) > MAX_MESSAGE_BYTES:  # the other side would close the connection
         raise ProtocolError(
             f"{type(message).__name__} message of {len(data)} bytes; at most {MAX_MESSAGE_BYTES} are allowed"
         )
+    if for_many and len(data) >= MIN_COMPRESSED_BYTES:
+        return _VERSION_BYTE + zlib.compress(data[1:], 1)
     return data
 
 
@@ -339,14 +355,48 @@ def _decode(decoder: Decoder[_T], data: bytes) -> _T:
     if data[0] != VERSION:
         raise ProtocolError(f"message of protocol version {data[0]}; this ronde speaks version {VERSION}")
     try:
-        return decoder.decode(memoryview(data)[1:])
-    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError) as error:
+        is_compressed = data[1:2] == _ZLIB_BYTE
+        return decoder.decode(_decompress(data) if is_compressed else memoryview(data)[1:])
+    except (msgspec.DecodeError, RecursionError, UnicodeDecodeError, zlib.error) as error:
         raise ProtocolError(f"not a message: {error}") from None
+
+
+def _decompress(data: bytes) -> bytes:
+    decompressor = zlib.decompressobj()
+    message = decompressor.decompress(memoryview(data)[1:], MAX_MESSAGE_BYTES)
+    if not decompressor.eof or decompressor.unused_data:
+        raise ProtocolError(f"compressed message that is cut short, or has more than {MAX_MESSAGE_BYTES} bytes")
+    return message
 
 
 decode_from_worker: Callable[[bytes], WorkerMessage] = functools.partial(
     _decode, Decoder(functools.reduce(operator.or_, WorkerMessage.__subclasses__()))
 )
+
+
+class WorkerMessageDecoder:
+    """Decodes as decode_from_worker. Equal announcements, which thousands of ranks send in every step, are decoded once
+    and are the same object."""
+
+    def __init__(self) -> None:
+        self._announcements: dict[bytes, AnnounceOperations] = {}  # the one that was made last at the end
+        self._num_bytes = 0
+
+    def decode(self, data: bytes) -> WorkerMessage:
+        known = self._announcements.get(data) if len(data) <= MAX_INTERNED_BYTES else None
+        if known is not None:
+            return known
+        message = decode_from_worker(data)
+        if type(message) is AnnounceOperations and len(data) <= MAX_INTERNED_BYTES:
+            self._announcements[data] = message
+            self._num_bytes += len(data)
+            while self._num_bytes > MAX_INTERNED_BYTES:
+                oldest = next(iter(self._announcements))
+                del self._announcements[oldest]
+                self._num_bytes -= len(oldest)
+        return message
+
+
 decode_from_coordinator: Callable[[bytes], CoordinatorMessage] = functools.partial(
     _decode, Decoder(functools.reduce(operator.or_, CoordinatorMessage.__subclasses__()))
 )

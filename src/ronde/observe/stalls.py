@@ -173,8 +173,11 @@ def _merge_reports(reports: Iterable[WaitingOperation]) -> list[WaitingOperation
     by_key: dict[tuple[int, str, str], list[WaitingOperation]] = {}
     for report in reports:
         by_key.setdefault((report.group, report.op, report.call), []).append(report)
-    merged = []
+    merged: list[WaitingOperation] = []
     for same in by_key.values():
+        if len(same) == 1:  # of thousands of ranks perhaps, so its sets are not made
+            merged += same if same[0].missing else ()
+            continue
         present = {rank for report in same for rank in report.present}
         missing = {rank for report in same for rank in report.missing} - present
         if missing:

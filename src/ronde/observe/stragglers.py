@@ -86,7 +86,7 @@ class ArrivalSample(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 def max_samples_per_s(num_members: int) -> int:
     """Return about how many operations a member samples per second: fewer where there are many members, because all
     their samples go to one coordinator."""
-    return max(64, min(1024, 65_536 // num_members))
+    return max(4, min(1024, 65_536 // num_members))
 
 
 def long_wait_ns(num_members: int) -> int:
@@ -207,6 +207,9 @@ class StragglerDetector:
         self._last_report_ns: dict[int, int] = {}
         self._open: dict[tuple[str, int], _OpenOperation] = {}
         """By channel and sequence number, in the order of their first reports."""
+        self._awaited: set[int] = set()
+        """Members of the oldest open operation that have not reported since the time in which they would report it."""
+        self._awaited_by: _OpenOperation | None = None
 
     def add(
         self, rank: int, channel: str, members: tuple[int, ...], samples: Iterable[ArrivalSample], now_ns: int
@@ -230,6 +233,19 @@ class StragglerDetector:
     def rank_reported(self, rank: int, now_ns: int) -> None:
         """Called when a rank has sent all its samples up to now. Closes operations that nobody will report any more."""
         self._last_report_ns[rank] = now_ns
+        if not self._open:
+            return
+        oldest = next(iter(self._open.values()))
+        reported_from_ns = oldest.since_ns + REPORT_GRACE_NS
+        if oldest is not self._awaited_by:
+            last_report_ns = self._last_report_ns
+            self._awaited = {each for each in oldest.members if last_report_ns.get(each, 0) < reported_from_ns}
+            self._awaited_by = oldest
+        elif now_ns >= reported_from_ns:
+            self._awaited.discard(rank)
+        is_full = len(self._open) > MAX_OPEN_OPERATIONS
+        if self._awaited and not is_full and now_ns - oldest.since_ns < REPORT_TIMEOUT_NS:
+            return
         last_ns: dict[str, int] = {}
         complete: list[tuple[str, int]] = []
         for key, operation in self._open.items():

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
+from types import FrameType
+from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ronde.coordinator.negotiation import MAX_STRAGGLERS, MIN_STRAGGLER_DELAY_NS, Negotiator, Send
@@ -26,6 +29,7 @@ ALLREDUCE, ALLGATHER, ALLTOALL = OperationKind.ALLREDUCE, OperationKind.ALLGATHE
 BROADCAST, REDUCE_SCATTER, BARRIER = OperationKind.BROADCAST, OperationKind.REDUCE_SCATTER, OperationKind.BARRIER
 F32, I32, BOOL = DType.FLOAT32, DType.INT32, DType.BOOL
 MS = 1_000_000
+TraceFunction = Callable[[FrameType, str, Any], Any]
 
 
 def make(kind: int, *shapes: tuple[int, ...], name: str = "w", dtype: int = F32, **options: object) -> OperationRequest:
@@ -36,17 +40,29 @@ def join(group: int = 0) -> OperationRequest:
     return OperationRequest(group, "join", OperationKind.JOIN, 0, ())
 
 
+@pytest.fixture(autouse=True, params=[False, True], ids=["each message is an object", "equal messages are one object"])
+def interning(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator's server hands over equal announcements as one object, the one inside a process does not."""
+    monkeypatch.setattr(Script, "interns", request.param)
+
+
 class Script:
     """A negotiator with the messages that were sent to each rank so far."""
 
+    interns = False
+
     def __init__(self, size: int, *, fusion_bytes: int = 64 * 1024, remembered: int = 8192) -> None:
         self.size = size
+        self._interned: dict[AnnounceOperations, AnnounceOperations] = {}
         self.negotiator = Negotiator(size, fusion_bytes=fusion_bytes, max_cached=remembered)
         self.sent: dict[int, list[CoordinatorMessage]] = {rank: [] for rank in range(size)}
 
     def announce(self, rank: int, *requests: OperationRequest, known: Sequence[int] = (), now_ns: int = 0) -> None:
         """A rank announces operations. Nothing is sent before flush()."""
-        self.negotiator.announce(rank, AnnounceOperations(requests, tuple(known)), now_ns)
+        message = AnnounceOperations(requests, tuple(known))
+        if self.interns:
+            message = self._interned.setdefault(message, message)
+        self.negotiator.announce(rank, message, now_ns)
 
     def flush(self) -> list[Send]:
         sends = self.negotiator.take_sends()
@@ -314,7 +330,7 @@ def interleavings(draw: st.DrawFn) -> tuple[int, list[tuple[int, str] | None]]:
     return size, [*events, None]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=st.lists(interleavings(), min_size=1, max_size=3), remembered=st.sampled_from([1, 3, 100]))
 def test_every_name_runs_once_per_step_and_in_the_same_order_on_every_rank(
     steps: list[tuple[int, list[tuple[int, str] | None]]], remembered: int
@@ -349,6 +365,74 @@ def _answer_unknown(script: Script, ids: list[dict[str, int]]) -> None:
                     name = next(name for name, known in ids[rank].items() if known == message.id)
                     del ids[rank][name]
                     script.announce(rank, allreduce(name))
+
+
+# --- equal messages --------------------------------------------------------------------------------------------------
+
+CHOICES = [
+    *(allreduce("a"), allreduce("a", (8,)), allreduce("b"), allreduce("c", group=1)),
+    *(make(ALLGATHER, name="g"), make(ALLGATHER, (9, 2), name="g"), join()),
+]
+Announced = tuple[int, tuple[OperationRequest, ...], tuple[int, ...], int]  # rank, new, known, when
+
+
+@st.composite
+def announcements(draw: st.DrawFn) -> list[Announced | None]:
+    """What three ranks announce, often the same, in full or by ids that may exist; None is a flush."""
+    requests, ids = st.lists(st.sampled_from(CHOICES), max_size=3, unique=True), st.sets(st.integers(1, 4))
+    alike = [(draw(requests), draw(ids)) for _ in range(3)]
+    events: list[Announced | None] = []
+    for at_ms in range(draw(st.integers(1, 25))):
+        new, known = draw(st.sampled_from(alike))
+        events.append((draw(st.integers(0, 2)), tuple(new), tuple(sorted(known)), at_ms * MS))
+        if draw(st.booleans()):
+            events.append(None)
+    return [*events, None]
+
+
+@settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(events=announcements(), remembered=st.sampled_from([1, 3, 100]))
+def test_the_answers_do_not_depend_on_whether_equal_messages_are_one_object(
+    events: list[Announced | None], remembered: int
+) -> None:
+    sent: list[list[object]] = []
+    for interns in (False, True):
+        script = Script(3, fusion_bytes=40, remembered=remembered)
+        script.negotiator.add_group((0, 2))
+        script.interns = interns
+        sends: list[object] = []
+        for event in events:
+            if event is None:
+                sends += [script.flush(), list(script.negotiator.pending(until_ns=1 << 60))]
+            else:
+                rank, new, known, now_ns = event
+                script.announce(rank, *new, known=known, now_ns=now_ns)
+        sent.append(sends)
+    assert sent[0] == sent[1]
+
+
+def test_one_message_of_all_ranks_is_looked_at_once_for_all_of_its_names() -> None:
+    """The work is that of names and ranks added up, not multiplied."""
+    names = 50
+    message = AnnounceOperations(tuple(allreduce(f"n{i}") for i in range(names)))
+    negotiator = Negotiator(1000, fusion_bytes=1 << 20)
+    num_lines = 0
+
+    def count(frame: FrameType, event: str, argument: object) -> TraceFunction:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count
+
+    before = sys.gettrace()
+    sys.settrace(count)
+    try:
+        for rank in range(1000):
+            negotiator.announce(rank, message, 0)
+        sends = negotiator.take_sends()
+    finally:
+        sys.settrace(before)
+    assert [len(send.ranks) for send in sends] == [1000]
+    assert num_lines < 40 * (1000 + names) < 1000 * names
 
 
 # --- members that disagree -------------------------------------------------------------------------------------------
@@ -555,7 +639,7 @@ def unequal_work(draw: st.DrawFn) -> list[tuple[int, OperationRequest | None]]:
     return events
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(events=unequal_work())
 def test_whatever_some_rank_announced_runs_once_on_all_before_the_join_does(
     events: list[tuple[int, OperationRequest | None]],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ronde.coordinator.negotiation import Send
-from ronde.coordinator.rounds import JoinDecision, MembershipEnd, PendingRound, Round
+from ronde.coordinator.rounds import MAX_PROMPT_NOTICES, JoinDecision, MembershipEnd, PendingRound, Round
 from ronde.net.messages import (
     VERSION,
     ChangeGroups,
@@ -16,6 +16,7 @@ from ronde.net.messages import (
     MissingRanksQuery,
     OperationRejected,
     RankLost,
+    RanksLost,
     RoundStarted,
     RunOperations,
     StackReply,
@@ -226,6 +227,23 @@ def test_a_rank_that_left_and_then_died_is_not_lost_twice() -> None:
     made.member_left(1, MembershipEnd(LeaveReason.SHUTDOWN), START)
     made.member_lost(1, KILLED)
     assert kinds(made.advance(START + 5 * SECOND)) == [((0,), "RankLost")]
+
+
+def test_in_a_large_round_the_first_loss_is_told_at_once_and_those_that_follow_are_told_together() -> None:
+    size = MAX_PROMPT_NOTICES + 1
+    made = make_round(size)
+    made.member_lost(1, KILLED)
+    made.member_lost(2, KILLED)
+    first, second = made.advance(START)
+    assert (first.message, second.message) == (RankLost(1, KILLED.detail), RanksLost(((2, KILLED.detail),)))
+    for rank in range(3, 100):
+        made.member_lost(rank, MembershipEnd(LeaveReason.FAILED, "PeerLost"))
+    assert made.advance(START + 1) == []
+    due_ns = made.next_due_ns(START + 1)
+    assert START < due_ns < START + SECOND
+    [send] = made.advance(due_ns)
+    assert send == Send((0, *range(100, size)), RanksLost(tuple((rank, "PeerLost") for rank in range(3, 100))))
+    assert made.advance(due_ns + SECOND) == []
 
 
 def test_who_asks_whom_an_operation_waits_for_is_told() -> None:

@@ -108,6 +108,20 @@ def test_messages_go_both_ways_to_whom_they_are_meant_for(server: PolledServer, 
     assert [told(client) for client in clients] == [[MissingRanks(0, "w", (rank,))] for rank in range(3)]
 
 
+def test_a_message_for_all_arrives_at_each_and_a_rank_that_is_gone_does_not_matter(
+    server: PolledServer, connect: Connect
+) -> None:
+    clients = [connect(rank) for rank in range(3)]
+    for client in clients:
+        client.send(RankHeartbeat(0))
+    heard(server, 3)
+    for message in (RankLost(7, "killed"), RankLost(8, "x" * 1_000_000)):
+        server.send_to_all((0, 9, 2), message)
+        assert [told(clients[rank]) for rank in (0, 2)] == [[message]] * 2
+    server.send(1, LeaveConfirmed())
+    assert told(clients[1]) == [LeaveConfirmed()]
+
+
 def test_many_messages_and_a_large_one_arrive_all_and_in_order(server: PolledServer, honest: PolledClient) -> None:
     for number in range(5000):
         honest.send(RankHeartbeat(number))

@@ -31,6 +31,7 @@ from ronde.net.messages import (
     RankHeartbeat,
     RankHeartbeatReply,
     RankLost,
+    RanksLost,
     RoundStarted,
     RunOperations,
     SetTracing,
@@ -44,6 +45,7 @@ from ronde.net.messages import (
     UnknownOperationId,
     WaitingTooLong,
     WorkerMessage,
+    WorkerMessageDecoder,
     decode_from_coordinator,
     decode_from_worker,
     encode,
@@ -86,6 +88,7 @@ COORDINATOR: list[CoordinatorMessage] = [
     MissingRanks(group=0, name="loss", ranks=(1, 2)),
     GroupsChanged(ranks=(0, 2), id=3, reason="no"),
     RankLost(rank=1, reason="killed"),
+    RanksLost(((1, "killed"), (2, "PeerLost: rank 1"))),
     EndRound(reason="rank 0 left"),
     StackRequest(query_id=3),
     StallReport(op="allreduce", group=0, waited_s=31.5, missing=(1,), report="…"),
@@ -154,6 +157,48 @@ def test_a_message_over_the_limit_is_refused_on_both_sides(monkeypatch: pytest.M
         decode_from_worker(data)
     with pytest.raises(ProtocolError, match=r"LeaveRound message of .* at most 100"):
         encode(LeaveRound(LeaveReason.SHUTDOWN, "x" * 100))
+
+
+MANY_MEMBERS = tuple(Member(rank, f"host-{rank % 100}", 1000 + rank, f"ronde-{rank}") for rank in range(1000))
+
+
+def test_a_long_message_for_many_ranks_is_compressed_and_arrives_as_it_was_sent() -> None:
+    started = RoundStarted(3, MANY_MEMBERS)
+    data = encode(started, for_many=True)
+    assert len(data) < len(encode(started)) / 3
+    assert decode_from_coordinator(data) == started
+    short = RankLost(1, "killed")
+    assert encode(short, for_many=True) == encode(short)
+
+
+def test_a_compressed_message_that_is_damaged_or_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = encode(RoundStarted(3, MANY_MEMBERS), for_many=True)
+    for damaged in (data[:-1], data + b"x", data[:2], data[:100] + b"\xff" * 8 + data[108:]):
+        with pytest.raises(ProtocolError):
+            decode_from_coordinator(damaged)
+    monkeypatch.setattr(messages, "MAX_MESSAGE_BYTES", len(data) + 1)
+    with pytest.raises(ProtocolError, match="has more than"):
+        decode_from_coordinator(data)
+
+
+def test_equal_announcements_are_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = WorkerMessageDecoder()
+    first, other = (encode(AnnounceOperations(known_ids=ids)) for ids in ((1, 2), (1, 3)))
+    assert decoder.decode(first) is decoder.decode(bytes(bytearray(first)))
+    assert decoder.decode(other) == AnnounceOperations(known_ids=(1, 3))
+    heartbeat = encode(RankHeartbeat(5))
+    assert decoder.decode(heartbeat) is not decoder.decode(heartbeat)
+    with pytest.raises(ProtocolError):
+        decoder.decode(first[:-1])
+
+
+def test_the_memory_of_decoded_announcements_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    decoder = WorkerMessageDecoder()
+    datas = [encode(AnnounceOperations(known_ids=(number,))) for number in range(3)]
+    monkeypatch.setattr(messages, "MAX_INTERNED_BYTES", 2 * len(datas[0]))
+    kept = [decoder.decode(data) for data in datas]
+    again = [decoder.decode(data) for data in reversed(datas)]
+    assert [old is new for old, new in zip(kept, reversed(again), strict=True)] == [False, True, True]
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 
 import pytest
 
@@ -279,3 +280,30 @@ def test_the_blocked_time_between_two_moments(
     for begin, end in added:
         intervals.add(int(begin * MS), int(end * MS))
     assert intervals.blocked_ns_between(between[0] * MS, between[1] * MS) == blocked * MS
+
+
+def test_the_work_of_reports_grows_as_the_members_do_not_as_their_square() -> None:
+    num = 2000
+    members = CountedRanks(range(num))
+    detector = StragglerDetector()
+    for rank in range(num):
+        sample = ArrivalSample(0, 0, rank, num - rank, num - rank)
+        if rank:  # rank 0 reports late: the operation stays open meanwhile
+            detector.add(rank, "0.ordered", members, [sample], now_ns=rank)
+        detector.rank_reported(rank, rank)
+    assert members.num_iterations < 10
+    detector.rank_reported(0, 2 * REPORT_GRACE_NS)
+    assert not detector.held_up_ns, "the others may still report it"
+    for rank in range(num):
+        detector.rank_reported(rank, 2 * REPORT_GRACE_NS)
+    assert members.num_iterations < 20
+
+
+class CountedRanks(tuple[int, ...]):
+    """Counts how often somebody has looked at all of them."""
+
+    num_iterations = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.num_iterations += 1
+        return super().__iter__()
