@@ -16,6 +16,7 @@ from ronde.net.messages import (
     LEAVE_GRACE_S,
     VERSION,
     AnnounceOperations,
+    CanShareIds,
     ChangeGroups,
     CoordinatorMessage,
     GroupsChanged,
@@ -332,6 +333,8 @@ class Round:
         """Take the message of a present member; returns False if it is not a message about a round."""
         if type(message) is AnnounceOperations:
             self.negotiator.announce(rank, message, now_ns)
+        elif type(message) is CanShareIds:
+            self.negotiator.share_ids(rank, message.group)
         elif type(message) is ChangeGroups:
             self._group_changes.setdefault(rank, deque()).append(message)
             if self._loss:

@@ -21,7 +21,7 @@ from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
 from ronde.types import Member
 
-VERSION = 4
+VERSION = 5
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_INTERNED_BYTES = 4 * 1024 * 1024
 """Encoded announcements that a WorkerMessageDecoder remembers."""
@@ -76,6 +76,12 @@ class AnnounceOperations(WorkerMessage, frozen=True):
 
     new: tuple[OperationRequest, ...] = ()
     known_ids: tuple[int, ...] = ()
+
+
+class CanShareIds(WorkerMessage, frozen=True):
+    """The members of this group are on one host: they can announce operations that repeat in their shared memory."""
+
+    group: int
 
 
 class ChangeGroups(WorkerMessage, frozen=True):
@@ -208,6 +214,8 @@ class AgreedOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     row_counts: tuple[int, ...] | None = None
     """allgather: first dimension per member and array (member-major). all-to-all: rows that member i sends to member j,
     row-major."""
+    shared_id: int = -1
+    """From now on the members announce it in shared memory under this id, until RevokeSharedIds; -1: they do not."""
 
 
 class RunOperations(CoordinatorMessage, frozen=True):
@@ -231,6 +239,13 @@ class UnknownOperationId(CoordinatorMessage, frozen=True):
     """The coordinator does not know this id any more: announce the operation in full."""
 
     id: int
+
+
+class RevokeSharedIds(CoordinatorMessage, frozen=True):
+    """Announce these operations through the coordinator, also what was announced in shared memory and has not run."""
+
+    group: int
+    ids: tuple[int, ...]
 
 
 class MissingRanks(CoordinatorMessage, frozen=True):
