@@ -1,8 +1,24 @@
-/* The C ABI of ronde's data plane, called from Python through ctypes.
+/* The C ABI of ronde's data plane, called from Python through ctypes and from native code.
  *
  * A channel is one total order of collectives among its members. The caller opens every socket and shared-memory file,
  * authenticates it and passes the descriptors: the library resolves no name and reads neither settings nor environment
  * variables. No exception crosses this interface; every function that can fail returns an rd_status.
+ *
+ * Handles. rd_channel and rd_work are counted references: who made one, or called its retain function, calls its
+ * release function once. A handle stays valid until then, also after rd_close, from when on its calls return RD_CLOSED.
+ * All functions may be called from any thread at the same time, rd_close included.
+ *
+ * Threads. rd_run runs a call in the thread of the caller when the channel is idle. Every other call runs in the
+ * channel's own thread ("ronde-channel", with all signals blocked), one after the other.
+ *
+ * Callbacks run in that thread, each once, after its call has ended (rd_done returns 1) and before the next queued call
+ * starts: a slow callback delays those behind it. No lock is held. A callback may call everything but rd_run and
+ * rd_wait, which return RD_BAD_CALL with EDEADLK as detail there: it would wait for itself. rd_close and rd_release in
+ * a callback do not wait for the thread that they are called in.
+ *
+ * Forks. A channel belongs to the process that opened it. In a forked child (fork(2), not vfork or clone) every
+ * function with a handle of the parent returns RD_FORKED or does nothing, and nothing that the child does reaches the
+ * parent: the child's copies of sockets are closed right after the fork, and shared memory becomes private to it.
  */
 #ifndef RONDE_H
 #define RONDE_H
@@ -13,7 +29,7 @@
 extern "C" {
 #endif
 
-#define RD_ABI 3                 /* changes when a struct or a function of this file changes */
+#define RD_ABI 4                 /* changes when a struct or a function of this file changes */
 #define RD_DESCRIPTION_BYTES 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 1024
 #define RD_MAX_ANNOUNCED 65536 /* ids of announced calls in one channel */
@@ -21,15 +37,17 @@ extern "C" {
 
 typedef enum rd_status {
   RD_OK = 0,
-  RD_BAD_CALL = 1,  /* the caller's mistake: nothing was sent, the channel stays usable */
-  RD_MISMATCH = 2,  /* the members' calls differ: no data moved, the channel stays usable */
-  RD_TIMEOUT = 3,   /* the deadline expired; the channel is aborted for every member */
-  RD_ABORTED = 4,   /* rd_abort was called here or by another member */
-  RD_PEER_LOST = 5, /* a member's socket closed; rd_result.member is that member, .detail is errno or 0 */
-  RD_SYSTEM = 6,    /* the operating system refused; rd_result.detail is errno */
-  RD_CLOSED = 7,    /* the channel was closed while the call waited */
-  RD_WITHDRAWN = 8, /* rd_revoke took the announcement back: the call did not run */
-  RD_NOT_AGREED = 9 /* the members have not agreed on what the id stands for */
+  RD_BAD_CALL = 1,   /* the caller's mistake: nothing was sent, the channel stays usable; .detail may be EDEADLK */
+  RD_MISMATCH = 2,   /* the members' calls differ: no data moved, the channel stays usable */
+  RD_TIMEOUT = 3,    /* the deadline expired; the channel is aborted for every member */
+  RD_ABORTED = 4,    /* rd_abort was called here or by another member */
+  RD_PEER_LOST = 5,  /* a member's socket closed; rd_result.member is that member, .detail is errno or 0 */
+  RD_SYSTEM = 6,     /* the operating system refused; rd_result.detail is errno */
+  RD_CLOSED = 7,     /* the channel was closed here, before the call or while it was under way */
+  RD_CANCELLED = 8,  /* rd_cancel ended the call before it started: nothing was sent, its memory was not touched */
+  RD_FORKED = 9,     /* this process is a forked child of the one that opened the channel */
+  RD_WITHDRAWN = 10, /* rd_revoke took the announcement back: the call did not run */
+  RD_NOT_AGREED = 11 /* the members have not agreed on what the id stands for: nothing was announced */
 } rd_status;
 
 typedef enum rd_dtype {
@@ -87,6 +105,7 @@ typedef enum rd_algorithm {
 #define RD_PRE_AGREED 1u
 
 typedef struct rd_channel rd_channel;
+typedef struct rd_work rd_work; /* a submitted call */
 
 /* The members of a channel and their hosts. Equal on every member but for member_index and num_cores. */
 typedef struct rd_channel_params {
@@ -175,7 +194,15 @@ uint64_t rd_segment_bytes(const rd_channel_params* params);
 rd_status rd_open(const rd_channel_params* params, int segment, const int* sockets, uint32_t num_sockets,
                   const int* point_to_point, rd_channel** channel);
 
-/* Ends all waits with RD_CLOSED, joins the threads, unmaps the memory and closes the sockets. Null is allowed. */
+/* Count one more user of a channel, and one less. The last release closes the channel, if nobody has, and frees it. */
+void rd_retain(rd_channel* channel);
+void rd_release(rd_channel* channel);
+
+/* Leaves the channel: in good order when no call is queued or running; otherwise the members that need this one lose
+ * it. All calls under way and all later ones end with RD_CLOSED. When this returns, queued calls have ended and the
+ * channel's thread has too; a thread that is inside rd_run leaves it within moments. Sockets are closed and memory is
+ * unmapped when the last thread has left. It can be called repeatedly, from any thread, also from a signal handler of
+ * Python that runs inside rd_run or rd_wait, and from a callback. */
 void rd_close(rd_channel* channel);
 
 /* Ends all waits of all members, on other hosts through the abort sockets. `member` is the lost one, or -1. It can be
@@ -187,53 +214,77 @@ void rd_abort(rd_channel* channel, int32_t member);
 void* rd_get_bucket(rd_channel* channel);
 void rd_release_bucket(void* bucket);
 
-/* Runs the call and waits at most remaining_s seconds for it. It runs in this thread when the channel is idle. */
+/* Runs the call and waits at most remaining_s seconds for it. It runs in this thread when the channel is idle,
+ * otherwise after the calls that are queued. RD_SYSTEM with end_ns 0 means that no thread could be started for that
+ * (EAGAIN): nothing was sent, and the channel stays usable. */
 rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double remaining_s);
 
+/* Called once when a submitted call has ended, in the channel's thread; the rules are at the top of this file. */
+typedef void (*rd_callback)(void* context, const rd_result* result);
+
 /* Queues the call. spans, counts, splits and description are copied; the memory of the spans must stay valid until the
- * call has finished. `work` receives the handle for rd_wait and rd_done. */
-rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, uint64_t* work);
+ * call has ended. `callback` may be null; unless this function fails it is called exactly once, however the call ends.
+ * `work`, which may be null, receives a handle. `result` may be null and is filled only when the call is refused:
+ * RD_BAD_CALL, RD_CLOSED, RD_FORKED, or RD_SYSTEM when no thread could be started. Then nothing was queued. */
+rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, rd_callback callback, void* context,
+                    rd_work** work, rd_result* result);
 
-/* Waits for a submitted call and releases its handle. After RD_TIMEOUT with end_ns 0 the call is still running and the
- * handle valid. */
-rd_status rd_wait(rd_channel* channel, uint64_t work, rd_result* result, double remaining_s);
+/* Count one more user of a submitted call, and one less. The call goes on without any. */
+void rd_retain_work(rd_work* work);
+void rd_release_work(rd_work* work);
 
-/* Returns 1 when the call has finished, 0 when not, -1 when there is no such handle. */
-int rd_done(rd_channel* channel, uint64_t work);
+/* Waits for a submitted call; any number of threads may, any number of times. With end_ns 0 the wait has ended and not
+ * the call, which goes on: after RD_TIMEOUT, after RD_ABORTED with EINTR (a signal handler raised an exception), after
+ * RD_BAD_CALL with EDEADLK (in a callback), and after RD_FORKED. */
+rd_status rd_wait(rd_work* work, rd_result* result, double remaining_s);
+
+/* Returns 1 when the call has ended, else 0. */
+int rd_done(rd_work* work);
+
+/* Adds a callback to a submitted call. Returns 1, or 0 when the call has ended: then the callback is not called. */
+int rd_add_callback(rd_work* work, rd_callback callback, void* context);
+
+/* Ends a call that has not started with RD_CANCELLED and returns 1; its memory is not touched from then on. Its
+ * callbacks run when the channel's thread comes to it. Returns 0 when the call has started or ended: it cannot be
+ * cancelled, only aborted with its channel. The other members do not learn of it: cancel a call on all of them or on
+ * none. */
+int rd_cancel(rd_work* work);
 
 /* The members have agreed that from now on `id` (below max_announced) stands for the call with this signature. */
 rd_status rd_agree(rd_channel* channel, uint32_t id, uint64_t signature);
 
 /* The id stands for nothing any more. Returns 1 if this took back a call that this member had announced: it does not
- * run, and ends with RD_WITHDRAWN. Returns 0 if there is none, or all members have announced it already: then it runs.
- */
+ * run, and ends with RD_WITHDRAWN. Returns 0 if there is none, or if all members have announced it: then it runs. */
 int rd_revoke(rd_channel* channel, uint32_t id);
 
 /* Announces a call that may come in any order on any member, under an id that stands for it. It runs when all members
  * have announced it, in the same order on every member; calls that can travel together are fused. From then on it may
- * take timeout_s seconds. RD_NOT_AGREED: the id does not stand for this call; it was not announced. The id can be
- * announced again when the call has ended. The memory of the spans must stay valid until then. */
-rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, uint64_t* work);
+ * take timeout_s seconds. RD_NOT_AGREED: the id does not stand for this call. The id can be announced again when the
+ * call has ended. The rest is as with rd_submit, but a thread that waits for one announced call executes the others,
+ * too, and runs their callbacks; rd_cancel takes the announcement of this member back. */
+rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, rd_callback callback,
+                      void* context, rd_work** work, rd_result* result);
 
-/* As rd_announce and rd_wait, but in one step: this thread executes the call, or what is ready before it. After
- * RD_TIMEOUT with end_ns 0 the call is still announced or running, and `work` is its handle. As with rd_wait for an
- * announced call, that may come before the time is over, when a signal interrupts the wait. */
+/* As rd_announce and rd_wait, but in one step, so that no other thread is woken. When the wait has ended and not the
+ * call (see rd_wait), `work` receives its handle, otherwise null. */
 rd_status rd_run_announced(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, double remaining_s,
-                           rd_result* result, uint64_t* work);
+                           rd_result* result, rd_work** work);
 
-/* Fills `missing` (with space for num_members) with the members that have not announced the id, and returns how many.
- */
+/* Fills `missing` (with space for num_members) with the members that have not announced the id; returns how many. */
 uint32_t rd_get_not_announced(rd_channel* channel, uint32_t id, uint32_t* missing);
 
-/* Fills num_members rows with the calls of all members, after rd_run or rd_wait returned RD_MISMATCH in this thread. */
+/* Fills num_members rows with the calls of all members, after rd_run or rd_wait returned RD_MISMATCH in this thread,
+ * and in the callback of a call that ended so. */
 rd_status rd_get_mismatch(rd_channel* channel, rd_member_call* calls);
 
 /* Fills `current`, and `missing` (with space for num_members) with the members that have not arrived. */
 void rd_get_current_call(rd_channel* channel, rd_current_call* current, uint32_t* missing);
 
 /* Python's PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release. When a signal interrupts a wait
- * of rd_run in the main thread, the library lets Python run its signal handlers. When one of them raises an exception,
- * the call ends with RD_ABORTED and EINTR as detail, and the channel is aborted. */
+ * of rd_run or rd_wait in the main thread, the library lets Python run its signal handlers, within 50 ms. When one of
+ * them raises an exception, rd_run ends its call with RD_ABORTED and EINTR as detail and aborts the channel, also when
+ * the call still waited for others before it; rd_wait ends only the wait. rd_run and rd_wait inside of such a handler
+ * return RD_BAD_CALL with EDEADLK. */
 typedef struct rd_interpreter {
   int (*acquire_gil)(void);
   int (*run_signal_handlers)(void);

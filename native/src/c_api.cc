@@ -1,39 +1,54 @@
 // The functions of ronde.h: plain types in, status codes out. No exception leaves this file.
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 #include <new>
 #include <unordered_map>
 
+#include "base/fork.h"
 #include "base/python_signals.h"
+#include "base/waiting.h"
 #include "channel.h"
 #include "reduce/reduce.h"
 
 #define RD_API extern "C" __attribute__((visibility("default")))
 
+// Whoever uses the channel holds a copy of the pointer meanwhile: rd_close takes the handle's own, and what the channel
+// has is freed with the last copy.
 struct rd_channel {
-  rd_channel(ronde::Topology topology, std::shared_ptr<ronde::SharedSegment> segment,
-             std::vector<std::vector<ronde::FileDescriptor>> sockets, std::vector<ronde::FileDescriptor> point_to_point)
-      : channel(std::move(topology), std::move(segment), std::move(sockets), std::move(point_to_point)) {}
+  explicit rd_channel(std::shared_ptr<ronde::Channel> opened)
+      : num_members(opened->topology().size), channel(std::move(opened)) {}
 
-  std::mutex mutex;  // guards last_work and submitted
-  uint64_t last_work = 0;
-  std::unordered_map<uint64_t, std::shared_ptr<ronde::Call>> submitted;  // by work
-  ronde::Channel channel;
+  const uint32_t generation = ronde::fork_generation.load();
+  const uint32_t num_members;
+  std::atomic<uint32_t> references{1};
+  std::mutex mutex;  // guards the pointer
+  std::shared_ptr<ronde::Channel> channel;
+};
+
+struct rd_work {
+  explicit rd_work(std::shared_ptr<ronde::Call> submitted, std::weak_ptr<ronde::Channel> announced_on = {})
+      : call(std::move(submitted)), channel(std::move(announced_on)) {}
+
+  const uint32_t generation = ronde::fork_generation.load();
+  std::atomic<uint32_t> references{1};
+  const std::shared_ptr<ronde::Call> call;
+  const std::weak_ptr<ronde::Channel> channel;  // of an announced call, which the threads that wait for it execute
 };
 
 namespace {
 
 using ronde::Call;
 using ronde::CallError;
+using ronde::Channel;
 using ronde::Deadline;
 using ronde::FileDescriptor;
+using ronde::last_mismatch;
+using ronde::made_by_parent;
 
-// The calls of all members in this thread's last mismatch.
-thread_local std::vector<rd_member_call> last_mismatch;
-
-// Owners of the buckets that rd_get_bucket gave out, one entry per call.
-std::mutex bucket_owners_mutex;
-std::unordered_multimap<void*, std::shared_ptr<void>> bucket_owners;
+// Owners of the buckets that rd_get_bucket gave out, one entry per call; guarded by fork_mutex().
+std::unordered_multimap<void*, std::shared_ptr<void>>& bucket_owners =
+    *new std::unordered_multimap<void*, std::shared_ptr<void>>;
 
 rd_status report(const Call& call, rd_result* result) {
   if (result != nullptr) *result = call.result;
@@ -46,16 +61,35 @@ rd_status report(const CallError& error, rd_result* result) {
   return error.status;
 }
 
-uint64_t add_work(rd_channel* channel, const std::shared_ptr<Call>& call) {
-  std::lock_guard<std::mutex> lock(channel->mutex);
-  channel->submitted.emplace(++channel->last_work, call);
-  return channel->last_work;
+// Calls the function and returns its status; reports what it throws.
+template <class Function>
+rd_status guarded(rd_result* result, Function function) {
+  try {
+    return function();
+  } catch (const CallError& error) {
+    return report(error, result);
+  } catch (const std::bad_alloc&) {
+    return report(CallError{RD_SYSTEM, -1, ENOMEM}, result);
+  } catch (const std::exception&) {
+    return report(CallError{RD_SYSTEM}, result);
+  }
 }
 
-std::shared_ptr<Call> find_call(rd_channel* channel, uint64_t work) {
-  std::lock_guard<std::mutex> lock(channel->mutex);
-  auto found = channel->submitted.find(work);
-  return found == channel->submitted.end() ? nullptr : found->second;
+// Returns the open channel; null in a forked child and after rd_close.
+std::shared_ptr<Channel> find_channel(rd_channel* handle) {
+  if (made_by_parent(handle->generation)) return nullptr;
+  std::lock_guard<std::mutex> lock(handle->mutex);
+  return handle->channel;
+}
+
+std::shared_ptr<Channel> open_channel(rd_channel* handle) {
+  auto channel = find_channel(handle);
+  if (channel == nullptr) throw CallError{made_by_parent(handle->generation) ? RD_FORKED : RD_CLOSED};
+  return channel;
+}
+
+void check_may_wait() {
+  if (ronde::waiting_is_forbidden) throw CallError{RD_BAD_CALL, -1, EDEADLK};
 }
 
 }  // namespace
@@ -85,144 +119,179 @@ RD_API rd_status rd_open(const rd_channel_params* params, int segment, const int
       owned[member].emplace_back(sockets[member * num_sockets + i]);
     if (point_to_point != nullptr) owned_point_to_point[member] = FileDescriptor(point_to_point[member]);
   }
-  try {
+  return guarded(nullptr, [&] {
     ronde::Topology topology(*params);
     std::shared_ptr<ronde::SharedSegment> shared;
     if (segment >= 0) shared = std::make_shared<ronde::SharedSegment>(topology, segment);
-    *channel =
-        new rd_channel(std::move(topology), std::move(shared), std::move(owned), std::move(owned_point_to_point));
+    *channel = new rd_channel(std::make_shared<Channel>(std::move(topology), std::move(shared), std::move(owned),
+                                                        std::move(owned_point_to_point)));
     return RD_OK;
-  } catch (const CallError& error) {
-    return error.status;
-  } catch (const std::bad_alloc&) {
-    return RD_SYSTEM;
-  }
+  });
 }
 
-RD_API void rd_close(rd_channel* channel) { delete channel; }
+RD_API void rd_retain(rd_channel* channel) { channel->references.fetch_add(1); }
+
+RD_API void rd_release(rd_channel* channel) {
+  if (made_by_parent(channel->generation) || channel->references.fetch_sub(1) > 1) return;
+  rd_close(channel);
+  delete channel;
+}
+
+RD_API void rd_close(rd_channel* channel) {
+  if (made_by_parent(channel->generation)) return;
+  std::shared_ptr<Channel> closed;
+  {
+    std::lock_guard<std::mutex> lock(channel->mutex);
+    closed.swap(channel->channel);
+  }
+  if (closed != nullptr) closed->close();
+}
 
 RD_API void rd_abort(rd_channel* channel, int32_t member) {
-  channel->channel.abort(CallError{member >= 0 ? RD_PEER_LOST : RD_ABORTED, member});
+  auto found = find_channel(channel);
+  if (found != nullptr) found->abort(CallError{member >= 0 ? RD_PEER_LOST : RD_ABORTED, member});
 }
 
 RD_API void* rd_get_bucket(rd_channel* channel) {
-  void* bucket = channel->channel.bucket();
+  auto found = find_channel(channel);
+  void* bucket = found == nullptr ? nullptr : found->bucket();
   if (bucket == nullptr) return nullptr;
-  std::lock_guard<std::mutex> lock(bucket_owners_mutex);
-  bucket_owners.emplace(bucket, channel->channel.bucket_owner());
+  std::lock_guard<std::mutex> lock(ronde::fork_mutex());
+  bucket_owners.emplace(bucket, found->bucket_owner());
   return bucket;
 }
 
 RD_API void rd_release_bucket(void* bucket) {
-  std::lock_guard<std::mutex> lock(bucket_owners_mutex);
+  std::shared_ptr<void> owner;  // freed after the lock
+  std::lock_guard<std::mutex> lock(ronde::fork_mutex());
   auto found = bucket_owners.find(bucket);
-  if (found != bucket_owners.end()) bucket_owners.erase(found);
+  if (found == bucket_owners.end()) return;
+  owner = std::move(found->second);
+  bucket_owners.erase(found);
 }
 
 RD_API rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* result, double remaining_s) {
-  try {
-    auto running = std::make_shared<Call>(*call, channel->channel.topology(), Deadline(remaining_s));
-    channel->channel.queue_for(*running).run(running);
+  return guarded(result, [&] {
+    auto open = open_channel(channel);
+    check_may_wait();
+    auto running = std::make_shared<Call>(*call, open->topology(), Deadline(remaining_s));
+    open->queue_for(*running).run(running);
     return report(*running, result);
-  } catch (const CallError& error) {
-    return report(error, result);
-  } catch (const std::exception&) {
-    return report(CallError{RD_SYSTEM}, result);
-  }
+  });
 }
 
-RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, uint64_t* work) {
-  try {
-    auto submitted = std::make_shared<Call>(*call, channel->channel.topology(), Deadline(remaining_s));
-    *work = add_work(channel, submitted);
-    channel->channel.queue_for(*submitted).submit(submitted);
+RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double remaining_s, rd_callback callback,
+                           void* context, rd_work** work, rd_result* result) {
+  if (work != nullptr) *work = nullptr;
+  return guarded(result, [&] {
+    auto open = open_channel(channel);
+    auto submitted = std::make_shared<Call>(*call, open->topology(), Deadline(remaining_s));
+    auto handle = std::make_unique<rd_work>(submitted);
+    if (callback != nullptr) submitted->add_callback({callback, context});
+    open->queue_for(*submitted).submit(submitted);
+    if (work != nullptr) *work = handle.release();
     return RD_OK;
-  } catch (const CallError& error) {
-    return error.status;
-  } catch (const std::exception&) {
-    return RD_SYSTEM;
-  }
+  });
+}
+
+RD_API void rd_retain_work(rd_work* work) { work->references.fetch_add(1); }
+
+RD_API void rd_release_work(rd_work* work) {
+  if (work->references.fetch_sub(1) == 1) delete work;
+}
+
+RD_API rd_status rd_wait(rd_work* work, rd_result* result, double remaining_s) {
+  return guarded(result, [&] {
+    if (!work->call->finished()) {
+      if (made_by_parent(work->generation)) throw CallError{RD_FORKED};
+      check_may_wait();
+      auto channel = work->channel.lock();
+      Deadline deadline(remaining_s);
+      bool finished = channel != nullptr ? channel->announced().wait(work->call, deadline) : work->call->wait(deadline);
+      if (!finished) throw CallError{RD_TIMEOUT};
+    }
+    return report(*work->call, result);
+  });
+}
+
+RD_API int rd_done(rd_work* work) { return work->call->finished() ? 1 : 0; }
+
+RD_API int rd_add_callback(rd_work* work, rd_callback callback, void* context) {
+  return !made_by_parent(work->generation) && work->call->add_callback({callback, context}) ? 1 : 0;
+}
+
+RD_API int rd_cancel(rd_work* work) {
+  if (made_by_parent(work->generation)) return 0;
+  auto channel = work->channel.lock();
+  if (channel != nullptr) return channel->announced().cancel(work->call) ? 1 : 0;
+  return work->call->end_before_start(CallError{RD_CANCELLED}) ? 1 : 0;
 }
 
 RD_API rd_status rd_agree(rd_channel* channel, uint32_t id, uint64_t signature) {
-  try {
-    channel->channel.announced().agree(id, signature);
+  return guarded(nullptr, [&] {
+    open_channel(channel)->announced().agree(id, signature);
     return RD_OK;
-  } catch (const CallError& error) {
-    return error.status;
-  } catch (const std::exception&) {
-    return RD_SYSTEM;
-  }
+  });
 }
 
 RD_API int rd_revoke(rd_channel* channel, uint32_t id) {
-  return channel->channel.topology().max_announced > 0 && channel->channel.announced().revoke(id) ? 1 : 0;
+  auto found = find_channel(channel);
+  return found != nullptr && found->topology().max_announced > 0 && found->announced().revoke(id) ? 1 : 0;
 }
 
-RD_API rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, uint64_t* work) {
-  try {
-    auto announced = std::make_shared<Call>(*call, channel->channel.topology(), Deadline(timeout_s));
+RD_API rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s,
+                             rd_callback callback, void* context, rd_work** work, rd_result* result) {
+  if (work != nullptr) *work = nullptr;
+  return guarded(result, [&] {
+    auto open = open_channel(channel);
+    auto announced = std::make_shared<Call>(*call, open->topology(), Deadline(timeout_s));
     announced->timeout_s = timeout_s;
-    channel->channel.announced().announce(id, announced, false);
-    *work = add_work(channel, announced);
+    auto handle = std::make_unique<rd_work>(announced, open);
+    if (callback != nullptr) announced->add_callback({callback, context});
+    open->announced().announce(id, announced, false);
+    if (work != nullptr) *work = handle.release();
     return RD_OK;
-  } catch (const CallError& error) {
-    return error.status;
-  } catch (const std::exception&) {
-    return RD_SYSTEM;
-  }
+  });
 }
 
 RD_API rd_status rd_run_announced(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s,
-                                  double remaining_s, rd_result* result, uint64_t* work) {
-  try {
-    auto announced = std::make_shared<Call>(*call, channel->channel.topology(), Deadline(timeout_s));
+                                  double remaining_s, rd_result* result, rd_work** work) {
+  *work = nullptr;
+  return guarded(result, [&] {
+    auto open = open_channel(channel);
+    check_may_wait();
+    auto announced = std::make_shared<Call>(*call, open->topology(), Deadline(timeout_s));
     announced->timeout_s = timeout_s;
-    channel->channel.announced().announce(id, announced, true);
-    if (channel->channel.announced().wait(announced, Deadline(remaining_s))) return report(*announced, result);
-    *work = add_work(channel, announced);
-    return report(CallError{RD_TIMEOUT}, result);
-  } catch (const CallError& error) {
-    return report(error, result);
-  } catch (const std::exception&) {
-    return report(CallError{RD_SYSTEM}, result);
-  }
+    open->announced().announce(id, announced, true);
+    CallError ended{RD_TIMEOUT};
+    try {
+      if (open->announced().wait(announced, Deadline(remaining_s))) return report(*announced, result);
+    } catch (const CallError& interrupted) {
+      ended = interrupted;
+    }
+    *work = new rd_work(announced, open);
+    return report(ended, result);
+  });
 }
 
 RD_API uint32_t rd_get_not_announced(rd_channel* channel, uint32_t id, uint32_t* missing) {
-  if (id >= channel->channel.topology().max_announced) return 0;
-  std::vector<uint32_t> members = channel->channel.announced().missing(id);
+  auto found = find_channel(channel);
+  if (found == nullptr || id >= found->topology().max_announced) return 0;
+  std::vector<uint32_t> members = found->announced().missing(id);
   std::copy(members.begin(), members.end(), missing);
   return uint32_t(members.size());
 }
 
-RD_API rd_status rd_wait(rd_channel* channel, uint64_t work, rd_result* result, double remaining_s) {
-  std::shared_ptr<Call> call = find_call(channel, work);
-  if (call == nullptr) return report(CallError{RD_BAD_CALL}, result);
-  Deadline deadline(remaining_s);
-  bool finished = call->announced_id >= 0 ? channel->channel.announced().wait(call, deadline)
-                                          : channel->channel.queue_for(*call).wait(call, deadline);
-  if (!finished) return report(CallError{RD_TIMEOUT}, result);
-  std::lock_guard<std::mutex> lock(channel->mutex);
-  channel->submitted.erase(work);
-  return report(*call, result);
-}
-
-RD_API int rd_done(rd_channel* channel, uint64_t work) {
-  std::shared_ptr<Call> call = find_call(channel, work);
-  if (call == nullptr) return -1;
-  return call->announced_id >= 0 ? channel->channel.announced().done(call)
-                                 : channel->channel.queue_for(*call).done(call);
-}
-
 RD_API rd_status rd_get_mismatch(rd_channel* channel, rd_member_call* calls) {
-  if (last_mismatch.size() != channel->channel.topology().size) return RD_BAD_CALL;
+  if (last_mismatch.size() != channel->num_members) return RD_BAD_CALL;
   std::memcpy(calls, last_mismatch.data(), last_mismatch.size() * sizeof(rd_member_call));
   return RD_OK;
 }
 
 RD_API void rd_get_current_call(rd_channel* channel, rd_current_call* current, uint32_t* missing) {
-  channel->channel.get_current_call(current, missing);
+  *current = {};
+  auto found = find_channel(channel);
+  if (found != nullptr) found->get_current_call(current, missing);
 }
 
 RD_API void rd_set_interpreter(const rd_interpreter* interpreter) { ronde::set_interpreter(interpreter); }

@@ -1,13 +1,19 @@
 #include "call.h"
 
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
+#include <utility>
 
-#include "base/error.h"
+#include "base/futex.h"
+#include "base/python_signals.h"
+#include "base/waiting.h"
 
 namespace ronde {
 
 namespace {
+
+constexpr int64_t kMaxSleepNs = 50'000'000;
 
 void require(bool valid) {
   if (!valid) throw CallError{RD_BAD_CALL};
@@ -95,6 +101,68 @@ CallHeader Call::header(rd_algorithm chosen, uint64_t sequence) const {
   header.postscale = reduce_params.postscale;
   copy_description(header.description, description);
   return header;
+}
+
+bool Call::start() {
+  uint32_t queued = kQueued;
+  return state_.compare_exchange_strong(queued, kRunning);
+}
+
+void Call::finish() {
+  {
+    std::lock_guard<std::mutex> lock(callbacks_mutex_);  // add_callback() comes before this or sees it
+    state_.store(kFinished);
+  }
+  if (waiters_.load() > 0) futex_wake_all(&state_);
+}
+
+bool Call::end_before_start(const CallError& error) {
+  if (!start()) return false;
+  result = rd_result{error.status, error.member, error.detail, 0, 0, 0, now_ns(), RD_NO_SEQUENCE, 0};
+  result.start_ns = result.ready_ns = result.arrived_ns = result.end_ns;
+  finish();
+  return true;
+}
+
+// Sleeps once. Returns false when the limit or a signal ended the sleep.
+bool Call::sleep(int64_t limit_ns) {
+  waiters_.fetch_add(1);  // before the last test: finish() reads this afterwards
+  uint32_t seen = state_.load();
+  bool woken = seen == kFinished || futex_wait(&state_, seen, limit_ns);
+  waiters_.fetch_sub(1);
+  return woken;
+}
+
+bool Call::wait(const Deadline& deadline) {
+  while (!finished()) {
+    int64_t remaining_ns = deadline.remaining_ns();
+    if (remaining_ns <= 0) return false;
+    // Another thread may have got a signal that is for the main one, so the sleep is short.
+    if (!sleep(std::min(kMaxSleepNs, remaining_ns)) && run_signal_handlers()) throw CallError{RD_ABORTED, -1, EINTR};
+  }
+  return true;
+}
+
+void Call::wait_uninterrupted() {
+  while (!finished()) sleep(kMaxSleepNs);
+}
+
+bool Call::add_callback(const Callback& callback) {
+  std::lock_guard<std::mutex> lock(callbacks_mutex_);
+  if (finished()) return false;
+  callbacks_.push_back(callback);
+  return true;
+}
+
+void Call::run_callbacks() {
+  std::vector<Callback> callbacks;
+  {
+    std::lock_guard<std::mutex> lock(callbacks_mutex_);
+    callbacks.swap(callbacks_);
+  }
+  ForbidWaiting forbidden;
+  if (result.status == RD_MISMATCH) last_mismatch = member_calls;
+  for (const Callback& callback : callbacks) callback.function(callback.context, &result);
 }
 
 }  // namespace ronde

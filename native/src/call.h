@@ -2,10 +2,12 @@
 #pragma once
 
 #include <atomic>
+#include <mutex>
 #include <string>
 #include <vector>
 
 #include "base/clock.h"
+#include "base/error.h"
 #include "reduce/reduce.h"
 #include "ronde.h"
 #include "spans.h"
@@ -32,6 +34,14 @@ struct CallHeader {
 
 // Cuts the description to RD_DESCRIPTION_BYTES.
 void copy_description(char* to, const std::string& description);
+
+// The calls of all members in the last mismatch that this thread was told of, for rd_get_mismatch.
+inline thread_local std::vector<rd_member_call> last_mismatch;
+
+struct Callback {
+  rd_callback function;
+  void* context;
+};
 
 struct Call {
   // Copies the caller's rd_call. Throws CallError{RD_BAD_CALL} when it makes no sense among these members.
@@ -61,11 +71,41 @@ struct Call {
   bool in_bucket = false;
   uint64_t bucket_offset = 0;
 
-  // What became of it.
-  std::atomic<int64_t> started_ns{0};  // read from other threads while the call runs
-  bool finished = false;               // guarded by the CallQueue or AnnouncedCalls; then the two below are valid
+  // What became of it; valid when it is finished.
   rd_result result{};
   std::vector<rd_member_call> member_calls;  // of all members, after a mismatch
+  std::atomic<int64_t> started_ns{0};        // read from other threads while the call runs
+
+  // --- its state: queued, running, finished. Whoever starts it may touch its memory and must finish it.
+
+  // Returns false when somebody else has started it: another thread runs it, or has ended it before.
+  bool start();
+  // The result is complete: ends all waits.
+  void finish();
+  // Ends a call that has not started, so that its memory is never touched. Returns false when it has started.
+  bool end_before_start(const CallError& error);
+  bool finished() const { return state_.load(std::memory_order_acquire) == kFinished; }
+
+  // Waits until the call has finished; false when the deadline expires first. The main thread lets Python run its
+  // signal handlers meanwhile. Throws CallError{RD_ABORTED, -1, EINTR} when one of them raised an exception.
+  bool wait(const Deadline& deadline);
+  void wait_uninterrupted();
+
+  // Returns false when the call has finished: then the callback is not kept.
+  bool add_callback(const Callback& callback);
+  // Called once by the thread that finished the call, which waits for no other call meanwhile.
+  void run_callbacks();
+  bool has_callbacks() const { return !callbacks_.empty(); }  // for that thread
+
+ private:
+  enum State : uint32_t { kQueued, kRunning, kFinished };
+
+  bool sleep(int64_t limit_ns);
+
+  std::atomic<uint32_t> state_{kQueued};  // futex word
+  std::atomic<uint32_t> waiters_{0};      // threads that sleep on it
+  std::mutex callbacks_mutex_;            // guards callbacks_
+  std::vector<Callback> callbacks_;
 };
 
 }  // namespace ronde

@@ -1,90 +1,109 @@
 #include "call_queue.h"
 
-#include <pthread.h>
-#include <signal.h>
-
-#include <chrono>
+#include "base/channel_thread.h"
 
 namespace ronde {
 
-void CallQueue::execute(const std::shared_ptr<Call>& call, std::unique_lock<std::mutex>& lock) {
-  current_ = call;
-  lock.unlock();
-  run_call_(*call);
-  lock.lock();
-  current_ = nullptr;
-  call->finished = true;
-  changed_.notify_all();
-}
-
 void CallQueue::run(const std::shared_ptr<Call>& call) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  if (current_ == nullptr && queued_.empty()) return execute(call, lock);
-  lock.unlock();
-  submit(call);
-  lock.lock();
-  changed_.wait(lock, [&] { return call->finished; });  // the call's own deadline ends this wait
+  bool runs_here = false;
+  {
+    std::lock_guard<std::mutex> lock(state_->mutex);
+    if (state_->closing) throw CallError{RD_CLOSED};
+    runs_here = state_->current == nullptr && state_->queued.empty();
+    if (runs_here) {
+      call->start();
+      state_->current = call;
+    } else {
+      enqueue(call);
+    }
+  }
+  if (!runs_here) return wait_for_turn_and_end(*call);
+  run_call_(*call);  // it is not finish()ed: nobody else waits for it
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->current = nullptr;
+  state_->changed.notify_all();
 }
 
 void CallQueue::submit(const std::shared_ptr<Call>& call) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  queued_.push_back(call);
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  if (state_->closing) throw CallError{RD_CLOSED};
+  enqueue(call);
+}
+
+void CallQueue::enqueue(const std::shared_ptr<Call>& call) {
   if (!thread_.joinable()) {
-    // The thread blocks all signals: they are for the threads of the program.
-    sigset_t all, before;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::thread([this] { thread_loop(); });
-    pthread_sigmask(SIG_SETMASK, &before, nullptr);
-    pthread_setname_np(thread_.native_handle(), "ronde-channel");
+    thread_ = start_channel_thread([state = state_, &run_call = run_call_] { thread_loop(*state, run_call); });
   }
-  changed_.notify_all();
+  state_->queued.push_back(call);
+  state_->changed.notify_all();
 }
 
-void CallQueue::thread_loop() {
-  std::unique_lock<std::mutex> lock(mutex_);
+// Waits for a call of this thread that is behind others. The other members may be in that very call, and an operation
+// that some members do and others do not cannot be repaired: who gives it up aborts the channel.
+void CallQueue::wait_for_turn_and_end(Call& call) {
+  CallError given_up{RD_OK};
+  try {
+    if (call.wait(call.deadline)) return;
+    given_up = CallError{RD_TIMEOUT};
+  } catch (const CallError& interrupted) {
+    given_up = interrupted;
+  }
+  bool has_started = !call.end_before_start(given_up);
+  if (has_started && given_up.status == RD_TIMEOUT) return call.wait_uninterrupted();  // it sees its deadline itself
+  abort_(given_up);
+  call.wait_uninterrupted();
+  call.result.status = given_up.status;
+  call.result.member = given_up.member;
+  call.result.detail = given_up.detail;
+}
+
+void CallQueue::thread_loop(State& state, const std::function<void(Call&)>& run_call) {
+  std::unique_lock<std::mutex> lock(state.mutex);
   while (true) {
-    changed_.wait(lock, [&] { return current_ == nullptr && (closing_ || !queued_.empty()); });
-    if (queued_.empty()) return;
-    std::shared_ptr<Call> next = queued_.front();
-    queued_.pop_front();
-    execute(next, lock);
+    state.changed.wait(lock, [&] { return state.closing || (state.current == nullptr && !state.queued.empty()); });
+    if (state.queued.empty()) return;
+    std::shared_ptr<Call> call = state.queued.front();
+    state.queued.pop_front();
+    if (state.closing) {
+      lock.unlock();
+      call->end_before_start(CallError{RD_CLOSED});
+    } else if (call->start()) {
+      state.current = call;
+      lock.unlock();
+      run_call(*call);
+      lock.lock();
+      state.current = nullptr;
+      lock.unlock();
+      call->finish();
+    } else {  // it was cancelled
+      lock.unlock();
+    }
+    call->run_callbacks();
+    call.reset();  // before the wait, which may be long
+    lock.lock();
   }
-}
-
-bool CallQueue::wait(const std::shared_ptr<Call>& call, const Deadline& deadline) {
-  std::unique_lock<std::mutex> lock(mutex_);
-  auto finished = [&] { return call->finished; };
-  int64_t remaining_ns = deadline.remaining_ns();
-  if (remaining_ns > int64_t(1e17)) {
-    changed_.wait(lock, finished);
-    return true;
-  }
-  return changed_.wait_for(lock, std::chrono::nanoseconds(remaining_ns), finished);
-}
-
-bool CallQueue::done(const std::shared_ptr<Call>& call) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return call->finished;
-}
-
-bool CallQueue::idle() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return current_ == nullptr && queued_.empty();
 }
 
 std::shared_ptr<Call> CallQueue::current() {
-  std::lock_guard<std::mutex> lock(mutex_);
-  return current_;
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  return state_->current;
+}
+
+bool CallQueue::refuse_calls() {
+  std::lock_guard<std::mutex> lock(state_->mutex);
+  state_->closing = true;
+  state_->changed.notify_all();
+  return state_->current == nullptr && state_->queued.empty();
 }
 
 void CallQueue::close() {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    closing_ = true;
-    changed_.notify_all();
+  refuse_calls();
+  if (!thread_.joinable()) return;
+  if (thread_.get_id() == std::this_thread::get_id()) {
+    thread_.detach();
+  } else {
+    thread_.join();
   }
-  if (thread_.joinable()) thread_.join();
 }
 
 }  // namespace ronde

@@ -9,44 +9,54 @@
 #include <mutex>
 #include <thread>
 
+#include "base/error.h"
 #include "call.h"
 
 namespace ronde {
 
 class CallQueue {
  public:
-  // `run_call` fills call.result and does not throw.
-  explicit CallQueue(std::function<void(Call&)> run_call) : run_call_(std::move(run_call)) {}
+  // `run_call` fills call.result and does not throw. `abort` ends all calls, running and later ones, with this error.
+  CallQueue(std::function<void(Call&)> run_call, std::function<void(const CallError&)> abort)
+      : run_call_(std::move(run_call)), abort_(std::move(abort)), state_(std::make_shared<State>()) {}
   ~CallQueue() { close(); }
 
-  // Returns when the call has finished.
+  // Returns when the call has finished. A call that has to wait for others first is given up, and the channel aborted,
+  // when its deadline expires or a signal handler raises an exception. Throws CallError, without any effect, when the
+  // queue is closed or its thread cannot be started.
   void run(const std::shared_ptr<Call>& call);
+
+  // Queues the call; the queue's thread runs it and then its callbacks. Throws CallError as run() does.
   void submit(const std::shared_ptr<Call>& call);
 
-  // Waits for a submitted call. Returns false when the deadline expires first.
-  bool wait(const std::shared_ptr<Call>& call, const Deadline& deadline);
-  bool done(const std::shared_ptr<Call>& call);
-
-  // Whether no call is queued or running.
-  bool idle();
   // The running call, or null.
   std::shared_ptr<Call> current();
 
-  // Runs the calls that are still queued (they end at once when the channel is aborted) and joins the thread.
+  // Takes no more calls. Returns whether no call was queued or running.
+  bool refuse_calls();
+
+  // Ends the queued calls with RD_CLOSED and joins the thread, after the running call was aborted. A call that runs in
+  // another thread may outlast this. In a callback, which the queue's own thread runs, nothing is joined.
   void close();
 
  private:
-  void thread_loop();
-  void execute(const std::shared_ptr<Call>& call, std::unique_lock<std::mutex>& lock);
+  // Shared with the thread, which uses it for a moment after a callback has closed and destroyed the queue.
+  struct State {
+    std::mutex mutex;  // guards everything below
+    std::condition_variable changed;
+    std::deque<std::shared_ptr<Call>> queued;
+    std::shared_ptr<Call> current;
+    bool closing = false;
+  };
 
-  std::function<void(Call&)> run_call_;
-  std::mutex mutex_;  // guards everything below
-  std::condition_variable changed_;
-  std::deque<std::shared_ptr<Call>> queued_;
-  std::shared_ptr<Call> current_;
-  bool closing_ = false;
-  std::thread
-      thread_;  // "ronde-channel", started by the first submit; runs run_call_ and touches what the mutex guards
+  static void thread_loop(State& state, const std::function<void(Call&)>& run_call);
+  void enqueue(const std::shared_ptr<Call>& call);
+  void wait_for_turn_and_end(Call& call);
+
+  const std::function<void(Call&)> run_call_;
+  const std::function<void(const CallError&)> abort_;
+  const std::shared_ptr<State> state_;
+  std::thread thread_;  // "ronde-channel", started by the first queued call; runs run_call_ and callbacks
 };
 
 }  // namespace ronde

@@ -61,13 +61,20 @@ Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
   }
   collectives_ = std::make_unique<CallStream>(*this);
   if (topology_.max_announced > 0)
-    announced_ = std::make_unique<AnnouncedCalls>(topology_, segment_.get(), &abort_signal_,
+    announced_ = std::make_shared<AnnouncedCalls>(topology_, segment_.get(), &abort_signal_,
                                                   [this](Call& call) { execute(call, *collectives_); });
 }
 
-Channel::~Channel() {
-  bool idle = collectives_->queue.idle() && (announced_ == nullptr || announced_->leave());
-  for (auto& [key, stream] : point_to_point_) idle = idle && stream->queue.idle();
+void Channel::close() {
+  if (made_by_parent(generation_)) return;
+  bool idle;
+  {
+    std::lock_guard<std::mutex> lock(point_to_point_mutex_);
+    if (closed_.exchange(true)) return;
+    idle = collectives_->queue.refuse_calls();
+    if (announced_ != nullptr) idle = announced_->leave() && idle;
+    for (auto& [key, stream] : point_to_point_) idle = stream->queue.refuse_calls() && idle;
+  }
   if (idle) {
     if (segment_ != nullptr) segment_->mark_left(topology_.local_index);
     abort_signal_.announce_close();
@@ -86,6 +93,7 @@ CallQueue& Channel::queue_for(const Call& call) {
     return collectives_->queue;
   }
   std::lock_guard<std::mutex> lock(point_to_point_mutex_);
+  if (closed_.load()) throw CallError{RD_CLOSED};
   auto& stream = point_to_point_[{call.peer, call.kind == RD_SEND}];
   if (stream == nullptr) stream = std::make_unique<CallStream>(*this);
   return stream->queue;
@@ -97,6 +105,7 @@ AnnouncedCalls& Channel::announced() {
 }
 
 void Channel::abort(const CallError& error) {
+  if (made_by_parent(generation_)) return;
   // The other members' channels are not closed: for them this member is lost.
   CallError sent = error.status == RD_CLOSED ? CallError{RD_PEER_LOST, int(topology_.member_index)} : error;
   if (segment_ != nullptr) segment_->abort(sent);
@@ -139,7 +148,11 @@ void Channel::execute(Call& call, CallStream& stream) {
     result.status = error.status;
     result.member = error.member;
     result.detail = error.detail;
-    if (error.status != RD_MISMATCH && error.status != RD_BAD_CALL) abort(error);
+    if (error.status != RD_MISMATCH && error.status != RD_BAD_CALL) {
+      bool handler_raised = error.status == RD_ABORTED && error.detail == EINTR;
+      if (closed_.load() && !handler_raised) result.status = RD_CLOSED, result.member = -1, result.detail = 0;
+      abort(error);
+    }
   } catch (const std::bad_alloc&) {
     result.status = RD_SYSTEM;
     result.detail = ENOMEM;

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "announced_calls.h"
+#include "base/fork.h"
 #include "call_matching.h"
 #include "call_queue.h"
 #include "group.h"
@@ -21,11 +22,14 @@ class Channel {
   // `point_to_point[member]` is the connection for send and receive. Throws CallError.
   Channel(Topology topology, std::shared_ptr<SharedSegment> segment, std::vector<std::vector<FileDescriptor>> sockets,
           std::vector<FileDescriptor> point_to_point);
-  // Leaves in good order when no call is queued or running; otherwise aborts the channel.
-  ~Channel();
+  ~Channel() { close(); }
+
+  // Leaves in good order when no call is queued or running; otherwise aborts the channel. Calls that are under way, and
+  // later ones, end with RD_CLOSED; those in other threads may do so a moment later. Idempotent.
+  void close();
 
   const Topology& topology() const { return topology_; }
-  // Throws CallError{RD_BAD_CALL} for a collective when the channel is for announced calls.
+  // Throws CallError: RD_CLOSED, or RD_BAD_CALL for a collective when the channel is for announced calls.
   CallQueue& queue_for(const Call& call);
   AnnouncedCalls& announced();  // throws CallError{RD_BAD_CALL} when max_announced is 0
   void abort(const CallError& error);
@@ -36,7 +40,9 @@ class Channel {
  private:
   // One order of calls with what its running call needs.
   struct CallStream {
-    explicit CallStream(Channel& channel) : queue([this, &channel](Call& call) { channel.execute(call, *this); }) {}
+    explicit CallStream(Channel& channel)
+        : queue([this, &channel](Call& call) { channel.execute(call, *this); },
+                [&channel](const CallError& error) { channel.abort(error); }) {}
     ScratchBuffer contiguous, incoming;
     std::atomic<int32_t> waiting_for{-1};  // the member that the running call waits for
     CallQueue queue;                       // the last member, because its thread uses the others
@@ -50,6 +56,8 @@ class Channel {
   void run_algorithm(rd_algorithm algorithm, const Call& call, Group& group);
   void locate_in_bucket(Call& call) const;
 
+  const uint32_t generation_ = fork_generation.load();
+  std::atomic<bool> closed_{false};
   const Topology topology_;
   const std::shared_ptr<SharedSegment> segment_;
   const std::shared_ptr<char[]> private_bucket_;  // of a member that shares memory with no other
@@ -60,8 +68,8 @@ class Channel {
   uint32_t slots_used_ = 0;
   std::atomic<uint64_t> sequence_{0};  // written only by the thread that runs a collective
   std::unique_ptr<CallStream> collectives_;
-  std::unique_ptr<AnnouncedCalls> announced_;  // null when max_announced is 0; otherwise it runs all collectives
-  std::mutex point_to_point_mutex_;            // guards point_to_point_
+  std::shared_ptr<AnnouncedCalls> announced_;  // null when max_announced is 0; otherwise it runs all collectives
+  std::mutex point_to_point_mutex_;            // guards point_to_point_, and that none is added after closed_ is set
   std::map<std::pair<int, bool>, std::unique_ptr<CallStream>> point_to_point_;  // by (peer, is it a send)
 };
 

@@ -1,13 +1,13 @@
 // Announced calls: members of one host agree in shared memory on what is ready and in which order it runs.
-#include <signal.h>
-
 #include <algorithm>
 #include <atomic>
+#include <cerrno>
 #include <cstdlib>
 #include <future>
 #include <numeric>
 #include <random>
 
+#include "base/python_signals.h"
 #include "check.h"
 #include "thread_ranks.h"
 
@@ -39,14 +39,12 @@ struct Operation {
   void announce(Channel& channel, bool will_wait, double timeout_s = 60) {
     call = std::make_shared<Call>(params, channel.topology(), Deadline(timeout_s));
     call->timeout_s = timeout_s;
+    if (on_end.function != nullptr) call->add_callback(on_end);
     channel.announced().agree(id, params.signature);
     channel.announced().announce(id, call, will_wait);
   }
   rd_status wait(Channel& channel, double remaining_s = 60) {
-    Deadline deadline(remaining_s);
-    while (!channel.announced().wait(call, deadline))
-      if (deadline.expired()) return RD_TIMEOUT;
-    return rd_status(call->result.status);
+    return channel.announced().wait(call, Deadline(remaining_s)) ? rd_status(call->result.status) : RD_TIMEOUT;
   }
   rd_status run(Channel& channel) {
     announce(channel, true);
@@ -62,6 +60,7 @@ struct Operation {
   rd_span span;
   rd_call params;
   std::shared_ptr<Call> call;
+  ronde::Callback on_end{};
 };
 
 float value_of(uint32_t id, uint32_t round) { return float(1 + id % 7 + 10 * (round % 5)); }
@@ -210,7 +209,7 @@ TEST(a_call_that_nobody_waits_for_runs_nevertheless) {
     Operation forgotten(0, 10, 1);
     forgotten.announce(channel, false);
     if (rank == 0) {
-      while (!channel.announced().done(forgotten.call)) std::this_thread::yield();
+      while (!forgotten.call->finished()) std::this_thread::yield();
     } else {
       CHECK_EQ(forgotten.wait(channel), RD_OK);
     }
@@ -255,7 +254,6 @@ TEST(a_revoked_id_takes_its_call_back_and_can_be_agreed_on_again) {
       });
       CHECK_EQ(operation.wait(channel), RD_WITHDRAWN);
       other.join();
-      CHECK(!channel.announced().done(operation.call));
       operation.check(100);
       withdrawn.set_value();
     } else {
@@ -339,37 +337,80 @@ TEST(a_member_that_leaves_ends_only_the_calls_that_need_it) {
   });
 }
 
-TEST(a_signal_ends_the_wait_and_not_the_call) {
-  struct sigaction action{}, before;
-  action.sa_handler = [](int) {};
-  sigaction(SIGUSR1, &action, &before);
+TEST(an_exception_of_a_signal_handler_ends_the_wait_and_not_the_call) {
+  // A Python whose signal handlers raise. They run in the main thread, so the first rank is this very thread.
+  rd_interpreter raising{[] { return 0; }, [] { return -1; },
+                         [](void** a, void** b, void** c) { *a = *b = *c = nullptr; }, [](int) {}};
+  ronde::set_interpreter(&raising);
   ThreadRanks all(setup_of(2, 4));
-  std::promise<void> interrupted;
-  auto may_come = interrupted.get_future().share();
-  all.run([&](uint32_t rank, Channel& channel) {
-    Operation operation(0, 10, 1);
-    if (rank == 0) {
-      operation.announce(channel, true);
-      std::atomic<bool> returned{false};
-      pthread_t waiting = pthread_self();
-      std::thread other([&] {
-        while (!returned.load()) {
-          pthread_kill(waiting, SIGUSR1);
-          std::this_thread::sleep_for(std::chrono::milliseconds(1));
-        }
-      });
-      CHECK(!channel.announced().wait(operation.call, Deadline(60)));
-      returned = true;
-      other.join();
-      interrupted.set_value();
-      CHECK_EQ(operation.wait(channel), RD_OK);
-    } else {
-      may_come.wait();
-      CHECK_EQ(operation.run(channel), RD_OK);
-    }
-    operation.check(2);
-  });
-  sigaction(SIGUSR1, &before, nullptr);
+  Operation operation(0, 10, 1), other(0, 10, 1);
+  operation.announce(all.channel(0), true);
+  int detail = 0;
+  try {
+    operation.wait(all.channel(0));
+  } catch (const ronde::CallError& error) {
+    CHECK_EQ(error.status, RD_ABORTED);
+    detail = error.detail;
+  }
+  CHECK_EQ(detail, EINTR);
+  ronde::set_interpreter(nullptr);
+  std::thread second([&] { CHECK_EQ(other.run(all.channel(1)), RD_OK); });
+  CHECK_EQ(operation.wait(all.channel(0)), RD_OK);
+  second.join();
+  operation.check(2);
+}
+
+TEST(callbacks_run_once_however_a_call_ends_and_may_announce) {
+  struct Ended {
+    std::atomic<int> count{0}, status{-1};
+  };
+  auto on_end = [](void* context, const rd_result* result) {
+    static_cast<Ended*>(context)->status = result->status;
+    ++static_cast<Ended*>(context)->count;
+  };
+  for (bool will_wait : {true, false}) {
+    ThreadRanks all(setup_of(2, 8));
+    all.run([&](uint32_t rank, Channel& channel) {
+      Ended ran, cancelled, revoked, closed;
+      Operation operations[] = {{0, 10, 1}, {1, 10, 1}, {2, 10, 1}, {3, 10, 1}};
+      Ended* ended[] = {&ran, &cancelled, &revoked, &closed};
+      for (uint32_t id = 0; id < 4; ++id) {
+        if (rank == 1 && id > 0) break;
+        operations[id].on_end = {on_end, ended[id]};
+        operations[id].announce(channel, will_wait);
+      }
+      CHECK_EQ(operations[0].wait(channel), RD_OK);
+      while (ran.count == 0) std::this_thread::yield();
+      if (rank == 1) return;
+      CHECK(channel.announced().cancel(operations[1].call));
+      CHECK(!channel.announced().cancel(operations[1].call));
+      CHECK(channel.announced().revoke(2));
+      channel.close();
+      CHECK_EQ(cancelled.status, int(RD_CANCELLED));
+      CHECK_EQ(revoked.status, int(RD_WITHDRAWN));
+      CHECK_EQ(closed.status, int(RD_CLOSED));
+      for (Ended* each : ended) CHECK_EQ(each->count, 1);
+    });
+  }
+}
+
+TEST(a_channel_can_be_closed_and_destroyed_in_a_callback_of_its_thread) {
+  ThreadRanks all(setup_of(2, 4));
+  std::promise<void> destroyed;
+  struct Context {
+    ThreadRanks* all;
+    std::promise<void>* destroyed;
+  } context{&all, &destroyed};
+  Operation first(0, 10, 1), second(0, 10, 1);
+  first.on_end = {[](void* context, const rd_result*) {
+                    auto* given = static_cast<Context*>(context);
+                    given->all->destroy(0);
+                    given->destroyed->set_value();
+                  },
+                  &context};
+  first.announce(all.channel(0), false);
+  CHECK_EQ(second.run(all.channel(1)), RD_OK);
+  destroyed.get_future().wait();
 }
 
 TEST(an_id_that_is_unknown_or_in_use_is_refused_and_so_is_an_ordered_call) {

@@ -156,8 +156,8 @@ inline std::shared_ptr<Call> submit(Channel& channel, const rd_call& params, dou
   return call;
 }
 
-inline rd_status wait(Channel& channel, const std::shared_ptr<Call>& call, double remaining_s = 60) {
-  if (!channel.queue_for(*call).wait(call, Deadline(remaining_s))) return RD_TIMEOUT;
+inline rd_status wait(Channel&, const std::shared_ptr<Call>& call, double remaining_s = 60) {
+  if (!call->wait(Deadline(remaining_s))) return RD_TIMEOUT;
   return rd_status(call->result.status);
 }
 

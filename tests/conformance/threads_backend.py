@@ -256,7 +256,7 @@ class _ThreadsChannel:
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         self._shared.abort(lost_rank, why)
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         if not self._closed:
             self._closed = True
             self._shared.close_member(self.spec.member_index)

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <atomic>
 
+#include "base/waiting.h"
+
 namespace ronde {
 
 namespace {
@@ -25,6 +27,7 @@ void set_interpreter(const rd_interpreter* interpreter) {
 
 bool run_signal_handlers() {
   if (!has_functions.load() || gettid() != getpid()) return false;  // Python runs handlers in the main thread only
+  ForbidWaiting forbidden;
   int gil_state = functions.acquire_gil();
   bool raised = functions.run_signal_handlers() != 0;
   if (raised) {

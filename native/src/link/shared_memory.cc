@@ -4,6 +4,7 @@
 
 #include <cerrno>
 
+#include "base/fork.h"
 #include "base/futex.h"
 
 namespace ronde {
@@ -45,6 +46,12 @@ SharedSegment::SharedSegment(const Topology& topology, int descriptor) {
   if (base == MAP_FAILED) throw CallError{RD_SYSTEM, -1, errno};
   base_ = static_cast<char*>(base);
   mapped_bytes_ = end_;
+  try {
+    own_mapping(base, end_, descriptor);
+  } catch (...) {
+    munmap(base, end_);
+    throw;
+  }
 }
 
 SharedSegment::SharedSegment(const Topology& topology, void* base) {
@@ -53,7 +60,7 @@ SharedSegment::SharedSegment(const Topology& topology, void* base) {
 }
 
 SharedSegment::~SharedSegment() {
-  if (mapped_bytes_ > 0) munmap(base_, mapped_bytes_);
+  if (mapped_bytes_ > 0) unmap(base_, mapped_bytes_);
 }
 
 uint64_t SharedSegment::bytes(const Topology& topology) {

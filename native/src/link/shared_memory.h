@@ -48,7 +48,7 @@ enum class LinkUse { kCollective = 0, kPointToPoint = 1 };
 
 class SharedSegment {
  public:
-  // Maps the descriptor. Throws CallError{RD_SYSTEM}.
+  // Maps the descriptor; in a forked child the memory becomes private. Throws CallError{RD_SYSTEM}.
   SharedSegment(const Topology& topology, int descriptor);
   // Uses memory that the caller mapped. Tests run members as threads that share one mapping, so that a sanitizer sees
   // them touch the same memory.

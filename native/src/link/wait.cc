@@ -27,7 +27,9 @@ void CallWait::check() const {
 }
 
 void CallWait::check_signals() const {
-  if (run_signal_handlers()) throw CallError{RD_ABORTED, int(topology_.member_index), EINTR};
+  bool raised = run_signal_handlers();
+  if (made_by_parent(generation_)) throw CallError{RD_FORKED};  // a handler has forked, and this is the child
+  if (raised) throw CallError{RD_ABORTED, int(topology_.member_index), EINTR};
 }
 
 void CallWait::sleep_on(std::atomic<uint32_t>* word, uint32_t seen) const {

@@ -8,6 +8,7 @@
 
 #include "base/clock.h"
 #include "base/error.h"
+#include "base/fork.h"
 #include "link/abort.h"
 #include "link/shared_memory.h"
 
@@ -137,6 +138,7 @@ class CallWait {
   static constexpr int64_t kMixedSleepNs =
       200'000;  // for a socket and shared memory, which no call can wait for at once
 
+  const uint32_t generation_ = fork_generation.load();
   const Topology& topology_;
   SharedSegment* segment_;
   AbortSignal* abort_signal_;

@@ -16,8 +16,17 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
-from ronde.comm.backends.base import BackendChannel, CallTiming, CurrentCall, RunningCall
+from ronde.comm.backends.base import (
+    BackendChannel,
+    CallTiming,
+    CurrentCall,
+    InsideOperation,
+    RunningCall,
+    reentry_error,
+    this_thread,
+)
 from ronde.comm.call import Call, Signature
 from ronde.errors import PeerLost, RondeError
 from ronde.observe.activity import CurrentOperation
@@ -48,10 +57,11 @@ class Channel:
         self.arrival_sampler = ArrivalSampler(len(self.members) if sample_arrivals else 0)
         """When this rank arrived at operations, for the coordinator; stays empty without sample_arrivals."""
         self._run = backend_channel.run
+        self._submit = backend_channel.submit
         self._record = recorder.record_operation
         self._recorder = recorder
         self._operation_timeout_s = operation_timeout_s
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
         self._running_calls: deque[RunningCall] = deque()
         self._closed = False
         self._sequence_epoch = 0
@@ -60,30 +70,37 @@ class Channel:
 
     def run(self, call: Call, signature: Signature) -> None:
         """Execute a collective and wait for it. Every blocking operation comes through here, so it has to be short."""
-        sequence = self._next_sequence()
-        submitted_ns = time.monotonic_ns() if self._running_calls else 0
+        thread = this_thread
+        if thread.operation:
+            raise reentry_error(call.description)
         try:
+            thread.operation = call.description  # as InsideOperation, which would take longer
+            sequence = self._next_sequence()
+            submitted_ns = time.monotonic_ns() if self._running_calls else 0
             timing = self._run(call, Deadline(self._operation_timeout_s))
+            start_ns, ready_ns = timing.start_ns, timing.ready_ns
+            self._record(signature.label, "", self.group, signature.num_bytes, start_ns, ready_ns, timing.end_ns)
+            sampler = self.arrival_sampler
+            if sequence >= sampler.next_sequence or ready_ns - start_ns >= sampler.long_wait_ns:
+                sampler.add(sequence, start_ns, ready_ns - start_ns, ready_ns - start_ns)
+            if submitted_ns:  # it may have waited for running calls before it
+                self._blocked_intervals.add(submitted_ns, start_ns)
         except (RondeError, ValueError, TypeError) as error:
             self.record_failure(call.description, error)
             raise
-        start_ns, ready_ns = timing.start_ns, timing.ready_ns
-        self._record(signature.label, "", self.group, signature.num_bytes, start_ns, ready_ns, timing.end_ns)
-        sampler = self.arrival_sampler
-        if sequence >= sampler.next_sequence or ready_ns - start_ns >= sampler.long_wait_ns:
-            sampler.add(sequence, start_ns, ready_ns - start_ns, ready_ns - start_ns)
-        if submitted_ns:  # it may have waited for running calls before it
-            self._blocked_intervals.add(submitted_ns, start_ns)
+        finally:
+            thread.operation = ""
 
     def send_or_receive(self, call: Call, signature: Signature) -> None:
-        try:
-            timing = self._run(call, Deadline(self._operation_timeout_s))
-        except (RondeError, ValueError, TypeError) as error:
-            self.record_failure(call.description, error)
-            raise
-        start_ns, ready_ns = timing.start_ns, timing.ready_ns
-        self._record(signature.label, "", self.group, signature.num_bytes, start_ns, ready_ns, timing.end_ns)
-        self._recorder.record_waits({self.members[call.peer]: ready_ns - start_ns})
+        with InsideOperation(call.description):
+            try:
+                timing = self._run(call, Deadline(self._operation_timeout_s))
+            except (RondeError, ValueError, TypeError) as error:
+                self.record_failure(call.description, error)
+                raise
+            start_ns, ready_ns = timing.start_ns, timing.ready_ns
+            self._record(signature.label, "", self.group, signature.num_bytes, start_ns, ready_ns, timing.end_ns)
+            self._recorder.record_waits({self.members[call.peer]: ready_ns - start_ns})
 
     def submit(
         self,
@@ -95,20 +112,21 @@ class Channel:
     ) -> RunningCall:
         """Queue a call. At its end its operations, (signature, name) in `records`, are recorded, and `on_done` is
         called, in the thread that sees it."""
-        self._reap_completed()
-        sequence = NO_SEQUENCE
-        if call.kind is OperationKind.JOIN:
-            self._sequence_epoch += SEQUENCE_EPOCH
-            self._next_sequence = itertools.count(self._sequence_epoch).__next__
-            self.arrival_sampler.skip_to(self._sequence_epoch)
-        elif call.kind not in POINT_TO_POINT:
-            sequence = self._next_sequence()
-        deadline = Deadline(self._operation_timeout_s if timeout_s is None else timeout_s)
-        running_call = self.backend_channel.submit(call, deadline)
-        running_call.on_wait = self._blocked_intervals.add
-        running_call.on_end = functools.partial(self._record_end, call, records, sequence, on_done)
-        self._running_calls.append(running_call)
-        return running_call
+        with InsideOperation(call.description):
+            self._reap_completed()
+            sequence = NO_SEQUENCE
+            if call.kind is OperationKind.JOIN:
+                self._sequence_epoch += SEQUENCE_EPOCH
+                self._next_sequence = itertools.count(self._sequence_epoch).__next__
+                self.arrival_sampler.skip_to(self._sequence_epoch)
+            elif call.kind not in POINT_TO_POINT:
+                sequence = self._next_sequence()
+            deadline = Deadline(self._operation_timeout_s if timeout_s is None else timeout_s)
+            running_call = self._submit(call, deadline)
+            running_call.on_wait = self._blocked_intervals.add
+            running_call.on_end = functools.partial(self._record_end, call, records, sequence, on_done)
+            self._running_calls.append(running_call)
+            return running_call
 
     def current_call(self) -> CurrentCall | None:
         """The call under way; None when the channel is idle or closed."""
@@ -140,13 +158,26 @@ class Channel:
         else:
             self.backend_channel.abort(why=str(error))
 
-    def close(self) -> None:
-        """Close the channel. Idempotent."""
+    def close(self, why: str = "") -> None:
+        """Close the channel; what is under way ends with RoundEnded, for this reason. Idempotent."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self.backend_channel.close()
+        self.backend_channel.close(why)
+        self._running_calls.clear()
+
+    def refuse_in_child(self, error: RondeError) -> None:
+        """This process is a forked child: everything raises the error, and nothing reaches the backend."""
+
+        def refuse(call: Call, deadline: Deadline) -> NoReturn:
+            raise error
+
+        self._run = self._submit = refuse
+        self._lock = threading.RLock()  # a thread of the parent may have held it
+        self._closed = True
+        for running_call in self._running_calls:
+            running_call.fail_in_child(error)
         self._running_calls.clear()
 
     def record_failure(self, op: str, error: BaseException) -> None:
@@ -190,9 +221,12 @@ class Channel:
         running_calls = self._running_calls
         while running_calls:
             with self._lock:
-                if not running_calls or not running_calls[0].done():
+                try:
+                    if not running_calls[0].done():
+                        return
+                    running_call = running_calls.popleft()
+                except IndexError:  # a signal handler or another thread has closed the channel
                     return
-                running_call = running_calls.popleft()
             try:
                 running_call.wait(Deadline(0.0))
             except (RondeError, ValueError, TypeError):

@@ -18,11 +18,11 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ronde.comm.backends.base import Backend
+from ronde.comm.backends.base import THREADS_HINT, Backend
 from ronde.comm.named_operations import OpenChannels
 from ronde.comm.telemetry import ChannelStallInspector, TraceSender, make_activity_report
 from ronde.comm.work import NegotiationWaits
-from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
+from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import describe_disconnect, socket_error
 from ronde.net.event_loop import EventLoop
 from ronde.net.messages import (
@@ -62,6 +62,8 @@ HEARTBEAT_INTERVAL_S = 1.0
 NUM_INITIAL_HEARTBEATS = 16
 """So many heartbeats are sent at once at the start: the quickest round trip gives the best clock offset."""
 CHECKS_PER_STALL_TIME = 4
+ENDING_S = 0.1
+"""How long a thread that is at its end may take to end."""
 REASON_GRACE_S = 0.2
 """How long the coordinator's reason may take to arrive after its connection was closed."""
 
@@ -103,6 +105,7 @@ class ControlThread:
     def __init__(self, joined_round: JoinedRound, open_channels: OpenChannels, recorder: Recorder) -> None:
         self.waits = NegotiationWaits(recorder, self._enqueue)
         self._loop = joined_round.loop
+        self._resources = joined_round.resources
         self._control = joined_round.control
         self._open_channels = open_channels
         self._recorder = recorder
@@ -120,6 +123,7 @@ class ControlThread:
         """Announcements, by id or in full, and messages."""
         self._send_scheduled = False
         self._stopping = False
+        self._closes_connections = False
         self._leave_confirmed = threading.Event()
         self._replies: list[GroupsChanged | TimelineReply] = []
         """Answers that the threads in _wait_for_reply() have not taken yet; under the lock of `waits`."""
@@ -142,7 +146,11 @@ class ControlThread:
         self._thread = threading.Thread(target=self._run, name="ronde-control", daemon=True)
 
     def start(self) -> None:
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            rank = self._recorder.rank
+            raise StartFailed(f"rank {rank} cannot start its control thread: {error}; {THREADS_HINT}") from None
 
     # --- for other threads -----------------------------------------------------------------------------------------
 
@@ -176,12 +184,27 @@ class ControlThread:
         if message.reason.is_orderly and self._open_channels.closed_error is None:
             self._leave_confirmed.wait(deadline.remaining_s)
 
-    def stop(self) -> None:
-        """Send what is queued, end the thread and close the loop. Idempotent."""
+    def end_requests(self) -> None:
+        """Let the waits for replies see that the round is over."""
+        with self.waits.condition:
+            self.waits.condition.notify_all()
+
+    def stop(self, deadline: Deadline) -> None:
+        """Send what is queued, end the thread, and close the loop and all connections of the round. Idempotent.
+
+        The thread may wait for a lock of the frame that a signal handler has interrupted to call this. If it has not
+        ended at the deadline, it closes everything itself when it can go on.
+        """
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._stop)
-            self._thread.join()
-        self._loop.close()
+            self._thread.join(deadline.remaining_s)
+            if self._thread.is_alive():
+                self._closes_connections = True
+                self._thread.join(ENDING_S)  # if it had looked before that was set, it is at its end
+                if self._thread.is_alive():
+                    logger.warning("the control thread has not ended yet; it closes its connections when it does")
+                    return
+        self._close_connections()
 
     def _enqueue(self, item: int | OperationRequest | WorkerMessage) -> None:
         self._queue.append(item)
@@ -194,6 +217,8 @@ class ControlThread:
     def _wait_for_reply(
         self, request: WorkerMessage, is_answer: Callable[[object], bool], deadline: Deadline, late: str
     ) -> GroupsChanged | TimelineReply:
+        if self._open_channels.closed_error is not None:
+            raise self._open_channels.closed_error
         self._enqueue(request)
         changed = self.waits.condition
         with changed:
@@ -222,6 +247,13 @@ class ControlThread:
         except Exception as error:  # the end of the thread: whoever waits must learn of it
             logger.exception("the control thread failed")
             self._end_round(RoundEnded(f"ronde's control thread failed: {error!r}"))
+        finally:
+            if self._closes_connections:
+                self._close_connections()
+
+    def _close_connections(self) -> None:
+        self._loop.close()
+        self._resources.close()
 
     def _stop(self) -> None:
         self._stopping = True
@@ -291,8 +323,7 @@ class ControlThread:
     def _end_round(self, error: RondeError) -> None:
         self._open_channels.abort_all(error)
         self._leave_confirmed.set()
-        with self.waits.condition:
-            self.waits.condition.notify_all()
+        self.end_requests()
 
     # --- messages of the coordinator -------------------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from ronde.comm.channel import POINT_TO_POINT, Channel
 from ronde.comm.control_thread import ControlThread
 from ronde.comm.named_operations import NamedOperations, OpenChannels
 from ronde.comm.work import AllgatherWork, AllreduceWork, AlltoallWork, Work
-from ronde.errors import RoundEnded
+from ronde.errors import RondeError, RoundEnded
 from ronde.text import format_ranks
 from ronde.types import DType, Op, OperationKind
 
@@ -278,10 +278,16 @@ class Group:
             self._closed_error = ValueError(f"group {self.id} was removed; nothing can be done in it any more")
         else:
             self._closed_error = RoundEnded("the round is over: shutdown() was called")
-        self._named_operations.abort(RoundEnded(str(self._closed_error)))
+        why = str(self._closed_error)
+        self._named_operations.abort(RoundEnded(why))
         self._open_channels.remove_named_operations(self.id)
         for channel in (*self._plan_channels, self._named_operations.channel, self._ordered_channel):
-            self._open_channels.close(channel)
+            self._open_channels.close(channel, why)
+
+    def refuse_in_child(self, error: RondeError) -> None:
+        # This process is a forked child: everything raises the error. OpenChannels sees to the channels.
+        self._cached_allreduces.clear()
+        self._closed_error = error
 
     # --- starting an operation ---------------------------------------------------------------------------------------
 

@@ -10,17 +10,18 @@ from __future__ import annotations
 import functools
 import threading
 import time
+from collections import deque
 from collections.abc import Container, Sequence
 
 import numpy as np
 
-from ronde.comm.backends.base import Backend, ChannelSpec, RunningCall
+from ronde.comm.backends.base import Backend, ChannelSpec, InsideOperation, RunningCall
 from ronde.comm.backends.single_rank import SingleRankBackend
 from ronde.comm.buffers import address_of
 from ronde.comm.call import CallOptions, Signature, Span, get_signature
 from ronde.comm.channel import Channel
 from ronde.comm.work import AllreduceWork, BatchStart, NegotiationWaits, Work
-from ronde.errors import PeerLost, RondeError
+from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.messages import AgreedOperation, OperationRequest
 from ronde.observe.events import ChannelClosed, ChannelOpened
 from ronde.observe.recorder import Recorder
@@ -46,7 +47,7 @@ class NamedOperations:
         """By name: the id that stands for the request with this signature and these splits."""
         self._announced_by_id: dict[int, Work] = {}
         """By id, the works that were announced by it and have not been answered."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
 
     def announce(self, work: Work, timeout_s: float) -> None:
         """Announce that this rank is ready for the operation: by its id, if that stands for the same request, else in
@@ -55,7 +56,7 @@ class NamedOperations:
         if self._waits.recorder.tracing:
             work.announced_ns = time.monotonic_ns()
         name = work.name
-        with self._lock:
+        with InsideOperation(work.describe()), self._lock:
             if self._closed_error is not None:
                 raise self._closed_error
             before = self._works.get(name)
@@ -70,6 +71,8 @@ class NamedOperations:
                 self._announced_by_id[cached[0]] = work
             else:
                 request = self._make_request(work)
+        if self._closed_error is not None:  # since the first look, by a signal handler
+            raise self._closed_error
         self._waits.enqueue(request)
 
     def resend_in_full(self, id: int) -> OperationRequest | None:
@@ -139,6 +142,11 @@ class NamedOperations:
             self._closed_error = self._closed_error or error
             works = list(self._works.values())
         self._fail_works([work for work in works if not work.is_started], error)
+
+    def refuse_in_child(self, error: RondeError) -> None:
+        """This process is a forked child: nothing can be announced."""
+        self._lock = threading.RLock()  # a thread of the parent may have held it
+        self._closed_error = error
 
     def _submit(
         self, operations: list[Work], row_counts: tuple[int, ...] | None, works: list[Work]
@@ -218,8 +226,11 @@ class OpenChannels:
         self._backend = backend
         self._recorder = recorder
         self._sample_arrivals = settings.coordinator_hosted
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
         self._lost: dict[int, str] = {}
+        self._opening: deque[None] = deque()
+        """One entry for each channel that is being opened."""
+        self._shut = False
 
     def error_for(self, members: Container[int]) -> RondeError | None:
         """Why these ranks cannot do anything together any more, the first reason there was; None when they can."""
@@ -232,6 +243,8 @@ class OpenChannels:
         self, group: int, suffix: str, members: tuple[int, ...], *, bucket_bytes: int = 0, point_to_point: bool = False
     ) -> Channel:
         """Open a channel together with the other members."""
+        if self.closed_error is not None:
+            raise self.closed_error
         spec = ChannelSpec(
             id=f"{group}.{suffix}",
             members=members,
@@ -240,25 +253,32 @@ class OpenChannels:
             point_to_point=point_to_point,
         )
         backend = SingleRankBackend() if len(members) == 1 else self._backend
+        self._opening.append(None)
         try:
-            opened = backend.open_channel(spec, Deadline(self.open_timeout_s))
+            with InsideOperation(f"opening channel {spec.id}"):
+                opened = backend.open_channel(spec, Deadline(self.open_timeout_s))
         except RondeError as error:
             raise (self.closed_error or error) from None
+        finally:
+            self._opening.pop()
         channel = Channel(
             opened, group, self._recorder, self.operation_timeout_s, sample_arrivals=self._sample_arrivals
         )
         self.add(channel)
+        if self._shut:  # meanwhile, by another thread or a signal handler, which did not know this channel
+            self.close(channel)
+            raise self.closed_error or RoundEnded(f"channel {spec.id} is closed")
         at_ns = time.monotonic_ns()
         self._recorder.record_event(ChannelOpened(at_ns=at_ns, rank=self._rank, channel=spec.id, members=members))
         return channel
 
-    def close(self, channel: Channel) -> None:
-        """Close a channel. Idempotent."""
+    def close(self, channel: Channel, why: str = "") -> None:
+        """Close a channel; what is under way ends with RoundEnded, for this reason. Idempotent."""
         with self._lock:
             if channel not in self.channels:
                 return
             self.channels = tuple(each for each in self.channels if each is not channel)
-        channel.close()
+        channel.close(why)
         event = ChannelClosed(at_ns=time.monotonic_ns(), rank=self._rank, channel=channel.backend_channel.spec.id)
         self._recorder.record_event(event)
 
@@ -295,10 +315,31 @@ class OpenChannels:
             if self.closed_error is not None:
                 return
             self.closed_error = error
+        self._end_openings(str(error))
+        self._abort(error, self._rank)
+
+    def shut(self, error: RondeError) -> None:
+        """This rank leaves the round: open nothing any more, and end with the error what is being opened. What is open
+        stays so, to be closed in good order."""
+        with self._lock:
+            self._shut = True
+            self.closed_error = self.closed_error or error
+        if self._opening:
+            self._end_openings(str(error))
+
+    def refuse_in_child(self, error: RondeError) -> None:
+        """This process is a forked child: everything raises the error, and nothing reaches the backend."""
+        self._lock = threading.RLock()  # a thread of the parent may have held it
+        for channel in self.channels:
+            channel.refuse_in_child(error)
+        for named in self.named_operations.values():
+            named.refuse_in_child(error)
+        self.closed_error, self.channels, self.named_operations = error, (), {}
+
+    def _end_openings(self, why: str) -> None:
         for rank in range(self._size):
             if rank != self._rank:
-                self._backend.rank_lost(rank, str(error))  # so that nobody waits in the opening of a channel
-        self._abort(error, self._rank)
+                self._backend.rank_lost(rank, why)
 
     def _abort(self, error: RondeError, rank: int) -> None:
         """Abort what has the rank as a member. What is added from now on sees the error by itself."""

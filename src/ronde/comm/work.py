@@ -14,11 +14,11 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ronde.comm.backends.base import RunningCall
+from ronde.comm.backends.base import InsideOperation, RunningCall
 from ronde.comm.buffers import ReceiveBuffer, SendBuffer, address_of
 from ronde.comm.call import Call, Signature, Span
 from ronde.errors import OperationTimeout, RondeError
@@ -121,7 +121,8 @@ class Work:
             if calls is not None and all([call.timing is not None for call in calls]):
                 self._succeed()  # a wait for another work of the same call has seen its end
             else:
-                self._complete(Deadline(self.timeout_s if timeout_s is None else timeout_s))
+                with InsideOperation(f"wait() for {self.describe()}"):
+                    self._complete(Deadline(self.timeout_s if timeout_s is None else timeout_s))
         if self._error is not None:
             raise self._error
         return self._result
@@ -172,6 +173,8 @@ class Work:
             self._done = True
 
     def describe(self) -> str:
+        if not self.name:
+            return self.signature.description
         return f"{self.signature.label} {self.name!r} of group {self.group}"
 
     # --- the wait ----------------------------------------------------------------------------------------------------
@@ -300,9 +303,22 @@ class NegotiationWaits:
         self.recorder = recorder
         self._waiting: dict[int, tuple[int, Work]] = {}
         """By thread: since when it waits, and for which work."""
+        self._forked_error: RondeError | None = None
+
+    def refuse_in_child(self, error: RondeError) -> None:
+        """This process is a forked child: waits and announcements raise the error."""
+
+        def refuse(item: object) -> NoReturn:
+            raise error
+
+        self.condition = threading.Condition()  # a thread of the parent may have held it
+        self.enqueue = refuse
+        self._forked_error = error
 
     def wait_for_start(self, work: Work, deadline: Deadline) -> None:
         """Wait until the work has started or failed. OperationTimeout says which ranks have not announced it."""
+        if self._forked_error is not None:
+            raise self._forked_error
         began_ns = time.monotonic_ns()
         query_s = min(QUERY_MISSING_BEFORE_S, deadline.timeout_s / 2)
         with self.condition:

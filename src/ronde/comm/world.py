@@ -12,15 +12,17 @@ import os
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from ronde.comm.backends.base import InsideOperation, forked_error
 from ronde.comm.control_thread import ControlThread, JoinedRound
 from ronde.comm.group import Group
 from ronde.comm.joining import Groups, complete_settings, join_round
 from ronde.comm.named_operations import OpenChannels
-from ronde.errors import Mismatch, NotInitialized, OperationTimeout, PeerLost, RondeError
+from ronde.errors import Mismatch, NotInitialized, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.net.addresses import host_name
 from ronde.net.messages import ChangeGroups, LeaveReason, LeaveRound, TimelineRequest
 from ronde.observe.events import GroupAdded, GroupRemoved, Started, Stopped
@@ -29,6 +31,9 @@ from ronde.observe.stacks import where_was_raised
 from ronde.observe.timeline import TraceStyle
 from ronde.text import shorten
 from ronde.types import Deadline, check_group_ranks
+
+MIN_STOP_S = 2.0
+"""How long the control thread may take to end, even if leaving the round took all of shutdown_s."""
 
 logger = logging.getLogger("ronde.comm")
 
@@ -46,11 +51,16 @@ class World:
         self.recorder.set_tracing(bool(settings.timeline), label=host)
         self.joined_round = joined_round
         self._open_channels = OpenChannels(self.rank, self.size, joined_round.backend, self.recorder, settings)
-        self._close_lock = threading.Lock()
+        self._close_lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
         self._timeline_lock = threading.Lock()
         self._closed = False
+        self.pid = os.getpid()
+        """The process that is the rank."""
+        self.is_in_child = False
+        """Whether this is the copy of a forked child, which answers questions about the rank and refuses the rest."""
         self.control_thread = ControlThread(joined_round, self._open_channels, self.recorder)
         self._groups: dict[int, Group] = {}
+        _open_worlds.add(self)
         try:
             self.control_thread.start()
             for id, ranks in enumerate((tuple(range(self.size)), *groups)):
@@ -107,19 +117,37 @@ class World:
         self, orderly: bool = True, why: str = "", *, error: BaseException | None = None, at_exit: bool = False
     ) -> None:
         """Leave the round and free everything. Idempotent. `error` is the exception that ended the script; `at_exit`
-        means that it ended without shutdown()."""
+        means that it ended without shutdown().
+
+        A signal handler may call it in the middle of an operation, which then ends with RoundEnded when the handler has
+        returned. So nothing in here may wait for the interrupted frame, except until a deadline.
+        """
         with self._close_lock:
-            if self._closed:
+            if self._closed or self.is_in_child:
                 return
             self._closed = True
+        _open_worlds.discard(self)
         self.recorder.record_event(Stopped(at_ns=time.monotonic_ns(), rank=self.rank, orderly=orderly, why=why))
+        deadline = Deadline(self.settings.shutdown_s)
         try:
-            self.control_thread.leave(_make_leave(orderly, why, error, at_exit), Deadline(self.settings.shutdown_s))
-            for group in self._groups.values():
+            self.control_thread.leave(_make_leave(orderly, why, error, at_exit), deadline)
+            self._open_channels.shut(RoundEnded(f"the round is over: {why or 'shutdown() was called'}"))
+            self.control_thread.end_requests()
+            for group in self.groups:
                 group.close()
         finally:
-            self.control_thread.stop()
-            self.joined_round.resources.close()
+            self.control_thread.stop(Deadline(max(deadline.remaining_s, MIN_STOP_S)))
+
+    def refuse_in_child(self) -> None:
+        """This process is a forked child of the rank. Let everything but questions about the rank raise an error, and
+        let nothing reach the connections, the memory and the threads of the parent: they are as it left them."""
+        self.is_in_child = True
+        error = forked_error(self.pid)
+        self._open_channels.refuse_in_child(error)
+        self.control_thread.waits.refuse_in_child(error)
+        self.recorder.renew_locks()
+        for group in self.groups:
+            group.refuse_in_child(error)
 
     def _make_group(self, id: int, ranks: tuple[int, ...]) -> Group:
         group = Group(id, ranks, self.rank, self._open_channels, self.control_thread)
@@ -128,13 +156,16 @@ class World:
         return group
 
     def _request_groups(self, change: ChangeGroups) -> int:
-        reply = self.control_thread.request_groups(change, Deadline(self.settings.operation_s))
+        with InsideOperation("a change of groups"):
+            reply = self.control_thread.request_groups(change, Deadline(self.settings.operation_s))
         if reply.reason:
             raise self._open_channels.error_for(range(self.size)) or Mismatch(reply.reason)
         return reply.id
 
     def _request_timeline(self, request: TimelineRequest) -> None:
-        with self._timeline_lock:
+        if self._open_channels.closed_error is not None:
+            raise self._open_channels.closed_error
+        with InsideOperation("a change of the timeline"), self._timeline_lock:
             reason = self.control_thread.request_timeline(request, Deadline(self.settings.operation_s))
         if reason:
             raise ValueError(reason)
@@ -160,12 +191,14 @@ class _ProcessState:
 
     world: World | None = None
     num_rounds = 0
-    hooks_registered = False
-    parent_world: World | None = None
-    """In a forked child: the parent's world, kept so that nothing of it is ever finalized here."""
+    joining_thread = 0
+    """The thread that is inside of init(); 0 if none is."""
+    leaves_at_exit = False
 
 
 _state = _ProcessState()
+_open_worlds: weakref.WeakSet[World] = weakref.WeakSet()
+"""For the forked children of this process."""
 
 
 def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # see Settings
@@ -176,27 +209,42 @@ def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # s
     returns the groups made of them.
     """
     if _state.world is not None:
+        if _state.world.is_in_child:
+            raise forked_error(_state.world.pid, "init()")
         return
-    loaded = complete_settings(settings)
-    sorted_groups = tuple(check_group_ranks(ranks, loaded.size) for ranks in groups)
-    joined_round = join_round(loaded, sorted_groups, _state.num_rounds)
-    _state.num_rounds += 1
-    _state.world = World(joined_round, sorted_groups)
-    if not _state.hooks_registered:
-        _state.hooks_registered = True
+    if _state.joining_thread:
+        raise RondeError("init() is under way in this process, and was called again by another thread or a handler")
+    try:
+        _state.joining_thread = threading.get_ident()
+        loaded = complete_settings(settings)
+        sorted_groups = tuple(check_group_ranks(ranks, loaded.size) for ranks in groups)
+        joined_round = join_round(loaded, sorted_groups, _state.num_rounds)
+        _state.num_rounds += 1
+        _state.world = World(joined_round, sorted_groups)
+    finally:
+        _state.joining_thread = 0
+    if not _state.leaves_at_exit:
+        _state.leaves_at_exit = True
         atexit.register(_leave_at_exit)
-        os.register_at_fork(after_in_child=_forget_world_in_child)
 
 
 def shutdown() -> None:
-    """Leave the round. It does nothing if no round is running. Afterwards init() may join another round."""
+    """Leave the round. It does nothing if no round is running. Afterwards init() may join another round.
+
+    A signal handler may call it at any time. An operation that it has interrupted ends with RoundEnded when the handler
+    returns; the other ranks learn that this one has left. An init() that it has interrupted ends at once: RoundEnded is
+    raised here and goes through the handler. In a forked child it only forgets the parent's round.
+    """
+    if _state.joining_thread == threading.get_ident():
+        raise RoundEnded("shutdown() was called while init() was under way, so the round was not joined")
     world, _state.world = _state.world, None
     if world is not None:
         world.close()
 
 
 def is_initialized() -> bool:
-    """Whether init() was called, and shutdown() was not."""
+    """Whether init() was called, and shutdown() was not. True in a forked child of a rank, which can ask for rank() and
+    size() but takes part in nothing."""
     return _state.world is not None
 
 
@@ -218,7 +266,7 @@ def _leave_at_exit() -> None:
     Most scripts just end. That is leaving in good order, unless an exception ended them.
     """
     world, _state.world = _state.world, None
-    if world is None:
+    if world is None or world.is_in_child:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     try:
@@ -234,10 +282,10 @@ def _describe_error(error: BaseException) -> str:
     return shorten(f"{kind}: {text.splitlines()[0]}" if text else kind)
 
 
-def _forget_world_in_child() -> None:
-    """Make a forked child no member. The liveness connection must not stay open in it, or the coordinator would not
-    notice when its parent dies."""
-    world, _state.world = _state.world, None
-    _state.parent_world = world or _state.parent_world
-    if world is not None and world.joined_round.liveness_fd >= 0:
-        os.close(world.joined_round.liveness_fd)  # everything else stays as the parent left it
+def _refuse_in_child() -> None:
+    _state.joining_thread = 0
+    for world in list(_open_worlds):
+        world.refuse_in_child()
+
+
+os.register_at_fork(after_in_child=_refuse_in_child)

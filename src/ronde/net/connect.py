@@ -12,6 +12,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -107,14 +108,32 @@ def _connect_error(error: OSError, deadline: Deadline) -> NotListening | StartFa
     return StartFailed(f"{error.strerror or error}; check the address")
 
 
+_not_for_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
+
+
+def close_in_children(sock: socket.socket) -> None:
+    """Let forked children of this process close their copy of the socket right after the fork. If they kept it, the
+    other side would not notice the death of this process, and nobody else could listen at its port."""
+    _not_for_children.add(sock)
+
+
+def _close_in_this_child() -> None:
+    for sock in list(_not_for_children):
+        sock.close()  # without shutdown(2), so it tells the other side nothing
+
+
+os.register_at_fork(after_in_child=_close_in_this_child)
+
+
 def configure_socket(sock: socket.socket, heartbeat_s: float) -> None:
-    """Make a socket blocking, without Nagle's delay, and with TCP keepalive.
+    """Make a socket blocking, without Nagle's delay, and with TCP keepalive; forked children do not keep it.
 
     A cut link is noticed within heartbeat_s (at least 4 s: the kernel counts whole seconds) by a side that has nothing
     to send. TCP_USER_TIMEOUT would also check a sending side, but it ends healthy connections: it does not tell a lost
     peer from one that is busy and does not read.
     """
     sock.settimeout(None)
+    close_in_children(sock)
     if sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from ronde.errors import StartFailed
 from ronde.net.addresses import address_family, format_address, listen_error, resolve_host
-from ronde.net.connect import HEARTBEAT_S, configure_socket, peer_credentials, peer_uid
+from ronde.net.connect import HEARTBEAT_S, close_in_children, configure_socket, peer_credentials, peer_uid
 from ronde.net.event_loop import EventLoop, LoopThread, Timer
 from ronde.net.handshake import INTERNAL_ERROR, NONCE_BYTES, ConnectionRequest, HandshakeFailed, ServerHandshake
 from ronde.net.keys import JobKey
@@ -144,6 +144,7 @@ class Listener:
     def _add_listening_socket(self, family: socket.AddressFamily, address: str | tuple[str, int]) -> None:
         sock = socket.socket(family, socket.SOCK_STREAM)
         self._listening_sockets.append(sock)
+        close_in_children(sock)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)
         sock.listen(BACKLOG)

@@ -54,7 +54,7 @@ class Metrics(msgspec.Struct, frozen=True, kw_only=True):
 
 class OperationCounters:
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
         self._ended_threads: CountsByKind = {}
         self._threads: list[tuple[weakref.ref[_ThreadMarker], CountsByKind]] = []
         self._this_thread = _ThreadCounts(self._register)
@@ -74,6 +74,10 @@ class OperationCounters:
         rows = tuple(_make_row(entry, group, kind) for (group, kind), entry in sorted(merged.items()))
         total = functools.reduce(_add_counts, merged.values(), ZERO_COUNTS)
         return Metrics(rank=rank, rows=rows, total=_make_row(total, None, None))
+
+    def renew_lock(self) -> None:
+        """Called in a forked child: a thread of the parent may have held it."""
+        self._lock = threading.RLock()
 
     def _register(self, marker: _ThreadMarker) -> CountsByKind:
         entries: CountsByKind = {}

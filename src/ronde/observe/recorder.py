@@ -36,7 +36,7 @@ class Recorder:
         """What is added to the local clock in the trace. It applies to all that is not drained yet."""
         self._trace: deque[TraceRecord] = deque()
         self._trace_capacity = trace_capacity
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
         """Guards _dropped and _waits_ns, which are rarely used."""
         self._dropped = 0
         self._label = ""
@@ -83,7 +83,7 @@ class Recorder:
         elif current_operation is not None:
             moving_s += (at_ns - current_operation.since_ns) / 1e9
         with self._lock:
-            waited_for = tuple([(rank, int(waited_ns)) for rank, waited_ns in self._waits_ns.items()])
+            waited_for = tuple([(rank, int(waited_ns)) for rank, waited_ns in self._waits_ns.copy().items()])
         return ActivitySample(
             at_ns=at_ns,
             steps=self.steps,
@@ -101,6 +101,12 @@ class Recorder:
 
     def metrics(self) -> Metrics:
         return self._counters.snapshot(self.rank)
+
+    def renew_locks(self) -> None:
+        """Called in a forked child: threads of the parent may have held them."""
+        self._lock = threading.RLock()
+        self._counters.renew_lock()
+        self._overlap_counters.renew_lock()
 
     def set_tracing(self, enabled: bool, label: str = "", style: TraceStyle | None = None) -> None:
         """Keep operations and events for a trace from now on, or stop. The label names this process in this trace and

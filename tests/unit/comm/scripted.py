@@ -89,7 +89,7 @@ class ScriptedChannel:
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         self.aborted.append((lost_rank, why))
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         self.closed += 1
 
 
@@ -178,7 +178,7 @@ class ScriptedRound:
         self._coordinator_end.close()
 
     def close(self) -> None:
-        self.control_thread.stop()
+        self.control_thread.stop(Deadline(PATIENCE_S))
         self.liveness.close()
         self._coordinator_end.close()
 

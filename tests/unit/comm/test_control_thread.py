@@ -189,7 +189,7 @@ def test_an_orderly_goodbye_waits_for_the_answer(scripted: ScriptedRound) -> Non
 def test_a_goodbye_in_disorder_does_not_wait_but_is_sent(scripted: ScriptedRound) -> None:
     failed = messages.LeaveRound(messages.LeaveReason.FAILED, "ValueError: x")
     scripted.control_thread.leave(failed, Deadline(10))
-    scripted.control_thread.stop()
+    scripted.control_thread.stop(Deadline(PATIENCE_S))
     assert scripted.control.expect(messages.LeaveRound) == failed
 
 
@@ -279,7 +279,7 @@ def test_half_open_handshakes_and_a_backlog_of_messages_delay_nobody() -> None:
         here, there = (stack.enter_context(end) for end in socket.socketpair())
         settings = Settings(stall_s=0.0)
         open_channels, thread = make_control_thread(settings, client, recorder, here.fileno(), -1, loop)
-        stack.callback(thread.stop)
+        stack.callback(thread.stop, Deadline(PATIENCE_S))
         gaps: list[float] = []
         last_s = time.monotonic()
 

@@ -7,6 +7,7 @@ and create it in `comm/joining.py`.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -23,6 +24,55 @@ from ronde.types import Deadline
 
 LOSS_REASON_S = LEAVE_GRACE_S + 0.5
 """How long a call that failed waits for the coordinator's reason: it knows how a member ended."""
+
+
+THREADS_HINT = "raise the limit of processes (`ulimit -u`), or that of the container (its pids limit)"
+"""What to do when a thread cannot be started."""
+
+
+class _ThisThread(threading.local):
+    operation = ""
+    """The operation in which the calling thread is, in words; empty if it is in none."""
+
+
+this_thread = _ThisThread()
+"""Who enters an operation looks here first: a signal handler or a finalizer of Python can run in the middle of one. It
+would wait for the operation that it has interrupted, and find half-changed data, so it is refused."""
+
+
+class InsideOperation:
+    """A context in which the calling thread is in this operation. RondeError if it is in one already."""
+
+    __slots__ = ("_description",)
+
+    def __init__(self, description: str) -> None:
+        self._description = description
+
+    def __enter__(self) -> None:
+        if this_thread.operation:
+            raise reentry_error(self._description)
+        this_thread.operation = self._description
+
+    def __exit__(self, *_: object) -> None:
+        this_thread.operation = ""
+
+
+def reentry_error(description: str) -> RondeError:
+    return RondeError(
+        f"{description}: this thread is in the middle of another operation ({this_thread.operation or 'a callback'}), "
+        "so a signal handler, a finalizer or a callback has called this; let it set a flag that your loop looks at, or "
+        "call ronde.shutdown()"
+    )
+
+
+def forked_error(pid: int, description: str = "") -> RondeError:
+    """The error for a forked child of the process `pid`, which is a rank."""
+    what = f"{description}: " if description else ""
+    return RondeError(
+        f"{what}this process ({os.getpid()}) is a forked child of process {pid}, which is the rank and has made the "
+        f"group; a child cannot take part. Call ronde only in process {pid}, or start workers with the method 'spawn' "
+        "(multiprocessing.get_context('spawn'))"
+    )
 
 
 class CallTiming(msgspec.Struct, frozen=True, gc=False):
@@ -110,6 +160,8 @@ class RunningCall:
         try:
             outcome = self.wait_for_end(deadline)
         except (RondeError, ValueError, TypeError) as error:
+            if not self.has_ended():
+                raise  # the wait has failed, and not the call
             outcome = error
         finally:
             self.waiting_since_ns = 0
@@ -124,6 +176,17 @@ class RunningCall:
         else:
             self.error = outcome
         self.call = self.on_end = self.on_wait = None
+
+    def fail_in_child(self, error: RondeError) -> None:
+        """This process is a forked child: waits for a call that was under way raise the error."""
+        self._lock = threading.Lock()  # a thread of the parent may have held it
+        if not self.done():
+            self.error = error
+
+    def notify_at_end(self, callback: Callable[[], None]) -> bool:
+        """Call back once, from any thread, when the call has ended. Returns False if that is not possible, also because
+        the call has ended: then nothing is called, and done() tells."""
+        return False
 
     def make_timeout(self, deadline: Deadline) -> OperationTimeout:
         description = self.call.description if self.call is not None else "the operation"
@@ -159,8 +222,9 @@ class BackendChannel(Protocol):
         """End all waits at once: with PeerLost when a rank of the world is lost, else with RoundEnded. The first abort
         counts; safe from any thread."""
 
-    def close(self) -> None:
-        """Abort what is under way and free everything. Idempotent."""
+    def close(self, why: str = "") -> None:
+        """End what is under way with RoundEnded, for this reason, and free everything. It may be called inside of an
+        operation, by a signal handler: that operation ends when the handler has returned. Idempotent."""
 
 
 class Backend(Protocol):

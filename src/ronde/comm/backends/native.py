@@ -7,27 +7,38 @@ data, and one more where send and receive are wanted. All of them were authentic
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
-from collections import deque
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+import weakref
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import numpy as np
 
-from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, CurrentCall, RunningCall
+from ronde.comm.backends.base import (
+    LOSS_REASON_S,
+    THREADS_HINT,
+    CallTiming,
+    ChannelSpec,
+    CurrentCall,
+    RunningCall,
+    forked_error,
+    reentry_error,
+)
 from ronde.comm.backends.native_library import (
     ALGORITHMS,
     NativeError,
     NativeHandle,
     NativeStatus,
-    call_structs,
     get_bucket,
     get_current_call,
     get_member_descriptions,
     load_library,
     make_channel_params,
     open_channel,
+    pending_callbacks,
+    thread_structs,
 )
 from ronde.comm.call import Call, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
@@ -40,8 +51,6 @@ from ronde.types import Deadline, Topology
 
 LOSS_NOTICE_S = 5.0
 """How long the coordinator may take to report the loss of a rank that has closed its connection."""
-WAIT_SLICE_S = 0.2
-"""A wait for a submitted call returns to Python this often, which then runs its signal handlers."""
 
 
 class NativeBackend:
@@ -151,108 +160,84 @@ class NativeChannel:
     def __init__(self, spec: ChannelSpec, handle: NativeHandle, algorithm: str) -> None:
         self.spec = spec
         self.library = load_library()
-        self._handle: NativeHandle | None = handle
+        self._handle = handle
         self._algorithm = ALGORITHMS.index(algorithm)
-        # One entry per thread that uses the handle, which is freed when all have left. A deque, because a lock would
-        # cost more than all the rest of a call: a thread that enters is seen by close(), or sees that it is closed.
-        self._users: deque[None] = deque()
+        self._pid = os.getpid()
         self._changed = threading.Condition()
-        """Guards _abort_reason; notified when that is set, and when the last user of a closed channel has left."""
+        """Guards _abort_reason; notified when that is set."""
         self._abort_reason: tuple[int, str] | None = None
+        # Who is in a method has a reference to this object, so the handle is valid for as long.
+        weakref.finalize(self, self.library.rd_release, handle).atexit = False
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
-        handle = self.acquire_handle()
+        structs = thread_structs.own
+        keep = structs.fill(call, self._algorithm)
+        status = self.library.rd_run(self._handle, structs.call_address, structs.result_address, deadline.remaining_s)
+        del keep
         try:
-            structs = call_structs
-            keep = structs.fill(call, self._algorithm)
-            status = self.library.rd_run(handle, structs.call_address, structs.result_address, deadline.remaining_s)
-            del keep
             return structs.timing_or_raise(status)
         except NativeError as error:
-            raise self.make_error(call.description, error, deadline, handle) from None
-        finally:
-            self.release_handle()
+            raise self.make_error(call.description, error, deadline) from None
 
     def submit(self, call: Call, deadline: Deadline) -> NativeRunningCall:
-        handle = self.acquire_handle()
-        try:
-            structs = call_structs
-            keep = structs.fill(call, self._algorithm)
-            status = self.library.rd_submit(handle, structs.call_address, deadline.remaining_s, structs.work_address)
-            del keep
-        finally:
-            self.release_handle()
+        structs = thread_structs.own
+        keep = structs.fill(call, self._algorithm)
+        status = self.library.rd_submit(
+            self._handle,
+            structs.call_address,
+            deadline.remaining_s,
+            None,
+            None,
+            structs.work_address,
+            structs.result_address,
+        )
+        del keep
         if status != NativeStatus.OK:
-            raise ValueError(f"{call.description}: the arguments do not fit together (status {status})")
-        return NativeRunningCall(self, structs.work.value, call)
+            try:
+                structs.timing_or_raise(status)
+            except NativeError as error:
+                raise self.make_error(call.description, error, deadline) from None
+        work = structs.work.value
+        assert work is not None
+        return NativeRunningCall(self, work, call)
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        with self._using_handle() as handle:
-            return get_bucket(handle, self.spec.bucket_bytes)
+        try:
+            return get_bucket(self._handle, self.spec.bucket_bytes)
+        except NativeError:
+            raise RoundEnded(f"channel {self.spec.id} is closed") from None
 
     def current_call(self) -> CurrentCall | None:
-        try:
-            with self._using_handle() as handle:
-                return get_current_call(handle, len(self.spec.members))
-        except RoundEnded:
-            return None
+        return get_current_call(self._handle, len(self.spec.members))
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
+        self._set_abort_reason(lost_rank, why)
+        member = self.spec.members.index(lost_rank) if lost_rank in self.spec.members else -1
+        self.library.rd_abort(self._handle, member)
+
+    def close(self, why: str = "") -> None:
+        """Leave in good order when idle, end what is under way otherwise. Everything is freed when the last thread has
+        left."""
+        self._set_abort_reason(-1, why or f"channel {self.spec.id} was closed")
+        self.library.rd_close(self._handle)
+
+    def _set_abort_reason(self, lost_rank: int, why: str) -> None:
         with self._changed:
             if self._abort_reason is None:
                 self._abort_reason = (lost_rank, why)
             self._changed.notify_all()
-        member = self.spec.members.index(lost_rank) if lost_rank in self.spec.members else -1
-        try:
-            with self._using_handle() as handle:
-                self.library.rd_abort(handle, member)
-        except RoundEnded:
-            return
 
-    def close(self) -> None:
-        """Leave in good order when idle, end what is under way otherwise, then free everything."""
-        with self._changed:
-            handle, self._handle = self._handle, None
-            if handle is None:
-                return
-            if self._abort_reason is None:
-                self._abort_reason = (-1, f"channel {self.spec.id} was closed")
-            if self._users:
-                self.library.rd_abort(handle, -1)
-            while self._users:
-                self._changed.wait()  # an abort ends every call within moments
-        self.library.rd_close(handle)
-
-    def acquire_handle(self) -> NativeHandle:
-        """The handle, which is not freed before release_handle()."""
-        self._users.append(None)
-        handle = self._handle
-        if handle is None:
-            self.release_handle()
-            raise RoundEnded(f"channel {self.spec.id} is closed")
-        return handle
-
-    def release_handle(self) -> None:
-        self._users.pop()
-        if self._handle is None:
-            with self._changed:
-                self._changed.notify_all()
-
-    @contextmanager
-    def _using_handle(self) -> Iterator[NativeHandle]:
-        handle = self.acquire_handle()
-        try:
-            yield handle
-        finally:
-            self.release_handle()
-
-    def make_error(self, description: str, error: NativeError, deadline: Deadline, handle: NativeHandle) -> Exception:
+    def make_error(self, description: str, error: NativeError, deadline: Deadline) -> Exception:
         members, rank = self.spec.members, self.spec.members[self.spec.member_index]
         blamed = members[error.member] if error.member >= 0 else -1
         if error.status == NativeStatus.MISMATCH:
-            asked = get_member_descriptions(handle, len(members))
+            asked = get_member_descriptions(self._handle, len(members))
             return mismatch_error({rank: text for rank, text in zip(members, asked, strict=True) if text})
+        if error.status == NativeStatus.FORKED:
+            return forked_error(self._pid, description)
         if error.status == NativeStatus.BAD_CALL:
+            if error.detail == errno.EDEADLK:
+                return reentry_error(description)
             return ValueError(f"{description}: the arguments do not fit together")
         if error.status == NativeStatus.TIMEOUT:
             late = f": rank {blamed} did not come in time" if blamed >= 0 else ""
@@ -265,7 +250,10 @@ class NativeChannel:
             timeout.missing = (blamed,) if blamed >= 0 else ()
             return timeout
         if error.status == NativeStatus.SYSTEM:
-            return RondeError(f"{description} failed on rank {rank}: {os.strerror(error.detail)}")
+            reason = os.strerror(error.detail)
+            if error.detail == errno.EAGAIN and not error.has_ended:
+                reason = f"no thread could be started for it ({reason}); {THREADS_HINT}"
+            return RondeError(f"{description} failed on rank {rank}: {reason}")
         lost, why = self._loss_reason(blamed, error.detail)
         if lost >= 0:
             return PeerLost(rank=rank, peer=lost, op=description, why=why)
@@ -289,33 +277,24 @@ class NativeRunningCall(RunningCall):
         super().__init__(call)
         self._channel = channel
         self._work = work
-        """The library's number of the call, which it forgets when it has reported the end."""
+        """The handle of the call; 0 when it was released."""
 
     def has_ended(self) -> bool:
-        channel = self._channel
-        try:
-            handle = channel.acquire_handle()
-        except RoundEnded:
-            return True
-        try:
-            return bool(channel.library.rd_done(handle, self._work))
-        finally:
-            channel.release_handle()
+        return bool(self._channel.library.rd_done(self._work))
 
     def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
-        channel, structs = self._channel, call_structs
-        handle = channel.acquire_handle()
+        channel, structs = self._channel, thread_structs.own
+        status = channel.library.rd_wait(self._work, structs.result_address, deadline.remaining_s)
         try:
-            while True:
-                slice_s = min(WAIT_SLICE_S, deadline.remaining_s)
-                status = channel.library.rd_wait(handle, self._work, structs.result_address, slice_s)
-                try:
-                    return structs.timing_or_raise(status)
-                except NativeError as error:
-                    if not error.still_running:
-                        assert self.call is not None
-                        raise channel.make_error(self.call.description, error, deadline, handle) from None
-                    if deadline.expired:
-                        return None
-        finally:
-            channel.release_handle()
+            return structs.timing_or_raise(status)
+        except NativeError as error:
+            if error.status == NativeStatus.TIMEOUT and not error.has_ended:
+                return None
+            assert self.call is not None
+            raise channel.make_error(self.call.description, error, deadline) from None
+
+    def notify_at_end(self, callback: Callable[[], None]) -> bool:
+        return pending_callbacks.add(self._work, callback)
+
+    def __del__(self) -> None:
+        self._channel.library.rd_release_work(self._work)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
 import struct
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -26,7 +27,7 @@ from ronde.comm.call import Call
 from ronde.errors import RondeError
 from ronde.types import OperationKind
 
-ABI = 2
+ABI = 4
 DESCRIPTION_BYTES = 128
 PRE_AGREED = 1
 
@@ -34,7 +35,7 @@ PRE_AGREED = 1
 class NativeStatus:
     """The C header's rd_status."""
 
-    OK, BAD_CALL, MISMATCH, TIMEOUT, ABORTED, PEER_LOST, SYSTEM, CLOSED = range(8)
+    OK, BAD_CALL, MISMATCH, TIMEOUT, ABORTED, PEER_LOST, SYSTEM, CLOSED, CANCELLED, FORKED = range(10)
 
 
 ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise")
@@ -80,6 +81,9 @@ class RdCurrentCall(ctypes.Structure):
     )
 
 
+RD_CALLBACK = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
+"""rd_callback: context, rd_result."""
+
 _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
     "rd_version": (c_char_p, ()),
     "rd_cpu": (c_char_p, ()),
@@ -88,15 +92,18 @@ _FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
         c_int,
         (POINTER(RdChannelParams), c_int, POINTER(c_int), c_uint32, POINTER(c_int), POINTER(c_void_p)),
     ),
+    "rd_release": (None, (c_void_p,)),
     "rd_close": (None, (c_void_p,)),
     "rd_abort": (None, (c_void_p, c_int32)),
     "rd_get_bucket": (c_void_p, (c_void_p,)),
     "rd_release_bucket": (None, (c_void_p,)),
     # Hot: structs go as addresses, which ctypes passes on without making an object.
     "rd_run": (c_int, (c_void_p, c_void_p, c_void_p, c_double)),
-    "rd_submit": (c_int, (c_void_p, c_void_p, c_double, c_void_p)),
-    "rd_wait": (c_int, (c_void_p, c_uint64, c_void_p, c_double)),
-    "rd_done": (c_int, (c_void_p, c_uint64)),
+    "rd_submit": (c_int, (c_void_p, c_void_p, c_double, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "rd_wait": (c_int, (c_void_p, c_void_p, c_double)),
+    "rd_done": (c_int, (c_void_p,)),
+    "rd_release_work": (None, (c_void_p,)),
+    "rd_add_callback": (c_int, (c_void_p, RD_CALLBACK, c_void_p)),
     "rd_get_mismatch": (c_int, (c_void_p, POINTER(RdMemberCall))),
     "rd_get_current_call": (None, (c_void_p, POINTER(RdCurrentCall), POINTER(c_uint32))),
     "rd_set_interpreter": (None, (POINTER(c_void_p),)),
@@ -173,18 +180,19 @@ def reduce(
 class NativeError(Exception):
     """A status of the library other than OK; the native backend turns it into the error that the caller sees."""
 
-    def __init__(self, status: int, member: int = -1, detail: int = 0, *, still_running: bool = False) -> None:
+    def __init__(self, status: int, member: int = -1, detail: int = 0, *, has_ended: bool = False) -> None:
         super().__init__(f"status {status}, member {member}, detail {detail}")
         self.status = status
         self.member = member
         self.detail = detail
-        self.still_running = still_running
-        """Whether only the time of the wait was over: the call is still under way."""
+        self.has_ended = has_ended
+        """Whether a call was under way and has ended. Otherwise it was refused, or only the wait for it has ended."""
 
 
 # --- an open channel -------------------------------------------------------------------------------------------------
 
-NativeHandle: TypeAlias = c_void_p
+NativeHandle: TypeAlias = int
+"""The address of an rd_channel."""
 
 
 def make_channel_params(
@@ -210,9 +218,9 @@ def open_channel(
     pairs = (c_int * num_members)(*[point_to_point.get(member, -1) for member in range(num_members)])
     handle = c_void_p()
     status = load_library().rd_open(params, segment, table, num_sockets, pairs, ctypes.byref(handle))
-    if status != NativeStatus.OK:
+    if status != NativeStatus.OK or handle.value is None:
         raise NativeError(status)
-    return handle
+    return handle.value
 
 
 def get_member_descriptions(handle: NativeHandle, num_members: int) -> list[str]:
@@ -239,6 +247,8 @@ def get_bucket(handle: NativeHandle, num_bytes: int) -> np.ndarray[tuple[int], n
         return np.empty(0, np.uint8)
     library = load_library()
     start = library.rd_get_bucket(handle)
+    if start is None:
+        raise NativeError(NativeStatus.CLOSED)
     memory = (ctypes.c_uint8 * num_bytes).from_address(start)
     weakref.finalize(memory, library.rd_release_bucket, start).atexit = False
     return np.ctypeslib.as_array(memory)
@@ -249,7 +259,7 @@ def get_bucket(handle: NativeHandle, num_bytes: int) -> np.ndarray[tuple[int], n
 MAX_DESCRIPTIONS = 1024
 
 
-class _CallStructs(threading.local):
+class CallStructs:
     """A thread's own structs for a call and its result, filled for every call."""
 
     def __init__(self) -> None:
@@ -257,8 +267,8 @@ class _CallStructs(threading.local):
         self.call_address = ctypes.addressof(self.call)
         self.result = ctypes.create_string_buffer(RD_RESULT.size)
         self.result_address = ctypes.addressof(self.result)
-        self.work = c_uint64()
-        """Where rd_submit() writes the number of the submitted call."""
+        self.work = c_void_p()
+        """Where rd_submit() writes the handle of the submitted call."""
         self.work_address = ctypes.addressof(self.work)
         self._span = ctypes.create_string_buffer(SPAN.size)
         self._span_address = ctypes.addressof(self._span)
@@ -303,8 +313,7 @@ class _CallStructs(threading.local):
                 restore.argtypes = (c_void_p, c_void_p, c_void_p)
                 restore.restype = None
                 restore(*raised)
-            still_running = status == NativeStatus.TIMEOUT and end_ns == 0
-            raise NativeError(status, member, detail, still_running=still_running)
+            raise NativeError(status, member, detail, has_ended=end_ns != 0)
         return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm])
 
     def _fill_all_fields(self, call: Call, algorithm: int) -> object:
@@ -348,7 +357,38 @@ class _CallStructs(threading.local):
         return found[1]
 
 
-call_structs = _CallStructs()
+class _ThreadStructs(threading.local):
+    """Python runs __init__ in each thread, at its first access."""
+
+    def __init__(self) -> None:
+        self.own = CallStructs()
+
+
+thread_structs = _ThreadStructs()
+
+
+class PendingCallbacks:
+    """Functions that the library calls when submitted calls have ended, in its own threads; each once."""
+
+    def __init__(self) -> None:
+        self._functions: dict[int, Callable[[], None]] = {}
+        self._ids = itertools.count(1)  # not 0: the library would hand on a null pointer, which is None here
+        self._callback = RD_CALLBACK(self._call)
+
+    def add(self, work: int, function: Callable[[], None]) -> bool:
+        """Call the function when the call has ended. Returns False if it has: then the function is not called."""
+        id = next(self._ids)
+        self._functions[id] = function
+        if load_library().rd_add_callback(work, self._callback, id):
+            return True
+        del self._functions[id]
+        return False
+
+    def _call(self, id: int, _result: int) -> None:
+        self._functions.pop(id)()
+
+
+pending_callbacks = PendingCallbacks()
 
 
 def _copy_bytes(owners: list[object], data: bytes) -> int:

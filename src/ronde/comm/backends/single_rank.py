@@ -56,8 +56,8 @@ class SingleRankChannel:
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         self._end_reason = self._end_reason or why
 
-    def close(self) -> None:
-        self.abort(why=f"channel {self.spec.id} is closed")
+    def close(self, why: str = "") -> None:
+        self.abort(why=why or f"channel {self.spec.id} is closed")
 
 
 class _EndedCall(RunningCall):

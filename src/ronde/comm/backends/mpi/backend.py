@@ -68,7 +68,7 @@ class MpiBackend:
             )
         self._rank = rank
         self._lost: dict[int, str] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
         self._closed_channels: list[FailureDetector] = []
         self._shutdown_s = settings.shutdown_s
         self._closed = self._broken = False

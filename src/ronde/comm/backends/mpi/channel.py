@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, RunningCall
+from ronde.comm.backends.base import THREADS_HINT, CallTiming, ChannelSpec, CurrentCall, RunningCall
 from ronde.comm.backends.mpi.collectives import MpiCollectives, check_call, num_elements
 from ronde.comm.backends.mpi.failure_detection import (
     MIN_WAIT_TO_NAME_S,
@@ -88,6 +88,7 @@ def match_collective(data: bytes | bytearray, members: Sequence[int]) -> CallHea
 
 # --- the order of calls ----------------------------------------------------------------------------------------------
 
+CLOSE_TIMEOUT_S = 5.0
 QUEUE_GRACE_S = 2 * MIN_WAIT_TO_NAME_S
 """A call may take so much longer than its deadline says, to name who is missing; a call behind it waits for that."""
 
@@ -154,6 +155,8 @@ class CallQueue:
         """The call under way. Read from any thread."""
         self._failure_detector = failure_detector
         self._execute = execute
+        self._current_thread = 0
+        """The thread that executes it."""
         self._changed = threading.Condition()
         self._queue: deque[MpiRunningCall] = deque()
         self._thread: threading.Thread | None = None
@@ -170,7 +173,15 @@ class CallQueue:
             queued = self._enqueue(call, deadline, QUEUE_GRACE_S) if self.current or self._queue else None
             if queued is None:
                 self.current = MpiWait(self._failure_detector, call, deadline)
-        return self._execute_current() if queued is None else queued.wait(deadline)
+        if queued is None:
+            return self._execute_current()
+        try:
+            return queued.wait(deadline)
+        except BaseException as error:
+            if not queued.has_ended():  # the caller's memory must not be used any more; others may be in this very call
+                self._failure_detector.abort(-1, f"rank {self._failure_detector.rank} gave up: {error!r}")
+                queued.wait_for_end(Deadline(CLOSE_TIMEOUT_S))
+            raise
 
     def submit(self, call: Call, deadline: Deadline) -> MpiRunningCall:
         with self._changed:
@@ -182,6 +193,8 @@ class CallQueue:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            if self._current_thread == threading.get_ident():  # a signal handler has interrupted that very call
+                return False
             idle = self._changed.wait_for(lambda: self.current is None and not self._queue, deadline.remaining_s)
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(deadline.remaining_s)
@@ -196,8 +209,13 @@ class CallQueue:
         self._refuse_when_closed()
         if self._thread is None:
             # Owned by this queue. Touches only the queue and what execute() touches; results go into MpiRunningCall.
-            self._thread = threading.Thread(target=self._loop, name=f"ronde-{self.name}", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._loop, name=f"ronde-{self.name}", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                what = f"{call.description} on rank {self._failure_detector.rank}"
+                raise RondeError(f"{what}: no thread could be started for it ({error}); {THREADS_HINT}") from None
+            self._thread = thread
         queued = MpiRunningCall(call, deadline, self, grace_s)
         self._queue.append(queued)
         self._changed.notify_all()
@@ -206,9 +224,11 @@ class CallQueue:
     def _execute_current(self) -> CallTiming:
         assert self.current is not None
         try:
+            self._current_thread = threading.get_ident()
             return self._execute(self.current)
         finally:
             with self._changed:
+                self._current_thread = 0
                 self.current = None
                 self._changed.notify_all()
 
@@ -233,8 +253,6 @@ TAG_RECEIVER = 3
 MAX_BYTES_WITHOUT_BARRIER = 64 * 1024
 """A pre-agreed call up to this size goes without a barrier before it: that would take as long as the call."""
 
-CLOSE_TIMEOUT_S = 5.0
-
 
 class MpiChannel:
     """One total order of collective calls, over a communicator with the members in their order. `on_closed` is called
@@ -245,7 +263,7 @@ class MpiChannel:
         self._comm = comm
         self._failure_detector = FailureDetector(spec, comm)
         self._bucket = aligned_zeros(spec.bucket_bytes)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
         self._queues: dict[QueueKey, CallQueue] = {}
         self._on_closed = on_closed
         self._closed = False
@@ -275,7 +293,7 @@ class MpiChannel:
         if not self._closed:
             self._failure_detector.abort(lost_rank, why)
 
-    def close(self) -> None:
+    def close(self, why: str = "") -> None:
         from mpi4py import MPI
 
         with self._lock:
@@ -285,7 +303,8 @@ class MpiChannel:
         if MPI.Is_finalized():
             return
         queues, detector = list(self._queues.values()), self._failure_detector
-        why = f"rank {detector.rank} has closed channel {self.spec.id}"
+        closed = f"rank {detector.rank} has closed channel {self.spec.id}"
+        why = f"{closed}: {why}" if why else closed
         if any(queue.is_busy() for queue in queues):
             detector.abort(-1, why)
         elif detector.aborted is None:

@@ -125,7 +125,7 @@ class FailureDetector:
         """Members that closed or aborted the channel."""
         self._comm = comm
         self._others = [member for member in range(len(spec.members)) if member != spec.member_index]
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
         self._sent: list[MPI.Request] = []
         self._freed = False
         self._first_final_notice_at: float | None = None
