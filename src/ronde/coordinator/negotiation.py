@@ -34,6 +34,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ronde.net.messages import (
+    MAX_SHARED_IDS,
     AgreedOperation,
     AnnounceOperations,
     CoordinatorMessage,
@@ -56,8 +57,6 @@ NAMED_KINDS = (*REDUCING_KINDS, *VARIABLE_ROW_KINDS, OperationKind.BARRIER, Oper
 
 MAX_CACHED_OPERATIONS = 65_536
 """Idle operations that are remembered; the one that ran longest ago is forgotten first."""
-MAX_SHARED_IDS = 16_384
-"""Names of a group that its members announce in shared memory."""
 MAX_ERROR_CHARS = 4000
 MIN_STRAGGLER_DELAY_NS = 100_000
 """Members that announce within this time are not late."""

@@ -465,9 +465,11 @@ class Round:
         possible."""
         if self._stall_ns:
             since_ns = min(max(message.since_ns, self._started_ns), now_ns - self._stall_ns)
-            missing = tuple(sorted({other for other in message.missing if 0 <= other < len(self.members)}))
+            ranks = range(len(self.members))
+            missing = tuple(sorted({other for other in message.missing if other in ranks}))
+            present = tuple(sorted({rank, *(other for other in message.present if other in ranks)}))
             op, group, call = message.op, message.group, message.call
-            wait = WaitingOperation(op=op, group=group, since_ns=since_ns, missing=missing, present=(rank,), call=call)
+            wait = WaitingOperation(op=op, group=group, since_ns=since_ns, missing=missing, present=present, call=call)
             self._waits.append(wait)
 
     def _check_stalls(self, now_ns: int) -> None:

@@ -27,6 +27,8 @@ MAX_INTERNED_BYTES = 4 * 1024 * 1024
 """Encoded announcements that a WorkerMessageDecoder remembers."""
 LEAVE_GRACE_S = 1.0
 """The others learn of an orderly leave this much later: they may still be finishing what it has finished."""
+MAX_SHARED_IDS = 16_384
+"""Names of a group that its members announce in shared memory: ids from 0 up to this."""
 MIN_COMPRESSED_BYTES = 16_384
 _VERSION_BYTE = bytes([VERSION])
 _ZLIB_BYTE = b"\x78"
@@ -105,7 +107,8 @@ class MissingRanksQuery(WorkerMessage, frozen=True):
 
 
 class WaitingTooLong(WorkerMessage, frozen=True):
-    """An operation without a name has waited on this rank for the missing ones, longer than stall_s."""
+    """An operation that the coordinator does not know has waited on this rank for the missing ones, longer than
+    stall_s."""
 
     op: str
     group: int
@@ -113,6 +116,8 @@ class WaitingTooLong(WorkerMessage, frozen=True):
     missing: tuple[int, ...]
     call: str = ""
     """Channel and sequence number, equal on all members; empty if they are not known."""
+    present: tuple[int, ...] = ()
+    """Ranks that wait in it, too, as far as they are known."""
 
 
 class StackReply(WorkerMessage, frozen=True):
