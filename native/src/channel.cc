@@ -64,6 +64,9 @@ Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
     }
   }
   collectives_ = std::make_unique<CallStream>(*this);
+  if (topology_.max_announced > 0)
+    announced_ = std::make_shared<AnnouncedCalls>(topology_, segment_.get(), &abort_signal_,
+                                                  [this](Call& call) { execute(call, *collectives_); });
 }
 
 void Channel::close() {
@@ -73,25 +76,36 @@ void Channel::close() {
     std::lock_guard<std::mutex> lock(point_to_point_mutex_);
     if (closed_.exchange(true)) return;
     idle = collectives_->queue.refuse_calls();
+    if (announced_ != nullptr) idle = announced_->leave() && idle;
     for (auto& [key, stream] : point_to_point_) idle = stream->queue.refuse_calls() && idle;
   }
   if (idle) {
     if (segment_ != nullptr) segment_->mark_left(topology_.local_index);
     abort_signal_.announce_close();
+    if (announced_ != nullptr) announced_->wake();
   } else {
     abort(CallError{RD_CLOSED, int(topology_.member_index)});
   }
+  if (announced_ != nullptr) announced_->close();
   collectives_->queue.close();
   for (auto& [key, stream] : point_to_point_) stream->queue.close();
 }
 
 CallQueue& Channel::queue_for(const Call& call) {
-  if (call.kind != RD_SEND && call.kind != RD_RECEIVE) return collectives_->queue;
+  if (call.kind != RD_SEND && call.kind != RD_RECEIVE) {
+    if (announced_ != nullptr) throw CallError{RD_BAD_CALL};  // they have another order
+    return collectives_->queue;
+  }
   std::lock_guard<std::mutex> lock(point_to_point_mutex_);
   if (closed_.load()) throw CallError{RD_CLOSED};
   auto& stream = point_to_point_[{call.peer, call.kind == RD_SEND}];
   if (stream == nullptr) stream = std::make_unique<CallStream>(*this);
   return stream->queue;
+}
+
+AnnouncedCalls& Channel::announced() {
+  if (announced_ == nullptr) throw CallError{RD_BAD_CALL};
+  return *announced_;
 }
 
 void Channel::abort(const CallError& error) {
@@ -100,6 +114,7 @@ void Channel::abort(const CallError& error) {
   CallError sent = error.status == RD_CLOSED ? CallError{RD_PEER_LOST, int(topology_.member_index)} : error;
   if (segment_ != nullptr) segment_->abort(sent);
   abort_signal_.trigger(sent);
+  if (announced_ != nullptr) announced_->wake();
 }
 
 char* Channel::bucket(uint32_t area) const {
@@ -118,7 +133,8 @@ std::shared_ptr<void> Channel::bucket_owner() const {
 void Channel::execute(Call& call, CallStream& stream) {
   rd_result& result = call.result;
   result.member = -1;
-  result.start_ns = result.ready_ns = now_ns();
+  result.start_ns = result.ready_ns = result.arrived_ns = now_ns();
+  result.sequence = RD_NO_SEQUENCE;
   call.started_ns.store(result.start_ns);
   try {
     CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, &stream.waiting_for);
@@ -181,6 +197,7 @@ void Channel::run_collective(Call& call, Group& group) {
   rd_algorithm algorithm =
       choose_algorithm(topology_, call.kind, call.reduce_params, call.spans.count(), call.algorithm);
   CallHeader header = call.header(algorithm, ++sequence_);
+  call.result.sequence = header.sequence;
   if (algorithm == RD_DIRECT && segment_ != nullptr) direct_prepare(group, call);
   const auto& headers = matcher_.match(group, header, call.pre_agreed);
   call.result.ready_ns = now_ns();
@@ -307,7 +324,7 @@ void Channel::get_current_call(rd_current_call* current, uint32_t* missing) {
   *current = {};
   current->sequence = sequence_.load();
   CallStream* running = collectives_.get();
-  std::shared_ptr<Call> call = running->queue.current();
+  std::shared_ptr<Call> call = announced_ != nullptr ? announced_->current() : running->queue.current();
   std::lock_guard<std::mutex> lock(point_to_point_mutex_);
   for (auto& [key, stream] : point_to_point_) {
     if (call != nullptr) break;

@@ -44,6 +44,9 @@ class ThreadsBackend:
                 raise
             return _ThreadsChannel(self, spec, channel)
 
+    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> None:
+        return None
+
     def close_channel(self, channel: _SharedChannel, member_index: int) -> None:
         """The last member to leave ends the channel."""
         with self._changed:

@@ -41,6 +41,7 @@ from ronde.net.messages import (
     RankHeartbeatReply,
     RankLost,
     RanksLost,
+    RevokeSharedIds,
     RunOperations,
     SetTracing,
     StackReply,
@@ -137,6 +138,7 @@ class ControlThread:
             RunOperations: self._on_run_operations,
             OperationRejected: self._on_rejected,
             UnknownOperationId: self._on_unknown_id,
+            RevokeSharedIds: self._on_revoke_shared_ids,
             MissingRanks: self._on_missing_ranks,
             RankLost: lambda lost: self._on_rank_lost(lost.rank, lost.reason),
             RanksLost: self._on_ranks_lost,
@@ -269,7 +271,8 @@ class ControlThread:
     def _check_stalls(self) -> None:
         if self._stall_s:
             now_ns = time.monotonic_ns()
-            for waiting in self._stall_inspector.overdue(self._open_channels.channels, now_ns, self._offset_ns):
+            channels, named = self._open_channels.channels, self._open_channels.named_operations.values()
+            for waiting in self._stall_inspector.overdue(channels, now_ns, self._offset_ns, tuple(named)):
                 self._control.send(waiting)
             self._loop.call_later(self._stall_s / CHECKS_PER_STALL_TIME, self._check_stalls)
 
@@ -310,8 +313,9 @@ class ControlThread:
 
     def _send_activity(self) -> None:
         if self._report_activity:
-            channels = self._open_channels.channels
-            self._control.send(make_activity_report(self._recorder, channels, self.waits, self._offset_ns))
+            channels, named = self._open_channels.channels, self._open_channels.named_operations.values()
+            report = make_activity_report(self._recorder, channels, (self.waits, *named), self._offset_ns)
+            self._control.send(report)
 
     def _on_liveness_closed(self) -> None:
         unreachable = describe_disconnect(socket_error(self._liveness_fd))
@@ -362,6 +366,11 @@ class ControlThread:
             request = named.resend_in_full(unknown.id)
             if request is not None:
                 self._control.send(AnnounceOperations(new=(request,)))
+
+    def _on_revoke_shared_ids(self, revoked: RevokeSharedIds) -> None:
+        named = self._open_channels.named_operations.get(revoked.group)
+        if named is not None:
+            named.revoke_shared(revoked.ids)
 
     def _on_missing_ranks(self, missing: MissingRanks) -> None:
         named = self._open_channels.named_operations.get(missing.group)

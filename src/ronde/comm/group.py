@@ -22,6 +22,7 @@ from ronde.comm.control_thread import ControlThread
 from ronde.comm.named_operations import NamedOperations, OpenChannels
 from ronde.comm.work import AllgatherWork, AllreduceWork, AlltoallWork, ScatterWork, Work
 from ronde.errors import RondeError, RoundEnded
+from ronde.net.messages import CanShareIds
 from ronde.text import format_ranks
 from ronde.types import DType, Op, OperationKind
 
@@ -63,15 +64,21 @@ class Group:
         self._run_cached_allreduce: _RunCached | None = None
         self._named_operations: NamedOperations | None = None
         if self.rank is not None:
-            self._ordered_channel = open_channels.open(id, "ordered", ranks, point_to_point=True)
-            self._run_cached_allreduce = self._ordered_channel.run_cached_allreduce
+            opened: list[Channel] = []
             try:
-                negotiated_channel = open_channels.open(id, "negotiated", ranks)
+                opened.append(open_channels.open(id, "ordered", ranks, point_to_point=True))
+                opened.append(open_channels.open(id, "negotiated", ranks))
+                announced_channel = open_channels.open_announced(id, ranks)
             except BaseException:
-                open_channels.close(self._ordered_channel)
+                for channel in opened:
+                    open_channels.close(channel)
                 raise
-            self._named_operations = NamedOperations(id, negotiated_channel, control_thread.waits)
+            self._ordered_channel, negotiated_channel = opened
+            self._run_cached_allreduce = self._ordered_channel.run_cached_allreduce
+            self._named_operations = NamedOperations(id, negotiated_channel, control_thread.waits, announced_channel)
             open_channels.add_named_operations(self._named_operations)
+            if announced_channel is not None:
+                control_thread.waits.enqueue(CanShareIds(id))
 
     @property
     def included(self) -> bool:
@@ -379,7 +386,7 @@ class Group:
         why = str(self._closed_error)
         self._named_operations.abort(RoundEnded(why))
         self._open_channels.remove_named_operations(self.id)
-        for channel in (*self._plan_channels, self._named_operations.channel, self._ordered_channel):
+        for channel in (*self._plan_channels, *self._named_operations.channels, self._ordered_channel):
             self._open_channels.close(channel, why)
 
     def refuse_in_child(self, error: RondeError) -> None:
@@ -394,8 +401,10 @@ class Group:
         channel, signature = self.ordered_channel, work.signature
         if work.name:
             assert self._named_operations is not None
+            if wait:
+                return self._named_operations.run(work, self.operation_timeout_s)
             self._named_operations.announce(work, self.operation_timeout_s)
-            return work.wait() if wait else work
+            return work
         rows = work.own_rows
         calls = work.make_calls(None if rows is None else self._exchange_row_counts(signature, rows))
         if wait and len(calls) == 1:

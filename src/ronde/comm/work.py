@@ -18,11 +18,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ronde.comm.backends.base import InsideOperation, RunningCall
+from ronde.comm.backends.base import CallWithdrawn, InsideOperation, RunningCall
 from ronde.comm.buffers import ReceiveBuffer, SendBuffer, address_of
 from ronde.comm.call import Call, Signature, Span
 from ronde.errors import OperationTimeout, RondeError
-from ronde.net.messages import MissingRanksQuery, OperationRequest
+from ronde.net.messages import MissingRanksQuery, OperationRequest, WorkerMessage
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import attribute_waits
@@ -61,11 +61,14 @@ class Work:
         "_targets",
         "announced_ns",
         "batch_start",
+        "find_missing",
         "group",
         "missing",
         "name",
+        "shared_id",
         "signature",
         "timeout_s",
+        "waiting_since_ns",
         "waits",
     )
 
@@ -104,7 +107,13 @@ class Work:
         # Only of an operation with a name:
         self.group = 0
         self.announced_ns = 0
-        """When it was announced, if a timeline is being written."""
+        """When it was announced, in shared memory or if a timeline is being written."""
+        self.shared_id = -1
+        """Under which it is announced in shared memory, if it is."""
+        self.waiting_since_ns = 0
+        """Since when a thread waits for it, if it is announced in shared memory; 0 when none does."""
+        self.find_missing: Callable[[Work], tuple[int, ...]] | None = None
+        """Returns the ranks that have not announced it in shared memory."""
         self.missing: tuple[int, ...] = ()
         """The ranks that have not announced it, if a wait has asked."""
         self.waits: NegotiationWaits | None = None
@@ -121,8 +130,7 @@ class Work:
             if calls is not None and all([call.timing is not None for call in calls]):
                 self._succeed()  # a wait for another work of the same call has seen its end
             else:
-                with InsideOperation(f"wait() for {self.describe()}"):
-                    self._complete(Deadline(self.timeout_s if timeout_s is None else timeout_s))
+                return self.wait_until(Deadline(self.timeout_s if timeout_s is None else timeout_s))
         if self._error is not None:
             raise self._error
         return self._result
@@ -143,8 +151,9 @@ class Work:
 
     # --- for groups and named operations -----------------------------------------------------------------------------
 
-    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
-        # What a channel executes, in this order; row_counts are those of all members, in their order.
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
+        # What a channel executes, in this order; row_counts are those of all members, in their order. The description
+        # is that of the calls, if it is known.
         return self._calls
 
     def finish(self) -> Any:
@@ -152,6 +161,20 @@ class Work:
         for target in self._targets:
             if target.copy_to is not None:
                 target.copy_to[...] = target.array
+        return self._result
+
+    def wait_until(self, deadline: Deadline) -> Any:
+        # As wait().
+        if not self._done:
+            with InsideOperation(f"wait() for {self.describe()}"):
+                self._complete(deadline)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def succeed(self) -> Any:
+        # All calls have ended well. Returns the result.
+        self._succeed()
         return self._result
 
     @property
@@ -166,6 +189,11 @@ class Work:
         self.batch_start = batch_start
         self._running_calls = running_calls
 
+    def withdrawn(self) -> None:
+        # It was announced in shared memory and taken back; the holder of the condition of NegotiationWaits says so.
+        self.shared_id = -1
+        self._running_calls = None
+
     def fail(self, error: Exception) -> None:
         # The operation will not start.
         if not self._done:
@@ -177,6 +205,17 @@ class Work:
             return self.signature.description
         return f"{self.signature.label} {self.name!r} of group {self.group}"
 
+    def describe_request(self) -> str:
+        # For stall reports, as the coordinator describes what it waits for: `allreduce 'w' sum float32[3, 4]`.
+        label, description = self.signature.label, self.signature.description
+        return f"{label} {self.name!r}{description[len(label) :]}"
+
+    def make_start_timeout(self, deadline: Deadline, missing: tuple[int, ...]) -> OperationTimeout:
+        waited_for = f"; it waits for {format_ranks(missing)}" if missing else ""
+        error = OperationTimeout(f"{self.describe()} did not start within {deadline.timeout_s:g} s{waited_for}")
+        error.missing = missing
+        return error
+
     # --- the wait ----------------------------------------------------------------------------------------------------
 
     def _complete(self, deadline: Deadline) -> None:
@@ -186,18 +225,29 @@ class Work:
         if self._done:
             return
         calls = self._running_calls or ()
+        if self.shared_id >= 0:
+            self.waiting_since_ns = time.monotonic_ns()
         try:
             for running_call in calls:
                 running_call.wait(deadline)
+        except CallWithdrawn:
+            assert self.waits is not None
+            with self.waits.condition:
+                if self._running_calls is calls:
+                    self.withdrawn()
+            self._complete(deadline)  # it is announced through the coordinator now
         except (RondeError, ValueError, TypeError) as error:
             # A timeout may be that of this wait only. The call may have ended meanwhile, or another thread may have
             # seen its result, so done() does not tell.
             if isinstance(error, OperationTimeout) and all(call.error is not error for call in calls):
-                raise
+                missing = self.find_missing(self) if self.find_missing is not None else ()
+                raise (self.make_start_timeout(deadline, missing) if missing else error) from None
             # Other calls of the work may be under way: the memory is kept.
             self.fail(error)
         else:
             self._succeed()
+        finally:
+            self.waiting_since_ns = 0
 
     def _succeed(self) -> None:
         self.finish()
@@ -223,10 +273,10 @@ class AllreduceWork(Work):
         super().__init__(signature, name, (), result, targets, owners)
         self.spans = spans
 
-    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
         """All arrays in one call."""
         owners = (self._owners, self._result, self._targets)
-        return (self.signature.make_call(self.spans, owners, name=self.name),)
+        return (self.signature.make_call(self.spans, owners, name=self.name, description=description),)
 
 
 class AllgatherWork(Work):
@@ -254,8 +304,8 @@ class AllgatherWork(Work):
         """As an index among the members."""
         self._has_result = has_result
 
-    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
-        """One call per array."""
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
+        """One call per array. Made again when the operation was withdrawn from shared memory."""
         assert row_counts is not None
         calls, results = [], []
         for index, source in enumerate(self._sources):
@@ -270,8 +320,11 @@ class AllgatherWork(Work):
             calls.append(call)
         if self._has_result:
             self._result = results if self._is_list else results[0]
-        self._sources = ()
         return tuple(calls)
+
+    def finish(self) -> Any:
+        self._sources = ()
+        return super().finish()
 
 
 class AlltoallWork(Work):
@@ -295,7 +348,7 @@ class AlltoallWork(Work):
         self._is_list = is_list
         self._member_index = member_index
 
-    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
         """One call per array."""
         assert row_counts is not None and self.splits is not None
         received_rows = row_counts[self._member_index :: len(self.splits)]
@@ -312,8 +365,11 @@ class AlltoallWork(Work):
             owners = (array, target)
             calls.append(self.signature.make_call((span,), owners, name=self.name, counts=counts, splits=splits))
         self._result = (results if self._is_list else results[0], np.array(received_rows, np.int64))
-        self._sources = ()
         return tuple(calls)
+
+    def finish(self) -> Any:
+        self._sources = ()
+        return super().finish()
 
 
 class ScatterWork(Work):
@@ -342,7 +398,7 @@ class ScatterWork(Work):
         self._root = root
         """As an index among the members."""
 
-    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
         """One call per array."""
         assert row_counts is not None
         calls, results = [], []
@@ -356,16 +412,17 @@ class ScatterWork(Work):
             owners = (array, target)
             calls.append(self.signature.make_call((span,), owners, name=self.name, peer=self._root, counts=counts))
         self._result = results if self._is_list else results[0]
-        self._sources = ()
         return tuple(calls)
+
+    def finish(self) -> Any:
+        self._sources = ()
+        return super().finish()
 
 
 class NegotiationWaits:
     """The threads that wait for the start of named operations; one object per rank, made by the control thread."""
 
-    def __init__(
-        self, recorder: Recorder, enqueue: Callable[[int | OperationRequest | MissingRanksQuery], None]
-    ) -> None:
+    def __init__(self, recorder: Recorder, enqueue: Callable[[int | OperationRequest | WorkerMessage], None]) -> None:
         self.condition = threading.Condition()
         """Guards the start of works, and is notified of it."""
         self.enqueue = enqueue
@@ -399,11 +456,7 @@ class NegotiationWaits:
                 if query_s >= MIN_QUERY_TIME_S:
                     self.enqueue(MissingRanksQuery(work.group, work.name))
                 if not self.condition.wait_for(work.is_started_or_done, deadline.remaining_s):
-                    waited_for = f"; it waits for {format_ranks(work.missing)}" if work.missing else ""
-                    what = f"{work.describe()} did not start within {deadline.timeout_s:g} s"
-                    error = OperationTimeout(f"{what}{waited_for}")
-                    error.missing = work.missing
-                    raise error
+                    raise work.make_start_timeout(deadline, work.missing)
             finally:
                 self._waiting.pop(threading.get_ident(), None)
                 self._record_wait(began_ns, work.batch_start)

@@ -12,6 +12,13 @@ An id stands for the request that *this rank* last announced in full under that 
 any more is asked for it (UnknownOperationId). A rank that has called join() counts as having announced every allreduce;
 afterwards it has to announce in full, so that an id has one meaning on both sides.
 
+Members of one host agree on what repeats without the coordinator: an operation that ran twice alike gets a *shared id*
+(AgreedOperation.shared_id), and they announce it in their shared memory from then on. When one of them announces it
+here all the same, because its request has changed, or when a member joins, RevokeSharedIds brings all of them back:
+whoever has announced it in shared memory takes that back and announces it here, unless all had announced it. A member
+has one operation of a name under way, announced here or there. So when all have announced it here, nobody has there,
+and the same id can be given to what they agree on now. docs/internals/negotiation.md has the proof.
+
 Announcing a known id costs a few dictionary lookups, however many operations are pending. Numbers in requests come from
 the network and may be anything: nothing here relies on them before _find_mismatch() has checked them.
 """
@@ -27,11 +34,13 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ronde.net.messages import (
+    MAX_SHARED_IDS,
     AgreedOperation,
     AnnounceOperations,
     CoordinatorMessage,
     OperationRejected,
     OperationRequest,
+    RevokeSharedIds,
     RunOperations,
     UnknownOperationId,
 )
@@ -236,6 +245,14 @@ class _GroupState:
     pending: dict[int, _NegotiatedOperation] = field(default_factory=dict)
     closed_reason: str = ""
     """Why nothing can run any more: a member is lost."""
+    sharing_mask: int = 0
+    """Members that can announce operations in shared memory: all of them or none, when they have said so."""
+    shared_ids: dict[str, int] = field(default_factory=dict)
+    """By name. A name keeps its id for good: nobody can have announced another operation under it."""
+    shared: dict[int, _NegotiatedOperation] = field(default_factory=dict)
+    """By shared id, what the members announce in shared memory."""
+    revoked_ids: list[int] = field(default_factory=list)
+    """To be sent before anything else."""
 
 
 @dataclass(eq=False, slots=True)
@@ -362,6 +379,8 @@ class Negotiator:
         """Messages and joins. Each brings an operation at most one rank nearer to being ready."""
         self._ready: list[_NegotiatedOperation] = []
         self._sends: list[Send] = []
+        self._revoking: list[_GroupState] = []
+        """Groups with revoked_ids."""
         self._last_id = 0
         self._last_group = -1
         self.add_group(tuple(range(size)))
@@ -397,6 +416,12 @@ class Negotiator:
                 group.closed_reason = f"rank {rank} is gone: {why}"
                 self._forget_all(group)
 
+    def share_ids(self, rank: int, group: int) -> None:
+        """A member can announce operations of this group in shared memory."""
+        found = self._groups.get(group)
+        if found is not None:
+            found.sharing_mask |= found.member_mask & 1 << rank
+
     def announce(self, rank: int, message: AnnounceOperations, now_ns: int) -> None:
         """Take the operations that a rank is ready for. take_sends() returns the answers."""
         bit = 1 << rank
@@ -413,6 +438,8 @@ class Negotiator:
         """Return what to send, in this order."""
         if self._ready:
             self._decide_ready()
+        if self._revoking:
+            self._send_revoked()
         out = self._sends
         if out:
             self._sends = []
@@ -506,6 +533,8 @@ class Negotiator:
             return
         if not announced_mask:
             self._idle.pop(operation.id, None)
+            if group.shared:
+                self._revoke(group, group.shared_ids.get(operation.name, -1))
             group.pending[operation.id] = operation
             operation.since_ns = now_ns
             operation.first_request = request
@@ -549,6 +578,8 @@ class Negotiator:
     def _join(self, group: _GroupState, rank: int, request: OperationRequest) -> None:
         self._num_announcements += 1  # as many as there may be in one message
         group.joined_mask |= 1 << rank
+        for id in list(group.shared):  # a member that has joined takes part in what is announced here
+            self._revoke(group, id)
         for operation in group.pending.values():
             if not operation.waiting_mask and not operation.ready:
                 operation.ready = True
@@ -564,13 +595,18 @@ class Negotiator:
 
     def _decide_ready(self) -> None:
         """Run or reject everything that is ready, fused in the order of readiness."""
+        if self._revoking:
+            self._send_revoked()
         ready = self._ready
         self._ready = []
         runs: list[list[_NegotiatedOperation]] = []
         open_runs: dict[FusionKey, list[_NegotiatedOperation]] = {}
         left: dict[FusionKey, int] = {}  # bytes of room in the open run
         for operation in ready:
-            if not self._is_agreed(operation) and not self._check_agreement(operation):
+            if self._is_agreed(operation):
+                if operation.group.sharing_mask:
+                    self._share(operation)
+            elif not self._check_agreement(operation):
                 continue
             key = operation.fusion_key
             if key is None:
@@ -641,9 +677,42 @@ class Negotiator:
             self._sends.append(Send(group.members, RunOperations(group.id, agreed, stragglers)))
         for operation in batch:
             self._end_pending(operation)
-            self._idle[operation.id] = operation
+            if operation.agreed_operation.shared_id < 0:
+                self._idle[operation.id] = operation
         while len(self._operations) > self._max_cached and self._idle:
             self._forget(next(iter(self._idle.values())))
+
+    # --- what the members announce in shared memory -----------------------------------------------------------------
+
+    def _share(self, operation: _NegotiatedOperation) -> None:
+        """Let the members announce in shared memory what has run twice alike, if they can: a rank that has joined
+        cannot, and there an operation is one call."""
+        group, agreed = operation.group, operation.agreed_operation
+        shared_id, request = -1, operation.lowest_request()
+        is_one_call = len(request.shapes) <= 1 or (request.kind == OperationKind.ALLREDUCE and request.op != Op.ADASUM)
+        if is_one_call and group.sharing_mask == group.member_mask and not group.joined_mask:
+            if len(group.shared_ids) < MAX_SHARED_IDS:
+                group.shared_ids.setdefault(operation.name, len(group.shared_ids))
+            shared_id = group.shared_ids.get(operation.name, -1)
+        if shared_id >= 0:
+            group.shared[shared_id] = operation
+        if agreed.shared_id != shared_id:
+            agreed = AgreedOperation(agreed.id, agreed.name, row_counts=agreed.row_counts, shared_id=shared_id)
+            operation.agreed_operation = agreed
+            operation.run_message = Send(group.members, RunOperations(group.id, (agreed,)))
+
+    def _revoke(self, group: _GroupState, shared_id: int) -> None:
+        """Bring the members back to the coordinator, if they announce this operation in shared memory."""
+        if group.shared.pop(shared_id, None) is not None:
+            if not group.revoked_ids:
+                self._revoking.append(group)
+            group.revoked_ids.append(shared_id)
+
+    def _send_revoked(self) -> None:
+        for group in self._revoking:
+            self._sends.append(Send(group.members, RevokeSharedIds(group.id, tuple(group.revoked_ids))))
+            group.revoked_ids.clear()
+        self._revoking.clear()
 
     def _run_batch_with_joined(
         self, batch: list[_NegotiatedOperation], stragglers: tuple[tuple[int, int], ...]

@@ -61,11 +61,13 @@ class Recorder:
         """Include operations that are counted elsewhere: `counts` returns their sums so far."""
         self._counters.add_source(group, kind, counts)
 
-    def record_batch_start(self, at_ns: int, negotiated: Iterable[NegotiationSlice]) -> None:
-        """Keep for the trace that named operations start together. Only called when `tracing`."""
+    def record_batch_start(self, at_ns: int | None, negotiated: Iterable[NegotiationSlice]) -> None:
+        """Keep for the trace that named operations start together; None if others of the batch have told when. Only
+        called when `tracing`."""
         for each in negotiated:
             self._add_to_trace(each)
-        self._add_to_trace(at_ns)
+        if at_ns is not None:
+            self._add_to_trace(at_ns)
 
     def record_overlap(self, wait_ns: int, move_ns: int) -> None:
         """Count how much of the time given to record_operation() passed while no caller was blocked; below 0 if callers

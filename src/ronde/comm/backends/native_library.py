@@ -33,7 +33,7 @@ try:
 except ImportError:
     hot_calls = None  # type: ignore[assignment]
 
-ABI = 3
+ABI = 4
 DESCRIPTION_BYTES = 128
 MAX_MEMBERS = 1024
 WIDEST_ELEMENT_BYTES = 8
@@ -43,7 +43,9 @@ PRE_AGREED = 1
 class NativeStatus:
     """The C header's rd_status."""
 
-    OK, BAD_CALL, MISMATCH, TIMEOUT, ABORTED, PEER_LOST, SYSTEM, CLOSED, CANCELLED, FORKED = range(10)
+    OK, BAD_CALL, MISMATCH, TIMEOUT, ABORTED, PEER_LOST, SYSTEM, CLOSED, CANCELLED, FORKED, WITHDRAWN, NOT_AGREED = (
+        range(12)
+    )
 
 
 ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise")
@@ -62,6 +64,8 @@ class RdChannelParams(ctypes.Structure):
         ("slot_bytes", c_uint64),
         ("chunk_bytes", c_uint64),
         ("bucket_bytes", c_uint64),
+        ("fusion_bytes", c_uint64),
+        ("max_announced", c_uint32),
     )
 
 
@@ -71,8 +75,9 @@ SPAN = struct.Struct("@PPQ")
 RD_CALL = struct.Struct("@iiiiIiddQPPQPP")
 """rd_call: kind, dtype, op, algorithm, flags, peer, prescale, postscale, signature, description, spans,
 num_spans, counts, splits."""
-RD_RESULT = struct.Struct("@iiiiqqq")
-"""rd_result: status, member, detail, algorithm, start_ns, ready_ns, end_ns."""
+RD_RESULT = struct.Struct("@iiiiqqqqq")
+"""rd_result: status, member, detail, algorithm, start_ns, ready_ns, end_ns, sequence (-1 for RD_NO_SEQUENCE),
+arrived_ns."""
 
 
 class RdMemberCall(ctypes.Structure):
@@ -108,10 +113,15 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {  # ctypes has no public nam
     # Hot: structs go as addresses, which ctypes passes on without making an object.
     "rd_run": (c_int, (c_void_p, c_void_p, c_void_p, c_double)),
     "rd_submit": (c_int, (c_void_p, c_void_p, c_double, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "rd_announce": (c_int, (c_void_p, c_uint32, c_void_p, c_double, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "rd_run_announced": (c_int, (c_void_p, c_uint32, c_void_p, c_double, c_double, c_void_p, c_void_p)),
     "rd_wait": (c_int, (c_void_p, c_void_p, c_double)),
     "rd_done": (c_int, (c_void_p,)),
     "rd_release_work": (None, (c_void_p,)),
     "rd_add_callback": (c_int, (c_void_p, RD_CALLBACK, c_void_p)),
+    "rd_agree": (c_int, (c_void_p, c_uint32, c_uint64)),
+    "rd_revoke": (c_int, (c_void_p, c_uint32)),
+    "rd_get_not_announced": (c_uint32, (c_void_p, c_uint32, POINTER(c_uint32))),
     "rd_get_mismatch": (c_int, (c_void_p, POINTER(RdMemberCall))),
     "rd_get_current_call": (None, (c_void_p, POINTER(RdCurrentCall), POINTER(c_uint32))),
     "rd_set_interpreter": (None, (POINTER(c_void_p),)),
@@ -210,14 +220,19 @@ NativeHandle: TypeAlias = int
 
 
 def make_channel_params(
-    hosts: Sequence[int], member_index: int, slot_bytes: int, chunk_bytes: int, bucket_bytes: int
+    hosts: Sequence[int],
+    member_index: int,
+    slot_bytes: int,
+    chunk_bytes: int,
+    bucket_bytes: int,
+    fusion_bytes: int = 0,
+    max_announced: int = 0,
 ) -> RdChannelParams:
     """`hosts` has the number of the host of each member."""
     num_cores = len(os.sched_getaffinity(0))
     host_numbers = (c_uint32 * len(hosts))(*hosts)
-    return RdChannelParams(
-        ABI, len(hosts), member_index, num_cores, host_numbers, slot_bytes, chunk_bytes, bucket_bytes
-    )
+    sizes = (slot_bytes, chunk_bytes, bucket_bytes, fusion_bytes, max_announced)
+    return RdChannelParams(ABI, len(hosts), member_index, num_cores, host_numbers, *sizes)
 
 
 def open_channel(
@@ -262,6 +277,12 @@ def get_current_call(handle: NativeHandle, num_members: int) -> CurrentCall | No
     sequence = -1 if now.kind in (OperationKind.SEND, OperationKind.RECEIVE) else now.sequence
     description = now.description.decode(errors="replace")
     return CurrentCall(description, now.start_ns, tuple(missing[: now.num_missing]), sequence)
+
+
+def get_not_announced(handle: NativeHandle, id: int, num_members: int) -> tuple[int, ...]:
+    """The members that have not announced the id."""
+    missing = (c_uint32 * num_members)()
+    return tuple(missing[: load_library().rd_get_not_announced(handle, id, missing)])
 
 
 def get_bucket(handle: NativeHandle, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -331,7 +352,9 @@ class CallStructs:
 
     def timing_or_raise(self, status: int) -> CallTiming:
         """The timing of a call that succeeded, from the result struct; else NativeError, or what a signal raised."""
-        _, member, detail, algorithm, start_ns, ready_ns, end_ns = RD_RESULT.unpack_from(self.result)
+        _, member, detail, algorithm, start_ns, ready_ns, end_ns, sequence, arrived_ns = RD_RESULT.unpack_from(
+            self.result
+        )
         if status != NativeStatus.OK:
             raised = (c_void_p * 3)()
             if detail == errno.EINTR and load_library().rd_fetch_exception(raised):
@@ -342,7 +365,7 @@ class CallStructs:
                 restore.restype = None
                 restore(*raised)
             raise NativeError(status, member, detail, has_ended=end_ns != 0, start_ns=start_ns)
-        return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm])
+        return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm], sequence, arrived_ns)
 
     def _fill_all_fields(self, call: Call, algorithm: int) -> object:
         spans = call.spans
