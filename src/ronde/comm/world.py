@@ -150,7 +150,8 @@ class World:
             group.refuse_in_child(error)
 
     def _make_group(self, id: int, ranks: tuple[int, ...]) -> Group:
-        group = Group(id, ranks, self.rank, self._open_channels, self.control_thread)
+        object_key = self.joined_round.object_key
+        group = Group(id, ranks, self.rank, self._open_channels, self.control_thread, object_key=object_key)
         if id:
             self.recorder.record_event(GroupAdded(at_ns=time.monotonic_ns(), rank=self.rank, group=id, ranks=ranks))
         return group
