@@ -30,8 +30,6 @@ constexpr uint64_t kAny = UINT64_MAX;
 // clang-format off
 constexpr Row kTable[] = {
     {RD_ALLREDUCE,      HostSpread::kSingleHost,     kAny,      RD_DIRECT},
-    {RD_ALLREDUCE,      HostSpread::kOnePerHost,     64 * 1024, RD_DOUBLING},
-    {RD_ALLREDUCE,      HostSpread::kOnePerHost,     kAny,      RD_RING},
     {RD_ALLREDUCE,      HostSpread::kSeveralPerHost, kAny,      RD_TWO_LEVEL},
     {RD_BROADCAST,      HostSpread::kSingleHost,     kAny,      RD_DIRECT},
     {RD_BROADCAST,      HostSpread::kOnePerHost,     kAny,      RD_TREE},
@@ -64,6 +62,7 @@ bool can_run(const Topology& topology, rd_kind kind, rd_algorithm algorithm) {
     case RD_TWO_LEVEL:
       return !topology.single_host() && kind == RD_ALLREDUCE;
     case RD_DOUBLING:
+    case RD_HALVING:
       return kind == RD_ALLREDUCE;
     case RD_RING:
       return kind == RD_ALLREDUCE || kind == RD_ALLGATHER || kind == RD_REDUCE_SCATTER;
@@ -78,6 +77,20 @@ bool can_run(const Topology& topology, rd_kind kind, rd_algorithm algorithm) {
 
 }  // namespace
 
+// A ring sends an array in 2 (hosts - 1) steps. With many hosts and not very many bytes, the time of a step is its
+// latency, and 2 log2(hosts) steps are better. A number of hosts that is not a power of two makes halving send an array
+// more.
+rd_algorithm choose_allreduce_between_hosts(uint32_t num_hosts, uint64_t bytes) {
+  constexpr uint64_t kDoublingBytes = 64 * 1024;
+  constexpr uint32_t kManyHosts = 8;
+  constexpr uint64_t kShortStepBytes = 64 * 1024;
+  if (bytes <= kDoublingBytes) return RD_DOUBLING;
+  bool is_power_of_two = (num_hosts & (num_hosts - 1)) == 0;
+  uint64_t step_bytes = bytes / num_hosts;
+  bool short_steps = step_bytes < (is_power_of_two ? kShortStepBytes : kShortStepBytes / 4);
+  return num_hosts >= kManyHosts && short_steps ? RD_HALVING : RD_RING;
+}
+
 rd_algorithm choose_algorithm(const Topology& topology, rd_kind kind, rd_op op, uint64_t bytes, rd_algorithm demanded) {
   if (kind == RD_ALLREDUCE && op == RD_ADASUM) return RD_DOUBLING;  // Adasum is defined on pairs
   if (demanded != RD_AUTO) {
@@ -85,6 +98,8 @@ rd_algorithm choose_algorithm(const Topology& topology, rd_kind kind, rd_op op, 
     return demanded;
   }
   HostSpread spread = host_spread(topology);
+  if (kind == RD_ALLREDUCE && spread == HostSpread::kOnePerHost)
+    return choose_allreduce_between_hosts(topology.num_hosts(), bytes);
   for (const Row& row : kTable)
     if (row.kind == kind && row.spread == spread && bytes <= row.max_bytes) return row.algorithm;
   return RD_AUTO;

@@ -40,7 +40,7 @@ class NativeStatus:
     OK, BAD_CALL, MISMATCH, TIMEOUT, ABORTED, PEER_LOST, SYSTEM, CLOSED, CANCELLED, FORKED = range(10)
 
 
-ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise")
+ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise", "halving")
 
 
 # The structs of the C header, by their names there.
