@@ -29,21 +29,25 @@
 extern "C" {
 #endif
 
-#define RD_ABI 3                 /* changes when a struct or a function of this file changes */
+#define RD_ABI 4                 /* changes when a struct or a function of this file changes */
 #define RD_DESCRIPTION_BYTES 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 1024
+#define RD_MAX_ANNOUNCED 65536 /* ids of announced calls in one channel */
+#define RD_NO_SEQUENCE UINT64_MAX
 
 typedef enum rd_status {
   RD_OK = 0,
-  RD_BAD_CALL = 1,  /* the caller's mistake: nothing was sent, the channel stays usable; .detail may be EDEADLK */
-  RD_MISMATCH = 2,  /* the members' calls differ: no data moved, the channel stays usable */
-  RD_TIMEOUT = 3,   /* the deadline expired; the channel is aborted for every member */
-  RD_ABORTED = 4,   /* rd_abort was called here or by another member */
-  RD_PEER_LOST = 5, /* a member's socket closed; rd_result.member is that member, .detail is errno or 0 */
-  RD_SYSTEM = 6,    /* the operating system refused; rd_result.detail is errno */
-  RD_CLOSED = 7,    /* the channel was closed here, before the call or while it was under way */
-  RD_CANCELLED = 8, /* rd_cancel ended the call before it started: nothing was sent, its memory was not touched */
-  RD_FORKED = 9     /* this process is a forked child of the one that opened the channel */
+  RD_BAD_CALL = 1,   /* the caller's mistake: nothing was sent, the channel stays usable; .detail may be EDEADLK */
+  RD_MISMATCH = 2,   /* the members' calls differ: no data moved, the channel stays usable */
+  RD_TIMEOUT = 3,    /* the deadline expired; the channel is aborted for every member */
+  RD_ABORTED = 4,    /* rd_abort was called here or by another member */
+  RD_PEER_LOST = 5,  /* a member's socket closed; rd_result.member is that member, .detail is errno or 0 */
+  RD_SYSTEM = 6,     /* the operating system refused; rd_result.detail is errno */
+  RD_CLOSED = 7,     /* the channel was closed here, before the call or while it was under way */
+  RD_CANCELLED = 8,  /* rd_cancel ended the call before it started: nothing was sent, its memory was not touched */
+  RD_FORKED = 9,     /* this process is a forked child of the one that opened the channel */
+  RD_WITHDRAWN = 10, /* rd_revoke took the announcement back: the call did not run */
+  RD_NOT_AGREED = 11 /* the members have not agreed on what the id stands for: nothing was announced */
 } rd_status;
 
 typedef enum rd_dtype {
@@ -122,6 +126,9 @@ typedef struct rd_channel_params {
   uint64_t chunk_bytes;  /* bytes of a slot that one step of the direct algorithm uses; a multiple of 64, at least 8 for
                           * each member of the host that has the most */
   uint64_t bucket_bytes; /* size of each of a member's two bucket areas, or 0 */
+  uint64_t fusion_bytes; /* the most bytes of announced calls that are fused into one */
+  /* Ids of announced calls, from 0; then all members are on one host, and collectives are announced. Otherwise 0. */
+  uint32_t max_announced;
 } rd_channel_params;
 
 /* One contiguous piece of a member's memory. A call with several spans works on their concatenation. */
@@ -158,6 +165,12 @@ typedef struct rd_result {
   int64_t start_ns;  /* CLOCK_MONOTONIC, when the call started to run */
   int64_t ready_ns;  /* when every member had arrived */
   int64_t end_ns;    /* when it finished here */
+  /* The number of the collective; all members count alike. RD_NO_SEQUENCE for all but one of the announced calls that
+   * were fused into one, and for a call that did not run. */
+  uint64_t sequence;
+  /* When this member had come to it: for announced calls, when it had announced all that were fused and finished what
+   * was before them; otherwise start_ns. */
+  int64_t arrived_ns;
 } rd_result;
 
 /* The call of one member, when a call ended in RD_MISMATCH. */
@@ -249,6 +262,29 @@ int rd_add_callback(rd_work* work, rd_callback callback, void* context);
  * cancelled, only aborted with its channel. The other members do not learn of it: cancel a call on all of them or on
  * none. */
 int rd_cancel(rd_work* work);
+
+/* The members have agreed that from now on `id` (below max_announced) stands for the call with this signature. */
+rd_status rd_agree(rd_channel* channel, uint32_t id, uint64_t signature);
+
+/* The id stands for nothing any more. Returns 1 if this took back a call that this member had announced: it does not
+ * run, and ends with RD_WITHDRAWN. Returns 0 if there is none, or if all members have announced it: then it runs. */
+int rd_revoke(rd_channel* channel, uint32_t id);
+
+/* Announces a call that may come in any order on any member, under an id that stands for it. It runs when all members
+ * have announced it, in the same order on every member; calls that can travel together are fused. From then on it may
+ * take timeout_s seconds. RD_NOT_AGREED: the id does not stand for this call. The id can be announced again when the
+ * call has ended. The rest is as with rd_submit, but a thread that waits for one announced call executes the others,
+ * too, and runs their callbacks; rd_cancel takes the announcement of this member back. */
+rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, rd_callback callback,
+                      void* context, rd_work** work, rd_result* result);
+
+/* As rd_announce and rd_wait, but in one step, so that no other thread is woken. When the wait has ended and not the
+ * call (see rd_wait), `work` receives its handle, otherwise null. */
+rd_status rd_run_announced(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, double remaining_s,
+                           rd_result* result, rd_work** work);
+
+/* Fills `missing` (with space for num_members) with the members that have not announced the id; returns how many. */
+uint32_t rd_get_not_announced(rd_channel* channel, uint32_t id, uint32_t* missing);
 
 /* Fills num_members rows with the calls of all members, after rd_run or rd_wait returned RD_MISMATCH in this thread,
  * and in the callback of a call that ended so. */

@@ -1,4 +1,5 @@
 // The functions of ronde.h: plain types in, status codes out. No exception leaves this file.
+#include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <new>
@@ -26,11 +27,13 @@ struct rd_channel {
 };
 
 struct rd_work {
-  explicit rd_work(std::shared_ptr<ronde::Call> submitted) : call(std::move(submitted)) {}
+  explicit rd_work(std::shared_ptr<ronde::Call> submitted, std::weak_ptr<ronde::Channel> announced_on = {})
+      : call(std::move(submitted)), channel(std::move(announced_on)) {}
 
   const uint32_t generation = ronde::fork_generation.load();
   std::atomic<uint32_t> references{1};
   const std::shared_ptr<ronde::Call> call;
+  const std::weak_ptr<ronde::Channel> channel;  // of an announced call, which the threads that wait for it execute
 };
 
 namespace {
@@ -54,7 +57,7 @@ rd_status report(const Call& call, rd_result* result) {
 }
 
 rd_status report(const CallError& error, rd_result* result) {
-  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0};
+  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0, RD_NO_SEQUENCE, 0};
   return error.status;
 }
 
@@ -207,7 +210,10 @@ RD_API rd_status rd_wait(rd_work* work, rd_result* result, double remaining_s) {
     if (!work->call->finished()) {
       if (made_by_parent(work->generation)) throw CallError{RD_FORKED};
       check_may_wait();
-      if (!work->call->wait(Deadline(remaining_s))) throw CallError{RD_TIMEOUT};
+      auto channel = work->channel.lock();
+      Deadline deadline(remaining_s);
+      bool finished = channel != nullptr ? channel->announced().wait(work->call, deadline) : work->call->wait(deadline);
+      if (!finished) throw CallError{RD_TIMEOUT};
     }
     return report(*work->call, result);
   });
@@ -220,7 +226,65 @@ RD_API int rd_add_callback(rd_work* work, rd_callback callback, void* context) {
 }
 
 RD_API int rd_cancel(rd_work* work) {
-  return !made_by_parent(work->generation) && work->call->end_before_start(CallError{RD_CANCELLED}) ? 1 : 0;
+  if (made_by_parent(work->generation)) return 0;
+  auto channel = work->channel.lock();
+  if (channel != nullptr) return channel->announced().cancel(work->call) ? 1 : 0;
+  return work->call->end_before_start(CallError{RD_CANCELLED}) ? 1 : 0;
+}
+
+RD_API rd_status rd_agree(rd_channel* channel, uint32_t id, uint64_t signature) {
+  return guarded(nullptr, [&] {
+    open_channel(channel)->announced().agree(id, signature);
+    return RD_OK;
+  });
+}
+
+RD_API int rd_revoke(rd_channel* channel, uint32_t id) {
+  auto found = find_channel(channel);
+  return found != nullptr && found->topology().max_announced > 0 && found->announced().revoke(id) ? 1 : 0;
+}
+
+RD_API rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s,
+                             rd_callback callback, void* context, rd_work** work, rd_result* result) {
+  if (work != nullptr) *work = nullptr;
+  return guarded(result, [&] {
+    auto open = open_channel(channel);
+    auto announced = std::make_shared<Call>(*call, open->topology(), Deadline(timeout_s));
+    announced->timeout_s = timeout_s;
+    auto handle = std::make_unique<rd_work>(announced, open);
+    if (callback != nullptr) announced->add_callback({callback, context});
+    open->announced().announce(id, announced, false);
+    if (work != nullptr) *work = handle.release();
+    return RD_OK;
+  });
+}
+
+RD_API rd_status rd_run_announced(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s,
+                                  double remaining_s, rd_result* result, rd_work** work) {
+  *work = nullptr;
+  return guarded(result, [&] {
+    auto open = open_channel(channel);
+    check_may_wait();
+    auto announced = std::make_shared<Call>(*call, open->topology(), Deadline(timeout_s));
+    announced->timeout_s = timeout_s;
+    open->announced().announce(id, announced, true);
+    CallError ended{RD_TIMEOUT};
+    try {
+      if (open->announced().wait(announced, Deadline(remaining_s))) return report(*announced, result);
+    } catch (const CallError& interrupted) {
+      ended = interrupted;
+    }
+    *work = new rd_work(announced, open);
+    return report(ended, result);
+  });
+}
+
+RD_API uint32_t rd_get_not_announced(rd_channel* channel, uint32_t id, uint32_t* missing) {
+  auto found = find_channel(channel);
+  if (found == nullptr || id >= found->topology().max_announced) return 0;
+  std::vector<uint32_t> members = found->announced().missing(id);
+  std::copy(members.begin(), members.end(), missing);
+  return uint32_t(members.size());
 }
 
 RD_API rd_status rd_get_mismatch(rd_channel* channel, rd_member_call* calls) {

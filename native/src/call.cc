@@ -7,6 +7,7 @@
 
 #include "base/futex.h"
 #include "base/python_signals.h"
+#include "base/waiting.h"
 
 namespace ronde {
 
@@ -123,8 +124,8 @@ void Call::finish() {
 
 bool Call::end_before_start(const CallError& error) {
   if (!start()) return false;
-  result = rd_result{error.status, error.member, error.detail, 0, 0, 0, now_ns()};
-  result.start_ns = result.ready_ns = result.end_ns;
+  result = rd_result{error.status, error.member, error.detail, 0, 0, 0, now_ns(), RD_NO_SEQUENCE, 0};
+  result.start_ns = result.ready_ns = result.arrived_ns = result.end_ns;
   finish();
   return true;
 }
@@ -159,9 +160,15 @@ bool Call::add_callback(const Callback& callback) {
   return true;
 }
 
-std::vector<Callback> Call::take_callbacks() {
-  std::lock_guard<std::mutex> lock(callbacks_mutex_);
-  return std::exchange(callbacks_, {});
+void Call::run_callbacks() {
+  std::vector<Callback> callbacks;
+  {
+    std::lock_guard<std::mutex> lock(callbacks_mutex_);
+    callbacks.swap(callbacks_);
+  }
+  ForbidWaiting forbidden;
+  if (result.status == RD_MISMATCH) last_mismatch = member_calls;
+  for (const Callback& callback : callbacks) callback.function(callback.context, &result);
 }
 
 }  // namespace ronde

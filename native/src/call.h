@@ -61,7 +61,12 @@ struct Call {
   const std::string description;
   const SpanList spans;
   const std::vector<uint64_t> counts, splits;
-  const Deadline deadline;
+  Deadline deadline;
+
+  // Of an announced call: its id, when it was announced, and how long it may run.
+  int announced_id = -1;
+  int64_t announced_ns = 0;
+  double timeout_s = 0;
 
   // Set by the channel before the call runs: whether it works in place in one of this member's bucket areas, in which,
   // and at which byte of it.
@@ -91,7 +96,9 @@ struct Call {
 
   // Returns false when the call has finished: then the callback is not kept.
   bool add_callback(const Callback& callback);
-  std::vector<Callback> take_callbacks();
+  // Called once by the thread that finished the call, which waits for no other call meanwhile.
+  void run_callbacks();
+  bool has_callbacks() const { return !callbacks_.empty(); }  // for that thread
 
  private:
   enum State : uint32_t { kQueued, kRunning, kFinished };

@@ -1,38 +1,8 @@
 #include "call_queue.h"
 
-#include <pthread.h>
-#include <signal.h>
-
-#include <cerrno>
-#include <system_error>
-
-#include "base/waiting.h"
+#include "base/channel_thread.h"
 
 namespace ronde {
-
-namespace {
-
-// Blocks all signals in this thread and in those that it starts meanwhile: signals are for the threads of the program.
-class BlockSignals {
- public:
-  BlockSignals() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~BlockSignals() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-
- private:
-  sigset_t before_;
-};
-
-void run_callbacks(Call& call) {
-  ForbidWaiting forbidden;
-  if (call.result.status == RD_MISMATCH) last_mismatch = call.member_calls;
-  for (const Callback& callback : call.take_callbacks()) callback.function(callback.context, &call.result);
-}
-
-}  // namespace
 
 void CallQueue::run(const std::shared_ptr<Call>& call) {
   bool runs_here = false;
@@ -62,13 +32,7 @@ void CallQueue::submit(const std::shared_ptr<Call>& call) {
 
 void CallQueue::enqueue(const std::shared_ptr<Call>& call) {
   if (!thread_.joinable()) {
-    BlockSignals blocked;
-    try {
-      thread_ = std::thread([state = state_, &run_call = run_call_] { thread_loop(*state, run_call); });
-    } catch (const std::system_error& error) {
-      throw CallError{RD_SYSTEM, -1, error.code().value()};
-    }
-    pthread_setname_np(thread_.native_handle(), "ronde-channel");
+    thread_ = start_channel_thread([state = state_, &run_call = run_call_] { thread_loop(*state, run_call); });
   }
   state_->queued.push_back(call);
   state_->changed.notify_all();
@@ -88,9 +52,7 @@ void CallQueue::wait_for_turn_and_end(Call& call) {
   if (has_started && given_up.status == RD_TIMEOUT) return call.wait_uninterrupted();  // it sees its deadline itself
   abort_(given_up);
   call.wait_uninterrupted();
-  call.result.status = given_up.status;
-  call.result.member = given_up.member;
-  call.result.detail = given_up.detail;
+  throw given_up;
 }
 
 void CallQueue::thread_loop(State& state, const std::function<void(Call&)>& run_call) {
@@ -114,7 +76,7 @@ void CallQueue::thread_loop(State& state, const std::function<void(Call&)>& run_
     } else {  // it was cancelled
       lock.unlock();
     }
-    run_callbacks(*call);
+    call->run_callbacks();
     call.reset();  // before the wait, which may be long
     lock.lock();
   }

@@ -64,6 +64,9 @@ Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
     }
   }
   collectives_ = std::make_unique<CallStream>(*this);
+  if (topology_.max_announced > 0)
+    announced_ = std::make_shared<AnnouncedCalls>(topology_, segment_.get(), &abort_signal_,
+                                                  [this](Call& call) { execute(call, *collectives_); });
 }
 
 void Channel::close() {
@@ -73,25 +76,36 @@ void Channel::close() {
     std::lock_guard<std::mutex> lock(point_to_point_mutex_);
     if (closed_.exchange(true)) return;
     idle = collectives_->queue.refuse_calls();
+    if (announced_ != nullptr) idle = announced_->leave() && idle;
     for (auto& [key, stream] : point_to_point_) idle = stream->queue.refuse_calls() && idle;
   }
   if (idle) {
     if (segment_ != nullptr) segment_->mark_left(topology_.local_index);
     abort_signal_.announce_close();
+    if (announced_ != nullptr) announced_->wake();
   } else {
     abort(CallError{RD_CLOSED, int(topology_.member_index)});
   }
+  if (announced_ != nullptr) announced_->close();
   collectives_->queue.close();
   for (auto& [key, stream] : point_to_point_) stream->queue.close();
 }
 
 CallQueue& Channel::queue_for(const Call& call) {
-  if (call.kind != RD_SEND && call.kind != RD_RECEIVE) return collectives_->queue;
+  if (call.kind != RD_SEND && call.kind != RD_RECEIVE) {
+    if (announced_ != nullptr) throw CallError{RD_BAD_CALL};  // they have another order
+    return collectives_->queue;
+  }
   std::lock_guard<std::mutex> lock(point_to_point_mutex_);
   if (closed_.load()) throw CallError{RD_CLOSED};
   auto& stream = point_to_point_[{call.peer, call.kind == RD_SEND}];
   if (stream == nullptr) stream = std::make_unique<CallStream>(*this);
   return stream->queue;
+}
+
+AnnouncedCalls& Channel::announced() {
+  if (announced_ == nullptr) throw CallError{RD_BAD_CALL};
+  return *announced_;
 }
 
 void Channel::abort(const CallError& error) {
@@ -100,6 +114,7 @@ void Channel::abort(const CallError& error) {
   CallError sent = error.status == RD_CLOSED ? CallError{RD_PEER_LOST, int(topology_.member_index)} : error;
   if (segment_ != nullptr) segment_->abort(sent);
   abort_signal_.trigger(sent);
+  if (announced_ != nullptr) announced_->wake();
 }
 
 char* Channel::bucket(uint32_t area) const {
@@ -118,7 +133,8 @@ std::shared_ptr<void> Channel::bucket_owner() const {
 void Channel::execute(Call& call, CallStream& stream) {
   rd_result& result = call.result;
   result.member = -1;
-  result.start_ns = result.ready_ns = now_ns();
+  result.start_ns = result.ready_ns = result.arrived_ns = now_ns();
+  result.sequence = RD_NO_SEQUENCE;
   call.started_ns.store(result.start_ns);
   try {
     CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, &stream.waiting_for);
@@ -178,9 +194,10 @@ void Channel::locate_in_bucket(Call& call) const {
 }
 
 void Channel::run_collective(Call& call, Group& group) {
-  uint64_t bytes = call.spans.count() * partial_bytes(call.reduce_params);  // as partial results travel
-  rd_algorithm algorithm = choose_algorithm(topology_, call.kind, call.reduce_params.op, bytes, call.algorithm);
+  rd_algorithm algorithm =
+      choose_algorithm(topology_, call.kind, call.reduce_params, call.spans.count(), call.algorithm);
   CallHeader header = call.header(algorithm, ++sequence_);
+  call.result.sequence = header.sequence;
   if (algorithm == RD_DIRECT && segment_ != nullptr) direct_prepare(group, call);
   const auto& headers = matcher_.match(group, header, call.pre_agreed);
   call.result.ready_ns = now_ns();
@@ -247,13 +264,16 @@ void Channel::run_algorithm(rd_algorithm algorithm, const Call& call, Group& gro
       if (algorithm == RD_DOUBLING) return recursive_doubling_allreduce(group, call);
       if (algorithm == RD_HALVING) return halving_doubling_allreduce(group, call);
       if (algorithm == RD_TWO_LEVEL) return two_level_allreduce(group, call);
+      if (algorithm == RD_PAIRWISE) return pairwise_exchange_allreduce(group, call);
       return ring_allreduce(group, call);
     case RD_BROADCAST:
       return algorithm == RD_DIRECT ? direct_broadcast(group, call) : binomial_tree_broadcast(group, call);
     case RD_ALLGATHER:
       return algorithm == RD_DIRECT ? direct_allgather(group, call) : ring_allgather(group, call);
     case RD_REDUCE_SCATTER:
-      return algorithm == RD_DIRECT ? direct_reduce_scatter(group, call) : ring_reduce_scatter(group, call);
+      if (algorithm == RD_DIRECT) return direct_reduce_scatter(group, call);
+      if (algorithm == RD_PAIRWISE) return pairwise_exchange_reduce_scatter(group, call);
+      return ring_reduce_scatter(group, call);
     case RD_REDUCE:
       return algorithm == RD_DIRECT ? direct_reduce(group, call) : binomial_tree_reduce(group, call);
     case RD_GATHER:
@@ -305,7 +325,7 @@ void Channel::get_current_call(rd_current_call* current, uint32_t* missing) {
   *current = {};
   current->sequence = sequence_.load();
   CallStream* running = collectives_.get();
-  std::shared_ptr<Call> call = running->queue.current();
+  std::shared_ptr<Call> call = announced_ != nullptr ? announced_->current() : running->queue.current();
   std::lock_guard<std::mutex> lock(point_to_point_mutex_);
   for (auto& [key, stream] : point_to_point_) {
     if (call != nullptr) break;

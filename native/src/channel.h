@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "announced_calls.h"
 #include "base/fork.h"
 #include "call_matching.h"
 #include "call_queue.h"
@@ -28,7 +29,9 @@ class Channel {
   void close();
 
   const Topology& topology() const { return topology_; }
-  CallQueue& queue_for(const Call& call);  // throws CallError{RD_CLOSED}
+  // Throws CallError: RD_CLOSED, or RD_BAD_CALL for a collective when the channel is for announced calls.
+  CallQueue& queue_for(const Call& call);
+  AnnouncedCalls& announced();  // throws CallError{RD_BAD_CALL} when max_announced is 0
   void abort(const CallError& error);
   char* bucket(uint32_t area = 0) const;       // of this member; null when bucket_bytes is 0
   std::shared_ptr<void> bucket_owner() const;  // keeps the bucket's memory mapped
@@ -65,7 +68,8 @@ class Channel {
   uint32_t slots_used_ = 0;
   std::atomic<uint64_t> sequence_{0};  // written only by the thread that runs a collective
   std::unique_ptr<CallStream> collectives_;
-  std::mutex point_to_point_mutex_;  // guards point_to_point_, and that none is added after closed_ is set
+  std::shared_ptr<AnnouncedCalls> announced_;  // null when max_announced is 0; otherwise it runs all collectives
+  std::mutex point_to_point_mutex_;            // guards point_to_point_, and that none is added after closed_ is set
   std::map<std::pair<int, bool>, std::unique_ptr<CallStream>> point_to_point_;  // by (peer, is it a send)
 };
 

@@ -60,7 +60,7 @@ rd_status report(const std::shared_ptr<Message>& message, rd_result* result) {
 }
 
 rd_status report(const CallError& error, rd_result* result) {
-  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0};
+  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0, 0, 0};
   return error.status;
 }
 

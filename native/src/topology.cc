@@ -12,10 +12,12 @@ Topology::Topology(const rd_channel_params& params)
       num_cores(std::max(1u, params.num_cores)),
       slot_bytes(params.slot_bytes),
       chunk_bytes(params.chunk_bytes),
-      bucket_bytes(params.bucket_bytes) {
+      bucket_bytes(params.bucket_bytes),
+      max_announced(params.max_announced),
+      fusion_bytes(params.fusion_bytes) {
   bool valid = params.abi == RD_ABI && size >= 1 && size <= RD_MAX_MEMBERS && member_index < size &&
                params.hosts != nullptr && chunk_bytes >= 64 && slot_bytes >= chunk_bytes && chunk_bytes % 64 == 0 &&
-               slot_bytes % 64 == 0;
+               slot_bytes % 64 == 0 && max_announced <= RD_MAX_ANNOUNCED;
   if (!valid) throw CallError{RD_BAD_CALL};
   hosts.assign(params.hosts, params.hosts + size);
   for (uint32_t member = 0; member < size; ++member) {
@@ -30,6 +32,8 @@ Topology::Topology(const rd_channel_params& params)
   constexpr uint64_t kWidestElement = 8;
   for (const auto& members : members_by_host)
     if (chunk_bytes < members.size() * kWidestElement) throw CallError{RD_BAD_CALL};
+  // Who has announced what is in shared memory.
+  if (max_announced > 0 && (size == 1 || !single_host())) throw CallError{RD_BAD_CALL};
 }
 
 uint32_t Topology::num_cross_groups() const {

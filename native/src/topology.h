@@ -17,6 +17,8 @@ struct Topology {
   uint64_t slot_bytes;
   uint64_t chunk_bytes;
   uint64_t bucket_bytes;
+  uint32_t max_announced;
+  uint64_t fusion_bytes;
   std::vector<uint32_t> hosts;                         // per member: the index of its host
   std::vector<std::vector<uint32_t>> members_by_host;  // per host: its members in order
   uint32_t my_host;

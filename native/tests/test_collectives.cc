@@ -24,9 +24,9 @@ const std::vector<HostCase>& cases() {
       {"one member", {0}, {RD_AUTO}},
       {"one host, 2", {0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING, RD_HALVING}},
       {"one host, 3", {0, 0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING, RD_HALVING}},
-      {"one host, 5", {0, 0, 0, 0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING, RD_HALVING}},
+      {"one host, 5", {0, 0, 0, 0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING, RD_HALVING, RD_PAIRWISE}},
       {"two hosts, 1 + 1", {0, 1}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
-      {"three hosts, 1 each", {0, 1, 2}, {RD_RING, RD_DOUBLING, RD_HALVING}},
+      {"three hosts, 1 each", {0, 1, 2}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_PAIRWISE}},
       {"two hosts, 2 + 2", {0, 0, 1, 1}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
       {"two hosts, alternating", {0, 1, 0, 1}, {RD_RING, RD_TWO_LEVEL}},
       {"three hosts, 2 + 1 + 2", {0, 0, 1, 2, 2}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
@@ -94,13 +94,13 @@ const std::vector<HostCase>& many_hosts() {
   static const std::vector<HostCase> all = {
       {"2 on one host", {0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING, RD_HALVING}},
       {"1 + 1", {0, 1}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
-      {"3 hosts", {0, 1, 2}, {RD_RING, RD_DOUBLING, RD_HALVING}},
+      {"3 hosts", {0, 1, 2}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_PAIRWISE}},
       {"2 + 2", {0, 0, 1, 1}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
       {"5 hosts", {0, 1, 2, 3, 4}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_HALVING}},
       {"3 + 2 + 1", {0, 0, 0, 1, 1, 2}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
       {"7, alternating", {0, 1, 0, 1, 0, 1, 0}, {RD_RING, RD_TWO_LEVEL}},
       {"4 + 4", {0, 0, 0, 0, 1, 1, 1, 1}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
-      {"8 hosts", {0, 1, 2, 3, 4, 5, 6, 7}, {RD_RING, RD_DOUBLING, RD_HALVING}},
+      {"8 hosts", {0, 1, 2, 3, 4, 5, 6, 7}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_PAIRWISE}},
   };
   return all;
 }
@@ -312,55 +312,52 @@ TEST(each_member_may_use_either_of_its_bucket_areas_and_the_other_keeps_what_it_
 }
 
 TEST(results_in_16_bits_are_float32_results_rounded_once) {
-  struct Scaling {
-    double prescale, postscale;
-  };
   for (const HostCase& one : many_hosts()) {
-    for (rd_dtype dtype : {RD_FLOAT16, RD_BFLOAT16}) {
-      for (rd_op op : {RD_SUM, RD_MEAN, RD_MIN, RD_MAX, RD_PRODUCT}) {
-        for (Scaling s : {Scaling{1, 1}, {0.25, 3.0}}) {
-          if (s.prescale != 1 && op == RD_PRODUCT) continue;
-          GroupSetup setup{one.hosts};
-          setup.bucket_bytes = 200000;
-          ThreadRanks all(setup);
-          const ReduceParams params{dtype, op, s.prescale, s.postscale, all.size()};
-          for (uint64_t count : {uint64_t(101), uint64_t(40001)}) {
-            std::vector<std::vector<uint16_t>> inputs;
-            for (uint32_t rank = 0; rank < all.size(); ++rank) inputs.push_back(awkward(dtype, op, rank, count));
-            auto call = [&](rd_kind kind) {
-              rd_call c = make_call(kind, dtype, op);
-              c.prescale = s.prescale;
-              c.postscale = s.postscale;
-              return c;
-            };
-            for (rd_algorithm algorithm : one.allreduce) {
-              std::vector<std::vector<uint16_t>> results(all.size(), std::vector<uint16_t>(count));
-              all.run([&](uint32_t rank, Channel& channel) {
-                rd_call c = call(RD_ALLREDUCE);
-                c.algorithm = algorithm;
-                run_one(channel, c, inputs[rank].data(), results[rank].data(), count);
-              });
-              CHECK_EQ(num_wrong(params, inputs, 0, results[0].data(), count), uint64_t(0));
-              for (const auto& result : results) CHECK(result == results[0]);
-            }
-            std::vector<uint64_t> counts = shares_of(count, all.size());
-            all.run([&](uint32_t rank, Channel& channel) {
-              uint16_t* bucket = reinterpret_cast<uint16_t*>(channel.bucket());
-              std::copy(inputs[rank].begin(), inputs[rank].end(), bucket);
-              run_one(channel, call(RD_ALLREDUCE), bucket, bucket, count);
-              CHECK_EQ(num_wrong(params, inputs, 0, bucket, count), uint64_t(0));
-              std::vector<uint16_t> out(count);
-              rd_call c = call(RD_REDUCE_SCATTER);
-              c.counts = counts.data();
-              run_one(channel, c, inputs[rank].data(), out.data(), count);
-              CHECK_EQ(num_wrong(params, inputs, sum_before(counts, rank), out.data(), counts[rank]), uint64_t(0));
-              c = call(RD_REDUCE);
-              c.peer = int(all.size()) - 1;
-              run_one(channel, c, inputs[rank].data(), out.data(), count);
-              if (rank + 1 == all.size()) CHECK_EQ(num_wrong(params, inputs, 0, out.data(), count), uint64_t(0));
-            });
-          }
+    for (uint64_t slot_bytes : {64 << 10, 1 << 20}) {  // small slots make many chunks, large ones make large chunks
+      GroupSetup setup{one.hosts};
+      setup.slot_bytes = slot_bytes;
+      setup.bucket_bytes = 200000;
+      ThreadRanks all(setup);
+      auto run_all = [&](const ReduceParams& params, uint64_t count) {
+        std::vector<std::vector<uint16_t>> inputs;
+        for (uint32_t rank = 0; rank < all.size(); ++rank)
+          inputs.push_back(awkward(params.dtype, params.op, rank, count));
+        std::vector<uint64_t> counts = shares_of(count, all.size());
+        rd_call c = make_call(RD_ALLREDUCE, params.dtype, params.op);
+        c.prescale = params.prescale;
+        c.postscale = params.postscale;
+        for (rd_algorithm algorithm : one.allreduce) {
+          std::vector<std::vector<uint16_t>> results(all.size(), std::vector<uint16_t>(count));
+          c.algorithm = algorithm;
+          all.run([&](uint32_t rank, Channel& channel) {
+            run_one(channel, c, inputs[rank].data(), results[rank].data(), count);
+          });
+          CHECK_EQ(num_wrong(params, inputs, 0, results[0].data(), count), uint64_t(0));
+          for (const auto& result : results) CHECK(result == results[0]);
         }
+        c.algorithm = RD_AUTO;
+        all.run([&](uint32_t rank, Channel& channel) {
+          uint16_t* bucket = reinterpret_cast<uint16_t*>(channel.bucket());
+          std::copy(inputs[rank].begin(), inputs[rank].end(), bucket);
+          run_one(channel, c, bucket, bucket, count);
+          if (rank == 0) CHECK_EQ(num_wrong(params, inputs, 0, bucket, count), uint64_t(0));
+          std::vector<uint16_t> out(count);
+          rd_call scatter = c, reduce = c;
+          scatter.kind = RD_REDUCE_SCATTER;
+          scatter.counts = counts.data();
+          run_one(channel, scatter, inputs[rank].data(), out.data(), count);
+          CHECK_EQ(num_wrong(params, inputs, sum_before(counts, rank), out.data(), counts[rank]), uint64_t(0));
+          reduce.kind = RD_REDUCE;
+          reduce.peer = int(all.size()) - 1;
+          run_one(channel, reduce, inputs[rank].data(), out.data(), count);
+          if (rank + 1 == all.size()) CHECK_EQ(num_wrong(params, inputs, 0, out.data(), count), uint64_t(0));
+        });
+      };
+      for (rd_dtype dtype : {RD_FLOAT16, RD_BFLOAT16}) {
+        for (rd_op op : {RD_SUM, RD_MEAN, RD_MIN, RD_MAX, RD_PRODUCT}) run_all({dtype, op, 1, 1, all.size()}, 101);
+        for (rd_op op : {RD_SUM, RD_MEAN, RD_MIN}) run_all({dtype, op, 0.25, 3, all.size()}, 101);
+        run_all({dtype, RD_MEAN, 1, 1, all.size()}, 40001);
+        run_all({dtype, RD_SUM, 0.25, 3, all.size()}, 40001);
       }
     }
   }

@@ -222,6 +222,9 @@ TEST(a_reduction_that_zeros_would_change_cannot_be_joined) {
             c.op = RD_MEAN;  // is divided by all members
             CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
             CHECK_EQ(data[0], 2.0f * float(all.size() - 1) / float(all.size()));
+            c.dtype = RD_UINT32;  // of these zero is the least
+            c.op = RD_MAX;
+            CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
           }
         }
       }

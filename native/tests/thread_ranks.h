@@ -30,6 +30,8 @@ struct GroupSetup {
   uint64_t bucket_bytes = 0;
   uint32_t num_sockets = 3;  // one for aborts and two for data
   uint32_t num_cores = 2;
+  uint64_t fusion_bytes = 1 << 20;
+  uint32_t max_announced = 0;  // ids of announced calls
 };
 
 // A connected pair of TCP sockets on the loopback interface.
@@ -102,7 +104,9 @@ class ThreadRanks {
             setup_.hosts.data(),
             setup_.slot_bytes,
             setup_.chunk_bytes,
-            setup_.bucket_bytes};
+            setup_.bucket_bytes,
+            setup_.fusion_bytes,
+            setup_.max_announced};
   }
 
   // All ranks of a host use one mapping, so that a sanitizer sees them touch the same memory.

@@ -166,6 +166,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     num_sockets: Annotated[
         int, Setting("TCP connections per pair of neighbours and channel.", minimum=1, equal_on_all_ranks=True)
     ] = 2
+    compare_at_step: Annotated[
+        int,
+        Setting(
+            "At which step a distributed optimizer compares the parameters of all ranks. 1: the first, before it uses "
+            "gradients. 0: never, for ranks that are meant to start with different parameters.",
+            minimum=0,
+            equal_on_all_ranks=True,
+        ),
+    ] = 1
     timeline: Annotated[
         str, Setting("File for the Chrome trace of all ranks; written by the coordinator. Empty for none.")
     ] = ""

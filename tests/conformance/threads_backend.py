@@ -44,6 +44,9 @@ class ThreadsBackend:
                 raise
             return _ThreadsChannel(self, spec, channel)
 
+    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> None:
+        return None
+
     def close_channel(self, channel: _SharedChannel, member_index: int) -> None:
         """The last member to leave ends the channel."""
         with self._changed:
@@ -182,8 +185,8 @@ class _SharedChannel:
             except Exception as caught:  # the edge between members: all of them must learn of it
                 error = caught
             for turn, queue in zip(turns, self._queues, strict=True):
-                # Who has joined stays for the next call of the others.
-                if turn.asked.kind is not OperationKind.JOIN or everybody_joined or error is not None:
+                # Who has joined stays for the next call of the others, also when these made a mistake.
+                if turn.asked.kind is not OperationKind.JOIN or everybody_joined:
                     queue.popleft()
                     turn.finish(ready_ns, error)
 
@@ -243,6 +246,9 @@ class _ThreadsChannel:
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         return self.submit(call, deadline).wait(deadline)
+
+    def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
+        return None
 
     def submit(self, call: Call, deadline: Deadline) -> RunningCall:
         return self._shared.submit(_MemberCall(self._shared, self.spec.member_index, call, deadline))

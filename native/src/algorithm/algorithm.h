@@ -32,6 +32,8 @@ void direct_scatter(Group& group, const Call& call);
 void ring_allreduce(Group& group, const Call& call);
 void ring_allgather(Group& group, const Call& call);
 void ring_reduce_scatter(Group& group, const Call& call);
+// Gathers chunks in place: `starts` are the elements at which they begin, and the end of the last.
+void ring_allgather_in_place(Group& group, const Call& call, char* data, std::vector<uint64_t> starts);
 // Among some of the members, at least two; members[position] is this one.
 void ring_allreduce_among(Group& group, const std::vector<uint32_t>& members, uint32_t position,
                           const ReduceParams& params, const PartialArrays& arrays, uint64_t count);
@@ -63,5 +65,7 @@ void binomial_tree_scatter(Group& group, const Call& call);
 
 // pairwise_exchange.cc
 void pairwise_exchange_alltoall(Group& group, const Call& call);
+void pairwise_exchange_reduce_scatter(Group& group, const Call& call);
+void pairwise_exchange_allreduce(Group& group, const Call& call);
 
 }  // namespace ronde

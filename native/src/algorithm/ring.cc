@@ -201,8 +201,12 @@ void ring_allgather(Group& group, const Call& call) {
   char* out = static_cast<char*>(call.spans[0].output);
   uint32_t me = group.topology.member_index;
   if (call.counts[me] > 0) std::memmove(out + starts[me] * width, call.spans[0].input, call.counts[me] * width);
-  PartialArrays arrays{nullptr, Form::kResult, nullptr, out};
-  RingRun run(group, group.all_members(), me, call.reduce_params, arrays, std::move(starts));
+  ring_allgather_in_place(group, call, out, std::move(starts));
+}
+
+void ring_allgather_in_place(Group& group, const Call& call, char* data, std::vector<uint64_t> starts) {
+  PartialArrays arrays{nullptr, Form::kResult, nullptr, data};
+  RingRun run(group, group.all_members(), group.topology.member_index, call.reduce_params, arrays, std::move(starts));
   run.run(0, group.topology.size - 1);
 }
 

@@ -70,6 +70,7 @@ void SharedSegment::compute_offsets(const Topology& topology) {
   results_ = append_area(&end_, 2, slot_bytes_);
   fifos_ = append_area(&end_, uint64_t(2) * num_local_ * num_local_, sizeof(ByteFifo));
   buckets_ = append_area(&end_, bucket_bytes_ > 0 ? num_local_ : 0, member_bucket_bytes_);
+  ready_log_ = append_area(&end_, 1, ReadyLog::bytes(topology));
 }
 
 SharedSegment::SharedSegment(const Topology& topology, int descriptor) {

@@ -2,7 +2,7 @@
 // the call header of each member, staging slots, byte FIFOs and buckets.
 //
 //   control | state of each local member | headers of all members | slots [local][2] | results [2] |
-//   fifos [use][from][to] | buckets [local][2]
+//   fifos [use][from][to] | buckets [local][2] | ready log
 //
 // The file is sparse: memory that is never touched costs nothing.
 #pragma once
@@ -12,6 +12,7 @@
 
 #include "base/error.h"
 #include "call.h"
+#include "link/ready_log.h"
 #include "topology.h"
 
 namespace ronde {
@@ -79,6 +80,7 @@ class SharedSegment {
   char* bucket(uint32_t local, uint32_t area) const {
     return base_ + buckets_ + local * member_bucket_bytes_ + area * bucket_bytes_;
   }
+  ReadyLog ready_log(const Topology& topology) const { return {topology, base_ + ready_log_}; }
 
   // Records the error unless another abort came first, and wakes all waiters.
   void abort(const CallError& error);
@@ -95,7 +97,8 @@ class SharedSegment {
   uint64_t mapped_bytes_ = 0;
   uint32_t num_local_ = 0;
   uint64_t slot_bytes_ = 0, bucket_bytes_ = 0, member_bucket_bytes_ = 0;
-  uint64_t member_states_ = 0, headers_ = 0, slots_ = 0, results_ = 0, fifos_ = 0, buckets_ = 0, end_ = 0;  // offsets
+  uint64_t member_states_ = 0, headers_ = 0, slots_ = 0, results_ = 0, fifos_ = 0, buckets_ = 0, ready_log_ = 0,
+           end_ = 0;  // offsets
 };
 
 }  // namespace ronde

@@ -16,9 +16,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ronde.comm.backends.base import (
+    AnnouncingChannel,
     BackendChannel,
     CallTiming,
     CurrentCall,
@@ -27,18 +28,28 @@ from ronde.comm.backends.base import (
     reentry_error,
     this_thread,
 )
+from ronde.comm.buffers import Array
 from ronde.comm.call import Call, Signature
 from ronde.errors import PeerLost, RondeError
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.events import OperationFailed
 from ronde.observe.recorder import Recorder
-from ronde.observe.stragglers import ArrivalSampler, BlockedIntervals
-from ronde.types import Deadline, OperationKind
+from ronde.observe.stragglers import MIN_BLOCKED_NS, ArrivalSampler, BlockedIntervals
+from ronde.observe.timeline import NegotiationSlice
+from ronde.types import Deadline, Op, OperationKind
 
 POINT_TO_POINT = (OperationKind.SEND, OperationKind.RECEIVE)
 NO_SEQUENCE = -1
 SEQUENCE_EPOCH = 1 << 32
 """Numbers continue at a multiple of this after a join: while some members have joined, only the others count."""
+
+
+class AnnouncedOperation(NamedTuple):
+    """An operation that this rank has announced in shared memory."""
+
+    signature: Signature
+    name: str
+    announced_ns: int
 
 
 class Channel:
@@ -67,6 +78,27 @@ class Channel:
         self._sequence_epoch = 0
         self._next_sequence = itertools.count().__next__
         self._blocked_intervals = BlockedIntervals()
+        self._allreduce_cache = backend_channel.make_allreduce_cache(
+            operation_timeout_s,
+            self.record_failure,
+            recorder=recorder,
+            running_calls=self._running_calls,
+            next_sequence=self._next_sequence,
+            sampler=self.arrival_sampler,
+        )
+        self.run_cached_allreduce: Callable[..., Any] | None = None
+        """Runs an allreduce of an array that cache_allreduce() was called for: (x, out, op, prescale, postscale).
+        Returns None if it has to be done in the usual way."""
+        if self._allreduce_cache is not None:
+            self.run_cached_allreduce = self._allreduce_cache.run
+            recorder.add_counts(group, "allreduce", self._allreduce_cache.counts)
+
+    def cache_allreduce(self, x: Array, op: str | Op, signature: Signature) -> None:
+        """From now on run_cached_allreduce() can run this allreduce, on any array like x."""
+        if self._allreduce_cache is not None:
+            description = signature.description.encode(errors="replace")
+            options = (signature.prescale, signature.postscale, signature.dtype, signature.op)
+            self._allreduce_cache.add(x, op, *options, signature.hash, description)
 
     def run(self, call: Call, signature: Signature) -> None:
         """Execute a collective and wait for it. Every blocking operation comes through here, so it has to be short."""
@@ -76,7 +108,10 @@ class Channel:
         try:
             thread.operation = call.description  # as InsideOperation, which would take longer
             sequence = self._next_sequence()
-            submitted_ns = time.monotonic_ns() if self._running_calls else 0
+            submitted_ns = 0
+            if self._running_calls:
+                submitted_ns = time.monotonic_ns()
+                self._reap_completed()  # so that the next allreduce can be run_cached_allreduce()
             timing = self._run(call, Deadline(self._operation_timeout_s))
             start_ns, ready_ns = timing.start_ns, timing.ready_ns
             self._record(signature.label, "", self.group, signature.num_bytes, start_ns, ready_ns, timing.end_ns)
@@ -119,6 +154,8 @@ class Channel:
                 self._sequence_epoch += SEQUENCE_EPOCH
                 self._next_sequence = itertools.count(self._sequence_epoch).__next__
                 self.arrival_sampler.skip_to(self._sequence_epoch)
+                if self._allreduce_cache is not None:
+                    self._allreduce_cache.restart(self._next_sequence)
             elif call.kind not in POINT_TO_POINT:
                 sequence = self._next_sequence()
             deadline = Deadline(self._operation_timeout_s if timeout_s is None else timeout_s)
@@ -165,10 +202,12 @@ class Channel:
                 return
             self._closed = True
         self.backend_channel.close(why)
+        self._close_allreduce_cache()
         self._running_calls.clear()
 
     def refuse_in_child(self, error: RondeError) -> None:
         """This process is a forked child: everything raises the error, and nothing reaches the backend."""
+        self._close_allreduce_cache()
 
         def refuse(call: Call, deadline: Deadline) -> NoReturn:
             raise error
@@ -179,6 +218,10 @@ class Channel:
         for running_call in self._running_calls:
             running_call.fail_in_child(error)
         self._running_calls.clear()
+
+    def _close_allreduce_cache(self) -> None:
+        if self._allreduce_cache is not None:
+            self._allreduce_cache.close()
 
     def record_failure(self, op: str, error: BaseException) -> None:
         rank = self._recorder.rank
@@ -227,6 +270,142 @@ class Channel:
                     running_call = running_calls.popleft()
                 except IndexError:  # a signal handler or another thread has closed the channel
                     return
+            try:
+                running_call.wait(Deadline(0.0))
+            except (RondeError, ValueError, TypeError):
+                pass  # recorded, and raised again for those who wait
+
+
+class AnnouncedChannel(Channel):
+    """A channel of operations with names that the members announce among themselves, under ids on which they have
+    agreed. They run in the order in which they become ready."""
+
+    def __init__(
+        self,
+        backend_channel: AnnouncingChannel,
+        group: int,
+        recorder: Recorder,
+        operation_timeout_s: float,
+        *,
+        sample_arrivals: bool = False,
+    ) -> None:
+        super().__init__(backend_channel, group, recorder, operation_timeout_s, sample_arrivals=sample_arrivals)
+        self.agree = backend_channel.agree
+        self._announcing_channel = backend_channel
+        self._announced: dict[int, RunningCall] = {}
+        """By id, the calls that were announced and whose end nobody has seen."""
+
+    def run_announced(
+        self,
+        id: int,
+        call: Call,
+        operation: AnnouncedOperation,
+        deadline: Deadline,
+        go_on: Callable[[RunningCall], None],
+    ) -> bool:
+        """Announce a call, wait for it and record it, as AnnouncingChannel.run_announced. Returns False if the call
+        goes on: then go_on() has got it, and gives it to keep()."""
+        if self._announced:
+            self._reap_announced(id)
+        timing = self._announcing_channel.run_announced(id, call, deadline, go_on)
+        if timing is None:
+            return False
+        self._record_operation(operation, timing)
+        announced_ns, start_ns, sequence = operation.announced_ns, timing.start_ns, timing.sequence
+        if start_ns - announced_ns >= MIN_BLOCKED_NS:  # the caller was blocked before the start, too
+            self._recorder.record_overlap(announced_ns - start_ns, 0)
+        sampler, waited_ns = self.arrival_sampler, timing.ready_ns - timing.arrived_ns
+        if sequence >= sampler.next_sequence or (waited_ns >= sampler.long_wait_ns and sequence != NO_SEQUENCE):
+            sampler.add(sequence, timing.arrived_ns, waited_ns, waited_ns)
+        return True
+
+    def announce(self, id: int, call: Call, operation: AnnouncedOperation, on_done: Callable[[], None]) -> RunningCall:
+        """Announce a call, as AnnouncingChannel.announce, and keep it."""
+        self._reap_announced(id)
+        running_call = self._announcing_channel.announce(id, call, self._operation_timeout_s)
+        self.keep(id, running_call, operation, on_done)
+        return running_call
+
+    def keep(
+        self, id: int, running_call: RunningCall, operation: AnnouncedOperation, on_done: Callable[[], None]
+    ) -> None:
+        """Keep an announced call until its end. Then the operation is recorded and on_done is called, in the thread
+        that sees it."""
+        running_call.on_wait = self._blocked_intervals.add
+        assert running_call.call is not None
+        running_call.on_end = functools.partial(self._record_announced_end, id, running_call.call, operation, on_done)
+        self._announced[id] = running_call
+
+    def revoke(self, id: int) -> bool:
+        """The id stands for nothing any more. Returns whether a call that was announced here was taken back."""
+        withdrawn = self._announcing_channel.revoke(id)
+        if withdrawn:
+            self._announced.pop(id, None)
+        return withdrawn
+
+    def not_announced(self, id: int) -> tuple[int, ...]:
+        """The ranks that have not announced the id."""
+        return tuple([self.members[index] for index in self._announcing_channel.not_announced(id)])
+
+    def blocked_operation(self) -> CurrentOperation | None:
+        return None  # NamedOperations knows who waits for which call
+
+    def close(self, why: str = "") -> None:
+        super().close(why)
+        self._announced.clear()
+
+    def refuse_in_child(self, error: RondeError) -> None:
+        super().refuse_in_child(error)
+        for running_call in self._announced.values():
+            running_call.fail_in_child(error)
+        self._announced.clear()
+
+    def _record_operation(self, operation: AnnouncedOperation, timing: CallTiming) -> None:
+        signature, name, announced_ns = operation
+        start_ns = timing.start_ns
+        if self._recorder.tracing:
+            negotiated = NegotiationSlice(signature.label, name, self.group, announced_ns, start_ns)
+            self._recorder.record_batch_start(start_ns if timing.sequence != NO_SEQUENCE else None, (negotiated,))
+        self._record(signature.label, name, self.group, signature.num_bytes, start_ns, timing.ready_ns, timing.end_ns)
+
+    def _record_announced_end(
+        self,
+        id: int,
+        call: Call,
+        operation: AnnouncedOperation,
+        on_done: Callable[[], None],
+        outcome: CallTiming | Exception,
+    ) -> None:
+        """As _record_end. Of calls that were fused, one is recorded with the time in which a caller was blocked."""
+        kept = self._announced.get(id)
+        if kept is not None and kept.call is call:
+            self._announced.pop(id, None)
+        if isinstance(outcome, CallTiming):
+            self._record_operation(operation, outcome)
+            waited_ns = moved_ns = 0
+            arrived_ns, ready_ns = outcome.arrived_ns, outcome.ready_ns
+            if outcome.sequence != NO_SEQUENCE:
+                waited_ns = self._blocked_intervals.blocked_ns_between(arrived_ns, ready_ns)
+                moved_ns = self._blocked_intervals.blocked_ns_between(ready_ns, outcome.end_ns)
+                self.arrival_sampler.add(outcome.sequence, arrived_ns, ready_ns - arrived_ns, waited_ns)
+            self._recorder.record_overlap(ready_ns - outcome.start_ns - waited_ns, outcome.end_ns - ready_ns - moved_ns)
+        else:
+            self.record_failure(call.description, outcome)
+        on_done()
+
+    def _reap_announced(self, id: int) -> None:
+        """Record calls that have ended and that nobody has waited for: the one that was announced under this id before,
+        and the oldest. If the oldest goes on, it becomes the youngest, so all of them get their turn."""
+        with self._lock:
+            ended = [self._announced.pop(id)] if id in self._announced else []
+            if self._announced:
+                oldest = next(iter(self._announced))
+                running_call = self._announced.pop(oldest)
+                if running_call.done():
+                    ended.append(running_call)
+                else:
+                    self._announced[oldest] = running_call
+        for running_call in ended:
             try:
                 running_call.wait(Deadline(0.0))
             except (RondeError, ValueError, TypeError):

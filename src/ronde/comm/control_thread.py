@@ -41,6 +41,7 @@ from ronde.net.messages import (
     RankHeartbeatReply,
     RankLost,
     RanksLost,
+    RevokeSharedIds,
     RunOperations,
     SetTracing,
     StackReply,
@@ -129,12 +130,15 @@ class ControlThread:
         self._stopping = False
         self._closes_connections = False
         self._leave_confirmed = threading.Event()
+        self._has_left = False
+        """Whether the coordinator was told over the liveness connection that this rank cannot go on."""
         self._replies: list[GroupsChanged | TimelineReply] = []
         """Answers that the threads in _wait_for_reply() have not taken yet; under the lock of `waits`."""
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
             RunOperations: self._on_run_operations,
             OperationRejected: self._on_rejected,
             UnknownOperationId: self._on_unknown_id,
+            RevokeSharedIds: self._on_revoke_shared_ids,
             MissingRanks: self._on_missing_ranks,
             RankLost: lambda lost: self._on_rank_lost(lost.rank, lost.reason),
             RanksLost: self._on_ranks_lost,
@@ -184,6 +188,8 @@ class ControlThread:
 
     def leave(self, message: LeaveRound, deadline: Deadline) -> None:
         """Leave the round. If it is orderly, wait until the coordinator has confirmed it."""
+        if self._has_left:
+            return
         self._enqueue(message)
         if message.reason.is_orderly and self._open_channels.closed_error is None:
             self._leave_confirmed.wait(deadline.remaining_s)
@@ -265,7 +271,8 @@ class ControlThread:
     def _check_stalls(self) -> None:
         if self._stall_s:
             now_ns = time.monotonic_ns()
-            for waiting in self._stall_inspector.overdue(self._open_channels.channels, now_ns, self._offset_ns):
+            channels, named = self._open_channels.channels, self._open_channels.named_operations.values()
+            for waiting in self._stall_inspector.overdue(channels, now_ns, self._offset_ns, tuple(named)):
                 self._control.send(waiting)
             self._loop.call_later(self._stall_s / CHECKS_PER_STALL_TIME, self._check_stalls)
 
@@ -306,8 +313,9 @@ class ControlThread:
 
     def _send_activity(self) -> None:
         if self._report_activity:
-            channels = self._open_channels.channels
-            self._control.send(make_activity_report(self._recorder, channels, self.waits, self._offset_ns))
+            channels, named = self._open_channels.channels, self._open_channels.named_operations.values()
+            report = make_activity_report(self._recorder, channels, (self.waits, *named), self._offset_ns)
+            self._control.send(report)
 
     def _on_liveness_closed(self) -> None:
         unreachable = describe_disconnect(socket_error(self._liveness_fd))
@@ -329,11 +337,12 @@ class ControlThread:
         that still exists."""
         if self._leave_confirmed.is_set():
             return
-        rank = self._recorder.rank
-        self._end_round(RoundEnded(f"rank {rank} cannot go on: {why}; check the network, and start a new round"))
         if self._liveness_fd >= 0:
+            self._has_left = True  # before the program learns of it: what it would say when it leaves says less
             self._loop.remove_reader(self._liveness_fd)
             send_and_hang_up(self._liveness_fd, encode(LeaveRound(LeaveReason.MESSAGES_LOST, why)))
+        rank = self._recorder.rank
+        self._end_round(RoundEnded(f"rank {rank} cannot go on: {why}; check the network, and start a new round"))
 
     def _end_round(self, error: RondeError) -> None:
         self._open_channels.abort_all(error)
@@ -357,6 +366,11 @@ class ControlThread:
             request = named.resend_in_full(unknown.id)
             if request is not None:
                 self._control.send(AnnounceOperations(new=(request,)))
+
+    def _on_revoke_shared_ids(self, revoked: RevokeSharedIds) -> None:
+        named = self._open_channels.named_operations.get(revoked.group)
+        if named is not None:
+            named.revoke_shared(revoked.ids)
 
     def _on_missing_ranks(self, missing: MissingRanks) -> None:
         named = self._open_channels.named_operations.get(missing.group)

@@ -2,7 +2,9 @@
 here; the control thread starts, rejects and aborts them as the coordinator says.
 
 A name can be used again when its operation is over. What was announced once in full is announced by its id from then
-on, as long as it is the same.
+on, as long as it is the same. If all members are on one host, an operation that has run twice alike gets a shared id:
+then it is announced in their shared memory, on a channel of its own, and the coordinator learns nothing of it. It takes
+the shared id back when it is needed again (RevokeSharedIds).
 """
 
 from __future__ import annotations
@@ -11,69 +13,114 @@ import functools
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Sequence
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from ronde.comm.backends.base import Backend, ChannelSpec, InsideOperation, RunningCall
+from ronde.comm.backends.base import (
+    Backend,
+    CallWithdrawn,
+    ChannelSpec,
+    IdNotAgreed,
+    InsideOperation,
+    RunningCall,
+    reentry_error,
+    this_thread,
+)
 from ronde.comm.backends.single_rank import SingleRankBackend
 from ronde.comm.buffers import address_of
-from ronde.comm.call import CallOptions, Signature, Span, get_signature
-from ronde.comm.channel import Channel
+from ronde.comm.call import Call, CallOptions, Signature, Span, get_signature
+from ronde.comm.channel import AnnouncedChannel, AnnouncedOperation, Channel
 from ronde.comm.work import AllreduceWork, BatchStart, NegotiationWaits, Work
 from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.messages import AgreedOperation, OperationRequest
+from ronde.observe.activity import CurrentOperation
 from ronde.observe.events import ChannelClosed, ChannelOpened
 from ronde.observe.recorder import Recorder
 from ronde.observe.timeline import NegotiationSlice
 from ronde.settings import Settings
 from ronde.types import Deadline, DType, Op, OperationKind
 
+_Opened = TypeVar("_Opened")
+
 MAX_CACHED_REQUESTS = 65_536
 """Names that are remembered for announcing by id."""
 
 
-class NamedOperations:
-    """The named operations of one group. announce() and abort() are for any thread, the rest for the control thread."""
+class CachedRequest(NamedTuple):
+    """What the members agreed on when a name ran last."""
 
-    def __init__(self, group: int, channel: Channel, waits: NegotiationWaits) -> None:
+    id: int
+    """The coordinator's id of the request with this signature and these splits."""
+    signature: Signature
+    splits: tuple[int, ...] | None
+    row_counts: tuple[int, ...] | None
+    shared_id: int
+    """Under which it is announced in shared memory; -1 if it is not."""
+    description: str
+    """Of its call, the same object each time."""
+
+
+class NamedOperations:
+    """The named operations of one group. announce(), run(), the reports on what waits, and abort() are for any thread,
+    the rest for the control thread."""
+
+    def __init__(
+        self,
+        group: int,
+        channel: Channel,
+        waits: NegotiationWaits,
+        announced_channel: AnnouncedChannel | None = None,
+    ) -> None:
         self.group = group
         self.channel = channel
+        self.announced_channel = announced_channel
+        """For what is announced in shared memory; None if the members share none."""
         self._waits = waits
         self._closed_error: RondeError | None = None
         """Why nothing can be announced any more."""
         self._works: dict[str, Work] = {}
-        self._cached_requests: dict[str, tuple[int, Signature, tuple[int, ...] | None]] = {}
-        """By name: the id that stands for the request with this signature and these splits."""
+        self._cached_requests: dict[str, CachedRequest] = {}
+        """By name."""
+        self._shared_names: dict[int, str] = {}
+        """By shared id."""
         self._announced_by_id: dict[int, Work] = {}
         """By id, the works that were announced by it and have not been answered."""
         self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
 
+    @property
+    def channels(self) -> tuple[Channel, ...]:
+        return (self.channel,) if self.announced_channel is None else (self.channel, self.announced_channel)
+
     def announce(self, work: Work, timeout_s: float) -> None:
-        """Announce that this rank is ready for the operation: by its id, if that stands for the same request, else in
-        full. The name is taken until the operation has ended."""
+        """Announce that this rank is ready for the operation: in shared memory or by its id, if these stand for the
+        same request, else in full. The name is taken until the operation has ended."""
         work.group, work.waits, work.timeout_s = self.group, self._waits, timeout_s
-        if self._waits.recorder.tracing:
-            work.announced_ns = time.monotonic_ns()
-        name = work.name
         with InsideOperation(work.describe()), self._lock:
-            if self._closed_error is not None:
-                raise self._closed_error
-            before = self._works.get(name)
-            if before is not None and not before.done():
-                raise ValueError(
-                    f"{before.describe()} is still under way on this rank; wait for it, or choose another name"
-                )
-            self._works[name] = work
-            cached = self._cached_requests.get(name)
-            if cached is not None and cached[1] is work.signature and cached[2] == work.splits:
-                request: int | OperationRequest = cached[0]
-                self._announced_by_id[cached[0]] = work
+            self._add(work)
+            cached = self._cached_requests.get(work.name)
+            if cached is None or cached.signature is not work.signature or cached.splits != work.splits:
+                request: int | OperationRequest = self._make_request(work)
+            elif cached.shared_id >= 0 and self._announce_shared(work, cached):
+                return
             else:
-                request = self._make_request(work)
-        if self._closed_error is not None:  # since the first look, by a signal handler
-            raise self._closed_error
-        self._waits.enqueue(request)
+                request = cached.id
+                self._announced_by_id[cached.id] = work
+        self._enqueue(work, request)
+
+    def run(self, work: Work, timeout_s: float) -> Any:
+        """Announce the operation and return its result, as work.wait() does."""
+        cached = self._cached_requests.get(work.name)
+        if (
+            cached is None
+            or cached.shared_id < 0
+            or cached.signature is not work.signature
+            or cached.splits != work.splits
+        ):
+            self.announce(work, timeout_s)
+            return work.wait()
+        return self._run_shared(work, cached, Deadline(timeout_s))
 
     def resend_in_full(self, id: int) -> OperationRequest | None:
         """Return the request in full that was announced by an id which the coordinator does not know any more; None if
@@ -98,7 +145,7 @@ class NamedOperations:
                     operations.append(_zeros_for_joined(item.request))
                 else:
                     work = self._works[item.name]
-                    self._cache_request(work, item.id)
+                    self._cache_request(work, item)
                     works.append(work)
                     operations.append(work)
         recorder, at_ns = self._waits.recorder, batch_start.at_ns
@@ -130,7 +177,7 @@ class NamedOperations:
         """End the operation with this error, because the members do not agree on it."""
         cached = self._cached_requests.pop(name, None)
         if cached is not None:
-            self._announced_by_id.pop(cached[0], None)  # the coordinator has forgotten the id, too
+            self._announced_by_id.pop(cached.id, None)  # the coordinator has forgotten the id, too
         work = self._works.get(name)
         if work is not None:
             self.channel.record_failure(work.describe(), error)
@@ -141,7 +188,10 @@ class NamedOperations:
         with self._lock:
             self._closed_error = self._closed_error or error
             works = list(self._works.values())
-        self._fail_works([work for work in works if not work.is_started], error)
+            for work in works:
+                if work.shared_id >= 0:
+                    self._withdraw(work)
+        self._fail_works([work for work in works if not work.is_started and work.shared_id < 0], error)
 
     def refuse_in_child(self, error: RondeError) -> None:
         """This process is a forked child: nothing can be announced."""
@@ -179,12 +229,162 @@ class NamedOperations:
             splits=work.splits,
         )
 
-    def _cache_request(self, work: Work, id: int) -> None:
-        if self._announced_by_id.pop(id, None) is work or not id:
+    def _cache_request(self, work: Work, agreed: AgreedOperation) -> None:
+        id, shared_id = agreed.id, agreed.shared_id if self.announced_channel is not None else -1
+        if not id or (self._announced_by_id.pop(id, None) is work and shared_id < 0):
             return  # it was announced by this id
         if len(self._cached_requests) >= MAX_CACHED_REQUESTS:
             self._cached_requests.clear()
-        self._cached_requests[work.name] = (id, work.signature, work.splits)
+        signature, name = work.signature, work.name
+        if self.announced_channel is not None and shared_id >= 0:
+            self.announced_channel.agree(shared_id, signature.hash)
+            self._shared_names[shared_id] = name
+        description = f"{name!r}: {signature.description}"
+        self._cached_requests[name] = CachedRequest(
+            id, signature, work.splits, agreed.row_counts, shared_id, description
+        )
+
+    # --- in shared memory --------------------------------------------------------------------------------------------
+
+    def revoke_shared(self, ids: Sequence[int]) -> None:
+        """Announce these operations through the coordinator from now on, also what was announced in shared memory and
+        has not run."""
+        withdrawn: list[OperationRequest] = []
+        with self._lock:
+            for id in ids:
+                name = self._shared_names.pop(id, "")
+                cached = self._cached_requests.get(name)
+                if cached is not None and cached.shared_id == id:
+                    self._cached_requests[name] = cached._replace(shared_id=-1)
+                work = self._works.get(name)
+                if work is not None and work.shared_id == id and self._withdraw(work):
+                    withdrawn.append(self._make_request(work))
+                elif self.announced_channel is not None:
+                    self.announced_channel.revoke(id)
+        for request in withdrawn:
+            self._waits.enqueue(request)
+
+    def late_operations(self, until_ns: int) -> list[tuple[str, int, tuple[int, ...]]]:
+        """What was announced in shared memory until then and still waits for other ranks: a description, when it was
+        announced, and these ranks."""
+        found = []
+        for work in self._shared_works():
+            if work.announced_ns <= until_ns:
+                missing = self._missing(work)
+                if missing:
+                    found.append((work.describe_request(), work.announced_ns, missing))
+        return found
+
+    def blocked_operation(self) -> CurrentOperation | None:
+        """The operation announced in shared memory that a caller has waited for longest, if one does."""
+        waiting = [(work.waiting_since_ns, work) for work in self._shared_works() if work.waiting_since_ns]
+        if not waiting or self.announced_channel is None:
+            return None
+        since_ns, work = min(waiting, key=lambda item: item[0])
+        missing = self._missing(work)
+        if not missing:  # it runs, or others before it do
+            current = self.announced_channel.current_call()
+            missing = tuple(self.channel.members[index] for index in current.missing) if current is not None else ()
+        return CurrentOperation(work.describe(), since_ns, missing, bool(missing))
+
+    def _shared_works(self) -> list[Work]:
+        with self._lock:
+            return [work for work in self._works.values() if work.shared_id >= 0 and not work.done()]
+
+    def _missing(self, work: Work) -> tuple[int, ...]:
+        """The ranks that have not announced the work in shared memory; empty if it runs, or is over."""
+        channel, rank = self.announced_channel, self._waits.recorder.rank
+        missing = channel.not_announced(work.shared_id) if channel is not None and work.shared_id >= 0 else ()
+        return () if rank in missing else missing
+
+    def _announce_shared(self, work: Work, cached: CachedRequest) -> bool:
+        """Announce the work in shared memory. Returns False if the id was revoked. The caller holds the lock."""
+        assert self.announced_channel is not None
+        call, operation = self._make_shared_call(work, cached)
+        try:
+            on_done = functools.partial(self._release_names, (work,))
+            running_call = self.announced_channel.announce(cached.shared_id, call, operation, on_done)
+        except IdNotAgreed:
+            return False
+        work.shared_id = cached.shared_id
+        work.started_on((running_call,))
+        return True
+
+    def _run_shared(self, work: Work, cached: CachedRequest, deadline: Deadline) -> Any:
+        """Announce the work in shared memory and wait for it."""
+        assert self.announced_channel is not None
+        work.group, work.waits, work.timeout_s = self.group, self._waits, deadline.timeout_s
+        thread = this_thread
+        if thread.operation:
+            raise reentry_error(work.describe())
+        call, operation = self._make_shared_call(work, cached)
+        go_on = functools.partial(self._go_on, work, operation)
+        try:
+            thread.operation = cached.description  # as InsideOperation, which would take longer
+            with self._lock:
+                self._add(work)
+                work.shared_id, work.waiting_since_ns = cached.shared_id, operation.announced_ns
+            if self.announced_channel.run_announced(cached.shared_id, call, operation, deadline, go_on):
+                self._release_names((work,))
+                return work.succeed()
+        except IdNotAgreed:
+            work.shared_id = -1
+            self._enqueue(work, self._make_request(work))
+        except CallWithdrawn:
+            pass  # and announced through the coordinator, by revoke_shared()
+        except (RondeError, ValueError, TypeError) as error:
+            if self._works.get(work.name) is work:
+                self.announced_channel.record_failure(call.description, error)
+                self._fail_works([work], error)
+            raise
+        finally:
+            work.waiting_since_ns = 0
+            thread.operation = ""
+        return work.wait_until(deadline)
+
+    def _go_on(self, work: Work, operation: AnnouncedOperation, running_call: RunningCall) -> None:
+        """The wait for a work has ended, and not the work."""
+        assert self.announced_channel is not None
+        with self._lock:
+            if work.shared_id >= 0:  # else the call was withdrawn since
+                on_done = functools.partial(self._release_names, (work,))
+                self.announced_channel.keep(work.shared_id, running_call, operation, on_done)
+                work.started_on((running_call,))
+
+    def _withdraw(self, work: Work) -> bool:
+        """Take back a work that was announced in shared memory. Returns False if it runs. The caller holds the lock."""
+        assert self.announced_channel is not None
+        if not self.announced_channel.revoke(work.shared_id):
+            return False
+        with self._waits.condition:
+            work.withdrawn()
+        return True
+
+    def _make_shared_call(self, work: Work, cached: CachedRequest) -> tuple[Call, AnnouncedOperation]:
+        [call] = work.make_calls(cached.row_counts, cached.description)
+        work.find_missing = self._missing
+        work.announced_ns = time.monotonic_ns()
+        return call, AnnouncedOperation(work.signature, work.name, work.announced_ns)
+
+    # --- names -------------------------------------------------------------------------------------------------------
+
+    def _add(self, work: Work) -> None:
+        """Take the name. The caller holds the lock."""
+        if self._closed_error is not None:
+            raise self._closed_error
+        before = self._works.get(work.name)
+        if before is not None and not before.done():
+            raise ValueError(
+                f"{before.describe()} is still under way on this rank; wait for it, or choose another name"
+            )
+        self._works[work.name] = work
+
+    def _enqueue(self, work: Work, request: int | OperationRequest) -> None:
+        if self._closed_error is not None:  # since _add(), by a signal handler
+            raise self._closed_error
+        if self._waits.recorder.tracing:
+            work.announced_ns = time.monotonic_ns()
+        self._waits.enqueue(request)
 
     def _fail_works(self, works: list[Work], error: Exception) -> None:
         with self._waits.condition:
@@ -243,34 +443,53 @@ class OpenChannels:
         self, group: int, suffix: str, members: tuple[int, ...], *, bucket_bytes: int = 0, point_to_point: bool = False
     ) -> Channel:
         """Open a channel together with the other members."""
+        spec = self._make_spec(group, suffix, members, bucket_bytes=bucket_bytes, point_to_point=point_to_point)
+        opened = self._open(spec, self._backend_for(members).open_channel)
+        channel = Channel(
+            opened, group, self._recorder, self.operation_timeout_s, sample_arrivals=self._sample_arrivals
+        )
+        self._add_opened(channel, spec)
+        return channel
+
+    def open_announced(self, group: int, members: tuple[int, ...]) -> AnnouncedChannel | None:
+        """Open the channel of a group's operations that are announced in shared memory, together with the other
+        members; None, on all of them, if they share none."""
+        spec = self._make_spec(group, "announced", members)
+        opened = self._open(spec, self._backend_for(members).open_announcing_channel)
+        if opened is None:
+            return None
+        channel = AnnouncedChannel(
+            opened, group, self._recorder, self.operation_timeout_s, sample_arrivals=self._sample_arrivals
+        )
+        self._add_opened(channel, spec)
+        return channel
+
+    def _backend_for(self, members: tuple[int, ...]) -> Backend:
+        return SingleRankBackend() if len(members) == 1 else self._backend
+
+    def _make_spec(self, group: int, suffix: str, members: tuple[int, ...], **options: Any) -> ChannelSpec:
+        index = members.index(self._rank)
+        return ChannelSpec(id=f"{group}.{suffix}", members=members, member_index=index, **options)
+
+    def _open(self, spec: ChannelSpec, open: Callable[[ChannelSpec, Deadline], _Opened]) -> _Opened:
         if self.closed_error is not None:
             raise self.closed_error
-        spec = ChannelSpec(
-            id=f"{group}.{suffix}",
-            members=members,
-            member_index=members.index(self._rank),
-            bucket_bytes=bucket_bytes,
-            point_to_point=point_to_point,
-        )
-        backend = SingleRankBackend() if len(members) == 1 else self._backend
         self._opening.append(None)
         try:
             with InsideOperation(f"opening channel {spec.id}"):
-                opened = backend.open_channel(spec, Deadline(self.open_timeout_s))
+                return open(spec, Deadline(self.open_timeout_s))
         except RondeError as error:
             raise (self.closed_error or error) from None
         finally:
             self._opening.pop()
-        channel = Channel(
-            opened, group, self._recorder, self.operation_timeout_s, sample_arrivals=self._sample_arrivals
-        )
+
+    def _add_opened(self, channel: Channel, spec: ChannelSpec) -> None:
         self.add(channel)
         if self._shut:  # meanwhile, by another thread or a signal handler, which did not know this channel
             self.close(channel)
             raise self.closed_error or RoundEnded(f"channel {spec.id} is closed")
-        at_ns = time.monotonic_ns()
-        self._recorder.record_event(ChannelOpened(at_ns=at_ns, rank=self._rank, channel=spec.id, members=members))
-        return channel
+        event = ChannelOpened(at_ns=time.monotonic_ns(), rank=self._rank, channel=spec.id, members=spec.members)
+        self._recorder.record_event(event)
 
     def close(self, channel: Channel, why: str = "") -> None:
         """Close a channel; what is under way ends with RoundEnded, for this reason. Idempotent."""

@@ -1,8 +1,9 @@
-"""What a rank reports to the coordinator by itself: trace events for the timeline, operations without a name that have
-waited too long, and its activity. Used by the control thread.
+"""What a rank reports to the coordinator by itself: trace events for the timeline, operations that have waited too long
+and that the coordinator does not know, and its activity. Used by the control thread.
 
-Named operations are checked by the coordinator, which knows who has announced them. An operation without a name is
-known to its members only: each that waits too long reports it once, and the coordinator asks the missing ranks.
+The coordinator checks what was announced to it. An operation without a name, or one that was announced in shared
+memory, is known to its members only: each that waits too long reports it once, and the coordinator asks the missing
+ranks.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from ronde.comm.channel import Channel
+from ronde.comm.named_operations import NamedOperations
 from ronde.comm.work import NegotiationWaits
 from ronde.net.event_loop import EventLoop, Timer
 from ronde.net.messages import (
@@ -71,14 +73,21 @@ class TraceSender:
 
 
 class ChannelStallInspector:
-    """Finds operations that have waited too long in their channel. It costs the operations nothing."""
+    """Finds operations that have waited too long in their channel, or for ranks that have not announced them in shared
+    memory. It costs the operations nothing."""
 
     def __init__(self, stall_s: float) -> None:
         self._stall_ns = int(stall_s * 1e9)
-        self._reported: dict[int, int] = {}
-        """By channel: when the last operation that was reported had started."""
+        self._reported: dict[tuple[int, str], int] = {}
+        """By channel, or by group and named operation: when the last one that was reported had started."""
 
-    def overdue(self, channels: Sequence[Channel], now_ns: int, offset_ns: int = 0) -> list[WaitingTooLong]:
+    def overdue(
+        self,
+        channels: Sequence[Channel],
+        now_ns: int,
+        offset_ns: int = 0,
+        named_operations: Sequence[NamedOperations] = (),
+    ) -> list[WaitingTooLong]:
         """Return the operations that became late since the last check. `offset_ns` leads to the coordinator's clock."""
         found, before, self._reported = [], self._reported, {}
         for channel in channels:
@@ -87,22 +96,33 @@ class ChannelStallInspector:
                 continue  # who has joined waits for nothing that is late
             if now_ns - current.since_ns < self._stall_ns:
                 continue
-            self._reported[id(channel)] = current.since_ns
-            if before.get(id(channel)) != current.since_ns:
+            key = (id(channel), "")
+            self._reported[key] = current.since_ns
+            if before.get(key) != current.since_ns:
                 missing = tuple(channel.members[index] for index in current.missing)
                 call = f"{channel.backend_channel.spec.id} {current.sequence}" if current.sequence >= 0 else ""
                 since_ns = current.since_ns + offset_ns
                 found.append(WaitingTooLong(current.description, channel.group, since_ns, missing, call))
+        for named in named_operations:
+            for op, since_ns, missing in named.late_operations(now_ns - self._stall_ns):
+                key = (id(named), op)
+                self._reported[key] = since_ns
+                if before.get(key) != since_ns:
+                    present = tuple([rank for rank in named.channel.members if rank not in missing])
+                    found.append(WaitingTooLong(op, named.group, since_ns + offset_ns, missing, present=present))
         return found
 
 
 def make_activity_report(
-    recorder: Recorder, channels: Sequence[Channel], waits: NegotiationWaits, offset_ns: int
+    recorder: Recorder,
+    channels: Sequence[Channel],
+    waits: Sequence[NegotiationWaits | NamedOperations],
+    offset_ns: int,
 ) -> ActivityReport:
     """Return the rank's totals so far, the operation in which a thread of the user has been blocked longest, and the
     arrivals since the last call. `offset_ns` leads to the coordinator's clock."""
     now_ns = time.monotonic_ns()
-    blocked = [waits.blocked_operation(), *(channel.blocked_operation() for channel in channels)]
+    blocked = [each.blocked_operation() for each in (*waits, *channels)]
     current = min((each for each in blocked if each is not None), key=lambda each: each.since_ns, default=None)
     if current is not None:
         current = msgspec.structs.replace(current, since_ns=min(current.since_ns, now_ns) + offset_ns)

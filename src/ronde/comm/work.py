@@ -3,9 +3,9 @@
 A work in program order gets its running calls at once. One with a name gets them when every member has announced it;
 until then its waiters are known to NegotiationWaits, which the control thread shares with all works.
 
-Where members may give different numbers of rows (allgather, alltoall), `own_rows` are those of this rank; make_calls()
-needs those of all members. They come from the coordinator for a work with a name, and from a small call ahead for one
-in program order. Memory for results is allocated only then.
+Where members may give different numbers of rows (allgather, gather, alltoall, scatter), `own_rows` are those of this
+rank; make_calls() needs those of all members (of a scatter, those of the root). They come from the coordinator for a
+work with a name, and from a small call ahead for one in program order. Memory for results is allocated only then.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from ronde.comm.backends.base import InsideOperation, RunningCall
+from ronde.comm.backends.base import CallWithdrawn, InsideOperation, RunningCall
 from ronde.comm.buffers import ReceiveBuffer, SendBuffer, address_of
 from ronde.comm.call import Call, Signature, Span
 from ronde.errors import OperationTimeout, RondeError
-from ronde.net.messages import MissingRanksQuery, OperationRequest
+from ronde.net.messages import MissingRanksQuery, OperationRequest, WorkerMessage
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import attribute_waits
 from ronde.text import format_ranks
-from ronde.types import Deadline, Op
+from ronde.types import Deadline
 
 QUERY_MISSING_BEFORE_S = 0.5
 """A wait for the start of a named operation asks for the missing ranks when so much of its time is left, or half of it.
@@ -61,18 +61,21 @@ class Work:
         "_targets",
         "announced_ns",
         "batch_start",
+        "find_missing",
         "group",
         "missing",
         "name",
+        "shared_id",
         "signature",
         "timeout_s",
+        "waiting_since_ns",
         "waits",
     )
 
     own_rows: tuple[int, ...] | None = None
     """The numbers of rows that this rank gives, when members may differ in them."""
     splits: tuple[int, ...] | None = None
-    """For alltoall, how many rows go to each member."""
+    """For alltoall, and on the root of a scatter, how many rows go to each member."""
 
     # Thousands of these are made per step, so __init__ does no more than it must.
     def __init__(
@@ -104,7 +107,13 @@ class Work:
         # Only of an operation with a name:
         self.group = 0
         self.announced_ns = 0
-        """When it was announced, if a timeline is being written."""
+        """When it was announced, in shared memory or if a timeline is being written."""
+        self.shared_id = -1
+        """Under which it is announced in shared memory, if it is."""
+        self.waiting_since_ns = 0
+        """Since when a thread waits for it, if it is announced in shared memory; 0 when none does."""
+        self.find_missing: Callable[[Work], tuple[int, ...]] | None = None
+        """Returns the ranks that have not announced it in shared memory."""
         self.missing: tuple[int, ...] = ()
         """The ranks that have not announced it, if a wait has asked."""
         self.waits: NegotiationWaits | None = None
@@ -121,8 +130,7 @@ class Work:
             if calls is not None and all([call.timing is not None for call in calls]):
                 self._succeed()  # a wait for another work of the same call has seen its end
             else:
-                with InsideOperation(f"wait() for {self.describe()}"):
-                    self._complete(Deadline(self.timeout_s if timeout_s is None else timeout_s))
+                return self.wait_until(Deadline(self.timeout_s if timeout_s is None else timeout_s))
         if self._error is not None:
             raise self._error
         return self._result
@@ -143,8 +151,9 @@ class Work:
 
     # --- for groups and named operations -----------------------------------------------------------------------------
 
-    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
-        # What a channel executes, in this order; row_counts are those of all members, in their order.
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
+        # What a channel executes, in this order; row_counts are those of all members, in their order. The description
+        # is that of the calls, if it is known.
         return self._calls
 
     def finish(self) -> Any:
@@ -152,6 +161,20 @@ class Work:
         for target in self._targets:
             if target.copy_to is not None:
                 target.copy_to[...] = target.array
+        return self._result
+
+    def wait_until(self, deadline: Deadline) -> Any:
+        # As wait().
+        if not self._done:
+            with InsideOperation(f"wait() for {self.describe()}"):
+                self._complete(deadline)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+    def succeed(self) -> Any:
+        # All calls have ended well. Returns the result.
+        self._succeed()
         return self._result
 
     @property
@@ -166,6 +189,11 @@ class Work:
         self.batch_start = batch_start
         self._running_calls = running_calls
 
+    def withdrawn(self) -> None:
+        # It was announced in shared memory and taken back; the holder of the condition of NegotiationWaits says so.
+        self.shared_id = -1
+        self._running_calls = None
+
     def fail(self, error: Exception) -> None:
         # The operation will not start.
         if not self._done:
@@ -177,6 +205,17 @@ class Work:
             return self.signature.description
         return f"{self.signature.label} {self.name!r} of group {self.group}"
 
+    def describe_request(self) -> str:
+        # For stall reports, as the coordinator describes what it waits for: `allreduce 'w' sum float32[3, 4]`.
+        label, description = self.signature.label, self.signature.description
+        return f"{label} {self.name!r}{description[len(label) :]}"
+
+    def make_start_timeout(self, deadline: Deadline, missing: tuple[int, ...]) -> OperationTimeout:
+        waited_for = f"; it waits for {format_ranks(missing)}" if missing else ""
+        error = OperationTimeout(f"{self.describe()} did not start within {deadline.timeout_s:g} s{waited_for}")
+        error.missing = missing
+        return error
+
     # --- the wait ----------------------------------------------------------------------------------------------------
 
     def _complete(self, deadline: Deadline) -> None:
@@ -186,18 +225,29 @@ class Work:
         if self._done:
             return
         calls = self._running_calls or ()
+        if self.shared_id >= 0:
+            self.waiting_since_ns = time.monotonic_ns()
         try:
             for running_call in calls:
                 running_call.wait(deadline)
+        except CallWithdrawn:
+            assert self.waits is not None
+            with self.waits.condition:
+                if self._running_calls is calls:
+                    self.withdrawn()
+            self._complete(deadline)  # it is announced through the coordinator now
         except (RondeError, ValueError, TypeError) as error:
             # A timeout may be that of this wait only. The call may have ended meanwhile, or another thread may have
             # seen its result, so done() does not tell.
             if isinstance(error, OperationTimeout) and all(call.error is not error for call in calls):
-                raise
+                missing = self.find_missing(self) if self.find_missing is not None else ()
+                raise (self.make_start_timeout(deadline, missing) if missing else error) from None
             # Other calls of the work may be under way: the memory is kept.
             self.fail(error)
         else:
             self._succeed()
+        finally:
+            self.waiting_since_ns = 0
 
     def _succeed(self) -> None:
         self.finish()
@@ -223,80 +273,156 @@ class AllreduceWork(Work):
         super().__init__(signature, name, (), result, targets, owners)
         self.spans = spans
 
-    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
-        """All arrays in one call; for adasum, which looks at each array as a whole, one call per array."""
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
+        """All arrays in one call."""
         owners = (self._owners, self._result, self._targets)
-        if self.signature.op is Op.ADASUM:
-            return tuple([self.signature.make_call((span,), owners, name=self.name) for span in self.spans])
-        return (self.signature.make_call(self.spans, owners, name=self.name),)
+        return (self.signature.make_call(self.spans, owners, name=self.name, description=description),)
 
 
 class AllgatherWork(Work):
-    """allgather of one array or of several."""
+    """allgather or gather of one array or of several. A gather has a root, and no result on the other members."""
 
-    __slots__ = ("_is_list", "_sources", "counts", "own_rows")
+    __slots__ = ("_has_result", "_is_list", "_root", "_sources", "counts", "own_rows")
 
-    def __init__(self, signature: Signature, name: str, sources: Sequence[SendBuffer], is_list: bool) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        name: str,
+        sources: Sequence[SendBuffer],
+        is_list: bool,
+        *,
+        root: int = -1,
+        has_result: bool = True,
+    ) -> None:
         super().__init__(signature, name)
         self.own_rows = tuple(shape[0] for shape in signature.shapes)
         self.counts: tuple[int, ...] = ()
         """After make_calls(): elements of the (last) array per member."""
         self._sources = sources
         self._is_list = is_list
+        self._root = root
+        """As an index among the members."""
+        self._has_result = has_result
 
-    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
-        """One call per array."""
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
+        """One call per array. Made again when the operation was withdrawn from shared memory."""
         assert row_counts is not None
         calls, results = [], []
         for index, source in enumerate(self._sources):
             num_rows = row_counts[index :: len(self._sources)]
             row_shape = source.array.shape[1:]
-            target = np.empty((sum(num_rows), *row_shape), source.array.dtype)
-            results.append(source.wrap(target))
             self.counts = tuple(rows * math.prod(row_shape) for rows in num_rows)
+            target = np.empty((sum(num_rows) if self._has_result else 0, *row_shape), source.array.dtype)
+            results.append(source.wrap(target))
             span = Span(address_of(source.array), address_of(target), source.array.size)
             owners = (source, target)
-            calls.append(self.signature.make_call((span,), owners, name=self.name, counts=self.counts))
-        self._result = results if self._is_list else results[0]
-        self._sources = ()
+            call = self.signature.make_call((span,), owners, name=self.name, peer=self._root, counts=self.counts)
+            calls.append(call)
+        if self._has_result:
+            self._result = results if self._is_list else results[0]
         return tuple(calls)
+
+    def finish(self) -> Any:
+        self._sources = ()
+        return super().finish()
 
 
 class AlltoallWork(Work):
-    """alltoall: each member gives rows to each. The result also has how many came from each member."""
+    """alltoall of one array or of several with equally many rows: each member gives rows to each. The result also has
+    how many came from each member."""
 
-    __slots__ = ("_member_index", "_sources", "own_rows", "splits")
+    __slots__ = ("_is_list", "_member_index", "_sources", "own_rows", "splits")
 
     def __init__(
-        self, signature: Signature, name: str, source: SendBuffer, splits: tuple[int, ...], member_index: int
+        self,
+        signature: Signature,
+        name: str,
+        sources: Sequence[SendBuffer],
+        is_list: bool,
+        splits: tuple[int, ...],
+        member_index: int,
     ) -> None:
         super().__init__(signature, name)
         self.own_rows = self.splits = splits
-        self._sources = [source]
+        self._sources = sources
+        self._is_list = is_list
         self._member_index = member_index
 
-    def make_calls(self, row_counts: tuple[int, ...] | None = None) -> tuple[Call, ...]:
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
+        """One call per array."""
         assert row_counts is not None and self.splits is not None
         received_rows = row_counts[self._member_index :: len(self.splits)]
-        source = self._sources.pop()
-        array = source.array
-        row_shape = array.shape[1:]
-        row_size = math.prod(row_shape)
-        target = np.empty((sum(received_rows), *row_shape), array.dtype)
-        self._result = (source.wrap(target), np.array(received_rows, np.int64))
-        span = Span(address_of(array), address_of(target), sum(self.splits) * row_size)
-        counts = tuple(rows * row_size for rows in received_rows)
-        splits = tuple(rows * row_size for rows in self.splits)
-        owners = (array, target)
-        return (self.signature.make_call((span,), owners, name=self.name, counts=counts, splits=splits),)
+        calls, results = [], []
+        for source in self._sources:
+            array = source.array
+            row_shape = array.shape[1:]
+            row_size = math.prod(row_shape)
+            target = np.empty((sum(received_rows), *row_shape), array.dtype)
+            results.append(source.wrap(target))
+            span = Span(address_of(array), address_of(target), sum(self.splits) * row_size)
+            counts = tuple(rows * row_size for rows in received_rows)
+            splits = tuple(rows * row_size for rows in self.splits)
+            owners = (array, target)
+            calls.append(self.signature.make_call((span,), owners, name=self.name, counts=counts, splits=splits))
+        self._result = (results if self._is_list else results[0], np.array(received_rows, np.int64))
+        return tuple(calls)
+
+    def finish(self) -> Any:
+        self._sources = ()
+        return super().finish()
+
+
+class ScatterWork(Work):
+    """scatter of one array or of several with equally many rows. `splits` are those of the root; None elsewhere."""
+
+    __slots__ = ("_is_list", "_member_index", "_root", "_sources", "own_rows", "splits")
+
+    def __init__(
+        self,
+        signature: Signature,
+        name: str,
+        sources: Sequence[SendBuffer],
+        is_list: bool,
+        splits: tuple[int, ...] | None,
+        *,
+        size: int,
+        member_index: int,
+        root: int,
+    ) -> None:
+        super().__init__(signature, name)
+        self.splits = splits
+        self.own_rows = splits or (0,) * size
+        self._sources = sources
+        self._is_list = is_list
+        self._member_index = member_index
+        self._root = root
+        """As an index among the members."""
+
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
+        """One call per array."""
+        assert row_counts is not None
+        calls, results = [], []
+        for source in self._sources:
+            array = source.array
+            row_shape = array.shape[1:]
+            target = np.empty((row_counts[self._member_index], *row_shape), array.dtype)
+            results.append(source.wrap(target))
+            counts = tuple(rows * math.prod(row_shape) for rows in row_counts)
+            span = Span(address_of(array), address_of(target), target.size)
+            owners = (array, target)
+            calls.append(self.signature.make_call((span,), owners, name=self.name, peer=self._root, counts=counts))
+        self._result = results if self._is_list else results[0]
+        return tuple(calls)
+
+    def finish(self) -> Any:
+        self._sources = ()
+        return super().finish()
 
 
 class NegotiationWaits:
     """The threads that wait for the start of named operations; one object per rank, made by the control thread."""
 
-    def __init__(
-        self, recorder: Recorder, enqueue: Callable[[int | OperationRequest | MissingRanksQuery], None]
-    ) -> None:
+    def __init__(self, recorder: Recorder, enqueue: Callable[[int | OperationRequest | WorkerMessage], None]) -> None:
         self.condition = threading.Condition()
         """Guards the start of works, and is notified of it."""
         self.enqueue = enqueue
@@ -330,11 +456,7 @@ class NegotiationWaits:
                 if query_s >= MIN_QUERY_TIME_S:
                     self.enqueue(MissingRanksQuery(work.group, work.name))
                 if not self.condition.wait_for(work.is_started_or_done, deadline.remaining_s):
-                    waited_for = f"; it waits for {format_ranks(work.missing)}" if work.missing else ""
-                    what = f"{work.describe()} did not start within {deadline.timeout_s:g} s"
-                    error = OperationTimeout(f"{what}{waited_for}")
-                    error.missing = work.missing
-                    raise error
+                    raise work.make_start_timeout(deadline, work.missing)
             finally:
                 self._waiting.pop(threading.get_ident(), None)
                 self._record_wait(began_ns, work.batch_start)

@@ -193,6 +193,8 @@ class _ProcessState:
     num_rounds = 0
     joining_thread = 0
     """The thread that is inside of init(); 0 if none is."""
+    joining_ended: RoundEnded | None = None
+    """Why init() must not go on: a signal handler has called shutdown() in the middle of it."""
     leaves_at_exit = False
 
 
@@ -215,12 +217,16 @@ def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # s
     if _state.joining_thread:
         raise RondeError("init() is under way in this process, and was called again by another thread or a handler")
     try:
-        _state.joining_thread = threading.get_ident()
+        _state.joining_thread, _state.joining_ended = threading.get_ident(), None
         loaded = complete_settings(settings)
         sorted_groups = tuple(check_group_ranks(ranks, loaded.size) for ranks in groups)
         joined_round = join_round(loaded, sorted_groups, _state.num_rounds)
         _state.num_rounds += 1
-        _state.world = World(joined_round, sorted_groups)
+        world = World(joined_round, sorted_groups)
+        if _state.joining_ended is not None:  # the handler has caught what shutdown() raised
+            world.close()
+            raise _state.joining_ended
+        _state.world = world
     finally:
         _state.joining_thread = 0
     if not _state.leaves_at_exit:
@@ -236,7 +242,8 @@ def shutdown() -> None:
     raised here and goes through the handler. In a forked child it only forgets the parent's round.
     """
     if _state.joining_thread == threading.get_ident():
-        raise RoundEnded("shutdown() was called while init() was under way, so the round was not joined")
+        _state.joining_ended = RoundEnded("shutdown() was called while init() was under way, so no round was joined")
+        raise _state.joining_ended
     world, _state.world = _state.world, None
     if world is not None:
         world.close()

@@ -12,6 +12,13 @@ An id stands for the request that *this rank* last announced in full under that 
 any more is asked for it (UnknownOperationId). A rank that has called join() counts as having announced every allreduce;
 afterwards it has to announce in full, so that an id has one meaning on both sides.
 
+Members of one host agree on what repeats without the coordinator: an operation that ran twice alike gets a *shared id*
+(AgreedOperation.shared_id), and they announce it in their shared memory from then on. When one of them announces it
+here all the same, because its request has changed, or when a member joins, RevokeSharedIds brings all of them back:
+whoever has announced it in shared memory takes that back and announces it here, unless all had announced it. A member
+has one operation of a name under way, announced here or there. So when all have announced it here, nobody has there,
+and the same id can be given to what they agree on now. docs/internals/negotiation.md has the proof.
+
 Announcing a known id costs a few dictionary lookups, however many operations are pending. Numbers in requests come from
 the network and may be anything: nothing here relies on them before _find_mismatch() has checked them.
 """
@@ -27,23 +34,32 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ronde.net.messages import (
+    MAX_SHARED_IDS,
     AgreedOperation,
     AnnounceOperations,
     CoordinatorMessage,
     OperationRejected,
     OperationRequest,
+    RevokeSharedIds,
     RunOperations,
     UnknownOperationId,
 )
 from ronde.observe.stalls import WaitingOperation
 from ronde.text import format_rank_answers, format_ranks, shorten
-from ronde.types import DType, Op, OperationKind, find_reduction_error
+from ronde.types import (
+    JOINABLE,
+    REDUCING_KINDS,
+    ROOTED_KINDS,
+    VARIABLE_ROW_KINDS,
+    DType,
+    Op,
+    OperationKind,
+    can_be_joined,
+    find_reduction_error,
+)
 
-REDUCING_KINDS = (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER)
-SINGLE_ARRAY_KINDS = (OperationKind.REDUCE_SCATTER, OperationKind.ALLTOALL)
-"""Kinds that take one array: rows are split once per operation."""
-VARIABLE_ROW_KINDS = (OperationKind.ALLGATHER, OperationKind.ALLTOALL)
-"""Kinds where members may have different numbers of rows."""
+SPLIT_KINDS = (OperationKind.ALLTOALL, OperationKind.SCATTER)
+"""Kinds whose rows are split as `splits` says, once for all arrays of an operation."""
 NAMED_KINDS = (*REDUCING_KINDS, *VARIABLE_ROW_KINDS, OperationKind.BARRIER, OperationKind.BROADCAST)
 
 MAX_CACHED_OPERATIONS = 65_536
@@ -80,13 +96,21 @@ def _row_counts(
 ) -> tuple[int, ...] | None:
     """Return AgreedOperation.row_counts for valid requests, or a common one if there are none. None for kinds where all
     members have the same number of rows; a member that has called join() has no request then."""
-    if common.kind == OperationKind.ALLGATHER:
+    if common.kind in (OperationKind.ALLGATHER, OperationKind.GATHER):
         return tuple(shape[0] for member in members for shape in requests.get(member, common).shapes)
     if common.kind == OperationKind.ALLTOALL:
         given = [requests.get(member, common) for member in members]
-        even = [(request.shapes[0][0] // len(members),) * len(members) for request in given]
-        return tuple(itertools.chain(*(request.splits or rows for request, rows in zip(given, even, strict=True))))
+        return tuple(itertools.chain(*(_splits_of(request, len(members)) for request in given)))
+    if common.kind == OperationKind.SCATTER:
+        return _splits_of(requests.get(common.root, common), len(members))
     return None
+
+
+def _splits_of(request: OperationRequest, num_members: int) -> tuple[int, ...]:
+    if request.splits is not None:
+        return request.splits
+    least, more = divmod(request.shapes[0][0], num_members)
+    return tuple(least + (index < more) for index in range(num_members))
 
 
 def _find_mismatch(requests: Mapping[int, OperationRequest], members: tuple[int, ...]) -> str:
@@ -115,7 +139,7 @@ def _compared_fields(first: OperationRequest, requests: Mapping[int, OperationRe
     yield "dtype", _format_dtype
     if first.kind in REDUCING_KINDS:
         yield "op", _format_op
-    if first.kind == OperationKind.BROADCAST:
+    if first.kind in ROOTED_KINDS:
         yield "root", lambda request: str(request.root)
     yield "the number of arrays", lambda request: str(len(request.shapes))
     yield _first_unequal_shape(first, requests)
@@ -154,24 +178,25 @@ def _find_invalid(request: OperationRequest, members: tuple[int, ...]) -> str:
         return "no arrays were given"
     if any(dimension < 0 for shape in request.shapes for dimension in shape):
         return f"a dimension below 0 in {', '.join(map(str, request.shapes))}"
-    if request.kind in SINGLE_ARRAY_KINDS and len(request.shapes) > 1:
-        return f"it takes one array, got {len(request.shapes)}"
     if request.kind in (*VARIABLE_ROW_KINDS, OperationKind.REDUCE_SCATTER) and not all(request.shapes):
         return "it needs arrays of at least 1 dimension, got a scalar"
+    if request.kind in ROOTED_KINDS and request.root not in members:
+        return f"root {request.root} is not a member ({format_ranks(members)})"
     if request.kind in REDUCING_KINDS:
         if request.op not in Op.__members__.values():
             return f"{_format_op(request)} is not known"
         scaled = (request.prescale, request.postscale) != (1.0, 1.0)
         return find_reduction_error(OperationKind(request.kind), DType(request.dtype), Op(request.op), scaled=scaled)
-    if request.kind == OperationKind.BROADCAST and request.root not in members:
-        return f"root {request.root} is not a member ({format_ranks(members)})"
-    return _find_invalid_splits(request, len(members)) if request.kind == OperationKind.ALLTOALL else ""
+    return _find_invalid_splits(request, len(members)) if request.kind in SPLIT_KINDS else ""
 
 
 def _find_invalid_splits(request: OperationRequest, num_members: int) -> str:
     rows = request.shapes[0][0]
+    if request.kind == OperationKind.ALLTOALL and any(shape[0] != rows for shape in request.shapes):
+        return f"its arrays must have equally many rows, got {', '.join(str(shape[0]) for shape in request.shapes)}"
     if request.splits is None:
-        return f"{rows} rows are no equal shares for {num_members} members; give splits" if rows % num_members else ""
+        uneven = request.kind == OperationKind.ALLTOALL and rows % num_members
+        return f"{rows} rows are no equal shares for {num_members} members; give splits" if uneven else ""
     if len(request.splits) != num_members:
         return f"splits has {len(request.splits)} entries for {num_members} members"
     if min(request.splits) < 0:
@@ -220,6 +245,14 @@ class _GroupState:
     pending: dict[int, _NegotiatedOperation] = field(default_factory=dict)
     closed_reason: str = ""
     """Why nothing can run any more: a member is lost."""
+    sharing_mask: int = 0
+    """Members that can announce operations in shared memory: all of them or none, when they have said so."""
+    shared_ids: dict[str, int] = field(default_factory=dict)
+    """By name. A name keeps its id for good: nobody can have announced another operation under it."""
+    shared: dict[int, _NegotiatedOperation] = field(default_factory=dict)
+    """By shared id, what the members announce in shared memory."""
+    revoked_ids: list[int] = field(default_factory=list)
+    """To be sent before anything else."""
 
 
 @dataclass(eq=False, slots=True)
@@ -346,6 +379,8 @@ class Negotiator:
         """Messages and joins. Each brings an operation at most one rank nearer to being ready."""
         self._ready: list[_NegotiatedOperation] = []
         self._sends: list[Send] = []
+        self._revoking: list[_GroupState] = []
+        """Groups with revoked_ids."""
         self._last_id = 0
         self._last_group = -1
         self.add_group(tuple(range(size)))
@@ -381,6 +416,12 @@ class Negotiator:
                 group.closed_reason = f"rank {rank} is gone: {why}"
                 self._forget_all(group)
 
+    def share_ids(self, rank: int, group: int) -> None:
+        """A member can announce operations of this group in shared memory."""
+        found = self._groups.get(group)
+        if found is not None:
+            found.sharing_mask |= found.member_mask & 1 << rank
+
     def announce(self, rank: int, message: AnnounceOperations, now_ns: int) -> None:
         """Take the operations that a rank is ready for. take_sends() returns the answers."""
         bit = 1 << rank
@@ -397,6 +438,8 @@ class Negotiator:
         """Return what to send, in this order."""
         if self._ready:
             self._decide_ready()
+        if self._revoking:
+            self._send_revoked()
         out = self._sends
         if out:
             self._sends = []
@@ -490,6 +533,8 @@ class Negotiator:
             return
         if not announced_mask:
             self._idle.pop(operation.id, None)
+            if group.shared:
+                self._revoke(group, group.shared_ids.get(operation.name, -1))
             group.pending[operation.id] = operation
             operation.since_ns = now_ns
             operation.first_request = request
@@ -533,6 +578,8 @@ class Negotiator:
     def _join(self, group: _GroupState, rank: int, request: OperationRequest) -> None:
         self._num_announcements += 1  # as many as there may be in one message
         group.joined_mask |= 1 << rank
+        for id in list(group.shared):  # a member that has joined takes part in what is announced here
+            self._revoke(group, id)
         for operation in group.pending.values():
             if not operation.waiting_mask and not operation.ready:
                 operation.ready = True
@@ -548,13 +595,18 @@ class Negotiator:
 
     def _decide_ready(self) -> None:
         """Run or reject everything that is ready, fused in the order of readiness."""
+        if self._revoking:
+            self._send_revoked()
         ready = self._ready
         self._ready = []
         runs: list[list[_NegotiatedOperation]] = []
         open_runs: dict[FusionKey, list[_NegotiatedOperation]] = {}
         left: dict[FusionKey, int] = {}  # bytes of room in the open run
         for operation in ready:
-            if not self._is_agreed(operation) and not self._check_agreement(operation):
+            if self._is_agreed(operation):
+                if operation.group.sharing_mask:
+                    self._share(operation)
+            elif not self._check_agreement(operation):
                 continue
             key = operation.fusion_key
             if key is None:
@@ -591,9 +643,10 @@ class Negotiator:
         why = f"{_title(request)}: {format_ranks(twice)} announced it again while it was under way" if twice else ""
         # A request that all have in common is checked once.
         why = why or _find_mismatch(requests or {group.members[0]: request}, group.members)
-        if not why and not everybody and not is_allreduce:
-            joined = format_ranks(_ranks_in_mask(group.member_mask & ~announced_mask))
-            why = f"{_title(request)}: {joined} called join() and takes part in allreduce only"
+        if not why and not everybody:
+            if not is_allreduce or not can_be_joined(DType(request.dtype), Op(request.op)):
+                joined = format_ranks(_ranks_in_mask(group.member_mask & ~announced_mask))
+                why = f"{_title(request)}: {joined} called join() and takes part {JOINABLE}"
         if why:
             self._reject(operation, why)
             self._forget(operation)
@@ -624,9 +677,42 @@ class Negotiator:
             self._sends.append(Send(group.members, RunOperations(group.id, agreed, stragglers)))
         for operation in batch:
             self._end_pending(operation)
-            self._idle[operation.id] = operation
+            if operation.agreed_operation.shared_id < 0:
+                self._idle[operation.id] = operation
         while len(self._operations) > self._max_cached and self._idle:
             self._forget(next(iter(self._idle.values())))
+
+    # --- what the members announce in shared memory -----------------------------------------------------------------
+
+    def _share(self, operation: _NegotiatedOperation) -> None:
+        """Let the members announce in shared memory what has run twice alike, if they can: a rank that has joined
+        cannot, and there an operation is one call."""
+        group, agreed = operation.group, operation.agreed_operation
+        shared_id, request = -1, operation.lowest_request()
+        is_one_call = len(request.shapes) <= 1 or (request.kind == OperationKind.ALLREDUCE and request.op != Op.ADASUM)
+        if is_one_call and group.sharing_mask == group.member_mask and not group.joined_mask:
+            if len(group.shared_ids) < MAX_SHARED_IDS:
+                group.shared_ids.setdefault(operation.name, len(group.shared_ids))
+            shared_id = group.shared_ids.get(operation.name, -1)
+        if shared_id >= 0:
+            group.shared[shared_id] = operation
+        if agreed.shared_id != shared_id:
+            agreed = AgreedOperation(agreed.id, agreed.name, row_counts=agreed.row_counts, shared_id=shared_id)
+            operation.agreed_operation = agreed
+            operation.run_message = Send(group.members, RunOperations(group.id, (agreed,)))
+
+    def _revoke(self, group: _GroupState, shared_id: int) -> None:
+        """Bring the members back to the coordinator, if they announce this operation in shared memory."""
+        if group.shared.pop(shared_id, None) is not None:
+            if not group.revoked_ids:
+                self._revoking.append(group)
+            group.revoked_ids.append(shared_id)
+
+    def _send_revoked(self) -> None:
+        for group in self._revoking:
+            self._sends.append(Send(group.members, RevokeSharedIds(group.id, tuple(group.revoked_ids))))
+            group.revoked_ids.clear()
+        self._revoking.clear()
 
     def _run_batch_with_joined(
         self, batch: list[_NegotiatedOperation], stragglers: tuple[tuple[int, int], ...]

@@ -16,6 +16,7 @@ from ronde.net.messages import (
     LEAVE_GRACE_S,
     VERSION,
     AnnounceOperations,
+    CanShareIds,
     ChangeGroups,
     CoordinatorMessage,
     GroupsChanged,
@@ -379,6 +380,8 @@ class Round:
         """Take the message of a present member; returns False if it is not a message about a round."""
         if type(message) is AnnounceOperations:
             self.negotiator.announce(rank, message, now_ns)
+        elif type(message) is CanShareIds:
+            self.negotiator.share_ids(rank, message.group)
         elif type(message) is ChangeGroups:
             self._group_changes.setdefault(rank, deque()).append(message)
             if self._loss:
@@ -509,9 +512,11 @@ class Round:
         possible."""
         if self._stall_ns:
             since_ns = min(max(message.since_ns, self._started_ns), now_ns - self._stall_ns)
-            missing = tuple(sorted({other for other in message.missing if 0 <= other < len(self.members)}))
+            ranks = range(len(self.members))
+            missing = tuple(sorted({other for other in message.missing if other in ranks}))
+            present = tuple(sorted({rank, *(other for other in message.present if other in ranks)}))
             op, group, call = message.op, message.group, message.call
-            wait = WaitingOperation(op=op, group=group, since_ns=since_ns, missing=missing, present=(rank,), call=call)
+            wait = WaitingOperation(op=op, group=group, since_ns=since_ns, missing=missing, present=present, call=call)
             self._waits.append(wait)
 
     def _check_stalls(self, now_ns: int) -> None:

@@ -27,6 +27,8 @@ MAX_INTERNED_BYTES = 4 * 1024 * 1024
 """Encoded announcements that a WorkerMessageDecoder remembers."""
 LEAVE_GRACE_S = 1.0
 """The others learn of an orderly leave this much later: they may still be finishing what it has finished."""
+MAX_SHARED_IDS = 16_384
+"""Names of a group that its members announce in shared memory: ids from 0 up to this."""
 MIN_COMPRESSED_BYTES = 16_384
 _VERSION_BYTE = bytes([VERSION])
 _ZLIB_BYTE = b"\x78"
@@ -43,11 +45,11 @@ class OperationRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     shapes: tuple[tuple[int, ...], ...]
     op: int = 0
     root: int = -1
-    """A broadcast's root, as a rank of the world."""
+    """Of a broadcast, reduce, gather or scatter, as a rank of the world."""
     prescale: float = 1.0
     postscale: float = 1.0
     splits: tuple[int, ...] | None = None
-    """all-to-all: rows for each member; None splits them evenly."""
+    """all-to-all, and the root of a scatter: rows for each member; None splits them evenly."""
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -80,6 +82,12 @@ class AnnounceOperations(WorkerMessage, frozen=True):
     known_ids: tuple[int, ...] = ()
 
 
+class CanShareIds(WorkerMessage, frozen=True):
+    """The members of this group are on one host: they can announce operations that repeat in their shared memory."""
+
+    group: int
+
+
 class ChangeGroups(WorkerMessage, frozen=True):
     """Add a group of these ranks (id 0), or remove group `id`. Every rank of the world sends it."""
 
@@ -101,7 +109,8 @@ class MissingRanksQuery(WorkerMessage, frozen=True):
 
 
 class WaitingTooLong(WorkerMessage, frozen=True):
-    """An operation without a name has waited on this rank for the missing ones, longer than stall_s."""
+    """An operation that the coordinator does not know has waited on this rank for the missing ones, longer than
+    stall_s."""
 
     op: str
     group: int
@@ -109,6 +118,8 @@ class WaitingTooLong(WorkerMessage, frozen=True):
     missing: tuple[int, ...]
     call: str = ""
     """Channel and sequence number, equal on all members; empty if they are not known."""
+    present: tuple[int, ...] = ()
+    """Ranks that wait in it, too, as far as they are known."""
 
 
 class StackReply(WorkerMessage, frozen=True):
@@ -209,8 +220,10 @@ class AgreedOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     request: OperationRequest | None = None
     """In full for a rank that has called join() and did not announce it."""
     row_counts: tuple[int, ...] | None = None
-    """allgather: first dimension per member and array (member-major). all-to-all: rows that member i sends to member j,
-    row-major."""
+    """allgather, gather: first dimension per member and array (member-major). all-to-all: rows that member i sends to
+    member j, row-major. scatter: rows for each member."""
+    shared_id: int = -1
+    """From now on the members announce it in shared memory under this id, until RevokeSharedIds; -1: they do not."""
 
 
 class RunOperations(CoordinatorMessage, frozen=True):
@@ -234,6 +247,13 @@ class UnknownOperationId(CoordinatorMessage, frozen=True):
     """The coordinator does not know this id any more: announce the operation in full."""
 
     id: int
+
+
+class RevokeSharedIds(CoordinatorMessage, frozen=True):
+    """Announce these operations through the coordinator, also what was announced in shared memory and has not run."""
+
+    group: int
+    ids: tuple[int, ...]
 
 
 class MissingRanks(CoordinatorMessage, frozen=True):

@@ -6,7 +6,7 @@ are in the cache, so that their memory is free for the next; small ones when the
 
 The memory is used again in the next step, unless somebody has kept a gradient, or anything that shares its memory:
 then this rank's gradients of that bucket travel in the spare memory, and p.grad gets copies
-(docs/decisions/0010-kept-gradients.md).
+(docs/decisions/0011-kept-gradients.md).
 
 What runs in every step has no loop over parameters in Python: lists of parameters and views are made once per bucket,
 and are handed to map() and to torch._foreach_*.
@@ -18,7 +18,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from itertools import compress, repeat
@@ -37,6 +37,7 @@ from torch.utils.hooks import RemovableHandle
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.torch.collectives import allreduce_sparse
+from ronde.torch.sync_check import checksum_tensor
 from ronde.torch.tensors import CPU, ReduceOptions, tensor_view
 from ronde.training.adapter import BucketMemory, GradientKind, ParameterInfo
 
@@ -220,6 +221,10 @@ class TorchAdapter:
         if not found or all(map(torch.isfinite, torch._foreach_norm(list(found.values()), float("inf")))):
             return []
         return [index for index, numbers in found.items() if not bool(numbers.isfinite().all())]
+
+    def checksum_parameters(self, skipped: Container[str]) -> list[tuple[str, int]]:
+        named = zip(self._names, self._tensors, strict=True)
+        return [(name, checksum_tensor(tensor)) for name, tensor in named if name not in skipped]
 
     def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
         parameter, view = self._parameters[index], self._current_view(index)

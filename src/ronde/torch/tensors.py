@@ -225,6 +225,32 @@ def reduce_scatter_tensors(
     return _start_each("reduce_scatter", group.reduce_scatter, xs, None, name, wait, **options._asdict())
 
 
+def reduce_tensors(
+    group: Group,
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor | None],
+    root: int,
+    options: ReduceOptions,
+    *,
+    name: str | None,
+    wait: bool,
+) -> Any:
+    """The reductions of the tensors on the root as a list, and None for each elsewhere."""
+    return _start_each("reduce", group.reduce, xs, outs, name, wait, root=root, **options._asdict())
+
+
+def gather_tensors(group: Group, xs: Sequence[Tensor], root: int, *, name: str | None, wait: bool) -> Any:
+    """All members' rows of each tensor on the root as a list, and None for each elsewhere."""
+    return _start_each("gather", group.gather, xs, None, name, wait, root=root)
+
+
+def scatter_tensors(group: Group, xs: Sequence[Tensor], root: int, splits: Any, *, name: str | None, wait: bool) -> Any:
+    """This member's rows of each of the root's tensors, as a list."""
+    if isinstance(splits, Tensor):
+        splits = splits.tolist()
+    return _start_each("scatter", group.scatter, xs, None, name, wait, root=root, splits=splits)
+
+
 def alltoall_tensor(group: Group, x: Tensor, splits: Any, *, name: str | None, wait: bool) -> Any:
     """The received rows, and how many came from each member (int64)."""
     if isinstance(splits, Tensor):
@@ -257,8 +283,9 @@ def _start_each(
             options["out"] = output.array
         outcomes.append(start(given, name=each_name, wait=wait, **options))
 
-    def finish(results: list[HostArray]) -> list[Tensor]:
-        return [output.finish(result) for output, result in zip(outputs, results, strict=True)]
+    def finish(results: list[HostArray | None]) -> list[Tensor | None]:
+        given = zip(outputs, results, strict=True)
+        return [None if result is None else output.finish(result) for output, result in given]
 
     return _result_or_work(outcomes, finish, name, wait)
 

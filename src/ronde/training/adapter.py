@@ -7,7 +7,7 @@ that describe_parameters() returned last; only the adapter knows what a gradient
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,6 +98,10 @@ class FrameworkAdapter(Protocol):
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
         """Return the indices of the gradients, dense or sparse, that have an infinity or a NaN."""
+
+    def checksum_parameters(self, skipped: Container[str]) -> list[tuple[str, int]]:
+        """The names and checksums (training/sync_check) of all parameters that the members should have alike, also of
+        those that do not train, but for the skipped names."""
 
     def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
         """Make a gradient the sum of all members' sparse ones, with factors before and after the sum. If it has an

@@ -14,10 +14,13 @@ import msgspec
 import numpy as np
 
 from ronde.comm import objects
+from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
 from ronde.training.adapter import ParameterInfo
+
+FINGERPRINT_BYTES = 16
 
 
 def check_equal(group: Group, what: str, entries: Sequence[str]) -> None:
@@ -29,10 +32,14 @@ def check_equal(group: Group, what: str, entries: Sequence[str]) -> None:
 
 
 def all_equal(group: Group, data: bytes) -> bool:
-    """Whether all members give the same bytes: they compare a hash of 16 bytes. Collective."""
-    digest = hashlib.blake2b(data, digest_size=16).digest()
-    gathered = group.allgather(np.frombuffer(digest, np.uint8).reshape(1, -1))
+    """Whether all members give the same bytes: they compare a fingerprint of 16 bytes. Collective."""
+    gathered = group.allgather(fingerprint(data).reshape(1, -1))
     return bool((gathered == gathered[0]).all())
+
+
+def fingerprint(data: bytes) -> Array:
+    """FINGERPRINT_BYTES numbers, which are equal for equal bytes."""
+    return np.frombuffer(hashlib.blake2b(data, digest_size=FINGERPRINT_BYTES).digest(), np.uint8)
 
 
 def first_difference(lists: Mapping[int, Sequence[str]]) -> str:

@@ -17,18 +17,31 @@ from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.comm.plan import Bucket, Plan
 from ronde.comm.work import Work
+from ronde.errors import Mismatch, OutOfSync
+from ronde.text import format_ranks
 from ronde.training.adapter import BucketMemory, FrameworkAdapter, GradientKind, ParameterInfo
-from ronde.training.agreement import PlanProposal, agree_on_plan, explain_joined_ranks
+from ronde.training.agreement import (
+    FINGERPRINT_BYTES,
+    PlanProposal,
+    agree_on_plan,
+    explain_joined_ranks,
+    fingerprint,
+)
 from ronde.training.buckets import GradientBucket, assign_buckets, choose_size_limits
 from ronde.training.compression import Codec, WireArray
 from ronde.training.gradient_settings import GradientSettings
+from ronde.training.sync_check import checksum_bytes, compare_checksums
 from ronde.types import DType, Op, parse_op
 
-NUM_STEP_FLAGS = 2
-HAD_BACKWARD = -2
+NUM_STEP_FLAGS = 2 + 2 * FINGERPRINT_BYTES
+HAD_BACKWARD = -NUM_STEP_FLAGS
 """Index of the flag, after those of the parameters, that says whether a member had a backward pass."""
-REPLAN_WANTED = -1
+REPLAN_WANTED = HAD_BACKWARD + 1
 """Index of the flag that says whether a member trains other parameters than were agreed on."""
+FINGERPRINTS = REPLAN_WANTED + 1
+"""Index of a fingerprint of the member's parameters, in the step in which these are compared; else zeros. Behind it is
+255 minus each of its bytes. The maxima over all members add up to 255 if, and only if, all fingerprints are equal; the
+zeros of a member in join() change nothing."""
 
 
 class _AgreedBuckets:
@@ -75,9 +88,10 @@ class _AgreedBuckets:
         self.works: list[Work | None] = [None] * (len(buckets) + 1)
         """By bucket, and for the flags, what was started in the background and has not been waited for."""
         self.flags = self.plan.arrays[len(buckets)]
-        """A GradientKind per parameter, HAD_BACKWARD and REPLAN_WANTED; when reduced, the maximum over all members."""
+        """A GradientKind per parameter, HAD_BACKWARD, REPLAN_WANTED and FINGERPRINTS; when reduced, the maximum over
+        all members."""
         self._usual_flags = np.full(flags.count, GradientKind.DENSE, np.uint8)
-        self._usual_flags[REPLAN_WANTED] = 0
+        self._usual_flags[REPLAN_WANTED:] = 0
         self.usual_flags_bytes = self._usual_flags.tobytes()
         """What the flags are when every gradient was dense on some member and nothing is out of the ordinary."""
         self.wires = [[self.plan.arrays[wire] for wire in numbers] for numbers in self.wire_numbers]
@@ -121,13 +135,27 @@ class _AgreedBuckets:
     def _wire_is_spare(self, number: int) -> bool:
         return self.encoders[number] is None and number < len(self.memories) and self.memories[number].uses_spare
 
-    def write_flags(self, kinds: Mapping[int, GradientKind], *, had_backward: bool, replan_wanted: bool) -> None:
+    def write_flags(
+        self,
+        kinds: Mapping[int, GradientKind],
+        own_fingerprint: Array | None,
+        *,
+        had_backward: bool,
+        replan_wanted: bool,
+    ) -> None:
         """Set this member's flags. A parameter that `kinds` does not have is DENSE."""
         self.flags[:] = self._usual_flags
         for index, kind in kinds.items():
             self.flags[index] = kind
         self.flags[HAD_BACKWARD] = had_backward
         self.flags[REPLAN_WANTED] = replan_wanted
+        if own_fingerprint is not None:
+            self.flags[FINGERPRINTS:] = np.concatenate([own_fingerprint, 255 - own_fingerprint])
+
+    def fingerprints_differ(self) -> bool:
+        """Whether the reduced flags say that members have different parameters."""
+        highest, negated = self.flags[FINGERPRINTS:].reshape(2, -1)
+        return bool(negated.any() and (highest != 255 - negated).any())
 
 
 @dataclass(slots=True)
@@ -163,20 +191,26 @@ class Reducer:
         settings: GradientSettings,
         *,
         on_pass_started: Callable[[], None],
+        broadcast_call: Callable[[], str] = lambda: "broadcast_parameters()",
         codec: Codec | None = None,
         overlap: bool = True,
     ) -> None:
-        """`on_pass_started` is called at the first gradient of a pass. With `overlap`, buckets are reduced while the
-        pass runs."""
+        """`on_pass_started` is called at the first gradient of a pass. `broadcast_call` gives the words for what a
+        script calls to broadcast parameters. With `overlap`, buckets are reduced while the pass runs."""
         self._adapter = adapter
         self._group = group
         self._settings = settings
         self._on_pass_started = on_pass_started
+        self._broadcast_call = broadcast_call
         self._codec = codec
         self._overlap = overlap
         self._passes_per_step = 1
         self._num_passes = 1  # of the present step
         self._holds_results = False  # whether results were assigned and not cleared since
+        self._num_steps = 0
+        self._compare_at_step = 1 if settings.compare_at_step is None else settings.compare_at_step
+        self._compared_names: set[str] = set()  # of parameters
+        self._has_uncompared = True  # whether there may be parameters that have not been compared
         self._ready_names: list[str] = []  # of parameters, in the order in which gradients were last seen to come
         self._parameters: Sequence[ParameterInfo] = adapter.describe_parameters()
         self._buckets: _AgreedBuckets | None = None
@@ -237,6 +271,7 @@ class Reducer:
         process waits for other ranks, so what remains may run in finalize(), in this thread. Collective.
         """
         self._num_passes = num_passes
+        self._num_steps += 1
         had_backward = had_backward or self._adapter.has_unreduced_gradient()
         if self._buckets is None:
             self._agree_on_buckets()
@@ -254,7 +289,8 @@ class Reducer:
             progress.kinds.update(self._adapter.copy_to_buckets(buckets.sparse))
             if self._settings.check_finite:
                 self._record_non_finite(buckets.sparse)
-        buckets.write_flags(progress.kinds, had_backward=had_backward, replan_wanted=self._adapter.parameters_changed())
+        replan_wanted, own_fingerprint = self._adapter.parameters_changed(), self._next_fingerprint()
+        buckets.write_flags(progress.kinds, own_fingerprint, had_backward=had_backward, replan_wanted=replan_wanted)
         if not inline:
             buckets.start(num_buckets)
 
@@ -269,6 +305,8 @@ class Reducer:
         if is_usual and not self._progress.kinds and not buckets.sparse:  # as nearly always
             self._adapter.assign_results(buckets.dense, ())
             return
+        if buckets.fingerprints_differ():
+            self._compare_parameters()
         flags = buckets.flags.tolist()
         if not flags[HAD_BACKWARD] and not self._settings.idle_steps:
             raise ValueError(
@@ -304,6 +342,8 @@ class Reducer:
     def reset(self, group: Group) -> None:
         """Go on with another group, in a new round. The members agree anew at the end of the next pass."""
         self._group = group
+        self._num_steps = 0
+        self._compared_names.clear()
         self._forget_buckets()
 
     def close(self) -> None:
@@ -407,6 +447,34 @@ class Reducer:
             with explain_joined_ranks():
                 self._adapter.allreduce_sparse(index, self._group, scales)
 
+    # --- comparing parameters --------------------------------------------------------------------------------------
+
+    def _next_fingerprint(self) -> Array | None:
+        """The fingerprint of the parameters that have not been compared, if they are to be compared in this step."""
+        is_due = 0 < self._compare_at_step <= self._num_steps and self._group.size > 1
+        if not self._has_uncompared or not is_due:
+            return None
+        self._has_uncompared = False
+        checksums = self._adapter.checksum_parameters(self._compared_names)
+        self._compared_names.update(name for name, _ in checksums)
+        return fingerprint(checksum_bytes(checksums)) if checksums else None
+
+    def _compare_parameters(self) -> None:
+        """Raise OutOfSync, on all members alike, if their parameters differ; they compare again in the next step."""
+        self._has_uncompared = True
+        self._compared_names.clear()
+        advice = (
+            f". Call {self._broadcast_call()} before the first step, on all ranks, or let all of them load the same "
+            "checkpoint. If they are meant to differ, compare_at_step=0 or RONDE_COMPARE_AT_STEP=0 turns this off"
+        )
+        try:
+            compare_checksums(self._group, self._adapter.checksum_parameters(()), advice=advice)
+        except Mismatch as error:
+            if not error.joined:
+                raise
+            names = f"which parameters differ cannot be told while {format_ranks(error.joined)} is in join()"
+            raise OutOfSync(f"the ranks are out of sync; {names}{advice}") from None
+
     # --- agreeing on buckets ---------------------------------------------------------------------------------------
 
     def _agree_on_buckets(self) -> None:
@@ -422,6 +490,7 @@ class Reducer:
         if not agreed.parameters:
             self._forget_buckets()
             return
+        self._has_uncompared = True
         self._parameters = agreed.parameters
         total_bytes = sum(each.count * DType[each.dtype.upper()].num_bytes for each in agreed.parameters)
         limits = choose_size_limits(total_bytes, self._settings.bucket_mb, agreed.overlap)
@@ -455,11 +524,13 @@ class Reducer:
                 self._adapter.scale(new_dense, factor)
             if self._settings.check_finite:
                 self._record_non_finite(new)
-            buckets.write_flags(kinds, had_backward=True, replan_wanted=False)
+            buckets.write_flags(kinds, self._next_fingerprint(), had_backward=True, replan_wanted=False)
             for number, encoder in enumerate(buckets.encoders):
                 if encoder is not None:
                     encoder.encode(0, buckets.gradients(number), buckets.wires[number])
             self._finish_buckets(buckets)
+            if buckets.fingerprints_differ():
+                self._compare_parameters()
         self._adapter.copy_to_buckets([index for index in buckets.dense if index not in new])
         if new:
             self._assign_unusual_results(buckets, buckets.flags.tolist())

@@ -74,6 +74,9 @@ class ScriptedChannel:
             raise self.refusal
         return self.timing
 
+    def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
+        return None
+
     def submit(self, call: Call, deadline: Deadline) -> ScriptedRunningCall:
         if self.refusal is not None:
             raise self.refusal

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -16,6 +16,7 @@ from ronde.training.compression import Codec
 from ronde.training.gradient_settings import GradientSettings
 from ronde.training.reducer import Reducer
 from ronde.training.steps import TrainingStep
+from ronde.training.sync_check import checksum
 from tests.conformance.ranks import run_threads
 
 ONE_EACH = GradientSettings(bucket_mb=1e-5)
@@ -31,6 +32,7 @@ class Weight:
     dtype: str = "float32"
     trains: bool = True
     grad: Array | dict[int, float] | None = None
+    value: Array = field(default_factory=lambda: np.zeros(2))
 
 
 class ArrayAdapter:
@@ -120,6 +122,13 @@ class ArrayAdapter:
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
         raise NotImplementedError
+
+    def checksum_parameters(self, skipped: Container[str]) -> list[tuple[str, int]]:
+        return [
+            (weight.name, checksum(weight.value.view(np.uint8)))
+            for weight in self.weights
+            if weight.name not in skipped
+        ]
 
     def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
         self.num_sparse_allreduces += 1

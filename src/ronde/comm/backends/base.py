@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -21,6 +21,9 @@ from ronde.comm.call import Call
 from ronde.errors import OperationTimeout, RondeError
 from ronde.net.messages import LEAVE_GRACE_S
 from ronde.types import Deadline
+
+if TYPE_CHECKING:
+    from ronde.comm.backends.hot_calls import AllreduceCache
 
 LOSS_REASON_S = LEAVE_GRACE_S + 0.5
 """How long a call that failed waits for the coordinator's reason: it knows how a member ended."""
@@ -83,6 +86,20 @@ class CallTiming(msgspec.Struct, frozen=True, gc=False):
     """When every member had arrived: the call waited for others until here, and moved data from here on."""
     end_ns: int
     algorithm: str = ""
+    sequence: int = -1
+    """Which collective of the channel it was, equal on all members; -1 when that is not known, and for all but one of
+    the announced calls that were fused."""
+    arrived_ns: int = 0
+    """When this member had come to it. Of announced calls: when all that were fused were announced here, and those
+    before them over."""
+
+
+class CallWithdrawn(Exception):
+    """An announced call was taken back, because its id was revoked: it did not run."""
+
+
+class IdNotAgreed(Exception):
+    """The id does not stand for this call (any more): it was not announced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,6 +228,12 @@ class BackendChannel(Protocol):
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         """Execute the call, after those before it, and wait for it."""
 
+    def make_allreduce_cache(
+        self, timeout_s: float, record_failure: Callable[[str, Exception], None], **more: Any
+    ) -> AllreduceCache | None:
+        """What runs allreduces again that were made before, faster than run(); None if the backend has no such thing.
+        `more` are further parameters of AllreduceCache."""
+
     def submit(self, call: Call, deadline: Deadline) -> RunningCall: ...
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -229,11 +252,40 @@ class BackendChannel(Protocol):
         operation, by a signal handler: that operation ends when the handler has returned. Idempotent."""
 
 
+class AnnouncingChannel(BackendChannel, Protocol):
+    """A channel whose calls are announced under ids, in any order on any member: each runs when all have announced it.
+    Collectives are announced here, and neither run nor submitted."""
+
+    def agree(self, id: int, signature_hash: int) -> None:
+        """From now on the id stands for the call with this hash; the members have agreed on that."""
+
+    def revoke(self, id: int) -> bool:
+        """The id stands for nothing any more. Returns whether that took back a call that was announced here; one that
+        all members have announced runs nevertheless."""
+
+    def announce(self, id: int, call: Call, timeout_s: float) -> RunningCall:
+        """Announce a call, which may take timeout_s when it runs. IdNotAgreed if the id does not stand for it. If the
+        id is revoked, waits raise CallWithdrawn."""
+
+    def run_announced(
+        self, id: int, call: Call, deadline: Deadline, go_on: Callable[[RunningCall], None]
+    ) -> CallTiming | None:
+        """Announce the call and wait for it. If the wait ends and not the call, because the time is over or a signal
+        handler raises an exception, go_on() gets it; None is returned when the time is over."""
+
+    def not_announced(self, id: int) -> tuple[int, ...]:
+        """The members (indices) that have not announced the id."""
+
+
 class Backend(Protocol):
     name: str
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> BackendChannel:
         """Collective among spec.members: all of them open the same channel."""
+
+    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> AnnouncingChannel | None:
+        """As open_channel, for a channel with MAX_SHARED_IDS ids. None, on all members, if these ranks cannot announce
+        calls among themselves."""
 
     def rank_lost(self, rank: int, why: str) -> None:
         """A rank is gone: waits inside open_channel that need it must end with PeerLost."""

@@ -10,9 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,11 +22,14 @@ from ronde.comm.backends.base import (
     LOSS_REASON_S,
     THREADS_HINT,
     CallTiming,
+    CallWithdrawn,
     ChannelSpec,
     CurrentCall,
+    IdNotAgreed,
     RunningCall,
     forked_error,
     reentry_error,
+    this_thread,
 )
 from ronde.comm.backends.native_library import (
     ALGORITHMS,
@@ -36,7 +41,9 @@ from ronde.comm.backends.native_library import (
     get_bucket,
     get_current_call,
     get_member_descriptions,
+    get_not_announced,
     load_library,
+    make_allreduce_cache,
     make_channel_params,
     open_channel,
     pending_callbacks,
@@ -47,10 +54,14 @@ from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, Sta
 from ronde.net.connect import Connection, connect_authenticated, describe_disconnect
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
+from ronde.net.messages import MAX_SHARED_IDS
 from ronde.net.open_files import explain_open_files, is_open_files_error, make_open_files_error
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.settings import Settings
 from ronde.types import Deadline, Topology
+
+if TYPE_CHECKING:
+    from ronde.comm.backends.hot_calls import AllreduceCache
 
 LOSS_NOTICE_S = 5.0
 """How long the coordinator may take to report the loss of a rank that has closed its connection."""
@@ -67,10 +78,21 @@ class NativeBackend:
         self._lost: dict[int, PeerLost] = {}
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> NativeChannel:
+        return self._open(spec, self._hosts_of(spec), deadline)
+
+    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> NativeChannel | None:
+        """Members of one host announce calls in their shared memory."""
+        hosts = self._hosts_of(spec)
+        return None if any(hosts) else self._open(spec, hosts, deadline, max_announced=MAX_SHARED_IDS)
+
+    def _hosts_of(self, spec: ChannelSpec) -> list[int]:
+        """The number of the host of each member, counted from 0 in the order of the members."""
         seen: dict[int, int] = {}
-        hosts = [seen.setdefault(self._topology.host_indices[rank], len(seen)) for rank in spec.members]
+        return [seen.setdefault(self._topology.host_indices[rank], len(seen)) for rank in spec.members]
+
+    def _open(self, spec: ChannelSpec, hosts: list[int], deadline: Deadline, max_announced: int = 0) -> NativeChannel:
         sizes = (self._settings.slot_bytes, self._settings.chunk_bytes, spec.bucket_bytes)
-        params = make_channel_params(hosts, spec.member_index, *sizes)
+        params = make_channel_params(hosts, spec.member_index, *sizes, self._settings.fusion_bytes, max_announced)
         segment_bytes = load_library().rd_segment_bytes(params)
         if not segment_bytes:
             raise ValueError(f"channel {spec.id}: {self._find_size_error(spec, hosts)}")
@@ -211,6 +233,22 @@ class NativeChannel:
         except NativeError as error:
             raise self.make_error(call.description, error, deadline) from None
 
+    def make_allreduce_cache(
+        self, timeout_s: float, record_failure: Callable[[str, Exception], None], **more: Any
+    ) -> AllreduceCache | None:
+        def raise_error(description: bytes, status: int, result: bytes) -> None:
+            what = description.decode(errors="replace")
+            try:
+                thread_structs.own.raise_error(status, result)
+            except NativeError as error:
+                deadline = Deadline(timeout_s, elapsed_s=(time.monotonic_ns() - error.start_ns) / 1e9)
+                raised = self.make_error(what, error, deadline)
+            record_failure(what, raised)
+            raise raised
+
+        more.update(algorithm=self._algorithm, timeout_s=timeout_s, this_thread=this_thread, on_failure=raise_error)
+        return make_allreduce_cache(self._handle, **more)
+
     def submit(self, call: Call, deadline: Deadline) -> NativeRunningCall:
         structs = thread_structs.own
         keep = structs.fill(call, self._algorithm)
@@ -232,6 +270,55 @@ class NativeChannel:
         work = structs.work.value
         assert work is not None
         return NativeRunningCall(self, work, call)
+
+    def agree(self, id: int, signature_hash: int) -> None:
+        self.library.rd_agree(self._handle, id, signature_hash)
+
+    def revoke(self, id: int) -> bool:
+        return bool(self.library.rd_revoke(self._handle, id))
+
+    def announce(self, id: int, call: Call, timeout_s: float) -> NativeRunningCall:
+        structs = thread_structs.own
+        keep = structs.fill(call, self._algorithm)
+        status = self.library.rd_announce(
+            self._handle,
+            id,
+            structs.call_address,
+            timeout_s,
+            None,
+            None,
+            structs.work_address,
+            structs.result_address,
+        )
+        del keep
+        if status != NativeStatus.OK:
+            self._raise_unless_ok(status, call, Deadline(timeout_s))
+        assert structs.work.value is not None
+        return NativeRunningCall(self, structs.work.value, call)
+
+    def run_announced(
+        self, id: int, call: Call, deadline: Deadline, go_on: Callable[[RunningCall], None]
+    ) -> CallTiming | None:
+        structs = thread_structs.own
+        keep = structs.fill(call, self._algorithm)
+        status = self.library.rd_run_announced(
+            self._handle,
+            id,
+            structs.call_address,
+            deadline.timeout_s,
+            deadline.remaining_s,
+            structs.result_address,
+            structs.work_address,
+        )
+        del keep
+        if structs.work.value is not None:
+            go_on(NativeRunningCall(self, structs.work.value, call))
+            if status == NativeStatus.TIMEOUT:
+                return None
+        return self._raise_unless_ok(status, call, deadline)
+
+    def not_announced(self, id: int) -> tuple[int, ...]:
+        return get_not_announced(self._handle, id, len(self.spec.members))
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         try:
@@ -259,12 +346,23 @@ class NativeChannel:
                 self._abort_reason = (lost_rank, why)
             self._changed.notify_all()
 
+    def _raise_unless_ok(self, status: int, call: Call, deadline: Deadline) -> CallTiming:
+        """The timing of an announced call that succeeded; else its error."""
+        try:
+            return thread_structs.own.timing_or_raise(status)
+        except NativeError as error:
+            raise self.make_error(call.description, error, deadline) from None
+
     def make_error(self, description: str, error: NativeError, deadline: Deadline) -> Exception:
         members, rank = self.spec.members, self.spec.members[self.spec.member_index]
         blamed = members[error.member] if error.member >= 0 else -1
         if error.status == NativeStatus.MISMATCH:
             asked = get_member_descriptions(self._handle, len(members))
             return mismatch_error({rank: text for rank, text in zip(members, asked, strict=True) if text})
+        if error.status == NativeStatus.NOT_AGREED:
+            return IdNotAgreed(description)
+        if error.status == NativeStatus.WITHDRAWN:
+            return CallWithdrawn(description)
         if error.status == NativeStatus.FORKED:
             return forked_error(self._pid, description)
         if error.status == NativeStatus.BAD_CALL:

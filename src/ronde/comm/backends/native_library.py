@@ -1,7 +1,8 @@
 """The C++ data plane through ctypes: its functions, its structs and its status codes. Used by the native backend and,
 for addresses and kernels, by other modules of comm.
 
-The only module that knows ctypes. Calls drop the GIL while they run.
+The only module that knows ctypes. Calls drop the GIL while they run. Repeated allreduces go through hot_calls, an
+extension of Python, where that can be imported; a Python before 3.11, or one without the GIL, cannot.
 """
 
 from __future__ import annotations
@@ -27,7 +28,12 @@ from ronde.comm.call import Call
 from ronde.errors import RondeError
 from ronde.types import OperationKind
 
-ABI = 3
+try:
+    from ronde.comm.backends import hot_calls as hot_calls
+except ImportError:
+    hot_calls = None  # type: ignore[assignment]
+
+ABI = 4
 DESCRIPTION_BYTES = 128
 MAX_MEMBERS = 1024
 WIDEST_ELEMENT_BYTES = 8
@@ -37,7 +43,9 @@ PRE_AGREED = 1
 class NativeStatus:
     """The C header's rd_status."""
 
-    OK, BAD_CALL, MISMATCH, TIMEOUT, ABORTED, PEER_LOST, SYSTEM, CLOSED, CANCELLED, FORKED = range(10)
+    OK, BAD_CALL, MISMATCH, TIMEOUT, ABORTED, PEER_LOST, SYSTEM, CLOSED, CANCELLED, FORKED, WITHDRAWN, NOT_AGREED = (
+        range(12)
+    )
 
 
 ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise", "halving")
@@ -56,6 +64,8 @@ class RdChannelParams(ctypes.Structure):
         ("slot_bytes", c_uint64),
         ("chunk_bytes", c_uint64),
         ("bucket_bytes", c_uint64),
+        ("fusion_bytes", c_uint64),
+        ("max_announced", c_uint32),
     )
 
 
@@ -65,8 +75,9 @@ SPAN = struct.Struct("@PPQ")
 RD_CALL = struct.Struct("@iiiiIiddQPPQPP")
 """rd_call: kind, dtype, op, algorithm, flags, peer, prescale, postscale, signature, description, spans,
 num_spans, counts, splits."""
-RD_RESULT = struct.Struct("@iiiiqqq")
-"""rd_result: status, member, detail, algorithm, start_ns, ready_ns, end_ns."""
+RD_RESULT = struct.Struct("@iiiiqqqqq")
+"""rd_result: status, member, detail, algorithm, start_ns, ready_ns, end_ns, sequence (-1 for RD_NO_SEQUENCE),
+arrived_ns."""
 
 
 class RdMemberCall(ctypes.Structure):
@@ -102,10 +113,15 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {  # ctypes has no public nam
     # Hot: structs go as addresses, which ctypes passes on without making an object.
     "rd_run": (c_int, (c_void_p, c_void_p, c_void_p, c_double)),
     "rd_submit": (c_int, (c_void_p, c_void_p, c_double, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "rd_announce": (c_int, (c_void_p, c_uint32, c_void_p, c_double, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "rd_run_announced": (c_int, (c_void_p, c_uint32, c_void_p, c_double, c_double, c_void_p, c_void_p)),
     "rd_wait": (c_int, (c_void_p, c_void_p, c_double)),
     "rd_done": (c_int, (c_void_p,)),
     "rd_release_work": (None, (c_void_p,)),
     "rd_add_callback": (c_int, (c_void_p, RD_CALLBACK, c_void_p)),
+    "rd_agree": (c_int, (c_void_p, c_uint32, c_uint64)),
+    "rd_revoke": (c_int, (c_void_p, c_uint32)),
+    "rd_get_not_announced": (c_uint32, (c_void_p, c_uint32, POINTER(c_uint32))),
     "rd_get_mismatch": (c_int, (c_void_p, POINTER(RdMemberCall))),
     "rd_get_current_call": (None, (c_void_p, POINTER(RdCurrentCall), POINTER(c_uint32))),
     "rd_set_interpreter": (None, (POINTER(c_void_p),)),
@@ -185,13 +201,16 @@ def reduce(
 class NativeError(Exception):
     """A status of the library other than OK; the native backend turns it into the error that the caller sees."""
 
-    def __init__(self, status: int, member: int = -1, detail: int = 0, *, has_ended: bool = False) -> None:
+    def __init__(
+        self, status: int, member: int = -1, detail: int = 0, *, has_ended: bool = False, start_ns: int = 0
+    ) -> None:
         super().__init__(f"status {status}, member {member}, detail {detail}")
         self.status = status
         self.member = member
         self.detail = detail
         self.has_ended = has_ended
         """Whether a call was under way and has ended. Otherwise it was refused, or only the wait for it has ended."""
+        self.start_ns = start_ns
 
 
 # --- an open channel -------------------------------------------------------------------------------------------------
@@ -201,14 +220,19 @@ NativeHandle: TypeAlias = int
 
 
 def make_channel_params(
-    hosts: Sequence[int], member_index: int, slot_bytes: int, chunk_bytes: int, bucket_bytes: int
+    hosts: Sequence[int],
+    member_index: int,
+    slot_bytes: int,
+    chunk_bytes: int,
+    bucket_bytes: int,
+    fusion_bytes: int = 0,
+    max_announced: int = 0,
 ) -> RdChannelParams:
     """`hosts` has the number of the host of each member."""
     num_cores = len(os.sched_getaffinity(0))
     host_numbers = (c_uint32 * len(hosts))(*hosts)
-    return RdChannelParams(
-        ABI, len(hosts), member_index, num_cores, host_numbers, slot_bytes, chunk_bytes, bucket_bytes
-    )
+    sizes = (slot_bytes, chunk_bytes, bucket_bytes, fusion_bytes, max_announced)
+    return RdChannelParams(ABI, len(hosts), member_index, num_cores, host_numbers, *sizes)
 
 
 def open_channel(
@@ -229,6 +253,14 @@ def open_channel(
     return handle.value
 
 
+def make_allreduce_cache(handle: NativeHandle, **more: Any) -> hot_calls.AllreduceCache | None:
+    """What runs repeated allreduces on this channel; None where the extension is missing or another version's."""
+    if hot_calls is None or hot_calls.ABI != ABI:
+        return None
+    run = ctypes.cast(load_library().rd_run, c_void_p).value or 0
+    return hot_calls.AllreduceCache(run=run, channel=handle, array_type=np.ndarray, empty_like=np.empty_like, **more)
+
+
 def get_member_descriptions(handle: NativeHandle, num_members: int) -> list[str]:
     """What each member asked for in this thread's last call that was a mismatch."""
     rows = (RdMemberCall * num_members)()
@@ -245,6 +277,12 @@ def get_current_call(handle: NativeHandle, num_members: int) -> CurrentCall | No
     sequence = -1 if now.kind in (OperationKind.SEND, OperationKind.RECEIVE) else now.sequence
     description = now.description.decode(errors="replace")
     return CurrentCall(description, now.start_ns, tuple(missing[: now.num_missing]), sequence)
+
+
+def get_not_announced(handle: NativeHandle, id: int, num_members: int) -> tuple[int, ...]:
+    """The members that have not announced the id."""
+    missing = (c_uint32 * num_members)()
+    return tuple(missing[: load_library().rd_get_not_announced(handle, id, missing)])
 
 
 def get_bucket(handle: NativeHandle, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
@@ -307,9 +345,16 @@ class CallStructs:
                 return None
         return self._fill_all_fields(call, algorithm)
 
+    def raise_error(self, status: int, result: bytes) -> None:
+        """Raise the error of a call whose result struct has these bytes."""
+        self.result.raw = result
+        self.timing_or_raise(status)
+
     def timing_or_raise(self, status: int) -> CallTiming:
         """The timing of a call that succeeded, from the result struct; else NativeError, or what a signal raised."""
-        _, member, detail, algorithm, start_ns, ready_ns, end_ns = RD_RESULT.unpack_from(self.result)
+        _, member, detail, algorithm, start_ns, ready_ns, end_ns, sequence, arrived_ns = RD_RESULT.unpack_from(
+            self.result
+        )
         if status != NativeStatus.OK:
             raised = (c_void_p * 3)()
             if detail == errno.EINTR and load_library().rd_fetch_exception(raised):
@@ -319,8 +364,8 @@ class CallStructs:
                 restore.argtypes = (c_void_p, c_void_p, c_void_p)
                 restore.restype = None
                 restore(*raised)
-            raise NativeError(status, member, detail, has_ended=end_ns != 0)
-        return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm])
+            raise NativeError(status, member, detail, has_ended=end_ns != 0, start_ns=start_ns)
+        return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm], sequence, arrived_ns)
 
     def _fill_all_fields(self, call: Call, algorithm: int) -> object:
         spans = call.spans

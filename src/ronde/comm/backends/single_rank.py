@@ -4,10 +4,11 @@ and for groups of one member in any job."""
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import numpy as np
 
-from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, RunningCall
+from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, IdNotAgreed, RunningCall
 from ronde.comm.backends.native_library import reduce
 from ronde.comm.buffers import Array, address_of, aligned_zeros, array_at
 from ronde.comm.call import Call
@@ -19,6 +20,9 @@ class SingleRankBackend:
     name = "single_rank"
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> SingleRankChannel:
+        return SingleRankChannel(spec)
+
+    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> SingleRankChannel:
         return SingleRankChannel(spec)
 
     def rank_lost(self, rank: int, why: str) -> None:
@@ -35,6 +39,8 @@ class SingleRankChannel:
         self.spec = spec
         self._bucket = aligned_zeros(2 * spec.bucket_bytes)
         self._end_reason = ""
+        self._agreed: dict[int, int] = {}
+        """By id: the hash of the call that it stands for."""
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         if self._end_reason:
@@ -44,8 +50,34 @@ class SingleRankChannel:
             _copy_scaled(call)
         return CallTiming(start_ns, start_ns, time.monotonic_ns(), "single_rank")
 
+    def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
+        return None
+
     def submit(self, call: Call, deadline: Deadline) -> RunningCall:
         return _EndedCall(call, self.run(call, deadline))
+
+    def agree(self, id: int, signature_hash: int) -> None:
+        self._agreed[id] = signature_hash
+
+    def revoke(self, id: int) -> bool:
+        self._agreed.pop(id, None)
+        return False
+
+    def announce(self, id: int, call: Call, timeout_s: float) -> RunningCall:
+        return _EndedCall(call, self._run_agreed(id, call, Deadline(timeout_s)))
+
+    def run_announced(
+        self, id: int, call: Call, deadline: Deadline, go_on: Callable[[RunningCall], None]
+    ) -> CallTiming | None:
+        return self._run_agreed(id, call, deadline)
+
+    def not_announced(self, id: int) -> tuple[int, ...]:
+        return ()
+
+    def _run_agreed(self, id: int, call: Call, deadline: Deadline) -> CallTiming:
+        if self._agreed.get(id) != call.signature_hash:
+            raise IdNotAgreed(call.description)
+        return self.run(call, deadline)
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         return self._bucket

@@ -85,6 +85,9 @@ class MpiBackend:
         group.Free()
         return MpiChannel(spec, comm, self._closed_channels.append)
 
+    def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> None:
+        return None  # members share no memory that they could announce calls in
+
     def rank_lost(self, rank: int, why: str) -> None:
         with self._lock:
             self._lost.setdefault(rank, why)

@@ -1,0 +1,396 @@
+#include "announced_calls.h"
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <stdexcept>
+
+#include "base/channel_thread.h"
+#include "base/futex.h"
+#include "base/python_signals.h"
+
+namespace ronde {
+
+namespace {
+
+constexpr int64_t kMaxSleepNs = 50'000'000;  // after this, an abort or a signal that raced with the sleep is seen
+constexpr int64_t kMaxIdleNs = 3'600'000'000'000;
+
+// Whether calls may be fused into one: the same kind of reduction, on other memory.
+bool can_fuse(const Call& a, const Call& b) {
+  const ReduceParams &p = a.reduce_params, &q = b.reduce_params;
+  return a.kind == RD_ALLREDUCE && b.kind == RD_ALLREDUCE && p.op != RD_ADASUM && p.dtype == q.dtype && p.op == q.op &&
+         p.prescale == q.prescale && p.postscale == q.postscale && a.algorithm == b.algorithm;
+}
+
+// One call for the spans of all. Its signature depends on all of theirs, in this order.
+std::shared_ptr<Call> fuse(const std::vector<std::shared_ptr<Call>>& batch, const Topology& topology) {
+  const Call& first = *batch[0];
+  std::vector<rd_span> spans;
+  uint64_t signature = 0;
+  for (const auto& call : batch) {
+    spans.insert(spans.end(), call->spans.begin(), call->spans.end());
+    signature = (signature ^ call->signature) * 0x9E3779B97F4A7C15;
+  }
+  std::string description = first.description + " and " + std::to_string(batch.size() - 1) + " more";
+  rd_call params{};
+  params.kind = first.kind;
+  params.dtype = first.reduce_params.dtype;
+  params.op = first.reduce_params.op;
+  params.algorithm = first.algorithm;
+  params.peer = first.peer;
+  params.prescale = first.reduce_params.prescale;
+  params.postscale = first.reduce_params.postscale;
+  params.signature = signature;
+  params.description = description.c_str();
+  params.spans = spans.data();
+  params.num_spans = spans.size();
+  return std::make_shared<Call>(params, topology, first.deadline);
+}
+
+}  // namespace
+
+AnnouncedCalls::AnnouncedCalls(const Topology& topology, SharedSegment* segment, AbortSignal* abort_signal,
+                               std::function<void(Call&)> run_call)
+    : topology_(topology),
+      segment_(segment),
+      abort_signal_(abort_signal),
+      run_call_(std::move(run_call)),
+      log_(segment->ready_log(topology)),
+      spin_policy_(spin_policy(topology.num_local(), topology.num_cores)) {}
+
+// --- announcing
+// --------------------------------------------------------------------------------------------------------
+
+void AnnouncedCalls::agree(uint32_t id, uint64_t signature) {
+  Lock lock(mutex_);
+  if (id >= log_.num_ids()) throw CallError{RD_BAD_CALL};
+  if (id >= calls_.size()) {
+    size_t size = std::min<size_t>(log_.num_ids(), 2 * size_t(id) + 64);
+    agreed_.resize(size);
+    calls_.resize(size);
+  }
+  agreed_[id] = signature;
+}
+
+bool AnnouncedCalls::revoke(uint32_t id) {
+  Lock lock(mutex_);
+  if (id >= calls_.size()) return false;
+  agreed_[id].reset();
+  Calls ended;
+  bool withdrawn = withdraw(id, CallError{RD_WITHDRAWN}, &ended);
+  run_callbacks(lock, ended);
+  return withdrawn;
+}
+
+void AnnouncedCalls::announce(uint32_t id, const std::shared_ptr<Call>& call, bool will_wait) {
+  Lock lock(mutex_);
+  if (closing_) throw CallError{RD_CLOSED};
+  if (id >= calls_.size() || agreed_[id] != call->signature) throw CallError{RD_NOT_AGREED};
+  if (calls_[id] != nullptr) throw CallError{RD_BAD_CALL};
+  if (!will_wait && num_waiting_ == 0) wake_thread();
+  call->announced_id = int(id);
+  call->announced_ns = now_ns();
+  calls_[id] = call;
+  ++num_announced_;
+  log_.arrive(id);  // when the call is in its place: another member may find it ready at once
+}
+
+bool AnnouncedCalls::cancel(const std::shared_ptr<Call>& call) {
+  Lock lock(mutex_);
+  if (calls_[size_t(call->announced_id)] != call) return false;
+  Calls ended;
+  bool withdrawn = withdraw(uint32_t(call->announced_id), CallError{RD_CANCELLED}, &ended);
+  run_callbacks(lock, ended);
+  return withdrawn;
+}
+
+std::shared_ptr<Call> AnnouncedCalls::current() {
+  Lock lock(mutex_);
+  return current_;
+}
+
+// --- waiting
+// -----------------------------------------------------------------------------------------------------------
+
+bool AnnouncedCalls::wait(const std::shared_ptr<Call>& call, const Deadline& deadline) {
+  if (call->finished()) return true;
+  Lock lock(mutex_);
+  // Whoever executes may be held up until the deadline of what it executes. A thread with less time lets others do it.
+  if (deadline.remaining_ns() < int64_t(call->timeout_s * 0.5e9)) {
+    if (num_waiting_ == 0) wake_thread_or_fail(lock);
+    lock.unlock();
+    return call->wait(deadline);
+  }
+  ++num_waiting_;
+  CallError raised{RD_OK};
+  try {
+    wait_and_execute(lock, *call, deadline);
+  } catch (const CallError& error) {
+    raised = error;
+  }
+  if (raised.status == RD_FORKED) throw raised;  // without the mutex: who held it may not be in this process
+  if (!lock.owns_lock()) lock.lock();
+  if (--num_waiting_ == 0 && num_announced_ > 0 && !closing_) wake_thread_or_fail(lock);
+  if (raised.status != RD_OK && !call->finished()) throw raised;
+  return call->finished();
+}
+
+void AnnouncedCalls::wait_and_execute(Lock& lock, const Call& call, const Deadline& deadline) {
+  while (!call.finished() && !deadline.expired()) {
+    if (current_ != nullptr) {
+      wait_for_end_of_batch(lock, deadline);
+    } else if (log_.is_published(position_)) {
+      execute_next(lock, &deadline);
+    } else if (!wait_for_entry(lock, deadline, true)) {
+      end_impossible(lock);
+    }
+  }
+}
+
+// Lets the thread look for what it has to do; starts it the first time. Throws CallError{RD_SYSTEM}.
+void AnnouncedCalls::wake_thread() {
+  if (!thread_.joinable()) {
+    thread_ = start_channel_thread([self = shared_from_this()] {
+      Lock lock(self->mutex_);
+      while (!self->closing_) self->thread_step(lock);
+    });
+    return;
+  }
+  num_wakeups_.fetch_add(1);
+  if (thread_sleeps_) futex_wake_all(&num_wakeups_);
+  thread_sleeps_ = false;
+}
+
+// The other members would wait for what nobody executes here.
+void AnnouncedCalls::wake_thread_or_fail(Lock& lock) {
+  try {
+    wake_thread();
+  } catch (const CallError& error) {
+    segment_->abort(CallError{RD_PEER_LOST, int(topology_.member_index)});
+    end_all(lock, error);
+  }
+}
+
+void AnnouncedCalls::thread_step(Lock& lock) {
+  if (num_announced_ == 0 || num_waiting_ > 0 || current_ != nullptr) {
+    uint32_t seen = num_wakeups_.load();
+    thread_sleeps_ = true;
+    lock.unlock();
+    futex_wait(&num_wakeups_, seen, kMaxIdleNs);
+    lock.lock();
+    thread_sleeps_ = false;
+  } else if (log_.is_published(position_)) {
+    execute_next(lock, nullptr);
+  } else if (!wait_for_entry(lock, Deadline(1e9), false)) {
+    end_impossible(lock);
+  }
+}
+
+// Waits until there is an entry to execute or calls have ended, or for a moment; returns false if neither has happened.
+bool AnnouncedCalls::wait_for_entry(Lock& lock, const Deadline& deadline, bool spin) {
+  uint32_t position = position_, changes = num_changes_.load();
+  auto is_over = [&] { return log_.is_published(position) || num_changes_.load() != changes; };
+  lock.unlock();
+  bool over = is_over();
+  for (uint32_t i = 1; spin && !over && i < spin_policy_.spins; ++i) {
+    i % spin_policy_.yield_every == 0 ? void(sched_yield()) : cpu_pause();
+    over = is_over();
+  }
+  if (!over && !find_abort()) {
+    uint32_t seen = log_.word()->load();
+    log_.waiters()->fetch_add(1);  // before the last test: whoever publishes reads this afterwards
+    int64_t limit_ns = std::min(kMaxSleepNs, deadline.remaining_ns());
+    bool woken = is_over() || limit_ns <= 0 || futex_wait(log_.word(), seen, limit_ns);
+    log_.waiters()->fetch_sub(1);
+    if (!woken) check_signals();
+    over = is_over();
+  }
+  lock.lock();
+  return over;
+}
+
+// Waits until another thread has executed its batch, or for a moment.
+void AnnouncedCalls::wait_for_end_of_batch(Lock& lock, const Deadline& deadline) {
+  uint32_t seen = num_changes_.load();
+  waiters_.fetch_add(1);
+  lock.unlock();
+  int64_t limit_ns = std::min(kMaxSleepNs, deadline.remaining_ns());
+  bool woken = limit_ns <= 0 || futex_wait(&num_changes_, seen, limit_ns);
+  waiters_.fetch_sub(1);
+  if (!woken) check_signals();
+  lock.lock();
+}
+
+// Another thread may have got a signal that is for the main one, so this is called after every sleep.
+void AnnouncedCalls::check_signals() const {
+  bool raised = run_signal_handlers();
+  if (made_by_parent(generation_)) throw CallError{RD_FORKED};  // a handler has forked, and this is the child
+  if (raised) throw CallError{RD_ABORTED, -1, EINTR};
+}
+
+void AnnouncedCalls::notify() {
+  num_changes_.fetch_add(1);
+  if (waiters_.load() > 0) futex_wake_all(&num_changes_);
+}
+
+// --- executing
+// ---------------------------------------------------------------------------------------------------------
+
+// Executes the next batch of the log. Nobody else executes.
+void AnnouncedCalls::execute_next(Lock& lock, const Deadline* limit) {
+  Calls batch;
+  try {
+    if (auto aborted = find_abort()) return end_all(lock, *aborted);
+    batch = next_batch(limit);
+    current_ = batch.size() == 1 ? batch[0] : fuse(batch, topology_);
+  } catch (const std::exception&) {  // no memory; or somebody has written to ours
+    segment_->abort(CallError{RD_PEER_LOST, int(topology_.member_index)});
+    return end_all(lock, CallError{RD_SYSTEM, -1, ENOMEM});
+  }
+  int64_t arrived_ns = last_end_ns_;
+  for (const auto& call : batch) {
+    call->start();
+    remove(*call);
+    log_.mark_executed(uint32_t(call->announced_id));
+    arrived_ns = std::max(arrived_ns, call->announced_ns);
+  }
+  position_ += uint32_t(batch.size());
+  lock.unlock();
+  run_call_(*current_);
+  lock.lock();
+  current_->result.arrived_ns = arrived_ns;
+  last_end_ns_ = current_->result.end_ns;
+  for (const auto& call : batch) {
+    if (call != current_) {
+      call->result = current_->result;
+      call->member_calls = current_->member_calls;
+      if (call != batch.back()) call->result.sequence = RD_NO_SEQUENCE;
+    }
+    call->finish();
+  }
+  current_ = nullptr;
+  notify();
+  run_callbacks(lock, batch);
+}
+
+// Takes nothing yet, so that an exception leaves all as it is.
+AnnouncedCalls::Calls AnnouncedCalls::next_batch(const Deadline* limit) {
+  uint32_t size = log_.batch_size(position_);
+  if (size == 0) size = log_.seal_batch(position_, propose_batch_size());
+  Calls batch(size);
+  for (uint32_t i = 0; i < size; ++i) {
+    batch[i] = calls_.at(log_.id_at(position_ + i));
+    if (batch[i] == nullptr) throw std::out_of_range("not announced");
+    batch[i]->deadline = Deadline(batch[i]->timeout_s);
+    if (limit != nullptr) batch[i]->deadline = std::min(batch[i]->deadline, *limit);
+  }
+  return batch;
+}
+
+// As many published entries as can be fused into one call.
+uint32_t AnnouncedCalls::propose_batch_size() const {
+  auto call_at = [&](uint32_t position) { return calls_.at(log_.id_at(position)).get(); };
+  const Call* first = call_at(position_);
+  uint64_t bytes = first == nullptr ? 0 : first->spans.bytes();
+  uint32_t size = 1;
+  for (; first != nullptr && size < log_.num_ids() && log_.is_published(position_ + size); ++size) {
+    const Call* next = call_at(position_ + size);
+    if (next == nullptr || !can_fuse(*first, *next)) break;
+    bytes += next->spans.bytes();
+    if (bytes > topology_.fusion_bytes) break;
+  }
+  return size;
+}
+
+void AnnouncedCalls::run_callbacks(Lock& lock, const Calls& ended) {
+  if (std::none_of(ended.begin(), ended.end(), [](const auto& call) { return call->has_callbacks(); })) return;
+  lock.unlock();
+  for (const auto& call : ended) call->run_callbacks();
+  lock.lock();
+}
+
+// --- ending without executing
+// ------------------------------------------------------------------------------------------
+
+// Ends calls that can never become ready: the channel was aborted, or a member has left that had not announced them.
+void AnnouncedCalls::end_impossible(Lock& lock) {
+  if (auto aborted = find_abort()) return end_all(lock, *aborted);
+  Calls ended;
+  for (uint32_t local = 0; local < topology_.num_local(); ++local) {
+    if (segment_->member_state(local).left.load() == 0) continue;
+    uint32_t member = topology_.local_members()[local];
+    for (uint32_t id = 0; id < calls_.size(); ++id) {
+      if (calls_[id] == nullptr) continue;
+      auto not_arrived = log_.missing(id);
+      if (std::count(not_arrived.begin(), not_arrived.end(), member) > 0)
+        withdraw(id, CallError{RD_PEER_LOST, int(member)}, &ended);
+    }
+  }
+  run_callbacks(lock, ended);
+}
+
+void AnnouncedCalls::end_all(Lock& lock, CallError error) {
+  if (closing_) error = CallError{RD_CLOSED};
+  Calls ended;
+  for (size_t id = 0; id < calls_.size(); ++id) {
+    if (calls_[id] == nullptr) continue;
+    ended.push_back(calls_[id]);
+    remove(*ended.back());
+    ended.back()->end_before_start(error);
+  }
+  notify();
+  run_callbacks(lock, ended);
+}
+
+// Takes back an announced call, if there is one and not all members have announced it.
+bool AnnouncedCalls::withdraw(uint32_t id, const CallError& error, Calls* ended) {
+  std::shared_ptr<Call> call = calls_[id];
+  if (call == nullptr || !log_.withdraw(id)) return false;
+  remove(*call);
+  call->end_before_start(error);
+  ended->push_back(call);
+  notify();
+  log_.wake();  // the thread that waits for it
+  return true;
+}
+
+void AnnouncedCalls::remove(const Call& call) {
+  calls_[size_t(call.announced_id)] = nullptr;
+  --num_announced_;
+}
+
+std::optional<CallError> AnnouncedCalls::find_abort() const {
+  try {
+    abort_signal_->check();
+    segment_->check();
+  } catch (const CallError& error) {
+    return error;
+  }
+  return std::nullopt;
+}
+
+bool AnnouncedCalls::leave() {
+  Lock lock(mutex_);
+  closing_ = true;
+  Calls ended;
+  for (uint32_t id = 0; id < calls_.size(); ++id) withdraw(id, CallError{RD_CLOSED}, &ended);
+  bool is_idle = num_announced_ == 0 && current_ == nullptr;
+  run_callbacks(lock, ended);
+  return is_idle;
+}
+
+void AnnouncedCalls::close() {
+  {
+    Lock lock(mutex_);
+    closing_ = true;
+    if (thread_.joinable()) wake_thread();
+  }
+  log_.wake();
+  if (thread_.joinable()) thread_.get_id() == std::this_thread::get_id() ? thread_.detach() : thread_.join();
+  Lock lock(mutex_);
+  end_all(lock, CallError{RD_CLOSED});
+}
+
+}  // namespace ronde
