@@ -103,7 +103,9 @@ typedef enum rd_algorithm {
   RD_RING = 3,
   RD_TWO_LEVEL = 4,
   RD_TREE = 5,
-  RD_PAIRWISE = 6
+  RD_PAIRWISE = 6,
+  RD_HALVING = 7,
+  RD_NUM_ALGORITHMS = 8
 } rd_algorithm;
 
 /* A flag of rd_call: the members have agreed on this call in advance (it was negotiated or planned), so hosts do not

@@ -22,8 +22,8 @@ void require(bool valid) {
 // Throws unless all enumerations are in range, so that the constructor may convert them.
 const rd_call& checked(const rd_call& params) {
   require(params.kind >= 0 && params.kind < RD_NUM_KINDS && params.dtype >= 0 && params.dtype < RD_NUM_DTYPES &&
-          params.op >= 0 && params.op < RD_NUM_OPS && params.algorithm >= RD_AUTO && params.algorithm <= RD_PAIRWISE &&
-          (params.spans != nullptr || params.num_spans == 0));
+          params.op >= 0 && params.op < RD_NUM_OPS && params.algorithm >= RD_AUTO &&
+          params.algorithm < RD_NUM_ALGORITHMS && (params.spans != nullptr || params.num_spans == 0));
   return params;
 }
 

@@ -262,6 +262,7 @@ void Channel::run_algorithm(rd_algorithm algorithm, const Call& call, Group& gro
       if (call.reduce_params.op == RD_ADASUM) return adasum_allreduce(group, call);
       if (algorithm == RD_DIRECT) return direct_allreduce(group, call);
       if (algorithm == RD_DOUBLING) return recursive_doubling_allreduce(group, call);
+      if (algorithm == RD_HALVING) return halving_doubling_allreduce(group, call);
       if (algorithm == RD_TWO_LEVEL) return two_level_allreduce(group, call);
       if (algorithm == RD_PAIRWISE) return pairwise_exchange_allreduce(group, call);
       return ring_allreduce(group, call);

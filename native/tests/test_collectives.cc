@@ -3,6 +3,7 @@
 #include <random>
 
 #include "check.h"
+#include "choose_algorithm.h"
 #include "reduce_reference.h"
 #include "small_integers.h"
 #include "thread_ranks.h"
@@ -21,14 +22,14 @@ struct HostCase {
 const std::vector<HostCase>& cases() {
   static const std::vector<HostCase> all = {
       {"one member", {0}, {RD_AUTO}},
-      {"one host, 2", {0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING}},
-      {"one host, 3", {0, 0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING}},
-      {"one host, 5", {0, 0, 0, 0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING, RD_PAIRWISE}},
-      {"two hosts, 1 + 1", {0, 1}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
-      {"three hosts, 1 each", {0, 1, 2}, {RD_RING, RD_DOUBLING, RD_PAIRWISE}},
-      {"two hosts, 2 + 2", {0, 0, 1, 1}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
+      {"one host, 2", {0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING, RD_HALVING}},
+      {"one host, 3", {0, 0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING, RD_HALVING}},
+      {"one host, 5", {0, 0, 0, 0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING, RD_HALVING, RD_PAIRWISE}},
+      {"two hosts, 1 + 1", {0, 1}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
+      {"three hosts, 1 each", {0, 1, 2}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_PAIRWISE}},
+      {"two hosts, 2 + 2", {0, 0, 1, 1}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
       {"two hosts, alternating", {0, 1, 0, 1}, {RD_RING, RD_TWO_LEVEL}},
-      {"three hosts, 2 + 1 + 2", {0, 0, 1, 2, 2}, {RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
+      {"three hosts, 2 + 1 + 2", {0, 0, 1, 2, 2}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
   };
   return all;
 }
@@ -75,19 +76,31 @@ uint64_t sum_before(const std::vector<uint64_t>& counts, uint32_t rank) {
   return sum;
 }
 
+TEST(a_ring_is_used_where_its_steps_are_long_and_fewer_steps_where_they_would_be_short) {
+  using ronde::choose_allreduce_between_hosts;
+  constexpr uint64_t kMiB = 1 << 20;
+  CHECK(choose_allreduce_between_hosts(2, kMiB) == RD_RING);
+  CHECK(choose_allreduce_between_hosts(2048, 4096) == RD_DOUBLING);
+  CHECK(choose_allreduce_between_hosts(64, kMiB) == RD_HALVING);
+  CHECK(choose_allreduce_between_hosts(64, 64 * kMiB) == RD_RING);
+  CHECK(choose_allreduce_between_hosts(2048, 64 * kMiB) == RD_HALVING);
+  CHECK(choose_allreduce_between_hosts(65, 2 * kMiB) == RD_RING);  // no power of two: one array more
+  CHECK(choose_allreduce_between_hosts(65, kMiB / 2) == RD_HALVING);
+}
+
 // ---- 16-bit floats: within one rounding of float32 ----------------------------------------------------------------
 
 const std::vector<HostCase>& many_hosts() {
   static const std::vector<HostCase> all = {
-      {"2 on one host", {0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING}},
-      {"1 + 1", {0, 1}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
-      {"3 hosts", {0, 1, 2}, {RD_RING, RD_DOUBLING, RD_PAIRWISE}},
-      {"2 + 2", {0, 0, 1, 1}, {RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
-      {"5 hosts", {0, 1, 2, 3, 4}, {RD_AUTO, RD_RING, RD_DOUBLING}},
-      {"3 + 2 + 1", {0, 0, 0, 1, 1, 2}, {RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
+      {"2 on one host", {0, 0}, {RD_DIRECT, RD_RING, RD_DOUBLING, RD_HALVING}},
+      {"1 + 1", {0, 1}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
+      {"3 hosts", {0, 1, 2}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_PAIRWISE}},
+      {"2 + 2", {0, 0, 1, 1}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
+      {"5 hosts", {0, 1, 2, 3, 4}, {RD_AUTO, RD_RING, RD_DOUBLING, RD_HALVING}},
+      {"3 + 2 + 1", {0, 0, 0, 1, 1, 2}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
       {"7, alternating", {0, 1, 0, 1, 0, 1, 0}, {RD_RING, RD_TWO_LEVEL}},
-      {"4 + 4", {0, 0, 0, 0, 1, 1, 1, 1}, {RD_RING, RD_DOUBLING, RD_TWO_LEVEL}},
-      {"8 hosts", {0, 1, 2, 3, 4, 5, 6, 7}, {RD_RING, RD_DOUBLING, RD_PAIRWISE}},
+      {"4 + 4", {0, 0, 0, 0, 1, 1, 1, 1}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_TWO_LEVEL}},
+      {"8 hosts", {0, 1, 2, 3, 4, 5, 6, 7}, {RD_RING, RD_DOUBLING, RD_HALVING, RD_PAIRWISE}},
   };
   return all;
 }

@@ -28,7 +28,7 @@ def test_a_time_that_no_clock_can_count_is_refused_by_name(name: str, text: str)
         ({"size": 0}, "size must be at least 1, got 0"),
         ({"rank": 2, "size": 2}, "rank must be from 0 to size - 1 = 1, got 2"),
         ({"backend": "gloo"}, "backend must be native or mpi, got 'gloo'"),
-        ({"algorithm": "tree"}, "algorithm must be empty, direct, doubling, ring or two_level, got 'tree'"),
+        ({"algorithm": "tree"}, "algorithm must be empty, direct, doubling, halving, ring or two_level, got 'tree'"),
         ({"chunk_bytes": 1}, "chunk_bytes must be at least 4096, got 1"),
         ({"slot_bytes": 4096}, "slot_bytes must be at least chunk_bytes (262144), got 4096"),
         ({"slot_bytes": 2 << 30}, "slot_bytes must be at most 1073741824, got 2147483648"),

@@ -45,6 +45,12 @@ void recursive_doubling_allreduce(Group& group, const Call& call);
 void recursive_doubling_allreduce_among(Group& group, const std::vector<uint32_t>& members, uint32_t position,
                                         const ReduceParams& params, char* partials, char* results, uint64_t count);
 
+// halving_doubling.cc
+void halving_doubling_allreduce(Group& group, const Call& call);
+// As recursive_doubling_allreduce_among.
+void halving_doubling_allreduce_among(Group& group, const std::vector<uint32_t>& members, uint32_t position,
+                                      const ReduceParams& params, char* partials, char* results, uint64_t count);
+
 // adasum.cc
 void adasum_allreduce(Group& group, const Call& call);
 

@@ -1,4 +1,4 @@
-// Two levels: shared memory inside a host, a ring (or recursive doubling, for few bytes) between hosts.
+// Two levels: shared memory inside a host; between hosts a ring, or for fewer bytes an algorithm of fewer steps.
 //
 //   1. inside   each local member reduces its share of the elements from all members of its host into a common array
 //   2. between  the array is divided among the *cross groups*, as many as the smallest host has members; the i-th
@@ -13,12 +13,11 @@
 
 #include "algorithm/algorithm.h"
 #include "algorithm/contiguous_array.h"
+#include "choose_algorithm.h"
 
 namespace ronde {
 
 namespace {
-
-constexpr uint64_t kDoublingBytes = 64 * 1024;
 
 // `common` has the partial results of this host's members. The results may be the same memory unless those are wide.
 void allreduce_between_hosts(Group& group, const Call& call, char* common, char* results, uint64_t count) {
@@ -31,11 +30,15 @@ void allreduce_between_hosts(Group& group, const Call& call, char* common, char*
   const ReduceParams& params = call.reduce_params;
   char* partials = common + mine.begin * partial_bytes(params);
   results += mine.begin * call.element_bytes();
-  if (mine.size() * partial_bytes(params) <= kDoublingBytes) {
-    recursive_doubling_allreduce_among(group, members, group.topology.my_host, params, partials, results, mine.size());
-  } else {
-    PartialArrays arrays{partials, Form::kPartial, partials, results};
-    ring_allreduce_among(group, members, group.topology.my_host, params, arrays, mine.size());
+  uint32_t position = group.topology.my_host;
+  switch (choose_allreduce_between_hosts(group.topology.num_hosts(), mine.size() * partial_bytes(params))) {
+    case RD_DOUBLING:
+      return recursive_doubling_allreduce_among(group, members, position, params, partials, results, mine.size());
+    case RD_HALVING:
+      return halving_doubling_allreduce_among(group, members, position, params, partials, results, mine.size());
+    default:
+      return ring_allreduce_among(group, members, position, params, {partials, Form::kPartial, partials, results},
+                                  mine.size());
   }
 }
 

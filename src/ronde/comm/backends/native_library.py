@@ -48,7 +48,7 @@ class NativeStatus:
     )
 
 
-ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise")
+ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise", "halving")
 
 
 # The structs of the C header, by their names there.
