@@ -301,8 +301,8 @@ class _CallbackThread:
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
         self._num_watches = 0
         self._thread: threading.Thread | None = None
-        self._inbox: SimpleQueue[_Watch] = SimpleQueue()
-        """What is to be looked at."""
+        self._inbox: SimpleQueue[_Watch | None] = SimpleQueue()
+        """What is to be looked at. None: the thread is to end, unless it has works to wait for."""
 
     def add(self, watch: _Watch) -> None:
         with self._lock:
@@ -316,15 +316,31 @@ class _CallbackThread:
             self._num_watches += 1
         self._inbox.put(watch)
 
+    def finish(self, deadline: Deadline) -> None:
+        """Wait until everything was called and the thread has ended, when all works are over. It returns at once in a
+        callback."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._inbox.put(None)
+            thread.join(deadline.remaining_s)
+
     def _run(self) -> None:
-        polled: list[_Watch] = []
+        watches: list[_Watch] = []
         while True:
-            try:
-                polled.append(self._inbox.get(timeout=POLL_S if polled else IDLE_S))
-            except Empty:
-                if not polled and self._end_if_idle():
-                    return
-            polled = [watch for watch in polled if self._needs_poll(watch)]
+            has_more = self._take(watches)
+            watches = [watch for watch in watches if self._needs_poll(watch)]
+            if not has_more and self._end_if_idle():
+                return
+
+    def _take(self, watches: list[_Watch]) -> bool:
+        """Wait for what is to be looked at next, and add it; returns whether there was something."""
+        try:
+            watch = self._inbox.get(timeout=POLL_S if watches else IDLE_S)
+        except Empty:
+            return False
+        if watch is not None:
+            watches.append(watch)
+        return watch is not None
 
     def _end_if_idle(self) -> bool:
         with self._lock:
@@ -345,6 +361,11 @@ class _CallbackThread:
 
 _callback_thread = _CallbackThread()
 os.register_at_fork(after_in_child=_callback_thread.forget_all)
+
+
+def finish_callbacks(deadline: Deadline) -> None:
+    """Wait until what follows works has been called. All works must be over."""
+    _callback_thread.finish(deadline)
 
 
 def call_when_over(works: Sequence[Work], function: Callable[[], T]) -> Future[T]:

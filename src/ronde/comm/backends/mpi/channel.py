@@ -10,6 +10,7 @@ calls that were submitted, or that find the queue busy, run in a thread of the q
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
@@ -180,7 +181,8 @@ class CallQueue:
         except BaseException as error:
             if not queued.has_ended():  # the caller's memory must not be used any more; others may be in this very call
                 self._failure_detector.abort(-1, f"rank {self._failure_detector.rank} gave up: {error!r}")
-                queued.wait_for_end(Deadline(CLOSE_TIMEOUT_S))
+                with contextlib.suppress(RondeError):
+                    queued.wait_for_end(Deadline(CLOSE_TIMEOUT_S))
             raise
 
     def submit(self, call: Call, deadline: Deadline) -> MpiRunningCall:
