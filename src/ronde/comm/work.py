@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from ronde.comm.backends.base import THREADS_HINT, InsideOperation, RunningCall
+from ronde.comm.backends.base import InsideOperation, RunningCall
 from ronde.comm.buffers import ReceiveBuffer, SendBuffer, address_of
 from ronde.comm.call import Call, Signature, Span
 from ronde.errors import OperationTimeout, RondeError
+from ronde.net.event_loop import start_thread
 from ronde.net.messages import MissingRanksQuery, OperationRequest
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.recorder import Recorder
@@ -308,10 +309,7 @@ class _CallbackThread:
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="ronde-callbacks", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    raise RondeError(f"no thread could be started for callbacks ({error}); {THREADS_HINT}") from None
+                start_thread(thread)
                 self._thread = thread
             self._num_watches += 1
         self._inbox.put(watch)

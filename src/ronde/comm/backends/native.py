@@ -18,7 +18,6 @@ import numpy as np
 
 from ronde.comm.backends.base import (
     LOSS_REASON_S,
-    THREADS_HINT,
     CallTiming,
     ChannelSpec,
     CurrentCall,
@@ -43,6 +42,7 @@ from ronde.comm.backends.native_library import (
 from ronde.comm.call import Call, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, connect_authenticated, describe_disconnect
+from ronde.net.event_loop import THREADS_HINT
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ronde.comm.backends.base import THREADS_HINT, CallTiming, ChannelSpec, CurrentCall, RunningCall
+from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, RunningCall
 from ronde.comm.backends.mpi.collectives import MpiCollectives, check_call, num_elements
 from ronde.comm.backends.mpi.failure_detection import (
     MIN_WAIT_TO_NAME_S,
@@ -33,6 +33,7 @@ from ronde.comm.backends.mpi.failure_detection import (
 from ronde.comm.buffers import aligned_zeros
 from ronde.comm.call import Call, mismatch_error
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
+from ronde.net.event_loop import start_thread
 from ronde.text import format_ranks
 from ronde.types import Deadline, DType, Op, OperationKind
 
@@ -212,11 +213,7 @@ class CallQueue:
         if self._thread is None:
             # Owned by this queue. Touches only the queue and what execute() touches; results go into MpiRunningCall.
             thread = threading.Thread(target=self._loop, name=f"ronde-{self.name}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                what = f"{call.description} on rank {self._failure_detector.rank}"
-                raise RondeError(f"{what}: no thread could be started for it ({error}); {THREADS_HINT}") from None
+            start_thread(thread)
             self._thread = thread
         queued = MpiRunningCall(call, deadline, self, grace_s)
         self._queue.append(queued)
