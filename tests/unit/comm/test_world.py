@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,15 @@ import pytest
 import ronde
 from ronde import objects
 from ronde.comm import world as world_module
+from ronde.comm.backends.base import RunningCall
+from ronde.comm.channel import Channel
+from ronde.comm.control_thread import ControlThread
+from ronde.comm.named_operations import NamedOperations, OpenChannels
 from ronde.net.addresses import find_free_ports
 from ronde.net.keys import new_job_key
 from ronde.observe.events import Started
+from ronde.observe.metrics import OperationCounters
+from ronde.observe.recorder import Recorder
 from ronde.types import Deadline
 from tests.limits import PATIENCE_S
 from tests.local_job import LocalJob
@@ -72,6 +80,60 @@ def test_what_follows_a_work_needs_a_thread_and_says_so() -> None:
     with no_new_threads(), pytest.raises(ronde.StartFailed, match=r"ronde-callbacks could not be started"):
         work.future()
     assert work.future().result(PATIENCE_S).tolist() == [1, 1]
+
+
+def operate_in_all_ways() -> None:
+    x = np.ones(2)
+    works = [ronde.allreduce(x, wait=False) for _ in range(3)]
+    works.append(ronde.allreduce(x, name="x", wait=False))
+    ronde.plan([ronde.Bucket(3)]).run(0)
+    group = ronde.add_group([0])
+    for work in works:
+        work.wait()
+    ronde.allreduce(x, group=group)
+
+
+@pytest.mark.parametrize(
+    ("owner", "method"),
+    [  # all of them with a lock, or just before or after one
+        (NamedOperations, "_make_request"),
+        (NamedOperations, "_release_names"),
+        (Channel, "_reap_completed"),
+        (RunningCall, "done"),
+        (RunningCall, "_complete"),
+        (OpenChannels, "error_for"),
+        (OpenChannels, "add"),
+        (ControlThread, "_enqueue"),
+        (Recorder, "record_event"),
+        (Recorder, "record_overlap"),
+        (OperationCounters, "add"),
+    ],
+)
+def test_a_signal_handler_may_leave_the_round_at_any_moment(
+    owner: type, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes in the middle of the method, in the main thread."""
+    came: list[object] = []
+    original = getattr(owner, method)
+
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
+        if not came and threading.current_thread() is threading.main_thread() and ronde.is_initialized():
+            signal.raise_signal(signal.SIGUSR1)
+        return original(*args, **kwargs)
+
+    def handler(*_: object) -> None:
+        came.append(ronde.metrics())
+        ronde.shutdown()
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        ronde.init()
+        monkeypatch.setattr(owner, method, interrupted)
+        with pytest.raises((ronde.RoundEnded, ronde.NotInitialized)):
+            operate_in_all_ways()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert came and not ronde.is_initialized()
 
 
 def test_groups_can_be_given_at_the_start() -> None:
