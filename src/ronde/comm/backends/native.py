@@ -20,7 +20,6 @@ import numpy as np
 
 from ronde.comm.backends.base import (
     LOSS_REASON_S,
-    THREADS_HINT,
     CallTiming,
     CallWithdrawn,
     ChannelSpec,
@@ -52,6 +51,7 @@ from ronde.comm.backends.native_library import (
 from ronde.comm.call import Call, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, connect_authenticated, describe_disconnect
+from ronde.net.event_loop import THREADS_HINT
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.net.messages import MAX_SHARED_IDS
