@@ -215,7 +215,7 @@ def parameters_that_have_drifted_apart_do_not_end_a_later_agreement() -> None:
     optimizer.close()
 
 
-@on("1 rank", "2 ranks", "2 hosts")
+@on("2 ranks", "2 hosts")
 def parameters_can_be_broadcast_when_the_optimizer_is_made() -> None:
     both = Twins(own_weights(), broadcast_parameters=True)
     both.alone.load_state_dict(both.model.state_dict())
