@@ -10,8 +10,9 @@ ARGS ?=
 BIN := .venv/bin
 ENVIRONMENTS := .venv/.ready .venv-openmpi/.ready .venv-mpich/.ready .venv-tensorflow/.ready
 LIBRARY := src/ronde/libronde.so
-NATIVE := CMakeLists.txt native/exports.map $(shell find native/include native/src -name '*.cc' -o -name '*.h' -o -name '*.inc')
-FORMATTED = $(shell find native -name '*.cc' -o -name '*.h' -o -name '*.inc')
+NATIVE := CMakeLists.txt native/exports.map $(shell find native/include native/src native/python -name '*.[ch]*' -o -name '*.inc')
+FORMATTED = $(shell find native -name '*.[ch]*' -o -name '*.inc')
+CMAKE_CONFIGURE = cmake -S . -B build/native -DRONDE_TESTS=ON -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python > /dev/null
 
 # Thread sanitizer needs the old layout of addresses; a container may forbid asking for it.
 FIXED_ADDRESSES := $(shell setarch -R true 2>/dev/null && echo setarch -R)
@@ -37,7 +38,7 @@ test-all: test  ## `make test`, and what does not fit into its 20 minutes (today
 
 test-native: build  ## the C++ tests
 	$(call heading,C++ tests)
-	cmake -S . -B build/native -DRONDE_TESTS=ON > /dev/null
+	$(CMAKE_CONFIGURE)
 	cmake --build build/native -j $(JOBS)
 	cd build/native && $(CTEST)
 
@@ -101,14 +102,14 @@ wheel: .venv/.ready  ## build dist/*.whl
 	@ls dist/*.whl
 
 clean:  ## remove what was built; the environments and test-loaded.log stay (remove them by hand)
-	rm -rf build dist $(LIBRARY) .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist $(LIBRARY) src/ronde/comm/backends/*.so .mypy_cache .pytest_cache .ruff_cache .hypothesis
 
 # The library goes into the source package, where a wheel has it too. Installing (not building) there replaces the
 # file as a whole, so that processes that have the old one open live on.
 $(LIBRARY): $(NATIVE)
 	$(call heading,native library)
-	cmake -S . -B build/native -DRONDE_TESTS=ON > /dev/null
-	cmake --build build/native -j $(JOBS) --target ronde
+	$(CMAKE_CONFIGURE)
+	cmake --build build/native -j $(JOBS) --target ronde $$(test -d build/native/CMakeFiles/hot_calls.dir && echo hot_calls)
 	cmake --install build/native --prefix src > /dev/null
 	@touch $@
 

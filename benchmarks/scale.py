@@ -45,7 +45,7 @@ from rich.table import Table
 
 from ronde.coordinator.coordinator import CoordinatorCore, Event, MessageReceived, ProcessExited, RankConnected
 from ronde.coordinator.negotiation import Send
-from ronde.net.control import ControlServer
+from ronde.net.control import ControlServer, _KnownClient
 from ronde.net.keys import JobKey, new_job_key
 from ronde.net.messages import (
     VERSION,
@@ -112,6 +112,8 @@ class SimulatedWorld:
         self._core = CoordinatorCore(size, self._settings)
         self._decoder = WorkerMessageDecoder()
         self._server = ControlServer("127.0.0.1", JobKey(new_job_key()))
+        for rank in range(size):  # without a client the server would not try to send
+            self._server._clients[rank] = _KnownClient(b"rank-%d-0" % rank, 0)
         self._ids: dict[str, int] = {}
         self._num_events = self._received_bytes = self._num_sent = self._sent_bytes = 0
         self._cpu_s = 0.0

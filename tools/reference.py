@@ -114,6 +114,8 @@ def settings_page() -> Iterator[str]:
     for setting in ronde.settings.describe_settings():
         default = "empty" if setting.default == "" else f"`{setting.default}`"
         meaning = setting.help.replace("|", "\\|")
+        if setting.equal_on_all_ranks:
+            meaning += " Equal on all ranks, or the job does not start."
         yield f"| `{setting.name}` | `{setting.env}` | {default} | {meaning} |"
 
 

@@ -74,7 +74,10 @@ typedef enum rd_op {
   RD_MAX = 3,
   RD_PRODUCT = 4,
   RD_ADASUM = 5,
-  RD_NUM_OPS = 6
+  RD_BIT_AND = 6, /* operations on bits are for integers and bool */
+  RD_BIT_OR = 7,
+  RD_BIT_XOR = 8,
+  RD_NUM_OPS = 9
 } rd_op;
 
 typedef enum rd_kind {
@@ -87,7 +90,10 @@ typedef enum rd_kind {
   RD_SEND = 6,
   RD_RECEIVE = 7,
   RD_JOIN = 8, /* contribute zeros to the other members' allreduces until every member has joined */
-  RD_NUM_KINDS = 9
+  RD_REDUCE = 9,
+  RD_GATHER = 10,
+  RD_SCATTER = 11,
+  RD_NUM_KINDS = 12
 } rd_kind;
 
 typedef enum rd_algorithm {
@@ -97,7 +103,9 @@ typedef enum rd_algorithm {
   RD_RING = 3,
   RD_TWO_LEVEL = 4,
   RD_TREE = 5,
-  RD_PAIRWISE = 6
+  RD_PAIRWISE = 6,
+  RD_HALVING = 7,
+  RD_NUM_ALGORITHMS = 8
 } rd_algorithm;
 
 /* A flag of rd_call: the members have agreed on this call in advance (it was negotiated or planned), so hosts do not
@@ -114,9 +122,10 @@ typedef struct rd_channel_params {
   uint32_t member_index; /* of this process */
   uint32_t num_cores;    /* of this host; decides how long a wait spins */
   const uint32_t* hosts; /* per member: the index of its host, counted from 0 in order of appearance */
-  uint64_t slot_bytes;   /* size of a staging slot; each member has two */
-  uint64_t chunk_bytes;  /* bytes of a slot that one step of the direct algorithm uses */
-  uint64_t bucket_bytes; /* bucket memory per member, or 0 */
+  uint64_t slot_bytes;   /* size of a staging slot; each member has two; a multiple of 64, at least chunk_bytes */
+  uint64_t chunk_bytes;  /* bytes of a slot that one step of the direct algorithm uses; a multiple of 64, at least 8 for
+                          * each member of the host that has the most */
+  uint64_t bucket_bytes; /* size of each of a member's two bucket areas, or 0 */
   uint64_t fusion_bytes; /* the most bytes of announced calls that are fused into one */
   /* Ids of announced calls, from 0; then all members are on one host, and collectives are announced. Otherwise 0. */
   uint32_t max_announced;
@@ -135,15 +144,15 @@ typedef struct rd_call {
   int32_t op;
   int32_t algorithm;
   uint32_t flags;
-  int32_t peer; /* root of a broadcast, other side of a send or receive */
+  int32_t peer; /* root of a broadcast, reduce, gather or scatter; other side of a send or receive */
   double prescale;
   double postscale;
   uint64_t signature;      /* must be equal on all members */
   const char* description; /* this member's call in words, for the error that names a mismatch */
   const rd_span* spans;
   uint64_t num_spans;
-  /* Elements per member. allgather: what each member contributes. reduce_scatter: what each member receives.
-   * alltoall: what this member receives from each. Otherwise null. */
+  /* Elements per member. allgather, gather: what each member contributes. reduce_scatter, scatter: what each member
+   * receives. alltoall: what this member receives from each. Otherwise null. */
   const uint64_t* counts;
   const uint64_t* splits; /* alltoall: elements that this member sends to each */
 } rd_call;
@@ -180,17 +189,18 @@ typedef struct rd_current_call {
 } rd_current_call;
 
 uint32_t rd_abi(void);
-const char* rd_version(void);
-const char* rd_cpu(void); /* the reduce kernels in use: "portable", "avx2" or "avx512" */
+const char* rd_version(void); /* the version, and a digest of the sources of this library */
+const char* rd_cpu(void);     /* the reduce kernels in use: "portable", "avx2" or "avx512" */
 
-/* Returns the bytes of shared memory that the members of this host need, or 0 when params is invalid. The host's lowest
- * member creates the memory, filled with zeros. */
+/* Returns the bytes of shared memory that the members of this host need, or 0 when params is invalid or that would be
+ * more than a file can have. The host's lowest member creates the memory, filled with zeros. */
 uint64_t rd_segment_bytes(const rd_channel_params* params);
 
 /* Opens a channel. `segment` is the descriptor of the shared memory, or -1 for the only member of a host; the caller
  * keeps it. `sockets` has num_members rows of num_sockets descriptors: in the row of a member on another host, first
  * the socket for aborts, then those for data; -1 in all other rows. `point_to_point` has one socket per member for send
- * and receive, or is null. The channel owns all sockets from here on, even when this function fails. */
+ * and receive, or is null. The channel owns all sockets from here on, even when this function fails. RD_BAD_CALL when
+ * params is invalid or the memory has another size than rd_segment_bytes; after RD_SYSTEM, errno says what failed. */
 rd_status rd_open(const rd_channel_params* params, int segment, const int* sockets, uint32_t num_sockets,
                   const int* point_to_point, rd_channel** channel);
 
@@ -209,8 +219,11 @@ void rd_close(rd_channel* channel);
  * called from any thread and repeatedly; only the first call counts. */
 void rd_abort(rd_channel* channel, int32_t member);
 
-/* Returns this member's bucket memory (bucket_bytes long), which all members of its host can access, or null when
- * bucket_bytes is 0. It stays mapped until rd_release_bucket, even after rd_close, because arrays may still view it. */
+/* Returns this member's bucket memory, which all members of its host can access, or null when bucket_bytes is 0: two
+ * areas of bucket_bytes, one behind the other. A call on one span of an area, in place, copies nothing; each member may
+ * choose another area for it, but the same offset. A member that has joined contributes zeros from its second area: the
+ * first keeps what it holds. The memory stays mapped until rd_release_bucket, even after rd_close, because arrays may
+ * still view it. */
 void* rd_get_bucket(rd_channel* channel);
 void rd_release_bucket(void* bucket);
 
@@ -279,6 +292,87 @@ rd_status rd_get_mismatch(rd_channel* channel, rd_member_call* calls);
 
 /* Fills `current`, and `missing` (with space for num_members) with the members that have not arrived. */
 void rd_get_current_call(rd_channel* channel, rd_current_call* current, uint32_t* missing);
+
+/* --- messages between pairs of ranks ---
+ *
+ * An endpoint is one rank's end of all links to other ranks. Sends and receives meet by context, source and tag, in the
+ * order of the sends for each source and tag. A receiver need not be there for a send: messages that nobody has asked
+ * for yet are kept at the receiver. The loss of a rank ends what involves it and nothing else.
+ *
+ * Handles are numbers: one that was closed is refused, and closing ends all calls under way with RD_CLOSED. */
+typedef uint64_t rd_endpoint;
+
+#define RD_ANY_SOURCE (-1)
+
+/* Flags of rd_message. */
+#define RD_ANY_SIZE 1u   /* a receive that takes any message of its tag into new memory: see rd_take_received */
+#define RD_EXPECTED 2u   /* a send whose receive was started before: it needs no window, and is dropped without one */
+#define RD_BACKGROUND 4u /* rd_get_current_message does not show it */
+#define RD_REPORT_LOSSES 8u /* a receive from any source that ends with RD_PEER_LOST once for each lost rank */
+
+typedef struct rd_message {
+  uint64_t context; /* equal on both sides; messages of different contexts never meet */
+  int32_t kind;     /* RD_SEND or RD_RECEIVE */
+  int32_t peer;     /* rank of the other side, or RD_ANY_SOURCE */
+  uint64_t tag;
+  uint64_t signature;    /* must be equal on both sides, or the receive is a mismatch */
+  uint64_t window_bytes; /* a send waits while more of its context is on the way to, or kept by, its receiver */
+  const char* description;
+  void* data;
+  uint64_t bytes;
+  const void* header; /* of a send for a receive of any size; null for any other message */
+  uint64_t header_bytes;
+  uint32_t flags;
+  uint32_t reserved;
+} rd_message;
+
+/* What a receive of any size got, or the sender's description after a mismatch. */
+typedef struct rd_received {
+  void* block; /* header and data in one piece of memory, which the caller frees with rd_free_received; or null */
+  void* data;
+  uint64_t bytes;
+  const void* header; /* valid until the next call of rd_take_received in this thread */
+  uint64_t header_bytes;
+} rd_received;
+
+/* Opens an endpoint without links. num_local is the number of ranks on this host, num_cores that of its cores. */
+rd_status rd_open_endpoint(uint32_t rank, uint32_t num_ranks, uint32_t num_local, uint32_t num_cores,
+                           rd_endpoint* endpoint);
+
+/* Returns the bytes of the shared memory of a link inside a host; its maker fills it with zeros. */
+uint64_t rd_link_bytes(void);
+
+/* Adds a link that this rank opened to send to `peer` (opened_here is 1), or that `peer` opened. `socket` is a TCP
+ * socket and `memory` -1 between hosts; inside a host it is a Unix socket, and `memory` the descriptor of
+ * rd_link_bytes() bytes. The endpoint owns the socket from here on, even when this function fails; the caller keeps
+ * `memory`. */
+rd_status rd_add_link(rd_endpoint endpoint, uint32_t peer, int32_t opened_here, int socket, int memory);
+
+/* As rd_run, rd_submit, rd_wait and rd_done. A send has finished when its memory may be used again. rd_result.member is
+ * the rank of the other side. A deadline, a signal handler that raises or a lost rank ends this message only. */
+rd_status rd_run_message(rd_endpoint endpoint, const rd_message* message, rd_result* result, double remaining_s);
+rd_status rd_submit_message(rd_endpoint endpoint, const rd_message* message, double remaining_s, uint64_t* work);
+rd_status rd_wait_message(rd_endpoint endpoint, uint64_t work, rd_result* result, double remaining_s);
+int rd_message_done(rd_endpoint endpoint, uint64_t work);
+
+/* Hands over what the last rd_run_message or rd_wait_message of this thread has received, once. */
+rd_status rd_take_received(rd_received* received);
+void rd_free_received(void* block);
+
+/* Ends all messages to and from this rank: it is gone. What it had sent can still be received. */
+void rd_lose_peer(rd_endpoint endpoint, uint32_t peer);
+
+/* Ends all messages of a context with RD_CLOSED, and drops what arrives for it from now on. */
+void rd_end_context(rd_endpoint endpoint, uint64_t context);
+
+/* Waits until all that was sent is with its receivers, and tells them that this rank leaves. Nothing can be sent
+ * afterwards. Returns RD_TIMEOUT when that takes longer. */
+rd_status rd_leave_endpoint(rd_endpoint endpoint, double remaining_s);
+void rd_close_endpoint(rd_endpoint endpoint);
+
+/* Fills in the message of this context that is under way for longest; start_ns is 0 when there is none. `missing` is
+ * the rank that it waits for, or RD_ANY_SOURCE. */
+void rd_get_current_message(rd_endpoint endpoint, uint64_t context, rd_current_call* current, int32_t* missing);
 
 /* Python's PyGILState_Ensure, PyErr_CheckSignals, PyErr_Fetch and PyGILState_Release. When a signal interrupts a wait
  * of rd_run or rd_wait in the main thread, the library lets Python run its signal handlers, within 50 ms. When one of

@@ -105,6 +105,8 @@ RD_API uint64_t rd_segment_bytes(const rd_channel_params* params) {
     return ronde::SharedSegment::bytes(ronde::Topology(*params));
   } catch (const CallError&) {
     return 0;
+  } catch (const std::bad_alloc&) {
+    return 0;
   }
 }
 
@@ -119,7 +121,8 @@ RD_API rd_status rd_open(const rd_channel_params* params, int segment, const int
       owned[member].emplace_back(sockets[member * num_sockets + i]);
     if (point_to_point != nullptr) owned_point_to_point[member] = FileDescriptor(point_to_point[member]);
   }
-  return guarded(nullptr, [&] {
+  rd_result result{};
+  rd_status status = guarded(&result, [&] {
     ronde::Topology topology(*params);
     std::shared_ptr<ronde::SharedSegment> shared;
     if (segment >= 0) shared = std::make_shared<ronde::SharedSegment>(topology, segment);
@@ -127,6 +130,8 @@ RD_API rd_status rd_open(const rd_channel_params* params, int segment, const int
                                                         std::move(owned_point_to_point)));
     return RD_OK;
   });
+  errno = result.detail;
+  return status;
 }
 
 RD_API void rd_retain(rd_channel* channel) { channel->references.fetch_add(1); }

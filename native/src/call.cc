@@ -22,8 +22,8 @@ void require(bool valid) {
 // Throws unless all enumerations are in range, so that the constructor may convert them.
 const rd_call& checked(const rd_call& params) {
   require(params.kind >= 0 && params.kind < RD_NUM_KINDS && params.dtype >= 0 && params.dtype < RD_NUM_DTYPES &&
-          params.op >= 0 && params.op < RD_NUM_OPS && params.algorithm >= RD_AUTO && params.algorithm <= RD_PAIRWISE &&
-          (params.spans != nullptr || params.num_spans == 0));
+          params.op >= 0 && params.op < RD_NUM_OPS && params.algorithm >= RD_AUTO &&
+          params.algorithm < RD_NUM_ALGORITHMS && (params.spans != nullptr || params.num_spans == 0));
   return params;
 }
 
@@ -54,6 +54,11 @@ bool is_valid(const Call& call, const Topology& topology) {
              call.splits[me] == call.counts[me] && sum(call.splits) <= call.spans.count();
     case RD_BROADCAST:
       return valid_peer;
+    case RD_REDUCE:
+      return supported(call.reduce_params) && call.reduce_params.op != RD_ADASUM && valid_peer;
+    case RD_GATHER:
+    case RD_SCATTER:
+      return one_span && call.counts.size() == size && call.counts[me] == call.spans.count() && valid_peer;
     case RD_SEND:
     case RD_RECEIVE:
       return one_span && valid_peer && uint32_t(call.peer) != me;
@@ -97,6 +102,7 @@ CallHeader Call::header(rd_algorithm chosen, uint64_t sequence) const {
   header.algorithm = chosen;
   header.peer = peer;
   header.in_bucket = in_bucket;
+  header.bucket_area = bucket_area;
   header.prescale = reduce_params.prescale;
   header.postscale = reduce_params.postscale;
   copy_description(header.description, description);

@@ -20,13 +20,14 @@ struct CallHeader {
   uint64_t sequence;
   uint64_t signature;
   uint64_t count;          // elements of all spans together
-  uint64_t bucket_offset;  // bytes, for a call that works in place in the bucket
+  uint64_t bucket_offset;  // bytes from the start of the area, for a call that works in place in a bucket area
   int32_t kind;
   int32_t dtype;
   int32_t op;
   int32_t algorithm;
   int32_t peer;
   uint32_t in_bucket;
+  uint32_t bucket_area;  // which of its two areas this member uses; members may differ
   double prescale;
   double postscale;
   char description[RD_DESCRIPTION_BYTES];
@@ -67,8 +68,10 @@ struct Call {
   int64_t announced_ns = 0;
   double timeout_s = 0;
 
-  // Set by the channel before the call runs: whether it works in place in this member's bucket, and at which byte.
+  // Set by the channel before the call runs: whether it works in place in one of this member's bucket areas, in which,
+  // and at which byte of it.
   bool in_bucket = false;
+  uint32_t bucket_area = 0;
   uint64_t bucket_offset = 0;
 
   // What became of it; valid when it is finished.

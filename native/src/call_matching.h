@@ -1,8 +1,9 @@
 // How a collective begins: every member shows the header of its call, waits until all have arrived, and compares.
 //
 // On one host the headers are in shared memory and one phase of the host's barrier suffices. Between hosts the first
-// member of each (its leader) exchanges the headers of its host with the other leaders (Bruck's algorithm, log2(hosts)
-// steps). For a call that was agreed in advance only the members of one host match.
+// member of each (its leader) exchanges a digest of its host's headers with the other leaders, in log2(hosts) steps.
+// Only when they differ, the headers of all members are exchanged, too (Bruck's algorithm). For a call that was agreed
+// in advance only the members of one host match.
 #pragma once
 
 #include <vector>
@@ -15,11 +16,14 @@ class CallMatcher {
  public:
   explicit CallMatcher(const Topology& topology) : topology_(topology) {}
 
-  // Returns the headers of all members when all have arrived; for a pre-agreed call, those of this host's members. They
-  // are valid until the next match.
+  // Returns the headers when all have arrived: those of all members when they differ or members have joined, otherwise
+  // those of this host's members. For a pre-agreed call they are those of this host in any case. They are valid until
+  // the next match.
   const std::vector<CallHeader>& match(Group& group, const CallHeader& mine, bool pre_agreed);
+  const std::vector<CallHeader>& headers() const { return headers_; }  // what match returned last
 
  private:
+  bool headers_differ(Group& group);
   void exchange_between_hosts(Group& group);
 
   const Topology& topology_;

@@ -52,9 +52,7 @@ void CallQueue::wait_for_turn_and_end(Call& call) {
   if (has_started && given_up.status == RD_TIMEOUT) return call.wait_uninterrupted();  // it sees its deadline itself
   abort_(given_up);
   call.wait_uninterrupted();
-  call.result.status = given_up.status;
-  call.result.member = given_up.member;
-  call.result.detail = given_up.detail;
+  throw given_up;
 }
 
 void CallQueue::thread_loop(State& state, const std::function<void(Call&)>& run_call) {

@@ -21,9 +21,9 @@ class CallQueue {
       : run_call_(std::move(run_call)), abort_(std::move(abort)), state_(std::make_shared<State>()) {}
   ~CallQueue() { close(); }
 
-  // Returns when the call has finished. A call that has to wait for others first is given up, and the channel aborted,
-  // when its deadline expires or a signal handler raises an exception. Throws CallError, without any effect, when the
-  // queue is closed or its thread cannot be started.
+  // Returns when the call has finished. Throws CallError, without any effect, when the queue is closed or its thread
+  // cannot be started. Throws CallError after it has aborted the channel when a call that waits for others before it
+  // reaches its deadline (RD_TIMEOUT), or a signal handler raises an exception meanwhile (RD_ABORTED, EINTR).
   void run(const std::shared_ptr<Call>& call);
 
   // Queues the call; the queue's thread runs it and then its callbacks. Throws CallError as run() does.

@@ -1,6 +1,9 @@
 #include "channel.h"
 
+#include <sys/mman.h>
+
 #include <algorithm>
+#include <cerrno>
 #include <cstring>
 
 #include "algorithm/algorithm.h"
@@ -22,11 +25,12 @@ std::vector<FileDescriptor> take_abort_sockets(std::vector<std::vector<FileDescr
   return taken;
 }
 
-std::shared_ptr<char[]> make_private_bucket(uint64_t bytes) {
+// Returns zeros that cost nothing until they are touched.
+std::shared_ptr<char> make_private_bucket(uint64_t bytes) {
   if (bytes == 0) return nullptr;
-  constexpr std::align_val_t kPage{4096};
-  auto* memory = new (kPage) char[bytes]();
-  return {memory, [](char* owned) { operator delete[](owned, kPage); }};
+  void* memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (memory == MAP_FAILED) throw CallError{RD_SYSTEM, -1, errno};
+  return {static_cast<char*>(memory), [bytes](char* owned) { munmap(owned, bytes); }};
 }
 
 }  // namespace
@@ -35,7 +39,7 @@ Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
                  std::vector<std::vector<FileDescriptor>> sockets, std::vector<FileDescriptor> point_to_point)
     : topology_(std::move(topology)),
       segment_(std::move(segment)),
-      private_bucket_(segment_ == nullptr ? make_private_bucket(topology_.bucket_bytes) : nullptr),
+      private_bucket_(segment_ == nullptr ? make_private_bucket(2 * topology_.bucket_bytes) : nullptr),
       abort_signal_(take_abort_sockets(sockets)),
       barrier_(topology_, segment_.get()),
       matcher_(topology_) {
@@ -113,9 +117,10 @@ void Channel::abort(const CallError& error) {
   if (announced_ != nullptr) announced_->wake();
 }
 
-char* Channel::bucket() const {
+char* Channel::bucket(uint32_t area) const {
   if (topology_.bucket_bytes == 0) return nullptr;
-  return segment_ != nullptr ? segment_->bucket(topology_.local_index) : private_bucket_.get();
+  if (segment_ != nullptr) return segment_->bucket(topology_.local_index, area);
+  return private_bucket_.get() + area * topology_.bucket_bytes;
 }
 
 std::shared_ptr<void> Channel::bucket_owner() const {
@@ -133,7 +138,8 @@ void Channel::execute(Call& call, CallStream& stream) {
   call.started_ns.store(result.start_ns);
   try {
     CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, &stream.waiting_for);
-    Group group{topology_, segment_.get(), barrier_, links_, wait, stream.contiguous, stream.incoming, slots_used_};
+    Group group{topology_,         segment_.get(),  barrier_,        links_,      wait,
+                stream.contiguous, stream.incoming, stream.partials, slots_used_, matcher_.headers()};
     wait.check();
     locate_in_bucket(call);
     if (call.kind == RD_SEND || call.kind == RD_RECEIVE) {
@@ -161,19 +167,35 @@ void Channel::execute(Call& call, CallStream& stream) {
   result.end_ns = now_ns();
 }
 
+// A call works in place in the bucket when all its data is there and every element of its input has the place of its
+// output: of a reduce-scatter this member's share is the output, of an allgather its share is the input.
 void Channel::locate_in_bucket(Call& call) const {
   const char* start = bucket();
   if (start == nullptr || call.spans.size() != 1) return;
-  const char* data = static_cast<const char*>(call.spans[0].input);
-  if (call.spans[0].output != data || data < start || data + call.spans.bytes() > start + topology_.bucket_bytes)
+  const char* input = static_cast<const char*>(call.spans[0].input);
+  const char* output = static_cast<const char*>(call.spans[0].output);
+  const char* data = call.kind == RD_ALLGATHER ? output : input;
+  const char* share = call.kind == RD_ALLGATHER ? input : output;
+  uint64_t bytes = call.spans.bytes(), share_begin = 0;
+  if (call.kind == RD_ALLGATHER || call.kind == RD_REDUCE_SCATTER) {
+    std::vector<uint64_t> starts = starts_of(call.counts, call.element_bytes());
+    bytes = starts.back();
+    share_begin = starts[topology_.member_index];
+  } else if (call.kind != RD_ALLREDUCE && call.kind != RD_BROADCAST) {
     return;
+  }
+  uint64_t area_bytes = topology_.bucket_bytes;
+  if (data < start || data >= start + 2 * area_bytes || share != data + share_begin) return;
+  uint64_t area = uint64_t(data - start) / area_bytes, offset = uint64_t(data - start) % area_bytes;
+  if (offset + bytes > area_bytes) return;
   call.in_bucket = true;
-  call.bucket_offset = uint64_t(data - start);
+  call.bucket_area = uint32_t(area);
+  call.bucket_offset = offset;
 }
 
 void Channel::run_collective(Call& call, Group& group) {
   rd_algorithm algorithm =
-      choose_algorithm(topology_, call.kind, call.reduce_params.op, call.spans.bytes(), call.algorithm);
+      choose_algorithm(topology_, call.kind, call.reduce_params, call.spans.count(), call.algorithm);
   CallHeader header = call.header(algorithm, ++sequence_);
   call.result.sequence = header.sequence;
   if (algorithm == RD_DIRECT && segment_ != nullptr) direct_prepare(group, call);
@@ -193,9 +215,11 @@ void Channel::run_collective(Call& call, Group& group) {
 }
 
 // Takes part in the others' allreduces until every member has joined. A joined member learns from the headers which
-// allreduce it is. The others read its bucket or slot as soon as the headers match, so the zeros are written before.
+// allreduce it is. The others read its bucket or slot as soon as the headers match, so the zeros are written before:
+// into its second bucket area, because in the first there may be results that its caller still uses.
 void Channel::run_join(Call& call, Group& group) {
-  if (bucket() != nullptr) std::memset(bucket(), 0, topology_.bucket_bytes);
+  call.bucket_area = 1;
+  if (bucket() != nullptr) std::memset(bucket(1), 0, topology_.bucket_bytes);
   while (true) {
     if (topology_.single_host() && segment_ != nullptr) direct_prepare_zeros(group);
     const auto& headers = matcher_.match(group, call.header(RD_AUTO, ++sequence_), false);
@@ -212,7 +236,7 @@ void Channel::contribute_zeros(const CallHeader& requested, const Deadline& dead
   bool in_bucket = requested.in_bucket != 0;
   uint64_t bytes = requested.count * element_bytes(rd_dtype(requested.dtype));
   std::vector<char> own(in_bucket ? 0 : bytes);
-  char* zeros = in_bucket ? bucket() + requested.bucket_offset : own.data();
+  char* zeros = in_bucket ? bucket(1) + requested.bucket_offset : own.data();
   rd_span span{zeros, zeros, requested.count};
   rd_call params{};
   params.kind = requested.kind;
@@ -224,9 +248,10 @@ void Channel::contribute_zeros(const CallHeader& requested, const Deadline& dead
   params.num_spans = 1;
   Call call(params, topology_, deadline);
   call.in_bucket = in_bucket;
+  call.bucket_area = 1;
   call.bucket_offset = requested.bucket_offset;
   run_algorithm(rd_algorithm(requested.algorithm), call, group);
-  if (in_bucket) std::memset(zeros, 0, bytes);  // the result is in the bucket now
+  if (in_bucket) std::memset(zeros, 0, bytes);  // the result is there now
 }
 
 void Channel::run_algorithm(rd_algorithm algorithm, const Call& call, Group& group) {
@@ -237,14 +262,24 @@ void Channel::run_algorithm(rd_algorithm algorithm, const Call& call, Group& gro
       if (call.reduce_params.op == RD_ADASUM) return adasum_allreduce(group, call);
       if (algorithm == RD_DIRECT) return direct_allreduce(group, call);
       if (algorithm == RD_DOUBLING) return recursive_doubling_allreduce(group, call);
+      if (algorithm == RD_HALVING) return halving_doubling_allreduce(group, call);
       if (algorithm == RD_TWO_LEVEL) return two_level_allreduce(group, call);
+      if (algorithm == RD_PAIRWISE) return pairwise_exchange_allreduce(group, call);
       return ring_allreduce(group, call);
     case RD_BROADCAST:
       return algorithm == RD_DIRECT ? direct_broadcast(group, call) : binomial_tree_broadcast(group, call);
     case RD_ALLGATHER:
       return algorithm == RD_DIRECT ? direct_allgather(group, call) : ring_allgather(group, call);
     case RD_REDUCE_SCATTER:
-      return algorithm == RD_DIRECT ? direct_reduce_scatter(group, call) : ring_reduce_scatter(group, call);
+      if (algorithm == RD_DIRECT) return direct_reduce_scatter(group, call);
+      if (algorithm == RD_PAIRWISE) return pairwise_exchange_reduce_scatter(group, call);
+      return ring_reduce_scatter(group, call);
+    case RD_REDUCE:
+      return algorithm == RD_DIRECT ? direct_reduce(group, call) : binomial_tree_reduce(group, call);
+    case RD_GATHER:
+      return algorithm == RD_DIRECT ? direct_gather(group, call) : binomial_tree_gather(group, call);
+    case RD_SCATTER:
+      return algorithm == RD_DIRECT ? direct_scatter(group, call) : binomial_tree_scatter(group, call);
     default:
       return pairwise_exchange_alltoall(group, call);
   }

@@ -33,7 +33,7 @@ class Channel {
   CallQueue& queue_for(const Call& call);
   AnnouncedCalls& announced();  // throws CallError{RD_BAD_CALL} when max_announced is 0
   void abort(const CallError& error);
-  char* bucket() const;                        // of this member; null when bucket_bytes is 0
+  char* bucket(uint32_t area = 0) const;       // of this member; null when bucket_bytes is 0
   std::shared_ptr<void> bucket_owner() const;  // keeps the bucket's memory mapped
   void get_current_call(rd_current_call* current, uint32_t* missing);
 
@@ -43,7 +43,7 @@ class Channel {
     explicit CallStream(Channel& channel)
         : queue([this, &channel](Call& call) { channel.execute(call, *this); },
                 [&channel](const CallError& error) { channel.abort(error); }) {}
-    ScratchBuffer contiguous, incoming;
+    ScratchBuffer contiguous, incoming, partials;
     std::atomic<int32_t> waiting_for{-1};  // the member that the running call waits for
     CallQueue queue;                       // the last member, because its thread uses the others
   };
@@ -60,7 +60,7 @@ class Channel {
   std::atomic<bool> closed_{false};
   const Topology topology_;
   const std::shared_ptr<SharedSegment> segment_;
-  const std::shared_ptr<char[]> private_bucket_;  // of a member that shares memory with no other
+  const std::shared_ptr<char> private_bucket_;  // of a member that shares memory with no other
   AbortSignal abort_signal_;
   HostBarrier barrier_;
   CallMatcher matcher_;

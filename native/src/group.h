@@ -39,7 +39,16 @@ struct Group {
   CallWait& wait;
   ScratchBuffer& contiguous;  // the spans of a call in one piece
   ScratchBuffer& incoming;    // what was received and is not yet reduced
+  ScratchBuffer& partials;    // partial results that do not fit where the result will be
   uint32_t& slots_used;       // staging slots used so far, equal on every member; its parity selects the slot
+  const std::vector<CallHeader>& headers;  // of the running call, as CallMatcher::match returned them
+
+  // Where a local member's data of a call lies that works in place in the buckets.
+  char* bucket(uint32_t local, const Call& call) const {
+    bool of_all_members = headers.size() == topology.size;
+    const CallHeader& header = headers[of_all_members ? topology.local_members()[local] : local];
+    return segment->bucket(local, header.bucket_area) + call.bucket_offset;
+  }
 
   Link* link(uint32_t member) const { return links[member].get(); }
 

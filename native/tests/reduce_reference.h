@@ -103,8 +103,12 @@ inline double fold_real(rd_op op, double x, double y) {
 }
 
 inline __int128 fold_whole(rd_dtype dtype, rd_op op, __int128 x, __int128 y) {
+  if (op == RD_BIT_AND) return x & y;
+  if (op == RD_BIT_OR) return x | y;
+  if (op == RD_BIT_XOR) return x ^ y;
   if (op == RD_MIN || (dtype == RD_BOOL && op == RD_PRODUCT)) return std::min(x, y);
   if (op == RD_MAX || dtype == RD_BOOL) return std::max(x, y);
+  if (op == RD_MEAN) return x + y;  // the sum of a mean does not wrap
   const auto a = static_cast<unsigned __int128>(x), b = static_cast<unsigned __int128>(y);
   return range_of(dtype).wrap(op == RD_PRODUCT ? a * b : a + b);
 }

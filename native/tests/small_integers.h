@@ -58,7 +58,7 @@ inline int input(rd_op op, uint32_t size, uint32_t rank, uint64_t i) {
 
 // Element i of the result.
 inline int expected(rd_dtype dtype, rd_op op, uint32_t size, uint64_t i) {
-  int sum = 0, product = 1, least = 1 << 20, most = 0;
+  int sum = 0, product = 1, least = 1 << 20, most = 0, bits_and = -1, bits_or = 0, bits_xor = 0;
   for (uint32_t rank = 0; rank < size; ++rank) {
     int value = input(op, size, rank, i);
     if (dtype == RD_BOOL) value = value != 0;
@@ -66,6 +66,9 @@ inline int expected(rd_dtype dtype, rd_op op, uint32_t size, uint64_t i) {
     product *= value;
     least = std::min(least, value);
     most = std::max(most, value);
+    bits_and &= value;
+    bits_or |= value;
+    bits_xor ^= value;
   }
   switch (op) {
     case RD_SUM:
@@ -76,6 +79,12 @@ inline int expected(rd_dtype dtype, rd_op op, uint32_t size, uint64_t i) {
       return least;
     case RD_MAX:
       return most;
+    case RD_BIT_AND:
+      return bits_and;
+    case RD_BIT_OR:
+      return bits_or;
+    case RD_BIT_XOR:
+      return bits_xor;
     default:
       return product;
   }

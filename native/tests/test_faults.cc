@@ -159,7 +159,7 @@ TEST(a_joined_member_contributes_zeros_until_all_have_joined) {
   }
 }
 
-TEST(a_joined_member_contributes_zeros_to_buckets_too) {
+TEST(a_joined_member_contributes_zeros_to_buckets_too_and_keeps_what_its_first_area_holds) {
   for (const auto& hosts : kTopologies) {
     GroupSetup setup{hosts};
     setup.bucket_bytes = 100000;
@@ -178,6 +178,8 @@ TEST(a_joined_member_contributes_zeros_to_buckets_too) {
           CHECK_EQ(bucket[99 + count], float(all.size() - step));
         }
       CHECK_EQ(run(channel, make_call(RD_JOIN))->result.status, int(RD_OK));
+      CHECK_EQ(bucket[100], float(all.size() - rank));
+      CHECK_EQ(bucket[99 + 20000], float(all.size() - rank));
     });
   }
 }
@@ -196,6 +198,40 @@ TEST(an_operation_that_cannot_be_joined_is_a_mismatch_for_those_who_ask_for_it) 
     }
     CHECK_EQ(run(channel, make_call(RD_JOIN))->result.status, int(RD_OK));
   });
+}
+
+TEST(a_reduction_that_zeros_would_change_cannot_be_joined) {
+  for (const auto& hosts : kTopologies) {
+    GroupSetup setup{hosts};
+    setup.bucket_bytes = 100000;
+    ThreadRanks all(setup);
+    all.run([&](uint32_t rank, Channel& channel) {
+      float* bucket = reinterpret_cast<float*>(channel.bucket());
+      for (rd_op op : {RD_MIN, RD_MAX, RD_PRODUCT, RD_ADASUM}) {
+        for (uint64_t count : {10, 20000}) {
+          if (rank == 0) break;  // has joined
+          std::vector<float> array(count, 2);
+          std::fill(bucket, bucket + count, 2.0f);
+          for (float* data : {array.data(), bucket}) {
+            rd_span span{data, data, count};
+            rd_call c = make_call(RD_ALLREDUCE, RD_FLOAT32, op);
+            c.spans = &span;
+            c.num_spans = 1;
+            CHECK_EQ(run(channel, c)->result.status, int(RD_MISMATCH));
+            CHECK_EQ(data[0], 2.0f);
+            c.op = RD_MEAN;  // is divided by all members
+            CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
+            CHECK_EQ(data[0], 2.0f * float(all.size() - 1) / float(all.size()));
+            c.dtype = RD_UINT32;  // of these zero is the least
+            c.op = RD_MAX;
+            CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
+          }
+        }
+      }
+      CHECK_EQ(run(channel, make_call(RD_JOIN))->result.status, int(RD_OK));
+      CHECK_EQ(allreduce(channel, 10), int(RD_OK));
+    });
+  }
 }
 
 TEST(a_message_of_the_wrong_size_is_refused_and_the_next_arrives) {
@@ -222,7 +258,7 @@ TEST(an_invalid_call_is_refused_and_the_channel_stays_usable) {
   all.run([&](uint32_t rank, Channel& channel) {
     std::vector<float> array(4, 1);
     rd_span span;
-    std::vector<rd_call> wrong(7, sum_of(array, &span));
+    std::vector<rd_call> wrong(11, sum_of(array, &span));
     wrong[0].kind = 99;
     wrong[1].dtype = -1;
     wrong[2].op = RD_NUM_OPS;
@@ -230,6 +266,10 @@ TEST(an_invalid_call_is_refused_and_the_channel_stays_usable) {
     wrong[4].kind = RD_ALLGATHER;  // without counts
     wrong[5].kind = RD_SEND, wrong[5].peer = int(rank);
     wrong[6].dtype = RD_BOOL, wrong[6].op = RD_MEAN;
+    wrong[7].kind = RD_REDUCE, wrong[7].peer = 2;
+    wrong[8].kind = RD_GATHER, wrong[8].peer = 0;   // without counts
+    wrong[9].kind = RD_SCATTER, wrong[9].peer = 0;  // without counts
+    wrong[10].op = RD_BIT_AND;                      // of floats
     for (const rd_call& c : wrong) {
       rd_status status = RD_OK;
       try {

@@ -29,6 +29,10 @@ MAX_TIMEOUT_S = 1_000_000.0
 MAX_HEARTBEAT_S = 86_400.0
 """The kernel probes a connection four times in this time and waits at most nine hours for one probe."""
 
+MAX_SLOT_BYTES = 1 << 30
+CACHE_LINE_BYTES = 64
+"""Slots and chunks of shared memory begin at cache lines."""
+
 logger = logging.getLogger("ronde.settings")
 
 _BOOLS = dict.fromkeys(("1", "true", "yes", "on"), True) | dict.fromkeys(("0", "false", "no", "off", ""), False)
@@ -39,10 +43,14 @@ class Setting(msgspec.Struct, frozen=True):
 
     help: str
     minimum: int | None = None
+    maximum: int | None = None
+    multiple_of: int = 1
     max_s: float | None = None
     """For a time: the longest one. The shortest is above 0, or 0 when `zero_is_off`."""
     zero_is_off: bool = False
     choices: tuple[str, ...] = ()
+    equal_on_all_ranks: bool = False
+    """Ranks with different values could not work together: such a job does not start."""
     name: str = ""
     kind: type = str
     default: Any = None
@@ -54,6 +62,10 @@ class Setting(msgspec.Struct, frozen=True):
     def check(self, value: Any) -> None:
         if self.minimum is not None and value < self.minimum:
             raise ValueError(f"{self.name} must be at least {self.minimum}, got {value}")
+        if self.maximum is not None and value > self.maximum:
+            raise ValueError(f"{self.name} must be at most {self.maximum}, got {value}")
+        if self.multiple_of > 1 and value % self.multiple_of:
+            raise ValueError(f"{self.name} must be a multiple of {self.multiple_of}, got {value}")
         if self.choices and value not in self.choices:
             names = [choice or "empty" for choice in self.choices]
             raise ValueError(f"{self.name} must be {', '.join(names[:-1])} or {names[-1]}, got {value!r}")
@@ -98,9 +110,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             "The address at which other ranks reach this one. Empty: the one from which it connects to the coordinator."
         ),
     ] = ""
-    backend: Annotated[str, Setting("Data plane: `native`, or `mpi` (through mpi4py).", choices=("native", "mpi"))] = (
-        "native"
-    )
+    backend: Annotated[
+        str,
+        Setting("Data plane: `native`, or `mpi` (through mpi4py).", choices=("native", "mpi"), equal_on_all_ranks=True),
+    ] = "native"
     start_s: Annotated[float, Setting("How long init() waits for all members.", max_s=MAX_TIMEOUT_S)] = 60.0
     operation_s: Annotated[
         float, Setting("How long one operation may take before it fails on all members.", max_s=MAX_TIMEOUT_S)
@@ -123,19 +136,45 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     fusion_bytes: Annotated[
         int, Setting("The most bytes of named operations that are fused into one call.", minimum=0)
     ] = 64 * 1024 * 1024
-    slot_bytes: Annotated[int, Setting("Size of each staging slot of a member in shared memory.")] = 4 * 1024 * 1024
+    slot_bytes: Annotated[
+        int,
+        Setting(
+            "Size of each staging slot of a member in shared memory, at least `chunk_bytes`.",
+            maximum=MAX_SLOT_BYTES,
+            multiple_of=CACHE_LINE_BYTES,
+            equal_on_all_ranks=True,
+        ),
+    ] = 4 * 1024 * 1024
     chunk_bytes: Annotated[
-        int, Setting("How much of a slot one step of the shared-memory algorithm uses.", minimum=4096)
+        int,
+        Setting(
+            "How much of a slot one step of the shared-memory algorithm uses.",
+            minimum=4096,
+            multiple_of=CACHE_LINE_BYTES,
+            equal_on_all_ranks=True,
+        ),
     ] = 256 * 1024
     algorithm: Annotated[
         str,
         Setting(
-            "Force one allreduce algorithm: direct, doubling, ring or two_level. Empty: chosen by the size and by the "
-            "hosts of the members.",
-            choices=("", "direct", "doubling", "ring", "two_level"),
+            "Force one allreduce algorithm: direct, doubling, halving, ring or two_level. Empty: chosen by the size "
+            "and by the hosts of the members.",
+            choices=("", "direct", "doubling", "halving", "ring", "two_level"),
+            equal_on_all_ranks=True,
         ),
     ] = ""
-    num_sockets: Annotated[int, Setting("TCP connections per pair of neighbours and channel.", minimum=1)] = 2
+    num_sockets: Annotated[
+        int, Setting("TCP connections per pair of neighbours and channel.", minimum=1, equal_on_all_ranks=True)
+    ] = 2
+    compare_at_step: Annotated[
+        int,
+        Setting(
+            "At which step a distributed optimizer compares the parameters of all ranks. 1: the first, before it uses "
+            "gradients. 0: never, for ranks that are meant to start with different parameters.",
+            minimum=0,
+            equal_on_all_ranks=True,
+        ),
+    ] = 1
     timeline: Annotated[
         str, Setting("File for the Chrome trace of all ranks; written by the coordinator. Empty for none.")
     ] = ""
@@ -149,7 +188,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         if not 0 <= self.rank < self.size:
             raise ValueError(f"rank must be from 0 to size - 1 = {self.size - 1}, got {self.rank}")
         if self.slot_bytes < self.chunk_bytes:
-            raise ValueError(f"slot_bytes must be at least {self.chunk_bytes}, got {self.slot_bytes}")
+            raise ValueError(f"slot_bytes must be at least chunk_bytes ({self.chunk_bytes}), got {self.slot_bytes}")
         if self.key and (len(self.key) != 64 or not set(self.key) <= set("0123456789abcdefABCDEF")):
             raise ValueError("key must be 64 hexadecimal digits (make one with ronde.net.keys.new_job_key())")
 

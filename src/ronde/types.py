@@ -39,6 +39,10 @@ class DType(enum.IntEnum):
         return DType.FLOAT16 <= self <= DType.FLOAT64
 
     @property
+    def is_unsigned(self) -> bool:
+        return self in (DType.UINT8, DType.UINT16, DType.UINT32, DType.UINT64, DType.BOOL)
+
+    @property
     def numpy(self) -> np.dtype[np.generic]:
         """The NumPy type with the same memory; bfloat16, which NumPy lacks, travels as uint16."""
         import numpy as np  # here, because modules that need only deadlines or members must load quickly
@@ -58,13 +62,20 @@ class Op(enum.IntEnum):
     MAX = 3
     PRODUCT = 4
     ADASUM = 5
+    BIT_AND = 6
+    BIT_OR = 7
+    BIT_XOR = 8
+
+    @property
+    def is_bitwise(self) -> bool:
+        return self in (Op.BIT_AND, Op.BIT_OR, Op.BIT_XOR)
 
 
 _OPS = {op.name.lower(): op for op in Op}
 
 
 def parse_op(op: str | Op) -> Op:
-    """The operation a caller means by "sum", "mean", "min", "max", "product" or "adasum"."""
+    """The operation a caller means by its name, such as "sum" or "bit_and"."""
     if isinstance(op, Op):
         return op
     found = _OPS.get(op) if isinstance(op, str) else None
@@ -85,6 +96,20 @@ class OperationKind(enum.IntEnum):
     SEND = 6
     RECEIVE = 7
     JOIN = 8
+    REDUCE = 9
+    GATHER = 10
+    SCATTER = 11
+
+
+REDUCING_KINDS = (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER, OperationKind.REDUCE)
+ROOTED_KINDS = (OperationKind.BROADCAST, OperationKind.REDUCE, OperationKind.GATHER, OperationKind.SCATTER)
+VARIABLE_ROW_KINDS = (
+    OperationKind.ALLGATHER,
+    OperationKind.ALLTOALL,
+    OperationKind.GATHER,
+    OperationKind.SCATTER,
+)
+"""Kinds where members may have different numbers of rows."""
 
 
 def find_reduction_error(kind: OperationKind, dtype: DType, op: Op, *, scaled: bool) -> str:
@@ -95,8 +120,23 @@ def find_reduction_error(kind: OperationKind, dtype: DType, op: Op, *, scaled: b
     if dtype is DType.BOOL and (op is Op.MEAN or scaled):
         return "bool has no mean and cannot be scaled; convert it to numbers first"
     if op is Op.ADASUM and (not dtype.is_float or kind is not OperationKind.ALLREDUCE):
-        return f"adasum is for allreduce of floating-point numbers, got {dtype.name.lower()}"
+        return f"adasum is for allreduce of floating-point numbers, got {kind.name.lower()} of {dtype.name.lower()}"
+    if op.is_bitwise and (dtype.is_float or scaled):
+        what = "cannot be scaled" if scaled else f"is for whole numbers and bool, got {dtype.name.lower()}"
+        return f"{op.name.lower()} {what}"
     return ""
+
+
+JOINABLE = (
+    "only in an allreduce that its zeros do not change: op sum, mean, bit_or, bit_xor, and max of unsigned numbers"
+)
+"""What a rank that has called join() takes part in, for errors."""
+
+
+def can_be_joined(dtype: DType, op: Op) -> bool:
+    """Whether ranks that have called join() can take part in such an allreduce of the others. The rule is that of
+    works_with_zeros() in the native library."""
+    return op in (Op.SUM, Op.MEAN, Op.BIT_OR, Op.BIT_XOR) or (op is Op.MAX and dtype.is_unsigned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,9 +199,9 @@ class Deadline:
 
     __slots__ = ("_expires_at_s", "timeout_s")
 
-    def __init__(self, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float, *, elapsed_s: float = 0.0) -> None:
         self.timeout_s = timeout_s
-        self._expires_at_s = time.monotonic() + timeout_s
+        self._expires_at_s = time.monotonic() + timeout_s - elapsed_s
 
     @property
     def remaining_s(self) -> float:

@@ -72,8 +72,23 @@ def different_roots(group: Group, odd: bool, name: str | None) -> None:
 
 
 @on_ranks(2)
+def roots_of_all_kinds_may_differ(world: World) -> None:
+    x = np.ones((2, 2))
+    expect_mismatch(world, lambda group, odd, name: group.reduce(x, root=int(odd), name=name), "reduce.*0.*1")
+    expect_mismatch(world, lambda group, odd, name: group.gather(x, root=int(odd), name=name), "gather.*0.*1")
+    expect_mismatch(world, lambda group, odd, name: group.scatter(x, root=int(odd), name=name), "scatter.*0.*1")
+
+
+@mismatch_on(2, 3, words="int64.*float32")
+def different_dtypes_for_one_root(group: Group, odd: bool, name: str | None) -> None:
+    group.reduce(np.ones(3, np.float32 if odd else np.int64), name=name)
+
+
+@on_ranks(2)
 def rows_of_different_shape(world: World) -> None:
     words = r"\*, 3.*\*, 4"
+    expect_mismatch(world, lambda group, odd, name: group.gather(np.ones((2, 3 + odd)), name=name), words)
+    expect_mismatch(world, lambda group, odd, name: group.scatter(np.ones((2, 3 + odd)), name=name), words)
     expect_mismatch(world, lambda group, odd, name: group.allgather(np.ones((2, 3 + odd)), name=name), words)
     expect_mismatch(world, lambda group, odd, name: group.alltoall(np.ones((2, 3 + odd)), name=name), words)
 
@@ -84,7 +99,10 @@ def lists_of_different_length(world: World) -> None:
         return [np.ones(3)] * (3 if odd else 2)
 
     expect_mismatch(world, lambda group, odd, name: group.allreduce(arrays(odd), name=name), "allreduce")
+    expect_mismatch(world, lambda group, odd, name: group.allreduce(arrays(odd), op="adasum", name=name), "allreduce")
     expect_mismatch(world, lambda group, odd, name: group.allgather(arrays(odd), name=name), "allgather")
+    expect_mismatch(world, lambda group, odd, name: group.reduce_scatter(arrays(odd), name=name), "reduce_scatter")
+    expect_mismatch(world, lambda group, odd, name: group.gather(arrays(odd), name=name), "gather")
 
 
 @mismatch_on(2, words="3.*4")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from ronde.comm.world import World
+from ronde.errors import Mismatch
 from tests.conformance.cases import on_ranks, raises
 
 
@@ -101,6 +102,30 @@ def joining_says_who_was_last(world: World) -> None:
             # The other one cannot have taken part in this but as one that has joined.
             assert world.group.allreduce(np.ones(3)).tolist() == [1, 1, 1]
         assert world.group.join() == last
+
+
+@on_ranks(2, 3)
+def what_zeros_would_change_is_refused_while_a_rank_has_joined(world: World) -> None:
+    if world.rank:
+        for dtype, op in (
+            (np.float32, "min"),
+            (np.float32, "max"),
+            (np.int16, "max"),
+            (np.float64, "product"),
+            (np.float32, "adasum"),
+            (np.uint8, "bit_and"),
+        ):
+            for name in (None, op):
+                with raises(Mismatch if name is None else ValueError, match="join.*zeros do not change"):
+                    world.group.allreduce(np.full(3, 2, dtype), op=op, name=name)
+        for name in (None, "after"):  # who has joined is still there
+            assert world.group.allreduce(np.full(3, 2.0), name=name).tolist() == [2.0 * (world.size - 1)] * 3
+            mean = world.group.allreduce(np.full(3, 2.0), op="mean", name=name)
+            assert np.allclose(mean, 2.0 * (world.size - 1) / world.size)
+            assert world.group.allreduce(np.full(3, 6, np.uint8), op="max", name=name).tolist() == [6] * 3
+            assert world.group.allreduce(np.full(3, 6), op="bit_or", name=name).tolist() == [6] * 3
+    world.group.join()
+    assert world.group.allreduce(np.full(3, 2.0), op="min").tolist() == [2.0] * 3
 
 
 @on_ranks(2)

@@ -1,8 +1,8 @@
 """What the members' numbers add up to, in NumPy. Used by the threads backend; the native library is written to give the
 same results.
 
-16-bit floats are folded in float32 and rounded once. Integers wrap; a mean of integers divides exactly and truncates.
-For bool, sum and max are "or", product and min are "and".
+16-bit floats are folded in float32 and rounded once. Integers wrap, but not in a mean: that is the exact sum, divided
+and truncated. For bool, sum and max are "or", product and min are "and".
 """
 
 from __future__ import annotations
@@ -14,8 +14,22 @@ import numpy as np
 from ronde.comm.buffers import Array, bfloat16_from_float32, float32_from_bfloat16
 from ronde.types import DType, Op
 
-_FOLDS = {Op.SUM: np.add, Op.MEAN: np.add, Op.MIN: np.minimum, Op.MAX: np.maximum, Op.PRODUCT: np.multiply}
-_BOOL_FOLDS = {Op.SUM: np.logical_or, Op.MAX: np.logical_or, Op.PRODUCT: np.logical_and, Op.MIN: np.logical_and}
+_BIT_FOLDS = {Op.BIT_AND: np.bitwise_and, Op.BIT_OR: np.bitwise_or, Op.BIT_XOR: np.bitwise_xor}
+_FOLDS = {
+    Op.SUM: np.add,
+    Op.MEAN: np.add,
+    Op.MIN: np.minimum,
+    Op.MAX: np.maximum,
+    Op.PRODUCT: np.multiply,
+    **_BIT_FOLDS,
+}
+_BOOL_FOLDS = {
+    Op.SUM: np.logical_or,
+    Op.MAX: np.logical_or,
+    Op.PRODUCT: np.logical_and,
+    Op.MIN: np.logical_and,
+    **_BIT_FOLDS,
+}
 
 
 def reduce(inputs: Sequence[Array], dtype: DType, op: Op, prescale: float, postscale: float) -> Array:
@@ -24,12 +38,42 @@ def reduce(inputs: Sequence[Array], dtype: DType, op: Op, prescale: float, posts
         if dtype is DType.BOOL:
             return _fold(_BOOL_FOLDS[op], inputs)
         wide = [_scaled(_widen(array, dtype), prescale) for array in inputs]
+        if op is Op.MEAN and not dtype.is_float:
+            return _scaled(_mean_of_integers(wide), postscale)
         result = adasum(wide) if op is Op.ADASUM else _fold(_FOLDS[op], wide)
-        if op is Op.MEAN and dtype.is_float:
+        if op is Op.MEAN:
             postscale /= len(wide)
-        elif op is Op.MEAN:
-            result = _divided(result, len(wide))
         return _narrow(_scaled(result, postscale), dtype)
+
+
+def float32_bounds(
+    inputs: Sequence[Array], dtype: DType, op: Op, prescale: float = 1.0, postscale: float = 1.0
+) -> tuple[Array, Array]:
+    """The least and the largest result (as float64) that is a float32 result, rounded once to this 16-bit dtype.
+
+    A float32 result differs from the exact one by at most one rounding per member, of the sum of all sizes.
+    """
+    exact = np.array([_widen(array, dtype).astype(np.float64) for array in inputs]) * prescale
+    factor = postscale / (len(inputs) if op is Op.MEAN else 1)
+    fold = _FOLDS[op].reduce
+    size = np.abs(exact).sum(axis=0) if op in (Op.SUM, Op.MEAN) else np.abs(fold(exact))
+    error = (len(inputs) + 2) * abs(factor) * (size * 2.0**-24 + 2.0**-149)
+    with np.errstate(over="ignore"):
+        low, high = (_round_once(fold(exact) * factor + each, dtype) for each in (-error, error))
+    return low, high
+
+
+def _round_once(numbers: Array, dtype: DType) -> Array:
+    """Rounded to the dtype, ties to even; by way of a float32 that is odd where it is not exact, which decides ties as
+    the exact number does."""
+    if dtype is DType.FLOAT16:
+        return numbers.astype(np.float16).astype(np.float64)
+    single = numbers.astype(np.float32)
+    bits = single.view(np.uint32)
+    too_far = np.abs(single.astype(np.float64)) > np.abs(numbers)
+    truncated = np.where(too_far, bits - 1, bits)
+    odd = np.where(truncated.view(np.float32).astype(np.float64) == numbers, truncated, truncated | 1)
+    return float32_from_bfloat16(bfloat16_from_float32(odd.astype(np.uint32).view(np.float32))).astype(np.float64)
 
 
 def adasum(vectors: Sequence[Array]) -> Array:
@@ -61,12 +105,11 @@ def _fold(step: np.ufunc, inputs: Sequence[Array]) -> Array:
     return result
 
 
-def _divided(array: Array, by: int) -> Array:
-    wide = array if array.dtype.itemsize == 8 else array.astype(np.int64)
-    divisor = wide.dtype.type(by)
-    quotient = wide // divisor  # rounds down, which is one too low below zero
-    exact: Array = quotient + ((wide < 0) & (wide % divisor != 0))
-    return exact.astype(array.dtype)
+def _mean_of_integers(inputs: Sequence[Array]) -> Array:
+    """In Python's numbers, which have no end."""
+    sums = [sum(column) for column in zip(*(array.tolist() for array in inputs), strict=True)]
+    truncated = [abs(total) // len(inputs) * (1 if total >= 0 else -1) for total in sums]
+    return np.array(truncated, inputs[0].dtype)
 
 
 def _scaled(array: Array, factor: float) -> Array:

@@ -12,14 +12,15 @@ import numpy as np
 
 from ronde.comm.buffers import Array, array_at
 from ronde.comm.call import Call, Span, mismatch_error
-from ronde.types import DType, Op, OperationKind
+from ronde.types import DType, Op, OperationKind, can_be_joined
 from tests.conformance.reference_arithmetic import reduce
 
 
 def check_calls_match(members: Sequence[int], calls: Sequence[Call]) -> None:
     """Raise Mismatch, the same for everybody, unless the members (ranks of the world) ask for the same.
 
-    A member whose call is JOIN takes part in an allreduce of the others, and in nothing else.
+    A member whose call is JOIN takes part in an allreduce of the others that its zeros do not change, and in nothing
+    else.
     """
     asked = [call for call in calls if call.kind is not OperationKind.JOIN]
     if not asked:
@@ -28,8 +29,8 @@ def check_calls_match(members: Sequence[int], calls: Sequence[Call]) -> None:
     agree = all(
         (call.kind, call.signature_hash, call.peer) == (first.kind, first.signature_hash, first.peer) for call in asked
     )
-    joined_alone = len(asked) == len(calls) or first.kind is OperationKind.ALLREDUCE
-    if not agree or not joined_alone:
+    joinable = first.kind is OperationKind.ALLREDUCE and can_be_joined(first.dtype, first.op)
+    if not agree or (len(asked) < len(calls) and not joinable):
         raise mismatch_error({rank: call.description for rank, call in zip(members, calls, strict=True)})
 
 
@@ -89,12 +90,35 @@ def _alltoall(calls: Sequence[Call]) -> None:
         array_at(call.spans[0].output, len(mine), call.dtype.numpy)[:] = mine
 
 
+def _reduce(calls: Sequence[Call]) -> None:
+    root = calls[calls[0].peer]
+    result = reduce([_read(call) for call in calls], root.dtype, root.op, root.prescale, root.postscale)
+    _write(root.spans, result, root.dtype)
+
+
+def _gather(calls: Sequence[Call]) -> None:
+    root = calls[calls[0].peer]
+    everything = np.concatenate([_read(call) for call in calls])
+    array_at(root.spans[0].output, len(everything), root.dtype.numpy)[:] = everything
+
+
+def _scatter(calls: Sequence[Call]) -> None:
+    root = calls[calls[0].peer]
+    starts = _starts(root.counts)
+    everything = array_at(root.spans[0].input, starts[-1], root.dtype.numpy).copy()
+    for call, start in zip(calls, starts, strict=False):
+        _write(call.spans, everything[start:], call.dtype)
+
+
 _RUN_BY_KIND: dict[OperationKind, Callable[[Sequence[Call]], None]] = {
     OperationKind.ALLREDUCE: _allreduce,
     OperationKind.ALLGATHER: _allgather,
     OperationKind.BROADCAST: _broadcast,
     OperationKind.REDUCE_SCATTER: _reduce_scatter,
     OperationKind.ALLTOALL: _alltoall,
+    OperationKind.REDUCE: _reduce,
+    OperationKind.GATHER: _gather,
+    OperationKind.SCATTER: _scatter,
 }
 
 

@@ -16,7 +16,7 @@ NUM_RUNS = 3
 """After so many runs alike, an operation is announced in shared memory, if there is one."""
 
 
-def repeat(world: World, name: str, x: np.ndarray | None = None) -> None:  # type: ignore[type-arg]
+def repeat(world: World, name: str, x: np.ndarray | None = None) -> None:
     for _ in range(NUM_RUNS):
         world.group.allreduce(np.ones(3) if x is None else x, name=name)
 

@@ -1,12 +1,15 @@
-"""Collectives that move rows: allgather, broadcast, reduce_scatter, alltoall, barrier; in program order and named."""
+"""Collectives that move rows or have a root: allgather, broadcast, reduce_scatter, alltoall, reduce, gather, scatter,
+barrier; in program order and named."""
 
 from __future__ import annotations
 
 import numpy as np
 
+from ronde.comm.buffers import Array, Bfloat16View
 from ronde.comm.world import World
-from ronde.types import DType
-from tests.conformance.cases import on_ranks
+from ronde.types import DType, Op, OperationKind, find_reduction_error
+from tests.conformance.cases import on_ranks, raises
+from tests.conformance.reference_arithmetic import reduce as reduce_reference
 
 NAMES = (None, "by name")
 
@@ -119,6 +122,120 @@ def alltoall_may_give_nothing(world: World) -> None:
     rows, counts = world.group.alltoall(np.ones((4, 3)), splits=[0, 4] if world.rank == 0 else [0, 0])
     assert rows.shape == ((0, 3) if world.rank == 0 else (4, 3))
     assert counts.tolist() == ([0, 0] if world.rank == 0 else [4, 0])
+
+
+@on_ranks(1, 2, 3)
+def lists_are_scattered_and_exchanged_as_a_unit(world: World) -> None:
+    size, rank = world.size, world.rank
+    for name in NAMES:
+        wide = np.arange(4 * size, dtype=np.float32).reshape(2 * size, 2) + rank
+        long = np.arange(size + 1, dtype=np.float32) * (rank + 1)
+        for wait in (True, False):
+            outcome = world.group.reduce_scatter([wide, long], name=name, wait=wait)
+            first, second = outcome if wait else outcome.wait()
+            total = np.arange(4 * size).reshape(2 * size, 2) * size + sum(range(size))
+            assert np.array_equal(first, total[2 * rank : 2 * rank + 2])
+            start = rank + min(rank, 1)  # the first has one more
+            sums = np.arange(size + 1) * sum(range(1, size + 1))
+            assert np.array_equal(second, sums[start : start + (2 if rank == 0 else 1)])
+            rows = [np.full((size, 3), rank), np.full(size, 10 * rank)]
+            outcome = world.group.alltoall(rows, name=name, wait=wait)
+            (first, second), counts = outcome if wait else outcome.wait()
+            assert first.tolist() == [[other] * 3 for other in range(size)]
+            assert second.tolist() == [10 * other for other in range(size)]
+            assert counts.tolist() == [1] * size
+    with raises(ValueError, match="alltoall: the arrays of a list must have equally many rows, got 2, 3"):
+        world.group.alltoall([np.ones(2), np.ones(3)])
+
+
+@on_ranks(1, 2, 3, 4)
+def reduce_gives_the_result_to_the_root_only(world: World) -> None:
+    total = sum(range(1, world.size + 1))
+    for name in NAMES:
+        for root in range(world.size):
+            for count in (0, 5, 300_000):
+                x = np.full(count, world.rank + 1.0, np.float32)
+                result = world.group.reduce(x, root=root, name=name)
+                assert (x == world.rank + 1).all()
+                assert (result == total).all() if world.rank == root else result is None
+            out = np.zeros(3)
+            x = np.full(3, world.rank + 1.0)
+            result = world.group.reduce(x, root=root, op="mean", out=out, name=name, wait=False)
+            assert result.wait() is (out if world.rank == root else None)
+            assert np.allclose(out, total / world.size if world.rank == root else 0)
+            arrays = [np.full((2, 2), world.rank), np.full(7, 2 * world.rank)]
+            results = world.group.reduce(arrays, root=root, op="max", name=name)
+            if world.rank == root:
+                assert (results[0] == world.size - 1).all() and (results[1] == 2 * world.size - 2).all()
+            else:
+                assert results is None
+
+
+@on_ranks(2, 3)
+def reduce_knows_every_dtype_operation_and_factor(world: World) -> None:
+    for dtype in DType:
+        for op in Op:
+            if op is Op.ADASUM or find_reduction_error(OperationKind.REDUCE, dtype, op, scaled=False):
+                continue
+            given = [np.arange(33).astype(np.uint8) % (rank + 3) % 5 for rank in range(world.size)]
+            inputs = [as_dtype(each, dtype) for each in given]
+            mine = inputs[world.rank]
+            result = world.group.reduce(Bfloat16View(mine) if dtype is DType.BFLOAT16 else mine, op=op, root=1)
+            if world.rank == 1:
+                bits = result.bits if isinstance(result, Bfloat16View) else result
+                assert np.array_equal(bits, reduce_reference(inputs, dtype, op, 1.0, 1.0)), f"{dtype} {op}"
+    result = world.group.reduce(np.ones(3, np.float16), prescale=0.5, postscale=8.0)
+    assert world.rank or result.tolist() == [4 * world.size] * 3
+    with raises(ValueError, match="adasum is for allreduce"):
+        world.group.reduce(np.ones(3), op="adasum")
+
+
+def as_dtype(numbers: Array, dtype: DType) -> Array:
+    if dtype is DType.BFLOAT16:
+        return (numbers.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    return numbers.astype(dtype.numpy)
+
+
+@on_ranks(1, 2, 3, 4)
+def gather_gives_everybodys_rows_to_the_root(world: World) -> None:
+    for name in NAMES:
+        for root in range(world.size):
+            for least in (0, 1, 100_000):
+                mine = np.full((world.rank + least, 2), world.rank, np.float32)
+                result = world.group.gather(mine, root=root, name=name)
+                if world.rank == root:
+                    expected = [rank for rank in range(world.size) for _ in range(rank + least)]
+                    assert result.shape == (len(expected), 2) and result[:, 1].tolist() == expected
+                else:
+                    assert result is None
+            arrays = [np.float16(world.rank), np.ones((2, 3), np.float16)]
+            results = world.group.gather(arrays, root=root, name=name, wait=False).wait()
+            if world.rank == root:
+                assert results[0].tolist() == list(range(world.size))
+                assert results[1].shape == (2 * world.size, 3)
+            else:
+                assert results is None
+
+
+@on_ranks(1, 2, 3, 4)
+def scatter_shares_out_the_rows_of_the_root(world: World) -> None:
+    size, rank = world.size, world.rank
+    for name in NAMES:
+        for root in range(size):
+            for num_rows in (0, 1, size, 3 * size + 2, 100_000):
+                everything = np.arange(2 * num_rows, dtype=np.int32).reshape(num_rows, 2)
+                result = world.group.scatter(everything if rank == root else everything[:0], root=root, name=name)
+                shares = [num_rows // size + (index < num_rows % size) for index in range(size)]
+                start = sum(shares[:rank])
+                assert np.array_equal(result, everything[start : start + shares[rank]])
+            splits = [2 * index for index in range(size)]
+            arrays = [np.arange(size * size, dtype=np.float64), np.ones((size * size, 3))]
+            given = splits if rank == root else None
+            first, second = world.group.scatter(arrays, root=root, splits=given, name=name, wait=False).wait()
+            assert first.tolist() == list(range(rank * (rank - 1), rank * (rank + 1)))
+            assert second.shape == (2 * rank, 3)
+    with raises(ValueError, match="scatter: root must be a member of group 0"):
+        world.group.scatter(np.ones(3), root=size)
 
 
 @on_ranks(1, 2, 3)

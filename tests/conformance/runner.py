@@ -16,9 +16,9 @@ SETTINGS = Settings(operation_s=OPERATION_S, start_s=OPERATION_S, stall_s=0.0, s
 class ProcessRanks:
     """Processes of one job. Started when they are needed, and again after a failure."""
 
-    def __init__(self, size: int, *, hosts: str = "one") -> None:
+    def __init__(self, size: int, *, hosts: str = "one", extension: str = "there") -> None:
         self._size = size
-        self._hosts = hosts
+        self._env = {"TEST_HOSTS": hosts, "TEST_EXTENSION": extension}
         self._opened = ExitStack()
         self._ranks: LocalRanks | None = None
 
@@ -26,8 +26,7 @@ class ProcessRanks:
         """Run it on every rank."""
         try:
             if self._ranks is None:
-                env = {"TEST_HOSTS": self._hosts}
-                ranks = start_ranks("behaviours", self._size, settings=SETTINGS, env=env, patience_s=RANK_S)
+                ranks = start_ranks("behaviours", self._size, settings=SETTINGS, env=self._env, patience_s=RANK_S)
                 self._ranks = self._opened.enter_context(ranks)
             self._ranks.send(range(self._size), case=case.name)
             answers = self._ranks.receive_all(range(self._size), "ended")

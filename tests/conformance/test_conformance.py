@@ -61,6 +61,16 @@ def test_behaviour(kind: str, size: int, case: Case, running: dict[tuple[str, in
     running[kind, size].run(case)
 
 
+def test_allreduce_needs_no_extension() -> None:
+    ranks = ProcessRanks(2, extension="missing")
+    try:
+        for name, case in all_cases().items():
+            if name.startswith("allreduce.") and 2 in case.sizes:
+                ranks.run(case)
+    finally:
+        ranks.close()
+
+
 def test_processes_leave_nothing_behind() -> None:
     ranks = ProcessRanks(2)
     try:

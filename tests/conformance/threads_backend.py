@@ -185,8 +185,8 @@ class _SharedChannel:
             except Exception as caught:  # the edge between members: all of them must learn of it
                 error = caught
             for turn, queue in zip(turns, self._queues, strict=True):
-                # Who has joined stays for the next call of the others.
-                if turn.asked.kind is not OperationKind.JOIN or everybody_joined or error is not None:
+                # Who has joined stays for the next call of the others, also when these made a mistake.
+                if turn.asked.kind is not OperationKind.JOIN or everybody_joined:
                     queue.popleft()
                     turn.finish(ready_ns, error)
 
@@ -242,10 +242,13 @@ class _ThreadsChannel:
         self._backend = backend
         self._shared = shared
         self._closed = False
-        self._bucket = aligned_zeros(spec.bucket_bytes)
+        self._bucket = aligned_zeros(2 * spec.bucket_bytes)
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         return self.submit(call, deadline).wait(deadline)
+
+    def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
+        return None
 
     def submit(self, call: Call, deadline: Deadline) -> RunningCall:
         return self._shared.submit(_MemberCall(self._shared, self.spec.member_index, call, deadline))

@@ -19,7 +19,7 @@ from ronde.comm.buffers import Array, address_of
 from ronde.comm.call import Call, Span
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded, StartFailed
 from ronde.settings import Settings
-from ronde.types import Deadline, DType, Member, Op, Topology
+from ronde.types import Deadline, DType, Member, Op, Topology, find_reduction_error
 from ronde.types import OperationKind as Kind
 from tests.conformance.cases import raises
 from tests.conformance.reference_arithmetic import reduce
@@ -129,9 +129,7 @@ def topology(size: int = SIZE) -> Topology:
 
 
 def ops_of(dtype: DType) -> list[Op]:
-    return [
-        op for op in Op if (op is not Op.ADASUM or dtype.is_float) and (op is not Op.MEAN or dtype is not DType.BOOL)
-    ]
+    return [op for op in Op if not find_reduction_error(Kind.ALLREDUCE, dtype, op, scaled=False)]
 
 
 @case
@@ -368,7 +366,7 @@ def a_mistake_is_refused_before_anything_is_sent(opened: BackendChannel) -> None
 @case
 def who_has_joined_takes_part_with_zeros(opened: BackendChannel) -> None:
     for step in range(RANK):  # rank 0 joins at once, the last one last
-        for dtype, op in ((DType.FLOAT32, Op.SUM), (DType.BFLOAT16, Op.SUM), (DType.FLOAT64, Op.ADASUM)):
+        for dtype, op in ((DType.FLOAT32, Op.SUM), (DType.BFLOAT16, Op.SUM), (DType.FLOAT64, Op.MEAN)):
             ones = np.full(step + 1, 0x3F80, np.uint16) if dtype is DType.BFLOAT16 else np.ones(step + 1, dtype.numpy)
             here = [rank for rank in EVERYBODY if rank > step]
             everybody = [ones if rank in here else np.zeros_like(ones) for rank in EVERYBODY]
@@ -381,8 +379,16 @@ def who_has_joined_takes_part_with_zeros(opened: BackendChannel) -> None:
 
 @case
 def who_has_joined_cannot_take_part_in_anything_else(opened: BackendChannel) -> None:
-    with raises(Mismatch, match="rank 0: join"):
-        run(opened, Kind.BARRIER if RANK else Kind.JOIN)
+    if RANK:
+        with raises(Mismatch, match="rank 0: join"):
+            run(opened, Kind.BARRIER)
+        for op in (Op.ADASUM, Op.PRODUCT, Op.MIN, Op.MAX):
+            with raises(Mismatch, match="rank 0: join.*zeros do not change"):
+                run(opened, Kind.ALLREDUCE, np.ones(3), op=op)
+        ones = np.ones(3)
+        run(opened, Kind.ALLREDUCE, ones)
+        expect_equal(ones, np.full(3, SIZE - 1.0), "who has joined is still there")
+    run(opened, Kind.JOIN)
     run(opened, Kind.BARRIER)
 
 

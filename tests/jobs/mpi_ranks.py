@@ -7,6 +7,7 @@
     collectives         every public function once, in two rounds
     fails               the last rank fails while the others wait for it; they exit with 0 when they are told why
     killed N            rank N is killed
+    differs NAME VALUE  the last rank has another value of a setting; every rank prints its error
 
 The first two write FOLDER/rank-N.json: {case: "" or what went wrong}.
 """
@@ -30,7 +31,7 @@ from ronde.comm.backends.mpi.backend import MpiBackend, settings_from_mpi
 from ronde.comm.backends.mpi.failure_detection import wait_all
 from ronde.comm.joining import join_round
 from ronde.comm.world import World
-from ronde.errors import RoundEnded
+from ronde.errors import RoundEnded, StartFailed
 from ronde.settings import Settings
 from ronde.types import Deadline
 from tests.conformance.cases import Case, all_cases
@@ -159,8 +160,19 @@ def end_rank(victim: int, end: Callable[[], None]) -> None:
     ronde.shutdown()
 
 
+def differs(name: str, value: str) -> None:
+    if RANK == SIZE - 1:
+        os.environ[f"RONDE_{name.upper()}"] = value
+    try:
+        ronde.init(start_s=OPERATION_S)
+    except StartFailed as error:
+        os.write(2, f"rank {RANK} was told: {error}\n".encode())
+    else:
+        raise AssertionError("it has joined")
+
+
 PROGRAMS: dict[str, Callable[..., None]] = {
-    program.__name__: program for program in (cases, behaviours, collectives, fails, killed)
+    program.__name__: program for program in (cases, behaviours, collectives, fails, killed, differs)
 }
 
 if __name__ == "__main__":

@@ -18,7 +18,9 @@ from typing import Any
 
 import pytest
 
+from ronde.net.keys import new_job_key
 from tests.conformance.cases import all_cases
+from tests.jobs.kit import hosted_by_rank_0
 from tests.limits import LONG_S, LONG_TEST_S
 from tests.services import needs
 
@@ -136,6 +138,23 @@ def test_nobody_but_the_killed_rank_is_named(python: Path, backend: str, victim:
     assert code != 0
     named = {*re.findall(r"lost rank (\d+)", said), *re.findall(r"^rank (\d+) is lost", said, re.MULTILINE)}
     assert named == {str(victim)}, said
+
+
+@every_mpi
+@pytest.mark.parametrize(
+    ("backend", "name", "value"),
+    [("mpi", "algorithm", "ring"), ("native", "slot_bytes", "8388608"), ("mpi", "backend", "native")],
+)
+def test_a_setting_that_differs_is_named_on_every_rank(python: Path, backend: str, name: str, value: str) -> None:
+    # With a coordinator given, ranks of different backends find each other.
+    place = {"RONDE_COORDINATOR": str(hosted_by_rank_0()["coordinator"]), "RONDE_KEY": new_job_key()}
+    code, said = mpiexec(
+        python, 2, "differs", name, value, RONDE_BACKEND=backend, **(place if name == "backend" else {})
+    )
+    assert code == 0, said
+    for rank in range(2):
+        assert f"rank {rank} was told: ranks disagree on {name}: rank 0 gave " in said, said
+    assert f"rank 1 gave {value}; give all ranks the same RONDE_{name.upper()}" in said, said
 
 
 def test_the_cases_are_found() -> None:

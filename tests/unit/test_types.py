@@ -50,6 +50,10 @@ def test_ranks_that_are_no_group_are_refused(ranks: list[int], words: str) -> No
         (OperationKind.ALLREDUCE, DType.BFLOAT16, Op.ADASUM, True, True),
         (OperationKind.ALLREDUCE, DType.INT32, Op.ADASUM, False, False),
         (OperationKind.REDUCE_SCATTER, DType.FLOAT32, Op.ADASUM, False, False),
+        (OperationKind.REDUCE, DType.UINT8, Op.BIT_AND, False, True),
+        (OperationKind.ALLREDUCE, DType.BOOL, Op.BIT_XOR, False, True),
+        (OperationKind.ALLREDUCE, DType.BFLOAT16, Op.BIT_OR, False, False),
+        (OperationKind.ALLREDUCE, DType.INT8, Op.BIT_OR, True, False),
     ],
 )
 def test_a_reduction_must_make_sense_for_its_type(

@@ -11,9 +11,11 @@ namespace ronde {
 void adasum_allreduce(Group& group, const Call& call) {
   if (call.spans.bytes() == 0) return;
   ContiguousArray array(group, call);
-  char* data = array.data();
-  char* theirs = group.incoming.get(call.spans.bytes());
-  rd_dtype dtype = call.reduce_params.dtype;
+  const ReduceParams& params = call.reduce_params;
+  rd_dtype dtype = wide_dtype(params.dtype);
+  uint64_t width = element_bytes(dtype), bytes = call.spans.count() * width;
+  char* data = array.make_partials(group);
+  char* theirs = group.incoming.get(bytes);
   auto mix = [&](bool mine_is_left) {
     uint64_t start = 0;
     for (const rd_span& span : call.spans) {
@@ -22,11 +24,11 @@ void adasum_allreduce(Group& group, const Call& call) {
       double dots[3];
       adasum_dots(dtype, left, right, span.count, dots);
       adasum_mix(dtype, left, right, data + start, span.count, dots);
-      start += span.count * call.element_bytes();
+      start += span.count * width;
     }
   };
-  recursive_doubling(group, group.all_members(), group.topology.member_index, data, theirs, call.spans.bytes(), mix);
-  apply_postscale(call.reduce_params, data, call.spans.count());
+  recursive_doubling(group, group.all_members(), group.topology.member_index, data, theirs, bytes, mix);
+  finish_partial(params, data, array.data(), call.spans.count());
   array.copy_out();
 }
 

@@ -1,8 +1,8 @@
-// The input of a call in one contiguous array, prescaled, for the algorithms that need that: in the caller's own output
-// when it is one span, otherwise in scratch memory.
+// The input of a call in one contiguous array, for the algorithms that need that: in the caller's own output when it is
+// one span, otherwise in scratch memory. The result is written over it.
 #pragma once
 
-#include "group.h"
+#include "algorithm/algorithm.h"
 
 namespace ronde {
 
@@ -12,10 +12,24 @@ class ContiguousArray {
     data_ = output_ = call.spans.contiguous_out(0, bytes_);
     if (data_ == nullptr) data_ = group.contiguous.get(bytes_);
     if (data_ != call.spans.contiguous_in(0, bytes_)) call.spans.gather(0, bytes_, data_);
-    apply_prescale(call.reduce_params, data_, data_, call.spans.count());
   }
 
   char* data() const { return data_; }
+
+  // Returns memory for the partial results of all elements: the array itself, unless they are wide.
+  char* partials(Group& group) const {
+    const ReduceParams& params = call_.reduce_params;
+    return has_wide_partials(params) ? group.partials.get(call_.spans.count() * partial_bytes(params)) : data_;
+  }
+  PartialArrays partial_arrays(Group& group) const { return {data_, Form::kInput, partials(group), data_}; }
+
+  // Makes partial results of the input, and returns them.
+  char* make_partials(Group& group) const {
+    char* made = partials(group);
+    const void* input = data_;
+    reduce_to_partial(call_.reduce_params, &input, 1, made, call_.spans.count());
+    return made;
+  }
 
   // Copies the result to the caller's outputs, unless it is there already.
   void copy_out() const {

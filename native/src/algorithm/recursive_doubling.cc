@@ -3,7 +3,7 @@
 // In step k a member exchanges its whole array with the member whose position differs in bit k, and both reduce the two
 // arrays, so after log2(n) steps every member has the result. When n is not a power of two, the members beyond it first
 // send their arrays to a partner below it and receive the result at the end. The array of the lower position is always
-// the left operand, so both sides compute the same bits.
+// the left operand, so both sides compute the same bits. What travels are partial results.
 #include "algorithm/recursive_doubling.h"
 
 #include "algorithm/algorithm.h"
@@ -12,20 +12,22 @@
 namespace ronde {
 
 void recursive_doubling_allreduce_among(Group& group, const std::vector<uint32_t>& members, uint32_t position,
-                                        const ReduceParams& params, char* data, uint64_t count) {
-  uint64_t bytes = count * element_bytes(params.dtype);
+                                        const ReduceParams& params, char* partials, char* results, uint64_t count) {
+  uint64_t bytes = count * partial_bytes(params);
   char* theirs = group.incoming.get(bytes);
-  recursive_doubling(group, members, position, data, theirs, bytes, [&](bool mine_is_left) {
-    combine(params.dtype, params.op, mine_is_left ? data : theirs, mine_is_left ? theirs : data, data, count);
+  recursive_doubling(group, members, position, partials, theirs, bytes, [&](bool mine_is_left) {
+    Operand left{mine_is_left ? partials : theirs, Form::kPartial};
+    Operand right{mine_is_left ? theirs : partials, Form::kPartial};
+    combine(params, left, right, partials, Form::kPartial, count);
   });
-  apply_postscale(params, data, count);
+  finish_partial(params, partials, results, count);
 }
 
 void recursive_doubling_allreduce(Group& group, const Call& call) {
   if (call.spans.bytes() == 0) return;
   ContiguousArray array(group, call);
   recursive_doubling_allreduce_among(group, group.all_members(), group.topology.member_index, call.reduce_params,
-                                     array.data(), call.spans.count());
+                                     array.make_partials(group), array.data(), call.spans.count());
   array.copy_out();
 }
 

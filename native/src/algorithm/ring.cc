@@ -5,6 +5,9 @@
 // allreduce a member reduces what it receives with its own data; in the last n - 1 steps it only stores it. After the
 // first half, chunk p + 1 is complete at position p.
 //
+// In the first step a member sends what is its own, then partial results, then results. Partial results may be wider
+// (see Form), so the bytes of a chunk depend on the step. With two members no partial result travels at all.
+//
 // There is no barrier between steps: the whole run is one outgoing and one incoming stream of bytes. A byte may be sent
 // as soon as it was received (and reduced) in the step before, so sending, receiving and reducing overlap.
 #include <algorithm>
@@ -21,23 +24,27 @@ constexpr uint64_t kSegmentBytes = 128 * 1024;  // received bytes are reduced in
 
 class RingRun {
  public:
-  RingRun(Group& group, const std::vector<uint32_t>& members, uint32_t position, const ReduceParams& params, char* data,
-          std::vector<uint64_t> starts)
+  // `starts` are the elements at which the chunks begin, and the end of the last.
+  RingRun(Group& group, const std::vector<uint32_t>& members, uint32_t position, const ReduceParams& params,
+          const PartialArrays& arrays, std::vector<uint64_t> starts)
       : group_(group),
         num_(uint32_t(members.size())),
         position_(position),
         params_(params),
-        data_(data),
+        arrays_(arrays),
         starts_(std::move(starts)),
-        width_(element_bytes(params.dtype)),
         next_(group.link(members[(position + 1) % num_])),
         previous_(group.link(members[(position + num_ - 1) % num_])) {}
 
-  // Assigns the chunks one position further, so that position p ends with chunk p itself complete.
-  void shift_chunks() { shift_ = 1; }
+  // Assigns the chunks one position further, so that position p ends with chunk p itself complete. Only that chunk gets
+  // results, and the array of results has nothing else.
+  void end_with_own_chunk() {
+    shift_ = 1;
+    results_begin_ = starts_[position_];
+  }
 
-  // Runs num_steps steps, of which the first num_reducing reduce and the others store. The chunk that the last reducing
-  // step completes gets its division and postscale at once.
+  // Runs num_steps steps, of which the first num_reducing reduce and the others store. The last reducing step makes
+  // results.
   void run(uint32_t num_reducing, uint32_t num_steps) {
     num_reducing_ = num_reducing;
     num_steps_ = num_steps;
@@ -58,10 +65,24 @@ class RingRun {
   }
   uint64_t length(uint32_t chunk) const { return starts_[chunk + 1] - starts_[chunk]; }
 
+  // What is sent and received at a step.
+  Form form_at(uint32_t step) const {
+    if (step >= num_reducing_) return Form::kResult;
+    return step == 0 ? arrays_.own_form : Form::kPartial;
+  }
+  uint64_t width(Form form) const {
+    return form == Form::kPartial ? partial_bytes(params_) : element_bytes(params_.dtype);
+  }
+  const char* own_at(uint64_t element) const { return arrays_.own + element * width(arrays_.own_form); }
+  char* kept_at(Form form, uint64_t element) const {
+    if (form == Form::kPartial) return arrays_.partials + element * width(form);
+    return arrays_.results + (element - results_begin_) * width(form);
+  }
+
   // How many bytes of the chunk being sent are complete here.
   uint64_t sendable() const {
-    if (sending_step_ == 0) return length(chunk_at(0, 0));
-    if (receiving_step_ >= sending_step_) return length(chunk_at(sending_step_, 0));
+    uint64_t whole = length(chunk_at(sending_step_, 0)) * width(form_at(sending_step_));
+    if (sending_step_ == 0 || receiving_step_ >= sending_step_) return whole;
     return receiving_step_ + 1 == sending_step_ ? ready_ : 0;
   }
 
@@ -69,11 +90,14 @@ class RingRun {
     bool moved = false;
     while (sending_step_ < num_steps_) {
       uint32_t chunk = chunk_at(sending_step_, 0);
+      Form form = form_at(sending_step_);
+      bool is_own = sending_step_ == 0 && num_reducing_ > 0;
+      const char* data = is_own ? own_at(starts_[chunk]) : kept_at(form, starts_[chunk]);
       uint64_t limit = sendable();
-      size_t moved_bytes = limit > sent_ ? next_->try_send(data_ + starts_[chunk] + sent_, limit - sent_) : 0;
+      size_t moved_bytes = limit > sent_ ? next_->try_send(data + sent_, limit - sent_) : 0;
       sent_ += moved_bytes;
       moved |= moved_bytes > 0;
-      if (sent_ < length(chunk)) break;
+      if (sent_ < length(chunk) * width(form)) break;
       if (receiving_step_ < sending_step_ && sending_step_ > 0) break;
       ++sending_step_;
       sent_ = 0;
@@ -88,7 +112,7 @@ class RingRun {
       uint32_t chunk = chunk_at(receiving_step_, 1);
       size_t received = receiving_step_ < num_reducing_ ? reduce_received(chunk) : store_received(chunk);
       moved |= received > 0;
-      if (ready_ < length(chunk)) {
+      if (ready_ < length(chunk) * width(form_at(receiving_step_ + 1))) {
         if (received == 0) break;
         continue;
       }
@@ -100,21 +124,23 @@ class RingRun {
   }
 
   size_t store_received(uint32_t chunk) {
-    size_t received = previous_->try_receive(data_ + starts_[chunk] + ready_, length(chunk) - ready_);
+    char* chunk_data = kept_at(Form::kResult, starts_[chunk]);
+    size_t received = previous_->try_receive(chunk_data + ready_, length(chunk) * width(Form::kResult) - ready_);
     ready_ += received;
     return received;
   }
 
   size_t reduce_received(uint32_t chunk) {
-    uint64_t segment = std::min(kSegmentBytes, length(chunk) - ready_);
+    Form form = form_at(receiving_step_), kept_form = form_at(receiving_step_ + 1);
+    uint64_t done = ready_ / width(kept_form);
+    uint64_t count = std::min(kSegmentBytes / width(form), length(chunk) - done), bytes = count * width(form);
     char* incoming = group_.incoming.get(kSegmentBytes);
-    size_t received = previous_->try_receive(incoming + received_, segment - received_);
+    size_t received = previous_->try_receive(incoming + received_, bytes - received_);
     received_ += received;
-    if (received_ < segment || segment == 0) return received;
-    char* own = data_ + starts_[chunk] + ready_;
-    combine(params_.dtype, params_.op, incoming, own, own, segment / width_);
-    if (receiving_step_ + 1 == num_reducing_) apply_postscale(params_, own, segment / width_);
-    ready_ += segment;
+    if (received_ < bytes || bytes == 0) return received;
+    uint64_t first = starts_[chunk] + done;
+    combine(params_, {incoming, form}, {own_at(first), arrays_.own_form}, kept_at(kept_form, first), kept_form, count);
+    ready_ += count * width(kept_form);
     received_ = 0;
     return received;
   }
@@ -122,21 +148,21 @@ class RingRun {
   Group& group_;
   uint32_t num_, position_;
   const ReduceParams& params_;
-  char* data_;
-  std::vector<uint64_t> starts_;  // of the chunks, in bytes
-  uint64_t width_;
+  const PartialArrays arrays_;
+  std::vector<uint64_t> starts_;  // of the chunks, in elements
   Link* next_;
   Link* previous_;
+  uint64_t results_begin_ = 0;  // the element at which the array of results begins
   uint32_t shift_ = 0, num_reducing_ = 0, num_steps_ = 0;
   uint32_t sending_step_ = 0, receiving_step_ = 0;
   uint64_t sent_ = 0;      // bytes of the chunk being sent
   uint64_t received_ = 0;  // of the segment being received, in a reducing step
-  uint64_t ready_ = 0;     // of the chunk being received: stored or reduced
+  uint64_t ready_ = 0;     // of the chunk being received, as it is kept: stored or reduced
 };
 
 std::vector<uint64_t> even_chunks(uint64_t count, uint32_t num, uint64_t width) {
   std::vector<uint64_t> starts{0};
-  for (uint32_t chunk = 0; chunk < num; ++chunk) starts.push_back(share_of(count, chunk, num, width).end * width);
+  for (uint32_t chunk = 0; chunk < num; ++chunk) starts.push_back(share_of(count, chunk, num, width).end);
   return starts;
 }
 
@@ -153,10 +179,9 @@ std::vector<uint32_t> members_in_host_order(const Group& group, uint32_t* positi
 }  // namespace
 
 void ring_allreduce_among(Group& group, const std::vector<uint32_t>& members, uint32_t position,
-                          const ReduceParams& params, char* data, uint64_t count) {
+                          const ReduceParams& params, const PartialArrays& arrays, uint64_t count) {
   uint32_t num = uint32_t(members.size());
-  if (num == 1) return apply_postscale(params, data, count);
-  RingRun run(group, members, position, params, data, even_chunks(count, num, element_bytes(params.dtype)));
+  RingRun run(group, members, position, params, arrays, even_chunks(count, num, element_bytes(params.dtype)));
   run.run(num - 1, 2 * (num - 1));
 }
 
@@ -165,31 +190,35 @@ void ring_allreduce(Group& group, const Call& call) {
   ContiguousArray array(group, call);
   uint32_t position;
   std::vector<uint32_t> members = members_in_host_order(group, &position);
-  ring_allreduce_among(group, members, position, call.reduce_params, array.data(), call.spans.count());
+  PartialArrays arrays = array.partial_arrays(group);
+  ring_allreduce_among(group, members, position, call.reduce_params, arrays, call.spans.count());
   array.copy_out();
 }
 
 void ring_allgather(Group& group, const Call& call) {
   uint64_t width = call.element_bytes();
-  std::vector<uint64_t> starts = starts_of(call.counts, width);
+  std::vector<uint64_t> starts = starts_of(call.counts, 1);
   char* out = static_cast<char*>(call.spans[0].output);
   uint32_t me = group.topology.member_index;
-  if (call.counts[me] > 0) std::memmove(out + starts[me], call.spans[0].input, call.counts[me] * width);
-  RingRun run(group, group.all_members(), me, call.reduce_params, out, std::move(starts));
+  if (call.counts[me] > 0) std::memmove(out + starts[me] * width, call.spans[0].input, call.counts[me] * width);
+  ring_allgather_in_place(group, call, out, std::move(starts));
+}
+
+void ring_allgather_in_place(Group& group, const Call& call, char* data, std::vector<uint64_t> starts) {
+  PartialArrays arrays{nullptr, Form::kResult, nullptr, data};
+  RingRun run(group, group.all_members(), group.topology.member_index, call.reduce_params, arrays, std::move(starts));
   run.run(0, group.topology.size - 1);
 }
 
 void ring_reduce_scatter(Group& group, const Call& call) {
-  uint64_t width = call.element_bytes();
-  uint32_t size = group.topology.size, me = group.topology.member_index;
-  char* data = group.contiguous.get(call.spans.bytes());
-  call.spans.gather(0, call.spans.bytes(), data);
-  apply_prescale(call.reduce_params, data, data, call.spans.count());
-  std::vector<uint64_t> starts = starts_of(call.counts, width);
-  RingRun run(group, group.all_members(), me, call.reduce_params, data, std::move(starts));
-  run.shift_chunks();
+  uint32_t size = group.topology.size;
+  const rd_span& span = call.spans[0];
+  char* partials = group.partials.get(call.spans.count() * partial_bytes(call.reduce_params));
+  PartialArrays arrays{static_cast<const char*>(span.input), Form::kInput, partials, static_cast<char*>(span.output)};
+  RingRun run(group, group.all_members(), group.topology.member_index, call.reduce_params, arrays,
+              starts_of(call.counts, 1));
+  run.end_with_own_chunk();
   run.run(size - 1, size - 1);
-  copy_bytes(call.spans[0].output, data + starts_of(call.counts, width)[me], call.counts[me] * width, false);
 }
 
 }  // namespace ronde

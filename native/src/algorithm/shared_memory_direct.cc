@@ -14,6 +14,13 @@
 //   awaited result[c & 1] for chunk c    its readers copied c - 2 out before they arrived at A(c), which this one
 //   awaited
 // slots_used goes on from call to call, and every call begins with a match, so this holds across calls too.
+//
+// The other collectives go through the slots in chunks, too, or without any copy when the data is in buckets: then
+// every member reads what it needs out of the others' buckets, writes only what no other reads, and waits at the
+// barrier until all have read.
+//   reduce-scatter   reads its own share of all buckets and writes that of its own
+//   allgather        reads each member's share in that member's bucket and writes the others' shares in its own
+//   broadcast        reads the root's bucket, which nobody writes
 #include <algorithm>
 #include <cstring>
 
@@ -25,8 +32,14 @@ namespace {
 
 constexpr uint64_t kSmallBytes = 64 * 1024;  // the arrays of all members together, for the small variant
 
+bool is_root(const Group& group, const Call& call) { return uint32_t(call.peer) == group.topology.member_index; }
+
+// Whether this member gets the result of a reduction.
+bool gets_result(const Group& group, const Call& call) { return call.kind != RD_REDUCE || is_root(group, call); }
+
 bool is_small(const Group& group, const Call& call) {
-  return call.spans.bytes() * group.topology.num_local() <= kSmallBytes;
+  uint64_t limit = std::min(kSmallBytes / group.topology.num_local(), group.topology.slot_bytes);
+  return call.spans.bytes() <= limit;
 }
 
 uint32_t local_index(const Group& group) { return group.topology.local_index; }
@@ -68,14 +81,15 @@ void reduce_share(Group& group, const Call& call, const Chunks& chunks, uint64_t
     ins[local] = group.segment->slot(local, which) + mine.begin;
   if (const char* own = call.spans.contiguous_in(begin, mine.size())) ins[local_index(group)] = own;
   char* result = group.segment->result(which) + mine.begin;
-  char* output = call.spans.contiguous_out(begin, mine.size());
+  char* output = gets_result(group, call) ? call.spans.contiguous_out(begin, mine.size()) : nullptr;
   void* outs[2] = {result, output};
   reduce_many(call.reduce_params, ins, group.topology.num_local(), outs, output != nullptr ? 2 : 1,
               mine.size() / call.element_bytes(), false);
-  if (output == nullptr) call.spans.scatter(begin, mine.size(), result);
+  if (output == nullptr && gets_result(group, call)) call.spans.scatter(begin, mine.size(), result);
 }
 
 void copy_out(Group& group, const Call& call, const Chunks& chunks, uint64_t chunk, uint32_t which) {
+  if (!gets_result(group, call)) return;
   const char* result = group.segment->result(which);
   uint64_t begin = chunks.begin(chunk), size = chunks.size(chunk);
   Range mine = bytes_of_share(group, call, size, local_index(group));
@@ -100,14 +114,14 @@ void staged_allreduce(Group& group, const Call& call) {
 }
 
 void small_allreduce(Group& group, const Call& call) {
+  uint32_t which = group.slots_used++ & 1;
+  if (!gets_result(group, call)) return;
   const void* ins[RD_MAX_MEMBERS];
-  for (uint32_t local = 0; local < group.topology.num_local(); ++local)
-    ins[local] = group.segment->slot(local, group.slots_used & 1);
+  for (uint32_t local = 0; local < group.topology.num_local(); ++local) ins[local] = group.segment->slot(local, which);
   char* output = call.spans.contiguous_out(0, call.spans.bytes());
   void* out = output != nullptr ? output : group.contiguous.get(call.spans.bytes());
   reduce_many(call.reduce_params, ins, group.topology.num_local(), &out, 1, call.spans.count(), false);
   if (output == nullptr) call.spans.scatter(0, call.spans.bytes(), static_cast<char*>(out));
-  ++group.slots_used;
 }
 
 void bucket_allreduce(Group& group, const Call& call) {
@@ -115,9 +129,33 @@ void bucket_allreduce(Group& group, const Call& call) {
   uint64_t width = call.element_bytes();
   Range mine = share_of(call.spans.count(), local_index(group), num_local, width);
   void* buckets[RD_MAX_MEMBERS];
-  for (uint32_t local = 0; local < num_local; ++local)
-    buckets[local] = group.segment->bucket(local) + call.bucket_offset + mine.begin * width;
+  for (uint32_t local = 0; local < num_local; ++local) buckets[local] = group.bucket(local, call) + mine.begin * width;
   reduce_many(call.reduce_params, buckets, num_local, buckets, num_local, mine.size(), false);
+  group.barrier.arrive_and_wait(group.wait);
+}
+
+void bucket_reduce_scatter(Group& group, const Call& call) {
+  uint32_t me = local_index(group);  // on one host a member's index is also its local index
+  uint64_t begin = starts_of(call.counts, call.element_bytes())[me];
+  const void* ins[RD_MAX_MEMBERS];
+  for (uint32_t local = 0; local < group.topology.num_local(); ++local) ins[local] = group.bucket(local, call) + begin;
+  void* out = group.bucket(me, call) + begin;
+  reduce_many(call.reduce_params, ins, group.topology.num_local(), &out, 1, call.counts[me], false);
+  group.barrier.arrive_and_wait(group.wait);
+}
+
+void bucket_allgather(Group& group, const Call& call) {
+  std::vector<uint64_t> starts = starts_of(call.counts, call.element_bytes());
+  char* own = group.bucket(local_index(group), call);
+  for (uint32_t local = 0; local < group.topology.num_local(); ++local)
+    copy_bytes(own + starts[local], group.bucket(local, call) + starts[local], starts[local + 1] - starts[local],
+               false);
+  group.barrier.arrive_and_wait(group.wait);
+}
+
+void bucket_broadcast(Group& group, const Call& call) {
+  copy_bytes(group.bucket(local_index(group), call), group.bucket(uint32_t(call.peer), call), call.spans.bytes(),
+             false);
   group.barrier.arrive_and_wait(group.wait);
 }
 
@@ -136,13 +174,14 @@ void exchange_slots(Group& group, uint64_t num_chunks, Fill fill, Use use) {
 uint64_t num_chunks(uint64_t bytes, uint64_t step) { return (bytes + step - 1) / step; }
 
 void fill_broadcast(Group& group, const Call& call, uint64_t chunk, uint32_t which) {
-  if (uint32_t(call.peer) != group.topology.member_index) return;
+  if (!is_root(group, call)) return;
   uint64_t step = group.topology.chunk_bytes, begin = chunk * step;
   if (begin >= call.spans.bytes()) return;
   call.spans.gather(begin, std::min(step, call.spans.bytes() - begin), group.segment->slot(local_index(group), which));
 }
 
-void fill_allgather(Group& group, const Call& call, uint64_t chunk, uint32_t which) {
+// Of an allgather and of a gather.
+void fill_gather(Group& group, const Call& call, uint64_t chunk, uint32_t which) {
   uint64_t step = group.topology.chunk_bytes, begin = chunk * step;
   uint64_t bytes = call.counts[group.topology.member_index] * call.element_bytes();
   if (begin >= bytes) return;
@@ -150,7 +189,23 @@ void fill_allgather(Group& group, const Call& call, uint64_t chunk, uint32_t whi
              std::min(step, bytes - begin), false);
 }
 
-// A chunk of a reduce-scatter has an equal piece of every member's share, so that all members work in every chunk.
+// Copies one chunk of every member to its place in the result.
+void use_gather(Group& group, const Call& call, uint64_t chunk, uint32_t which) {
+  uint64_t step = group.topology.chunk_bytes;
+  char* out = static_cast<char*>(call.spans[0].output);
+  for (uint32_t member = 0; member < group.topology.size; ++member) {
+    uint64_t bytes = call.counts[member] * call.element_bytes(), begin = std::min(bytes, chunk * step);
+    copy_bytes(out + begin, group.segment->slot(member, which), std::min(step, bytes - begin), false);
+    out += bytes;
+  }
+}
+
+uint64_t num_gather_chunks(const Group& group, const Call& call) {
+  uint64_t longest = *std::max_element(call.counts.begin(), call.counts.end());
+  return num_chunks(longest * call.element_bytes(), group.topology.chunk_bytes);
+}
+
+// A chunk of a reduce-scatter or scatter has an equal piece of every member's share, so that all work in every chunk.
 struct ScatterPlan {
   ScatterPlan(const Group& group, const Call& call) : width(call.element_bytes()) {
     step = std::max<uint64_t>(1, group.topology.chunk_bytes / width / group.topology.num_local());
@@ -170,12 +225,15 @@ struct ScatterPlan {
   std::vector<uint64_t> starts;
 };
 
-void fill_reduce_scatter(Group& group, const Call& call, const ScatterPlan& plan, uint64_t chunk, uint32_t which) {
+// Of a reduce-scatter and of a scatter.
+void fill_scatter(Group& group, const Call& call, const ScatterPlan& plan, uint64_t chunk, uint32_t which) {
+  if (call.kind == RD_SCATTER && !is_root(group, call)) return;
+  const char* input = static_cast<const char*>(call.spans[0].input);
   char* slot = group.segment->slot(local_index(group), which);
   for (uint32_t member = 0; member < group.topology.size; ++member) {
     Range piece = plan.piece(member, chunk);
-    call.spans.gather((plan.starts[member] + piece.begin) * plan.width, piece.size() * plan.width,
-                      slot + member * plan.step * plan.width);
+    copy_bytes(slot + member * plan.step * plan.width, input + (plan.starts[member] + piece.begin) * plan.width,
+               piece.size() * plan.width, false);
   }
 }
 
@@ -183,9 +241,11 @@ void fill_reduce_scatter(Group& group, const Call& call, const ScatterPlan& plan
 
 void direct_prepare(Group& group, const Call& call) {
   uint32_t which = group.slots_used & 1;
+  if (call.in_bucket) return;
   switch (call.kind) {
     case RD_ALLREDUCE:
-      if (call.in_bucket || call.spans.bytes() == 0) return;
+    case RD_REDUCE:
+      if (call.spans.bytes() == 0) return;
       if (is_small(group, call)) {
         call.spans.gather(0, call.spans.bytes(), group.segment->slot(local_index(group), which));
       } else {
@@ -196,10 +256,12 @@ void direct_prepare(Group& group, const Call& call) {
       fill_broadcast(group, call, 0, which);
       break;
     case RD_ALLGATHER:
-      fill_allgather(group, call, 0, which);
+    case RD_GATHER:
+      fill_gather(group, call, 0, which);
       break;
     case RD_REDUCE_SCATTER:
-      fill_reduce_scatter(group, call, ScatterPlan(group, call), 0, which);
+    case RD_SCATTER:
+      fill_scatter(group, call, ScatterPlan(group, call), 0, which);
       break;
     default:
       break;
@@ -208,7 +270,7 @@ void direct_prepare(Group& group, const Call& call) {
 
 void direct_prepare_zeros(Group& group) {
   std::memset(group.segment->slot(local_index(group), group.slots_used & 1), 0,
-              std::max(group.topology.chunk_bytes, kSmallBytes));
+              std::min(group.topology.slot_bytes, std::max(group.topology.chunk_bytes, kSmallBytes)));
 }
 
 void direct_allreduce(Group& group, const Call& call) {
@@ -218,7 +280,11 @@ void direct_allreduce(Group& group, const Call& call) {
   staged_allreduce(group, call);
 }
 
+// An allreduce whose result only the root copies.
+void direct_reduce(Group& group, const Call& call) { direct_allreduce(group, call); }
+
 void direct_broadcast(Group& group, const Call& call) {
+  if (call.in_bucket) return bucket_broadcast(group, call);
   uint64_t step = group.topology.chunk_bytes, bytes = call.spans.bytes();
   uint32_t root = uint32_t(call.peer);
   bool mine = root == group.topology.member_index;
@@ -235,28 +301,29 @@ void direct_broadcast(Group& group, const Call& call) {
 }
 
 void direct_allgather(Group& group, const Call& call) {
-  uint64_t step = group.topology.chunk_bytes, width = call.element_bytes(), longest = 0;
-  for (uint64_t count : call.counts) longest = std::max(longest, count * width);
-  char* out = static_cast<char*>(call.spans[0].output);
+  if (call.in_bucket) return bucket_allgather(group, call);
   exchange_slots(
-      group, num_chunks(longest, step),
-      [&](uint64_t chunk, uint32_t which) { fill_allgather(group, call, chunk, which); },
+      group, num_gather_chunks(group, call),
+      [&](uint64_t chunk, uint32_t which) { fill_gather(group, call, chunk, which); },
+      [&](uint64_t chunk, uint32_t which) { use_gather(group, call, chunk, which); });
+}
+
+void direct_gather(Group& group, const Call& call) {
+  exchange_slots(
+      group, num_gather_chunks(group, call),
+      [&](uint64_t chunk, uint32_t which) { fill_gather(group, call, chunk, which); },
       [&](uint64_t chunk, uint32_t which) {
-        uint64_t start = 0;
-        for (uint32_t member = 0; member < group.topology.size; ++member) {
-          uint64_t bytes = call.counts[member] * width, begin = std::min(bytes, chunk * step);
-          copy_bytes(out + start + begin, group.segment->slot(member, which), std::min(step, bytes - begin), false);
-          start += bytes;
-        }
+        if (is_root(group, call)) use_gather(group, call, chunk, which);
       });
 }
 
 void direct_reduce_scatter(Group& group, const Call& call) {
+  if (call.in_bucket) return bucket_reduce_scatter(group, call);
   ScatterPlan plan(group, call);
   uint32_t mine = group.topology.member_index;
   char* out = static_cast<char*>(call.spans[0].output);
   exchange_slots(
-      group, plan.num(), [&](uint64_t chunk, uint32_t which) { fill_reduce_scatter(group, call, plan, chunk, which); },
+      group, plan.num(), [&](uint64_t chunk, uint32_t which) { fill_scatter(group, call, plan, chunk, which); },
       [&](uint64_t chunk, uint32_t which) {
         Range piece = plan.piece(mine, chunk);
         const void* ins[RD_MAX_MEMBERS];
@@ -264,6 +331,19 @@ void direct_reduce_scatter(Group& group, const Call& call) {
           ins[local] = group.segment->slot(local, which) + mine * plan.step * plan.width;
         void* result = out + piece.begin * plan.width;
         reduce_many(call.reduce_params, ins, group.topology.num_local(), &result, 1, piece.size(), false);
+      });
+}
+
+void direct_scatter(Group& group, const Call& call) {
+  ScatterPlan plan(group, call);
+  uint32_t mine = group.topology.member_index, root = uint32_t(call.peer);
+  char* out = static_cast<char*>(call.spans[0].output);
+  exchange_slots(
+      group, plan.num(), [&](uint64_t chunk, uint32_t which) { fill_scatter(group, call, plan, chunk, which); },
+      [&](uint64_t chunk, uint32_t which) {
+        Range piece = plan.piece(mine, chunk);
+        copy_bytes(out + piece.begin * plan.width, group.segment->slot(root, which) + mine * plan.step * plan.width,
+                   piece.size() * plan.width, false);
       });
 }
 

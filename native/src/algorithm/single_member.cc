@@ -4,11 +4,17 @@
 
 namespace ronde {
 
+namespace {
+
+bool reduces(rd_kind kind) { return kind == RD_ALLREDUCE || kind == RD_REDUCE_SCATTER || kind == RD_REDUCE; }
+
+}  // namespace
+
 void single_member(Group& group, const Call& call) {
   if (call.spans.bytes() == 0) return;
   ContiguousArray array(group, call);
-  if (call.kind == RD_ALLREDUCE || call.kind == RD_REDUCE_SCATTER)
-    apply_postscale(call.reduce_params, array.data(), call.spans.count());
+  if (reduces(call.kind))
+    finish_partial(call.reduce_params, array.make_partials(group), array.data(), call.spans.count());
   array.copy_out();
 }
 

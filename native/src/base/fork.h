@@ -1,7 +1,7 @@
 // What a forked child may not share with its parent. It gets copies of all descriptors, so that peers would not notice
-// the parent's death, and the same shared memory, so that its writes would reach the parent and its peers. Right after a
-// fork the child closes its copies of the descriptors, which tells nobody anything, and makes the memory private: it can
-// still read it, and what it writes stays its own. The parent notices nothing.
+// the parent's death, and the same shared memory, so that its writes would reach the parent and its peers. Right after
+// a fork the child closes its copies of the descriptors, which tells nobody anything, and makes the memory private: it
+// can still read it, and what it writes stays its own. The parent notices nothing.
 #pragma once
 
 #include <atomic>

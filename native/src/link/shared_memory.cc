@@ -1,11 +1,15 @@
 #include "link/shared_memory.h"
 
 #include <sys/mman.h>
+#include <sys/stat.h>
 
+#include <algorithm>
 #include <cerrno>
+#include <cstdint>
 
 #include "base/fork.h"
 #include "base/futex.h"
+#include "reduce/reduce.h"
 
 namespace ronde {
 
@@ -14,34 +18,67 @@ namespace {
 constexpr uint64_t kPage = 4096;
 constexpr uint32_t kBeingWritten = UINT32_MAX;  // abort_status while abort_member and abort_detail are written
 
-// Returns the offset of the next area of this many bytes and moves the end behind it, to a whole page.
-uint64_t append_area(uint64_t* end, uint64_t bytes) {
-  uint64_t start = *end;
-  *end += (bytes + kPage - 1) / kPage * kPage;
+// Returns the offset of the next area, of `count` pieces of `bytes` each, and moves the end behind it, to a whole page.
+// Throws when the memory would be larger than a file can be.
+uint64_t append_area(uint64_t* end, uint64_t count, uint64_t bytes) {
+  uint64_t start = *end, area;
+  bool too_large = __builtin_mul_overflow(count, bytes, &area) || __builtin_add_overflow(area, kPage - 1, &area) ||
+                   __builtin_add_overflow(start, area / kPage * kPage, end) || *end > uint64_t(INT64_MAX);
+  if (too_large) throw CallError{RD_BAD_CALL};
   return start;
 }
 
 }  // namespace
 
+size_t ByteFifo::write(const char* from, size_t bytes) {
+  uint64_t start = head.load(std::memory_order_relaxed);
+  size_t moved = std::min<uint64_t>(bytes, kFifoBytes - (start - tail.load(std::memory_order_acquire)));
+  if (moved == 0) return 0;
+  size_t at = start % kFifoBytes, before_wrap = std::min<size_t>(moved, kFifoBytes - at);
+  copy_bytes(data + at, from, before_wrap, false);
+  copy_bytes(data, from + before_wrap, moved - before_wrap, false);
+  head.store(start + moved);
+  return moved;
+}
+
+size_t ByteFifo::read(char* to, size_t bytes) {
+  uint64_t start = tail.load(std::memory_order_relaxed);
+  size_t moved = std::min<uint64_t>(bytes, head.load(std::memory_order_acquire) - start);
+  if (moved == 0) return 0;
+  size_t at = start % kFifoBytes, before_wrap = std::min<size_t>(moved, kFifoBytes - at);
+  copy_bytes(to, data + at, before_wrap, false);
+  copy_bytes(to + before_wrap, data, moved - before_wrap, false);
+  tail.store(start + moved);
+  return moved;
+}
+
 void SharedSegment::compute_offsets(const Topology& topology) {
   num_local_ = topology.num_local();
   slot_bytes_ = topology.slot_bytes;
-  // Buckets are an odd number of pages apart. At a distance of 256 MiB two streams share one way of the first-level
-  // cache (Zen), and reading both side by side took ten times as long.
-  bucket_bytes_ = ((topology.bucket_bytes + kPage - 1) / kPage | 1) * kPage;
+  bucket_bytes_ = topology.bucket_bytes;
+  // The buckets of two members are an odd number of pages apart. At a distance of 256 MiB two streams share one way of
+  // the first-level cache (Zen), and reading both side by side took ten times as long.
+  uint64_t bytes, pages;
+  if (__builtin_mul_overflow(bucket_bytes_, 2, &bytes) || __builtin_add_overflow(bytes, kPage - 1, &pages) ||
+      __builtin_mul_overflow(pages / kPage | 1, kPage, &member_bucket_bytes_))
+    throw CallError{RD_BAD_CALL};
   end_ = 0;
-  append_area(&end_, sizeof(SegmentControl));
-  member_states_ = append_area(&end_, num_local_ * sizeof(MemberState));
-  headers_ = append_area(&end_, topology.size * sizeof(CallHeader));
-  slots_ = append_area(&end_, uint64_t(num_local_) * 2 * slot_bytes_);
-  results_ = append_area(&end_, 2 * slot_bytes_);
-  fifos_ = append_area(&end_, uint64_t(2) * num_local_ * num_local_ * sizeof(ByteFifo));
-  buckets_ = append_area(&end_, topology.bucket_bytes > 0 ? num_local_ * bucket_bytes_ : 0);
-  ready_log_ = append_area(&end_, ReadyLog::bytes(topology));
+  append_area(&end_, 1, sizeof(SegmentControl));
+  member_states_ = append_area(&end_, num_local_, sizeof(MemberState));
+  headers_ = append_area(&end_, topology.size, sizeof(CallHeader));
+  slots_ = append_area(&end_, uint64_t(2) * num_local_, slot_bytes_);
+  results_ = append_area(&end_, 2, slot_bytes_);
+  fifos_ = append_area(&end_, uint64_t(2) * num_local_ * num_local_, sizeof(ByteFifo));
+  buckets_ = append_area(&end_, bucket_bytes_ > 0 ? num_local_ : 0, member_bucket_bytes_);
+  ready_log_ = append_area(&end_, 1, ReadyLog::bytes(topology));
 }
 
 SharedSegment::SharedSegment(const Topology& topology, int descriptor) {
   compute_offsets(topology);
+  // Memory that ends too early would kill the process where it is touched.
+  struct stat file;
+  if (fstat(descriptor, &file) != 0) throw CallError{RD_SYSTEM, -1, errno};
+  if (uint64_t(file.st_size) != end_) throw CallError{RD_BAD_CALL};
   void* base = mmap(nullptr, end_, PROT_READ | PROT_WRITE, MAP_SHARED, descriptor, 0);
   if (base == MAP_FAILED) throw CallError{RD_SYSTEM, -1, errno};
   base_ = static_cast<char*>(base);

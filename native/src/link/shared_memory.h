@@ -2,7 +2,7 @@
 // the call header of each member, staging slots, byte FIFOs and buckets.
 //
 //   control | state of each local member | headers of all members | slots [local][2] | results [2] |
-//   fifos [use][from][to] | buckets [local] | ready log
+//   fifos [use][from][to] | buckets [local][2] | ready log
 //
 // The file is sparse: memory that is never touched costs nothing.
 #pragma once
@@ -24,6 +24,7 @@ struct alignas(64) SegmentControl {
   alignas(64) std::atomic<uint32_t> arrived[2];       // members at the even and at the odd phase of the barrier
   alignas(64) std::atomic<uint32_t> completed_phase;  // the last phase that all members have arrived at; futex word
   std::atomic<uint32_t> waiters;                      // threads that sleep on completed_phase
+  std::atomic<uint32_t> headers_differ;               // whether the headers of all hosts are needed; set by the leader
 };
 
 struct alignas(64) MemberState {
@@ -41,6 +42,12 @@ struct alignas(64) ByteFifo {
   std::atomic<uint64_t> head;              // written by the sender
   alignas(64) std::atomic<uint64_t> tail;  // written by the receiver
   alignas(64) char data[kFifoBytes];
+
+  // Move what fits or what is there, and return how many bytes that was.
+  size_t write(const char* from, size_t bytes);
+  size_t read(char* to, size_t bytes);
+  bool empty() const { return head.load() == tail.load(); }
+  bool full() const { return head.load() - tail.load() == kFifoBytes; }
 };
 
 // Collectives and point-to-point calls are ordered independently, so they never share a FIFO.
@@ -48,7 +55,8 @@ enum class LinkUse { kCollective = 0, kPointToPoint = 1 };
 
 class SharedSegment {
  public:
-  // Maps the descriptor; in a forked child the memory becomes private. Throws CallError{RD_SYSTEM}.
+  // Maps the descriptor; in a forked child the memory becomes private. Throws CallError: RD_BAD_CALL when its size is
+  // not bytes(topology).
   SharedSegment(const Topology& topology, int descriptor);
   // Uses memory that the caller mapped. Tests run members as threads that share one mapping, so that a sanitizer sees
   // them touch the same memory.
@@ -56,6 +64,7 @@ class SharedSegment {
   ~SharedSegment();
   SharedSegment(const SharedSegment&) = delete;
 
+  // Throws CallError{RD_BAD_CALL} when that is more than a file can have.
   static uint64_t bytes(const Topology& topology);
 
   SegmentControl& control() const { return *reinterpret_cast<SegmentControl*>(base_); }
@@ -68,7 +77,9 @@ class SharedSegment {
   }
   char* result(uint32_t which) const { return base_ + results_ + which * slot_bytes_; }
   ByteFifo* fifo(LinkUse use, uint32_t from, uint32_t to) const;
-  char* bucket(uint32_t local) const { return base_ + buckets_ + local * bucket_bytes_; }
+  char* bucket(uint32_t local, uint32_t area) const {
+    return base_ + buckets_ + local * member_bucket_bytes_ + area * bucket_bytes_;
+  }
   ReadyLog ready_log(const Topology& topology) const { return {topology, base_ + ready_log_}; }
 
   // Records the error unless another abort came first, and wakes all waiters.
@@ -85,7 +96,7 @@ class SharedSegment {
   char* base_ = nullptr;
   uint64_t mapped_bytes_ = 0;
   uint32_t num_local_ = 0;
-  uint64_t slot_bytes_ = 0, bucket_bytes_ = 0;
+  uint64_t slot_bytes_ = 0, bucket_bytes_ = 0, member_bucket_bytes_ = 0;
   uint64_t member_states_ = 0, headers_ = 0, slots_ = 0, results_ = 0, fifos_ = 0, buckets_ = 0, ready_log_ = 0,
            end_ = 0;  // offsets
 };

@@ -3,7 +3,6 @@
 #include <algorithm>
 
 #include "base/futex.h"
-#include "reduce/reduce.h"
 
 namespace ronde {
 
@@ -25,26 +24,14 @@ void SharedMemoryLink::notify_peer() {
 }
 
 size_t SharedMemoryLink::try_send(const char* data, size_t bytes) {
-  uint64_t head = out_->head.load(std::memory_order_relaxed);
-  size_t moved = std::min<uint64_t>(bytes, kFifoBytes - (head - out_->tail.load(std::memory_order_acquire)));
-  if (moved == 0) return 0;
-  size_t at = head % kFifoBytes, before_wrap = std::min<size_t>(moved, kFifoBytes - at);
-  copy_bytes(out_->data + at, data, before_wrap, false);
-  copy_bytes(out_->data, data + before_wrap, moved - before_wrap, false);
-  out_->head.store(head + moved);
-  notify_peer();
+  size_t moved = out_->write(data, bytes);
+  if (moved > 0) notify_peer();
   return moved;
 }
 
 size_t SharedMemoryLink::try_receive(char* buffer, size_t bytes) {
-  uint64_t tail = in_->tail.load(std::memory_order_relaxed);
-  size_t moved = std::min<uint64_t>(bytes, in_->head.load(std::memory_order_acquire) - tail);
-  if (moved == 0) return 0;
-  size_t at = tail % kFifoBytes, before_wrap = std::min<size_t>(moved, kFifoBytes - at);
-  copy_bytes(buffer, in_->data + at, before_wrap, false);
-  copy_bytes(buffer + before_wrap, in_->data, moved - before_wrap, false);
-  in_->tail.store(tail + moved);
-  notify_peer();
+  size_t moved = in_->read(buffer, bytes);
+  if (moved > 0) notify_peer();
   return moved;
 }
 

@@ -12,7 +12,7 @@
 
 namespace ronde {
 
-enum FoldOp { kSum = 0, kMin = 1, kMax = 2, kProduct = 3, kNumFoldOps = 4 };
+enum FoldOp { kSum = 0, kMin = 1, kMax = 2, kProduct = 3, kBitAnd = 4, kBitOr = 5, kBitXor = 6, kNumFoldOps = 7 };
 
 // out[i] = a[i] op b[i]
 using Combine = void (*)(const void* a, const void* b, void* out, size_t n);
@@ -24,8 +24,11 @@ using Sum = void (*)(const void* a, const void* b, void* out, void* out2, size_t
 // out[i] = factor * in[i]
 using Scale = void (*)(const void* in, void* out, size_t n, double factor);
 
-// x[i] = x[i] / divisor, truncated toward zero
-using Divide = void (*)(void* x, size_t n, uint64_t divisor);
+// out[i] = in[i], in a type in which a sum of integers cannot overflow
+using Widen = void (*)(const void* in, void* out, size_t n);
+
+// out[i] = in[i] / divisor, truncated toward zero, where in[i] is such a sum
+using Divide = void (*)(const void* in, void* out, size_t n, uint64_t divisor);
 
 // The number of partial sums of a dot product: element i is added to sum i % kLanes, at every CPU level.
 constexpr size_t kLanes = 8;
@@ -43,6 +46,8 @@ using AddDots = void (*)(const void* a, const void* b, size_t n, Dots* dots);
 // out[i] = ca * a[i] + cb * b[i], in double, rounded once
 using AdasumMix = void (*)(const void* a, const void* b, void* out, size_t n, double ca, double cb);
 
+// S is the type of the sums of a mean of integers: 64 bits, or 128 for integers of 64. The operations on bits are null
+// for floats.
 struct DtypeKernels {
   Combine combine[kNumFoldOps];     // T, T -> T
   Combine fold_first[kNumFoldOps];  // T, T -> W
@@ -52,7 +57,9 @@ struct DtypeKernels {
   Sum sum_last;                     // W, T -> T
   Scale load;                       // T -> W
   Scale store;                      // W -> T
-  Divide divide;                    // integers only
+  Widen widen;                      // T -> S, integers only
+  Combine add_sums;                 // S, S -> S, integers only
+  Divide divide;                    // S -> T, integers only
   AddDots dots;                     // float32 and float64 only
   AdasumMix mix;                    // float32 and float64 only
 };

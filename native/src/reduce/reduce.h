@@ -8,9 +8,9 @@
 
 namespace ronde {
 
-// How elements are reduced. RD_MEAN is a sum whose result is divided by `divisor`: integers divide exactly and truncate
-// toward zero, floats multiply in double precision and round once. Integer sums and products wrap, as NumPy's do. For
-// bool, sum and max are "or", product and min are "and".
+// How elements are reduced. RD_MEAN is a sum that is divided by `divisor`: for floats a multiplication in double
+// precision, rounded once; for integers the exact sum, which never wraps, divided and truncated toward zero. Integer
+// sums and products wrap, as NumPy's do. For bool, sum and max are "or", product and min are "and".
 struct ReduceParams {
   rd_dtype dtype;
   rd_op op;
@@ -22,7 +22,8 @@ struct ReduceParams {
 // Returns the bytes of one element, or 0 for an unknown dtype.
 size_t element_bytes(rd_dtype dtype);
 
-// Returns whether op is defined for dtype. Bool has no mean and no scaling; Adasum is for floats only.
+// Returns whether op is defined for dtype. Bool has no mean and no scaling; Adasum is for floats only, operations on
+// bits are for integers and bool only and have no scaling.
 bool supported(const ReduceParams& params);
 
 // Computes outs[k][i] = postscale * (fold over j of prescale * ins[j][i]) for every k, with the division of a mean. The
@@ -33,16 +34,44 @@ bool supported(const ReduceParams& params);
 void reduce_many(const ReduceParams& params, const void* const* ins, size_t num_ins, void* const* outs, size_t num_outs,
                  size_t count, bool streaming);
 
-// Computes out[i] = a[i] op b[i] without scaling or division: one step of a ring. `out` may be a or b.
-void combine(rd_dtype dtype, rd_op op, const void* a, const void* b, void* out, size_t count);
+// What an array of a reduction holds:
+//   kInput     elements of the dtype as a member gave them
+//   kPartial   what some of the members have come to: prescaled, not divided, not postscaled
+//   kResult    elements of the dtype, divided and postscaled
+// A partial result is wider than the dtype where the dtype would lose something, so that only the result is rounded:
+//   16-bit floats       float32; min and max without scaling lose nothing and stay as they are
+//   means of integers   64 bits, and 128 for integers of 64
+// Otherwise it has the dtype itself.
+enum class Form { kInput, kPartial, kResult };
 
-// Computes out[i] = prescale * in[i]. `out` may be `in`.
-void apply_prescale(const ReduceParams& params, const void* in, void* out, size_t count);
+struct Operand {
+  const void* data;
+  Form form;
+};
 
-// Divides the elements in place for a mean, then multiplies them by postscale.
-void apply_postscale(const ReduceParams& params, void* data, size_t count);
+// Returns the bytes of one element of a partial result.
+size_t partial_bytes(const ReduceParams& params);
 
-// Computes dots[0] = a·b, dots[1] = a·a, dots[2] = b·b in double, in a fixed order of summation.
+// Returns whether partial results are wider than inputs and results.
+inline bool has_wide_partials(const ReduceParams& params) {
+  return partial_bytes(params) != element_bytes(params.dtype);
+}
+
+// Reduces inputs to a partial result. `out` may be exactly one of the inputs unless partial results are wide.
+void reduce_to_partial(const ReduceParams& params, const void* const* ins, size_t num_ins, void* out, size_t count);
+
+// Computes out[i] = a[i] op b[i]. Inputs are prescaled on the way, and a result is divided and postscaled. `out` may be
+// exactly a or b if its elements are as wide.
+void combine(const ReduceParams& params, Operand a, Operand b, void* out, Form out_form, size_t count);
+
+// Makes a result of a partial result. `out` may be `partial` unless partial results are wide.
+void finish_partial(const ReduceParams& params, const void* partial, void* out, size_t count);
+
+// Returns the dtype that floats are computed in: float32 for 16-bit floats, otherwise their own.
+rd_dtype wide_dtype(rd_dtype dtype);
+
+// Adasum combines partial results: its two functions take float32 and float64. This one computes dots[0] = a·b, dots[1]
+// = a·a, dots[2] = b·b in double, in a fixed order of summation.
 void adasum_dots(rd_dtype dtype, const void* a, const void* b, size_t count, double dots[3]);
 
 // Computes out = ca * a + cb * b with the coefficients that follow from `dots`: ca = 1 - a·b / (2 a·a), cb = 1 - a·b /

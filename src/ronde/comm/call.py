@@ -17,7 +17,16 @@ import msgspec
 
 from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
-from ronde.types import DType, Op, OperationKind, find_reduction_error, parse_op
+from ronde.types import (
+    JOINABLE,
+    REDUCING_KINDS,
+    VARIABLE_ROW_KINDS,
+    DType,
+    Op,
+    OperationKind,
+    find_reduction_error,
+    parse_op,
+)
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -46,7 +55,7 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
     prescale: float
     postscale: float
     root: int
-    """The root of a broadcast, as a rank of the world; otherwise -1."""
+    """The root of a broadcast, reduce, gather or scatter, as a rank of the world; otherwise -1."""
     label: str
     """The kind's name, for events."""
     description: str
@@ -88,10 +97,16 @@ def hash_signature(description: str) -> int:
     return int.from_bytes(hashlib.blake2b(description.encode(), digest_size=8).digest(), "little")
 
 
+def even_shares(count: int, num_shares: int) -> tuple[int, ...]:
+    """Shares of so many rows or elements: equally many for each, or one more for the first."""
+    least, more = divmod(count, num_shares)
+    return tuple(least + (index < more) for index in range(num_shares))
+
+
 def mismatch_error(descriptions: Mapping[int, str]) -> Mismatch:
     """The error for members that asked for different things, by rank; its words are the same on all of them."""
     joined = tuple(rank for rank, description in descriptions.items() if description == "join")
-    hint = "; who calls join() takes part in allreduce only" if joined else ""
+    hint = f"; who calls join() takes part {JOINABLE}" if joined else ""
     error = Mismatch(f"the members asked for different things: {format_rank_answers(descriptions, verb=': ')}{hint}")
     error.joined = joined
     return error
@@ -118,15 +133,15 @@ def get_signature(kind: OperationKind, dtype: DType, shapes: Shapes, options: Ca
 
 def _describe(kind: OperationKind, dtype: DType, shapes: Shapes, op: Op, options: CallOptions) -> str:
     words = [kind.name.lower()]
-    if kind in (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER):
+    if kind in REDUCING_KINDS:
         words.append(op.name.lower())
-    # Members may give different numbers of rows in these two, so the rows are not compared.
-    any_rows = kind in (OperationKind.ALLGATHER, OperationKind.ALLTOALL)
-    shown = [("*", *shape[1:]) if any_rows else shape for shape in shapes]
+    # Where members may give different numbers of rows, the rows are not compared.
+    shown = [("*", *shape[1:]) if kind in VARIABLE_ROW_KINDS else shape for shape in shapes]
     if shown:
         words.append(dtype.name.lower() + " ".join(f"[{', '.join(map(str, shape))}]" for shape in shown))
     if options.root >= 0:
-        words.append(f"from rank {options.root}")
+        preposition = "to" if kind in (OperationKind.REDUCE, OperationKind.GATHER) else "from"
+        words.append(f"{preposition} rank {options.root}")
     for field in ("prescale", "postscale"):
         factor = float(getattr(options, field))
         if factor != 1.0:
@@ -150,11 +165,13 @@ class Call(msgspec.Struct, frozen=True, gc=True):
     op: Op = Op.SUM
     spans: tuple[Span, ...] = ()
     peer: int = -1
-    """The root of a broadcast, or the other side of send and receive, as an index among the members."""
+    """The root of a broadcast, reduce, gather or scatter, or the other side of send and receive, as an index among the
+    members."""
     prescale: float = 1.0
     postscale: float = 1.0
     counts: tuple[int, ...] | None = None
-    """Elements per member; allgather: given by each; reduce_scatter: for each; alltoall: from each to this one."""
+    """Elements per member; allgather, gather: given by each; reduce_scatter, scatter: for each; alltoall: from each to
+    this one."""
     splits: tuple[int, ...] | None = None
     """alltoall: elements that this member gives to each member."""
     description: str = ""

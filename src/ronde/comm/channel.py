@@ -16,7 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from ronde.comm.backends.base import (
     AnnouncingChannel,
@@ -28,6 +28,7 @@ from ronde.comm.backends.base import (
     reentry_error,
     this_thread,
 )
+from ronde.comm.buffers import Array
 from ronde.comm.call import Call, Signature
 from ronde.errors import PeerLost, RondeError
 from ronde.observe.activity import CurrentOperation
@@ -35,7 +36,7 @@ from ronde.observe.events import OperationFailed
 from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import MIN_BLOCKED_NS, ArrivalSampler, BlockedIntervals
 from ronde.observe.timeline import NegotiationSlice
-from ronde.types import Deadline, OperationKind
+from ronde.types import Deadline, Op, OperationKind
 
 POINT_TO_POINT = (OperationKind.SEND, OperationKind.RECEIVE)
 NO_SEQUENCE = -1
@@ -77,6 +78,27 @@ class Channel:
         self._sequence_epoch = 0
         self._next_sequence = itertools.count().__next__
         self._blocked_intervals = BlockedIntervals()
+        self._allreduce_cache = backend_channel.make_allreduce_cache(
+            operation_timeout_s,
+            self.record_failure,
+            recorder=recorder,
+            running_calls=self._running_calls,
+            next_sequence=self._next_sequence,
+            sampler=self.arrival_sampler,
+        )
+        self.run_cached_allreduce: Callable[..., Any] | None = None
+        """Runs an allreduce of an array that cache_allreduce() was called for: (x, out, op, prescale, postscale).
+        Returns None if it has to be done in the usual way."""
+        if self._allreduce_cache is not None:
+            self.run_cached_allreduce = self._allreduce_cache.run
+            recorder.add_counts(group, "allreduce", self._allreduce_cache.counts)
+
+    def cache_allreduce(self, x: Array, op: str | Op, signature: Signature) -> None:
+        """From now on run_cached_allreduce() can run this allreduce, on any array like x."""
+        if self._allreduce_cache is not None:
+            description = signature.description.encode(errors="replace")
+            options = (signature.prescale, signature.postscale, signature.dtype, signature.op)
+            self._allreduce_cache.add(x, op, *options, signature.hash, description)
 
     def run(self, call: Call, signature: Signature) -> None:
         """Execute a collective and wait for it. Every blocking operation comes through here, so it has to be short."""
@@ -86,7 +108,10 @@ class Channel:
         try:
             thread.operation = call.description  # as InsideOperation, which would take longer
             sequence = self._next_sequence()
-            submitted_ns = time.monotonic_ns() if self._running_calls else 0
+            submitted_ns = 0
+            if self._running_calls:
+                submitted_ns = time.monotonic_ns()
+                self._reap_completed()  # so that the next allreduce can be run_cached_allreduce()
             timing = self._run(call, Deadline(self._operation_timeout_s))
             start_ns, ready_ns = timing.start_ns, timing.ready_ns
             self._record(signature.label, "", self.group, signature.num_bytes, start_ns, ready_ns, timing.end_ns)
@@ -129,6 +154,8 @@ class Channel:
                 self._sequence_epoch += SEQUENCE_EPOCH
                 self._next_sequence = itertools.count(self._sequence_epoch).__next__
                 self.arrival_sampler.skip_to(self._sequence_epoch)
+                if self._allreduce_cache is not None:
+                    self._allreduce_cache.restart(self._next_sequence)
             elif call.kind not in POINT_TO_POINT:
                 sequence = self._next_sequence()
             deadline = Deadline(self._operation_timeout_s if timeout_s is None else timeout_s)
@@ -175,10 +202,12 @@ class Channel:
                 return
             self._closed = True
         self.backend_channel.close(why)
+        self._close_allreduce_cache()
         self._running_calls.clear()
 
     def refuse_in_child(self, error: RondeError) -> None:
         """This process is a forked child: everything raises the error, and nothing reaches the backend."""
+        self._close_allreduce_cache()
 
         def refuse(call: Call, deadline: Deadline) -> NoReturn:
             raise error
@@ -189,6 +218,10 @@ class Channel:
         for running_call in self._running_calls:
             running_call.fail_in_child(error)
         self._running_calls.clear()
+
+    def _close_allreduce_cache(self) -> None:
+        if self._allreduce_cache is not None:
+            self._allreduce_cache.close()
 
     def record_failure(self, op: str, error: BaseException) -> None:
         rank = self._recorder.rank

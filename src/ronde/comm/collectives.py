@@ -77,9 +77,9 @@ def allreduce(
 ) -> Any:
     """Return postscale * op(prescale * x) over all members, in a new array or in `out` (which may be x itself).
 
-    op is sum, mean, min, max, product or adasum. A list of arrays of one dtype travels as a unit and gives a list.
-    With wait=False it returns a Work at once. Without a name, members are matched by the order of their calls; with a
-    name the order does not matter.
+    op is sum, mean, min, max, product, adasum, or for whole numbers and bool bit_and, bit_or, bit_xor. A list of arrays
+    of one dtype travels as a unit and gives a list. With wait=False it returns a Work at once. Without a name, members
+    are matched by the order of their calls; with a name the order does not matter.
     """
     members = resolve_group(group)
     return members.allreduce(x, op=op, out=out, name=name, prescale=prescale, postscale=postscale, wait=wait)
@@ -114,7 +114,7 @@ def reduce_scatter(
     wait: bool = True,
 ) -> Any:
     """Reduce x over all members and return this rank's share of the rows. If the rows cannot be divided evenly, the
-    first members get one more."""
+    first members get one more. A list of arrays of one dtype travels as a unit and gives a list."""
     members = resolve_group(group)
     return members.reduce_scatter(x, op=op, name=name, prescale=prescale, postscale=postscale, wait=wait)
 
@@ -129,9 +129,55 @@ def alltoall(
 ) -> Any:
     """Send splits[i] rows of x to member i (default: equal shares).
 
-    Return the rows that this rank received, in the order of the members, and how many came from each.
+    Return the rows that this rank received, in the order of the members, and how many came from each. A list of arrays
+    of one dtype with equally many rows travels as a unit; then the rows are a list.
     """
     return resolve_group(group).alltoall(x, splits=splits, name=name, wait=wait)
+
+
+def reduce(
+    x: Any,
+    *,
+    root: int = 0,
+    op: str | Op = "sum",
+    out: Any = None,
+    group: Group | None = None,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    wait: bool = True,
+) -> Any:
+    """Return postscale * op(prescale * x) over all members on the root, a rank of the job, and None on the others.
+
+    On the root the result is in a new array or in `out`; the other members' `out` is not used. A list of arrays of one
+    dtype travels as a unit and gives a list.
+    """
+    members = resolve_group(group)
+    return members.reduce(x, root=root, op=op, out=out, name=name, prescale=prescale, postscale=postscale, wait=wait)
+
+
+def gather(x: Any, *, root: int = 0, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
+    """Return the arrays of all members on the root, a rank of the job, concatenated along the first dimension, in which
+    they may differ; None on the others."""
+    return resolve_group(group).gather(x, root=root, name=name, wait=wait)
+
+
+def scatter(
+    x: Any,
+    *,
+    root: int = 0,
+    splits: Any = None,
+    group: Group | None = None,
+    name: str | None = None,
+    wait: bool = True,
+) -> Any:
+    """Share out the rows of the root's array, and return those of this rank: splits[i] rows for member i. By default
+    all get equally many, or the first members one more.
+
+    The arrays of the other members only give dtype and the shape of a row. A list of arrays of one dtype with equally
+    many rows travels as a unit and gives a list.
+    """
+    return resolve_group(group).scatter(x, root=root, splits=splits, name=name, wait=wait)
 
 
 def barrier(*, group: Group | None = None, name: str | None = None, wait: bool = True) -> Any:
@@ -141,7 +187,11 @@ def barrier(*, group: Group | None = None, name: str | None = None, wait: bool =
 
 def join(*, group: Group | None = None) -> int:
     """Contribute zeros to the allreduces of the others until every member has joined; for a rank that has no more data.
-    Return the rank that joined last."""
+    Return the rank that joined last.
+
+    The others can only use operations that zeros do not change: sum, mean (still divided by the number of all members),
+    bit_or, bit_xor, and max of unsigned numbers. Anything else is a Mismatch for them.
+    """
     return resolve_group(group).join()
 
 

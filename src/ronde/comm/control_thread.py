@@ -23,7 +23,7 @@ from ronde.comm.named_operations import OpenChannels
 from ronde.comm.telemetry import ChannelStallInspector, TraceSender, make_activity_report
 from ronde.comm.work import NegotiationWaits
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
-from ronde.net.connect import describe_disconnect, socket_error
+from ronde.net.connect import describe_disconnect, send_and_hang_up, socket_error
 from ronde.net.event_loop import EventLoop
 from ronde.net.messages import (
     AnnounceOperations,
@@ -32,6 +32,7 @@ from ronde.net.messages import (
     EndRound,
     GroupsChanged,
     LeaveConfirmed,
+    LeaveReason,
     LeaveRound,
     MissingRanks,
     OperationRejected,
@@ -50,6 +51,7 @@ from ronde.net.messages import (
     TimelineRequest,
     UnknownOperationId,
     WorkerMessage,
+    encode,
 )
 from ronde.observe.clock import ClockOffset
 from ronde.observe.events import PeerGone, StallReported
@@ -77,8 +79,10 @@ class ControlConnection(Protocol):
     def send(self, message: WorkerMessage) -> None:
         """Send without waiting."""
 
-    def start_receiving(self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None]) -> None:
-        """Hand every message to on_message, in the loop."""
+    def start_receiving(
+        self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None], on_lost: Callable[[str], None]
+    ) -> None:
+        """Hand every message to on_message, in the loop, and the reason to on_lost when messages were lost."""
 
 
 @dataclass
@@ -97,6 +101,8 @@ class JoinedRound:
     """The loop of the control thread, which closes it. The listener's handshakes run in it, too."""
     resources: ExitStack = field(default_factory=ExitStack)
     """Closing this closes all connections of the round."""
+    object_key: bytes = b""
+    """Equal on all members, and of this round alone: with it ronde.objects signs what it sends."""
 
 
 class ControlThread:
@@ -126,6 +132,8 @@ class ControlThread:
         self._stopping = False
         self._closes_connections = False
         self._leave_confirmed = threading.Event()
+        self._has_left = False
+        """Whether the coordinator was told over the liveness connection that this rank cannot go on."""
         self._replies: list[GroupsChanged | TimelineReply] = []
         """Answers that the threads in _wait_for_reply() have not taken yet; under the lock of `waits`."""
         self._handlers: dict[type[Any], Callable[[Any], None]] = {
@@ -182,6 +190,8 @@ class ControlThread:
 
     def leave(self, message: LeaveRound, deadline: Deadline) -> None:
         """Leave the round. If it is orderly, wait until the coordinator has confirmed it."""
+        if self._has_left:
+            return
         self._enqueue(message)
         if message.reason.is_orderly and self._open_channels.closed_error is None:
             self._leave_confirmed.wait(deadline.remaining_s)
@@ -240,7 +250,7 @@ class ControlThread:
         try:
             if self._liveness_fd >= 0:
                 self._loop.add_reader(self._liveness_fd, self._on_liveness_closed)
-            self._control.start_receiving(self._loop, self._handle)
+            self._control.start_receiving(self._loop, self._handle, self._on_messages_lost)
             self._send_heartbeat()
             self._check_stalls()
             self._trace_sender.send_due()
@@ -323,6 +333,18 @@ class ControlThread:
         else:
             gone = f"the coordinator is gone ({unreachable})" if unreachable else "the coordinator is gone"
             self._end_round(RoundEnded(f"{gone}; look at the output of the launcher"))
+
+    def _on_messages_lost(self, why: str) -> None:
+        """Others may wait for what was lost: this rank cannot go on, and tells the coordinator so over the connection
+        that still exists."""
+        if self._leave_confirmed.is_set():
+            return
+        if self._liveness_fd >= 0:
+            self._has_left = True  # before the program learns of it: what it would say when it leaves says less
+            self._loop.remove_reader(self._liveness_fd)
+            send_and_hang_up(self._liveness_fd, encode(LeaveRound(LeaveReason.MESSAGES_LOST, why)))
+        rank = self._recorder.rank
+        self._end_round(RoundEnded(f"rank {rank} cannot go on: {why}; check the network, and start a new round"))
 
     def _end_round(self, error: RondeError) -> None:
         self._open_channels.abort_all(error)

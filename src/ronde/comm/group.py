@@ -8,6 +8,7 @@ name may come in any order: the members announce it, and it runs on the negotiat
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -16,11 +17,11 @@ import msgspec
 import numpy as np
 
 from ronde.comm.buffers import Array, ReceiveBuffer, SendBuffer, address_of, as_receive_buffer, as_send_buffer
-from ronde.comm.call import Call, CallOptions, Signature, Span, get_signature, hash_signature
+from ronde.comm.call import Call, CallOptions, Signature, Span, even_shares, get_signature, hash_signature
 from ronde.comm.channel import POINT_TO_POINT, Channel
 from ronde.comm.control_thread import ControlThread
 from ronde.comm.named_operations import NamedOperations, OpenChannels
-from ronde.comm.work import AllgatherWork, AllreduceWork, AlltoallWork, Work
+from ronde.comm.work import AllgatherWork, AllreduceWork, AlltoallWork, ScatterWork, Work
 from ronde.errors import RondeError, RoundEnded
 from ronde.net.messages import CanShareIds
 from ronde.text import format_ranks
@@ -32,13 +33,21 @@ JOIN_TIMEOUT_S = 10 * 365 * 86400.0
 MAX_CACHED_ALLREDUCES = 1024
 
 _RunAllreduce = Callable[[Array, Array | None], Array]
+_RunCached = Callable[..., Any]
 
 
 class Group:
     """Some ranks of the world, in order. ronde.init() and ronde.add_group() make groups; all ranks call them alike."""
 
     def __init__(
-        self, id: int, ranks: tuple[int, ...], rank: int, open_channels: OpenChannels, control_thread: ControlThread
+        self,
+        id: int,
+        ranks: tuple[int, ...],
+        rank: int,
+        open_channels: OpenChannels,
+        control_thread: ControlThread,
+        *,
+        object_key: bytes = b"",
     ) -> None:
         # Opens the group's channels, together with the other members, when this rank is one.
         self.id = id
@@ -51,6 +60,10 @@ class Group:
         """The index of this rank among the members; None when it is not one."""
         self.operation_timeout_s = open_channels.operation_timeout_s
         """How long one operation may take."""
+        self.object_key = object_key
+        """With this, ronde.objects signs what it sends; empty in a job whose ranks are in one process."""
+        self.num_objects: Counter[tuple[int, ...]] = Counter()
+        """How many calls of ronde.objects there were: collectives, and messages by sender and receiver."""
         self._world_rank = rank
         self._open_channels = open_channels
         self._control_thread = control_thread
@@ -60,6 +73,7 @@ class Group:
         self._num_plans = 0
         self._closed_error: Exception | None = None
         self._ordered_channel: Channel | None = None
+        self._run_cached_allreduce: _RunCached | None = None
         self._named_operations: NamedOperations | None = None
         if self.rank is not None:
             opened: list[Channel] = []
@@ -72,6 +86,7 @@ class Group:
                     open_channels.close(channel)
                 raise
             self._ordered_channel, negotiated_channel = opened
+            self._run_cached_allreduce = self._ordered_channel.run_cached_allreduce
             self._named_operations = NamedOperations(id, negotiated_channel, control_thread.waits, announced_channel)
             open_channels.add_named_operations(self._named_operations)
             if announced_channel is not None:
@@ -100,6 +115,10 @@ class Group:
 
         A list or tuple of arrays of one dtype travels as a unit; then the result is a list, and out a list too.
         """
+        if name is None and wait and self._run_cached_allreduce is not None:
+            result = self._run_cached_allreduce(x, out, op, prescale, postscale)
+            if result is not None:
+                return result
         if type(x) is np.ndarray and (out is None or out is x):
             cached = self._cached_allreduces.get((x.shape, x.dtype, op, prescale, postscale))
             flags = x.flags
@@ -113,19 +132,14 @@ class Group:
                 span = Span(source, target, x.size)
                 return self._start(AllreduceWork(cached[0], _check_name(name), (span,), x, out), wait)
         sources, is_list = self._as_send_buffers(x, "allreduce")
-        if out is None:
-            outs = [None] * len(sources)
-        elif is_list and (not isinstance(out, list | tuple) or len(out) != len(sources)):
-            raise ValueError(f"allreduce: out must be a list of {len(sources)} arrays, as x is")
-        else:
-            outs = list(out) if is_list else [out]
-        targets = [as_receive_buffer(given, source, "allreduce") for given, source in zip(outs, sources, strict=True)]
+        targets = self._as_receive_buffers(out, sources, is_list, "allreduce")
         signature = _signature_of(OperationKind.ALLREDUCE, sources, CallOptions(op, prescale, postscale))
         if type(x) is np.ndarray:
             if len(self._cached_allreduces) >= MAX_CACHED_ALLREDUCES:
                 self._cached_allreduces.clear()
             run = _make_cached_run(signature, self.ordered_channel)
             self._cached_allreduces[x.shape, x.dtype, op, prescale, postscale] = (signature, run)
+            self.ordered_channel.cache_allreduce(x, op, signature)
         spans = tuple(
             Span(address_of(source.array), address_of(target.array), source.array.size)
             for source, target in zip(sources, targets, strict=True)
@@ -140,8 +154,7 @@ class Group:
         A scalar counts as one row. A list or tuple gives a list. Without a name, wait=False still waits until every
         member has called, because only then is the size of the result known.
         """
-        sources, is_list = self._as_send_buffers(x, "allgather")
-        sources = [source._replace(array=np.atleast_1d(source.array)) for source in sources]
+        sources, is_list = self._as_rows(x, "allgather")
         signature = _signature_of(OperationKind.ALLGATHER, sources, CallOptions())
         return self._start(AllgatherWork(signature, _check_name(name), sources, is_list), wait)
 
@@ -175,20 +188,27 @@ class Group:
         wait: bool = True,
     ) -> Any:
         """Reduce x over all members and return this rank's share of the rows. If the rows cannot be divided evenly, the
-        first members get one more."""
-        source = self._as_send_buffer(x, "reduce_scatter")
-        if not source.array.shape:
-            raise ValueError("reduce_scatter shares out rows: it needs an array of at least 1 dimension, got a scalar")
-        signature = _signature_of(OperationKind.REDUCE_SCATTER, [source], CallOptions(op, prescale, postscale))
-        num_rows, *row_shape = source.array.shape
-        least, more = divmod(num_rows, self.size)
-        shares = [least + (index < more) for index in range(self.size)]
-        target = np.empty((shares[self.rank or 0], *row_shape), source.array.dtype)
-        span = Span(address_of(source.array), address_of(target), source.array.size)
-        counts = tuple(rows * math.prod(row_shape) for rows in shares)
+        first members get one more. A list of arrays of one dtype travels as a unit and gives a list."""
+        sources, is_list = self._as_send_buffers(x, "reduce_scatter")
+        _check_rows(sources, "reduce_scatter")
+        signature = _signature_of(OperationKind.REDUCE_SCATTER, sources, CallOptions(op, prescale, postscale))
         name = _check_name(name)
-        call = signature.make_call((span,), (source, target), name=name, counts=counts)
-        return self._start(Work(signature, name, (call,), source.wrap(target)), wait)
+        # One call, also for a list: members whose lists differ in length would lose the order of their calls otherwise.
+        shares = [even_shares(source.array.shape[0], self.size) for source in sources]
+        pieces = [split_by_counts(source.array, rows) for source, rows in zip(sources, shares, strict=True)]
+        counts = tuple(sum(piece.size for piece in row) for row in zip(*pieces, strict=True))
+        given = sources[0].array
+        if is_list:  # the shares of member 0 of all arrays, then those of member 1, and so on
+            given = np.concatenate([piece.reshape(-1) for row in zip(*pieces, strict=True) for piece in row])
+        target = np.empty(counts[self.rank or 0], given.dtype)
+        span = Span(address_of(given), address_of(target), given.size)
+        call = signature.make_call((span,), (given, target), name=name, counts=counts)
+        own = [row[self.rank or 0] for row in pieces]
+        parts = split_by_counts(target, [piece.size for piece in own])
+        results = [
+            source.wrap(part.reshape(piece.shape)) for source, part, piece in zip(sources, parts, own, strict=True)
+        ]
+        return self._start(Work(signature, name, (call,), results if is_list else results[0]), wait)
 
     def alltoall(
         self,
@@ -200,15 +220,101 @@ class Group:
     ) -> Any:
         """Send splits[i] rows of x to member i (default: equal shares).
 
-        Return the rows that this rank received, in the order of the members, and how many came from each. Without a
-        name it waits until every member has called, as allgather does.
+        Return the rows that this rank received, in the order of the members, and how many came from each. A list of
+        arrays of one dtype with equally many rows travels as a unit; then the rows are a list. Without a name it waits
+        until every member has called, as allgather does.
         """
-        source = self._as_send_buffer(x, "alltoall")
-        if not source.array.shape:
-            raise ValueError("alltoall shares out rows: it needs an array of at least 1 dimension, got a scalar")
-        own_splits = self._check_splits(splits, source.array.shape[0])
-        signature = _signature_of(OperationKind.ALLTOALL, [source], CallOptions())
-        return self._start(AlltoallWork(signature, _check_name(name), source, own_splits, self.rank or 0), wait)
+        sources, is_list = self._as_send_buffers(x, "alltoall")
+        num_rows = _check_equal_rows(sources, "alltoall")
+        if splits is None and num_rows % self.size:
+            raise ValueError(f"alltoall: {num_rows} rows are no equal shares for {self.size} members; give splits")
+        own_splits = self._check_splits(splits, num_rows, "alltoall")
+        signature = _signature_of(OperationKind.ALLTOALL, sources, CallOptions())
+        work = AlltoallWork(signature, _check_name(name), sources, is_list, own_splits, self.rank or 0)
+        return self._start(work, wait)
+
+    def reduce(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        op: str | Op = "sum",
+        out: Any = None,
+        name: str | None = None,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        wait: bool = True,
+    ) -> Any:
+        """Return postscale * op(prescale * x) over all members on the root (a rank of the world), None on the others.
+
+        On the root the result is in a new array or in `out`; the other members' `out` is not used. A list of arrays of
+        one dtype travels as a unit; then the result is a list, and out a list too.
+        """
+        sources, is_list = self._as_send_buffers(x, "reduce")
+        root_index = self._member_index_of(root, "reduce: root")
+        targets: list[ReceiveBuffer] = []
+        if root_index == self.rank:
+            targets = self._as_receive_buffers(out, sources, is_list, "reduce")
+        signature = _signature_of(OperationKind.REDUCE, sources, CallOptions(op, prescale, postscale, root))
+        outputs = [address_of(target.array) for target in targets] or [0] * len(sources)
+        spans = tuple(
+            Span(address_of(source.array), output, source.array.size)
+            for source, output in zip(sources, outputs, strict=True)
+        )
+        results = [target.result for target in targets]
+        result = (results if is_list else results[0]) if results else None
+        name = _check_name(name)
+        call = signature.make_call(spans, (sources, targets), name=name, peer=root_index)
+        return self._start(Work(signature, name, (call,), result, targets), wait)
+
+    def gather(self, x: Any, *, root: int = 0, name: str | None = None, wait: bool = True) -> Any:
+        """Return the arrays of all members on the root, a rank of the world, and None on the others.
+
+        They are concatenated along the first dimension, in which they may differ, as in allgather.
+        """
+        sources, is_list = self._as_rows(x, "gather")
+        root_index = self._member_index_of(root, "gather: root")
+        signature = _signature_of(OperationKind.GATHER, sources, CallOptions(root=root))
+        is_root = root_index == self.rank
+        work = AllgatherWork(signature, _check_name(name), sources, is_list, root=root_index, has_result=is_root)
+        return self._start(work, wait)
+
+    def scatter(
+        self,
+        x: Any,
+        *,
+        root: int = 0,
+        splits: Any = None,  # a sequence of whole numbers, or an array of them
+        name: str | None = None,
+        wait: bool = True,
+    ) -> Any:
+        """Share out the rows of the root's array, and return those of this rank: splits[i] rows for member i. By
+        default all get equally many, or the first members one more.
+
+        The arrays of the other members only give dtype and the shape of a row, and their splits are not used. A list of
+        arrays of one dtype with equally many rows travels as a unit and gives a list. Without a name it waits until
+        every member has called, as allgather does.
+        """
+        sources, is_list = self._as_send_buffers(x, "scatter")
+        root_index = self._member_index_of(root, "scatter: root")
+        _check_rows(sources, "scatter")
+        own_splits = None
+        if root_index == self.rank:
+            num_rows = _check_equal_rows(sources, "scatter")
+            own_splits = self._check_splits(splits, num_rows, "scatter")
+        signature = _signature_of(OperationKind.SCATTER, sources, CallOptions(root=root))
+        member_index = self.rank or 0
+        work = ScatterWork(
+            signature,
+            _check_name(name),
+            sources,
+            is_list,
+            own_splits,
+            size=self.size,
+            member_index=member_index,
+            root=root_index,
+        )
+        return self._start(work, wait)
 
     def barrier(self, *, name: str | None = None, wait: bool = True) -> Any:
         """Wait until every member has called barrier()."""
@@ -218,7 +324,11 @@ class Group:
 
     def join(self) -> int:
         """Contribute zeros to the allreduces of the others until every member has joined; for a rank that has no more
-        data. Return the rank that joined last."""
+        data. Return the rank that joined last.
+
+        The others can only use operations that zeros do not change: sum, mean (still divided by the number of all
+        members), bit_or, bit_xor, and max of unsigned numbers. Anything else is a Mismatch for them.
+        """
         channel = self.ordered_channel
         assert self._named_operations is not None
         signature = get_signature(OperationKind.JOIN, DType.UINT8, (), CallOptions())
@@ -321,15 +431,16 @@ class Group:
         return work.wait() if wait else work
 
     def _exchange_row_counts(self, ahead_of: Signature, own_rows: tuple[int, ...], label: str = "") -> tuple[int, ...]:
-        """The row counts of all members, in their order, by a small call ahead of the operation.
+        """The row counts of all members, in their order, or of the root of a scatter, by a small call ahead of the
+        operation.
 
         Its hash is made from that of the operation, so members that ask for different things differ here already.
         """
         own = np.array(own_rows, np.int64)
-        row_counts = np.empty(self.size * own.size, np.int64)
+        is_scatter = ahead_of.kind is OperationKind.SCATTER
         signature = msgspec.structs.replace(
             ahead_of,
-            kind=OperationKind.ALLGATHER,
+            kind=OperationKind.BROADCAST if is_scatter else OperationKind.ALLGATHER,
             dtype=DType.INT64,
             op=Op.SUM,
             prescale=1.0,
@@ -339,8 +450,12 @@ class Group:
             # Another number than that of the operation itself, or the two could be taken for each other.
             hash=ahead_of.hash ^ ahead_of.kind ^ 1 << 63,
         )
+        row_counts = np.empty(own.size if is_scatter else self.size * own.size, np.int64)
         span = Span(address_of(own), address_of(row_counts), own.size)
-        call = signature.make_call((span,), (own, row_counts), counts=(own.size,) * self.size)
+        if is_scatter:
+            call = signature.make_call((span,), (own, row_counts), peer=self.ranks.index(ahead_of.root))
+        else:
+            call = signature.make_call((span,), (own, row_counts), counts=(own.size,) * self.size)
         self.ordered_channel.run(call, signature)
         return tuple(row_counts.tolist())
 
@@ -359,6 +474,23 @@ class Group:
             raise TypeError(f"{what}: the arrays of a list must have one dtype, got {', '.join(sorted(dtypes))}")
         return sources, True
 
+    def _as_rows(self, x: object, what: str) -> tuple[list[SendBuffer], bool]:
+        """As _as_send_buffers; a scalar counts as one row."""
+        sources, is_list = self._as_send_buffers(x, what)
+        return [source._replace(array=np.atleast_1d(source.array)) for source in sources], is_list
+
+    def _as_receive_buffers(
+        self, out: Any, sources: Sequence[SendBuffer], is_list: bool, what: str
+    ) -> list[ReceiveBuffer]:
+        """Memory for results like the sources; out is None, an array, or a list of arrays as x is."""
+        if out is None:
+            outs = [None] * len(sources)
+        elif is_list and (not isinstance(out, list | tuple) or len(out) != len(sources)):
+            raise ValueError(f"{what}: out must be a list of {len(sources)} arrays, as x is")
+        else:
+            outs = list(out) if is_list else [out]
+        return [as_receive_buffer(given, source, what) for given, source in zip(outs, sources, strict=True)]
+
     def _as_send_buffer(self, x: object, what: str) -> SendBuffer:
         if isinstance(x, list | tuple):
             raise TypeError(f"{what} takes one array, got a {type(x).__name__}; call it once per array")
@@ -369,18 +501,14 @@ class Group:
             raise ValueError(f"{what} must be a member of group {self.id} ({format_ranks(self.ranks)}), got {rank!r}")
         return self.ranks.index(rank)
 
-    def _check_splits(self, splits: object, num_rows: int) -> tuple[int, ...]:
+    def _check_splits(self, splits: object, num_rows: int, what: str) -> tuple[int, ...]:
         if splits is None:
-            if num_rows % self.size:
-                raise ValueError(f"alltoall: {num_rows} rows are no equal shares for {self.size} members; give splits")
-            return (num_rows // self.size,) * self.size
+            return even_shares(num_rows, self.size)
         given = np.asarray(splits)
         if given.shape != (self.size,) or given.dtype.kind not in "iu" or given.min() < 0:
-            raise ValueError(
-                f"alltoall: splits must be {self.size} whole numbers from 0, one per member, got {splits!r}"
-            )
+            raise ValueError(f"{what}: splits must be {self.size} whole numbers from 0, one per member, got {splits!r}")
         if int(given.sum()) > num_rows:
-            raise ValueError(f"alltoall: splits ask for {int(given.sum())} rows of an array with {num_rows}")
+            raise ValueError(f"{what}: splits ask for {int(given.sum())} rows of an array with {num_rows}")
         return tuple(given.tolist())
 
     def _make_message(
@@ -403,6 +531,22 @@ class Group:
 def _signature_of(kind: OperationKind, send_buffers: Sequence[SendBuffer], options: CallOptions) -> Signature:
     shapes = tuple([buffer.array.shape for buffer in send_buffers])
     return get_signature(kind, send_buffers[0].dtype, shapes, options)
+
+
+def _check_rows(sources: Sequence[SendBuffer], what: str) -> None:
+    if any(not source.array.shape for source in sources):
+        raise ValueError(f"{what} shares out rows: it needs an array of at least 1 dimension, got a scalar")
+
+
+def _check_equal_rows(sources: Sequence[SendBuffer], what: str) -> int:
+    """The number of rows, which all arrays of a list must have."""
+    _check_rows(sources, what)
+    num_rows: list[int] = [source.array.shape[0] for source in sources]
+    if len(set(num_rows)) > 1:
+        raise ValueError(
+            f"{what}: the arrays of a list must have equally many rows, got {', '.join(map(str, num_rows))}"
+        )
+    return num_rows[0]
 
 
 def _check_name(name: str | None) -> str:
@@ -433,5 +577,5 @@ def _make_cached_run(signature: Signature, channel: Channel) -> _RunAllreduce:
 
 
 def split_by_counts(data: Array, counts: Sequence[int]) -> list[Array]:
-    """A flat array in pieces of these lengths."""
+    """An array in pieces of so many rows."""
     return [data[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]

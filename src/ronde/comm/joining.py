@@ -11,14 +11,18 @@ from __future__ import annotations
 import ipaddress
 import os
 import secrets
+import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
+
 from ronde.comm.backends.base import Backend
 from ronde.comm.backends.mpi.backend import MpiBackend, settings_from_mpi
 from ronde.comm.backends.native import NativeBackend
+from ronde.comm.backends.native_library import ABI, load_library
 from ronde.comm.backends.single_rank import SingleRankBackend
 from ronde.comm.control_thread import JoinedRound
 from ronde.comm.launchers import LauncherEnvironment, coordinator_port_range, detect_launcher, find_launcher_process
@@ -49,12 +53,15 @@ from ronde.net.messages import (
     JoinRound,
     LeaveReason,
     LeaveRound,
+    RankHeartbeat,
     RoundStarted,
     decode_admission,
 )
+from ronde.net.open_files import check_open_files, explain_open_files, raise_open_files_limit
 from ronde.observe.stacks import pid_namespace
-from ronde.settings import Settings, config_dir
+from ronde.settings import Settings, config_dir, describe_settings
 from ronde.types import Deadline, Member, Topology
+from ronde.version import __version__
 
 Groups = tuple[tuple[int, ...], ...]
 
@@ -66,6 +73,8 @@ MAX_CONNECT_TIMEOUT_S = 2.0
 """How long one port of a range may take to answer: twice as long each time, as the coordinator may be busy."""
 JOIN_RETRY_S = 0.5
 """How often JoinRound is sent until the round starts."""
+ANSWER_GRACE_S = 2.0
+"""How much longer than start_s a rank waits for the coordinator, which knows the missing ranks and began later."""
 
 
 # --- settings that the launcher implies ------------------------------------------------------------------------------
@@ -128,28 +137,32 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
                 f"a job of {settings.size} ranks needs {name} (RONDE_{name.upper()}); "
                 "start the ranks with `ronde run`, or give it to every one of them"
             )
-    deadline, key, loop = Deadline(settings.start_s), JobKey(settings.key), EventLoop()
-    with ExitStack() as opened:
+    deadline, key = Deadline(settings.start_s), JobKey(settings.key)
+    with explain_open_files(f"rank {settings.rank} cannot join"), ExitStack() as opened:
+        raise_open_files_limit()
+        check_open_files()
+        loop = EventLoop()
         opened.callback(loop.close)
         address = settings.coordinator
         if settings.rank == 0 and not settings.coordinator_hosted:
             hosted = host_coordinator(settings, key)
             opened.callback(hosted.close)
             address = hosted.address
-        liveness, control_address = find_coordinator(
-            address, key, settings.rank, round=round, deadline=deadline, heartbeat_s=settings.heartbeat_s
+        heartbeat_s = settings.heartbeat_s
+        liveness, control_address, connection = find_coordinator(
+            address, key, settings.rank, round=round, deadline=deadline, heartbeat_s=heartbeat_s
         )
         opened.callback(liveness.close)
-        control = ControlClient(control_address, key, settings.rank)
+        control = ControlClient(control_address, key, settings.rank, connection=connection, heartbeat_s=heartbeat_s)
         # What is queued is sent, unless the coordinator is gone and would never receive it.
         opened.callback(lambda: control.close(0.0) if is_closed(liveness) else control.close())
         host = settings.address or local_address_for(parse_address(control_address)[0])
-        listener = Listener(key, unix=True, tcp_host=host, loop=loop, heartbeat_s=settings.heartbeat_s)
+        listener = Listener(key, unix=True, tcp_host=host, loop=loop, heartbeat_s=heartbeat_s)
         opened.callback(listener.close)
         tcp_addresses = (format_address(host, listener.tcp_port),)
         host_id = settings.host or host_identity()
         member = Member(settings.rank, host_id, os.getpid(), listener.unix_name, tcp_addresses, pid_namespace())
-        join = JoinRound(VERSION, settings.size, member, groups)
+        join = JoinRound(VERSION, settings.size, member, groups, describe_compatibility(settings))
         topology = Topology(_request_join(loop, control, liveness.fileno(), join, deadline), settings.rank)
         backend: Backend
         if settings.backend == "mpi":
@@ -158,7 +171,23 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
             backend = NativeBackend(topology, listener, key, settings)
         opened.callback(backend.close)
         rank = -1 if settings.coordinator_hosted else 0
-        return JoinedRound(settings, topology, control, backend, liveness.fileno(), rank, loop, opened.pop_all())
+        # Every member has a random name for its Unix socket: no other round has the same members.
+        object_key = key.mac(b"objects", msgspec.msgpack.encode(topology.members))
+        return JoinedRound(
+            settings, topology, control, backend, liveness.fileno(), rank, loop, opened.pop_all(), object_key
+        )
+
+
+def describe_compatibility(settings: Settings) -> dict[str, str]:
+    """Return what must be equal on all ranks, by name, as text: ranks that differ in it would compute wrong numbers or
+    wait for each other. CPU features and kernels are not in it: all kernels give the same bits."""
+    names = [setting.name for setting in describe_settings() if setting.equal_on_all_ranks]
+    return {
+        "the version of ronde": __version__,
+        "the native library": f"ABI {ABI}, {load_library().rd_version().decode()}",
+        "the byte order": sys.byteorder,
+        **{name: str(getattr(settings, name)) for name in names},
+    }
 
 
 def _request_join(
@@ -167,6 +196,7 @@ def _request_join(
     """Ask to be a member until the round starts, and return its members. Messages that follow stay in the queue."""
     answers: list[RoundStarted | JoinRefused] = []
     closed: list[bool] = []
+    problems: list[str] = []
 
     def on_message(message: CoordinatorMessage) -> None:
         if isinstance(message, RoundStarted | JoinRefused):
@@ -177,20 +207,26 @@ def _request_join(
         loop.remove_reader(liveness_fd)
         closed.append(True)
 
-    control.start_receiving(loop, on_message)
+    control.start_receiving(loop, on_message, problems.append)
     loop.add_reader(liveness_fd, on_closed)
     try:
         while not answers:
             if closed:
                 raise StartFailed("the coordinator hung up before the round began; look at its output")
+            if problems:  # its answer may be among what was lost
+                raise StartFailed(f"rank {join.member.rank} could not join: {problems[0]}; check the network")
             if deadline.expired:
+                _run_loop(loop, lambda: bool(answers or closed), ANSWER_GRACE_S)
+                if answers or closed:
+                    continue
                 control.send(LeaveRound(LeaveReason.FAILED, "it waited too long for the round to begin"))
                 raise StartFailed(
                     f"rank {join.member.rank} got no answer from the coordinator within {deadline.timeout_s:g} s; "
                     "look at its output, or give more time with start_s (RONDE_START_S)"
                 )
             control.send(join)  # again and again: that is harmless, and a lost message is not
-            _run_loop(loop, lambda: bool(answers or closed), min(JOIN_RETRY_S, deadline.remaining_s))
+            control.send(RankHeartbeat(time.monotonic_ns()))  # the reply to it shows whether an answer was lost
+            _run_loop(loop, lambda: bool(answers or closed or problems), min(JOIN_RETRY_S, deadline.remaining_s))
             if closed:  # the reason may still be on its way
                 _run_loop(loop, lambda: bool(answers), min(JOIN_RETRY_S, deadline.remaining_s))
     finally:
@@ -242,8 +278,9 @@ def host_coordinator(settings: Settings, key: JobKey) -> CoordinatorServer:
 
 def find_coordinator(
     address_range: str, key: JobKey, rank: int, *, round: int, deadline: Deadline, heartbeat_s: float
-) -> tuple[Connection, str]:
-    """The liveness connection to the coordinator, which is or will be there, and `host:port` of its control server."""
+) -> tuple[Connection, str, int]:
+    """The liveness connection to the coordinator, which is or will be there, `host:port` of its control server, and the
+    number by which it knows this process."""
     addresses = expand_port_range(address_range)
     is_range = len(addresses) > 1
     if is_range:
@@ -276,7 +313,8 @@ def find_coordinator(
                 continue
             admission = _read_admission(connection, reply)
             if admission.status is AdmissionStatus.ADMITTED:
-                return connection, format_address(peer_host(connection), admission.control_port)
+                control_address = format_address(peer_host(connection), admission.control_port)
+                return connection, control_address, admission.connection
             problems[address] = admission.reason
         if deadline.expired:
             break
@@ -300,9 +338,12 @@ def _read_admission(connection: Connection, reply: bytes) -> Admission:
     """Return the coordinator's admission; closes the connection unless it is ADMITTED, and raises if it is REFUSED."""
     try:
         admission = decode_admission(reply)
-    except ProtocolError:
+    except ProtocolError as error:
         connection.close()
-        raise StartFailed("what answers at the coordinator's address is no coordinator of this version") from None
+        raise StartFailed(
+            f"what answers at the coordinator's address is no coordinator of this version ({error}); install the same "
+            "ronde on all hosts"
+        ) from None
     if admission.status is not AdmissionStatus.ADMITTED:
         connection.close()
     if admission.status is AdmissionStatus.REFUSED:

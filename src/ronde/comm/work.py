@@ -3,22 +3,25 @@
 A work in program order gets its running calls at once. One with a name gets them when every member has announced it;
 until then its waiters are known to NegotiationWaits, which the control thread shares with all works.
 
-Where members may give different numbers of rows (allgather, alltoall), `own_rows` are those of this rank; make_calls()
-needs those of all members. They come from the coordinator for a work with a name, and from a small call ahead for one
-in program order. Memory for results is allocated only then.
+Where members may give different numbers of rows (allgather, gather, alltoall, scatter), `own_rows` are those of this
+rank; make_calls() needs those of all members (of a scatter, those of the root). They come from the coordinator for a
+work with a name, and from a small call ahead for one in program order. Memory for results is allocated only then.
 """
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from ronde.comm.backends.base import CallWithdrawn, InsideOperation, RunningCall
+from ronde.comm.backends.base import THREADS_HINT, CallWithdrawn, InsideOperation, RunningCall
 from ronde.comm.buffers import ReceiveBuffer, SendBuffer, address_of
 from ronde.comm.call import Call, Signature, Span
 from ronde.errors import OperationTimeout, RondeError
@@ -27,11 +30,21 @@ from ronde.observe.activity import CurrentOperation
 from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import attribute_waits
 from ronde.text import format_ranks
-from ronde.types import Deadline, Op
+from ronde.types import Deadline
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+T = TypeVar("T")
 
 QUERY_MISSING_BEFORE_S = 0.5
 """A wait for the start of a named operation asks for the missing ranks when so much of its time is left, or half of it.
 Asking when the time is over would make the wait longer than was promised."""
+
+POLL_S = 0.002
+"""How often calls are asked whether they have ended, by the thread for callbacks, if their backend does not tell."""
+IDLE_S = 1.0
+"""How long that thread waits for the next function before it ends."""
 
 MIN_QUERY_TIME_S = 0.05
 """A wait with less time than this does not ask: some callers wait for a moment a thousand times per second."""
@@ -55,6 +68,7 @@ class Work:
         "_calls",
         "_done",
         "_error",
+        "_on_start",
         "_owners",
         "_result",
         "_running_calls",
@@ -75,7 +89,7 @@ class Work:
     own_rows: tuple[int, ...] | None = None
     """The numbers of rows that this rank gives, when members may differ in them."""
     splits: tuple[int, ...] | None = None
-    """For alltoall, how many rows go to each member."""
+    """For alltoall, and on the root of a scatter, how many rows go to each member."""
 
     # Thousands of these are made per step, so __init__ does no more than it must.
     def __init__(
@@ -105,6 +119,8 @@ class Work:
         self._done = False
         self._error: Exception | None = None
         # Only of an operation with a name:
+        self._on_start: list[Callable[[], None]] | None = None
+        """Called when it has started or failed."""
         self.group = 0
         self.announced_ns = 0
         """When it was announced, in shared memory or if a timeline is being written."""
@@ -145,6 +161,28 @@ class Work:
         if not self.done():
             raise ValueError(f"{self.name or 'the operation'} is still under way; wait() for it")
         return self.wait()
+
+    def exception(self) -> Exception | None:
+        """The error of an operation that is over, without waiting; None if it succeeded."""
+        try:
+            self.result()
+        except Exception:
+            if self._error is None:
+                raise
+        return self._error
+
+    def then(self, function: Callable[[Work], T]) -> Future[T]:
+        """Call function(self) once when the operation is over, also if it has failed, in a thread of ronde's own.
+        Return a concurrent.futures.Future of what the function returns or raises.
+
+        The thread is the same for all functions, which run one after the other: one that takes long, or waits, delays
+        the others.
+        """
+        return call_when_over((self,), lambda: function(self))
+
+    def future(self) -> Future[Any]:
+        """Return a concurrent.futures.Future of the result or the error. It cannot be cancelled."""
+        return self.then(Work.wait)
 
     def __repr__(self) -> str:
         return f"<Work {self.name or 'unnamed'}: {'over' if self.done() else 'under way'}>"
@@ -188,6 +226,7 @@ class Work:
         # With a name: in the control thread, which holds the condition of NegotiationWaits.
         self.batch_start = batch_start
         self._running_calls = running_calls
+        self._tell_start()
 
     def withdrawn(self) -> None:
         # It was announced in shared memory and taken back; the holder of the condition of NegotiationWaits says so.
@@ -195,10 +234,33 @@ class Work:
         self._running_calls = None
 
     def fail(self, error: Exception) -> None:
-        # The operation will not start.
+        # The operation will not start, with a name as started_on(); or one of its calls has failed.
         if not self._done:
             self._error = error
             self._done = True
+            self._tell_start()
+
+    def _tell_start(self) -> None:
+        if self._on_start is not None:
+            for callback in self._on_start:
+                callback()
+            self._on_start = None
+
+    def notify_at_progress(self, callback: Callable[[], None]) -> bool:
+        # Call back once, from any thread, when the work may be over; at once when it is. Returns False if nobody would
+        # call back: then done() has to be asked again.
+        if self._running_calls is None and self.waits is not None:
+            with self.waits.condition:
+                if not self.is_started_or_done():
+                    self._on_start = [*(self._on_start or ()), callback]
+                    return True
+        for running_call in self._running_calls or ():
+            if running_call.notify_at_end(callback):
+                return True
+            if not running_call.done():
+                return False
+        callback()
+        return True
 
     def describe(self) -> str:
         if not self.name:
@@ -256,6 +318,95 @@ class Work:
         self._done = True
 
 
+# --- what is called when works are over ------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Works, and what is called when all of them are over."""
+
+    __slots__ = ("call", "future", "works")
+
+    def __init__(self, works: Sequence[Work], call: Callable[[], Any], future: Future[Any]) -> None:
+        self.works = works
+        self.call = call
+        self.future = future
+
+    def finish(self) -> None:
+        try:
+            self.future.set_result(self.call())
+        except BaseException as error:  # belongs to whoever has the future
+            self.future.set_exception(error)
+
+
+class _CallbackThread:
+    """Runs functions when works are over. Its thread, "ronde-callbacks", starts with the first function and ends when
+    there is none for a while. The library's threads and the control thread say when to look at a work again; calls of
+    backends that do not are polled."""
+
+    def __init__(self) -> None:
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """As at first. In a forked child, where the thread does not exist, nothing of the parent is called."""
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
+        self._num_watches = 0
+        self._thread: threading.Thread | None = None
+        self._inbox: SimpleQueue[_Watch] = SimpleQueue()
+        """What is to be looked at."""
+
+    def add(self, watch: _Watch) -> None:
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="ronde-callbacks", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise RondeError(f"no thread could be started for callbacks ({error}); {THREADS_HINT}") from None
+                self._thread = thread
+            self._num_watches += 1
+        self._inbox.put(watch)
+
+    def _run(self) -> None:
+        polled: list[_Watch] = []
+        while True:
+            try:
+                polled.append(self._inbox.get(timeout=POLL_S if polled else IDLE_S))
+            except Empty:
+                if not polled and self._end_if_idle():
+                    return
+            polled = [watch for watch in polled if self._needs_poll(watch)]
+
+    def _end_if_idle(self) -> bool:
+        with self._lock:
+            if self._num_watches == 0:
+                self._thread = None
+            return self._thread is None
+
+    def _needs_poll(self, watch: _Watch) -> bool:
+        """Finish a watch whose works are over. Returns whether nobody says when to look at it again."""
+        for work in watch.works:
+            if not work.done():
+                return not work.notify_at_progress(functools.partial(self._inbox.put, watch))
+        watch.finish()
+        with self._lock:
+            self._num_watches -= 1
+        return False
+
+
+_callback_thread = _CallbackThread()
+os.register_at_fork(after_in_child=_callback_thread.forget_all)
+
+
+def call_when_over(works: Sequence[Work], function: Callable[[], T]) -> Future[T]:
+    """Call the function once when all works are over, in the callback thread; return a future of what it returns."""
+    from concurrent.futures import Future  # not at the top: few ranks have a use for it
+
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    _callback_thread.add(_Watch(works, function, future))
+    return future
+
+
 class AllreduceWork(Work):
     """allreduce of one array, or of several as a unit. Named operations fuse the spans of many into one call."""
 
@@ -274,25 +425,35 @@ class AllreduceWork(Work):
         self.spans = spans
 
     def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
-        """All arrays in one call; for adasum, which looks at each array as a whole, one call per array."""
+        """All arrays in one call."""
         owners = (self._owners, self._result, self._targets)
-        if self.signature.op is Op.ADASUM:
-            return tuple([self.signature.make_call((span,), owners, name=self.name) for span in self.spans])
         return (self.signature.make_call(self.spans, owners, name=self.name, description=description),)
 
 
 class AllgatherWork(Work):
-    """allgather of one array or of several."""
+    """allgather or gather of one array or of several. A gather has a root, and no result on the other members."""
 
-    __slots__ = ("_is_list", "_sources", "counts", "own_rows")
+    __slots__ = ("_has_result", "_is_list", "_root", "_sources", "counts", "own_rows")
 
-    def __init__(self, signature: Signature, name: str, sources: Sequence[SendBuffer], is_list: bool) -> None:
+    def __init__(
+        self,
+        signature: Signature,
+        name: str,
+        sources: Sequence[SendBuffer],
+        is_list: bool,
+        *,
+        root: int = -1,
+        has_result: bool = True,
+    ) -> None:
         super().__init__(signature, name)
         self.own_rows = tuple(shape[0] for shape in signature.shapes)
         self.counts: tuple[int, ...] = ()
         """After make_calls(): elements of the (last) array per member."""
         self._sources = sources
         self._is_list = is_list
+        self._root = root
+        """As an index among the members."""
+        self._has_result = has_result
 
     def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
         """One call per array. Made again when the operation was withdrawn from shared memory."""
@@ -301,13 +462,15 @@ class AllgatherWork(Work):
         for index, source in enumerate(self._sources):
             num_rows = row_counts[index :: len(self._sources)]
             row_shape = source.array.shape[1:]
-            target = np.empty((sum(num_rows), *row_shape), source.array.dtype)
-            results.append(source.wrap(target))
             self.counts = tuple(rows * math.prod(row_shape) for rows in num_rows)
+            target = np.empty((sum(num_rows) if self._has_result else 0, *row_shape), source.array.dtype)
+            results.append(source.wrap(target))
             span = Span(address_of(source.array), address_of(target), source.array.size)
             owners = (source, target)
-            calls.append(self.signature.make_call((span,), owners, name=self.name, counts=self.counts))
-        self._result = results if self._is_list else results[0]
+            call = self.signature.make_call((span,), owners, name=self.name, peer=self._root, counts=self.counts)
+            calls.append(call)
+        if self._has_result:
+            self._result = results if self._is_list else results[0]
         return tuple(calls)
 
     def finish(self) -> Any:
@@ -316,32 +479,91 @@ class AllgatherWork(Work):
 
 
 class AlltoallWork(Work):
-    """alltoall: each member gives rows to each. The result also has how many came from each member."""
+    """alltoall of one array or of several with equally many rows: each member gives rows to each. The result also has
+    how many came from each member."""
 
-    __slots__ = ("_member_index", "_sources", "own_rows", "splits")
+    __slots__ = ("_is_list", "_member_index", "_sources", "own_rows", "splits")
 
     def __init__(
-        self, signature: Signature, name: str, source: SendBuffer, splits: tuple[int, ...], member_index: int
+        self,
+        signature: Signature,
+        name: str,
+        sources: Sequence[SendBuffer],
+        is_list: bool,
+        splits: tuple[int, ...],
+        member_index: int,
     ) -> None:
         super().__init__(signature, name)
         self.own_rows = self.splits = splits
-        self._sources: Sequence[SendBuffer] = (source,)
+        self._sources = sources
+        self._is_list = is_list
         self._member_index = member_index
 
     def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
+        """One call per array."""
         assert row_counts is not None and self.splits is not None
         received_rows = row_counts[self._member_index :: len(self.splits)]
-        [source] = self._sources
-        array = source.array
-        row_shape = array.shape[1:]
-        row_size = math.prod(row_shape)
-        target = np.empty((sum(received_rows), *row_shape), array.dtype)
-        self._result = (source.wrap(target), np.array(received_rows, np.int64))
-        span = Span(address_of(array), address_of(target), sum(self.splits) * row_size)
-        counts = tuple(rows * row_size for rows in received_rows)
-        splits = tuple(rows * row_size for rows in self.splits)
-        owners = (array, target)
-        return (self.signature.make_call((span,), owners, name=self.name, counts=counts, splits=splits),)
+        calls, results = [], []
+        for source in self._sources:
+            array = source.array
+            row_shape = array.shape[1:]
+            row_size = math.prod(row_shape)
+            target = np.empty((sum(received_rows), *row_shape), array.dtype)
+            results.append(source.wrap(target))
+            span = Span(address_of(array), address_of(target), sum(self.splits) * row_size)
+            counts = tuple(rows * row_size for rows in received_rows)
+            splits = tuple(rows * row_size for rows in self.splits)
+            owners = (array, target)
+            calls.append(self.signature.make_call((span,), owners, name=self.name, counts=counts, splits=splits))
+        self._result = (results if self._is_list else results[0], np.array(received_rows, np.int64))
+        return tuple(calls)
+
+    def finish(self) -> Any:
+        self._sources = ()
+        return super().finish()
+
+
+class ScatterWork(Work):
+    """scatter of one array or of several with equally many rows. `splits` are those of the root; None elsewhere."""
+
+    __slots__ = ("_is_list", "_member_index", "_root", "_sources", "own_rows", "splits")
+
+    def __init__(
+        self,
+        signature: Signature,
+        name: str,
+        sources: Sequence[SendBuffer],
+        is_list: bool,
+        splits: tuple[int, ...] | None,
+        *,
+        size: int,
+        member_index: int,
+        root: int,
+    ) -> None:
+        super().__init__(signature, name)
+        self.splits = splits
+        self.own_rows = splits or (0,) * size
+        self._sources = sources
+        self._is_list = is_list
+        self._member_index = member_index
+        self._root = root
+        """As an index among the members."""
+
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
+        """One call per array."""
+        assert row_counts is not None
+        calls, results = [], []
+        for source in self._sources:
+            array = source.array
+            row_shape = array.shape[1:]
+            target = np.empty((row_counts[self._member_index], *row_shape), array.dtype)
+            results.append(source.wrap(target))
+            counts = tuple(rows * math.prod(row_shape) for rows in row_counts)
+            span = Span(address_of(array), address_of(target), target.size)
+            owners = (array, target)
+            calls.append(self.signature.make_call((span,), owners, name=self.name, peer=self._root, counts=counts))
+        self._result = results if self._is_list else results[0]
+        return tuple(calls)
 
     def finish(self) -> Any:
         self._sources = ()

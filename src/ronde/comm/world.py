@@ -150,7 +150,8 @@ class World:
             group.refuse_in_child(error)
 
     def _make_group(self, id: int, ranks: tuple[int, ...]) -> Group:
-        group = Group(id, ranks, self.rank, self._open_channels, self.control_thread)
+        object_key = self.joined_round.object_key
+        group = Group(id, ranks, self.rank, self._open_channels, self.control_thread, object_key=object_key)
         if id:
             self.recorder.record_event(GroupAdded(at_ns=time.monotonic_ns(), rank=self.rank, group=id, ranks=ranks))
         return group
@@ -193,6 +194,8 @@ class _ProcessState:
     num_rounds = 0
     joining_thread = 0
     """The thread that is inside of init(); 0 if none is."""
+    joining_ended: RoundEnded | None = None
+    """Why init() must not go on: a signal handler has called shutdown() in the middle of it."""
     leaves_at_exit = False
 
 
@@ -220,9 +223,13 @@ def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # s
         sorted_groups = tuple(check_group_ranks(ranks, loaded.size) for ranks in groups)
         joined_round = join_round(loaded, sorted_groups, _state.num_rounds)
         _state.num_rounds += 1
-        _state.world = World(joined_round, sorted_groups)
+        world = World(joined_round, sorted_groups)
+        if _state.joining_ended is not None:  # the handler has caught what shutdown() raised
+            world.close()
+            raise _state.joining_ended
+        _state.world = world
     finally:
-        _state.joining_thread = 0
+        _state.joining_thread, _state.joining_ended = 0, None
     if not _state.leaves_at_exit:
         _state.leaves_at_exit = True
         atexit.register(_leave_at_exit)
@@ -236,7 +243,8 @@ def shutdown() -> None:
     raised here and goes through the handler. In a forked child it only forgets the parent's round.
     """
     if _state.joining_thread == threading.get_ident():
-        raise RoundEnded("shutdown() was called while init() was under way, so the round was not joined")
+        _state.joining_ended = RoundEnded("shutdown() was called while init() was under way, so no round was joined")
+        raise _state.joining_ended
     world, _state.world = _state.world, None
     if world is not None:
         world.close()
@@ -283,7 +291,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _refuse_in_child() -> None:
-    _state.joining_thread = 0
+    _state.joining_thread, _state.joining_ended = 0, None
     for world in list(_open_worlds):
         world.refuse_in_child()
 

@@ -42,7 +42,7 @@ from ronde.net.messages import (
 )
 from ronde.observe.stalls import Whereabouts
 from ronde.settings import Settings
-from ronde.text import format_ranks, shorten
+from ronde.text import format_count, format_ranks, shorten
 from ronde.types import Member
 
 # When a rank is declared lost after its end was noticed. Each wait is for a better reason, so they are in this order.
@@ -82,6 +82,13 @@ class RankDisconnected(NamedTuple):
     end: MembershipEnd
 
 
+class MessagesLost(NamedTuple):
+    """So many messages of a rank were lost, as its control connection was broken in between."""
+
+    rank: int
+    num_lost: int
+
+
 class ProcessExited(NamedTuple):
     """The launcher reports that a rank's process has ended, and how."""
 
@@ -89,7 +96,7 @@ class ProcessExited(NamedTuple):
     how: str
 
 
-Event: TypeAlias = MessageReceived | RankConnected | RankDisconnected | ProcessExited
+Event: TypeAlias = MessageReceived | MessagesLost | RankConnected | RankDisconnected | ProcessExited
 
 
 @dataclass(slots=True)
@@ -198,6 +205,8 @@ class CoordinatorCore:
         """Take an event; returns what to send at once."""
         if isinstance(event, MessageReceived):
             return self._handle_message(event.rank, event.message, now_ns)
+        if isinstance(event, MessagesLost):
+            return self._handle_lost_messages(event, now_ns)
         if isinstance(event, RankConnected):
             if event.rank in self._connections:
                 self._add_duplicate(event.rank)
@@ -207,7 +216,9 @@ class CoordinatorCore:
             connection = self._connections.get(event.rank)
             if connection is not None and connection.id == event.connection:
                 connection.is_open = False
-                self._reported_exits.setdefault(event.rank, (now_ns + self._exit_grace_ns, event.end))
+                has_reason = event.end.reason is LeaveReason.MESSAGES_LOST  # the rank itself has given it
+                grace_ns = 0 if has_reason else self._exit_grace_ns
+                self._reported_exits.setdefault(event.rank, (now_ns + grace_ns, event.end))
         elif event.rank in self._pending_round.joins or self._is_member(event.rank):
             # The launcher's reason replaces that of a closed connection, unless the rank itself gives one in time.
             end = MembershipEnd(LeaveReason.PROCESS_ENDED, event.how)
@@ -236,6 +247,18 @@ class CoordinatorCore:
         else:  # a late message of a rank that was declared lost
             logger.info("dropped %s of rank %d, which does not fit its state", type(message).__name__, rank)
         return []
+
+    def _handle_lost_messages(self, event: MessagesLost, now_ns: int) -> list[Send]:
+        """A member whose messages were lost cannot go on: others may wait for what it has announced. A rank that joins
+        sends its request again and again."""
+        if not self._is_member(event.rank):
+            return []
+        lost = format_count(event.num_lost, "message")
+        end = MembershipEnd(
+            LeaveReason.MESSAGES_LOST, f"its control connection to the coordinator broke, and {lost} to it got lost"
+        )
+        self._reported_exits[event.rank] = (now_ns, end)
+        return [Send((event.rank,), EndRound(f"rank {event.rank} cannot go on: {end.description}"))]
 
     def _handle_join(self, rank: int, message: JoinRound, now_ns: int) -> list[Send]:
         if not 0 <= rank < self._size:
@@ -313,8 +336,11 @@ class CoordinatorCore:
         return self._round is not None and rank in self._round.present
 
     def _start_round_if_ready(self, now_ns: int) -> list[Send]:
-        connected = frozenset(rank for rank, connection in self._connections.items() if connection.is_open)
-        decision = self._pending_round.decide(now_ns, connected, frozenset(self._present))
+        connected = set()
+        if not self._pending_round.num_missing:
+            connected = {rank for rank, connection in self._connections.items() if connection.is_open}
+        present = self._round.present if self._round is not None else frozenset[int]()
+        decision = self._pending_round.decide(now_ns, connected, present)
         if decision.reason != self._logged_reason:
             self._logged_reason = decision.reason
             logger.info("round %d: %s", self._num_rounds, decision.reason)

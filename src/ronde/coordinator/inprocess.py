@@ -73,8 +73,10 @@ class InProcessControlClient:
         self._timer: Timer | None = None
         self._scheduled = False
 
-    def start_receiving(self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None]) -> None:
-        self._loop, self._on_message = loop, on_message
+    def start_receiving(
+        self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None], on_lost: Callable[[str], None]
+    ) -> None:
+        self._loop, self._on_message = loop, on_message  # nothing can be lost on the way
         self._schedule()
 
     def send(self, message: WorkerMessage) -> None:

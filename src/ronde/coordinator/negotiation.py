@@ -46,13 +46,20 @@ from ronde.net.messages import (
 )
 from ronde.observe.stalls import WaitingOperation
 from ronde.text import format_rank_answers, format_ranks, shorten
-from ronde.types import DType, Op, OperationKind, find_reduction_error
+from ronde.types import (
+    JOINABLE,
+    REDUCING_KINDS,
+    ROOTED_KINDS,
+    VARIABLE_ROW_KINDS,
+    DType,
+    Op,
+    OperationKind,
+    can_be_joined,
+    find_reduction_error,
+)
 
-REDUCING_KINDS = (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER)
-SINGLE_ARRAY_KINDS = (OperationKind.REDUCE_SCATTER, OperationKind.ALLTOALL)
-"""Kinds that take one array: rows are split once per operation."""
-VARIABLE_ROW_KINDS = (OperationKind.ALLGATHER, OperationKind.ALLTOALL)
-"""Kinds where members may have different numbers of rows."""
+SPLIT_KINDS = (OperationKind.ALLTOALL, OperationKind.SCATTER)
+"""Kinds whose rows are split as `splits` says, once for all arrays of an operation."""
 NAMED_KINDS = (*REDUCING_KINDS, *VARIABLE_ROW_KINDS, OperationKind.BARRIER, OperationKind.BROADCAST)
 
 MAX_CACHED_OPERATIONS = 65_536
@@ -89,13 +96,21 @@ def _row_counts(
 ) -> tuple[int, ...] | None:
     """Return AgreedOperation.row_counts for valid requests, or a common one if there are none. None for kinds where all
     members have the same number of rows; a member that has called join() has no request then."""
-    if common.kind == OperationKind.ALLGATHER:
+    if common.kind in (OperationKind.ALLGATHER, OperationKind.GATHER):
         return tuple(shape[0] for member in members for shape in requests.get(member, common).shapes)
     if common.kind == OperationKind.ALLTOALL:
         given = [requests.get(member, common) for member in members]
-        even = [(request.shapes[0][0] // len(members),) * len(members) for request in given]
-        return tuple(itertools.chain(*(request.splits or rows for request, rows in zip(given, even, strict=True))))
+        return tuple(itertools.chain(*(_splits_of(request, len(members)) for request in given)))
+    if common.kind == OperationKind.SCATTER:
+        return _splits_of(requests.get(common.root, common), len(members))
     return None
+
+
+def _splits_of(request: OperationRequest, num_members: int) -> tuple[int, ...]:
+    if request.splits is not None:
+        return request.splits
+    least, more = divmod(request.shapes[0][0], num_members)
+    return tuple(least + (index < more) for index in range(num_members))
 
 
 def _find_mismatch(requests: Mapping[int, OperationRequest], members: tuple[int, ...]) -> str:
@@ -124,7 +139,7 @@ def _compared_fields(first: OperationRequest, requests: Mapping[int, OperationRe
     yield "dtype", _format_dtype
     if first.kind in REDUCING_KINDS:
         yield "op", _format_op
-    if first.kind == OperationKind.BROADCAST:
+    if first.kind in ROOTED_KINDS:
         yield "root", lambda request: str(request.root)
     yield "the number of arrays", lambda request: str(len(request.shapes))
     yield _first_unequal_shape(first, requests)
@@ -163,24 +178,25 @@ def _find_invalid(request: OperationRequest, members: tuple[int, ...]) -> str:
         return "no arrays were given"
     if any(dimension < 0 for shape in request.shapes for dimension in shape):
         return f"a dimension below 0 in {', '.join(map(str, request.shapes))}"
-    if request.kind in SINGLE_ARRAY_KINDS and len(request.shapes) > 1:
-        return f"it takes one array, got {len(request.shapes)}"
     if request.kind in (*VARIABLE_ROW_KINDS, OperationKind.REDUCE_SCATTER) and not all(request.shapes):
         return "it needs arrays of at least 1 dimension, got a scalar"
+    if request.kind in ROOTED_KINDS and request.root not in members:
+        return f"root {request.root} is not a member ({format_ranks(members)})"
     if request.kind in REDUCING_KINDS:
         if request.op not in Op.__members__.values():
             return f"{_format_op(request)} is not known"
         scaled = (request.prescale, request.postscale) != (1.0, 1.0)
         return find_reduction_error(OperationKind(request.kind), DType(request.dtype), Op(request.op), scaled=scaled)
-    if request.kind == OperationKind.BROADCAST and request.root not in members:
-        return f"root {request.root} is not a member ({format_ranks(members)})"
-    return _find_invalid_splits(request, len(members)) if request.kind == OperationKind.ALLTOALL else ""
+    return _find_invalid_splits(request, len(members)) if request.kind in SPLIT_KINDS else ""
 
 
 def _find_invalid_splits(request: OperationRequest, num_members: int) -> str:
     rows = request.shapes[0][0]
+    if request.kind == OperationKind.ALLTOALL and any(shape[0] != rows for shape in request.shapes):
+        return f"its arrays must have equally many rows, got {', '.join(str(shape[0]) for shape in request.shapes)}"
     if request.splits is None:
-        return f"{rows} rows are no equal shares for {num_members} members; give splits" if rows % num_members else ""
+        uneven = request.kind == OperationKind.ALLTOALL and rows % num_members
+        return f"{rows} rows are no equal shares for {num_members} members; give splits" if uneven else ""
     if len(request.splits) != num_members:
         return f"splits has {len(request.splits)} entries for {num_members} members"
     if min(request.splits) < 0:
@@ -627,9 +643,10 @@ class Negotiator:
         why = f"{_title(request)}: {format_ranks(twice)} announced it again while it was under way" if twice else ""
         # A request that all have in common is checked once.
         why = why or _find_mismatch(requests or {group.members[0]: request}, group.members)
-        if not why and not everybody and not is_allreduce:
-            joined = format_ranks(_ranks_in_mask(group.member_mask & ~announced_mask))
-            why = f"{_title(request)}: {joined} called join() and takes part in allreduce only"
+        if not why and not everybody:
+            if not is_allreduce or not can_be_joined(DType(request.dtype), Op(request.op)):
+                joined = format_ranks(_ranks_in_mask(group.member_mask & ~announced_mask))
+                why = f"{_title(request)}: {joined} called join() and takes part {JOINABLE}"
         if why:
             self._reject(operation, why)
             self._forget(operation)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Set
 from dataclasses import dataclass, field
 
 from ronde.coordinator.negotiation import Negotiator, Send
@@ -35,7 +35,7 @@ from ronde.net.messages import (
 )
 from ronde.observe.stacks import GONE, RankStack
 from ronde.observe.stalls import StallInspector, WaitingOperation, Whereabouts, describe_silence, describe_stall
-from ronde.settings import Settings
+from ronde.settings import Settings, describe_settings
 from ronde.text import format_rank_answers, format_ranks, shorten
 from ronde.types import Member, check_group_ranks
 
@@ -50,7 +50,9 @@ MAX_PROMPT_NOTICES = 256
 one makes others fail, and a message to each member about each other one would be millions."""
 LOSS_NOTICE_INTERVAL_NS = 20_000
 """That time, for each member."""
-MAX_GROUPS_CHARS = 400
+MAX_VALUE_CHARS = 400
+MAX_NAMED_RANKS = 16
+"""Of ranks that have not joined yet; when there are more, only their number is shown until the time is over."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ _LEAVE_REASON_TEXTS = {
     LeaveReason.PROCESS_ENDED: "its process has ended",
     LeaveReason.PROCESS_GONE: "its process is gone",
     LeaveReason.UNREACHABLE: "its host cannot be reached",
+    LeaveReason.MESSAGES_LOST: "messages between it and the coordinator got lost",
 }
 
 
@@ -121,6 +124,10 @@ class PendingRound:
     duplicates: set[int] = field(default_factory=set)
     """Ranks that two living processes claim to be."""
     first_join_ns: int = 0
+    may_differ: bool = False
+    """Whether a rank has joined since all were compared, with something else than another one."""
+    may_be_invalid: bool = False
+    """Whether a rank has joined that has not been found to be like a valid one."""
     refusal: JoinDecision | None = None
     """Why the last round was refused. Ranks that join late get the same reason, until a refused one connects again."""
     refused_ranks: set[int] = field(default_factory=set)
@@ -133,6 +140,11 @@ class PendingRound:
         if not self.joins:
             self.first_join_ns = now_ns
         self.withdrawn.pop(rank, None)
+        # Every rank is compared with one other: with thousands of them all values are looked at only to report them.
+        other = next(iter(self.joins.values()), None)
+        is_alike = other is not None and _are_alike(join, other)
+        self.may_differ = self.may_differ or (other is not None and not is_alike)
+        self.may_be_invalid = self.may_be_invalid or not is_alike or join.member.rank != rank
         self.joins[rank] = join
 
     def connected(self, rank: int) -> None:
@@ -153,20 +165,30 @@ class PendingRound:
         if self.joins.pop(rank, None) is not None and self.joins:
             self.withdrawn[rank] = why
 
-    def decide(
-        self, now_ns: int, connected: frozenset[int], still_in_round: frozenset[int] = frozenset()
-    ) -> JoinDecision:
+    @property
+    def num_missing(self) -> int:
+        return self.size - len(self.joins)
+
+    def decide(self, now_ns: int, connected: Set[int], still_in_round: Set[int] = frozenset()) -> JoinDecision:
         """Decide whether the round starts, is refused or has to wait. At least one rank has joined.
 
-        It starts when every rank has joined, has an open liveness connection (`connected`), and has left the round
-        before: the death of a member without a connection would go unnoticed.
+        It starts when every rank has joined, has an open liveness connection (`connected`, which counts only then), and
+        has left the round before: the death of a member without a connection would go unnoticed. Called after every
+        event, so as long as many ranks are missing it looks at none of them.
         """
         refusal = self.refusal or self._find_refusal()
         if refusal is not None:
             return refusal
+        waited_s = (now_ns - self.first_join_ns) / 1e9
+        is_late = waited_s >= self.start_timeout_s
+        if self.num_missing > MAX_NAMED_RANKS and not is_late:
+            return JoinDecision(f"waiting for {self.num_missing} of {self.size} ranks")
         ranks = range(self.size)
         missing = [rank for rank in ranks if rank not in self.joins]
         unconnected = [rank for rank in ranks if rank not in connected]
+        difference = self._find_difference()
+        if difference and not missing:  # all can be told: a coordinator in rank 0 ends with the refusal
+            return JoinDecision(difference, refused=True)
         if missing or still_in_round:
             waiting = f"{format_ranks(missing or still_in_round)} of {self.size}"
             busy = f" ({format_ranks(still_in_round)} still in the round before)" if still_in_round else ""
@@ -177,12 +199,10 @@ class PendingRound:
         else:
             members = tuple(self.joins[rank].member for rank in ranks)
             return JoinDecision(f"all {self.size} ranks are here", members=members)
-        waited_s = (now_ns - self.first_join_ns) / 1e9
-        if waited_s < self.start_timeout_s:
+        if not is_late:
             return JoinDecision(f"waiting for {waiting}{busy}")
-        return JoinDecision(
-            f"{waiting} {late.format(f'{waited_s:.3g}')}; look at their output, or {hint}", refused=True
-        )
+        too_late = f"{waiting} {late.format(f'{waited_s:.3g}')}; look at their output, or {hint}"
+        return JoinDecision(difference or too_late, refused=True)
 
     def clear(self, decision: JoinDecision) -> tuple[int, ...]:
         """The decision was carried out. Returns the ranks it was about, which are no longer joining."""
@@ -193,6 +213,7 @@ class PendingRound:
         self.joins.clear()
         self.withdrawn.clear()
         self.duplicates.clear()
+        self.may_differ = self.may_be_invalid = False
         return ranks
 
     def _find_refusal(self) -> JoinDecision | None:
@@ -207,20 +228,46 @@ class PendingRound:
         }
         if ended:
             return JoinDecision(format_rank_answers(ended, verb=" "), refused=True, exited=tuple(sorted(ended)))
+        if not self.may_be_invalid:
+            return None
+        errors = (_find_join_error(rank, join, self.size) for rank, join in self.joins.items())
+        found = next((error for error in errors if error), None)
+        self.may_be_invalid = found is not None
+        return JoinDecision(self._find_difference() or found, refused=True) if found else None
+
+    def _find_difference(self) -> str:
+        """Return the first thing that must be equal on all ranks and is not, with what each has; empty if all are."""
+        if not self.may_differ:
+            return ""
         joins = self.joins.items()
-        answers = {
-            "the version of the protocol": {rank: str(join.version) for rank, join in joins},
-            "the number of ranks": {rank: str(join.size) for rank, join in joins},
-            "the groups to begin with": {
-                rank: shorten(", ".join(map(_format_rank_list, join.groups)) or "none", MAX_GROUPS_CHARS)
-                for rank, join in joins
-            },
-        }
-        for what, answer in answers.items():
-            if len(set(answer.values())) > 1:
-                return JoinDecision(f"ranks disagree on {what}: {format_rank_answers(answer)}", refused=True)
-        errors = (_find_join_error(rank, join, self.size) for rank, join in joins)
-        return next((JoinDecision(error, refused=True) for error in errors if error), None)
+        same_ronde = "install the same ronde on all hosts"
+        compared: list[tuple[str, dict[int, str], str]] = [  # what, by rank its value, what to do
+            ("the version of the protocol", {rank: str(join.version) for rank, join in joins}, same_ronde),
+            ("the number of ranks", {rank: str(join.size) for rank, join in joins}, "check RONDE_SIZE"),
+            (
+                "the groups to begin with",
+                {rank: ", ".join(map(_format_rank_list, join.groups)) or "none" for rank, join in joins},
+                "check the groups given to init()",
+            ),
+        ]
+        variables = {setting.name: setting.env for setting in describe_settings()}
+        for name in dict.fromkeys(name for _, join in joins for name in join.must_be_equal):
+            values = {rank: join.must_be_equal.get(name, "nothing") or "empty" for rank, join in joins}
+            hint = f"give all ranks the same {variables[name]}" if name in variables else same_ronde
+            compared.append((shorten(name), values, hint))
+        for what, values, hint in compared:
+            if len(set(values.values())) > 1:
+                shown = {rank: shorten(value, MAX_VALUE_CHARS) for rank, value in values.items()}
+                return f"ranks disagree on {what}: {format_rank_answers(shown)}; {hint}"
+        self.may_differ = False
+        return ""
+
+
+def _are_alike(join: JoinRound, other: JoinRound) -> bool:
+    """Return whether two ranks give the same for all that must be equal."""
+    return (join.version, join.size, join.groups) == (other.version, other.size, other.groups) and (
+        join.must_be_equal == other.must_be_equal
+    )
 
 
 def _find_join_error(rank: int, join: JoinRound, size: int) -> str:

@@ -13,10 +13,14 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import msgspec
+
 from ronde.coordinator.coordinator import (
+    MAX_DETAIL_CHARS,
     CoordinatorCore,
     Event,
     MessageReceived,
+    MessagesLost,
     ProcessExited,
     RankConnected,
     RankDisconnected,
@@ -24,17 +28,28 @@ from ronde.coordinator.coordinator import (
 from ronde.coordinator.negotiation import Send
 from ronde.coordinator.queries import OnStacks
 from ronde.coordinator.rounds import LostPeer, MembershipEnd
+from ronde.errors import ProtocolError
 from ronde.net.addresses import format_address, host_identity
 from ronde.net.connect import Connection, describe_disconnect, is_closed
 from ronde.net.control import ControlServer
 from ronde.net.event_loop import LoopThread, Timer
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
-from ronde.net.messages import AdmissionStatus, LeaveReason, StallReport, WorkerMessage, encode
+from ronde.net.messages import (
+    AdmissionStatus,
+    LeaveReason,
+    LeaveRound,
+    StallReport,
+    WorkerMessage,
+    decode_from_worker,
+    encode,
+)
+from ronde.net.open_files import check_open_files, explain_open_files, raise_open_files_limit
 from ronde.observe.activity import JobActivity
 from ronde.observe.stacks import pid_namespace, process_state
 from ronde.observe.stalls import Whereabouts
 from ronde.settings import Settings
+from ronde.text import shorten
 from ronde.types import Deadline, Member
 
 CLOSE_TIMEOUT_S = 5.0
@@ -59,15 +74,17 @@ class CoordinatorServer:
         self._ids_by_rank: dict[int, set[int]] = {}
         """The same connections by their rank."""
         self._connection_ids = itertools.count()
-        self._admitted: set[tuple[int, str]] = set()
-        """Rank and attempt of the processes that were admitted and are about to have a liveness connection."""
+        self._admitted: dict[tuple[int, str], int] = {}
+        """By rank and attempt, the number of a process that was admitted and is about to have a liveness connection."""
         self._advance_scheduled = False
         self._timer: Timer | None = None
         self.thread = LoopThread("ronde-coordinator")
         """The only thread that touches the core and the sockets. What is about the job may run in its loop as well."""
         self._loop = self.thread.loop
-        with ExitStack() as opened:
+        with explain_open_files("the coordinator cannot start"), ExitStack() as opened:
             opened.callback(self._loop.close)
+            raise_open_files_limit()
+            check_open_files()
             self._core = CoordinatorCore(size, settings, rounds=rounds, process_state=_process_state)
             opened.callback(self._core.close, "")
             self._control = ControlServer(host, key)
@@ -89,7 +106,7 @@ class CoordinatorServer:
     def start(self, host_names: Sequence[str] = ()) -> None:
         """Serve in a thread. A launcher gives the user's names for the hosts, by rank."""
         self._core.host_names = host_names
-        self._control.start_receiving(self._loop, self._on_message)
+        self._control.start_receiving(self._loop, self._on_message, self._on_messages_lost)
         self.thread.start(self._serve)
 
     # --- for all threads -------------------------------------------------------------------------------------------
@@ -203,6 +220,9 @@ class CoordinatorServer:
     def _on_message(self, rank: int, message: WorkerMessage) -> None:
         self._handle(MessageReceived(rank, message))
 
+    def _on_messages_lost(self, rank: int, num_lost: int) -> None:
+        self._handle(MessagesLost(rank, num_lost))
+
     # --- liveness connections --------------------------------------------------------------------------------------
 
     def _make_reply(self, request: ConnectionRequest) -> bytes:
@@ -211,15 +231,15 @@ class CoordinatorServer:
                 self._on_readable(id)  # the loop has not come to it yet
         admission = self._core.admit(request, self._control.port)
         if admission.status is AdmissionStatus.ADMITTED:
-            self._admitted.add((request.rank, request.detail))
+            id = self._admitted[request.rank, request.detail] = next(self._connection_ids)
+            admission = msgspec.structs.replace(admission, connection=id)
         return encode(admission)
 
     def _on_connection(self, request: ConnectionRequest, connection: Connection) -> bool:
-        if (request.rank, request.detail) not in self._admitted:  # it was refused, or has to retry
+        id = self._admitted.pop((request.rank, request.detail), None)
+        if id is None:  # it was refused, or has to retry
             connection.close()
             return True
-        self._admitted.remove((request.rank, request.detail))
-        id = next(self._connection_ids)
         connection.setblocking(False)
         self._connections[id] = (request.rank, connection)
         self._ids_by_rank.setdefault(request.rank, set()).add(id)
@@ -228,12 +248,16 @@ class CoordinatorServer:
         return True
 
     def _on_readable(self, id: int) -> None:
-        """Nothing is sent on these connections: what can be read is their end."""
+        """What can be read is the end of the connection, or the last message of a rank that lost control messages."""
         rank, connection = self._connections[id]
         end = MembershipEnd(LeaveReason.PROCESS_GONE)
         try:
-            if connection.recv(4096):
-                return
+            data = connection.recv(4096)
+            if data:
+                leave = _decode_leave(data)
+                if leave is None:
+                    return
+                end = MembershipEnd(leave.reason, shorten(leave.detail, MAX_DETAIL_CHARS))
         except BlockingIOError:
             return
         except OSError as error:
@@ -245,6 +269,14 @@ class CoordinatorServer:
         self._loop.remove_reader(connection.fileno())
         connection.close()
         self._handle(RankDisconnected(rank, id, end))
+
+
+def _decode_leave(data: bytes) -> LeaveRound | None:
+    try:
+        message = decode_from_worker(data)
+    except ProtocolError:
+        return None
+    return message if isinstance(message, LeaveRound) else None
 
 
 def _process_state(member: Member) -> str:

@@ -18,11 +18,15 @@ from typing import TypeAlias
 
 from ronde.errors import StartFailed
 from ronde.net.addresses import address_family, parse_address, resolve_host
+from ronde.net.event_loop import EventLoop, Timer
 from ronde.net.handshake import NONCE_BYTES, ClientHandshake, ConnectionRequest, HandshakeFailed
 from ronde.net.keys import JobKey
 from ronde.types import Deadline
 
 HEARTBEAT_S = 10.0
+FIRST_RETRY_PAUSE_S = 0.005
+MAX_RETRY_PAUSE_S = 0.2
+"""A connection is tried again after a pause, twice as long each time."""
 
 Connection: TypeAlias = socket.socket
 """A connected socket, for modules that only pass it on."""
@@ -156,6 +160,21 @@ def socket_error(descriptor: int) -> int:
         sock.detach()  # the descriptor stays open
 
 
+def send_and_hang_up(descriptor: int, data: bytes) -> None:
+    """Send a few bytes without waiting, and then the end of the connection. It may be closed already."""
+    try:
+        sock = socket.socket(fileno=descriptor)
+    except OSError:  # not a socket any more
+        return
+    try:
+        sock.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        sock.shutdown(socket.SHUT_WR)
+    except OSError:  # the other side knows
+        pass
+    finally:
+        sock.detach()  # the descriptor stays open
+
+
 def is_closed(sock: socket.socket) -> bool:
     """Return whether the other side has closed the connection, or its process has ended."""
     poll = select.poll()
@@ -198,7 +217,7 @@ def connect_authenticated(
     that goes wrong raises StartFailed at once: a retry does not help an unknown name, a cut network or a wrong key.
     """
     what = f"rank {request.rank} could not connect to {address} for {request.purpose!r}"
-    pause_s = 0.005
+    pause_s = FIRST_RETRY_PAUSE_S
     try:
         addresses = resolve_address(address)
         while True:
@@ -208,7 +227,7 @@ def connect_authenticated(
                 problem = error
             before_retry()
             time.sleep(min(pause_s, deadline.remaining_s))
-            pause_s = min(2 * pause_s, 0.2)
+            pause_s = min(2 * pause_s, MAX_RETRY_PAUSE_S)
             if deadline.expired:
                 raise StartFailed(
                     f"{problem}, for {deadline.timeout_s:g} s; is the other side running, and is this its address?"
@@ -244,3 +263,140 @@ def _connect_once(
         if isinstance(error, ConnectionError):
             raise NotListening(f"it closed the connection in the middle of the handshake ({error.strerror})") from None
         raise
+
+
+class PendingConnection:
+    """As connect_authenticated, but made by an event loop, which does not wait for it and can make many at a time.
+
+    `on_done` is called once in the loop, with the socket or with the error, unless cancel() comes first. While nobody
+    listens there it is tried again until the deadline. For the loop's thread only.
+    """
+
+    def __init__(
+        self,
+        loop: EventLoop,
+        address: str,
+        key: JobKey,
+        request: ConnectionRequest,
+        deadline: Deadline,
+        on_done: Callable[[socket.socket | StartFailed], None],
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+    ) -> None:
+        self._loop = loop
+        self._address = address
+        self._key = key
+        self._request = request
+        self._deadline = deadline
+        self._on_done: Callable[[socket.socket | StartFailed], None] | None = on_done
+        self._heartbeat_s = heartbeat_s
+        self._sock: socket.socket | None = None
+        self._handshake: ClientHandshake | None = None
+        """Set when the socket is connected."""
+        self._unsent = b""
+        self._pause_s = FIRST_RETRY_PAUSE_S
+        self._problem = "it does not answer; is the host up, and does a firewall let the port through?"
+        """What is wrong if the time is over now."""
+        self._retry: Timer | None = None
+        self._timeout = loop.call_later(deadline.remaining_s, self._on_timeout)
+        loop.call_soon(self._start)
+
+    def cancel(self) -> None:
+        """Give up; on_done is not called. Has no effect when it was."""
+        self._on_done = None
+        self._close()
+        self._timeout.cancel()
+
+    def _start(self) -> None:
+        self._retry = None
+        if self._on_done is None:
+            return
+        try:
+            address = resolve_address(self._address)[0]
+            family = socket.AF_UNIX if isinstance(address, str) else address_family(address[0])
+            self._sock = socket.socket(family, socket.SOCK_STREAM)
+            self._sock.setblocking(False)
+            target = "\0" + address.removeprefix(_UNIX_PREFIX) if isinstance(address, str) else address
+            error = self._sock.connect_ex(target)
+        except (OSError, StartFailed) as failure:
+            return self._finish(failure if isinstance(failure, StartFailed) else StartFailed(str(failure)))
+        if error not in (0, errno.EINPROGRESS):
+            return self._on_connect_error(OSError(error, os.strerror(error)))
+        self._loop.add_writer(self._sock.fileno(), self._on_connected)
+
+    def _on_connected(self) -> None:
+        assert self._sock is not None
+        self._loop.remove_writer(self._sock.fileno())
+        error = self._sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            return self._on_connect_error(OSError(error, os.strerror(error)))
+        if self._sock.family == socket.AF_UNIX:
+            if peer_uid(self._sock) != os.getuid():
+                return self._finish(StartFailed("its owner is another user; run all ranks of a host as one user"))
+        elif self._sock.getsockname() == self._sock.getpeername():
+            return self._try_again("nobody listens there")
+        self._problem = "something listens there but does not answer; check whether that process is stopped"
+        self._handshake = ClientHandshake(self._key, secrets.token_bytes(NONCE_BYTES), self._request)
+        self._unsent = self._handshake.hello
+        self._loop.add_reader(self._sock.fileno(), self._advance)
+        self._advance()
+
+    def _advance(self) -> None:
+        """Go on with the handshake as far as it goes without waiting. Its messages fit into an empty socket buffer."""
+        sock, handshake = self._sock, self._handshake
+        assert sock is not None and handshake is not None
+        try:
+            while True:
+                if self._unsent:
+                    self._unsent = self._unsent[sock.send(self._unsent) :]
+                data = sock.recv(handshake.num_wanted)
+                if not data:
+                    return self._try_again("it closed the connection in the middle of the handshake")
+                self._unsent = handshake.feed(data)
+                if handshake.reply is not None:
+                    break
+        except BlockingIOError:
+            return
+        except HandshakeFailed as failure:
+            return self._finish(StartFailed(str(failure)))
+        except OSError as error:
+            return self._try_again(f"it closed the connection in the middle of the handshake ({error.strerror})")
+        self._loop.remove_reader(sock.fileno())
+        self._sock = None
+        configure_socket(sock, self._heartbeat_s)
+        self._finish(sock)
+
+    def _on_connect_error(self, error: OSError) -> None:
+        failure = _connect_error(error, self._deadline)
+        if isinstance(failure, NotListening):
+            self._try_again(str(failure))
+        else:
+            self._finish(failure)
+
+    def _try_again(self, problem: str) -> None:
+        self._problem = problem
+        self._close()
+        self._retry = self._loop.call_later(self._pause_s, self._start)
+        self._pause_s = min(2 * self._pause_s, MAX_RETRY_PAUSE_S)
+
+    def _on_timeout(self) -> None:
+        self._finish(StartFailed(f"{self._problem}, for {self._deadline.timeout_s:g} s"))
+
+    def _close(self) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        if self._sock is not None:
+            self._loop.remove_writer(self._sock.fileno())
+            self._loop.remove_reader(self._sock.fileno())
+            self._sock.close()
+        self._sock = self._handshake = None
+        self._unsent = b""
+
+    def _finish(self, outcome: socket.socket | StartFailed) -> None:
+        on_done = self._on_done
+        self.cancel()
+        if on_done is not None:
+            if isinstance(outcome, StartFailed):
+                what = f"rank {self._request.rank} could not connect to {self._address} for {self._request.purpose!r}"
+                outcome = ConnectFailed(f"{what}: {outcome}", str(outcome))
+            on_done(outcome)

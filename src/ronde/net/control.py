@@ -1,22 +1,30 @@
 """The encrypted message connection between workers and the coordinator, over ZeroMQ.
 
 The coordinator has a ControlServer, each worker a ControlClient. Both prove the job's key (CURVE keys derived from it),
-and everything is encrypted. Messages of one sender arrive in order, each once, as long as both sides live; whether a
-rank lives is decided by its liveness connection, not here. All methods are for the thread that runs the loop.
+and everything is encrypted. Whether a rank lives is decided by its liveness connection, not here. All methods are for
+the thread that runs the loop.
+
+Messages of one sender arrive in order, each once. ZeroMQ makes a broken connection again by itself, but what was under
+way is lost. So each side numbers its messages, and the other one reports a gap. As both send at least every second
+(heartbeats), a loss is noticed soon after the connection is there again, and a client reports a connection that does
+not come back.
 """
 
 from __future__ import annotations
 
 import logging
 import re
+import struct
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import zmq
 from zmq.utils import z85
 
 from ronde.errors import ProtocolError
 from ronde.net.addresses import format_address, listen_error, parse_address, resolve_host
-from ronde.net.event_loop import EventLoop
+from ronde.net.connect import HEARTBEAT_S
+from ronde.net.event_loop import EventLoop, Timer
 from ronde.net.keys import JobKey
 from ronde.net.messages import (
     MAX_MESSAGE_BYTES,
@@ -26,6 +34,8 @@ from ronde.net.messages import (
     decode_from_coordinator,
     encode,
 )
+from ronde.net.open_files import is_open_files_error
+from ronde.text import format_count
 
 FLUSH_S = 1.0
 """How long close() may take to send what is still queued."""
@@ -40,7 +50,10 @@ HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_
 """Connections without ZeroMQ's protocol, or encrypted for another server: refused before ZAP_ADDRESS is asked."""
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks whether a client may connect (its RFC 27), inside one context."""
-_ROUTING_ID = re.compile(rb"rank-(0|[1-9][0-9]{0,8})")
+CONNECTION_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
+_ROUTING_ID = re.compile(rb"rank-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17})")
+_SEQUENCE = struct.Struct("!Q")
+_MONITOR_EVENT = struct.Struct("=HI")
 
 logger = logging.getLogger("ronde.net")
 
@@ -57,7 +70,7 @@ class _ControlSocket:
         # No limits on the queues: a dropped message would be a hang elsewhere, and a peer that is stuck gets few.
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + CURVE_OVERHEAD_BYTES)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + _SEQUENCE.size + CURVE_OVERHEAD_BYTES)
         self._socket.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         self._helpers: list[zmq.Socket[bytes]] = []
         """Other sockets of this context, which the loop reads as well."""
@@ -109,12 +122,24 @@ class _ControlSocket:
             logger.warning("%s: %s; dropped, and not mentioned again", who, reason)
 
 
+@dataclass(slots=True)
+class _KnownClient:
+    """The newest client of a rank."""
+
+    routing_id: bytes
+    connection: int
+    num_received: int = 0
+    num_sent: int = 0
+
+
 class ControlServer(_ControlSocket):
-    """The coordinator's side. A rank that connects again replaces its former connection."""
+    """The coordinator's side. A client with a higher number than the former one of its rank replaces it."""
 
     def __init__(self, host: str, key: JobKey, *, port: int = 0) -> None:
         super().__init__(zmq.ROUTER)
         self._client_public = z85.decode(key.client_public)
+        self._clients: dict[int, _KnownClient] = {}
+        """By rank."""
         # ZeroMQ asks this socket about every client; as the loop answers, no thread is needed.
         self._zap_socket = self._context.socket(zmq.REP)
         self._zap_socket.set(zmq.LINGER, 0)
@@ -127,27 +152,42 @@ class ControlServer(_ControlSocket):
         self._socket.set(zmq.ZAP_DOMAIN, b"ronde")
         try:
             self._socket.bind(self._endpoint(*resolve_host(host, port)[0]))
-        except zmq.ZMQError as error:
+        except BaseException as error:
             self.close(0)
-            raise listen_error(host, port, error.strerror) from None
-        except BaseException:
-            self.close(0)
+            if isinstance(error, zmq.ZMQError) and not is_open_files_error(error.errno):
+                raise listen_error(host, port, error.strerror) from None
             raise
         self.port = int(self._socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
 
-    def start_receiving(self, loop: EventLoop, on_message: Callable[[int, WorkerMessage], None]) -> None:
-        """Hand every message and the rank of its sender to on_message, and let clients connect."""
+    def start_receiving(
+        self,
+        loop: EventLoop,
+        on_message: Callable[[int, WorkerMessage], None],
+        on_lost: Callable[[int, int], None] = lambda rank, num_lost: None,
+    ) -> None:
+        """Hand every message and the rank of its sender to on_message, and let clients connect. on_lost gets a rank and
+        how many of its messages were lost, before the next one is handed on."""
         decoder = WorkerMessageDecoder()
 
         def on_parts(parts: list[bytes]) -> None:
             sender = _ROUTING_ID.fullmatch(parts[0])
             if sender is None:
                 return self._refuse(f"control client {parts[0]!r}", "is not a rank")
-            rank = int(sender[1])
+            rank, connection = int(sender[1]), int(sender[2])
+            client = self._clients.get(rank)
+            if client is None or connection > client.connection:
+                client = self._clients[rank] = _KnownClient(parts[0], connection)
+            elif connection < client.connection:  # a late message of a process that was replaced
+                self.num_refused += 1
+                return None
             try:
-                message = decoder.decode(_only_part(parts[1:]))
-            except ProtocolError as error:
+                sequence, data = _split_frame(parts[1:])
+                message = decoder.decode(data)
+            except ProtocolError as error:  # it counts as lost
                 return self._refuse(f"control message from rank {rank}", str(error))
+            num_lost, client.num_received = sequence - client.num_received, sequence + 1
+            if num_lost:
+                on_lost(rank, num_lost)
             on_message(rank, message)
 
         _add_zmq_reader(loop, self._zap_socket, self._answer_zap_requests)
@@ -155,16 +195,20 @@ class ControlServer(_ControlSocket):
         self._start_receiving(loop, on_parts)
 
     def send(self, rank: int, message: CoordinatorMessage) -> None:
-        """Send a message without waiting. It is dropped if the rank is not connected."""
+        """Send a message without waiting. It is dropped if the rank has sent nothing yet, or is not connected."""
         self.send_to_all((rank,), message)
 
     def send_to_all(self, ranks: Sequence[int], message: CoordinatorMessage) -> None:
         """Send a message to these ranks. It is encoded once, and all share its memory."""
         frame = zmq.Frame(encode(message, for_many=len(ranks) > 1), copy=True)
-        send = self._socket.send
+        send, more = self._socket.send, zmq.NOBLOCK | zmq.SNDMORE
         for rank in ranks:
-            send(b"rank-%d" % rank, zmq.NOBLOCK | zmq.SNDMORE)
-            send(frame, zmq.NOBLOCK, copy=False)
+            client = self._clients.get(rank)
+            if client is not None:
+                send(client.routing_id, more)
+                send(_SEQUENCE.pack(client.num_sent), more)
+                send(frame, zmq.NOBLOCK, copy=False)
+                client.num_sent += 1
 
     def _answer_zap_requests(self) -> None:
         while True:
@@ -188,32 +232,82 @@ class ControlServer(_ControlSocket):
 
 
 class ControlClient(_ControlSocket):
-    """A worker's side."""
+    """A worker's side. `connection` is the number that the coordinator gave this process: it tells the messages of this
+    client from those of an earlier one of the same rank."""
 
-    def __init__(self, address: str, key: JobKey, rank: int) -> None:
+    def __init__(
+        self, address: str, key: JobKey, rank: int, *, connection: int = 0, heartbeat_s: float = HEARTBEAT_S
+    ) -> None:
         host, port = resolve_host(*parse_address(address))[0]
         super().__init__(zmq.DEALER)
-        self._socket.set(zmq.ROUTING_ID, b"rank-%d" % rank)
+        self._num_received = self._num_sent = 0
+        self._heartbeat_s = heartbeat_s
+        """A broken connection that is not made again within this time is reported."""
+        self._is_broken = False
+        self._broken_timer: Timer | None = None
+        self._zmq_monitor = self._socket.get_monitor_socket(CONNECTION_EVENTS)
+        self._helpers.append(self._zmq_monitor)
+        self._socket.set(zmq.ROUTING_ID, b"rank-%d-%d" % (rank, connection))
         self._socket.set(zmq.CURVE_SERVERKEY, key.server_public)
         self._socket.set(zmq.CURVE_PUBLICKEY, key.client_public)
         self._socket.set(zmq.CURVE_SECRETKEY, key.client_secret)
         self._socket.connect(self._endpoint(host, port))
 
-    def start_receiving(self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None]) -> None:
-        """Hand every message to on_message until stop_receiving(), which on_message may call."""
+    def start_receiving(
+        self,
+        loop: EventLoop,
+        on_message: Callable[[CoordinatorMessage], None],
+        on_lost: Callable[[str], None] = lambda why: None,
+    ) -> None:
+        """Hand every message to on_message until stop_receiving(), which on_message may call. on_lost gets the reason
+        when messages were lost, or the connection is broken for longer than heartbeat_s."""
 
         def on_parts(parts: list[bytes]) -> None:
             try:
-                message = decode_from_coordinator(_only_part(parts))
-            except ProtocolError as error:
+                if len(parts) != 2 or len(parts[0]) != _SEQUENCE.size:
+                    raise ProtocolError(f"a message has a number and one part, got {len(parts)} parts")
+                sequence = _SEQUENCE.unpack(parts[0])[0]
+                message = decode_from_coordinator(parts[1])
+            except ProtocolError as error:  # it counts as lost
                 return self._refuse("control message from the coordinator", str(error))
+            num_lost, self._num_received = sequence - self._num_received, sequence + 1
+            if num_lost:
+                lost = format_count(num_lost, "message")
+                on_lost(f"the control connection to the coordinator broke, and {lost} of the coordinator got lost")
             on_message(message)
 
+        _add_zmq_reader(loop, self._zmq_monitor, lambda: self._watch_connection(loop, on_lost))
         self._start_receiving(loop, on_parts)
+        self._await_connection(loop, on_lost)
+
+    def stop_receiving(self) -> None:
+        super().stop_receiving()
+        if self._broken_timer is not None:
+            self._broken_timer.cancel()
+            self._broken_timer = None
 
     def send(self, message: WorkerMessage) -> None:
         """Send a message without waiting."""
-        self._socket.send(encode(message), zmq.NOBLOCK)
+        self._socket.send(make_frame(self._num_sent, message), zmq.NOBLOCK)
+        self._num_sent += 1
+
+    def _watch_connection(self, loop: EventLoop, on_lost: Callable[[str], None]) -> None:
+        try:
+            while True:
+                event, _ = _MONITOR_EVENT.unpack(self._zmq_monitor.recv_multipart(zmq.NOBLOCK)[0])
+                self._is_broken = event == zmq.EVENT_DISCONNECTED
+        except zmq.Again:
+            self._await_connection(loop, on_lost)
+
+    def _await_connection(self, loop: EventLoop, on_lost: Callable[[str], None]) -> None:
+        """Report a broken connection after a while, unless it is made again."""
+        if not self._is_broken and self._broken_timer is not None:
+            self._broken_timer.cancel()
+            self._broken_timer = None
+        elif self._is_broken and self._broken_timer is None:
+            limit = f"{self._heartbeat_s:g} s"
+            why = f"the control connection to the coordinator broke, and was not made again within {limit}"
+            self._broken_timer = loop.call_later(self._heartbeat_s, lambda: on_lost(why))
 
 
 def _add_zmq_reader(loop: EventLoop, sock: zmq.Socket[bytes], callback: Callable[[], None]) -> None:
@@ -222,7 +316,15 @@ def _add_zmq_reader(loop: EventLoop, sock: zmq.Socket[bytes], callback: Callable
     loop.add_reader(sock.fileno(), callback, has_input=lambda: bool(int(sock.get(zmq.EVENTS)) & zmq.POLLIN))
 
 
-def _only_part(parts: list[bytes]) -> bytes:
+def make_frame(sequence: int, message: WorkerMessage) -> bytes:
+    """Return the bytes that a worker sends: how many messages it has sent before, and the message. The coordinator
+    sends the two as parts, because many ranks get the same message."""
+    return _SEQUENCE.pack(sequence) + encode(message)
+
+
+def _split_frame(parts: list[bytes]) -> tuple[int, bytes]:
     if len(parts) != 1:
         raise ProtocolError(f"a message has one part, got {len(parts)}")
-    return parts[0]
+    if len(parts[0]) < _SEQUENCE.size:
+        raise ProtocolError(f"a message has at least {_SEQUENCE.size} bytes, got {len(parts[0])}")
+    return _SEQUENCE.unpack_from(parts[0])[0], parts[0][_SEQUENCE.size :]

@@ -22,6 +22,7 @@ from ronde.net.connect import HEARTBEAT_S, close_in_children, configure_socket, 
 from ronde.net.event_loop import EventLoop, LoopThread, Timer
 from ronde.net.handshake import INTERNAL_ERROR, NONCE_BYTES, ConnectionRequest, HandshakeFailed, ServerHandshake
 from ronde.net.keys import JobKey
+from ronde.net.open_files import is_open_files_error, make_open_files_error
 from ronde.types import Deadline
 
 __all__ = ["ConnectionRequest", "Listener"]
@@ -69,10 +70,12 @@ class Listener:
         self._make_reply = make_reply or (lambda request: b"")
         self._on_connection = on_connection or (lambda request, sock: False)
         self._heartbeat_s = heartbeat_s
-        self._condition = threading.Condition()  # guards the next three, which accept() waits for
+        self._condition = threading.Condition()  # guards the next four, which accept() waits for
         self._accepted: dict[tuple[str, int], deque[socket.socket]] = {}
         self._failed_ranks: dict[int, Exception] = {}
         self._closed_reason = ""
+        self._shortage: StartFailed | None = None
+        """Why no connection can be accepted now: this process has too many open files."""
         self._log_paused_until: Deadline | None = None
         self._num_not_logged = 0
         self._pending: dict[socket.socket, _PendingHandshake] = {}  # the oldest first
@@ -98,6 +101,8 @@ class Listener:
                 accepted = self._accepted.get((purpose, rank))
                 if accepted:
                     return accepted.popleft()
+                if self._shortage is not None:
+                    raise self._shortage.with_traceback(None)
                 if self._closed_reason:
                     raise StartFailed(f"rank {rank} can no longer connect for {purpose!r}: {self._closed_reason}")
                 if deadline.expired:
@@ -135,6 +140,8 @@ class Listener:
                 try:
                     self._add_listening_socket(address_family(address[0]), address)
                 except OSError as error:
+                    if is_open_files_error(error.errno):
+                        raise
                     raise listen_error(tcp_host, port, error.strerror) from None
                 self.tcp_port = int(self._listening_sockets[-1].getsockname()[1])
         except BaseException:
@@ -156,6 +163,11 @@ class Listener:
             for accepted in self._accepted.values():
                 _close_all(accepted)
             self._accepted.clear()
+            self._condition.notify_all()
+
+    def _set_shortage(self, problem: StartFailed | None) -> None:
+        with self._condition:
+            self._shortage = problem
             self._condition.notify_all()
 
     # --- in the loop -----------------------------------------------------------------------------------------------
@@ -204,7 +216,11 @@ class Listener:
             return
         except OSError as error:  # out of descriptors or memory: a retry at once would only use up the processor
             logger.warning("cannot accept a connection (%s); raise the limit of open files (ulimit -n)", error.strerror)
+            if is_open_files_error(error.errno):
+                self._set_shortage(make_open_files_error("no connection can be accepted"))
             return self._pause_accepting(OUT_OF_DESCRIPTORS_PAUSE_S)
+        if self._shortage is not None:
+            self._set_shortage(None)
         sock.setblocking(False)
         handshake = ServerHandshake(self._key, secrets.token_bytes(NONCE_BYTES), self._call_make_reply)
         pending = _PendingHandshake(sock, _describe_peer(sock), handshake, Deadline(HANDSHAKE_S))

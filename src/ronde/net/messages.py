@@ -45,11 +45,11 @@ class OperationRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     shapes: tuple[tuple[int, ...], ...]
     op: int = 0
     root: int = -1
-    """A broadcast's root, as a rank of the world."""
+    """Of a broadcast, reduce, gather or scatter, as a rank of the world."""
     prescale: float = 1.0
     postscale: float = 1.0
     splits: tuple[int, ...] | None = None
-    """all-to-all: rows for each member; None splits them evenly."""
+    """all-to-all, and the root of a scatter: rows for each member; None splits them evenly."""
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):
@@ -71,6 +71,8 @@ class JoinRound(WorkerMessage, frozen=True):
     member: Member
     groups: tuple[tuple[int, ...], ...] = ()
     """Groups that exist from the start, as sorted ranks; equal on all members."""
+    must_be_equal: dict[str, str] = {}
+    """What else must be equal on all members, by name: settings of the data plane, versions."""
 
 
 class AnnounceOperations(WorkerMessage, frozen=True):
@@ -174,6 +176,7 @@ class LeaveReason(enum.IntEnum):
     PROCESS_ENDED = 5  # and the launcher says how
     PROCESS_GONE = 6  # and nobody says why
     UNREACHABLE = 7  # the network to its host is cut
+    MESSAGES_LOST = 8  # between it and the coordinator; also sent by a worker, over its liveness connection
 
     @property
     def is_orderly(self) -> bool:
@@ -217,8 +220,8 @@ class AgreedOperation(msgspec.Struct, frozen=True, array_like=True, forbid_unkno
     request: OperationRequest | None = None
     """In full for a rank that has called join() and did not announce it."""
     row_counts: tuple[int, ...] | None = None
-    """allgather: first dimension per member and array (member-major). all-to-all: rows that member i sends to member j,
-    row-major."""
+    """allgather, gather: first dimension per member and array (member-major). all-to-all: rows that member i sends to
+    member j, row-major. scatter: rows for each member."""
     shared_id: int = -1
     """From now on the members announce it in shared memory under this id, until RevokeSharedIds; -1: they do not."""
 
@@ -330,7 +333,8 @@ class LeaveConfirmed(CoordinatorMessage, frozen=True):
 # --- the reply to a rank that connects -------------------------------------------------------------------------
 
 LIVENESS = "life"
-"""Purpose of a liveness connection: a socket that stays open as long as the rank's process lives."""
+"""Purpose of a liveness connection: a socket that stays open as long as the rank's process lives. Nothing is sent over
+it, but for one LeaveRound of a rank whose control connection is broken."""
 
 
 class AdmissionStatus(enum.IntEnum):
@@ -347,6 +351,8 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """Where the coordinator's control server listens, if the rank is admitted."""
     reason: str = ""
     """Why the rank is not admitted, as text for the user."""
+    connection: int = 0
+    """The number of an admitted process, higher than all before."""
 
 
 _T = TypeVar("_T")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import socket
@@ -44,13 +45,14 @@ def send_descriptor(sock: socket.socket, fd: int) -> None:
 
 
 def receive_descriptor(sock: socket.socket, deadline: Deadline) -> int:
-    """Return the next descriptor sent over a Unix socket, which the caller owns. It does not survive exec."""
+    """Return the next descriptor sent over a Unix socket, which the caller owns. It does not survive exec. Raises
+    OSError if this process has too many open files."""
     before = sock.gettimeout()
     try:
         # A timeout of 0 would mean non-blocking mode, whose error is another one.
         sock.settimeout(max(deadline.remaining_s, 1e-6))
         # Not socket.recv_fds: it drops the flags.
-        data, extras, _, _ = sock.recvmsg(len(_TOKEN), socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
+        data, extras, flags, _ = sock.recvmsg(len(_TOKEN), socket.CMSG_LEN(_INT.size), socket.MSG_CMSG_CLOEXEC)
     except (TimeoutError, BlockingIOError):
         raise StartFailed(f"no descriptor came over the Unix socket within {deadline.timeout_s:g} s") from None
     except ConnectionError as error:
@@ -64,6 +66,8 @@ def receive_descriptor(sock: socket.socket, deadline: Deadline) -> int:
             found += [fd for (fd,) in _INT.iter_unpack(payload[:whole])]
     if len(found) == 1 and data == _TOKEN:
         return found[0]
+    if flags & socket.MSG_CTRUNC and not found:  # Linux drops a descriptor that has no place in this process
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
     for descriptor in found:
         os.close(descriptor)
     if not data:

@@ -58,6 +58,7 @@ class OperationCounters:
         self._ended_threads: CountsByKind = {}
         self._threads: list[tuple[weakref.ref[_ThreadMarker], CountsByKind]] = []
         self._this_thread = _ThreadCounts(self._register)
+        self._sources: list[tuple[int, str, Callable[[], Counts]]] = []
 
     def add(self, group: int, kind: str, num_bytes: int, wait_ns: int, move_ns: int) -> None:
         key = (group, kind)
@@ -65,12 +66,20 @@ class OperationCounters:
         operations, total_bytes, total_wait, total_move = entries.get(key, ZERO_COUNTS)
         entries[key] = (operations + 1, total_bytes + num_bytes, total_wait + wait_ns, total_move + move_ns)
 
+    def add_source(self, group: int, kind: str, counts: Callable[[], Counts]) -> None:
+        """Include operations that are counted elsewhere: `counts` returns their sums so far."""
+        with self._lock:
+            self._sources.append((group, kind, counts))
+
     def snapshot(self, rank: int) -> Metrics:
         with self._lock:
             self._merge_ended_threads()
             merged = self._ended_threads.copy()
             for _, entries in self._threads:
                 _merge(merged, entries.copy())  # a copy, because its thread goes on adding keys
+            for group, kind, counts in self._sources:
+                if (counted := counts()) != ZERO_COUNTS:
+                    _merge(merged, {(group, kind): counted})
         rows = tuple(_make_row(entry, group, kind) for (group, kind), entry in sorted(merged.items()))
         total = functools.reduce(_add_counts, merged.values(), ZERO_COUNTS)
         return Metrics(rank=rank, rows=rows, total=_make_row(total, None, None))

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ronde.observe.activity import ActivitySample, CurrentOperation
 from ronde.observe.events import Event
-from ronde.observe.metrics import Metrics, OperationCounters
+from ronde.observe.metrics import Counts, Metrics, OperationCounters
 from ronde.observe.timeline import NegotiationSlice, TraceEncoder, TraceRecord, TraceStyle
 
 TRACE_CAPACITY = 65_536
@@ -56,6 +56,10 @@ class Recorder:
         self._count_operation(group, kind, num_bytes, ready_ns - start_ns, end_ns - ready_ns)
         if self.tracing:
             self._add_to_trace((kind, name, group, num_bytes, start_ns, ready_ns, end_ns))
+
+    def add_counts(self, group: int, kind: str, counts: Callable[[], Counts]) -> None:
+        """Include operations that are counted elsewhere: `counts` returns their sums so far."""
+        self._counters.add_source(group, kind, counts)
 
     def record_batch_start(self, at_ns: int | None, negotiated: Iterable[NegotiationSlice]) -> None:
         """Keep for the trace that named operations start together; None if others of the batch have told when. Only

@@ -20,7 +20,17 @@ from ronde.torch.broadcast_state import (
     broadcast_parameters,
 )
 from ronde.torch.checkpoints import Checkpoints, Restored
-from ronde.torch.collectives import allgather, allreduce, alltoall, barrier, broadcast, reduce_scatter
+from ronde.torch.collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
 from ronde.torch.learning_rate import cosine, milestones, scale_lr, warmup
 from ronde.torch.metrics import average_metrics
 from ronde.torch.optimizer import Distributed, DistributedOptimizer
@@ -54,8 +64,11 @@ __all__ = [
     "check_in_sync",
     "convert_sync_batchnorm",
     "cosine",
+    "gather",
     "milestones",
+    "reduce",
     "reduce_scatter",
     "scale_lr",
+    "scatter",
     "warmup",
 ]

@@ -4,6 +4,10 @@ A gradient that autograd makes is copied to its memory in the bucket, and a view
 gradients exist once, and what the optimizer reads is what the ranks wrote. Large ones are copied at once, while they
 are in the cache, so that their memory is free for the next; small ones when their bucket is full, in one call for all.
 
+The memory is used again in the next step, unless somebody has kept a gradient, or anything that shares its memory:
+then this rank's gradients of that bucket travel in the spare memory, and p.grad gets copies
+(docs/decisions/0011-kept-gradients.md).
+
 What runs in every step has no loop over parameters in Python: lists of parameters and views are made once per bucket,
 and are handed to map() and to torch._foreach_*.
 """
@@ -14,9 +18,9 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import cache, partial
 from itertools import compress, repeat
 from operator import attrgetter, is_, ne
 from types import FrameType
@@ -33,8 +37,9 @@ from torch.utils.hooks import RemovableHandle
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.torch.collectives import allreduce_sparse
+from ronde.torch.sync_check import checksum_tensor
 from ronde.torch.tensors import CPU, ReduceOptions, tensor_view
-from ronde.training.adapter import GradientKind, ParameterInfo
+from ronde.training.adapter import BucketMemory, GradientKind, ParameterInfo
 
 LARGE_BYTES = 64 * 1024
 """From this size on, copying a gradient takes longer than the call that copies it."""
@@ -67,11 +72,13 @@ class TorchAdapter:
         self._parameter_infos: list[ParameterInfo] = []
         self._views: list[Tensor | None] = []  # by index, the memory in the bucket
         self._view_by_id: dict[int, Tensor | None] = {}  # the same by the identity of the parameter
-        self._addresses: list[int] = []  # by index, where that memory begins: converting a model gives a view another
-        self._slices: dict[tuple[int, ...], _BucketSlice] = {}
+        self._buckets: dict[tuple[int, ...], _BucketTensors] = {}  # by the indices of their parameters
+        self._bucket_of: list[_BucketTensors | None] = []  # by index
+        self._large_references: dict[int, _References] = {}  # by index, to the views of large gradients
         self._on_device: set[int] = set()  # parameters that are not on the CPU: their views cannot be their gradients
         self._results_outside_buckets: dict[int, weakref.ref[Tensor]] = {}
-        """Results that are no views, by the identity of their parameters: sparse ones, or on another device."""
+        """Results that are no views, by the identity of their parameters: sparse ones, those on another device, and
+        copies."""
         self._hooks: list[RemovableHandle] = []
         self._new_parameter_hooks: list[RemovableHandle] = []
         self._lock = threading.Lock()
@@ -95,16 +102,32 @@ class TorchAdapter:
     def parameters_changed(self) -> bool:
         return list(map(_requires_grad_of, self._tensors)) != self._requires_grad
 
-    def bind_buckets(self, bucket_views: Mapping[int, Array], on_ready: GradientCallback) -> None:
+    def bind_buckets(self, buckets: Sequence[BucketMemory], on_ready: GradientCallback) -> None:
         self.close()
+        if buckets:  # results of before, which have not been cleared, are still results
+            self._results_outside_buckets = {
+                id(tensor): weakref.ref(tensor.grad)
+                for tensor in self._tensors
+                if tensor.grad is not None and self._is_result(tensor)
+            }
+        arrays = {index: array for memory in buckets for index, array in memory.arrays.items()}
         self._views = [
-            _view_like(bucket_views[index], parameter) if index in bucket_views else None
+            _view_like(arrays[index], parameter) if index in arrays else None
             for index, parameter in enumerate(self._parameters)
         ]
         self._view_by_id = dict(zip(map(id, self._parameters), self._views, strict=True))
-        self._addresses = [0 if view is None else view.data_ptr() for view in self._views]
-        self._slices = {}
         self._on_device = {index for index, parameter in enumerate(self._parameters) if is_on_device(parameter)}
+        self._buckets = {}
+        self._bucket_of = [None] * len(self._parameters)
+        for memory in buckets:
+            bucket = self._buckets[tuple(memory.arrays)] = self._make_bucket(memory)
+            for index in memory.arrays:
+                self._bucket_of[index] = bucket
+        self._large_references = {}
+        for bucket in self._buckets.values() if can_count_references() else ():
+            bucket.small_references = _References(bucket.small.views)
+            for position, index in enumerate(bucket.large.indices):
+                self._large_references[index] = _References(bucket.large.views[position : position + 1])
         on_ready = self._with_lock(on_ready)
         for index, parameter in enumerate(self._parameters):
             on_gradient = partial(self._on_large_gradient, index, on_ready) if self._is_large(index) else None
@@ -126,32 +149,49 @@ class TorchAdapter:
         if torch.is_grad_enabled():  # backward(create_graph=True): a reduced gradient has no graph
             with torch.no_grad():
                 return self.copy_to_buckets(indices)
-        part = self._slice_of(tuple(indices))
-        if list(map(Tensor.data_ptr, part.views)) != part.addresses:
-            moved = map(ne, map(Tensor.data_ptr, part.views), part.addresses)
-            raise self._conversion_error(next(compress((*part.large.indices, *part.small.indices), moved)))
         kinds: dict[int, GradientKind] = {}
-        for index in part.without_bucket:
-            if self._parameters[index].grad is None:
-                kinds[index] = GradientKind.NONE
-        if not all(map(is_, map(_grad_of, part.large.parameters), part.large.views)):
-            for index in part.large.indices:  # one by one: the memory of each is freed before the next is copied
+        bucket = self._buckets.get(tuple(indices))
+        if bucket is None:
+            for index in indices:
+                self._copy_one_of_any_bucket(index, kinds)
+            return kinds
+        large, small = bucket.large, bucket.small
+        if list(map(Tensor.data_ptr, bucket.views)) != bucket.addresses:
+            moved = map(ne, map(Tensor.data_ptr, bucket.views), bucket.addresses)
+            raise self._conversion_error(next(compress((*large.indices, *small.indices), moved)))
+        in_place = all(map(is_, map(_grad_of, large.parameters), large.views))
+        grads = list(map(_grad_of, small.parameters))
+        if in_place and all(map(is_, grads, small.views)):
+            bucket.memory.uses_spare = False
+            return kinds
+        bucket.memory.uses_spare = self._must_use_spare(bucket)
+        if bucket.memory.uses_spare:
+            for index in (*large.indices, *small.indices):
+                self._copy_to_spare(index, kinds)
+            return kinds
+        if not in_place:
+            for index in large.indices:  # one by one: the memory of each is freed before the next is copied
                 self._copy_one(index, self._parameters[index].grad, kinds)
-        grads = list(map(_grad_of, part.small.parameters))
-        if not all(map(is_, grads, part.small.views)) and (self._on_device or not _copy_together(part.small, grads)):
-            for index, grad in zip(part.small.indices, grads, strict=True):
+        if self._on_device or not _copy_together(small, grads):
+            for index, grad in zip(small.indices, grads, strict=True):
                 self._copy_one(index, grad, kinds)
         return kinds
 
     def assign_results(self, indices: Sequence[int], absent: Sequence[int]) -> None:
         for index in absent:
-            parameter, view = self._parameters[index], self._views[index]
-            parameter.grad = torch.empty_like(parameter) if index in self._on_device else view
+            parameter, bucket = self._parameters[index], self._bucket_of[index]
+            if index in self._on_device:
+                parameter.grad = torch.empty_like(parameter)
+            elif bucket is not None and not bucket.memory.uses_spare:
+                parameter.grad = self._views[index]
         for index in self._on_device.intersection(indices) if self._on_device else ():
-            grad, view = self._parameters[index].grad, self._views[index]
+            grad, view = self._parameters[index].grad, self._current_view(index)
             if grad is not None and view is not None:
                 grad.copy_(view)
                 self._results_outside_buckets[id(self._parameters[index])] = weakref.ref(grad)
+        for bucket in self._buckets.values():
+            if bucket.memory.uses_spare:
+                self._assign_copies(bucket, set(indices))
 
     def still_has_result(self, ready_index: int | None) -> bool:
         new = None
@@ -166,12 +206,12 @@ class TorchAdapter:
         return any(tensor.grad is not None and not self._is_result(tensor) for tensor in trained)
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
-        torch._foreach_mul_([view for view in (self._views[index] for index in indices) if view is not None], factor)
+        torch._foreach_mul_([view for view in map(self._current_view, indices) if view is not None], factor)
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
         found: dict[int, Tensor] = {}
         for index in indices:
-            grad, numbers = self._parameters[index].grad, self._views[index]
+            grad, numbers = self._parameters[index].grad, self._current_view(index)
             if grad is not None and grad.layout is not torch.strided:
                 numbers = grad._values()
             elif numbers is None:
@@ -182,8 +222,12 @@ class TorchAdapter:
             return []
         return [index for index, numbers in found.items() if not bool(numbers.isfinite().all())]
 
+    def checksum_parameters(self, skipped: Container[str]) -> list[tuple[str, int]]:
+        named = zip(self._names, self._tensors, strict=True)
+        return [(name, checksum_tensor(tensor)) for name, tensor in named if name not in skipped]
+
     def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
-        parameter, view = self._parameters[index], self._views[index]
+        parameter, view = self._parameters[index], self._current_view(index)
         grad = parameter.grad
         if grad is None or (view is not None and grad.layout is torch.strided):  # a dense one was in the bucket
             rows = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
@@ -206,30 +250,39 @@ class TorchAdapter:
     def _on_large_gradient(self, index: int, on_ready: GradientCallback, parameter: Tensor) -> None:
         """The hook of a large parameter."""
         grad = parameter.grad
-        copies = self._last_was_copied = grad is not self._views[index]
-        if copies and grad is not None and grad.layout is torch.strided:
-            with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
-                self._copy_one(index, grad, {})
+        self._last_was_copied = False
+        if grad is not self._views[index] and grad is not None and grad.layout is torch.strided:
+            references = self._large_references.get(index)
+            self._last_was_copied = references is not None and references.are_ours() and not self._is_result(parameter)
+            if self._last_was_copied:
+                with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+                    self._copy_one(index, grad, {})
         on_ready(index)
 
     def _is_large(self, index: int) -> bool:
         return self._views[index] is not None and self._parameters[index].nbytes >= LARGE_BYTES
 
-    def _slice_of(self, indices: tuple[int, ...]) -> _BucketSlice:
-        found = self._slices.get(indices)
-        if found is None:
-            in_bucket = [index for index in indices if self._views[index] is not None]
-            large = self._select_views([index for index in in_bucket if self._is_large(index)])
-            small = self._select_views([index for index in in_bucket if not self._is_large(index)])
-            addresses = [self._addresses[index] for index in (*large.indices, *small.indices)]
-            without_bucket = [index for index in indices if self._views[index] is None]
-            found = _BucketSlice(large, small, [*large.views, *small.views], addresses, without_bucket)
-            self._slices[indices] = found
-        return found
+    def _make_bucket(self, memory: BucketMemory) -> _BucketTensors:
+        large = self._select_views([index for index in memory.arrays if self._is_large(index)])
+        small = self._select_views([index for index in memory.arrays if not self._is_large(index)])
+        return _BucketTensors(memory, large, small)
 
     def _select_views(self, indices: list[int]) -> _BucketViews:
         views = [view for index in indices if (view := self._views[index]) is not None]
         return _BucketViews(indices, [self._parameters[index] for index in indices], views)
+
+    def _copy_one_of_any_bucket(self, index: int, kinds: dict[int, GradientKind]) -> None:
+        """Copy a gradient when the buckets are new, so that nobody has kept anything of them, or find that it is in no
+        bucket."""
+        bucket, grad = self._bucket_of[index], self._parameters[index].grad
+        if bucket is None:
+            if grad is None:
+                kinds[index] = GradientKind.NONE
+        elif can_count_references():
+            self._copy_one(index, grad, kinds)
+        else:
+            bucket.memory.uses_spare = True
+            self._copy_to_spare(index, kinds)
 
     def _copy_one(self, index: int, grad: Tensor | None, kinds: dict[int, GradientKind]) -> None:
         """Copy a gradient to its view, which becomes the gradient; record it if it is missing or sparse."""
@@ -250,13 +303,73 @@ class TorchAdapter:
                 raise self._conversion_error(index) from None
             raise
 
+    # --- what users have kept --------------------------------------------------------------------------------------
+
+    def _must_use_spare(self, bucket: _BucketTensors) -> bool:
+        """Whether a gradient is to be written to memory of the bucket that somebody else has. A gradient that still is
+        its view may change: as in PyTorch, whoever has kept it without clearing it shares it."""
+        if not can_count_references():
+            return True
+        if bucket.memory.uses_spare and any(map(self._is_copy, bucket.parameters)):
+            return True  # gradients were added to the copies of before, which stay gradients
+        for index in bucket.large.indices:
+            if self._parameters[index].grad is not self._views[index] and not self._large_references[index].are_ours():
+                return True
+        assert bucket.small_references is not None
+        if bucket.small_references.are_ours():  # as nearly always
+            return False
+        kept = compress(bucket.small.indices, bucket.small_references.find_others())
+        return any(self._parameters[index].grad is not self._views[index] for index in kept)
+
+    def _copy_to_spare(self, index: int, kinds: dict[int, GradientKind]) -> None:
+        """Copy a gradient to its spare memory; record it if it is missing or sparse. It stays what it is."""
+        parameter, view = self._parameters[index], self._spare_view(index)
+        grad = parameter.grad
+        if grad is None or (grad.layout is not torch.strided and not self._sparse_as_dense):
+            kinds[index] = GradientKind.NONE if grad is None else GradientKind.SPARSE
+            view.zero_()
+            return
+        if parameter.dtype != view.dtype or parameter.shape != view.shape:
+            raise self._conversion_error(index)
+        view.copy_(grad if grad.layout is torch.strided else grad.to_dense())
+
+    def _assign_copies(self, bucket: _BucketTensors, indices: set[int]) -> None:
+        """Make copies of the results in the spare memory the gradients. Where the gradient is a result that was not
+        cleared, it stays the same tensor."""
+        with torch.no_grad():
+            for index in indices.intersection(bucket.memory.arrays).difference(self._on_device):
+                parameter, view = self._parameters[index], self._spare_view(index)
+                if self._is_result(parameter) and parameter.grad is not None:
+                    parameter.grad.copy_(view)
+                else:
+                    parameter.grad = view.clone()
+                    self._results_outside_buckets[id(parameter)] = weakref.ref(parameter.grad)
+
+    def _spare_view(self, index: int) -> Tensor:
+        bucket = self._bucket_of[index]
+        assert bucket is not None
+        if index not in bucket.spare_views:
+            bucket.spare_views[index] = _view_like(bucket.memory.spare_arrays[index], self._parameters[index])
+        return bucket.spare_views[index]
+
+    def _current_view(self, index: int) -> Tensor | None:
+        """The memory of a gradient in this step."""
+        bucket = self._bucket_of[index]
+        if bucket is not None and bucket.memory.uses_spare:
+            return self._spare_view(index)
+        return self._views[index]
+
     # --- inside ----------------------------------------------------------------------------------------------------
 
     def _is_result(self, parameter: Tensor) -> bool:
         """Whether its gradient is the result that was assigned last."""
-        grad, outside = parameter.grad, self._results_outside_buckets.get(id(parameter))
-        is_view = grad is self._view_by_id.get(id(parameter))
-        return grad is not None and (is_view or (outside is not None and grad is outside()))
+        grad = parameter.grad
+        return grad is not None and (grad is self._view_by_id.get(id(parameter)) or self._is_copy(parameter))
+
+    def _is_copy(self, parameter: Tensor) -> bool:
+        """Whether its gradient is the result that was assigned last, and outside of the bucket's memory."""
+        outside = self._results_outside_buckets.get(id(parameter))
+        return outside is not None and parameter.grad is not None and parameter.grad is outside()
 
     def _with_lock(self, callback: GradientCallback) -> GradientCallback:
         """The callback for several threads, if there may be: autograd has one for every device."""
@@ -303,14 +416,86 @@ class _BucketViews(NamedTuple):
     views: list[Tensor]
 
 
-class _BucketSlice(NamedTuple):
-    """The parameters that are copied by one call of copy_to_buckets()."""
+class _BucketTensors:
+    """The gradients of one bucket as tensors."""
 
-    large: _BucketViews
-    small: _BucketViews
-    views: list[Tensor]  # of the large and the small gradients
-    addresses: list[int]  # where the memory of each of these views begins
-    without_bucket: list[int]  # indices of parameters that have no view
+    def __init__(self, memory: BucketMemory, large: _BucketViews, small: _BucketViews) -> None:
+        self.memory = memory
+        self.large = large
+        self.small = small
+        self.small_references: _References | None = None
+        self.parameters = [*large.parameters, *small.parameters]
+        self.views = [*large.views, *small.views]
+        self.addresses = [view.data_ptr() for view in self.views]  # converting a model gives a view another
+        self.spare_views: dict[int, Tensor] = {}  # by index, made when they are needed
+
+
+class _References:
+    """Tells whether others have references to some tensors, or to their memory.
+
+    What shares the memory of a tensor (a view, detach(), numpy()) refers to its storage. Others may also have the
+    tensor itself, in Python (g = p.grad) or in C++ (q.grad = p.grad, a graph), or the object of the storage. So four
+    numbers are compared with what they were at first. Callers must have the tensors in no variable of their own.
+    """
+
+    def __init__(self, tensors: list[Tensor]) -> None:
+        """Nobody else has the tensors now."""
+        self._tensors = tensors
+        self._storages: list[Any] = [tensor.untyped_storage() for tensor in tensors]
+        self._storage_addresses = [storage._cdata for storage in self._storages]
+        self._counts_at_first = self._count()
+
+    def are_ours(self) -> bool:
+        """Whether nobody else has references."""
+        return self._count() == self._counts_at_first
+
+    def find_others(self) -> list[bool]:
+        """For each tensor, whether somebody else has references."""
+        now, before = zip(*self._count(), strict=True), zip(*self._counts_at_first, strict=True)
+        return list(map(ne, now, before))
+
+    def _count(self) -> list[list[int]]:
+        functions: Any = torch._C
+        methods: Any = Tensor
+        return [
+            list(map(sys.getrefcount, self._tensors)),
+            list(map(methods._use_count, self._tensors)),
+            list(map(sys.getrefcount, self._storages)),
+            list(map(functions._storage_Use_Count, self._storage_addresses)),
+        ]
+
+
+_WAYS_TO_KEEP: tuple[Callable[[Tensor, Tensor], object], ...] = (
+    lambda grad, other: grad,
+    lambda grad, other: grad.detach(),
+    lambda grad, other: grad[:1],
+    lambda grad, other: grad.numpy(),
+    lambda grad, other: grad.untyped_storage(),
+    lambda grad, other: grad * other,  # in its graph
+    lambda grad, other: setattr(other, "grad", grad),
+)
+"""What a user may do to keep a gradient, or its memory; `other` is a parameter."""
+
+
+@cache
+def can_count_references() -> bool:
+    """Whether _References sees every way to keep a gradient. The functions of PyTorch that it uses are private, and
+    older versions do not have all of them; then p.grad never is memory of a bucket."""
+    grads, other = [torch.zeros(2)], torch.zeros(2, requires_grad=True)
+    try:
+        references = _References(grads)
+    except AttributeError:
+        return False
+    with torch.enable_grad():
+        for keep in _WAYS_TO_KEEP:
+            kept = keep(grads[0], other)
+            if references.are_ours():
+                return False
+            del kept
+            other.grad = None
+            if not references.are_ours():
+                return False
+    return True
 
 
 def _copy_together(bucket_views: _BucketViews, grads: list[Any]) -> bool:
@@ -345,13 +530,11 @@ def _remove_hooks(hooks: list[RemovableHandle]) -> None:
 
 
 def _view_like(memory: Array, parameter: Tensor) -> Tensor:
-    """The memory as a tensor of the parameter's shape and, as optimizers like it, of its order of elements."""
-    flat = tensor_view(memory, WIRE_TYPES[parameter.dtype][0])
-    if flat.dtype != parameter.dtype:
-        flat = flat.view(parameter.dtype)  # complex
-    if _is_packed(parameter):
-        return flat.as_strided(parameter.shape, parameter.stride())
-    return flat.view(parameter.shape)
+    """The memory as a tensor of the parameter's shape and, as optimizers like it, of its order of elements. It has a
+    storage of its own, and no base: then nobody can get at the memory without a reference to one of the two."""
+    storage = tensor_view(memory, WIRE_TYPES[parameter.dtype][0]).untyped_storage()
+    packed = parameter if _is_packed(parameter) else torch.empty(parameter.shape, device="meta")
+    return torch.empty(0, dtype=parameter.dtype).set_(storage, 0, parameter.shape, packed.stride())
 
 
 def _memory_order(tensor: Tensor) -> str:

@@ -6,6 +6,8 @@ ronde.torch.differentiable. With `out`, or wait=False, autograd does not see the
 
 A list of tensors gives a list. In an allreduce those of one dtype are one operation. A sparse COO tensor, such as the
 gradient of an embedding with sparse=True, is summed by gathering every member's indices and values.
+
+reduce, gather and scatter have no gradients, because only the root has all of the result.
 """
 
 from __future__ import annotations
@@ -35,8 +37,11 @@ from ronde.torch.tensors import (
     allreduce_tensors,
     alltoall_tensor,
     broadcast_tensors,
+    gather_tensors,
     operation_names,
     reduce_scatter_tensors,
+    reduce_tensors,
+    scatter_tensors,
 )
 from ronde.types import Op, parse_op
 
@@ -69,7 +74,7 @@ def allreduce_sparse(group: Group, x: Tensor, options: ReduceOptions, *, name: s
             values = values * factor
         return torch.sparse_coo_tensor(rows[~is_shape].t(), values, x.shape, check_invariants=False).coalesce()
 
-    return gathered.then(sum_equal_indices) if isinstance(gathered, TensorWork) else sum_equal_indices(gathered)
+    return gathered.convert(sum_equal_indices) if isinstance(gathered, TensorWork) else sum_equal_indices(gathered)
 
 
 def allreduce(
@@ -85,9 +90,10 @@ def allreduce(
 ) -> Any:  # a tensor, a list of them, or a TensorWork
     """Return postscale * op(prescale * x) over all members, in a new tensor or in `out` (which may be x itself).
 
-    op is sum, mean, min, max, product or adasum; sum and mean have gradients. Sparse tensors are summed or averaged by
-    gathering their indices and values. With wait=False it returns a TensorWork at once. Without a name, members are
-    matched by the order of their calls; with a name the order does not matter.
+    op is sum, mean, min, max, product, adasum, or for whole numbers and bool bit_and, bit_or, bit_xor; sum and mean
+    have gradients. Sparse tensors are summed or averaged by gathering their indices and values. With wait=False it
+    returns a TensorWork at once. Without a name, members are matched by the order of their calls; with a name the order
+    does not matter.
     """
     members, options = resolve_group(group), ReduceOptions(op, prescale, postscale)
     if isinstance(x, Tensor) and x.is_sparse:
@@ -175,6 +181,63 @@ def alltoall(
     return alltoall_tensor(members, x, splits, name=name, wait=wait)
 
 
+def reduce(
+    x: Tensor | Sequence[Tensor],
+    *,
+    root: int = 0,
+    op: str | Op = "sum",
+    out: Any = None,
+    group: Group | None = None,
+    name: str | None = None,
+    prescale: float = 1.0,
+    postscale: float = 1.0,
+    wait: bool = True,
+) -> Any:
+    """Return postscale * op(prescale * x) over all members on the root, a rank of the job, in a new tensor or in `out`;
+    None on the others. It has no gradient."""
+    members, options = resolve_group(group), ReduceOptions(op, prescale, postscale)
+    xs, many = _as_list(x, "reduce")
+    _check_no_gradient(xs, "reduce")
+    outs = _output_list(out, xs, many, "reduce")
+    return _unwrap_single(reduce_tensors(members, xs, outs, root, options, name=name, wait=wait), many)
+
+
+def gather(
+    x: Tensor | Sequence[Tensor],
+    *,
+    root: int = 0,
+    group: Group | None = None,
+    name: str | None = None,
+    wait: bool = True,
+) -> Any:
+    """Return the tensors of all members on the root, a rank of the job, concatenated along the first dimension, in
+    which they may differ; None on the others. It has no gradient."""
+    members = resolve_group(group)
+    xs, many = _as_list(x, "gather")
+    _check_no_gradient(xs, "gather")
+    return _unwrap_single(gather_tensors(members, xs, root, name=name, wait=wait), many)
+
+
+def scatter(
+    x: Tensor | Sequence[Tensor],
+    *,
+    root: int = 0,
+    splits: Any = None,  # whole numbers: a sequence, an array or a tensor
+    group: Group | None = None,
+    name: str | None = None,
+    wait: bool = True,
+) -> Any:
+    """Share out the rows of the root's tensor, and return those of this rank: splits[i] rows for member i. By default
+    all get equally many, or the first members one more. It has no gradient.
+
+    The tensors of the other ranks only give dtype and the shape of a row.
+    """
+    members = resolve_group(group)
+    xs, many = _as_list(x, "scatter")
+    _check_no_gradient(xs, "scatter")
+    return _unwrap_single(scatter_tensors(members, xs, root, splits, name=name, wait=wait), many)
+
+
 def _as_list(x: Tensor | Sequence[Tensor], what: str) -> tuple[list[Tensor], bool]:
     """The tensors, and whether the caller gave a list."""
     if isinstance(x, list | tuple):
@@ -196,8 +259,13 @@ def _needs_gradient(xs: list[Tensor]) -> bool:
     return torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in xs])
 
 
+def _check_no_gradient(xs: list[Tensor], what: str) -> None:
+    if _needs_gradient(xs):
+        raise ValueError(f"{what} has no gradient; pass x.detach(), or call it under torch.no_grad()")
+
+
 def _unwrap_single(outcome: Any, many: bool) -> Any:
     """The list, or its only tensor if the caller gave one; the same for a TensorWork."""
     if many:
         return outcome
-    return outcome.then(lambda results: results[0]) if isinstance(outcome, TensorWork) else outcome[0]
+    return outcome.convert(lambda results: results[0]) if isinstance(outcome, TensorWork) else outcome[0]

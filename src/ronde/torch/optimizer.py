@@ -9,6 +9,7 @@ import gc
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import zip_longest
 from typing import Any
@@ -26,6 +27,7 @@ from ronde.comm.collectives import mark_step
 from ronde.comm.group import Group
 from ronde.comm.world import current_world, is_initialized
 from ronde.torch.adapter import TorchAdapter, TorchBackwardPass, disable_dynamo, find_frame
+from ronde.torch.broadcast_state import broadcast_parameters
 from ronde.torch.tensors import tensor_view
 from ronde.training.compression import CastCodec, Codec, find_codec
 from ronde.training.gradient_settings import GradientSettings
@@ -76,11 +78,16 @@ class OptimizerReducers:
         self._given_names = None if named_parameters is None else _read_names(named_parameters, self._rank)
         self.names: set[str] = set()
         self._group = _check_group(group)
+        if settings.compare_at_step is None:
+            settings = replace(settings, compare_at_step=current_world().settings.compare_at_step)
         self._settings = settings
+        self.broadcast_call = "ronde.torch.broadcast_parameters(model)"
+        """What a script calls to broadcast parameters, for errors; horovod.torch has another."""
         self._codec = codec
         self._params: list[list[Tensor]] = []  # by the optimizer's group of parameters
         self._groups: list[Group] = []  # by the same, the ranks over which its gradients are averaged
         self._reducers: dict[Group, tuple[TorchAdapter, Reducer]] = {}
+        self._num_broadcast = 0  # of the optimizer's groups, by broadcast_parameters()
         self._single_rank_params: list[tuple[Group, NamedParameters]] = []  # of groups with nothing to reduce
         self._named_by_id: dict[int, tuple[str, Tensor]] = {}  # the parameters of the reducers
         self.training_step = TrainingStep(
@@ -121,6 +128,15 @@ class OptimizerReducers:
                 raise ValueError(f"rank {self._rank}: two parameters of the optimizer are named {name!r}")
             found[name] = parameter
         return list(found.items())
+
+    def broadcast_parameters(self) -> None:
+        """Copy the parameters that were added since the last call to all of their ranks, from the first one. Every rank
+        calls it."""
+        first, self._num_broadcast = self._num_broadcast, len(self._params)
+        for group, params in zip(self._groups[first:], self._params[first:], strict=True):
+            if group.included and group.size > 1:
+                named = [self._named_by_id[id(parameter)] for parameter in params]
+                broadcast_parameters(named, group.ranks[0], group=group)
 
     def before_step(
         self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -232,6 +248,7 @@ class OptimizerReducers:
                 group,
                 settings,
                 on_pass_started=self.training_step.pass_started,
+                broadcast_call=lambda: self.broadcast_call,
                 codec=self._codec,
                 overlap=_should_overlap(group) if settings.overlap is None else settings.overlap,
             )
@@ -316,6 +333,7 @@ def DistributedOptimizer(
     codec: str | Codec | None = None,
     bucket_mb: float | None = None,
     group: Group | None = None,
+    broadcast_parameters: bool = False,
     **settings: Any,  # see GradientSettings
 ) -> Distributed:
     """The same optimizer, made to average gradients over all ranks (or over `group`) in every backward().
@@ -324,6 +342,10 @@ def DistributedOptimizer(
     step: their gradients are averaged, as if their batches were one, and are exchanged after the last. `codec`
     compresses gradients on the wire: "float16", "bfloat16", or a Codec of your own. A group of parameters may have a
     `group` of its own: `SGD([{"params": head, "group": some_ranks}])`. Further settings are those of GradientSettings.
+
+    All ranks must start with the same parameters, or the first step raises OutOfSync. `broadcast_parameters=True`
+    copies those of the optimizer from the first rank here, and later those of add_param_group(); the function
+    broadcast_parameters() copies the buffers of the model, too.
 
     The class `Distributed` has what it adds to the optimizer.
     """
@@ -338,6 +360,8 @@ def DistributedOptimizer(
         for param_group in optimizer.param_groups:
             reducers.add_param_group(param_group)
         wanted.check_names(reducers.names)
+        if broadcast_parameters:
+            reducers.broadcast_parameters()
     except BaseException:
         reducers.close()
         raise
@@ -345,6 +369,7 @@ def DistributedOptimizer(
     distributed: Any = optimizer
     distributed.__class__ = _distributed_class(plain)
     distributed._reducers = reducers
+    distributed._broadcasts_parameters = broadcast_parameters
     optimizer.register_step_pre_hook(reducers.before_step)
     optimizer.register_step_post_hook(reducers.after_step)
     for param_group in optimizer.param_groups:
@@ -360,6 +385,7 @@ class Distributed(Optimizer):
 
     _reducers: OptimizerReducers | None = None
     """None in a copy, which is an ordinary optimizer."""
+    _broadcasts_parameters = False
 
     def synchronize(self) -> None:
         """Average the gradients if backward() has not done so. Collective.
@@ -397,6 +423,8 @@ class Distributed(Optimizer):
             del self.param_groups[-1]  # it would train with gradients that are not averaged
             raise
         self.param_groups[-1].pop("group", None)
+        if self._broadcasts_parameters:
+            self._reducers.broadcast_parameters()
 
     def reset(self) -> None:
         """Go on in a new round, after shutdown() and init(), or with a converted model. Every rank calls it."""

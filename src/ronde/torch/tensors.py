@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +16,13 @@ from torch import Tensor
 
 from ronde.comm.buffers import Array, Bfloat16View
 from ronde.comm.group import Group
-from ronde.comm.work import Work
+from ronde.comm.work import Work, call_when_over
 from ronde.types import Deadline, Op
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+T = TypeVar("T")
 
 CPU = torch.device("cpu")
 HostArray: TypeAlias = "Array | Bfloat16View"
@@ -136,10 +141,23 @@ class TensorWork:
             raise ValueError(f"{self.name or 'the operation'} is still under way; wait() for it")
         return self.wait()
 
-    def then(self, convert: Callable[[Any], Any]) -> TensorWork:
-        """This work with its result converted. Only one of the two may be waited for."""
+    def exception(self) -> Exception | None:
+        """The error of an operation that is done(), or None; ValueError before that."""
+        errors = (work.exception() for work in self._works)
+        return next((error for error in errors if error is not None), None)
+
+    def then(self, function: Callable[[TensorWork], T]) -> Future[T]:
+        """Call function(self) once when the operation is over, as Work.then does; return a future of its result."""
+        return call_when_over(self._works, lambda: function(self))
+
+    def future(self) -> Future[Any]:
+        """Return a concurrent.futures.Future of the result or the error."""
+        return self.then(TensorWork.wait)
+
+    def convert(self, convert: Callable[[Any], Any]) -> TensorWork:
+        # This work with its result converted. Only one of the two may be waited for.
         finish = self._finish
-        assert finish is not None, "wait() was called before then()"
+        assert finish is not None, "wait() was called before convert()"
         return TensorWork(self._works, lambda results: convert(finish(results)), self.name)
 
     def __repr__(self) -> str:
@@ -225,6 +243,32 @@ def reduce_scatter_tensors(
     return _start_each("reduce_scatter", group.reduce_scatter, xs, None, name, wait, **options._asdict())
 
 
+def reduce_tensors(
+    group: Group,
+    xs: Sequence[Tensor],
+    outs: Sequence[Tensor | None],
+    root: int,
+    options: ReduceOptions,
+    *,
+    name: str | None,
+    wait: bool,
+) -> Any:
+    """The reductions of the tensors on the root as a list, and None for each elsewhere."""
+    return _start_each("reduce", group.reduce, xs, outs, name, wait, root=root, **options._asdict())
+
+
+def gather_tensors(group: Group, xs: Sequence[Tensor], root: int, *, name: str | None, wait: bool) -> Any:
+    """All members' rows of each tensor on the root as a list, and None for each elsewhere."""
+    return _start_each("gather", group.gather, xs, None, name, wait, root=root)
+
+
+def scatter_tensors(group: Group, xs: Sequence[Tensor], root: int, splits: Any, *, name: str | None, wait: bool) -> Any:
+    """This member's rows of each of the root's tensors, as a list."""
+    if isinstance(splits, Tensor):
+        splits = splits.tolist()
+    return _start_each("scatter", group.scatter, xs, None, name, wait, root=root, splits=splits)
+
+
 def alltoall_tensor(group: Group, x: Tensor, splits: Any, *, name: str | None, wait: bool) -> Any:
     """The received rows, and how many came from each member (int64)."""
     if isinstance(splits, Tensor):
@@ -257,8 +301,9 @@ def _start_each(
             options["out"] = output.array
         outcomes.append(start(given, name=each_name, wait=wait, **options))
 
-    def finish(results: list[HostArray]) -> list[Tensor]:
-        return [output.finish(result) for output, result in zip(outputs, results, strict=True)]
+    def finish(results: list[HostArray | None]) -> list[Tensor | None]:
+        given = zip(outputs, results, strict=True)
+        return [None if result is None else output.finish(result) for output, result in given]
 
     return _result_or_work(outcomes, finish, name, wait)
 

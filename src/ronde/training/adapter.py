@@ -7,7 +7,8 @@ that describe_parameters() returned last; only the adapter knows what a gradient
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
@@ -47,6 +48,18 @@ class GradientKind(enum.IntEnum):
     """It has an infinity or a NaN."""
 
 
+@dataclass(slots=True, eq=False)
+class BucketMemory:
+    """Where the gradients of one bucket lie: by index of the parameter, flat arrays of ParameterInfo.count elements."""
+
+    arrays: Mapping[int, Array]
+    """Memory that may become the gradients that the user sees. What a user has kept of it is not overwritten."""
+    spare_arrays: Mapping[int, Array]
+    """Memory that no user ever sees, so that it can always be written."""
+    uses_spare: bool = False
+    """Whether the gradients of this step are in the spare arrays. The adapter sets it when it copies them."""
+
+
 class FrameworkAdapter(Protocol):
     """The gradients of some parameters of one model."""
 
@@ -56,21 +69,22 @@ class FrameworkAdapter(Protocol):
     def parameters_changed(self) -> bool:
         """Whether describe_parameters() would list others than it did last. Called in every step."""
 
-    def bind_buckets(self, bucket_views: Mapping[int, Array], on_ready: Callable[[int], object]) -> None:
-        """From now on gradients belong into these arrays, which are flat and have ParameterInfo.count elements. Call
-        on_ready(index) when a gradient is ready. A gradient without an array stays where it is. Replaces what was
-        bound before, and ends watch_new_parameters()."""
+    def bind_buckets(self, buckets: Sequence[BucketMemory], on_ready: Callable[[int], object]) -> None:
+        """From now on gradients belong into this memory. Call on_ready(index) when a gradient is ready. A gradient
+        without an array stays where it is. Replaces what was bound before, and ends watch_new_parameters()."""
 
     def watch_new_parameters(self, on_gradient: Callable[[], object]) -> None:
         """Call on_gradient for every gradient of a parameter that the last description does not list: one that begins
         to train, or was added. Replaces what was watched before."""
 
     def copy_to_buckets(self, indices: Sequence[int]) -> dict[int, GradientKind]:
-        """Copy these gradients into their arrays, with zeros where there is none, and make the arrays the gradients.
+        """Copy these gradients, usually all of one bucket, into its arrays, with zeros where there is none, and make
+        the arrays the gradients. If somebody has kept what is in the arrays, copy them into the spare arrays instead.
         Returns the kinds of those that are not DENSE. Called for every bucket in every step."""
 
     def assign_results(self, indices: Sequence[int], absent: Sequence[int]) -> None:
-        """Make the results in these arrays the gradients. `absent` are those that had no gradient here."""
+        """Make the results of these parameters the gradients; copies of them, if they are in spare arrays. `absent` are
+        those that had no gradient here."""
 
     def still_has_result(self, ready_index: int | None) -> bool:
         """Whether the gradient of a parameter still is the result that was assigned last. Called at the first gradient
@@ -84,6 +98,10 @@ class FrameworkAdapter(Protocol):
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
         """Return the indices of the gradients, dense or sparse, that have an infinity or a NaN."""
+
+    def checksum_parameters(self, skipped: Container[str]) -> list[tuple[str, int]]:
+        """The names and checksums (training/sync_check) of all parameters that the members should have alike, also of
+        those that do not train, but for the skipped names."""
 
     def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
         """Make a gradient the sum of all members' sparse ones, with factors before and after the sum. If it has an

@@ -14,10 +14,13 @@ import msgspec
 import numpy as np
 
 from ronde.comm import objects
+from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
 from ronde.training.adapter import ParameterInfo
+
+FINGERPRINT_BYTES = 16
 
 
 def check_equal(group: Group, what: str, entries: Sequence[str]) -> None:
@@ -29,10 +32,14 @@ def check_equal(group: Group, what: str, entries: Sequence[str]) -> None:
 
 
 def all_equal(group: Group, data: bytes) -> bool:
-    """Whether all members give the same bytes: they compare a hash of 16 bytes. Collective."""
-    digest = hashlib.blake2b(data, digest_size=16).digest()
-    gathered = group.allgather(np.frombuffer(digest, np.uint8).reshape(1, -1))
+    """Whether all members give the same bytes: they compare a fingerprint of 16 bytes. Collective."""
+    gathered = group.allgather(fingerprint(data).reshape(1, -1))
     return bool((gathered == gathered[0]).all())
+
+
+def fingerprint(data: bytes) -> Array:
+    """FINGERPRINT_BYTES numbers, which are equal for equal bytes."""
+    return np.frombuffer(hashlib.blake2b(data, digest_size=FINGERPRINT_BYTES).digest(), np.uint8)
 
 
 def first_difference(lists: Mapping[int, Sequence[str]]) -> str:
@@ -70,11 +77,13 @@ def explain_joined_ranks() -> Iterator[None]:
     except Mismatch as error:
         if not error.joined:
             raise
-        raise Mismatch(
-            f"{error}. While a rank is in join() only gradients are reduced that all ranks agreed on before: every "
-            "rank needs a step before the first one joins, sparse gradients cannot be reduced, and no parameter may "
-            "begin or cease to train. Or give all ranks equally many steps"
-        ) from None
+        explained = Mismatch(
+            f"{error}. While a rank is in join() only gradients are reduced that all ranks agreed on before, and only "
+            "with op mean or sum: every rank needs a step before the first one joins, sparse gradients cannot be "
+            "reduced, and no parameter may begin or cease to train. Or give all ranks equally many steps"
+        )
+        explained.joined = error.joined
+        raise explained from None
 
 
 def merge_proposals(proposals: Mapping[int, PlanProposal]) -> PlanProposal:

@@ -32,6 +32,9 @@ class GradientSettings:
     """Sets of parameters (by name) that share a bucket; the others are assigned to buckets automatically."""
     idle_steps: bool = False
     """Allow steps for which no rank had a backward pass. They are more often a mistake."""
+    compare_at_step: int | None = None
+    """At which step the parameters of all ranks are compared: 1 for the first, 2 for scripts that broadcast after it, 0
+    for never. None: as the setting of this name says."""
 
     def __post_init__(self) -> None:
         op = self.op.name.lower() if isinstance(self.op, Op) else self.op
@@ -41,6 +44,9 @@ class GradientSettings:
             value = getattr(self, name)
             if not isinstance(value, Real) and (name, value) != ("bucket_mb", None):
                 raise TypeError(f"{name} must be a number, got {value!r}")
+        step = self.compare_at_step
+        if step is not None and (not isinstance(step, int) or isinstance(step, bool) or step < 0):
+            raise ValueError(f"compare_at_step must be a whole number from 0, got {step!r}")
         for name in ("overlap", "average_passes", "check_finite", "sparse_as_dense", "idle_steps"):
             value = getattr(self, name)
             if value not in (True, False) and (name, value) != ("overlap", None):

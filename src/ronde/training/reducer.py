@@ -8,6 +8,7 @@ do ranks know which are sparse, which train, and in which order they become read
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,18 +18,31 @@ from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.comm.plan import Bucket, Plan
 from ronde.comm.work import Work
-from ronde.training.adapter import FrameworkAdapter, GradientKind, ParameterInfo
-from ronde.training.agreement import PlanProposal, agree_on_plan, explain_joined_ranks
+from ronde.errors import Mismatch, OutOfSync
+from ronde.text import format_ranks
+from ronde.training.adapter import BucketMemory, FrameworkAdapter, GradientKind, ParameterInfo
+from ronde.training.agreement import (
+    FINGERPRINT_BYTES,
+    PlanProposal,
+    agree_on_plan,
+    explain_joined_ranks,
+    fingerprint,
+)
 from ronde.training.buckets import GradientBucket, assign_buckets, choose_size_limits
 from ronde.training.compression import Codec, WireArray
 from ronde.training.gradient_settings import GradientSettings
+from ronde.training.sync_check import checksum_bytes, compare_checksums
 from ronde.types import DType, Op, parse_op
 
-NUM_STEP_FLAGS = 2
-HAD_BACKWARD = -2
+NUM_STEP_FLAGS = 2 + 2 * FINGERPRINT_BYTES
+HAD_BACKWARD = -NUM_STEP_FLAGS
 """Index of the flag, after those of the parameters, that says whether a member had a backward pass."""
-REPLAN_WANTED = -1
+REPLAN_WANTED = HAD_BACKWARD + 1
 """Index of the flag that says whether a member trains other parameters than were agreed on."""
+FINGERPRINTS = REPLAN_WANTED + 1
+"""Index of a fingerprint of the member's parameters, in the step in which these are compared; else zeros. Behind it is
+255 minus each of its bytes. The maxima over all members add up to 255 if, and only if, all fingerprints are equal; the
+zeros of a member in join() change nothing."""
 
 
 class _AgreedBuckets:
@@ -75,35 +89,82 @@ class _AgreedBuckets:
         self.works: list[Work | None] = [None] * (len(buckets) + 1)
         """By bucket, and for the flags, what was started in the background and has not been waited for."""
         self.flags = self.plan.arrays[len(buckets)]
-        """A GradientKind per parameter, HAD_BACKWARD and REPLAN_WANTED; when reduced, the maximum over all members."""
+        """A GradientKind per parameter, HAD_BACKWARD, REPLAN_WANTED and FINGERPRINTS; when reduced, the maximum over
+        all members."""
         self._usual_flags = np.full(flags.count, GradientKind.DENSE, np.uint8)
-        self._usual_flags[REPLAN_WANTED] = 0
+        self._usual_flags[REPLAN_WANTED:] = 0
         self.usual_flags_bytes = self._usual_flags.tobytes()
         """What the flags are when every gradient was dense on some member and nothing is out of the ordinary."""
         self.wires = [[self.plan.arrays[wire] for wire in numbers] for numbers in self.wire_numbers]
-        self.gradients: list[Array] = []
-        """By bucket, where its gradients lie: on the first wire itself, unless a codec stands between."""
         self.bucket_of = [-1] * len(parameters)
         """By parameter, the number of its bucket; -1 for those that are in none."""
-        self.gradient_arrays: dict[int, Array] = {}
-        """By parameter, the memory of its gradient, for those that are in a bucket."""
+        self._arrays: list[tuple[Array, Array]] = []
+        """By bucket, the memory of its gradients, and the spare: the first wire itself, unless a codec stands between.
+        Memory that is never touched costs nothing."""
+        self.memories: list[BucketMemory] = []
+        """By bucket, the same memory, parameter by parameter."""
         for number, (bucket, encoder) in enumerate(zip(buckets, self.encoders, strict=True)):
-            dtype = DType[bucket.dtype.upper()].numpy
-            self.gradients.append(self.wires[number][0] if encoder is None else np.zeros(bucket.count, dtype))
-            for location in bucket.locations:
-                self.bucket_of[location.index] = number
-                array = self.gradients[number][location.start : location.start + location.count]
-                self.gradient_arrays[location.index] = array
-        self.dense = sorted(self.gradient_arrays)
+            arrays = self.plan.arrays[number], self.plan.spare_arrays[number]
+            if encoder is not None:
+                dtype = DType[bucket.dtype.upper()].numpy
+                arrays = np.zeros(bucket.count, dtype), np.zeros(bucket.count, dtype)
+            self._arrays.append(arrays)
+            places = [(each.index, slice(each.start, each.start + each.count)) for each in bucket.locations]
+            own, spare = ({index: array[place] for index, place in places} for array in arrays)
+            self.memories.append(BucketMemory(own, spare))
+            for index, _ in places:
+                self.bucket_of[index] = number
+        self.dense = [index for index, bucket in enumerate(self.bucket_of) if bucket >= 0]
         self.encoders.append(None)  # of the flags
 
-    def write_flags(self, kinds: Mapping[int, GradientKind], *, had_backward: bool, replan_wanted: bool) -> None:
+    def gradients(self, number: int) -> Array:
+        """The gradients of a bucket, where they lie in this step."""
+        return self._arrays[number][self.memories[number].uses_spare]
+
+    def start(self, number: int) -> None:
+        """Reduce the first wire of a bucket, or the flags, in the background."""
+        self.works[number] = self.plan.start(number, spare=self._wire_is_spare(number))
+
+    def finish(self, number: int) -> None:
+        """Wait for what start() started; run it, if it was not started."""
+        work, self.works[number] = self.works[number], None
+        if work is None:
+            self.plan.run(number, spare=self._wire_is_spare(number))
+        else:
+            work.wait()
+
+    def drain(self) -> None:
+        """Wait for all that start() started, also if some of it was refused."""
+        works = [work for work in self.works if work is not None]
+        self.works = [None] * len(self.works)
+        with ExitStack() as stack:
+            for work in reversed(works):
+                stack.callback(work.wait)
+
+    def _wire_is_spare(self, number: int) -> bool:
+        return self.encoders[number] is None and number < len(self.memories) and self.memories[number].uses_spare
+
+    def write_flags(
+        self,
+        kinds: Mapping[int, GradientKind],
+        own_fingerprint: Array | None,
+        *,
+        had_backward: bool,
+        replan_wanted: bool,
+    ) -> None:
         """Set this member's flags. A parameter that `kinds` does not have is DENSE."""
         self.flags[:] = self._usual_flags
         for index, kind in kinds.items():
             self.flags[index] = kind
         self.flags[HAD_BACKWARD] = had_backward
         self.flags[REPLAN_WANTED] = replan_wanted
+        if own_fingerprint is not None:
+            self.flags[FINGERPRINTS:] = np.concatenate([own_fingerprint, 255 - own_fingerprint])
+
+    def fingerprints_differ(self) -> bool:
+        """Whether the reduced flags say that members have different parameters."""
+        highest, negated = self.flags[FINGERPRINTS:].reshape(2, -1)
+        return bool(negated.any() and (highest != 255 - negated).any())
 
 
 @dataclass(slots=True)
@@ -139,20 +200,26 @@ class Reducer:
         settings: GradientSettings,
         *,
         on_pass_started: Callable[[], None],
+        broadcast_call: Callable[[], str] = lambda: "broadcast_parameters()",
         codec: Codec | None = None,
         overlap: bool = True,
     ) -> None:
-        """`on_pass_started` is called at the first gradient of a pass. With `overlap`, buckets are reduced while the
-        pass runs."""
+        """`on_pass_started` is called at the first gradient of a pass. `broadcast_call` gives the words for what a
+        script calls to broadcast parameters. With `overlap`, buckets are reduced while the pass runs."""
         self._adapter = adapter
         self._group = group
         self._settings = settings
         self._on_pass_started = on_pass_started
+        self._broadcast_call = broadcast_call
         self._codec = codec
         self._overlap = overlap
         self._passes_per_step = 1
         self._num_passes = 1  # of the present step
         self._holds_results = False  # whether results were assigned and not cleared since
+        self._num_steps = 0
+        self._compare_at_step = 1 if settings.compare_at_step is None else settings.compare_at_step
+        self._compared_names: set[str] = set()  # of parameters
+        self._has_uncompared = True  # whether there may be parameters that have not been compared
         self._ready_names: list[str] = []  # of parameters, in the order in which gradients were last seen to come
         self._parameters: Sequence[ParameterInfo] = adapter.describe_parameters()
         self._buckets: _AgreedBuckets | None = None
@@ -184,6 +251,8 @@ class Reducer:
         if buckets is None or not progress.fills_buckets:
             progress.ready_order.append(index)
             return
+        if not progress.num_overlapped:
+            return
         bucket = buckets.bucket_of[index]
         if bucket < 0:
             return
@@ -193,7 +262,7 @@ class Reducer:
         # All members start full buckets in the same order.
         while progress.next_bucket < progress.num_overlapped and not progress.num_missing[progress.next_bucket]:
             self._fill_bucket(buckets, progress.next_bucket)
-            buckets.works[progress.next_bucket] = buckets.plan.start(progress.next_bucket)
+            buckets.start(progress.next_bucket)
             progress.next_bucket += 1
 
     def mark_new_parameter(self, _parameter: object = None) -> None:
@@ -211,6 +280,7 @@ class Reducer:
         process waits for other ranks, so what remains may run in finalize(), in this thread. Collective.
         """
         self._num_passes = num_passes
+        self._num_steps += 1
         had_backward = had_backward or self._adapter.has_unreduced_gradient()
         if self._buckets is None:
             self._agree_on_buckets()
@@ -222,27 +292,36 @@ class Reducer:
         for number in range(progress.next_bucket, num_buckets):
             self._fill_bucket(buckets, number)
             if not inline:
-                buckets.works[number] = buckets.plan.start(number)
+                buckets.start(number)
         progress.next_bucket = num_buckets
         if buckets.sparse:
             progress.kinds.update(self._adapter.copy_to_buckets(buckets.sparse))
             if self._settings.check_finite:
                 self._record_non_finite(buckets.sparse)
-        buckets.write_flags(progress.kinds, had_backward=had_backward, replan_wanted=self._adapter.parameters_changed())
+        replan_wanted, own_fingerprint = self._adapter.parameters_changed(), self._next_fingerprint()
+        buckets.write_flags(progress.kinds, own_fingerprint, had_backward=had_backward, replan_wanted=replan_wanted)
         if not inline:
-            buckets.works[num_buckets] = buckets.plan.start(num_buckets)
+            buckets.start(num_buckets)
 
     def finalize(self) -> None:
         """Wait for all buckets. Gradients are the results then. An error is raised on all members alike."""
         buckets = self._buckets
         if buckets is None:
             return
-        self._finish_buckets(buckets)
+        try:
+            self._finish_buckets(buckets)
+        except Mismatch:  # the buckets that were started end alike
+            with suppress(Mismatch):
+                buckets.drain()
+            with explain_joined_ranks():
+                raise
         self._holds_results = True
         is_usual = buckets.flags.tobytes() == buckets.usual_flags_bytes
         if is_usual and not self._progress.kinds and not buckets.sparse:  # as nearly always
             self._adapter.assign_results(buckets.dense, ())
             return
+        if buckets.fingerprints_differ():
+            self._compare_parameters()
         flags = buckets.flags.tolist()
         if not flags[HAD_BACKWARD] and not self._settings.idle_steps:
             raise ValueError(
@@ -262,11 +341,8 @@ class Reducer:
 
     def drain(self) -> None:
         """Wait for the buckets that were started. Called when a pass was interrupted, on all members alike."""
-        works = [] if self._buckets is None else self._buckets.works
-        for number, work in enumerate(works):
-            if work is not None:
-                works[number] = None
-                work.wait()
+        if self._buckets is not None:
+            self._buckets.drain()
 
     def parameters_added(self) -> None:
         """The adapter has more parameters. The members agree on new buckets at the end of the next pass."""
@@ -278,6 +354,8 @@ class Reducer:
     def reset(self, group: Group) -> None:
         """Go on with another group, in a new round. The members agree anew at the end of the next pass."""
         self._group = group
+        self._num_steps = 0
+        self._compared_names.clear()
         self._forget_buckets()
 
     def close(self) -> None:
@@ -335,7 +413,7 @@ class Reducer:
             self._record_non_finite(indices)
         encoder = buckets.encoders[number]
         if encoder is not None:
-            encoder.encode(0, buckets.gradients[number], buckets.wires[number])
+            encoder.encode(0, buckets.gradients(number), buckets.wires[number])
 
     def _record_non_finite(self, indices: Sequence[int]) -> None:
         found = self._adapter.find_non_finite(indices)
@@ -348,18 +426,13 @@ class Reducer:
 
     def _finish_buckets(self, buckets: _AgreedBuckets) -> None:
         """Run what was not started, and wait for the rest. The memory of the gradients holds the results then."""
-        for number, work in enumerate(buckets.works):
-            if work is None:
-                buckets.plan.run(number)
-            else:
-                buckets.works[number] = None
-                work.wait()
-            encoder = buckets.encoders[number]
+        for number, encoder in enumerate(buckets.encoders):
+            buckets.finish(number)
             if encoder is not None and len(encoder.wires) == 1:
-                encoder.decode(buckets.wires[number], buckets.gradients[number])
+                encoder.decode(buckets.wires[number], buckets.gradients(number))
         for number, encoder in enumerate(buckets.encoders):
             if encoder is not None and len(encoder.wires) > 1:
-                gradients, wires = buckets.gradients[number], buckets.wires[number]
+                gradients, wires = buckets.gradients(number), buckets.wires[number]
                 for wire in range(1, len(wires)):
                     encoder.encode(wire, gradients, wires)
                     buckets.plan.run(buckets.wire_numbers[number][wire])
@@ -386,6 +459,34 @@ class Reducer:
             with explain_joined_ranks():
                 self._adapter.allreduce_sparse(index, self._group, scales)
 
+    # --- comparing parameters --------------------------------------------------------------------------------------
+
+    def _next_fingerprint(self) -> Array | None:
+        """The fingerprint of the parameters that have not been compared, if they are to be compared in this step."""
+        is_due = 0 < self._compare_at_step <= self._num_steps and self._group.size > 1
+        if not self._has_uncompared or not is_due:
+            return None
+        self._has_uncompared = False
+        checksums = self._adapter.checksum_parameters(self._compared_names)
+        self._compared_names.update(name for name, _ in checksums)
+        return fingerprint(checksum_bytes(checksums)) if checksums else None
+
+    def _compare_parameters(self) -> None:
+        """Raise OutOfSync, on all members alike, if their parameters differ; they compare again in the next step."""
+        self._has_uncompared = True
+        self._compared_names.clear()
+        advice = (
+            f". Call {self._broadcast_call()} before the first step, on all ranks, or let all of them load the same "
+            "checkpoint. If they are meant to differ, compare_at_step=0 or RONDE_COMPARE_AT_STEP=0 turns this off"
+        )
+        try:
+            compare_checksums(self._group, self._adapter.checksum_parameters(()), advice=advice)
+        except Mismatch as error:
+            if not error.joined:
+                raise
+            names = f"which parameters differ cannot be told while {format_ranks(error.joined)} is in join()"
+            raise OutOfSync(f"the ranks are out of sync; {names}{advice}") from None
+
     # --- agreeing on buckets ---------------------------------------------------------------------------------------
 
     def _agree_on_buckets(self) -> None:
@@ -401,6 +502,7 @@ class Reducer:
         if not agreed.parameters:
             self._forget_buckets()
             return
+        self._has_uncompared = True
         self._parameters = agreed.parameters
         total_bytes = sum(each.count * DType[each.dtype.upper()].num_bytes for each in agreed.parameters)
         limits = choose_size_limits(total_bytes, self._settings.bucket_mb, agreed.overlap)
@@ -428,17 +530,19 @@ class Reducer:
             kinds = self._progress.kinds = dict.fromkeys(range(len(self._parameters)), GradientKind.NONE)
             kinds.update(dict.fromkeys(new, GradientKind.DENSE))
             kinds.update(self._adapter.copy_to_buckets(new))
-            new_dense = [index for index in new if index in buckets.gradient_arrays]
+            new_dense = [index for index in new if buckets.bucket_of[index] >= 0]
             factor = self._scale_factor(buckets)
             if factor != 1.0 and new_dense:
                 self._adapter.scale(new_dense, factor)
             if self._settings.check_finite:
                 self._record_non_finite(new)
-            buckets.write_flags(kinds, had_backward=True, replan_wanted=False)
-            for encoder, gradients, wires in zip(buckets.encoders, buckets.gradients, buckets.wires, strict=False):
+            buckets.write_flags(kinds, self._next_fingerprint(), had_backward=True, replan_wanted=False)
+            for number, encoder in enumerate(buckets.encoders):
                 if encoder is not None:
-                    encoder.encode(0, gradients, wires)
+                    encoder.encode(0, buckets.gradients(number), buckets.wires[number])
             self._finish_buckets(buckets)
+            if buckets.fingerprints_differ():
+                self._compare_parameters()
         self._adapter.copy_to_buckets([index for index in buckets.dense if index not in new])
         if new:
             self._assign_unusual_results(buckets, buckets.flags.tolist())
@@ -451,7 +555,7 @@ class Reducer:
         self._bind_adapter()
 
     def _bind_adapter(self) -> None:
-        self._adapter.bind_buckets({} if self._buckets is None else self._buckets.gradient_arrays, self.mark_ready)
+        self._adapter.bind_buckets([] if self._buckets is None else self._buckets.memories, self.mark_ready)
         self._adapter.watch_new_parameters(self.mark_new_parameter)
 
     def _close_buckets(self) -> None:

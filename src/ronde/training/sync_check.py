@@ -1,4 +1,5 @@
-"""Whether ranks still hold the same numbers, and which ranks do not, found out cheaply.
+"""Whether ranks hold the same numbers, and which ranks do not, found out cheaply. Used by a framework's sync check, and
+by the first step of an optimizer.
 
 Every tensor gets a 32-bit checksum of its bytes. The members compare one 16-byte fingerprint of all checksums, and only
 if those differ the checksums themselves. Equal numbers of different bits (-0.0 and 0.0) count as different: ranks
@@ -43,18 +44,24 @@ def checksum(data: Array) -> int:
     return zlib.crc32(data[whole:].data, zlib.crc32(columns.data))
 
 
-def compare_checksums(group: Group, checksums: Sequence[tuple[str, int]]) -> None:
+def checksum_bytes(checksums: Sequence[tuple[str, int]]) -> bytes:
+    """The checksums of tensors, and their names, as bytes."""
+    names = "\n".join([name for name, _ in checksums]).encode()
+    return names + np.array([value for _, value in checksums], np.uint32).tobytes()
+
+
+def compare_checksums(group: Group, checksums: Sequence[tuple[str, int]], *, advice: str = "") -> None:
     """Raise OutOfSync, the same on every member, if the checksums of tensors differ between members. Collective.
 
-    It names the first tensor that differs, and the ranks that differ from the majority, if there is one.
+    It names the first tensor that differs, and the ranks that differ from the majority, if there is one. `advice` is
+    added to the message.
     """
-    names = "\n".join([name for name, _ in checksums]).encode()
-    if all_equal(group, names + np.array([value for _, value in checksums], np.uint32).tobytes()):
+    if all_equal(group, checksum_bytes(checksums)):
         return
     tables = objects.allgather(list(checksums), group=group)
     named = {rank: [name for name, _ in table] for rank, table in zip(group.ranks, tables, strict=True)}
     if len({tuple(names) for names in named.values()}) > 1:
-        raise OutOfSync(f"the ranks do not have the same tensors. {first_difference(named)}")
+        raise OutOfSync(f"the ranks do not have the same tensors. {first_difference(named)}{advice}")
     rows = list(zip(*tables, strict=True))
     different = [row for row in rows if len({value for _, value in row}) > 1]
     tensor, values = different[0][0][0], [value for _, value in different[0]]
@@ -69,7 +76,7 @@ def compare_checksums(group: Group, checksums: Sequence[tuple[str, int]]) -> Non
     else:
         who = f"{format_ranks(group.ranks)} differ, with no majority"
     raise OutOfSync(
-        f"the ranks are out of sync. {tensor!r}: {who} ({len(different)} of {len(rows)} tensors differ)",
+        f"the ranks are out of sync. {tensor!r}: {who} ({len(different)} of {len(rows)} tensors differ){advice}",
         tensor=tensor,
         ranks=odd,
     )

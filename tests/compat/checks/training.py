@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.testing import assert_close as same
 
 import horovod.torch as hvd
+from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.compression import Compressor
 from tests.compat.checks.registry import check, raises
 
@@ -318,3 +319,18 @@ def batches_are_normalized_over_all_on_a_cpu_too() -> None:
     same(ours.running_var, plain.running_var)
     with raises(ValueError):
         ours(torch.ones(6, dtype=torch.float64))
+
+
+@check
+def a_forgotten_broadcast_is_told_in_horovods_words() -> None:
+    net = model(seed=hvd.rank())
+    optimizer = distributed(net)
+    with raises(
+        HorovodInternalError, "Call hvd.broadcast_parameters(model.state_dict(), root_rank=0) before the first"
+    ):
+        learn(net)
+    optimizer.zero_grad()
+    hvd.broadcast_parameters(net.state_dict(), root_rank=0)
+    learn(net)
+    optimizer.step()
+    optimizer.close()

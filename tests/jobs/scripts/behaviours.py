@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
+
+if os.environ.get("TEST_EXTENSION") == "missing":
+    sys.modules["ronde.comm.backends.hot_calls"] = None  # type: ignore[assignment]  # importing it raises ImportError
 
 import ronde
 from ronde.comm.world import current_world

@@ -1,11 +1,15 @@
-"""A rank of tests/jobs/test_interrupts.py: rank 0 waits for one that does not come, until a signal ends the wait."""
+"""A rank of tests/jobs/test_interrupts.py: rank 0 waits for one that does not come, until a signal arrives. What its
+handler does, and in what rank 0 waits, is the test's choice."""
 
 from __future__ import annotations
 
-import os
 import signal
+import sys
 import threading
+import time
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -17,47 +21,142 @@ class Alarm(Exception):
     """Raised by a handler of the program's own."""
 
 
-def raise_alarm(_number: int, _frame: FrameType | None) -> None:
-    raise Alarm
+works: list[ronde.Work] = []
 
 
-def wait_for_nobody(how: str) -> None:
-    """An operation to which the other rank does not come."""
-    if how == "blocking":
-        ronde.allreduce(np.ones(3))
-    elif how == "work":
-        ronde.allreduce(np.ones(3), wait=False).wait()
+def wait_in(how: str) -> list[float]:
+    """Do something in which this rank waits for the other one; the sum."""
+    x = np.ones(3)
+    if how == "work":
+        works.append(ronde.allreduce(x, wait=False))
+        x = works[0].wait()
+    elif how == "named":
+        x = ronde.allreduce(x, name="lonely")
+    elif how == "behind":  # another operation in the background
+        before = ronde.allreduce(x, wait=False)
+        x = ronde.allreduce(x)
+        before.wait()
+    elif how == "message":
+        if ronde.rank() == 0:
+            ronde.receive(x, 1)
+        else:
+            ronde.send(2 * x, 0)
+    elif how == "bucket":
+        plan = ronde.plan([ronde.Bucket(3, op="sum")])
+        plan.arrays[0][:] = 1
+        x = plan.start(0).wait()
+    elif how == "group":
+        x = ronde.allreduce(x, group=ronde.add_group([0, 1]))
     else:
-        ronde.allreduce(np.ones(3), name="lonely")
+        x = ronde.allreduce(x)
+    return x.tolist()
+
+
+def is_waiting(how: str) -> bool:
+    """Whether the main thread waits for the other rank."""
+    if how not in ("named", "group", "init"):
+        return ronde.world().ordered_channel.current_call() is not None
+    main_thread = threading.main_thread().ident
+    assert main_thread is not None
+    frame: FrameType | None = sys._current_frames()[main_thread]
+    while frame is not None and frame.f_code.co_name not in ("wait_for_start", "_wait_for_reply", "_request_join"):
+        frame = frame.f_back
+    return frame is not None
+
+
+class Handler:
+    """Does what the test has chosen, and keeps what it got."""
+
+    def __init__(self, action: str) -> None:
+        self.action = action
+        self.errors: list[str] = []
+        self.took_s = -1.0
+
+    def __call__(self, _number: int, _frame: FrameType | None) -> None:
+        began = time.monotonic()
+        x = np.ones(3)
+        operations: list[Callable[[], Any]] = []
+        if self.action == "raise":
+            raise Alarm
+        if self.action == "operate":
+            operations = [
+                lambda: ronde.allreduce(x),
+                lambda: ronde.allreduce(x, wait=False),
+                lambda: ronde.allreduce(x, name="in a handler"),
+                lambda: ronde.barrier(),
+                lambda: ronde.add_group([0, 1]),
+            ]
+        if self.action.startswith("shut down"):
+            ronde.shutdown()
+        for operate in operations:
+            try:
+                operate()
+            except ronde.RondeError as error:
+                self.errors.append(str(error))
+        self.took_s = time.monotonic() - began
+        if self.action == "shut down and exit":
+            raise SystemExit
 
 
 def say_when_waiting(test: ControlSocket, how: str) -> None:
-    """Tell the test when the data plane waits; a named operation waits for the coordinator instead."""
-    channel = ronde.world().ordered_channel
-    if how != "named":
-        until(lambda: channel.current_call() is not None, "the operation to wait")
+    until(lambda: is_waiting(how), "the operation to wait")
     test.send("waiting")
 
 
-def main(how: str) -> None:
-    signal.signal(signal.SIGUSR1, raise_alarm)
+def interrupted_rank(test: ControlSocket, how: str, handler: Handler) -> None:
+    watcher = threading.Thread(target=say_when_waiting, args=(test, how))
+    result, error = None, ""
+    try:
+        watcher.start()
+        result = wait_in(how)
+    except (Exception, KeyboardInterrupt, SystemExit) as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    watcher.join()
+    handled = {"inside": handler.errors, "took_s": handler.took_s}
+    test.send("ended", error=error, result=result, initialized=ronde.is_initialized(), **handled)
+    if how == "work" and handler.action == "raise":
+        test.send("went on", result=works[0].wait().tolist())
+
+
+def other_rank(test: ControlSocket, how: str) -> None:
+    test.send("past the barrier")  # or rank 0 could end its round while we are still in it
+    if test.receive()["come"]:
+        test.send("came", result=wait_in(how))
+    else:
+        error = ""
+        try:
+            wait_in("blocking")
+        except ronde.RondeError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+        test.send("stayed", error=error)
+
+
+def main() -> None:
     with ControlSocket() as test:
+        wanted = test.receive()
+        how, handler = wanted["how"], Handler(wanted["action"])
+        signal.signal(signal.SIGUSR1, handler)
+        if how == "init":
+            if test.rank == 0:
+                watcher = threading.Thread(target=say_when_waiting, args=(test, how))
+                watcher.start()
+                try:
+                    ronde.init()
+                except ronde.RoundEnded as error:
+                    test.send("ended", error=str(error), initialized=ronde.is_initialized())
+                watcher.join()
+            test.receive()
         ronde.init()
         ronde.barrier()
-        if test.rank == 0:
-            watcher = threading.Thread(target=say_when_waiting, args=(test, how))
-            try:
-                watcher.start()
-                wait_for_nobody(how)
-            except (KeyboardInterrupt, Alarm) as error:
-                watcher.join()
-                test.send("raised", error=type(error).__name__)
+        if how == "init":
+            test.send("joined", result=wait_in("blocking"))
+        elif test.rank == 0:
+            interrupted_rank(test, how, handler)
         else:
-            test.send("past the barrier")  # or rank 0 could end its round while we are still in it
-            test.receive()
+            other_rank(test, how)
         ronde.shutdown()
         test.send("over")
 
 
 if __name__ == "__main__":
-    main(os.environ["TEST_HOW"])
+    main()

@@ -10,10 +10,10 @@ import torch
 
 import ronde
 from tests.jobs.scripts.control import ControlSocket
-from tests.jobs.torch_checks import changes, mistakes, models, optimizers, steps, training, wires
+from tests.jobs.torch_checks import changes, kept, mistakes, models, optimizers, start, steps, training, wires
 from tests.jobs.torch_checks.checks import CHECKS
 
-MODULES = (training, optimizers, models, changes, steps, wires, mistakes)
+MODULES = (training, start, optimizers, models, changes, kept, steps, wires, mistakes)
 
 
 def main() -> None:

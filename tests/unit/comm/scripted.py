@@ -74,6 +74,9 @@ class ScriptedChannel:
             raise self.refusal
         return self.timing
 
+    def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
+        return None
+
     def submit(self, call: Call, deadline: Deadline) -> ScriptedRunningCall:
         if self.refusal is not None:
             raise self.refusal
@@ -81,7 +84,7 @@ class ScriptedChannel:
         return self.running_calls[-1]
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return np.zeros(self.spec.bucket_bytes, np.uint8)
+        return np.zeros(2 * self.spec.bucket_bytes, np.uint8)
 
     def current_call(self) -> CurrentCall | None:
         return self.reported_call
@@ -101,6 +104,14 @@ class ScriptedControl:
         self._changed = threading.Condition()
         self._loop: EventLoop | None = None
         self._on_message: Callable[[CoordinatorMessage], None] | None = None
+        self._on_lost: Callable[[str], None] = lambda why: None
+
+    def lose_messages(self, why: str) -> None:
+        """Its connection has lost messages."""
+        with self._changed:
+            assert self._changed.wait_for(lambda: self._loop is not None, PATIENCE_S)
+        assert self._loop is not None
+        self._loop.call_soon_threadsafe(lambda: self._on_lost(why))
 
     def tell(self, *messages: CoordinatorMessage) -> None:
         def deliver() -> None:
@@ -132,9 +143,11 @@ class ScriptedControl:
             self.said.append(message)
             self._changed.notify_all()
 
-    def start_receiving(self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None]) -> None:
+    def start_receiving(
+        self, loop: EventLoop, on_message: Callable[[CoordinatorMessage], None], on_lost: Callable[[str], None]
+    ) -> None:
         with self._changed:
-            self._loop, self._on_message = loop, on_message
+            self._loop, self._on_message, self._on_lost = loop, on_message, on_lost
             self._changed.notify_all()
 
 
@@ -160,7 +173,7 @@ class ScriptedRound:
         self.control = ScriptedControl()
         self.recorder = Recorder(0)
         self.loop = EventLoop()
-        self.liveness, self._coordinator_end = socket.socketpair()
+        self.liveness, self.coordinator_end = socket.socketpair()
         settings = Settings(stall_s=0.0, coordinator_hosted=watched)
         fd = self.liveness.fileno()
         self.open_channels, self.control_thread = make_control_thread(
@@ -175,12 +188,12 @@ class ScriptedRound:
 
     def hang_up(self) -> None:
         """The coordinator's process ends."""
-        self._coordinator_end.close()
+        self.coordinator_end.close()
 
     def close(self) -> None:
         self.control_thread.stop(Deadline(PATIENCE_S))
         self.liveness.close()
-        self._coordinator_end.close()
+        self.coordinator_end.close()
 
     def announce(self, name: str, count: int = 3) -> Work:
         signature = get_signature(OperationKind.ALLREDUCE, DType.FLOAT32, ((count,),), CallOptions())

@@ -56,6 +56,25 @@ def test_a_rank_that_dies_before_it_gets_the_shared_memory_is_named() -> None:
         backend.open_channel(ChannelSpec(id="0.ordered", members=(0, 1), member_index=0, bucket_bytes=1000), DEADLINE)
 
 
+@pytest.mark.parametrize(
+    ("num_members", "bucket_bytes", "words"),
+    [
+        (600, 0, "0.ordered: chunk_bytes must be at least 4800 for 600 members on one host, got 4096"),
+        (1025, 0, "0.ordered: it has 1025 members, at most 1024 are possible"),
+        (2, 1 << 62, "0.ordered: 2 members on one host with slot_bytes = 8192, .* more shared memory than possible"),
+    ],
+)
+def test_sizes_that_the_library_refuses_are_named_with_what_is_allowed(
+    num_members: int, bucket_bytes: int, words: str
+) -> None:
+    topology = Topology(tuple(Member(rank, "host", rank + 1, "") for rank in range(num_members)), 0)
+    settings = Settings(slot_bytes=8192, chunk_bytes=4096)
+    backend = NativeBackend(topology, None, JobKey(new_job_key()), settings)  # type: ignore[arg-type]
+    spec = ChannelSpec(id="0.ordered", members=tuple(range(num_members)), member_index=0, bucket_bytes=bucket_bytes)
+    with pytest.raises(ValueError, match=words):
+        backend.open_channel(spec, DEADLINE)
+
+
 @pytest.mark.parametrize("op", list(Op))
 def test_the_reduction_of_one_input_is_the_input_scaled(op: Op, channel: SingleRankChannel) -> None:
     x, out = np.arange(5.0), np.zeros(5)
@@ -88,7 +107,7 @@ def test_after_an_abort_or_close_nothing_runs(channel: SingleRankChannel) -> Non
 
 
 def test_buckets_are_aligned_and_zero(channel: SingleRankChannel) -> None:
-    assert channel.bucket().size == 1000 and not channel.bucket().any()
+    assert channel.bucket().size == 2 * 1000 and not channel.bucket().any()
     assert address_of(channel.bucket()) % 64 == 0
     assert channel.bucket() is channel.bucket()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ronde.comm.call import MAX_DESCRIPTION_BYTES, CallOptions, Shapes, Signature, get_signature, mismatch_error
-from ronde.types import DType, Op, OperationKind
+from ronde.types import JOINABLE, DType, Op, OperationKind
 
 ALLREDUCE = OperationKind.ALLREDUCE
 DEFAULTS = CallOptions()
@@ -25,6 +25,9 @@ def make(
         (ALLREDUCE, ((1,), (2,)), CallOptions(), "allreduce sum float32[1] [2]"),
         (OperationKind.ALLGATHER, ((5, 3),), CallOptions(), "allgather float32[*, 3]"),
         (OperationKind.BROADCAST, ((4,),), CallOptions(root=2), "broadcast float32[4] from rank 2"),
+        (OperationKind.REDUCE, ((4,),), CallOptions("max", root=1), "reduce max float32[4] to rank 1"),
+        (OperationKind.GATHER, ((4, 2),), CallOptions(root=2), "gather float32[*, 2] to rank 2"),
+        (OperationKind.SCATTER, ((4, 2),), CallOptions(root=0), "scatter float32[*, 2] from rank 0"),
         (OperationKind.BARRIER, (), CallOptions(), "barrier"),
     ],
 )
@@ -56,6 +59,8 @@ def test_descriptions_that_were_cut_still_differ() -> None:
         (ALLREDUCE, DType.BOOL, CallOptions("mean"), "bool has no mean"),
         (ALLREDUCE, DType.BOOL, CallOptions("sum", 2.0), "cannot be scaled"),
         (ALLREDUCE, DType.INT32, CallOptions("adasum"), "adasum is for allreduce of floating-point numbers"),
+        (ALLREDUCE, DType.FLOAT32, CallOptions("bit_and"), "bit_and is for whole numbers and bool, got float32"),
+        (ALLREDUCE, DType.INT8, CallOptions("bit_and", 2.0), "bit_and cannot be scaled"),
         (ALLREDUCE, DType.FLOAT32, CallOptions("average"), "op must be one of sum, mean"),
         (ALLREDUCE, DType.FLOAT32, CallOptions("sum", float("nan")), "prescale must be a finite number"),
         (ALLREDUCE, DType.FLOAT32, CallOptions("sum", 1.0, float("inf")), "postscale must be a finite number"),
@@ -76,7 +81,7 @@ def test_what_makes_no_sense_is_refused(kind: OperationKind, dtype: DType, optio
     ("asked", "words"),
     [
         ({0: "barrier", 1: "allreduce", 2: "barrier"}, "ranks 0, 2: barrier; rank 1: allreduce"),
-        ({0: "gather", 1: "join"}, "rank 0: gather; rank 1: join; who calls join() takes part in allreduce only"),
+        ({0: "gather", 1: "join"}, f"rank 0: gather; rank 1: join; who calls join() takes part {JOINABLE}"),
     ],
 )
 def test_a_mismatch_puts_equal_answers_together(asked: dict[int, str], words: str) -> None:

@@ -132,6 +132,27 @@ def test_the_end_of_the_coordinator_is_the_end_of_the_round(
             work.wait(10)
 
 
+def test_lost_messages_end_the_round_and_the_coordinator_is_told_over_the_other_connection(
+    scripted: ScriptedRound,
+) -> None:
+    work = scripted.announce("w")
+    scripted.control.lose_messages("2 messages got lost")
+    with pytest.raises(RoundEnded, match=r"rank 0 cannot go on: 2 messages got lost; check the network"):
+        work.wait(10)
+    scripted.coordinator_end.settimeout(PATIENCE_S)
+    leave = messages.decode_from_worker(scripted.coordinator_end.recv(4096))
+    assert leave == messages.LeaveRound(messages.LeaveReason.MESSAGES_LOST, "2 messages got lost")
+    assert scripted.coordinator_end.recv(1) == b""
+
+
+def test_after_leaving_nothing_can_get_lost(scripted: ScriptedRound) -> None:
+    scripted.control.tell(messages.LeaveConfirmed())
+    scripted.control.lose_messages("2 messages got lost")
+    scripted.control.tell(messages.StackRequest(1))
+    scripted.control.expect(messages.StackReply)
+    assert scripted.channel.aborted == []
+
+
 def test_a_wait_asks_before_its_end_whom_the_work_waits_for(scripted: ScriptedRound) -> None:
     work = scripted.announce("w")
     with ThreadPoolExecutor(1) as thread:

@@ -29,10 +29,18 @@ def test_one_rank_can_do_everything_alone(alone: World) -> None:
         assert np.array_equal(alone.group.broadcast(x, name=name), x)
         assert np.array_equal(alone.group.reduce_scatter(x, name=name), x)
         assert np.array_equal(alone.group.alltoall(x, name=name)[0], x)
+        assert np.array_equal(alone.group.reduce(x, prescale=2.0, name=name), 2 * x)
+        assert np.array_equal(alone.group.gather(x, name=name), x)
+        assert np.array_equal(alone.group.scatter(x, name=name), x)
+        assert np.array_equal(alone.group.scatter(x, splits=[2], name=name), x[:2])
+        assert [each.tolist() for each in alone.group.reduce_scatter([x, x[0]], name=name)] == [x.tolist(), [0, 1]]
+        mean = alone.group.allreduce(np.array([2**64 - 1], np.uint64), op="mean", name=name)
+        assert mean.tolist() == [2**64 - 1]
+        assert alone.group.reduce(np.array([6]), op="bit_xor", name=name).tolist() == [6]
         alone.group.barrier(name=name)
     assert alone.group.join() == 0
     sums = alone.recorder.metrics().of(0, "allreduce")
-    assert (sums.operations, sums.bytes) == (4, 4 * x.nbytes)
+    assert (sums.operations, sums.bytes) == (6, 4 * x.nbytes + 16)
 
 
 @pytest.mark.parametrize(
@@ -52,12 +60,41 @@ def test_one_rank_can_do_everything_alone(alone: World) -> None:
         (lambda g, x: g.alltoall(x, splits=[-1]), ValueError, "splits must be 1 whole numbers from 0"),
         (lambda g, x: g.alltoall(x, splits=[1.5]), ValueError, "splits must be 1 whole numbers from 0"),
         (lambda g, x: g.alltoall(x, splits=[9]), ValueError, "ask for 9 rows of an array with 3"),
+        (lambda g, x: g.alltoall([x, x[:2]]), ValueError, "a list must have equally many rows, got 3, 2"),
+        (lambda g, x: g.reduce_scatter([x, x.sum()]), ValueError, "reduce_scatter shares out rows.* got a scalar"),
+        (lambda g, x: g.reduce(x, root=1), ValueError, r"reduce: root must be a member of group 0 \(rank 0\), got 1"),
+        (
+            lambda g, x: g.reduce(x, out=x[:2]),
+            ValueError,
+            r"reduce: out is float64\[2\], but the result is float64\[3\]",
+        ),
+        (
+            lambda g, x: g.reduce(x, op="bit_or"),
+            ValueError,
+            "reduce: bit_or is for whole numbers and bool, got float64",
+        ),
+        (lambda g, x: g.allreduce(x.astype(int), op="bit_or", prescale=2), ValueError, "bit_or cannot be scaled"),
+        (lambda g, x: g.gather(x, root=-1), ValueError, "gather: root must be a member"),
+        (lambda g, x: g.scatter(x.sum()), ValueError, "scatter shares out rows.* got a scalar"),
+        (lambda g, x: g.scatter(x, splits=[4]), ValueError, "scatter: splits ask for 4 rows of an array with 3"),
         (lambda g, x: g.send(x, 0), ValueError, "this very rank"),
         (lambda g, x: g.receive(x, 0), ValueError, "this very rank"),
         (lambda g, x: g.receive(b"abc", 0), ValueError, "read-only"),
         (lambda g, x: Plan([], g), ValueError, "at least one bucket"),
         (lambda g, x: Plan([Bucket(3, op="average")], g), ValueError, "op must be one of"),
         (lambda g, x: Plan([Bucket(3, "bool")], g), ValueError, "bool has no mean"),
+        (lambda g, x: Plan([Bucket(3, kind="broadcast", root=1)], g), ValueError, r"a member \(rank 0\), got 1"),
+        (lambda g, x: Plan([Bucket(3, kind="allgather", shares=(1, 2))], g), ValueError, "2 shares for 1 members"),
+        (lambda g, x: Plan([Bucket(3, kind="allgather", prescale=2)], g), ValueError, "prescale .*not for allgather"),
+        (
+            lambda g, x: Bucket(3, kind="alltoall"),
+            ValueError,
+            "kind must be one of allreduce, reduce_scatter, allgather",
+        ),
+        (lambda g, x: Bucket(3, shares=(1, 2)), ValueError, "shares are for reduce_scatter and allgather, not for"),
+        (lambda g, x: Bucket(3, kind="allgather", shares=(1, 1)), ValueError, "shares must .*have 3 elements together"),
+        (lambda g, x: Bucket(3, kind="allgather", shares=(4, -1)), ValueError, "shares must be from 0"),
+        (lambda g, x: Bucket(3, kind="reduce_scatter", parts=(1, 2)), ValueError, "parts are for allreduce"),
         (lambda g, x: Bucket(0), ValueError, "count must be a whole number from 1, got 0"),
         (lambda g, x: Bucket(1.5), ValueError, "count must be a whole number"),  # type: ignore[arg-type]  # the mistake
         (lambda g, x: Bucket(1, "complex64", name="b"), ValueError, "bucket 'b': dtype must be one of uint8.*'complex"),

@@ -7,7 +7,8 @@ import re
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,49 +25,14 @@ from ronde.comm.joining import (
 )
 from ronde.comm.launchers import LauncherEnvironment
 from ronde.comm.world import World
-from ronde.errors import StartFailed
+from ronde.coordinator.server import CoordinatorServer
+from ronde.errors import PeerLost, StartFailed
 from ronde.net.addresses import candidate_addresses
 from ronde.net.keys import JobKey, new_job_key
 from ronde.settings import Settings, config_dir
 from ronde.types import Deadline
-
-KEY = new_job_key()
-
-
-def free_address() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return f"127.0.0.1:{sock.getsockname()[1]}"
-
-
-def run_ranks(
-    size: int,
-    body: Callable[[World], Any],
-    changes: Callable[[int], dict[str, Any]] = lambda rank: {},
-    *,
-    coordinator: str = "",
-    start_s: float = 10.0,
-) -> list[Any]:
-    """Results or errors of the ranks of one job, rank 0 hosting the coordinator."""
-    given = {"coordinator": coordinator or free_address(), "key": KEY, "start_s": start_s, "shutdown_s": 2.0}
-    results: list[Any] = [None] * size
-
-    def one(rank: int) -> None:
-        try:
-            world = World(join_round(Settings(**{**given, "rank": rank, "size": size, **changes(rank)}), (), 0))
-            try:
-                results[rank] = body(world)
-            finally:
-                world.close()
-        except Exception as error:
-            results[rank] = error
-
-    threads = [threading.Thread(target=one, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return results
+from tests.forwarder import Forwarder
+from tests.unit.comm.thread_ranks import KEY, free_address, run_ranks
 
 
 def use(world: World) -> tuple[float, float, int, int]:
@@ -104,17 +70,55 @@ def test_ranks_that_do_not_join_are_named() -> None:
         join_round(settings, (), 0)
 
 
+def test_ranks_that_do_not_join_are_named_by_a_coordinator_that_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ronde.coordinator.coordinator.START_MARGIN_S", -0.2)
+    settings = Settings(size=3, coordinator=free_address(), key=KEY, start_s=0.5)
+    with pytest.raises(StartFailed, match=r"ranks 1.* of 3 did not join"):
+        join_round(settings, (), 0)
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"key": new_job_key()}, ("did not join", "key")),
         ({"size": 3}, ("on the number of ranks|has a job of 3 ranks, the coordinator one of 2",) * 2),
+        ({"num_sockets": 3}, ("on num_sockets: rank 0 gave 2; rank 1 gave 3; .*RONDE_NUM_SOCKETS",) * 2),
     ],
 )
 def test_ranks_that_differ_all_fail(changes: dict[str, Any], words: tuple[str, str]) -> None:
     results = run_ranks(2, use, lambda rank: changes if rank else {}, start_s=5.0)
     assert all(isinstance(result, StartFailed) for result in results), results
     assert all(re.search(each, str(result)) for each, result in zip(words, results, strict=True)), results
+
+
+def test_a_rank_that_joins_while_messages_of_the_coordinator_get_lost_fails_soon() -> None:
+    coordinator = CoordinatorServer("127.0.0.1", 0, 2, JobKey(KEY), settings=Settings(start_s=3600.0))
+    with closing(coordinator), Forwarder(coordinator._control.port) as forwarder:
+        coordinator._control.port = forwarder.port
+        coordinator.start()
+
+        def lose_messages() -> None:
+            """As soon as rank 0 has asked to join. The answer could be among them."""
+            while not coordinator._core._pending_round.joins:
+                time.sleep(0.001)
+            forwarder.swallow_to_client = True
+            while not forwarder.num_swallowed:
+                time.sleep(0.001)
+            forwarder.cut()
+
+        thread = threading.Thread(target=lose_messages)
+        thread.start()
+        settings = Settings(size=2, coordinator=coordinator.address, coordinator_hosted=True, key=KEY, start_s=3600.0)
+        with pytest.raises(StartFailed, match=r"rank 0 could not join: .* messages? of the coordinator got lost"):
+            join_round(settings, (), 0)
+        thread.join()
+
+
+def test_shared_memory_of_another_size_is_refused_before_it_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(joining, "describe_compatibility", lambda settings: {})
+    results = run_ranks(2, use, lambda rank: {"slot_bytes": (4 << 20) + (1 << 20) * rank})
+    assert re.search(r"rank 1 could not open channel 0.*: the shared memory of its host has \d+ bytes", str(results[1]))
+    assert isinstance(results[0], PeerLost) and "rank 1" in str(results[0]), results
 
 
 # --- a range of ports ------------------------------------------------------------------------------------------------

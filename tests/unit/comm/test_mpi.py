@@ -239,6 +239,9 @@ def test_a_member_that_has_joined_learns_what_the_others_do_and_takes_part_in_al
     assert (found.dtype, found.op, found.elements) == (DType.FLOAT32, Op.SUM, 7)
     with pytest.raises(Mismatch, match="rank 0: join; rank 1: barrier"):
         match_collective(headers(JOIN, BARRIER), (0, 1))
+    for op in (Op.MIN, Op.MAX, Op.PRODUCT, Op.ADASUM):
+        with pytest.raises(Mismatch, match=r"rank 0: join.*zeros do not change"):
+            match_collective(headers(JOIN, msgspec.structs.replace(SUM, op=op)), (0, 1))
     assert match_collective(headers(JOIN, JOIN), (0, 1)) is None
 
 

@@ -9,6 +9,7 @@ from ronde.coordinator.coordinator import (
     REASON_GRACE_NS,
     CoordinatorCore,
     MessageReceived,
+    MessagesLost,
     ProcessExited,
     RankConnected,
     RankDisconnected,
@@ -199,6 +200,38 @@ def test_after_a_refusal_the_former_connection_does_not_prevent_another_attempt(
     script.advance()
     assert script.sent[0] == [JoinRefused("rank 1 ended before the round began (exited with code 3)")]
     assert script.admit(0, "again") is AdmissionStatus.ADMITTED
+
+
+# --- messages that get lost ------------------------------------------------------------------------------------------
+
+
+def test_a_member_whose_messages_got_lost_is_lost_and_told_why() -> None:
+    script = Script(3, rounds=None)
+    script.start()
+    script._deliver(script.core.handle(MessagesLost(1, 2), script.now_ns))
+    script.advance()
+    why = "its control connection to the coordinator broke, and 2 messages to it got lost"
+    assert script.sent == {0: [RankLost(1, why)], 1: [EndRound(f"rank 1 cannot go on: {why}")], 2: [RankLost(1, why)]}
+    assert script.admit(1, "second") is AdmissionStatus.ADMITTED, "it may join the next round"
+
+
+def test_lost_messages_of_a_rank_that_joins_change_nothing() -> None:
+    script = Script(2)
+    for rank in (0, 1):
+        script.connect(rank)
+        script.core.handle(MessagesLost(rank, 1), script.now_ns)
+        script.join(rank)
+    script.advance()
+    assert all(isinstance(script.sent[rank].pop(), RoundStarted) for rank in (0, 1))
+
+
+def test_a_rank_that_says_itself_that_messages_got_lost_is_lost_at_once() -> None:
+    script = Script(2, rounds=None)
+    connections = script.start()
+    end = MembershipEnd(LeaveReason.MESSAGES_LOST)
+    script.core.handle(RankDisconnected(1, connections[1], end), script.now_ns)
+    script.advance()
+    assert script.sent[0] == [RankLost(1, "messages between it and the coordinator got lost")]
 
 
 # --- who is lost, when, and why --------------------------------------------------------------------------------------

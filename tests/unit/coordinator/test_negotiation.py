@@ -22,11 +22,12 @@ from ronde.net.messages import (
     UnknownOperationId,
 )
 from ronde.observe.stalls import WaitingOperation
-from ronde.types import DType, Op, OperationKind
+from ronde.types import JOINABLE, DType, Op, OperationKind
 from tests.unit.coordinator.requests import allreduce
 
 ALLREDUCE, ALLGATHER, ALLTOALL = OperationKind.ALLREDUCE, OperationKind.ALLGATHER, OperationKind.ALLTOALL
 BROADCAST, REDUCE_SCATTER, BARRIER = OperationKind.BROADCAST, OperationKind.REDUCE_SCATTER, OperationKind.BARRIER
+REDUCE, GATHER, SCATTER = OperationKind.REDUCE, OperationKind.GATHER, OperationKind.SCATTER
 F32, I32, BOOL = DType.FLOAT32, DType.INT32, DType.BOOL
 MS = 1_000_000
 TraceFunction = Callable[[FrameType, str, Any], Any]
@@ -478,12 +479,14 @@ ADASUM_RULE = "adasum is for allreduce of floating-point numbers, got"
         (make(ALLGATHER, ()), "it needs arrays of at least 1 dimension, got a scalar"),
         (make(ALLTOALL, ()), "it needs arrays of at least 1 dimension, got a scalar"),
         (make(REDUCE_SCATTER, ()), "it needs arrays of at least 1 dimension, got a scalar"),
-        (make(REDUCE_SCATTER, (2,), (2,)), "it takes one array, got 2"),
-        (make(BROADCAST, root=5), "root 5 is not a member (ranks 0, 1)"),
+        *((make(kind, root=5), "root 5 is not a member (ranks 0, 1)") for kind in (BROADCAST, REDUCE, GATHER, SCATTER)),
         (make(ALLREDUCE, dtype=BOOL, op=Op.MEAN), BOOL_RULE),
         (make(ALLREDUCE, dtype=BOOL, prescale=0.5), BOOL_RULE),
-        (make(ALLREDUCE, dtype=I32, op=Op.ADASUM), f"{ADASUM_RULE} int32"),
-        (make(REDUCE_SCATTER, op=Op.ADASUM), f"{ADASUM_RULE} float32"),
+        (make(ALLREDUCE, dtype=I32, op=Op.ADASUM), f"{ADASUM_RULE} allreduce of int32"),
+        (make(REDUCE, root=0, op=Op.ADASUM), f"{ADASUM_RULE} reduce of float32"),
+        (make(ALLREDUCE, op=Op.BIT_AND), "bit_and is for whole numbers and bool, got float32"),
+        (make(ALLREDUCE, dtype=I32, op=Op.BIT_XOR, postscale=2.0), "bit_xor cannot be scaled"),
+        (make(REDUCE_SCATTER, op=Op.ADASUM), f"{ADASUM_RULE} reduce_scatter of float32"),
         (make(ALLREDUCE, op=77), "op 77 is not known"),
         (make(ALLREDUCE, dtype=99), "dtype 99 is not known"),
         (make(ALLREDUCE, (-1,)), "a dimension below 0 in (-1,)"),
@@ -491,6 +494,8 @@ ADASUM_RULE = "adasum is for allreduce of floating-point numbers, got"
         (make(99), "kind 99 is nothing that can be asked for by name"),
         (OperationRequest(0, "w", ALLREDUCE, F32, ()), "no arrays were given"),
         (make(ALLTOALL, (5, 2)), "5 rows are no equal shares for 2 members; give splits"),
+        (make(ALLTOALL, (4, 2), (2,)), "its arrays must have equally many rows, got 4, 2"),
+        (make(SCATTER, (5, 2), root=1, splits=(3, 3)), "splits (3, 3) asks for 6 rows of an array with 5"),
         (make(ALLTOALL, (5, 2), splits=(5,)), "splits has 1 entries for 2 members"),
         (make(ALLTOALL, (5, 2), splits=(6, -1)), "splits (6, -1) has an entry below 0"),
         (make(ALLTOALL, (5, 2), splits=(3, 3)), "splits (3, 3) asks for 6 rows of an array with 5"),
@@ -511,6 +516,12 @@ def test_only_the_ranks_with_a_fault_are_named() -> None:
     [
         (make(ALLGATHER, (3, 4), (1,)), make(ALLGATHER, (0, 4), (7,)), (3, 1, 0, 7)),
         (make(ALLTOALL, (6, 1)), make(ALLTOALL, (5, 1), splits=(0, 4)), (3, 3, 0, 4)),  # one row stays at home
+        (make(ALLTOALL, (2, 1), (2,)), make(ALLTOALL, (4, 1), (4,), splits=(3, 1)), (1, 1, 3, 1)),
+        (make(GATHER, (3, 4), root=1), make(GATHER, (0, 4), root=1), (3, 0)),
+        (make(SCATTER, (9, 4), root=1), make(SCATTER, (5, 4), root=1), (3, 2)),  # only the root's rows count
+        (make(SCATTER, (9, 4), root=0, splits=(1, 7)), make(SCATTER, (0, 4), root=0), (1, 7)),
+        (make(REDUCE, root=1), make(REDUCE, root=1), None),
+        (make(REDUCE_SCATTER, (2,), (5,)), make(REDUCE_SCATTER, (2,), (5,)), None),
         (OperationRequest(0, "w", BARRIER, 0, ()), OperationRequest(0, "w", BARRIER, 0, ()), None),
         *((make(ALLREDUCE, dtype=d, op=Op.MEAN), make(ALLREDUCE, dtype=d, op=Op.MEAN), None) for d in (I32, F32)),
     ],
@@ -591,9 +602,39 @@ def test_other_operations_fail_and_say_who_has_joined() -> None:
     assert script.flush() == []  # rank 1 has to get the same answer for the same call
     script.announce(1, make(ALLGATHER, name="g"))
     script.flush()
-    words = ["allgather 'g': rank 2 called join() and takes part in allreduce only"]
+    words = [f"allgather 'g': rank 2 called join() and takes part {JOINABLE}"]
     assert script.failures(0) == script.failures(1) == words
     assert script.sent[2] == []
+
+
+@pytest.mark.parametrize(
+    ("request_", "runs"),
+    [
+        (make(ALLREDUCE, op=Op.SUM), True),
+        (make(ALLREDUCE, op=Op.MEAN), True),
+        (make(ALLREDUCE, dtype=I32, op=Op.BIT_OR), True),
+        (make(ALLREDUCE, dtype=I32, op=Op.BIT_XOR), True),
+        (make(ALLREDUCE, dtype=DType.UINT8, op=Op.MAX), True),
+        (make(ALLREDUCE, dtype=I32, op=Op.MAX), False),
+        (make(ALLREDUCE, op=Op.MIN), False),
+        (make(ALLREDUCE, op=Op.PRODUCT), False),
+        (make(ALLREDUCE, op=Op.ADASUM), False),
+        (make(ALLREDUCE, dtype=I32, op=Op.BIT_AND), False),
+        (make(REDUCE, root=0), False),
+        (OperationRequest(0, "w", BARRIER, 99, (), op=99), False),
+        (make(BROADCAST, root=0, op=99), False),
+    ],
+)
+def test_a_rank_that_has_joined_takes_part_in_what_zeros_do_not_change(request_: OperationRequest, runs: bool) -> None:
+    script = Script(2)
+    script.announce(1, join())
+    script.announce(0, request_)
+    script.flush()
+    assert script.names_run(0) == script.names_run(1) == ([["w"]] if runs else [])
+    assert len(script.failures(0)) == (not runs)
+    script.announce(0, join())
+    script.flush()
+    assert script.sent[1][-1] == RunOperations(0, (AgreedOperation(0, "join", row_counts=(0,)),))
 
 
 def test_a_rank_that_had_joined_has_to_announce_in_full_what_others_changed_meanwhile() -> None:

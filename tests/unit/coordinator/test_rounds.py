@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import ItemsView
+from typing import TypeVar
+
 import pytest
 
 from ronde.coordinator.negotiation import Send
@@ -29,14 +32,22 @@ from ronde.types import Member
 from tests.unit.coordinator.requests import announce
 
 SECOND = 10**9
+K = TypeVar("K")
+V = TypeVar("V")
 
 # --- the next round --------------------------------------------------------------------------------------------------
 
 
 def make_join(
-    rank: int, *, size: int = 3, version: int = VERSION, groups: tuple[tuple[int, ...], ...] = ()
+    rank: int,
+    *,
+    size: int = 3,
+    version: int = VERSION,
+    groups: tuple[tuple[int, ...], ...] = (),
+    must_be_equal: dict[str, str] | None = None,
 ) -> JoinRound:
-    return JoinRound(version, size, Member(rank, "here", 1000 + rank, f"socket{rank}"), groups)
+    equal = {"slot_bytes": "4096", "algorithm": "", **(must_be_equal or {})}
+    return JoinRound(version, size, Member(rank, "here", 1000 + rank, f"socket{rank}"), groups, equal)
 
 
 def pending(*joined: int, size: int = 3) -> PendingRound:
@@ -121,12 +132,52 @@ def test_a_rank_that_leaves_after_it_joined_ends_this_start_but_not_the_next() -
         ),
         (make_join(1, version=99), f"the version of the protocol: ranks 0, 2 gave {VERSION}; rank 1 gave 99"),
         (make_join(2), "the process that connected as rank 1 says it is rank 2"),
+        (
+            make_join(1, must_be_equal={"algorithm": "ring"}),
+            "ranks disagree on algorithm: ranks 0, 2 gave empty; rank 1 gave ring; give all ranks the same "
+            "RONDE_ALGORITHM",
+        ),
+        (
+            make_join(1, must_be_equal={"the version of ronde": "9.9"}),
+            "ranks disagree on the version of ronde: ranks 0, 2 gave nothing; rank 1 gave 9.9; install the same ronde",
+        ),
     ],
 )
 def test_a_rank_that_differs_is_named_with_what_each_gave(other: JoinRound, words: str) -> None:
     made = pending(0, 2)
     made.join(1, other, 0)
     assert decide(made).refused and words in decide(made).reason
+
+
+def test_all_ranks_are_awaited_to_be_told_of_a_difference_but_not_for_ever() -> None:
+    made = pending(0)
+    made.join(1, make_join(1, must_be_equal={"algorithm": "ring"}), 0)
+    assert decide(made, at_s=9.9).reason == "waiting for rank 2 of 3"
+    assert decide(made, at_s=10.1).reason.startswith("ranks disagree on algorithm: rank 0 gave empty; rank 1 gave ring")
+    made.join(2, make_join(2), 0)
+    assert decide(made, connected=()).reason.startswith("ranks disagree on algorithm: ranks 0, 2 gave empty; rank 1")
+
+
+def test_values_that_differ_after_hundreds_of_characters_differ() -> None:
+    made = pending(0, 2)
+    made.join(1, make_join(1, must_be_equal={"algorithm": "x" * 999}), 0)
+    assert "rank 1 gave xxx" in decide(made).reason
+    groups = ((0, 1),) * 99
+    made = pending(size=2)
+    made.join(0, make_join(0, size=2, groups=groups), 0)
+    made.join(1, make_join(1, size=2, groups=(*groups, (0,))), 0)
+    assert "ranks disagree on the groups to begin with" in decide(made).reason
+
+
+def test_a_rank_that_comes_again_with_other_values_is_compared_with_the_others_only() -> None:
+    made = pending(0)
+    made.join(0, make_join(0, must_be_equal={"algorithm": "ring"}), 0)
+    assert decide(made).reason == "waiting for ranks 1, 2 of 3"
+    made.join(1, make_join(1, must_be_equal={"algorithm": "ring"}), 0)
+    assert decide(made).reason == "waiting for rank 2 of 3"
+    made.join(2, make_join(2, must_be_equal={"algorithm": "ring"}), 0)
+    made.join(0, make_join(0), 0)
+    assert "ranks disagree on algorithm: rank 0 gave empty; ranks 1, 2 gave ring" in decide(made).reason
 
 
 @pytest.mark.parametrize(
@@ -160,6 +211,35 @@ def test_who_joins_a_refused_round_late_or_again_gets_the_same_reason_until_a_re
         made.connected(rank)
         made.join(rank, make_join(rank), 0)
     assert decide(made).members is not None
+
+
+def test_while_thousands_are_missing_each_of_them_is_looked_at_only_when_the_time_is_over() -> None:
+    size = 5000
+    made = PendingRound(size, start_timeout_s=10.0)
+    joins = CountedDict[int, JoinRound]()
+    made.joins = joins
+    for rank in range(1000):
+        made.join(rank, make_join(rank, size=size), 0)
+        assert decide(made).reason == f"waiting for {size - rank - 1} of {size} ranks"
+    assert joins.num_looks < 10 * 1000
+    late = decide(made, at_s=10.1)
+    assert late.refused and late.reason.startswith(f"ranks 1000-{size - 1} of {size} did not join within 10.1 s")
+    made.join(1001, make_join(1002, size=size), 0)
+    assert decide(made).reason == "the process that connected as rank 1001 says it is rank 1002"
+
+
+class CountedDict(dict[K, V]):
+    """Counts how often a key was looked for, and how many items were looked at."""
+
+    num_looks = 0
+
+    def __contains__(self, key: object) -> bool:
+        self.num_looks += 1
+        return super().__contains__(key)
+
+    def items(self) -> ItemsView[K, V]:  # type: ignore[override]
+        self.num_looks += len(self)
+        return super().items()
 
 
 # --- a round ---------------------------------------------------------------------------------------------------------

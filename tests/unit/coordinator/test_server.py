@@ -20,6 +20,8 @@ from ronde.coordinator.rounds import Round
 from ronde.coordinator.server import CoordinatorServer
 from ronde.errors import StartFailed
 from ronde.net.addresses import host_identity
+from ronde.net.connect import send_and_hang_up
+from ronde.net.control import make_frame
 from ronde.net.keys import JobKey, new_job_key
 from ronde.net.messages import (
     VERSION,
@@ -40,6 +42,7 @@ from ronde.net.messages import (
     StackReply,
     WaitingTooLong,
     WorkerMessage,
+    encode,
 )
 from ronde.observe.stacks import pid_namespace
 from ronde.settings import Settings
@@ -60,10 +63,10 @@ class Rank:
 
     def __init__(self, coordinator: CoordinatorServer, rank: int) -> None:
         self.rank = rank
-        self.line, control = find_coordinator(
+        self.line, control, connection = find_coordinator(
             coordinator.address, KEY, rank, round=0, deadline=Deadline(PATIENCE_S), heartbeat_s=10.0
         )
-        self.control = PolledClient(control, KEY, rank)
+        self.control = PolledClient(control, KEY, rank, connection=connection)
         self._received: list[CoordinatorMessage] = []
 
     def send(self, message: WorkerMessage) -> None:
@@ -211,6 +214,22 @@ def test_a_death_is_told_to_all_at_once(job: Job) -> None:
     began = time.monotonic()
     assert ranks[0].receive(RankLost) == ranks[2].receive(RankLost) == RankLost(1, "its process is gone")
     assert time.monotonic() - began < promised_s(1.0)
+
+
+def test_the_last_message_of_a_rank_that_lost_control_messages_is_told_to_all(job: Job) -> None:
+    ranks = job.gather(2, rounds=None)
+    send_and_hang_up(ranks[1].line.fileno(), encode(LeaveRound(LeaveReason.MESSAGES_LOST, "x got lost")))
+    assert ranks[0].receive(RankLost) == RankLost(1, "x got lost")
+
+
+def test_a_control_message_that_nobody_can_read_counts_as_lost(job: Job) -> None:
+    ranks = job.gather(2)
+    ranks[1].control._socket.send(make_frame(1, RankHeartbeat(0))[:-1])
+    ranks[1].control._num_sent += 1
+    ranks[1].send(RankHeartbeat(1))
+    lost = "its control connection to the coordinator broke, and 1 message to it got lost"
+    assert ranks[0].receive(RankLost) == RankLost(1, lost)
+    assert lost in ranks[1].receive(EndRound).reason
 
 
 def test_a_rank_whose_process_is_gone_is_lost_though_its_connection_stays_open(job: Job) -> None:

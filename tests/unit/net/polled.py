@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from ronde.net.connect import HEARTBEAT_S
 from ronde.net.control import FLUSH_S, ControlClient, ControlServer
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey
@@ -15,7 +16,11 @@ class PolledServer(ControlServer):
         self.loop = EventLoop()
         self._messages: list[tuple[int, WorkerMessage]] = []
         super().__init__(host, key, port=port)
-        self.start_receiving(self.loop, lambda rank, message: self._messages.append((rank, message)))
+        self.num_lost: dict[int, int] = {}
+        """By rank, how many of its messages were lost."""
+        self.start_receiving(
+            self.loop, lambda rank, message: self._messages.append((rank, message)), self.num_lost.__setitem__
+        )
 
     def poll(self, timeout_s: float) -> list[tuple[int, WorkerMessage]]:
         """Return what has come, oldest first; waits for a message or a refusal, at most timeout_s."""
@@ -30,11 +35,15 @@ class PolledServer(ControlServer):
 
 
 class PolledClient(ControlClient):
-    def __init__(self, address: str, key: JobKey, rank: int) -> None:
-        super().__init__(address, key, rank)
+    def __init__(
+        self, address: str, key: JobKey, rank: int, *, connection: int = 0, heartbeat_s: float = HEARTBEAT_S
+    ) -> None:
+        super().__init__(address, key, rank, connection=connection, heartbeat_s=heartbeat_s)
         self.loop = EventLoop()
+        self.problems: list[str] = []
+        """Why messages were lost."""
         self._messages: list[CoordinatorMessage] = []
-        self.start_receiving(self.loop, lambda message: self._messages.append(message))
+        self.start_receiving(self.loop, lambda message: self._messages.append(message), self.problems.append)
 
     def poll(self, timeout_s: float) -> list[CoordinatorMessage]:
         before = self.num_refused

@@ -17,6 +17,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 from ronde.errors import ProtocolError, StartFailed
 from ronde.net import control
+from ronde.net.control import make_frame
 from ronde.net.keys import JobKey
 from ronde.net.messages import (
     VERSION,
@@ -33,6 +34,7 @@ from ronde.net.messages import (
     encode,
 )
 from ronde.types import Deadline
+from tests.forwarder import Forwarder
 from tests.unit.net.polled import PolledClient, PolledServer, run_for
 
 LOCAL = "127.0.0.1"
@@ -54,7 +56,7 @@ def connect(server: PolledServer, key: JobKey) -> Iterator[Connect]:
     clients: list[PolledClient] = []
 
     def make(rank: int) -> PolledClient:
-        client = PolledClient(f"{LOCAL}:{server.port}", key, rank)
+        client = PolledClient(f"{LOCAL}:{server.port}", key, rank, connection=len(clients))
         clients.append(client)
         client.send(RankHeartbeat(-1))
         assert heard(server) == [(rank, RankHeartbeat(-1))]
@@ -146,7 +148,7 @@ def test_the_largest_message_arrives_and_a_larger_one_is_refused(key: JobKey, mo
     for send in (client.send, lambda message: server.send(0, message)):
         with pytest.raises(ProtocolError, match="at most 1000"):
             send(LeaveRound(LeaveReason.SHUTDOWN, "x" * (1001 - rest)))
-    cheat = RawClient(server.port, key=key, routing_id=b"rank-5")
+    cheat = RawClient(server.port, key=key, routing_id=b"rank-5-0")
     cheat.socket.send(bytes(100_000))
     cheat.wait_until_refused(server)
     still_talk(server, client)
@@ -248,6 +250,114 @@ def test_a_long_queue_leaves_other_callbacks_their_turn(server: PolledServer, ho
     assert max(after - before for before, after in itertools.pairwise(seen)) <= control.MAX_MESSAGES_PER_TURN
 
 
+# --- a connection that breaks ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def forwarder(server: PolledServer) -> Iterator[Forwarder]:
+    with Forwarder(server.port) as made:
+        yield made
+
+
+@pytest.fixture
+def cut_off(forwarder: Forwarder, server: PolledServer, key: JobKey) -> Iterator[PolledClient]:
+    """Rank 0, known to the server, which it reaches through the forwarder."""
+    client = PolledClient(f"{LOCAL}:{forwarder.port}", key, 0, heartbeat_s=0.5)
+    client.send(RankHeartbeat(-1))
+    assert heard(server) == [(0, RankHeartbeat(-1))]
+    yield client
+    client.close(0)
+
+
+def talk_again(server: PolledServer, client: PolledClient) -> None:
+    """Messages go both ways again. The server knows that the client is back when it has received something."""
+    client.send(RankHeartbeat(78))
+    assert heard(server) == [(0, RankHeartbeat(78))]
+    server.send(0, RankHeartbeatReply(78, 1))
+    assert told(client) == [RankHeartbeatReply(78, 1)]
+
+
+def wait_until_swallowed(forwarder: Forwarder, client: PolledClient) -> None:
+    deadline = Deadline(PATIENCE_S)
+    while not forwarder.num_swallowed:
+        assert not deadline.expired
+        client.poll(0.01)
+
+
+def test_a_connection_that_breaks_while_nothing_is_under_way_loses_nothing(
+    server: PolledServer, forwarder: Forwarder, cut_off: PolledClient
+) -> None:
+    still_talk(server, cut_off)
+    for _ in range(3):
+        forwarder.cut()
+        talk_again(server, cut_off)
+    assert (server.num_lost, cut_off.problems) == ({}, [])
+
+
+def test_lost_messages_of_a_rank_are_reported_before_its_next_one(
+    server: PolledServer, forwarder: Forwarder, cut_off: PolledClient
+) -> None:
+    forwarder.swallow_to_server = True
+    for number in range(3):
+        cut_off.send(RankHeartbeat(number))
+    wait_until_swallowed(forwarder, cut_off)
+    forwarder.cut()
+    deadline = Deadline(PATIENCE_S)
+    while not server.num_lost:
+        assert not deadline.expired
+        cut_off.send(RankHeartbeat(4))
+        server.poll(0.1)
+    assert set(server.num_lost) == {0} and cut_off.problems == []
+    server.num_lost.clear()
+    cut_off.send(LeaveRound(LeaveReason.SHUTDOWN))  # arrives after all others
+    while (0, LeaveRound(LeaveReason.SHUTDOWN)) not in heard(server):
+        pass
+    assert server.num_lost == {}, "one loss is reported once"
+
+
+def test_lost_messages_of_the_coordinator_are_reported_before_its_next_one(
+    server: PolledServer, forwarder: Forwarder, cut_off: PolledClient
+) -> None:
+    forwarder.swallow_to_client = True
+    server.send(0, MissingRanks(0, "w", ()))
+    wait_until_swallowed(forwarder, cut_off)
+    forwarder.cut()
+    server.send(0, MissingRanks(0, "x", ()))  # to nobody: the client is not back yet
+    assert cut_off.problems == []
+    talk_again(server, cut_off)
+    lost = "the control connection to the coordinator broke, and 2 messages of the coordinator got lost"
+    assert (server.num_lost, cut_off.problems) == ({}, [lost])
+
+
+def test_a_connection_that_does_not_come_back_is_reported(
+    server: PolledServer, forwarder: Forwarder, cut_off: PolledClient
+) -> None:
+    forwarder.cut(for_good=True)
+    run_for(cut_off.loop, PATIENCE_S, lambda: bool(cut_off.problems))
+    why = "the control connection to the coordinator broke, and was not made again within 0.5 s"
+    assert cut_off.problems == [why]
+
+
+def test_a_connection_that_breaks_while_nobody_looks_is_reported_later(
+    server: PolledServer, forwarder: Forwarder, cut_off: PolledClient
+) -> None:
+    cut_off.stop_receiving()
+    forwarder.cut(for_good=True)
+    problems: list[str] = []
+    cut_off.start_receiving(cut_off.loop, lambda message: None, problems.append)
+    run_for(cut_off.loop, PATIENCE_S, lambda: bool(problems))
+    assert len(problems) == 1 and "was not made again" in problems[0]
+
+
+def test_late_messages_of_a_process_that_was_replaced_are_dropped(server: PolledServer, connect: Connect) -> None:
+    former, latter = connect(4), connect(4)
+    former.send(LeaveRound(LeaveReason.FAILED))
+    refused_until(server, 1)
+    latter.send(RankHeartbeat(1))
+    assert heard(server) == [(4, RankHeartbeat(1))]
+    assert server.num_lost == {}
+
+
 # --- who has no key, or has it and sends nonsense --------------------------------------------------------------------
 
 REFUSED = (
@@ -267,7 +377,7 @@ class RawClient:
         *,
         key: JobKey | None = None,
         keys: tuple[bytes, bytes, bytes] | None = None,
-        routing_id: bytes = b"rank-0",
+        routing_id: bytes = b"rank-0-0",
     ) -> None:
         if key is not None:
             keys = (key.server_public, key.client_public, key.client_secret)
@@ -327,7 +437,7 @@ def test_a_peer_is_refused_logged_once_and_replaces_nobody(
     server_public = zmq.curve_keypair()[0] if peer == "wrong server key" else key.server_public
     for _ in range(3):
         client = raw(keys=None if peer == "no key" else (server_public, *zmq.curve_keypair()))
-        client.socket.send(encode(RankHeartbeat(666)), zmq.NOBLOCK)
+        client.socket.send(make_frame(0, RankHeartbeat(666)), zmq.NOBLOCK)
         client.wait_until_refused(server)
         still_talk(server, honest)
         assert client.socket.poll(0) == 0, "it heard something"
@@ -348,13 +458,14 @@ def test_noise_on_the_port_changes_nothing(server: PolledServer, honest: PolledC
     "parts",
     [
         [b""],
-        [bytes([VERSION])],
+        [bytes(8) + bytes([VERSION])],
         [b"garbage"],
-        [bytes([VERSION + 1]) + encode(RankHeartbeat(1))[1:]],
-        [b"", encode(RankHeartbeat(1))],
-        [encode(RankHeartbeat(1))] * 2,
+        [bytes(8) + b"garbage"],
+        [bytes(8) + bytes([VERSION + 1]) + encode(RankHeartbeat(1))[1:]],
+        [b"", make_frame(0, RankHeartbeat(1))],
+        [make_frame(0, RankHeartbeat(1))] * 2,
     ],
-    ids=["empty", "version only", "garbage", "another version", "two parts", "twice"],
+    ids=["empty", "version only", "garbage", "garbage after a number", "another version", "two parts", "twice"],
 )
 def test_a_member_that_sends_nonsense_is_logged_once_and_not_heard(
     server: PolledServer,
@@ -364,31 +475,42 @@ def test_a_member_that_sends_nonsense_is_logged_once_and_not_heard(
     parts: list[bytes],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    client = raw(key=key, routing_id=b"rank-5")
+    client = raw(key=key, routing_id=b"rank-5-0")
     for _ in range(3):
         client.socket.send_multipart(parts)
     refused_until(server, 3)
     assert len(caplog.records) == 1
     assert "control message from rank 5" in caplog.text
     still_talk(server, honest)
-    client.socket.send(encode(RankHeartbeat(5)))
+    client.socket.send(make_frame(0, RankHeartbeat(5)))
     assert server.poll(PATIENCE_S) == [(5, RankHeartbeat(5))], "it is heard again when it talks sense"
 
 
 @pytest.mark.parametrize(
-    "routing_id", [b"rank-", b"rank--1", b"rank-01", b"rank-1\n", b"rank-9999999999", b"\x01", b"x" * 255]
+    "routing_id",
+    [
+        b"rank-",
+        b"rank-1",
+        b"rank--1-0",
+        b"rank-01-0",
+        b"rank-1-01",
+        b"rank-1-1\n",
+        b"rank-9999999999-0",
+        b"\x01",
+        b"x" * 255,
+    ],
 )
 def test_a_member_that_is_no_rank_is_ignored(
     server: PolledServer, raw: Callable[..., RawClient], key: JobKey, routing_id: bytes
 ) -> None:
-    raw(key=key, routing_id=routing_id).socket.send(encode(RankHeartbeat(1)))
+    raw(key=key, routing_id=routing_id).socket.send(make_frame(0, RankHeartbeat(1)))
     refused_until(server, 1)
 
 
 def test_random_messages_of_a_member_change_nothing(
     server: PolledServer, honest: PolledClient, raw: Callable[..., RawClient], key: JobKey
 ) -> None:
-    client = raw(key=key, routing_id=b"rank-5")
+    client = raw(key=key, routing_id=b"rank-5-0")
 
     @settings(deadline=None, max_examples=50)
     @given(st.lists(st.binary(max_size=50).map(lambda tail: b"\x01" + tail), min_size=1, max_size=3))
@@ -404,8 +526,8 @@ def test_random_messages_of_a_member_change_nothing(
 def test_a_coordinator_that_sends_nonsense_is_ignored(
     server: PolledServer, honest: PolledClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for parts in ([b"garbage"], [b""], [b"a", b"b"], [encode(RankHeartbeat(1))]):
-        server._socket.send_multipart([b"rank-0", *parts])
+    for parts in ([b"garbage"], [b""], [b"a", b"b"], [make_frame(0, RankHeartbeat(1))]):
+        server._socket.send_multipart([b"rank-0-0", *parts])
     deadline = Deadline(PATIENCE_S)
     while honest.num_refused < 4 and not deadline.expired:
         assert honest.poll(deadline.remaining_s) == []
@@ -417,13 +539,7 @@ def test_a_coordinator_that_sends_nonsense_is_ignored(
 def test_nothing_is_sent_to_a_false_coordinator(key: JobKey, other_key: JobKey) -> None:
     server = PolledServer(LOCAL, other_key)
     client = PolledClient(f"{LOCAL}:{server.port}", key, 0)
-    monitor = client._socket.get_monitor_socket(REFUSED)
     client.send(RankHeartbeat(1))
-    deadline = Deadline(PATIENCE_S)
-    while not monitor.poll(0) and not deadline.expired:
-        assert server.poll(0.01) == []
-    assert recv_monitor_message(monitor)["event"] & REFUSED
-    client._socket.disable_monitor()
-    monitor.close()
+    refused_until(server, 1)
     client.close(flush_s=0)
     server.close()

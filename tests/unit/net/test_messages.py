@@ -64,7 +64,7 @@ CURRENT = CurrentOperation("barrier", 8, (1, 2), is_waiting=False, named_operati
 READING = ActivitySample(1, 2, 3, 4, 5, 6, waited_for=((1, 7),), current_operation=CURRENT)
 ARRIVALS = ArrivalSamples("0.ordered", 0, (ArrivalSample(2**33, 3, 2**62, 5, 4),))
 WORKER: list[WorkerMessage] = [
-    JoinRound(version=1, size=2, member=MEMBER, groups=((0, 1), (1,))),
+    JoinRound(version=1, size=2, member=MEMBER, groups=((0, 1), (1,)), must_be_equal={"algorithm": "ring"}),
     AnnounceOperations(new=(REQUEST,), known_ids=(3, 2**40)),
     CanShareIds(group=3),
     ChangeGroups(ranks=(0, 2)),

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from ronde.torch.adapter import TorchBackwardPass, disable_dynamo
+from ronde.torch.adapter import TorchBackwardPass, can_count_references, disable_dynamo
 
 
 def test_a_callback_runs_when_all_gradients_are_there_and_may_ask_for_another() -> None:
@@ -68,6 +68,18 @@ def test_a_pass_that_is_compiled_is_told_that_it_cannot_be_asked(monkeypatch: py
     monkeypatch.setitem(sys.modules, "torch._dynamo.compiled_autograd", region)
     with pytest.raises(RuntimeError, match="compiled autograd"):
         TorchBackwardPass().on_end(pytest.fail)
+
+
+def test_references_to_gradients_are_counted_only_if_pytorch_has_all_that_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    count = can_count_references.__wrapped__  # it remembers its answer
+    assert count()
+    with monkeypatch.context() as patch:
+        patch.delattr(torch._C, "_storage_Use_Count")  # as in older versions
+        assert not count()
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda address: 1)  # it is private, and may change
+    assert not count()
 
 
 seen: list[str] = []

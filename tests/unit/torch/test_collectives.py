@@ -8,7 +8,16 @@ import torch
 
 from ronde.comm.world import World
 from ronde.errors import Mismatch
-from ronde.torch.collectives import allgather, allreduce, alltoall, broadcast, reduce_scatter
+from ronde.torch.collectives import (
+    allgather,
+    allreduce,
+    alltoall,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
 from ronde.torch.tensors import TensorWork
 from tests.conformance.ranks import run_threads
 
@@ -34,6 +43,31 @@ def test_every_dtype_travels_and_comes_back_as_itself(dtype: torch.dtype) -> Non
             assert allreduce(empty, group=group).shape == broadcast(empty, group=group).shape == shape
             assert allgather(empty, group=group).shape == (shape or (2,))
         assert reduce_scatter(x, group=group).tolist() == total[rank : rank + 1].tolist()
+        assert scatter(x, root=1, group=group).tolist() == second[rank : rank + 1].tolist()
+        at_root = reduce(x, group=group), gather(x, group=group)
+        if rank == 0:
+            assert at_root[0].dtype is at_root[1].dtype is dtype
+            assert [each.tolist() for each in at_root] == [total.tolist(), [*first.tolist(), *second.tolist()]]
+        else:
+            assert at_root == (None, None)
+
+    run_threads(2, body)
+
+
+def test_the_root_of_a_reduction_gets_it_in_place_and_in_the_background() -> None:
+    def body(world: World) -> None:
+        group, rank = world.group, world.rank
+        xs = [torch.full((3,), rank + 1.0), torch.full((2, 2), rank + 1, dtype=torch.int64)]
+        outs = [torch.zeros_like(x) for x in xs]
+        assert reduce(xs, root=1, op="mean", out=outs, prescale=2.0, group=group) == (outs if rank == 1 else [None] * 2)
+        assert outs[0].tolist() == ([3.0] * 3 if rank == 1 else [0.0] * 3)
+        work = gather(xs[0], root=1, name="g", group=group, wait=False)
+        rows = scatter(xs[1], splits=torch.tensor([0, 2]), name="s", group=group, wait=False).wait()
+        assert rows.tolist() == ([[1, 1], [1, 1]] if rank == 1 else [])
+        assert (work.wait().tolist() == [1.0] * 3 + [2.0] * 3) if rank == 1 else work.wait() is None
+        for collective in (reduce, gather, scatter):
+            with pytest.raises(ValueError, match=f"{collective.__name__} has no gradient; pass x.detach"):
+                collective(torch.ones(2, requires_grad=True), group=group)
 
     run_threads(2, body)
 

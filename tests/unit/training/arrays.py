@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,11 +11,12 @@ import numpy as np
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.comm.world import World
-from ronde.training.adapter import GradientKind, ParameterInfo
+from ronde.training.adapter import BucketMemory, GradientKind, ParameterInfo
 from ronde.training.compression import Codec
 from ronde.training.gradient_settings import GradientSettings
 from ronde.training.reducer import Reducer
 from ronde.training.steps import TrainingStep
+from ronde.training.sync_check import checksum
 from tests.conformance.ranks import run_threads
 
 ONE_EACH = GradientSettings(bucket_mb=1e-5)
@@ -31,6 +32,7 @@ class Weight:
     dtype: str = "float32"
     trains: bool = True
     grad: Array | dict[int, float] | None = None
+    value: Array = field(default_factory=lambda: np.zeros(2))
 
 
 class ArrayAdapter:
@@ -40,8 +42,10 @@ class ArrayAdapter:
         self.weights = list(weights)
         self.copied: list[tuple[str, ...]] = []
         self._trained: list[Weight] = []
-        self._bucket_views: dict[int, Array] = {}
-        self._sparse_results: dict[str, object] = {}
+        self._memories: dict[int, BucketMemory] = {}
+        self.kept: set[str] = set()
+        """The names of weights whose results the user has kept: their memory may not be written."""
+        self._results_outside: dict[str, object] = {}
         self.on_ready: Callable[[int], object] = lambda index: None
         self.on_new_parameter: Callable[[], object] = lambda: None
         self.num_sparse_allreduces = 0
@@ -56,8 +60,8 @@ class ArrayAdapter:
     def parameters_changed(self) -> bool:
         return [weight for weight in self.weights if weight.trains] != self._trained
 
-    def bind_buckets(self, bucket_views: Mapping[int, Array], on_ready: Callable[[int], object]) -> None:
-        self._bucket_views = dict(bucket_views)
+    def bind_buckets(self, buckets: Sequence[BucketMemory], on_ready: Callable[[int], object]) -> None:
+        self._memories = {index: memory for memory in buckets for index in memory.arrays}
         self.on_ready = on_ready
         self.on_new_parameter = lambda: None
 
@@ -67,8 +71,10 @@ class ArrayAdapter:
     def copy_to_buckets(self, indices: Sequence[int]) -> dict[int, GradientKind]:
         odd = {}
         self.copied.append(tuple(self._trained[index].name for index in indices))
+        for memory in {id(each): each for index in indices if (each := self._memories.get(index))}.values():
+            memory.uses_spare = any(self._trained[index].name in self.kept for index in memory.arrays)
         for index in indices:
-            grad, place = self._trained[index].grad, self._bucket_views.get(index)
+            grad, place = self._trained[index].grad, self._place(index)
             if grad is None:
                 odd[index] = GradientKind.NONE
             if place is None or grad is place:
@@ -78,12 +84,22 @@ class ArrayAdapter:
                 odd[index] = GradientKind.SPARSE
             elif grad is not None:
                 place[:] = grad
-                self._trained[index].grad = place
+                if not self._memories[index].uses_spare:
+                    self._trained[index].grad = place
         return odd
 
+    def _place(self, index: int) -> Array | None:
+        memory = self._memories.get(index)
+        return None if memory is None else (memory.spare_arrays if memory.uses_spare else memory.arrays)[index]
+
     def assign_results(self, indices: Sequence[int], absent: Sequence[int]) -> None:
-        for index in absent:
-            self._trained[index].grad = self._bucket_views[index]
+        for index in indices:
+            place = self._place(index)
+            assert place is not None
+            if self._memories[index].uses_spare:
+                self._trained[index].grad = self._results_outside[self._trained[index].name] = place.copy()
+            elif index in absent:
+                self._trained[index].grad = place
 
     def still_has_result(self, ready_index: int | None) -> bool:
         return any(map(self._is_result, self.weights))
@@ -93,15 +109,26 @@ class ArrayAdapter:
         return any(weight.grad is not None and not self._is_result(weight) for weight in training)
 
     def _is_result(self, weight: Weight) -> bool:
-        places = {self._trained[index].name: place for index, place in self._bucket_views.items()}
-        return weight.grad is not None and weight.grad is places.get(weight.name, self._sparse_results.get(weight.name))
+        places = {self._trained[index].name: memory.arrays[index] for index, memory in self._memories.items()}
+        return weight.grad is not None and (
+            weight.grad is places.get(weight.name) or weight.grad is self._results_outside.get(weight.name)
+        )
 
     def scale(self, indices: Sequence[int], factor: float) -> None:
         for index in indices:
-            self._bucket_views[index] *= factor
+            place = self._place(index)
+            assert place is not None
+            place *= factor
 
     def find_non_finite(self, indices: Sequence[int]) -> list[int]:
         raise NotImplementedError
+
+    def checksum_parameters(self, skipped: Container[str]) -> list[tuple[str, int]]:
+        return [
+            (weight.name, checksum(weight.value.view(np.uint8)))
+            for weight in self.weights
+            if weight.name not in skipped
+        ]
 
     def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
         self.num_sparse_allreduces += 1
@@ -109,7 +136,7 @@ class ArrayAdapter:
         if isinstance(weight.grad, dict):
             rows[list(weight.grad)] = list(weight.grad.values())
         rows = group.allreduce(rows * scales[0]) * scales[1]
-        weight.grad = self._sparse_results[weight.name] = {int(row): float(rows[row]) for row in np.flatnonzero(rows)}
+        weight.grad = self._results_outside[weight.name] = {int(row): float(rows[row]) for row in np.flatnonzero(rows)}
 
     def close(self) -> None:
         self.on_ready = lambda index: None

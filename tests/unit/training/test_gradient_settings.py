@@ -16,6 +16,8 @@ from ronde.types import Op
         ({"predivide": 0.0}, ValueError, "predivide must be a finite number above 0"),
         ({"predivide": float("nan")}, ValueError, "predivide must be a finite number above 0"),
         ({"predivide": 2.0, "op": "sum"}, ValueError, "predivide is for op='mean', got op='sum'"),
+        ({"compare_at_step": -1}, ValueError, "compare_at_step must be a whole number from 0, got -1"),
+        ({"compare_at_step": True}, ValueError, "compare_at_step must be a whole number from 0, got True"),
         ({"together": (("a", "b"), ("b",))}, ValueError, "'b' cannot be in two sets"),
         ({"bucket_mb": "a"}, TypeError, "bucket_mb must be a number, got 'a'"),
         ({"predivide": None}, TypeError, "predivide must be a number, got None"),

@@ -8,8 +8,11 @@ import numpy as np
 import pytest
 
 from ronde.comm.buffers import Array
+from ronde.comm.call import mismatch_error
+from ronde.comm.plan import Plan
+from ronde.comm.work import Work
 from ronde.comm.world import World
-from ronde.errors import Mismatch
+from ronde.errors import Mismatch, OutOfSync, RoundEnded
 from ronde.training.adapter import ParameterInfo
 from ronde.training.buckets import GradientBucket
 from ronde.training.compression import WireArray
@@ -195,6 +198,87 @@ def test_a_codec_may_use_several_wires_and_remember_what_it_lost() -> None:
     assert first[2] == [4.0, 4.0, 0.0, 0.0]  # together with the first step: on average what was given
 
 
+# --- what users keep --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("codec", [None, Halving()])
+def test_each_rank_leaves_the_memory_alone_that_its_user_has_kept(codec: Halving | None, overlap: bool) -> None:
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        kept: list[tuple[Array, object]] = []
+        seen: list[object] = []
+        for step in range(4):
+            training.clear()
+            training.adapter.kept = {"a"} if kept else set()
+            training.backward(b=float(step), a=2.0 * step)
+            seen += training.grads("ab")
+            grad = training.weights["a"].grad
+            if step >= world.rank and isinstance(grad, np.ndarray):  # each rank begins in another step
+                kept.append((grad, training.grads("a")))
+        assert all(np.unique(grad).tolist() == value for grad, value in kept)
+        return seen
+
+    expected = [value for step in range(4) for value in (2.0 * step, float(step))]
+    assert run_training(3, body, "ab", ONE_EACH, codec=codec, overlap=overlap) == [expected] * 3
+
+
+# --- what ranks start with --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at_step", [1, 2])
+def test_parameters_are_compared_at_one_step_and_the_error_says_what_to_call(at_step: int) -> None:
+    def body(training: ArrayTraining, world: World) -> str:
+        training.weights["b"].value[1] = world.rank // 2
+        for step in range(1, at_step + 1):
+            training.clear()
+            if step < at_step:
+                training.backward(a=1.0, b=1.0)
+                continue
+            with pytest.raises(OutOfSync) as caught:
+                training.backward(a=1.0, b=1.0)
+        training.weights["b"].value[1] = 0.0  # as broadcast_parameters() does
+        for _ in range(2):
+            training.clear()
+            training.backward(a=world.rank, b=1.0)
+            assert training.grads("ab") == [1.0, 1.0]
+            training.weights["b"].value[1] = world.rank  # it is not compared any more
+        return str(caught.value)
+
+    told = run_training(3, body, "ab", GradientSettings(compare_at_step=at_step))
+    assert len(set(told)) == 1
+    assert "'b': rank 2 differs from ranks 0, 1, which agree (1 of 2 tensors differ). Call broadcast_" in told[0]
+    assert "compare_at_step=0 or RONDE_COMPARE_AT_STEP=0" in told[0]
+
+
+def test_ranks_that_are_meant_to_differ_are_not_compared() -> None:
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        training.weights["a"].value[0] = world.rank
+        training.backward(a=world.rank)
+        return training.grads("a")
+
+    assert run_training(2, body, "a", GradientSettings(compare_at_step=0)) == [[0.5]] * 2
+
+
+@pytest.mark.parametrize("differ", [False, True])
+def test_parameters_are_compared_while_a_rank_is_in_join(differ: bool) -> None:
+    def body(training: ArrayTraining, world: World) -> None:
+        training.backward(a=1.0)
+        training.clear()
+        training.weights["a"].value[0] = world.rank if differ else world.rank > 0  # that of rank 0 does not count
+        if world.rank and differ:
+            with pytest.raises(OutOfSync, match=r"cannot be told while rank 0 is in join\(\)\. Call broadcast_"):
+                training.backward(a=1.0)
+        elif differ:
+            with pytest.raises((Mismatch, RoundEnded)):
+                world.group.join()
+        else:
+            if world.rank:
+                training.backward(a=1.0)
+            world.group.join()
+
+    run_training(3, body, "a", GradientSettings(compare_at_step=2))
+
+
 # --- what the flags report --------------------------------------------------------------------------------------------
 
 
@@ -277,11 +361,38 @@ def test_what_a_rank_that_has_joined_cannot_do_is_refused(what: str) -> None:
             training.backward(a=1.0)
             training.clear()
         training.weights["b"].trains = what == "another parameter"
-        with pytest.raises(Mismatch, match=r"join.*; who calls join\(\) takes part in allreduce only") as refused:
-            if world.rank == 0:
+        if world.rank == 0:
+            words = (
+                r"join.*; who calls join\(\) takes part only in .*every rank needs a step before the first one joins"
+            )
+            with pytest.raises(Mismatch, match=words):
                 training.backward(a=1.0, **({"t": {0: 1.0}} if what == "a sparse gradient" else {}))
-            else:
+        else:
+            with pytest.raises(RoundEnded):  # it stays joined, until the other one has left
                 world.group.join()
-        assert ("every rank needs a step before the first one joins" in str(refused.value)) == (world.rank == 0)
 
     run_training(2, body, [*"at", Weight("b", trains=False)])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_bucket_that_a_joined_rank_cannot_take_part_in_says_why(
+    overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        training.backward(a=1.0, b=2.0)
+        training.clear()
+
+        def refuse(*_: object, **__: object) -> None:
+            raise mismatch_error({0: "join", 1: "allreduce adasum float32[4]"})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Work, "wait", refuse)
+            patch.setattr(Plan, "run", refuse)
+            with pytest.raises(Mismatch, match=r"rank 0: join; .*only with op mean or sum.*equally many steps"):
+                training.backward(a=1.0, b=2.0)
+        training.clear()
+        training.backward(a=3.0, b=4.0)  # nothing is left of the buckets that were refused
+        return training.grads("ab")
+
+    settings = GradientSettings(op="adasum", bucket_mb=1e-5)
+    assert run_training(1, body, "ab", settings, overlap=overlap) == [[3.0, 4.0]]

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import numpy as np
@@ -21,6 +21,9 @@ from ronde.comm.call import Call
 from ronde.errors import OperationTimeout, RondeError
 from ronde.net.messages import LEAVE_GRACE_S
 from ronde.types import Deadline
+
+if TYPE_CHECKING:
+    from ronde.comm.backends.hot_calls import AllreduceCache
 
 LOSS_REASON_S = LEAVE_GRACE_S + 0.5
 """How long a call that failed waits for the coordinator's reason: it knows how a member ended."""
@@ -122,6 +125,7 @@ class ChannelSpec:
     member_index: int
     """The index of this rank in members."""
     bucket_bytes: int = 0
+    """Size of each of a member's two bucket areas."""
     point_to_point: bool = False
     """Whether send and receive are needed."""
 
@@ -224,10 +228,17 @@ class BackendChannel(Protocol):
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         """Execute the call, after those before it, and wait for it."""
 
+    def make_allreduce_cache(
+        self, timeout_s: float, record_failure: Callable[[str, Exception], None], **more: Any
+    ) -> AllreduceCache | None:
+        """What runs allreduces again that were made before, faster than run(); None if the backend has no such thing.
+        `more` are further parameters of AllreduceCache."""
+
     def submit(self, call: Call, deadline: Deadline) -> RunningCall: ...
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """This member's bucket memory, spec.bucket_bytes long."""
+        """This member's bucket memory: two areas of spec.bucket_bytes, one behind the other. A call may work in place
+        in either, whichever the other members use for it. A member that has joined leaves the first as it is."""
 
     def current_call(self) -> CurrentCall | None:
         """None when idle."""

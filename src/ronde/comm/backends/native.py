@@ -10,9 +10,11 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,9 +29,12 @@ from ronde.comm.backends.base import (
     RunningCall,
     forked_error,
     reentry_error,
+    this_thread,
 )
 from ronde.comm.backends.native_library import (
     ALGORITHMS,
+    MAX_MEMBERS,
+    WIDEST_ELEMENT_BYTES,
     NativeError,
     NativeHandle,
     NativeStatus,
@@ -38,6 +43,7 @@ from ronde.comm.backends.native_library import (
     get_member_descriptions,
     get_not_announced,
     load_library,
+    make_allreduce_cache,
     make_channel_params,
     open_channel,
     pending_callbacks,
@@ -49,9 +55,13 @@ from ronde.net.connect import Connection, connect_authenticated, describe_discon
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.net.messages import MAX_SHARED_IDS
+from ronde.net.open_files import explain_open_files, is_open_files_error, make_open_files_error
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.settings import Settings
 from ronde.types import Deadline, Topology
+
+if TYPE_CHECKING:
+    from ronde.comm.backends.hot_calls import AllreduceCache
 
 LOSS_NOTICE_S = 5.0
 """How long the coordinator may take to report the loss of a rank that has closed its connection."""
@@ -83,8 +93,12 @@ class NativeBackend:
     def _open(self, spec: ChannelSpec, hosts: list[int], deadline: Deadline, max_announced: int = 0) -> NativeChannel:
         sizes = (self._settings.slot_bytes, self._settings.chunk_bytes, spec.bucket_bytes)
         params = make_channel_params(hosts, spec.member_index, *sizes, self._settings.fusion_bytes, max_announced)
-        with ExitStack() as stack:
-            segment = self._share_segment(spec, hosts, load_library().rd_segment_bytes(params), deadline)
+        segment_bytes = load_library().rd_segment_bytes(params)
+        if not segment_bytes:
+            raise ValueError(f"channel {spec.id}: {self._find_size_error(spec, hosts)}")
+        what = f"rank {self._topology.rank} could not open channel {spec.id}"
+        with explain_open_files(what), ExitStack() as stack:
+            segment = self._share_segment(spec, hosts, segment_bytes, deadline)
             if segment >= 0:
                 stack.callback(os.close, segment)
             connections = self._connect_members(spec, hosts, stack, deadline)
@@ -94,7 +108,7 @@ class NativeBackend:
             try:
                 handle = open_channel(params, segment, sockets, point_to_point)
             except NativeError as error:
-                raise RondeError(f"the native library could not open channel {spec.id}: {error}") from None
+                raise self._make_open_error(what, error, segment, segment_bytes) from None
             return NativeChannel(spec, handle, self._settings.algorithm)
 
     def rank_lost(self, rank: int, why: str) -> None:
@@ -105,6 +119,31 @@ class NativeBackend:
 
     def close(self) -> None:
         pass  # the listener is closed with the round
+
+    def _find_size_error(self, spec: ChannelSpec, hosts: list[int]) -> str:
+        """Return why the library refuses the sizes of a channel."""
+        slot_bytes, chunk_bytes = self._settings.slot_bytes, self._settings.chunk_bytes
+        num_local = max(map(hosts.count, set(hosts)))
+        if len(hosts) > MAX_MEMBERS:
+            return f"it has {len(hosts)} members, at most {MAX_MEMBERS} are possible"
+        if chunk_bytes < num_local * WIDEST_ELEMENT_BYTES:
+            least = num_local * WIDEST_ELEMENT_BYTES
+            return f"chunk_bytes must be at least {least} for {num_local} members on one host, got {chunk_bytes}"
+        return (
+            f"{num_local} members on one host with slot_bytes = {slot_bytes}, chunk_bytes = {chunk_bytes} and "
+            f"{spec.bucket_bytes} bytes of buckets each need more shared memory than possible"
+        )
+
+    def _make_open_error(self, what: str, error: NativeError, segment: int, segment_bytes: int) -> RondeError:
+        """Return why the library could not open a channel."""
+        if segment >= 0 and (given_bytes := os.fstat(segment).st_size) != segment_bytes:
+            return StartFailed(
+                f"{what}: the shared memory of its host has {given_bytes} bytes, and it needs {segment_bytes}; "
+                "give all ranks the same settings and the same plans"
+            )
+        if is_open_files_error(error.detail):
+            return make_open_files_error(what)
+        return RondeError(f"{what}: {os.strerror(error.detail) if error.detail else error}")
 
     def _share_segment(self, spec: ChannelSpec, hosts: list[int], num_bytes: int, deadline: Deadline) -> int:
         """The descriptor of the memory that the members of this host share; -1 when there is one member."""
@@ -194,6 +233,22 @@ class NativeChannel:
         except NativeError as error:
             raise self.make_error(call.description, error, deadline) from None
 
+    def make_allreduce_cache(
+        self, timeout_s: float, record_failure: Callable[[str, Exception], None], **more: Any
+    ) -> AllreduceCache | None:
+        def raise_error(description: bytes, status: int, result: bytes) -> None:
+            what = description.decode(errors="replace")
+            try:
+                thread_structs.own.raise_error(status, result)
+            except NativeError as error:
+                deadline = Deadline(timeout_s, elapsed_s=(time.monotonic_ns() - error.start_ns) / 1e9)
+                raised = self.make_error(what, error, deadline)
+            record_failure(what, raised)
+            raise raised
+
+        more.update(algorithm=self._algorithm, timeout_s=timeout_s, this_thread=this_thread, on_failure=raise_error)
+        return make_allreduce_cache(self._handle, **more)
+
     def submit(self, call: Call, deadline: Deadline) -> NativeRunningCall:
         structs = thread_structs.own
         keep = structs.fill(call, self._algorithm)
@@ -267,7 +322,7 @@ class NativeChannel:
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         try:
-            return get_bucket(self._handle, self.spec.bucket_bytes)
+            return get_bucket(self._handle, 2 * self.spec.bucket_bytes)
         except NativeError:
             raise RoundEnded(f"channel {self.spec.id} is closed") from None
 

@@ -1,7 +1,8 @@
 """The C++ data plane through ctypes: its functions, its structs and its status codes. Used by the native backend and,
 for addresses and kernels, by other modules of comm.
 
-The only module that knows ctypes. Calls drop the GIL while they run.
+The only module that knows ctypes. Calls drop the GIL while they run. Repeated allreduces go through hot_calls, an
+extension of Python, where that can be imported; a Python before 3.11, or one without the GIL, cannot.
 """
 
 from __future__ import annotations
@@ -27,8 +28,15 @@ from ronde.comm.call import Call
 from ronde.errors import RondeError
 from ronde.types import OperationKind
 
+try:
+    from ronde.comm.backends import hot_calls as hot_calls
+except ImportError:
+    hot_calls = None  # type: ignore[assignment]
+
 ABI = 4
 DESCRIPTION_BYTES = 128
+MAX_MEMBERS = 1024
+WIDEST_ELEMENT_BYTES = 8
 PRE_AGREED = 1
 
 
@@ -40,7 +48,7 @@ class NativeStatus:
     )
 
 
-ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise")
+ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise", "halving")
 
 
 # The structs of the C header, by their names there.
@@ -89,7 +97,7 @@ class RdCurrentCall(ctypes.Structure):
 RD_CALLBACK = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 """rd_callback: context, rd_result."""
 
-_FUNCTIONS: dict[str, tuple[object, Sequence[object]]] = {
+_FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {  # ctypes has no public name for the type of its types
     "rd_version": (c_char_p, ()),
     "rd_cpu": (c_char_p, ()),
     "rd_segment_bytes": (c_uint64, (POINTER(RdChannelParams),)),
@@ -140,6 +148,9 @@ class NativeLibrary(ctypes.CDLL):
                 raise RondeError(f"{path} has no {name}(); reinstall ronde or run `make build`") from None
             function.restype = returns
             function.argtypes = takes
+        # The only function that sets errno; to keep it costs time in every call.
+        returns, takes = _FUNCTIONS["rd_open"]
+        self.rd_open = ctypes.CFUNCTYPE(returns, *takes, use_errno=True)(("rd_open", self))
 
 
 @lru_cache(maxsize=1)
@@ -190,13 +201,16 @@ def reduce(
 class NativeError(Exception):
     """A status of the library other than OK; the native backend turns it into the error that the caller sees."""
 
-    def __init__(self, status: int, member: int = -1, detail: int = 0, *, has_ended: bool = False) -> None:
+    def __init__(
+        self, status: int, member: int = -1, detail: int = 0, *, has_ended: bool = False, start_ns: int = 0
+    ) -> None:
         super().__init__(f"status {status}, member {member}, detail {detail}")
         self.status = status
         self.member = member
         self.detail = detail
         self.has_ended = has_ended
         """Whether a call was under way and has ended. Otherwise it was refused, or only the wait for it has ended."""
+        self.start_ns = start_ns
 
 
 # --- an open channel -------------------------------------------------------------------------------------------------
@@ -217,7 +231,7 @@ def make_channel_params(
     """`hosts` has the number of the host of each member."""
     num_cores = len(os.sched_getaffinity(0))
     host_numbers = (c_uint32 * len(hosts))(*hosts)
-    sizes = (slot_bytes // 64 * 64, chunk_bytes // 64 * 64, bucket_bytes, fusion_bytes, max_announced)
+    sizes = (slot_bytes, chunk_bytes, bucket_bytes, fusion_bytes, max_announced)
     return RdChannelParams(ABI, len(hosts), member_index, num_cores, host_numbers, *sizes)
 
 
@@ -235,8 +249,16 @@ def open_channel(
     handle = c_void_p()
     status = load_library().rd_open(params, segment, table, num_sockets, pairs, ctypes.byref(handle))
     if status != NativeStatus.OK or handle.value is None:
-        raise NativeError(status)
+        raise NativeError(status, detail=ctypes.get_errno())
     return handle.value
+
+
+def make_allreduce_cache(handle: NativeHandle, **more: Any) -> hot_calls.AllreduceCache | None:
+    """What runs repeated allreduces on this channel; None where the extension is missing or another version's."""
+    if hot_calls is None or hot_calls.ABI != ABI:
+        return None
+    run = ctypes.cast(load_library().rd_run, c_void_p).value or 0
+    return hot_calls.AllreduceCache(run=run, channel=handle, array_type=np.ndarray, empty_like=np.empty_like, **more)
 
 
 def get_member_descriptions(handle: NativeHandle, num_members: int) -> list[str]:
@@ -323,6 +345,11 @@ class CallStructs:
                 return None
         return self._fill_all_fields(call, algorithm)
 
+    def raise_error(self, status: int, result: bytes) -> None:
+        """Raise the error of a call whose result struct has these bytes."""
+        self.result.raw = result
+        self.timing_or_raise(status)
+
     def timing_or_raise(self, status: int) -> CallTiming:
         """The timing of a call that succeeded, from the result struct; else NativeError, or what a signal raised."""
         _, member, detail, algorithm, start_ns, ready_ns, end_ns, sequence, arrived_ns = RD_RESULT.unpack_from(
@@ -337,7 +364,7 @@ class CallStructs:
                 restore.argtypes = (c_void_p, c_void_p, c_void_p)
                 restore.restype = None
                 restore(*raised)
-            raise NativeError(status, member, detail, has_ended=end_ns != 0)
+            raise NativeError(status, member, detail, has_ended=end_ns != 0, start_ns=start_ns)
         return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm], sequence, arrived_ns)
 
     def _fill_all_fields(self, call: Call, algorithm: int) -> object:

@@ -37,7 +37,7 @@ class SingleRankChannel:
 
     def __init__(self, spec: ChannelSpec) -> None:
         self.spec = spec
-        self._bucket = aligned_zeros(spec.bucket_bytes)
+        self._bucket = aligned_zeros(2 * spec.bucket_bytes)
         self._end_reason = ""
         self._agreed: dict[int, int] = {}
         """By id: the hash of the call that it stands for."""
@@ -49,6 +49,9 @@ class SingleRankChannel:
         if call.kind not in (OperationKind.BARRIER, OperationKind.JOIN):
             _copy_scaled(call)
         return CallTiming(start_ns, start_ns, time.monotonic_ns(), "single_rank")
+
+    def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
+        return None
 
     def submit(self, call: Call, deadline: Deadline) -> RunningCall:
         return _EndedCall(call, self.run(call, deadline))

@@ -169,6 +169,7 @@ def DistributedOptimizer(
         )
     result.__class__ = _optimizer_class(HorovodOptimizer, plain)
     vars(result).update(attributes)
+    result._reducers.broadcast_call = "hvd.broadcast_parameters(model.state_dict(), root_rank=0)"
     training_step = result._reducers.training_step
     training_step.backward_pass = _TranslatingBackwardPass(training_step.backward_pass)
     if sparse_as_dense and isinstance(optimizer, torch.optim.SparseAdam):

@@ -193,7 +193,8 @@ def _wait_for_all_ranks(request: MPI.Request, deadline: Deadline) -> None:
         if deadline.expired:
             raise StartFailed(
                 f"rank {MPI.COMM_WORLD.Get_rank()} waited {deadline.timeout_s:g} s for all "
-                f"{MPI.COMM_WORLD.Get_size()} ranks of mpiexec; does every one of them call ronde.init()?"
+                f"{MPI.COMM_WORLD.Get_size()} ranks of mpiexec; does every one of them call ronde.init(), and has "
+                "backend 'mpi'?"
             )
 
     wait_all([request], check)

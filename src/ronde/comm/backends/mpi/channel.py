@@ -33,7 +33,7 @@ from ronde.comm.buffers import aligned_zeros
 from ronde.comm.call import Call, mismatch_error
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.text import format_ranks
-from ronde.types import Deadline, DType, Op, OperationKind
+from ronde.types import ROOTED_KINDS, VARIABLE_ROW_KINDS, Deadline, DType, Op, OperationKind, can_be_joined
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -60,8 +60,8 @@ class CallHeader(NamedTuple):
 
     @classmethod
     def from_call(cls, call: Call) -> CallHeader:
-        root = call.peer if call.kind is OperationKind.BROADCAST else -1
-        count = 0 if call.kind in (OperationKind.ALLGATHER, OperationKind.ALLTOALL) else num_elements(call)
+        root = call.peer if call.kind in ROOTED_KINDS else -1
+        count = 0 if call.kind in VARIABLE_ROW_KINDS else num_elements(call)
         rest = (root, count, call.prescale, call.postscale, call.description.encode()[:127])
         return cls(call.signature_hash, call.kind, call.dtype, call.op, *rest)
 
@@ -80,10 +80,12 @@ def match_collective(data: bytes | bytearray, members: Sequence[int]) -> CallHea
     asking = [header for header in headers if header.kind != OperationKind.JOIN]
     if not asking:
         return None
-    alike = all(header[:-1] == asking[0][:-1] for header in asking)
-    if not alike or (len(asking) < len(headers) and asking[0].kind != OperationKind.ALLREDUCE):
+    first = asking[0]
+    alike = all(header[:-1] == first[:-1] for header in asking)
+    joinable = first.kind == OperationKind.ALLREDUCE and can_be_joined(DType(first.dtype), Op(first.op))
+    if not alike or (len(asking) < len(headers) and not joinable):
         raise mismatch_error({rank: header.text() for rank, header in zip(members, headers, strict=True)})
-    return asking[0]
+    return first
 
 
 # --- the order of calls ----------------------------------------------------------------------------------------------
@@ -262,7 +264,7 @@ class MpiChannel:
         self.spec = spec
         self._comm = comm
         self._failure_detector = FailureDetector(spec, comm)
-        self._bucket = aligned_zeros(spec.bucket_bytes)
+        self._bucket = aligned_zeros(2 * spec.bucket_bytes)
         self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
         self._queues: dict[QueueKey, CallQueue] = {}
         self._on_closed = on_closed
@@ -274,6 +276,9 @@ class MpiChannel:
         except OperationTimeout as error:  # perhaps of a call that was still in the queue
             self._abort_after_error(error)
             raise
+
+    def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
+        return None
 
     def submit(self, call: Call, deadline: Deadline) -> MpiRunningCall:
         return self._queue_for(call).submit(call, deadline)
@@ -365,7 +370,10 @@ class MpiChannel:
                 header = self._match(wait)
             except Mismatch:  # on all members alike: the call has ended, the channel goes on
                 self._failure_detector.num_finished[wait.key] += 1
-                raise
+                if call.kind is not OperationKind.JOIN:
+                    raise
+                wait.next_collective()  # the mistake is that of the others; who has joined stays
+                continue
             if call.kind is not OperationKind.JOIN:
                 collectives.run(call)
             elif header is not None:

@@ -4,16 +4,17 @@ Only nonblocking MPI calls: every wait goes through `wait`, which knows deadline
 bits, so long arrays are sent in pieces.
 
 Results are those of the native kernels, and have equal bits on all members. MPI itself reduces only what every library
-reduces in that way: sums and products of float32, float64 and integers of at least 32 bits. (MPI recommends that
-Iallreduce gives equal results on all ranks; Open MPI and MPICH follow that.) Everything else the members reduce
-themselves, each one share: MPI has no 16-bit floats, a NaN may lose in its minimum, and Open MPI adds integers of 8 and
-16 bits with saturation on some processors.
+reduces in that way: sums and products of float32, float64 and integers of at least 32 bits, and bits of integers. (MPI
+recommends that Iallreduce gives equal results on all ranks; Open MPI and MPICH follow that.) Everything else the
+members reduce themselves, each one share of what all gave, so that nothing is rounded but the result: MPI has no 16-bit
+floats and no means, a NaN may lose in its minimum, and Open MPI adds integers of 8 and 16 bits with saturation on some
+processors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,8 +29,8 @@ from ronde.comm.buffers import (
     bfloat16_from_float32,
     float32_from_bfloat16,
 )
-from ronde.comm.call import Call
-from ronde.types import DType, Op, OperationKind, find_reduction_error
+from ronde.comm.call import Call, even_shares
+from ronde.types import REDUCING_KINDS, ROOTED_KINDS, DType, Op, OperationKind, find_reduction_error
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -52,11 +53,13 @@ def check_call(call: Call, size: int, member_index: int) -> None:
     """Raises ValueError for what no member can do, before anything is sent."""
     counts = call.counts or ()
     problem, fits = "", True
-    if call.kind in (OperationKind.ALLREDUCE, OperationKind.REDUCE_SCATTER):
+    if call.kind in REDUCING_KINDS:
         scaled = call.prescale != 1.0 or call.postscale != 1.0
         problem = find_reduction_error(call.kind, call.dtype, call.op, scaled=scaled)
-    if call.kind in (OperationKind.BROADCAST, OperationKind.SEND, OperationKind.RECEIVE):
+    if call.kind in (*ROOTED_KINDS, OperationKind.SEND, OperationKind.RECEIVE):
         fits = 0 <= call.peer < size
+    if call.kind in (OperationKind.GATHER, OperationKind.SCATTER):
+        fits = fits and len(counts) == size and [counts[member_index]] == [span.count for span in call.spans]
     elif call.kind is OperationKind.REDUCE_SCATTER:
         fits = len(counts) == size and sum(counts) == num_elements(call)
     elif call.kind is OperationKind.ALLGATHER:
@@ -78,7 +81,14 @@ class MpiCollectives:
         self._member_index = comm.Get_rank()
         self._size = comm.Get_size()
         self._in_place = MPI.IN_PLACE
-        self._ops = {Op.SUM: MPI.SUM, Op.MEAN: MPI.SUM, Op.PRODUCT: MPI.PROD}
+        self._ops = {
+            Op.SUM: MPI.SUM,
+            Op.MEAN: MPI.SUM,
+            Op.PRODUCT: MPI.PROD,
+            Op.BIT_AND: MPI.BAND,
+            Op.BIT_OR: MPI.BOR,
+            Op.BIT_XOR: MPI.BXOR,
+        }
 
     def run(self, call: Call) -> None:
         match call.kind:
@@ -95,6 +105,12 @@ class MpiCollectives:
                 self._reduce_scatter(call)
             case OperationKind.ALLTOALL:
                 self._alltoall(call)
+            case OperationKind.REDUCE:
+                self._reduce(call)
+            case OperationKind.GATHER:
+                self._gather(call)
+            case OperationKind.SCATTER:
+                self._scatter(call)
             case OperationKind.SEND:
                 self._move(self._comm.Isend, _read_spans(call), call.peer, TAG_DATA)
             case OperationKind.RECEIVE:
@@ -129,9 +145,8 @@ class MpiCollectives:
             scales = {"prescale": call.prescale, "postscale": call.postscale}
             reduce(call.dtype, call.op, [address_of(row) for row in rows], [address_of(data)], len(data), **scales)
         else:
-            ends = [len(data) * member // self._size for member in range(self._size + 1)]
-            counts = [end - start for start, end in pairwise(ends)]
-            own = data[ends[self._member_index] :][: counts[self._member_index]]
+            counts = even_shares(len(data), self._size)
+            own = data[_starts(counts)[self._member_index] :][: counts[self._member_index]]
             self._reduce_share(call, data, counts, own)
             self._gather_shares(data, counts)
         _write_spans(call, data)
@@ -148,9 +163,31 @@ class MpiCollectives:
         else:
             self._reduce_share(call, data, counts, own)
 
+    def _reduce(self, call: Call) -> None:
+        data, root = _read_spans(call), call.peer
+        is_root = self._member_index == root
+        if self._is_known_to_mpi(call):
+            wire = _to_wire(call, data)
+            result = np.empty_like(wire) if is_root else None
+            for piece in _pieces(len(wire)):
+                to = None if result is None else result[piece]
+                self._wait([self._comm.Ireduce(wire[piece], to, self._ops[call.op], root)])
+            if result is not None:
+                _write_spans(call, self._from_wire(call, result))
+            return
+        counts = even_shares(len(data), self._size)
+        own = np.empty(counts[self._member_index], data.dtype)
+        self._reduce_share(call, data, counts, own)
+        gathered = np.empty(len(data) if is_root else 0, data.dtype)
+        self._send_to_root(own, gathered, counts, root)
+        if is_root:
+            _write_spans(call, gathered)
+
     def _is_known_to_mpi(self, call: Call) -> bool:
         if call.dtype.is_float:
             return call.op in self._ops and call.dtype in (DType.FLOAT32, DType.FLOAT64)
+        if call.op.is_bitwise:
+            return call.dtype is not DType.BOOL  # any byte but 0 is true
         return call.op in (Op.SUM, Op.PRODUCT) and call.dtype.num_bytes >= 4
 
     def _from_wire(self, call: Call, wire: Array) -> Array:
@@ -228,6 +265,28 @@ class MpiCollectives:
         source = array_at(call.spans[0].input, sum(splits), call.dtype.numpy)
         target = array_at(call.spans[0].output, sum(counts), call.dtype.numpy)
         self._exchange(source.copy() if np.may_share_memory(source, target) else source, splits, target, counts)
+
+    def _gather(self, call: Call) -> None:
+        counts = call.counts
+        assert counts is not None
+        (span,), is_root = call.spans, self._member_index == call.peer
+        source = array_at(span.input, span.count, call.dtype.numpy)
+        target = array_at(span.output, sum(counts) if is_root else 0, call.dtype.numpy)
+        self._send_to_root(source, target, counts, call.peer)
+
+    def _send_to_root(self, source: Array, target: Array, counts: Sequence[int], root: int) -> None:
+        """Send everything to the root, which receives counts[i] elements from member i."""
+        splits = [len(source) if member == root else 0 for member in range(self._size)]
+        self._exchange(source, splits, target, counts if self._member_index == root else [0] * self._size)
+
+    def _scatter(self, call: Call) -> None:
+        counts = call.counts
+        assert counts is not None
+        (span,), is_root = call.spans, self._member_index == call.peer
+        source = array_at(span.input, sum(counts) if is_root else 0, call.dtype.numpy)
+        target = array_at(span.output, span.count, call.dtype.numpy)
+        from_root = [span.count if member == call.peer else 0 for member in range(self._size)]
+        self._exchange(source, counts if is_root else [0] * self._size, target, from_root)
 
     def _exchange(self, source: Array, splits: Sequence[int], target: Array, counts: Sequence[int]) -> None:
         # Pairs, not Ialltoallv: whether everything fits in 32-bit counts differs from member to member.
