@@ -410,7 +410,7 @@ class NativeRunningCall(RunningCall):
         """The handle of the call; 0 when it was released."""
 
     def has_ended(self) -> bool:
-        return bool(self._channel.library.rd_done(self._work))
+        return bool(self._channel.library.rd_done(self._work) == 1)  # 2: it was withdrawn, and will run as another call
 
     def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
         channel, structs = self._channel, thread_structs.own
