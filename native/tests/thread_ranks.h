@@ -32,7 +32,7 @@ struct GroupSetup {
   uint32_t num_cores = 2;
   uint64_t fusion_bytes = 1 << 20;
   uint32_t max_announced = 0;  // ids of announced calls
-  bool counts_bytes = false;  // whether bytes_sent() is wanted; then members do not see when another one closes
+  bool counts_bytes = false;   // whether bytes_sent() is wanted; then members do not see when another one closes
 };
 
 // A connected pair of TCP sockets on the loopback interface.
