@@ -211,16 +211,16 @@ void rd_release(rd_channel* channel);
 /* Leaves the channel: in good order when no call is queued or running; otherwise the members that need this one lose
  * it. All calls under way and all later ones end with RD_CLOSED. When this returns, queued calls have ended and the
  * channel's thread has too; a thread that is inside rd_run leaves it within moments. Sockets are closed and memory is
- * unmapped when the last thread has left. It can be called repeatedly, from any thread, also from a signal handler of
- * Python that runs inside rd_run or rd_wait, and from a callback. */
+ * unmapped when the last thread has left. It can be called repeatedly (only the first call waits), from any thread,
+ * also from a signal handler of Python that runs inside rd_run or rd_wait, and from a callback. */
 void rd_close(rd_channel* channel);
 
 /* Ends all waits of all members, on other hosts through the abort sockets. `member` is the lost one, or -1. It can be
  * called from any thread and repeatedly; only the first call counts. */
 void rd_abort(rd_channel* channel, int32_t member);
 
-/* Returns this member's bucket memory, which all members of its host can access, or null when bucket_bytes is 0: two
- * areas of bucket_bytes, one behind the other. A call on one span of an area, in place, copies nothing; each member may
+/* Returns this member's bucket memory, which all members of its host can access, or null when bucket_bytes is 0
+ * or the channel is closed: two areas of bucket_bytes, one behind the other. A call on one span of an area, in place, copies nothing; each member may
  * choose another area for it, but the same offset. A member that has joined contributes zeros from its second area: the
  * first keeps what it holds. The memory stays mapped until rd_release_bucket, even after rd_close, because arrays may
  * still view it. */

@@ -36,6 +36,18 @@ def test_a_child_is_refused_and_its_parent_is_untouched(ending: str, hosts: str)
         assert job.wait() == [0, 0]
 
 
+@pytest.mark.timeout(LONG_TEST_S)
+def test_a_child_that_trains_on_is_refused_and_its_parent_has_the_right_gradients() -> None:
+    with start_ranks("forks", 2, settings=SETTINGS, patience_s=LONG_S) as job:
+        job.send([0, 1], train=True)
+        child = job.receive(0, "forked")
+        assert f"is a forked child of process {job.pids[0]}" in child["error"]
+        assert child["kept"] == [1.5, 1.5, 1.5]
+        for trained in job.receive_all([0, 1], "trained").values():
+            assert trained["gradients"] == [[1.5, 1.5, 1.5], [2.5, 2.5, 2.5]]
+        assert job.wait() == [0, 0]
+
+
 @pytest.mark.parametrize("victim", [0, 1])
 @pytest.mark.timeout(LONG_TEST_S)
 def test_a_killed_rank_with_the_workers_of_a_loader_is_noticed_within_a_second(victim: int) -> None:

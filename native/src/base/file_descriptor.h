@@ -1,6 +1,8 @@
 // A file descriptor that its one owner closes, and a forked child at once.
 #pragma once
 
+#include <unistd.h>
+
 #include <utility>
 
 #include "base/fork.h"

@@ -123,8 +123,10 @@ class World:
         A signal handler may call it in the middle of an operation, which then ends with RoundEnded when the handler has
         returned. So nothing in here may wait for the interrupted frame, except until a deadline.
         """
+        if self.is_in_child:
+            return
         with self._close_lock:
-            if self._closed or self.is_in_child:
+            if self._closed:
                 return
             self._closed = True
         _open_worlds.discard(self)
@@ -200,6 +202,8 @@ class _ProcessState:
     joining_ended: RoundEnded | None = None
     """Why init() must not go on: a signal handler has called shutdown() in the middle of it."""
     leaves_at_exit = False
+    worlds_of_parent: tuple[World, ...] = ()
+    """In a forked child: the worlds that it inherited, kept so that nothing of them is finalized before its end."""
 
 
 _state = _ProcessState()
@@ -277,7 +281,7 @@ def _leave_at_exit() -> None:
     Most scripts just end. That is leaving in good order, unless an exception ended them.
     """
     world, _state.world = _state.world, None
-    if world is None or world.is_in_child:
+    if world is None:
         return
     error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
     try:
@@ -295,7 +299,9 @@ def _describe_error(error: BaseException) -> str:
 
 def _refuse_in_child() -> None:
     _state.joining_thread, _state.joining_ended = 0, None
-    for world in list(_open_worlds):
+    _state.worlds_of_parent += tuple(_open_worlds)
+    _open_worlds.clear()
+    for world in _state.worlds_of_parent:
         world.refuse_in_child()
 
 

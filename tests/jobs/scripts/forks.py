@@ -131,11 +131,47 @@ def load_until_killed(test: ControlSocket, victim: int, settings: dict[str, Any]
         ronde.shutdown()
 
 
+def train(test: ControlSocket) -> None:
+    """Rank 0 forks between two training steps; its child tries to train on, with everything that it inherited."""
+    import torch
+
+    import ronde.torch as rt
+
+    ronde.init()
+    model = torch.nn.Linear(3, 1, bias=False)
+    rt.broadcast_parameters(model)
+    optimizer = rt.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.0))
+
+    def step(value: float) -> list[float]:
+        optimizer.zero_grad()
+        model(torch.full((1, 3), value)).sum().backward()
+        optimizer.step()
+        assert model.weight.grad is not None
+        return model.weight.grad.flatten().tolist()
+
+    gradients = [step(test.rank + 1.0)]
+    if test.rank == 0:
+        report, report_end = os.pipe()
+        if os.fork() == 0:
+            assert model.weight.grad is not None
+            model.weight.grad.fill_(1000)
+            os.write(report_end, try_all({"step": lambda: step(100.0)})["step"].encode())
+            return
+        error = os.read(report, MAX_REPORT_BYTES).decode()
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 0
+        assert model.weight.grad is not None
+        test.send("forked", error=error, kept=model.weight.grad.flatten().tolist())
+    gradients.append(step(test.rank + 2.0))
+    test.send("trained", gradients=gradients)
+
+
 def main() -> None:
     warnings.filterwarnings("ignore", message=".*fork", category=DeprecationWarning)
     with ControlSocket() as test:
         wanted = test.receive()
-        if "victim" in wanted:
+        if wanted.get("train"):
+            train(test)
+        elif "victim" in wanted:
             load_until_killed(test, wanted["victim"], wanted["settings"])
         else:
             ronde.init(**wanted["settings"])
