@@ -65,8 +65,8 @@ bool is_unsigned(int32_t dtype) {
   return dtype == RD_UINT8 || dtype == RD_UINT16 || dtype == RD_UINT32 || dtype == RD_UINT64 || dtype == RD_BOOL;
 }
 
-// Whether members that have joined can take part: their zeros must not change what the others get. (A mean is divided by
-// the number of all members.)
+// Whether members that have joined can take part: their zeros must not change what the others get. (A mean is divided
+// by the number of all members.)
 bool works_with_zeros(const CallHeader& requested) {
   bool zero_is_neutral = requested.op == RD_SUM || requested.op == RD_MEAN || requested.op == RD_BIT_OR ||
                          requested.op == RD_BIT_XOR || (requested.op == RD_MAX && is_unsigned(requested.dtype));
