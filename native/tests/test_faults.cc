@@ -225,6 +225,16 @@ TEST(a_reduction_that_zeros_would_change_cannot_be_joined) {
             c.dtype = RD_UINT32;  // of these zero is the least
             c.op = RD_MAX;
             CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
+            c.dtype = RD_BFLOAT16;  // with wide partial results
+            c.op = RD_SUM;
+            auto* ones = reinterpret_cast<uint16_t*>(data);
+            std::fill(ones, ones + count, uint16_t(0x3f80));
+            CHECK_EQ(run(channel, c)->result.status, int(RD_OK));
+            const float sum = float(all.size() - 1);
+            uint32_t bits;
+            std::memcpy(&bits, &sum, sizeof bits);
+            CHECK_EQ(ones[0], bits >> 16);
+            CHECK_EQ(ones[count - 1], bits >> 16);
           }
         }
       }
