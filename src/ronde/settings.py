@@ -157,8 +157,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     algorithm: Annotated[
         str,
         Setting(
-            "Force one allreduce algorithm: direct, doubling, halving, ring or two_level. Empty: chosen by the size and "
-            "by the hosts of the members.",
+            "Force one allreduce algorithm: direct, doubling, halving, ring or two_level. Empty: chosen by the size "
+            "and by the hosts of the members.",
             choices=("", "direct", "doubling", "halving", "ring", "two_level"),
             equal_on_all_ranks=True,
         ),
