@@ -5,6 +5,7 @@ from __future__ import annotations
 import select
 import socket
 import threading
+from collections.abc import Callable
 from typing import Self
 
 from tests.limits import PATIENCE_S
@@ -23,6 +24,8 @@ class Forwarder:
         """Whether what is sent in this direction gets lost."""
         self.num_swallowed = 0
         """Bytes."""
+        self.change: Callable[[bytes], bytes] = lambda data: data
+        """Changes what passes through, in both directions."""
         self._accepting = True
         self._pairs: dict[socket.socket, tuple[socket.socket, bool]] = {}
         """By socket: the other one, and whether it is the server's."""
@@ -80,7 +83,7 @@ class Forwarder:
             if data and (self.swallow_to_server if to_server else self.swallow_to_client):
                 self.num_swallowed += len(data)
             elif data:
-                other.sendall(data)
+                other.sendall(self.change(data))
         except OSError:
             data = b""
         if not data:

@@ -7,7 +7,7 @@ RuntimeError
     ├── RoundEnded         this round is over; a new one may begin
     │   └── PeerLost       this round is over because a member is gone
     ├── OperationTimeout   the deadline of an operation passed
-    ├── ProtocolError      a message that no ronde of this version sends
+    ├── ProtocolError      a message that no ronde of this version sends, or that was changed on its way
     ├── JobFailed          a job that ronde.run() started has failed
     ├── OutOfSync          ranks hold different parameters
     └── CheckpointError    a checkpoint cannot be written or read
@@ -80,7 +80,7 @@ class OperationTimeout(RondeError):
 
 
 class ProtocolError(RondeError):
-    """A message was truncated, too large, or of another version of ronde."""
+    """A message was truncated, too large, changed on its way, or of another version of ronde."""
 
 
 class JobFailed(RondeError):

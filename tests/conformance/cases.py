@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from ronde.comm.world import World
 
-MODULES = ("allreduce", "rows", "named", "groups", "plans", "messages", "mismatches", "failures")
+MODULES = ("allreduce", "rows", "named", "repeats", "groups", "plans", "messages", "mismatches", "failures", "works")
 
 
 @dataclass(frozen=True)

@@ -101,6 +101,8 @@ class JoinedRound:
     """The loop of the control thread, which closes it. The listener's handshakes run in it, too."""
     resources: ExitStack = field(default_factory=ExitStack)
     """Closing this closes all connections of the round."""
+    object_key: bytes = b""
+    """Equal on all members, and of this round alone: with it ronde.objects signs what it sends."""
 
 
 class ControlThread:

@@ -8,6 +8,7 @@ name may come in any order: the members announce it, and it runs on the negotiat
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
@@ -39,7 +40,14 @@ class Group:
     """Some ranks of the world, in order. ronde.init() and ronde.add_group() make groups; all ranks call them alike."""
 
     def __init__(
-        self, id: int, ranks: tuple[int, ...], rank: int, open_channels: OpenChannels, control_thread: ControlThread
+        self,
+        id: int,
+        ranks: tuple[int, ...],
+        rank: int,
+        open_channels: OpenChannels,
+        control_thread: ControlThread,
+        *,
+        object_key: bytes = b"",
     ) -> None:
         # Opens the group's channels, together with the other members, when this rank is one.
         self.id = id
@@ -52,6 +60,10 @@ class Group:
         """The index of this rank among the members; None when it is not one."""
         self.operation_timeout_s = open_channels.operation_timeout_s
         """How long one operation may take."""
+        self.object_key = object_key
+        """With this, ronde.objects signs what it sends; empty in a job whose ranks are in one process."""
+        self.num_objects: Counter[tuple[int, ...]] = Counter()
+        """How many calls of ronde.objects there were: collectives, and messages by sender and receiver."""
         self._world_rank = rank
         self._open_channels = open_channels
         self._control_thread = control_thread

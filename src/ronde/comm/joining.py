@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
+import msgspec
+
 from ronde.comm.backends.base import Backend
 from ronde.comm.backends.mpi.backend import MpiBackend, settings_from_mpi
 from ronde.comm.backends.native import NativeBackend
@@ -169,7 +171,11 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
             backend = NativeBackend(topology, listener, key, settings)
         opened.callback(backend.close)
         rank = -1 if settings.coordinator_hosted else 0
-        return JoinedRound(settings, topology, control, backend, liveness.fileno(), rank, loop, opened.pop_all())
+        # Every member has a random name for its Unix socket: no other round has the same members.
+        object_key = key.mac(b"objects", msgspec.msgpack.encode(topology.members))
+        return JoinedRound(
+            settings, topology, control, backend, liveness.fileno(), rank, loop, opened.pop_all(), object_key
+        )
 
 
 def describe_compatibility(settings: Settings) -> dict[str, str]:

@@ -120,9 +120,7 @@ class Plan(AbstractContextManager["Plan"]):
         self.spare_arrays: tuple[Array, ...] = tuple(arrays[len(self.buckets) :])
         """Other memory for the same buckets, which costs nothing until it is used: for a rank that still needs what
         `arrays` hold. join() of this rank overwrites it."""
-        self.shares: tuple[Array, ...] = tuple(
-            array[slice(*_own_range(bucket, group))] for bucket, array in zip(self.buckets, self.arrays, strict=True)
-        )
+        self.shares: tuple[Array, ...] = self._cut_shares(self.arrays)
         """By bucket, this rank's share of its array; for kinds without shares the whole array."""
         self._records = tuple(
             ((signature, bucket.name or str(index)),)
@@ -136,12 +134,13 @@ class Plan(AbstractContextManager["Plan"]):
             )
             for arrays in (self.arrays, self.spare_arrays)
         )
+        spare_shares = self._cut_shares(self.spare_arrays)
         self._results, self._spare_results = (
             tuple(
-                array[slice(*_own_range(bucket, group))] if bucket.kind == "reduce_scatter" else array
-                for bucket, array in zip(self.buckets, arrays, strict=True)
+                share if bucket.kind == "reduce_scatter" else array
+                for bucket, array, share in zip(self.buckets, arrays, shares, strict=True)
             )
-            for arrays in (self.arrays, self.spare_arrays)
+            for arrays, shares in ((self.arrays, self.shares), (self.spare_arrays, spare_shares))
         )
 
     def start(self, index: int, *, spare: bool = False) -> Work:
@@ -157,6 +156,10 @@ class Plan(AbstractContextManager["Plan"]):
         """As start(), but wait for it and return the result."""
         self._channel.run((self._spare_calls if spare else self._calls)[index], self._records[index][0][0])
         return (self._spare_results if spare else self._results)[index]
+
+    def _cut_shares(self, arrays: Sequence[Array]) -> tuple[Array, ...]:
+        pairs = zip(self.buckets, arrays, strict=True)
+        return tuple(array[slice(*_own_range(bucket, self._group))] for bucket, array in pairs)
 
     def close(self) -> None:
         """Close the channel. The arrays stay usable as memory of this rank. Idempotent; all members close theirs."""

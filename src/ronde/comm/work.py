@@ -10,15 +10,18 @@ work with a name, and from a small call ahead for one in program order. Memory f
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from ronde.comm.backends.base import CallWithdrawn, InsideOperation, RunningCall
+from ronde.comm.backends.base import THREADS_HINT, CallWithdrawn, InsideOperation, RunningCall
 from ronde.comm.buffers import ReceiveBuffer, SendBuffer, address_of
 from ronde.comm.call import Call, Signature, Span
 from ronde.errors import OperationTimeout, RondeError
@@ -29,9 +32,19 @@ from ronde.observe.stragglers import attribute_waits
 from ronde.text import format_ranks
 from ronde.types import Deadline
 
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+T = TypeVar("T")
+
 QUERY_MISSING_BEFORE_S = 0.5
 """A wait for the start of a named operation asks for the missing ranks when so much of its time is left, or half of it.
 Asking when the time is over would make the wait longer than was promised."""
+
+POLL_S = 0.002
+"""How often calls are asked whether they have ended, by the thread for callbacks, if their backend does not tell."""
+IDLE_S = 1.0
+"""How long that thread waits for the next function before it ends."""
 
 MIN_QUERY_TIME_S = 0.05
 """A wait with less time than this does not ask: some callers wait for a moment a thousand times per second."""
@@ -55,6 +68,7 @@ class Work:
         "_calls",
         "_done",
         "_error",
+        "_on_start",
         "_owners",
         "_result",
         "_running_calls",
@@ -105,6 +119,8 @@ class Work:
         self._done = False
         self._error: Exception | None = None
         # Only of an operation with a name:
+        self._on_start: list[Callable[[], None]] | None = None
+        """Called when it has started or failed."""
         self.group = 0
         self.announced_ns = 0
         """When it was announced, in shared memory or if a timeline is being written."""
@@ -145,6 +161,28 @@ class Work:
         if not self.done():
             raise ValueError(f"{self.name or 'the operation'} is still under way; wait() for it")
         return self.wait()
+
+    def exception(self) -> Exception | None:
+        """The error of an operation that is over, without waiting; None if it succeeded."""
+        try:
+            self.result()
+        except Exception:
+            if self._error is None:
+                raise
+        return self._error
+
+    def then(self, function: Callable[[Work], T]) -> Future[T]:
+        """Call function(self) once when the operation is over, also if it has failed, in a thread of ronde's own.
+        Return a concurrent.futures.Future of what the function returns or raises.
+
+        The thread is the same for all functions, which run one after the other: one that takes long, or waits, delays
+        the others.
+        """
+        return call_when_over((self,), lambda: function(self))
+
+    def future(self) -> Future[Any]:
+        """Return a concurrent.futures.Future of the result or the error. It cannot be cancelled."""
+        return self.then(Work.wait)
 
     def __repr__(self) -> str:
         return f"<Work {self.name or 'unnamed'}: {'over' if self.done() else 'under way'}>"
@@ -188,6 +226,7 @@ class Work:
         # With a name: in the control thread, which holds the condition of NegotiationWaits.
         self.batch_start = batch_start
         self._running_calls = running_calls
+        self._tell_start()
 
     def withdrawn(self) -> None:
         # It was announced in shared memory and taken back; the holder of the condition of NegotiationWaits says so.
@@ -195,10 +234,33 @@ class Work:
         self._running_calls = None
 
     def fail(self, error: Exception) -> None:
-        # The operation will not start.
+        # The operation will not start, with a name as started_on(); or one of its calls has failed.
         if not self._done:
             self._error = error
             self._done = True
+            self._tell_start()
+
+    def _tell_start(self) -> None:
+        if self._on_start is not None:
+            for callback in self._on_start:
+                callback()
+            self._on_start = None
+
+    def notify_at_progress(self, callback: Callable[[], None]) -> bool:
+        # Call back once, from any thread, when the work may be over; at once when it is. Returns False if nobody would
+        # call back: then done() has to be asked again.
+        if self._running_calls is None and self.waits is not None:
+            with self.waits.condition:
+                if not self.is_started_or_done():
+                    self._on_start = [*(self._on_start or ()), callback]
+                    return True
+        for running_call in self._running_calls or ():
+            if running_call.notify_at_end(callback):
+                return True
+            if not running_call.done():
+                return False
+        callback()
+        return True
 
     def describe(self) -> str:
         if not self.name:
@@ -254,6 +316,95 @@ class Work:
         self._calls = self._targets = ()
         self._owners = None
         self._done = True
+
+
+# --- what is called when works are over ------------------------------------------------------------------------------
+
+
+class _Watch:
+    """Works, and what is called when all of them are over."""
+
+    __slots__ = ("call", "future", "works")
+
+    def __init__(self, works: Sequence[Work], call: Callable[[], Any], future: Future[Any]) -> None:
+        self.works = works
+        self.call = call
+        self.future = future
+
+    def finish(self) -> None:
+        try:
+            self.future.set_result(self.call())
+        except BaseException as error:  # belongs to whoever has the future
+            self.future.set_exception(error)
+
+
+class _CallbackThread:
+    """Runs functions when works are over. Its thread, "ronde-callbacks", starts with the first function and ends when
+    there is none for a while. The library's threads and the control thread say when to look at a work again; calls of
+    backends that do not are polled."""
+
+    def __init__(self) -> None:
+        self.forget_all()
+
+    def forget_all(self) -> None:
+        """As at first. In a forked child, where the thread does not exist, nothing of the parent is called."""
+        self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
+        self._num_watches = 0
+        self._thread: threading.Thread | None = None
+        self._inbox: SimpleQueue[_Watch] = SimpleQueue()
+        """What is to be looked at."""
+
+    def add(self, watch: _Watch) -> None:
+        with self._lock:
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="ronde-callbacks", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError as error:
+                    raise RondeError(f"no thread could be started for callbacks ({error}); {THREADS_HINT}") from None
+                self._thread = thread
+            self._num_watches += 1
+        self._inbox.put(watch)
+
+    def _run(self) -> None:
+        polled: list[_Watch] = []
+        while True:
+            try:
+                polled.append(self._inbox.get(timeout=POLL_S if polled else IDLE_S))
+            except Empty:
+                if not polled and self._end_if_idle():
+                    return
+            polled = [watch for watch in polled if self._needs_poll(watch)]
+
+    def _end_if_idle(self) -> bool:
+        with self._lock:
+            if self._num_watches == 0:
+                self._thread = None
+            return self._thread is None
+
+    def _needs_poll(self, watch: _Watch) -> bool:
+        """Finish a watch whose works are over. Returns whether nobody says when to look at it again."""
+        for work in watch.works:
+            if not work.done():
+                return not work.notify_at_progress(functools.partial(self._inbox.put, watch))
+        watch.finish()
+        with self._lock:
+            self._num_watches -= 1
+        return False
+
+
+_callback_thread = _CallbackThread()
+os.register_at_fork(after_in_child=_callback_thread.forget_all)
+
+
+def call_when_over(works: Sequence[Work], function: Callable[[], T]) -> Future[T]:
+    """Call the function once when all works are over, in the callback thread; return a future of what it returns."""
+    from concurrent.futures import Future  # not at the top: few ranks have a use for it
+
+    future: Future[T] = Future()
+    future.set_running_or_notify_cancel()
+    _callback_thread.add(_Watch(works, function, future))
+    return future
 
 
 class AllreduceWork(Work):

@@ -150,7 +150,8 @@ class World:
             group.refuse_in_child(error)
 
     def _make_group(self, id: int, ranks: tuple[int, ...]) -> Group:
-        group = Group(id, ranks, self.rank, self._open_channels, self.control_thread)
+        object_key = self.joined_round.object_key
+        group = Group(id, ranks, self.rank, self._open_channels, self.control_thread, object_key=object_key)
         if id:
             self.recorder.record_event(GroupAdded(at_ns=time.monotonic_ns(), rank=self.rank, group=id, ranks=ranks))
         return group
@@ -217,7 +218,7 @@ def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # s
     if _state.joining_thread:
         raise RondeError("init() is under way in this process, and was called again by another thread or a handler")
     try:
-        _state.joining_thread, _state.joining_ended = threading.get_ident(), None
+        _state.joining_thread = threading.get_ident()
         loaded = complete_settings(settings)
         sorted_groups = tuple(check_group_ranks(ranks, loaded.size) for ranks in groups)
         joined_round = join_round(loaded, sorted_groups, _state.num_rounds)
@@ -228,7 +229,7 @@ def init(*, groups: Iterable[Iterable[int]] = (), **settings: Any) -> None:  # s
             raise _state.joining_ended
         _state.world = world
     finally:
-        _state.joining_thread = 0
+        _state.joining_thread, _state.joining_ended = 0, None
     if not _state.leaves_at_exit:
         _state.leaves_at_exit = True
         atexit.register(_leave_at_exit)
@@ -290,7 +291,7 @@ def _describe_error(error: BaseException) -> str:
 
 
 def _refuse_in_child() -> None:
-    _state.joining_thread = 0
+    _state.joining_thread, _state.joining_ended = 0, None
     for world in list(_open_worlds):
         world.refuse_in_child()
 

@@ -74,7 +74,7 @@ def allreduce_sparse(group: Group, x: Tensor, options: ReduceOptions, *, name: s
             values = values * factor
         return torch.sparse_coo_tensor(rows[~is_shape].t(), values, x.shape, check_invariants=False).coalesce()
 
-    return gathered.then(sum_equal_indices) if isinstance(gathered, TensorWork) else sum_equal_indices(gathered)
+    return gathered.convert(sum_equal_indices) if isinstance(gathered, TensorWork) else sum_equal_indices(gathered)
 
 
 def allreduce(
@@ -268,4 +268,4 @@ def _unwrap_single(outcome: Any, many: bool) -> Any:
     """The list, or its only tensor if the caller gave one; the same for a TensorWork."""
     if many:
         return outcome
-    return outcome.then(lambda results: results[0]) if isinstance(outcome, TensorWork) else outcome[0]
+    return outcome.convert(lambda results: results[0]) if isinstance(outcome, TensorWork) else outcome[0]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -16,8 +16,13 @@ from torch import Tensor
 
 from ronde.comm.buffers import Array, Bfloat16View
 from ronde.comm.group import Group
-from ronde.comm.work import Work
+from ronde.comm.work import Work, call_when_over
 from ronde.types import Deadline, Op
+
+if TYPE_CHECKING:
+    from concurrent.futures import Future
+
+T = TypeVar("T")
 
 CPU = torch.device("cpu")
 HostArray: TypeAlias = "Array | Bfloat16View"
@@ -136,10 +141,23 @@ class TensorWork:
             raise ValueError(f"{self.name or 'the operation'} is still under way; wait() for it")
         return self.wait()
 
-    def then(self, convert: Callable[[Any], Any]) -> TensorWork:
-        """This work with its result converted. Only one of the two may be waited for."""
+    def exception(self) -> Exception | None:
+        """The error of an operation that is done(), or None; ValueError before that."""
+        errors = (work.exception() for work in self._works)
+        return next((error for error in errors if error is not None), None)
+
+    def then(self, function: Callable[[TensorWork], T]) -> Future[T]:
+        """Call function(self) once when the operation is over, as Work.then does; return a future of its result."""
+        return call_when_over(self._works, lambda: function(self))
+
+    def future(self) -> Future[Any]:
+        """Return a concurrent.futures.Future of the result or the error."""
+        return self.then(TensorWork.wait)
+
+    def convert(self, convert: Callable[[Any], Any]) -> TensorWork:
+        # This work with its result converted. Only one of the two may be waited for.
         finish = self._finish
-        assert finish is not None, "wait() was called before then()"
+        assert finish is not None, "wait() was called before convert()"
         return TensorWork(self._works, lambda results: convert(finish(results)), self.name)
 
     def __repr__(self) -> str:

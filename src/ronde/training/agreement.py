@@ -77,11 +77,13 @@ def explain_joined_ranks() -> Iterator[None]:
     except Mismatch as error:
         if not error.joined:
             raise
-        raise Mismatch(
-            f"{error}. While a rank is in join() only gradients are reduced that all ranks agreed on before: every "
-            "rank needs a step before the first one joins, sparse gradients cannot be reduced, and no parameter may "
-            "begin or cease to train. Or give all ranks equally many steps"
-        ) from None
+        explained = Mismatch(
+            f"{error}. While a rank is in join() only gradients are reduced that all ranks agreed on before, and only "
+            "with op mean or sum: every rank needs a step before the first one joins, sparse gradients cannot be "
+            "reduced, and no parameter may begin or cease to train. Or give all ranks equally many steps"
+        )
+        explained.joined = error.joined
+        raise explained from None
 
 
 def merge_proposals(proposals: Mapping[int, PlanProposal]) -> PlanProposal:

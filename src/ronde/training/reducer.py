@@ -8,6 +8,7 @@ do ranks know which are sparse, which train, and in which order they become read
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -131,6 +132,14 @@ class _AgreedBuckets:
             self.plan.run(number, spare=self._wire_is_spare(number))
         else:
             work.wait()
+
+    def drain(self) -> None:
+        """Wait for all that start() started, also if some of it was refused."""
+        works = [work for work in self.works if work is not None]
+        self.works = [None] * len(self.works)
+        with ExitStack() as stack:
+            for work in reversed(works):
+                stack.callback(work.wait)
 
     def _wire_is_spare(self, number: int) -> bool:
         return self.encoders[number] is None and number < len(self.memories) and self.memories[number].uses_spare
@@ -299,7 +308,13 @@ class Reducer:
         buckets = self._buckets
         if buckets is None:
             return
-        self._finish_buckets(buckets)
+        try:
+            self._finish_buckets(buckets)
+        except Mismatch:  # the buckets that were started end alike
+            with suppress(Mismatch):
+                buckets.drain()
+            with explain_joined_ranks():
+                raise
         self._holds_results = True
         is_usual = buckets.flags.tobytes() == buckets.usual_flags_bytes
         if is_usual and not self._progress.kinds and not buckets.sparse:  # as nearly always
@@ -326,11 +341,8 @@ class Reducer:
 
     def drain(self) -> None:
         """Wait for the buckets that were started. Called when a pass was interrupted, on all members alike."""
-        works = [] if self._buckets is None else self._buckets.works
-        for number, work in enumerate(works):
-            if work is not None:
-                works[number] = None
-                work.wait()
+        if self._buckets is not None:
+            self._buckets.drain()
 
     def parameters_added(self) -> None:
         """The adapter has more parameters. The members agree on new buckets at the end of the next pass."""

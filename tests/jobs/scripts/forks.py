@@ -114,7 +114,12 @@ def load_until_killed(test: ControlSocket, victim: int, settings: dict[str, Any]
     ronde.init(**settings)
     ronde.barrier()
     if test.rank == victim:
-        loader = DataLoader(Numbers(), batch_size=None, num_workers=2, persistent_workers=True)  # type: ignore[arg-type]
+        loader: DataLoader[list[int]] = DataLoader(
+            Numbers(),  # type: ignore[arg-type]
+            batch_size=None,
+            num_workers=2,
+            persistent_workers=True,
+        )
         test.send("loaded", items=list(loader))
         test.receive()  # until the end
     else:
