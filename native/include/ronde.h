@@ -252,7 +252,7 @@ void rd_release_work(rd_work* work);
  * RD_BAD_CALL with EDEADLK (in a callback), and after RD_FORKED. */
 rd_status rd_wait(rd_work* work, rd_result* result, double remaining_s);
 
-/* Returns 1 when the call has ended, else 0. */
+/* Returns 1 when the call has ended, 2 when it has ended with RD_WITHDRAWN, else 0. */
 int rd_done(rd_work* work);
 
 /* Adds a callback to a submitted call. Returns 1, or 0 when the call has ended: then the callback is not called. */

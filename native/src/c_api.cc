@@ -219,7 +219,10 @@ RD_API rd_status rd_wait(rd_work* work, rd_result* result, double remaining_s) {
   });
 }
 
-RD_API int rd_done(rd_work* work) { return work->call->finished() ? 1 : 0; }
+RD_API int rd_done(rd_work* work) {
+  if (!work->call->finished()) return 0;
+  return work->call->result.status == RD_WITHDRAWN ? 2 : 1;
+}
 
 RD_API int rd_add_callback(rd_work* work, rd_callback callback, void* context) {
   return !made_by_parent(work->generation) && work->call->add_callback({callback, context}) ? 1 : 0;

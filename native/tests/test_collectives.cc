@@ -363,6 +363,36 @@ TEST(results_in_16_bits_are_float32_results_rounded_once) {
   }
 }
 
+TEST(sixteen_bits_send_half_the_bytes_or_three_quarters_where_a_host_has_several_members) {
+  struct Case {
+    std::vector<uint32_t> hosts;
+    rd_kind kind;
+    double share;
+  };
+  for (const Case& one : {Case{{0, 1}, RD_ALLREDUCE, 0.5}, Case{{0, 1, 2, 3}, RD_ALLREDUCE, 0.5},
+                          Case{{0, 1, 2, 3}, RD_REDUCE_SCATTER, 0.5}, Case{{0, 0, 1, 1}, RD_ALLREDUCE, 0.75},
+                          Case{{0, 1}, RD_ALLGATHER, 0.5}}) {
+    GroupSetup setup{one.hosts};
+    setup.slot_bytes = 4 << 20;
+    setup.counts_bytes = true;
+    ThreadRanks all(setup);
+    uint64_t sent[2];
+    for (rd_dtype dtype : {RD_FLOAT32, RD_BFLOAT16}) {
+      const uint64_t count = 400000, before = all.bytes_sent();
+      std::vector<uint64_t> counts = shares_of(count, all.size());
+      all.run([&](uint32_t rank, Channel& channel) {
+        std::vector<char> in(count * 4), out(count * 4);
+        rd_call c = make_call(one.kind, dtype);
+        if (one.kind != RD_ALLREDUCE) c.counts = counts.data();
+        run_one(channel, c, in.data(), out.data(), one.kind == RD_ALLGATHER ? counts[rank] : count);
+      });
+      sent[dtype == RD_BFLOAT16] = all.bytes_sent() - before;
+    }
+    CHECK(double(sent[1]) < double(sent[0]) * (one.share + 0.01));
+    CHECK(double(sent[1]) > double(sent[0]) * (one.share - 0.01));
+  }
+}
+
 TEST(a_mean_of_40000_is_40000_in_float16) {
   for (const HostCase& one : many_hosts()) {
     ThreadRanks all({one.hosts});

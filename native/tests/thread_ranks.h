@@ -2,8 +2,8 @@
 #pragma once
 
 #include <arpa/inet.h>
+#include <linux/tcp.h>
 #include <netinet/in.h>
-#include <netinet/tcp.h>
 #include <sys/mman.h>
 #include <sys/socket.h>
 
@@ -32,6 +32,7 @@ struct GroupSetup {
   uint32_t num_cores = 2;
   uint64_t fusion_bytes = 1 << 20;
   uint32_t max_announced = 0;  // ids of announced calls
+  bool counts_bytes = false;   // whether bytes_sent() is wanted; then members do not see when another one closes
 };
 
 // A connected pair of TCP sockets on the loopback interface.
@@ -66,6 +67,8 @@ class ThreadRanks {
         if (setup_.hosts[a] == setup_.hosts[b]) continue;
         for (uint32_t i = 0; i < setup_.num_sockets; ++i) {
           auto [one, other] = tcp_pair();
+          if (setup_.counts_bytes)
+            for (int fd : {one.get(), other.get()}) counted_.emplace_back(dup(fd));
           sockets[a][b].push_back(std::move(one));
           sockets[b][a].push_back(std::move(other));
         }
@@ -87,6 +90,18 @@ class ThreadRanks {
   uint32_t size() const { return size_; }
   Channel& channel(uint32_t rank) { return *channels_[rank]; }
   void destroy(uint32_t rank) { channels_[rank].reset(); }
+
+  // The bytes that all ranks together have sent to ranks of other hosts in collectives.
+  uint64_t bytes_sent() const {
+    uint64_t sum = 0;
+    for (const FileDescriptor& socket : counted_) {
+      tcp_info info{};
+      socklen_t length = sizeof info;
+      getsockopt(socket.get(), IPPROTO_TCP, TCP_INFO, &info, &length);
+      sum += info.tcpi_bytes_sent - info.tcpi_bytes_retrans;
+    }
+    return sum;
+  }
 
   // Runs `body` for every rank in a thread of its own and returns when all have finished.
   void run(const std::function<void(uint32_t, Channel&)>& body) {
@@ -126,6 +141,7 @@ class ThreadRanks {
 
   GroupSetup setup_;
   uint32_t size_;
+  std::vector<FileDescriptor> counted_;
   std::vector<std::unique_ptr<Channel>> channels_;
   std::vector<void*> bases_;
   std::vector<std::pair<void*, uint64_t>> memory_;

@@ -214,6 +214,23 @@ def all_moves(opened: BackendChannel, dtype: DType, *, pre_agreed: bool) -> None
     start = sum(counts[:RANK])
     expect_equal(out, reduce(everybody, dtype, Op.SUM, 1.0, 1.0)[start : start + counts[RANK]], "reduce_scatter")
     alltoall(opened, dtype, pre_agreed=pre_agreed)
+    for root in EVERYBODY:
+        more: dict[str, Any] = {"dtype": dtype, "peer": root, "pre_agreed": pre_agreed}
+        out = np.zeros(total, dtype.numpy)
+        run(opened, Kind.REDUCE, everybody[RANK].copy(), out, **more)
+        gathered = np.zeros(total, dtype.numpy)
+        run(opened, Kind.GATHER, pieces[RANK].copy(), gathered, counts=counts, **more)
+        if root == RANK:
+            expect_equal(out, reduce(everybody, dtype, Op.SUM, 1.0, 1.0), "reduce")
+            expect_equal(gathered, np.concatenate(pieces), "gather")
+        mine = np.zeros(counts[RANK], dtype.numpy)
+        parts = (Span(address_of(gathered), address_of(mine), mine.size),)
+        text = f"scatter {total}"
+        run(
+            opened,
+            Call(Kind.SCATTER, dtype, spans=parts, counts=counts, peer=root, description=text, pre_agreed=pre_agreed),
+        )
+        expect_equal(mine, pieces[RANK], "scatter")
     run(opened, Kind.BARRIER, pre_agreed=pre_agreed)
 
 
@@ -356,6 +373,10 @@ def a_mistake_is_refused_before_anything_is_sent(opened: BackendChannel) -> None
         call(Kind.ALLGATHER, x, counts=(3,) * SIZE),
         call(Kind.ALLTOALL, x, counts=(1,) * SIZE),
         call(Kind.REDUCE_SCATTER, x, counts=(9,) * SIZE),
+        call(Kind.REDUCE, x, peer=SIZE),
+        call(Kind.GATHER, x, peer=0, counts=(3,) * SIZE),
+        call(Kind.SCATTER, x, peer=0),
+        call(Kind.ALLREDUCE, np.ones(1), op=Op.BIT_OR),
     )
     for each in wrong:
         with raises(ValueError):

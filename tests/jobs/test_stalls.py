@@ -23,8 +23,14 @@ STALL_S = 1.0
 SETTINGS = Settings(stall_s=STALL_S)
 LATE = 2
 OTHERS = [0, 1]
-OPERATIONS = ("allreduce sum float32[3]", "allreduce 'gradient'", "bucket 0: ")
-"""How the reports call them: in program order, by name, and planned."""
+OPERATIONS = (
+    "allreduce sum float32[3]",
+    "allreduce 'gradient' sum float32[3]",
+    "bucket 0: ",
+    "allreduce 'repeated' sum float32[3]",
+)
+"""How the reports call them: in program order, by name, planned, and by a name that the members announce in shared
+memory."""
 
 
 def line_of(how: str) -> str:
@@ -47,7 +53,7 @@ def finish(job: LocalRanks) -> dict[int, dict[str, Any]]:
     over = job.receive_all(OTHERS, "over")
     assert job.wait() == [0, 0, 0], job.printed()
     for message in over.values():
-        assert message["totals"] == [9.0, 9.0, 3.0], "the late rank came, and all went well"
+        assert message["totals"] == [9.0, 9.0, 3.0, 9.0], "the late rank came, and all went well"
         reported = [report["op"] for report in message["reports"]]
         assert len(reported) == len(OPERATIONS) and all(map(str.startswith, reported, OPERATIONS)), reported
     return over
@@ -96,8 +102,11 @@ def test_who_comes_to_a_reported_operation_does_not_make_it_new() -> None:
         for number in (1, 2):
             do(job, OTHERS, start=number)
             do(job, OTHERS, reports=number + 1)
+        do(job, [0], start=3)
+        do(job, OTHERS, reports=4)
+        do(job, [1], start=3)
         for message in finish(job).values():
-            assert [report["missing"] for report in message["reports"]] == [[1, LATE], [LATE], [LATE]]
+            assert [report["missing"] for report in message["reports"]] == [[1, LATE], [LATE], [LATE], [1, LATE]]
 
 
 HANGS = """import ronde, numpy, signal

@@ -6,15 +6,21 @@ with the buffer protocol. What is not contiguous travels as a copy; an `out` tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ronde.comm.backends.native_library import address_of as address_of
 from ronde.types import DType
 
-Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+if TYPE_CHECKING:
+    Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
+else:
+    Array = np.ndarray  # before NumPy 1.22 it has no type arguments
+read_dlpack: Callable[[Any], Array] | None = getattr(np, "from_dlpack", getattr(np, "_from_dlpack", None))
+"""NumPy's function for tensors with DLPack. NumPy 1.22 has it under another name, NumPy 1.21 not at all."""
 
 NUMPY_DTYPES: dict[np.dtype[Any], DType] = {dtype.numpy: dtype for dtype in DType if dtype is not DType.BFLOAT16}
 CPU_DEVICES = (1, 3)
@@ -83,7 +89,8 @@ def as_receive_buffer(out: object, send_buffer: SendBuffer, what: str) -> Receiv
         raise TypeError(f"{what}: out must be an array that can be written to, got the number {out!r}")
     array, dtype = _array_and_dtype(out, what)
     if not array.flags.writeable:
-        raise ValueError(f"{what}: out is read-only; pass a writable array, or leave out= away to get a new one")
+        hint = "" if isinstance(out, np.ndarray) else f" for NumPy {np.__version__} (2.3 can write to most tensors)"
+        raise ValueError(f"{what}: out is read-only{hint}; pass a writable array, or leave out= away to get a new one")
     if array.shape != sent.shape or dtype is not send_buffer.dtype:
         raise ValueError(
             f"{what}: out is {dtype.name.lower()}{list(array.shape)}, "
@@ -145,25 +152,26 @@ def _as_array(x: object, what: str) -> Array:
         return x
     if isinstance(x, np.generic | bool | int | float):
         return np.asarray(x)
-    if hasattr(x, "__dlpack__"):
-        return _from_dlpack(x, what)
+    if hasattr(x, "__dlpack__") and read_dlpack is not None:
+        return _from_dlpack(x, read_dlpack, what)
     try:
         view = memoryview(x)  # type: ignore[arg-type]  # whether it is a buffer is what we ask
     except TypeError:
+        tensors = "a tensor with DLPack" + ("" if read_dlpack is not None else " (with NumPy 1.22 or later)")
         raise TypeError(
-            f"{what}: cannot read {type(x).__name__}; pass a NumPy array, a tensor with DLPack, or a buffer, "
+            f"{what}: cannot read {type(x).__name__}; pass a NumPy array, {tensors}, or a buffer, "
             "and use ronde.objects for Python objects"
         ) from None
     return np.asarray(view)
 
 
-def _from_dlpack(x: Any, what: str) -> Array:  # any library's tensor
+def _from_dlpack(x: Any, read: Callable[[Any], Array], what: str) -> Array:  # any library's tensor
     name = type(x).__name__
     device, _ = x.__dlpack_device__()
     if int(device) not in CPU_DEVICES:
         raise TypeError(f"{what}: the {name} is not in CPU memory (DLPack device {int(device)}); copy it there first")
     try:
-        return np.from_dlpack(x)
+        return read(x)
     except (RuntimeError, BufferError, TypeError) as error:
         hint = "for bfloat16 pass ronde.Bfloat16View(its bits as uint16)"
         raise TypeError(f"{what}: NumPy cannot read the {name}: {error}; {hint}") from None

@@ -18,13 +18,13 @@ from typing import Any, Protocol
 
 import msgspec
 
-from ronde.comm.backends.base import THREADS_HINT, Backend
+from ronde.comm.backends.base import Backend
 from ronde.comm.named_operations import OpenChannels
 from ronde.comm.telemetry import ChannelStallInspector, TraceSender, make_activity_report
 from ronde.comm.work import NegotiationWaits
-from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
+from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.net.connect import describe_disconnect, send_and_hang_up, socket_error
-from ronde.net.event_loop import EventLoop
+from ronde.net.event_loop import EventLoop, start_thread
 from ronde.net.messages import (
     AnnounceOperations,
     ChangeGroups,
@@ -156,11 +156,7 @@ class ControlThread:
         self._thread = threading.Thread(target=self._run, name="ronde-control", daemon=True)
 
     def start(self) -> None:
-        try:
-            self._thread.start()
-        except RuntimeError as error:
-            rank = self._recorder.rank
-            raise StartFailed(f"rank {rank} cannot start its control thread: {error}; {THREADS_HINT}") from None
+        start_thread(self._thread)
 
     # --- for other threads -----------------------------------------------------------------------------------------
 

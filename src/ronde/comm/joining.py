@@ -270,7 +270,11 @@ def host_coordinator(settings: Settings, key: JobKey) -> CoordinatorServer:
         except StartFailed as error:
             problem = error
             continue
-        coordinator.start()
+        try:
+            coordinator.start()
+        except BaseException:
+            coordinator.close()
+            raise
         return coordinator
     assert problem is not None
     raise problem

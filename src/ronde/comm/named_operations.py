@@ -349,7 +349,8 @@ class NamedOperations:
             if work.shared_id >= 0:  # else the call was withdrawn since
                 on_done = functools.partial(self._release_names, (work,))
                 self.announced_channel.keep(work.shared_id, running_call, operation, on_done)
-                work.started_on((running_call,))
+                with self._waits.condition:
+                    work.started_on((running_call,))
 
     def _withdraw(self, work: Work) -> bool:
         """Take back a work that was announced in shared memory. Returns False if it runs. The caller holds the lock."""

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 
-from ronde.comm.backends.base import THREADS_HINT, CallWithdrawn, InsideOperation, RunningCall
+from ronde.comm.backends.base import CallWithdrawn, InsideOperation, RunningCall
 from ronde.comm.buffers import ReceiveBuffer, SendBuffer, address_of
 from ronde.comm.call import Call, Signature, Span
 from ronde.errors import OperationTimeout, RondeError
+from ronde.net.event_loop import start_thread
 from ronde.net.messages import MissingRanksQuery, OperationRequest, WorkerMessage
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.recorder import Recorder
@@ -321,7 +322,7 @@ class Work:
 # --- what is called when works are over ------------------------------------------------------------------------------
 
 
-class _Watch:
+class _WorkCallback:
     """Works, and what is called when all of them are over."""
 
     __slots__ = ("call", "future", "works")
@@ -349,52 +350,70 @@ class _CallbackThread:
     def forget_all(self) -> None:
         """As at first. In a forked child, where the thread does not exist, nothing of the parent is called."""
         self._lock = threading.RLock()  # reentrant: a signal handler may interrupt its owner
-        self._num_watches = 0
+        self._num_callbacks = 0
         self._thread: threading.Thread | None = None
-        self._inbox: SimpleQueue[_Watch] = SimpleQueue()
-        """What is to be looked at."""
+        self._inbox: SimpleQueue[_WorkCallback | None] = SimpleQueue()
+        """What is to be looked at. None: the thread is to end, unless it has works to wait for."""
 
-    def add(self, watch: _Watch) -> None:
+    def add(self, callback: _WorkCallback) -> None:
         with self._lock:
             if self._thread is None:
                 thread = threading.Thread(target=self._run, name="ronde-callbacks", daemon=True)
-                try:
-                    thread.start()
-                except RuntimeError as error:
-                    raise RondeError(f"no thread could be started for callbacks ({error}); {THREADS_HINT}") from None
+                start_thread(thread)
                 self._thread = thread
-            self._num_watches += 1
-        self._inbox.put(watch)
+            self._num_callbacks += 1
+        self._inbox.put(callback)
+
+    def finish(self, deadline: Deadline) -> None:
+        """Wait until everything was called and the thread has ended, when all works are over. It returns at once in a
+        callback."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            self._inbox.put(None)
+            thread.join(deadline.remaining_s)
 
     def _run(self) -> None:
-        polled: list[_Watch] = []
+        callbacks: list[_WorkCallback] = []
         while True:
-            try:
-                polled.append(self._inbox.get(timeout=POLL_S if polled else IDLE_S))
-            except Empty:
-                if not polled and self._end_if_idle():
-                    return
-            polled = [watch for watch in polled if self._needs_poll(watch)]
+            has_more = self._take(callbacks)
+            callbacks = [callback for callback in callbacks if self._needs_poll(callback)]
+            if not has_more and self._end_if_idle():
+                return
+
+    def _take(self, callbacks: list[_WorkCallback]) -> bool:
+        """Wait for what is to be looked at next, and add it; returns whether there was something."""
+        try:
+            callback = self._inbox.get(timeout=POLL_S if callbacks else IDLE_S)
+        except Empty:
+            return False
+        if callback is not None:
+            callbacks.append(callback)
+        return callback is not None
 
     def _end_if_idle(self) -> bool:
         with self._lock:
-            if self._num_watches == 0:
+            if self._num_callbacks == 0:
                 self._thread = None
             return self._thread is None
 
-    def _needs_poll(self, watch: _Watch) -> bool:
-        """Finish a watch whose works are over. Returns whether nobody says when to look at it again."""
-        for work in watch.works:
+    def _needs_poll(self, callback: _WorkCallback) -> bool:
+        """Finish a callback whose works are over. Returns whether nobody says when to look at it again."""
+        for work in callback.works:
             if not work.done():
-                return not work.notify_at_progress(functools.partial(self._inbox.put, watch))
-        watch.finish()
+                return not work.notify_at_progress(functools.partial(self._inbox.put, callback))
+        callback.finish()
         with self._lock:
-            self._num_watches -= 1
+            self._num_callbacks -= 1
         return False
 
 
 _callback_thread = _CallbackThread()
 os.register_at_fork(after_in_child=_callback_thread.forget_all)
+
+
+def finish_callbacks(deadline: Deadline) -> None:
+    """Wait until what follows works has been called. All works must be over."""
+    _callback_thread.finish(deadline)
 
 
 def call_when_over(works: Sequence[Work], function: Callable[[], T]) -> Future[T]:
@@ -403,7 +422,7 @@ def call_when_over(works: Sequence[Work], function: Callable[[], T]) -> Future[T
 
     future: Future[T] = Future()
     future.set_running_or_notify_cancel()
-    _callback_thread.add(_Watch(works, function, future))
+    _callback_thread.add(_WorkCallback(works, function, future))
     return future
 
 

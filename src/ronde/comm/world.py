@@ -22,6 +22,7 @@ from ronde.comm.control_thread import ControlThread, JoinedRound
 from ronde.comm.group import Group
 from ronde.comm.joining import Groups, complete_settings, join_round
 from ronde.comm.named_operations import OpenChannels
+from ronde.comm.work import finish_callbacks
 from ronde.errors import Mismatch, NotInitialized, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.net.addresses import host_name
 from ronde.net.messages import ChangeGroups, LeaveReason, LeaveRound, TimelineRequest
@@ -137,6 +138,8 @@ class World:
                 group.close()
         finally:
             self.control_thread.stop(Deadline(max(deadline.remaining_s, MIN_STOP_S)))
+            if not _open_worlds:  # in tests there may be others, with works that are not over
+                finish_callbacks(deadline)
 
     def refuse_in_child(self) -> None:
         """This process is a forked child of the rank. Let everything but questions about the rank raise an error, and

@@ -693,7 +693,7 @@ class Negotiator:
         cannot, and there an operation is one call."""
         group, agreed = operation.group, operation.agreed_operation
         shared_id, request = -1, operation.lowest_request()
-        is_one_call = len(request.shapes) <= 1 or (request.kind == OperationKind.ALLREDUCE and request.op != Op.ADASUM)
+        is_one_call = len(request.shapes) <= 1 or request.kind == OperationKind.ALLREDUCE
         if is_one_call and group.sharing_mask == group.member_mask and not group.joined_mask:
             if len(group.shared_ids) < MAX_SHARED_IDS:
                 group.shared_ids.setdefault(operation.name, len(group.shared_ids))

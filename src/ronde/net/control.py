@@ -24,7 +24,7 @@ from zmq.utils import z85
 from ronde.errors import ProtocolError
 from ronde.net.addresses import format_address, listen_error, parse_address, resolve_host
 from ronde.net.connect import HEARTBEAT_S
-from ronde.net.event_loop import EventLoop, Timer
+from ronde.net.event_loop import EventLoop, Timer, check_threads_can_start
 from ronde.net.keys import JobKey
 from ronde.net.messages import (
     MAX_MESSAGE_BYTES,
@@ -37,6 +37,8 @@ from ronde.net.messages import (
 from ronde.net.open_files import is_open_files_error
 from ronde.text import format_count
 
+NUM_ZMQ_THREADS = 2
+"""Threads of a context."""
 FLUSH_S = 1.0
 """How long close() may take to send what is still queued."""
 HANDSHAKE_S = 5.0
@@ -64,6 +66,7 @@ class _ControlSocket:
     def __init__(self, kind: int) -> None:
         self.num_refused = 0
         """Clients and messages that were refused."""
+        check_threads_can_start(NUM_ZMQ_THREADS, "of ZeroMQ")
         self._context = zmq.Context()
         self._socket = self._context.socket(kind)
         self._socket.set(zmq.LINGER, 0)

@@ -20,6 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ronde.errors import StartFailed
+
 CALL_TIMEOUT_S = 10.0
 """LoopThread.call raises after this long. A loop answers within milliseconds unless the host is overloaded."""
 ALIVE_CHECK_S = 0.1
@@ -34,6 +36,32 @@ _READ_EVENTS = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR
 _WRITE_EVENTS = select.EPOLLOUT | select.EPOLLHUP | select.EPOLLERR
 
 T = TypeVar("T")
+
+THREADS_HINT = "raise the limit of processes (`ulimit -u`), or that of the container (its pids limit)"
+"""What to do when a thread cannot be started."""
+
+
+def start_thread(thread: threading.Thread) -> None:
+    """Start a thread; StartFailed if the system refuses."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise StartFailed(f"the thread {thread.name} could not be started ({error}); {THREADS_HINT}") from None
+
+
+def check_threads_can_start(num_threads: int, what: str) -> None:
+    """StartFailed if the system refuses so many threads. For a library that ends the process in that case."""
+    may_end = threading.Event()
+    started: list[threading.Thread] = []
+    try:
+        for _ in range(num_threads):
+            thread = threading.Thread(target=may_end.wait, name=what, daemon=True)
+            start_thread(thread)
+            started.append(thread)
+    finally:
+        may_end.set()
+        for thread in started:
+            thread.join()
 
 
 class Timer:
@@ -229,8 +257,9 @@ class LoopThread:
 
     def start(self, run: Callable[[], None] | None = None) -> None:
         """Run the loop in a new thread. `run` replaces what the thread does: it runs the loop itself."""
-        self._thread = threading.Thread(target=run or self._run, name=self._name, daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=run or self._run, name=self._name, daemon=True)
+        start_thread(thread)
+        self._thread = thread
 
     def is_running(self) -> bool:
         return self._thread is not None and self._thread.is_alive()

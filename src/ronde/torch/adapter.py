@@ -224,7 +224,8 @@ class TorchAdapter:
 
     def checksum_parameters(self, skipped: Container[str]) -> list[tuple[str, int]]:
         named = zip(self._names, self._tensors, strict=True)
-        return [(name, checksum_tensor(tensor)) for name, tensor in named if name not in skipped]
+        compared = [(name, tensor) for name, tensor in named if name not in skipped and _has_plain_memory(tensor)]
+        return [(name, checksum_tensor(tensor)) for name, tensor in compared]
 
     def allreduce_sparse(self, index: int, group: Group, scales: tuple[float, float]) -> None:
         parameter, view = self._parameters[index], self._current_view(index)
@@ -545,6 +546,14 @@ def _memory_order(tensor: Tensor) -> str:
     if tensor.dim() in formats and tensor.is_contiguous(memory_format=formats[tensor.dim()]):
         return "channels last"
     return f"strides {tuple(tensor.stride())}"
+
+
+def _has_plain_memory(tensor: Tensor) -> bool:
+    """Whether its numbers are in memory as it shows them. A frozen parameter may be sparse, for example."""
+    is_plain = tensor.layout is torch.strided and tensor.device.type != "meta" and not tensor.is_quantized
+    kind: Any = type(tensor)
+    wraps_others = kind.__torch_dispatch__ is not Tensor.__torch_dispatch__
+    return is_plain and not (wraps_others or tensor.is_conj() or tensor.is_neg())
 
 
 def _is_packed(tensor: Tensor) -> bool:

@@ -32,11 +32,12 @@ def busy(released: threading.Event) -> None:
 
 
 def operations(plan: ronde.Plan) -> list[Callable[[], ronde.Work]]:
-    """In program order, by name, and planned."""
+    """In program order, by name, planned, and by a name that repeats."""
     return [
         lambda: ronde.allreduce(ONES, wait=False),
         lambda: ronde.allreduce(ONES, name="gradient", wait=False),
         lambda: plan.start(0),
+        lambda: ronde.allreduce(ONES, name="repeated", wait=False),
     ]
 
 
@@ -91,6 +92,8 @@ def main() -> None:
         ronde.init(**wanted["settings"])
         plan = ronde.plan([ronde.Bucket(count=3)])
         plan.arrays[0][:] = 1.0
+        for _ in range(3):  # then it is announced in shared memory
+            ronde.allreduce(ONES, name="repeated")
         ronde.barrier()
         if test.rank == wanted["late"]:
             be_late(test, {"asleep": asleep, "busy": busy}[wanted["how"]], plan)

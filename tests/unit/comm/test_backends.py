@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import socket
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from ronde.comm.backends.base import ChannelSpec
-from ronde.comm.backends.native import NativeBackend
+from ronde.comm.backends.native import NativeBackend, NativeChannel
 from ronde.comm.backends.native_library import ABI, NativeLibrary
 from ronde.comm.backends.single_rank import SingleRankBackend, SingleRankChannel
 from ronde.comm.buffers import Array, address_of
@@ -19,6 +20,7 @@ from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.keys import JobKey, new_job_key
 from ronde.settings import Settings
 from ronde.types import Deadline, DType, Member, Op, OperationKind, Topology
+from tests.unit.thread_limit import no_new_threads
 
 DEADLINE = Deadline(10.0)
 
@@ -73,6 +75,40 @@ def test_sizes_that_the_library_refuses_are_named_with_what_is_allowed(
     spec = ChannelSpec(id="0.ordered", members=tuple(range(num_members)), member_index=0, bucket_bytes=bucket_bytes)
     with pytest.raises(ValueError, match=words):
         backend.open_channel(spec, DEADLINE)
+
+
+@pytest.fixture
+def native_channel() -> Iterator[NativeChannel]:
+    """A channel of the native backend with one member."""
+    topology = Topology((Member(0, "host", 1, ""),), 0)
+    backend = NativeBackend(topology, ListenerOfDyingRank(), JobKey(new_job_key()), Settings())  # type: ignore[arg-type]
+    opened = backend.open_channel(ChannelSpec(id="0.ordered", members=(0,), member_index=0, bucket_bytes=8), DEADLINE)
+    yield opened
+    opened.close()
+
+
+def test_a_call_in_the_background_that_gets_no_thread_is_refused_and_not_lost(native_channel: NativeChannel) -> None:
+    x = np.ones(3, np.float32)
+    with no_new_threads():
+        assert native_channel.run(allreduce(x, x), DEADLINE).algorithm == "direct"  # needs none
+        with pytest.raises(RondeError, match=r"allreduce failed on rank 0: no thread could be started .*ulimit -u"):
+            native_channel.submit(allreduce(x, x), DEADLINE)
+    native_channel.submit(allreduce(x, x), DEADLINE).wait(DEADLINE)
+
+
+def test_a_closed_native_channel_refuses_everything(native_channel: NativeChannel) -> None:
+    x = np.ones(3, np.float32)
+    ended = native_channel.submit(allreduce(x, x), DEADLINE)
+    ended.wait(DEADLINE)
+    native_channel.close("the round is over")
+    native_channel.close()
+    for refused in (native_channel.run, native_channel.submit):
+        with pytest.raises(RoundEnded, match="allreduce on rank 0: the round is over"):
+            refused(allreduce(x, x), DEADLINE)
+    with pytest.raises(RoundEnded):
+        native_channel.bucket()
+    assert native_channel.current_call() is None and ended.done()
+    native_channel.abort(why="too late")
 
 
 @pytest.mark.parametrize("op", list(Op))

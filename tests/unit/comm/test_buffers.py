@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from ronde.comm import buffers
 from ronde.comm.buffers import (
     Bfloat16View,
     as_receive_buffer,
@@ -46,13 +47,44 @@ def test_every_dtype_is_known(dtype: DType) -> None:
     assert source.dtype is dtype
 
 
-@pytest.mark.parametrize("given", [np.arange(4.0), Tensor(np.arange(4.0)), bytearray(4)])
+# With older ones, DLPack has no way to say whether a tensor may be written to.
+needs_writable_dlpack = pytest.mark.skipif(
+    np.lib.NumpyVersion(np.__version__) < "2.3.0", reason="before NumPy 2.3 what came by DLPack is read-only"
+)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [np.arange(4.0), pytest.param(Tensor(np.arange(4.0)), marks=needs_writable_dlpack), bytearray(4)],
+)
 def test_memory_is_read_and_written_where_it_is(given: object) -> None:
     source = as_send_buffer(given, "allreduce")
     target = as_receive_buffer(given, source, "allreduce")
     assert target.result is given and target.copy_to is None
     target.array[:] = 7
     assert source.array.tolist() == [7] * 4
+
+
+class OldTensor(Tensor):
+    """A tensor of a library that does not say whether it may be written to."""
+
+    def __dlpack__(self, **options: object) -> object:
+        return self._data.__dlpack__()
+
+
+def test_a_tensor_that_may_be_immutable_is_read_but_not_written() -> None:
+    tensor = OldTensor(np.arange(4.0))
+    source = as_send_buffer(tensor, "allreduce")
+    assert source.array.tolist() == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match=r"allreduce: out is read-only for NumPy .*; pass a writable array"):
+        as_receive_buffer(tensor, source, "allreduce")
+
+
+def test_a_numpy_without_dlpack_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(buffers, "read_dlpack", None)
+    with pytest.raises(TypeError, match=r"cannot read Tensor; .* a tensor with DLPack \(with NumPy 1.22"):
+        as_send_buffer(Tensor(np.arange(4.0)), "allreduce")
+    assert as_send_buffer(bytearray(4), "allreduce").array.tolist() == [0] * 4
 
 
 @pytest.mark.parametrize(

@@ -64,8 +64,10 @@ def test_a_job_of_several_ranks_needs_coordinator_and_key() -> None:
         join_round(Settings(size=2, coordinator="127.0.0.1:1"), (), 0)
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_join_are_named() -> None:
-    settings = Settings(size=3, coordinator=free_address(), key=KEY, start_s=0.5)
+    # The coordinator has to answer half a second before the rank gives up, on a busy machine as well.
+    settings = Settings(size=3, coordinator=free_address(), key=KEY, start_s=5.0)
     with pytest.raises(StartFailed, match=r"ranks 1.* of 3 did not join"):
         join_round(settings, (), 0)
 

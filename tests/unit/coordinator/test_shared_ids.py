@@ -19,7 +19,7 @@ from ronde.net.messages import (
     RunOperations,
     UnknownOperationId,
 )
-from ronde.types import DType, Op, OperationKind
+from ronde.types import DType, OperationKind
 from tests.unit.coordinator.requests import allreduce
 
 
@@ -60,12 +60,11 @@ def test_what_runs_twice_alike_gets_a_shared_id_if_all_members_share_memory() ->
     ("request_", "is_shared"),
     [
         (allreduce("a", (4,), (5,)), True),
-        (allreduce("a", (4,), (5,), op=Op.ADASUM), False),
         (OperationRequest(0, "a", OperationKind.ALLGATHER, DType.FLOAT32, ((4,), (5,))), False),
         (OperationRequest(0, "a", OperationKind.ALLGATHER, DType.FLOAT32, ((4,),)), True),
         (OperationRequest(0, "a", OperationKind.BARRIER, DType.FLOAT32, ()), True),
     ],
-    ids=["several arrays", "adasum of several", "allgather of several", "allgather", "barrier"],
+    ids=["several arrays", "allgather of several", "allgather", "barrier"],
 )
 def test_an_operation_of_several_calls_gets_none(request_: OperationRequest, is_shared: bool) -> None:
     negotiator = make_negotiator()

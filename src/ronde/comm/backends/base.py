@@ -29,10 +29,6 @@ LOSS_REASON_S = LEAVE_GRACE_S + 0.5
 """How long a call that failed waits for the coordinator's reason: it knows how a member ended."""
 
 
-THREADS_HINT = "raise the limit of processes (`ulimit -u`), or that of the container (its pids limit)"
-"""What to do when a thread cannot be started."""
-
-
 class _ThisThread(threading.local):
     operation = ""
     """The operation in which the calling thread is, in words; empty if it is in none."""

@@ -22,7 +22,6 @@ import numpy as np
 
 from ronde.comm.backends.base import (
     LOSS_REASON_S,
-    THREADS_HINT,
     CallTiming,
     CallWithdrawn,
     ChannelSpec,
@@ -55,7 +54,7 @@ from ronde.comm.backends.native_library import (
 from ronde.comm.call import Call, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, PendingConnection, connect_authenticated, describe_disconnect
-from ronde.net.event_loop import EventLoop
+from ronde.net.event_loop import THREADS_HINT, EventLoop
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.net.messages import MAX_SHARED_IDS
@@ -464,7 +463,7 @@ class NativeRunningCall(RunningCall):
         """The handle of the call; 0 when it was released."""
 
     def has_ended(self) -> bool:
-        return bool(self._channel.library.rd_done(self._work))
+        return bool(self._channel.library.rd_done(self._work) == 1)  # 2: it was withdrawn, and will run as another call
 
     def wait_for_end(self, deadline: Deadline) -> CallTiming | None:
         channel, structs = self._channel, thread_structs.own

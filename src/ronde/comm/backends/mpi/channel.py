@@ -10,6 +10,7 @@ calls that were submitted, or that find the queue busy, run in a thread of the q
 
 from __future__ import annotations
 
+import contextlib
 import struct
 import threading
 import time
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from ronde.comm.backends.base import THREADS_HINT, CallTiming, ChannelSpec, CurrentCall, RunningCall
+from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, RunningCall
 from ronde.comm.backends.mpi.collectives import MpiCollectives, check_call, num_elements
 from ronde.comm.backends.mpi.failure_detection import (
     MIN_WAIT_TO_NAME_S,
@@ -32,6 +33,7 @@ from ronde.comm.backends.mpi.failure_detection import (
 from ronde.comm.buffers import aligned_zeros
 from ronde.comm.call import Call, mismatch_error
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
+from ronde.net.event_loop import start_thread
 from ronde.text import format_ranks
 from ronde.types import ROOTED_KINDS, VARIABLE_ROW_KINDS, Deadline, DType, Op, OperationKind, can_be_joined
 
@@ -182,7 +184,8 @@ class CallQueue:
         except BaseException as error:
             if not queued.has_ended():  # the caller's memory must not be used any more; others may be in this very call
                 self._failure_detector.abort(-1, f"rank {self._failure_detector.rank} gave up: {error!r}")
-                queued.wait_for_end(Deadline(CLOSE_TIMEOUT_S))
+                with contextlib.suppress(RondeError):
+                    queued.wait_for_end(Deadline(CLOSE_TIMEOUT_S))
             raise
 
     def submit(self, call: Call, deadline: Deadline) -> MpiRunningCall:
@@ -212,11 +215,7 @@ class CallQueue:
         if self._thread is None:
             # Owned by this queue. Touches only the queue and what execute() touches; results go into MpiRunningCall.
             thread = threading.Thread(target=self._loop, name=f"ronde-{self.name}", daemon=True)
-            try:
-                thread.start()
-            except RuntimeError as error:
-                what = f"{call.description} on rank {self._failure_detector.rank}"
-                raise RondeError(f"{what}: no thread could be started for it ({error}); {THREADS_HINT}") from None
+            start_thread(thread)
             self._thread = thread
         queued = MpiRunningCall(call, deadline, self, grace_s)
         self._queue.append(queued)
