@@ -31,7 +31,8 @@ Topology::Topology(const rd_channel_params& params)
   // A chunk of a reduce-scatter has at least one element of every member. The same verdict on all hosts.
   constexpr uint64_t kWidestElement = 8;
   for (const auto& members : members_by_host)
-    if (chunk_bytes < members.size() * kWidestElement) throw CallError{RD_BAD_CALL};
+    if (members.size() > RD_MAX_LOCAL_MEMBERS || chunk_bytes < members.size() * kWidestElement)
+      throw CallError{RD_BAD_CALL};
   // Who has announced what is in shared memory.
   if (max_announced > 0 && (size == 1 || !single_host())) throw CallError{RD_BAD_CALL};
 }

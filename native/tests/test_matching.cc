@@ -65,7 +65,7 @@ std::pair<std::vector<Outcome>, uint64_t> match(const std::vector<CallHeader>& h
   std::vector<std::thread> threads;
   for (uint32_t rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
-      ronde::Topology topology({RD_ABI, size, rank, 2, hosts.data(), 4096, 4096, 0});
+      ronde::Topology topology({RD_ABI, size, rank, 2, hosts.data(), 4096, 4096, 0, 0, 0});
       ronde::HostBarrier barrier(topology, nullptr);
       Deadline deadline(60);
       std::atomic<int32_t> waiting_for{-1};

@@ -76,7 +76,7 @@ void reduce_share(Group& group, const Call& call, const Chunks& chunks, uint64_t
   Range mine = bytes_of_share(group, call, chunks.size(chunk), local_index(group));
   if (mine.size() == 0) return;
   uint64_t begin = chunks.begin(chunk) + mine.begin;
-  const void* ins[RD_MAX_MEMBERS];
+  const void* ins[RD_MAX_LOCAL_MEMBERS];
   for (uint32_t local = 0; local < group.topology.num_local(); ++local)
     ins[local] = group.segment->slot(local, which) + mine.begin;
   if (const char* own = call.spans.contiguous_in(begin, mine.size())) ins[local_index(group)] = own;
@@ -116,7 +116,7 @@ void staged_allreduce(Group& group, const Call& call) {
 void small_allreduce(Group& group, const Call& call) {
   uint32_t which = group.slots_used++ & 1;
   if (!gets_result(group, call)) return;
-  const void* ins[RD_MAX_MEMBERS];
+  const void* ins[RD_MAX_LOCAL_MEMBERS];
   for (uint32_t local = 0; local < group.topology.num_local(); ++local) ins[local] = group.segment->slot(local, which);
   char* output = call.spans.contiguous_out(0, call.spans.bytes());
   void* out = output != nullptr ? output : group.contiguous.get(call.spans.bytes());
@@ -128,7 +128,7 @@ void bucket_allreduce(Group& group, const Call& call) {
   uint32_t num_local = group.topology.num_local();
   uint64_t width = call.element_bytes();
   Range mine = share_of(call.spans.count(), local_index(group), num_local, width);
-  void* buckets[RD_MAX_MEMBERS];
+  void* buckets[RD_MAX_LOCAL_MEMBERS];
   for (uint32_t local = 0; local < num_local; ++local) buckets[local] = group.bucket(local, call) + mine.begin * width;
   reduce_many(call.reduce_params, buckets, num_local, buckets, num_local, mine.size(), false);
   group.barrier.arrive_and_wait(group.wait);
@@ -137,7 +137,7 @@ void bucket_allreduce(Group& group, const Call& call) {
 void bucket_reduce_scatter(Group& group, const Call& call) {
   uint32_t me = local_index(group);  // on one host a member's index is also its local index
   uint64_t begin = starts_of(call.counts, call.element_bytes())[me];
-  const void* ins[RD_MAX_MEMBERS];
+  const void* ins[RD_MAX_LOCAL_MEMBERS];
   for (uint32_t local = 0; local < group.topology.num_local(); ++local) ins[local] = group.bucket(local, call) + begin;
   void* out = group.bucket(me, call) + begin;
   reduce_many(call.reduce_params, ins, group.topology.num_local(), &out, 1, call.counts[me], false);
@@ -326,7 +326,7 @@ void direct_reduce_scatter(Group& group, const Call& call) {
       group, plan.num(), [&](uint64_t chunk, uint32_t which) { fill_scatter(group, call, plan, chunk, which); },
       [&](uint64_t chunk, uint32_t which) {
         Range piece = plan.piece(mine, chunk);
-        const void* ins[RD_MAX_MEMBERS];
+        const void* ins[RD_MAX_LOCAL_MEMBERS];
         for (uint32_t local = 0; local < group.topology.num_local(); ++local)
           ins[local] = group.segment->slot(local, which) + mine * plan.step * plan.width;
         void* result = out + piece.begin * plan.width;

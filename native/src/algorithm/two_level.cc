@@ -46,7 +46,7 @@ void allreduce_buckets(Group& group, const Call& call) {
   uint32_t num_local = group.topology.num_local(), local_index = group.topology.local_index;
   uint64_t width = call.element_bytes();
   Range mine = share_of(call.spans.count(), local_index, num_local, width);
-  const void* ins[RD_MAX_MEMBERS];
+  const void* ins[RD_MAX_LOCAL_MEMBERS];
   for (uint32_t local = 0; local < num_local; ++local) ins[local] = group.bucket(local, call) + mine.begin * width;
   char* common = group.bucket(0, call);
   reduce_to_partial(call.reduce_params, ins, num_local, common + mine.begin * width, mine.size());
@@ -178,7 +178,7 @@ class StagedRun {
     uint32_t num_local = group_.topology.num_local();
     Range mine = share_of(size(next_) / width_, group_.topology.local_index, num_local, width_);
     uint64_t begin_at = mine.begin * width_ + done_, piece = std::min(kPieceBytes, mine.size() * width_ - done_);
-    const void* ins[RD_MAX_MEMBERS];
+    const void* ins[RD_MAX_LOCAL_MEMBERS];
     for (uint32_t local = 0; local < num_local; ++local) ins[local] = input(local, next_, begin_at);
     char* out = common(next_) + begin_at / width_ * partial_bytes(call_.reduce_params);
     reduce_to_partial(call_.reduce_params, ins, num_local, out, piece / width_);

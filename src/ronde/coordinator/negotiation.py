@@ -390,6 +390,10 @@ class Negotiator:
         found = self._groups.get(group)
         return found.members if found is not None else ()
 
+    def is_member(self, group: int, rank: int) -> bool:
+        found = self._groups.get(group)
+        return found is not None and bool(found.member_mask >> rank & 1)
+
     def add_group(self, members: tuple[int, ...]) -> int:
         """Add a group and return its id; 0 is the world. No id is used again: a late message cannot mean another group.
         allgather concatenates rows in the order of the members, which are sorted."""

@@ -71,8 +71,8 @@ class RankQueries:
             sample = msgspec.structs.replace(sample, current_operation=current)
         self._activity_tracker.add_sample(rank, sample)
         for arrivals in report.arrivals:
-            members = negotiator.members(arrivals.group)
-            if rank in members:
+            if negotiator.is_member(arrivals.group, rank):
+                members = negotiator.members(arrivals.group)
                 self._activity_tracker.stragglers.add(rank, arrivals.channel, members, arrivals.samples, now_ns)
         self._activity_tracker.rank_reported(rank, now_ns)
 

@@ -62,7 +62,7 @@ def test_a_rank_that_dies_before_it_gets_the_shared_memory_is_named() -> None:
     ("num_members", "bucket_bytes", "words"),
     [
         (600, 0, "0.ordered: chunk_bytes must be at least 4800 for 600 members on one host, got 4096"),
-        (1025, 0, "0.ordered: it has 1025 members, at most 1024 are possible"),
+        (1025, 0, "0.ordered: it has 1025 members on one host, at most 1024 are possible"),
         (2, 1 << 62, "0.ordered: 2 members on one host with slot_bytes = 8192, .* more shared memory than possible"),
     ],
 )

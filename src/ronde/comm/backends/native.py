@@ -12,8 +12,10 @@ import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from ronde.comm.backends.base import (
 )
 from ronde.comm.backends.native_library import (
     ALGORITHMS,
+    MAX_LOCAL_MEMBERS,
     MAX_MEMBERS,
     WIDEST_ELEMENT_BYTES,
     NativeError,
@@ -50,8 +53,8 @@ from ronde.comm.backends.native_library import (
 )
 from ronde.comm.call import Call, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
-from ronde.net.connect import Connection, connect_authenticated, describe_disconnect
-from ronde.net.event_loop import THREADS_HINT
+from ronde.net.connect import Connection, PendingConnection, connect_authenticated, describe_disconnect
+from ronde.net.event_loop import THREADS_HINT, EventLoop
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
 from ronde.net.messages import MAX_SHARED_IDS
@@ -63,6 +66,10 @@ from ronde.types import Deadline, Topology
 if TYPE_CHECKING:
     from ronde.comm.backends.hot_calls import AllreduceCache
 
+MAX_CONNECTING = 64
+"""Connections that a rank makes at the same time."""
+LOSS_CHECK_S = 0.05
+"""How often a rank that connects to others looks whether one of them is lost."""
 LOSS_NOTICE_S = 5.0
 """How long the coordinator may take to report the loss of a rank that has closed its connection."""
 
@@ -126,6 +133,8 @@ class NativeBackend:
         num_local = max(map(hosts.count, set(hosts)))
         if len(hosts) > MAX_MEMBERS:
             return f"it has {len(hosts)} members, at most {MAX_MEMBERS} are possible"
+        if num_local > MAX_LOCAL_MEMBERS:
+            return f"it has {num_local} members on one host, at most {MAX_LOCAL_MEMBERS} are possible"
         if chunk_bytes < num_local * WIDEST_ELEMENT_BYTES:
             least = num_local * WIDEST_ELEMENT_BYTES
             return f"chunk_bytes must be at least {least} for {num_local} members on one host, got {chunk_bytes}"
@@ -177,27 +186,71 @@ class NativeBackend:
     def _connect_members(
         self, spec: ChannelSpec, hosts: list[int], stack: ExitStack, deadline: Deadline
     ) -> dict[int, list[Connection]]:
-        """Sockets to the members of other hosts. Connects to all lower ranks first, then accepts the higher ones:
-        listeners answer by themselves, so no two members can wait for each other."""
+        """Sockets to the members of other hosts. Connects to all lower ranks at the same time, then accepts the higher
+        ones: listeners answer by themselves, so no two members can wait for each other."""
         num = self._settings.num_sockets + 1 + (1 if spec.point_to_point else 0)
+        others = [index for index, host in enumerate(hosts) if host != hosts[spec.member_index]]
+        purposes = [f"{spec.id} {number}" for number in range(num)]
+        lower = [
+            (spec.members[index], purpose) for index in others if index < spec.member_index for purpose in purposes
+        ]
+        connected = iter(self._connect_to_all(lower, stack, deadline))
         rows: dict[int, list[Connection]] = {}
-        for index, rank in enumerate(spec.members):
-            if hosts[index] == hosts[spec.member_index]:
-                continue
-            for number in range(num):
-                purpose = f"{spec.id} {number}"
+        for index in others:
+            for purpose in purposes:
                 if index < spec.member_index:
-                    sock = self._connect_to(rank, purpose, deadline)
+                    sock = next(connected)
                 else:
-                    sock = self._listener.accept(purpose, rank, deadline)
-                rows.setdefault(index, []).append(stack.enter_context(sock))
+                    sock = stack.enter_context(self._listener.accept(purpose, spec.members[index], deadline))
+                rows.setdefault(index, []).append(sock)
         return rows
 
-    def _connect_to(self, rank: int, purpose: str, deadline: Deadline) -> Connection:
+    def _connect_to_all(self, wanted: list[tuple[int, str]], stack: ExitStack, deadline: Deadline) -> list[Connection]:
+        """Connections to these ranks for these purposes, many made at the same time. The stack closes them."""
+        if not wanted:
+            return []
+        made: dict[int, Connection] = {}
+        failures: list[Exception] = []
+        waiting = deque(enumerate(wanted))
+        pending: dict[int, PendingConnection] = {}
+        loop = EventLoop()
+
+        def start_next() -> None:
+            while waiting and len(pending) < MAX_CONNECTING:
+                number, (rank, purpose) = waiting.popleft()
+                pending[number] = PendingConnection(
+                    loop,
+                    self._topology.members[rank].tcp_addresses[0],
+                    self._key,
+                    ConnectionRequest(purpose, self._topology.rank),
+                    deadline,
+                    partial(on_done, number, rank),
+                    heartbeat_s=self._settings.heartbeat_s,
+                )
+
+        def on_done(number: int, rank: int, outcome: Connection | StartFailed) -> None:
+            del pending[number]
+            if isinstance(outcome, StartFailed):
+                failures.append(StartFailed(f"rank {self._topology.rank} cannot reach rank {rank}: {outcome}"))
+            else:
+                made[number] = stack.enter_context(outcome)
+                start_next()
+
+        def look_for_losses() -> None:
+            failures.extend(self._lost[rank] for rank, _ in wanted if rank in self._lost)
+            loop.call_later(LOSS_CHECK_S, look_for_losses)
+
         try:
-            return self._connect_to_address(rank, self._topology.members[rank].tcp_addresses[0], purpose, deadline)
-        except StartFailed as failure:
-            raise StartFailed(f"rank {self._topology.rank} cannot reach rank {rank}: {failure}") from None
+            start_next()
+            look_for_losses()
+            loop.run_until(lambda: bool(failures) or len(made) == len(wanted))
+        finally:
+            for each in pending.values():
+                each.cancel()
+            loop.close()
+        if failures:
+            raise failures[0].with_traceback(None)
+        return [made[number] for number in range(len(wanted))]
 
     def _connect_to_address(self, rank: int, address: str, purpose: str, deadline: Deadline) -> Connection:
         def give_up_when_lost() -> None:
