@@ -33,7 +33,7 @@ extern "C" {
 #define RD_DESCRIPTION_BYTES 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 65536
 #define RD_MAX_LOCAL_MEMBERS 1024 /* of one host */
-#define RD_MAX_ANNOUNCED 65536 /* ids of announced calls in one channel */
+#define RD_MAX_ANNOUNCED 65536    /* ids of announced calls in one channel */
 #define RD_NO_SEQUENCE UINT64_MAX
 
 typedef enum rd_status {
@@ -221,10 +221,10 @@ void rd_close(rd_channel* channel);
 void rd_abort(rd_channel* channel, int32_t member);
 
 /* Returns this member's bucket memory, which all members of its host can access, or null when bucket_bytes is 0
- * or the channel is closed: two areas of bucket_bytes, one behind the other. A call on one span of an area, in place, copies nothing; each member may
- * choose another area for it, but the same offset. A member that has joined contributes zeros from its second area: the
- * first keeps what it holds. The memory stays mapped until rd_release_bucket, even after rd_close, because arrays may
- * still view it. */
+ * or the channel is closed: two areas of bucket_bytes, one behind the other. A call on one span of an area, in place,
+ * copies nothing; each member may choose another area for it, but the same offset. A member that has joined contributes
+ * zeros from its second area: the first keeps what it holds. The memory stays mapped until rd_release_bucket, even
+ * after rd_close, because arrays may still view it. */
 void* rd_get_bucket(rd_channel* channel);
 void rd_release_bucket(void* bucket);
 
@@ -264,8 +264,9 @@ int rd_add_callback(rd_work* work, rd_callback callback, void* context);
  * none. */
 int rd_cancel(rd_work* work);
 
-/* The members have agreed that from now on `id` (below max_announced) stands for the call with this signature. */
-rd_status rd_agree(rd_channel* channel, uint32_t id, uint64_t signature);
+/* The members have agreed that from now on `id` (below max_announced) stands for this call of this name: its signature,
+ * kind, dtype, op, peer, scales, and the number of elements in its spans, whose memory is not used. */
+rd_status rd_agree(rd_channel* channel, uint32_t id, const char* name, const rd_call* call);
 
 /* The id stands for nothing any more. Returns 1 if this took back a call that this member had announced: it does not
  * run, and ends with RD_WITHDRAWN. Returns 0 if there is none, or if all members have announced it: then it runs. */
@@ -279,10 +280,28 @@ int rd_revoke(rd_channel* channel, uint32_t id);
 rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, rd_callback callback,
                       void* context, rd_work** work, rd_result* result);
 
+/* As rd_announce, for native code that knows only the name: the kernel of a framework's operation, say. RD_NOT_AGREED:
+ * the members have not agreed on this call of this name, or its kind is one where members may give different numbers of
+ * elements. Then, and when the call ends with RD_WITHDRAWN, the caller announces the operation through Python, which
+ * agrees on it with the other members; they may announce it in either way. call->signature and ->description are not
+ * used. */
+rd_status rd_announce_named(rd_channel* channel, const char* name, const rd_call* call, double timeout_s,
+                            rd_callback callback, void* context, rd_work** work, rd_result* result);
+
 /* As rd_announce and rd_wait, but in one step, so that no other thread is woken. When the wait has ended and not the
  * call (see rd_wait), `work` receives its handle, otherwise null. */
 rd_status rd_run_announced(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s, double remaining_s,
                            rd_result* result, rd_work** work);
+
+/* An announced call that waits for other members. */
+typedef struct rd_announced {
+  uint32_t id;
+  int64_t announced_ns; /* CLOCK_MONOTONIC */
+} rd_announced;
+
+/* Fills `calls` with the calls that this member announced before until_ns and that do not run yet, max_calls at most;
+ * returns how many. */
+uint32_t rd_get_announced(rd_channel* channel, int64_t until_ns, rd_announced* calls, uint32_t max_calls);
 
 /* Fills `missing` (with space for num_members) with the members that have not announced the id; returns how many. */
 uint32_t rd_get_not_announced(rd_channel* channel, uint32_t id, uint32_t* missing);

@@ -63,7 +63,26 @@ AnnouncedCalls::AnnouncedCalls(const Topology& topology, SharedSegment* segment,
 // --- announcing
 // --------------------------------------------------------------------------------------------------------
 
-void AnnouncedCalls::agree(uint32_t id, uint64_t signature) {
+AgreedCall::AgreedCall(const std::string& name, const Call& call)
+    : name(name),
+      description(call.description),
+      kind(call.kind),
+      reduce_params(call.reduce_params),
+      peer(call.peer),
+      count(call.spans.count()),
+      signature(call.signature) {}
+
+bool AgreedCall::is_asked_for(const rd_call& params) const {
+  constexpr rd_kind kKinds[] = {RD_BARRIER, RD_ALLREDUCE, RD_BROADCAST, RD_REDUCE_SCATTER};
+  uint64_t asked_count = 0;
+  for (uint64_t i = 0; i < params.num_spans; ++i) asked_count += params.spans[i].count;
+  return std::find(std::begin(kKinds), std::end(kKinds), kind) != std::end(kKinds) && params.kind == kind &&
+         params.dtype == reduce_params.dtype && params.op == reduce_params.op && params.peer == peer &&
+         params.prescale == reduce_params.prescale && params.postscale == reduce_params.postscale &&
+         asked_count == count;
+}
+
+void AnnouncedCalls::agree(uint32_t id, const std::string& name, const Call& call) {
   Lock lock(mutex_);
   if (id >= log_.num_ids()) throw CallError{RD_BAD_CALL};
   if (id >= calls_.size()) {
@@ -71,7 +90,26 @@ void AnnouncedCalls::agree(uint32_t id, uint64_t signature) {
     agreed_.resize(size);
     calls_.resize(size);
   }
-  agreed_[id] = signature;
+  agreed_[id] = std::make_shared<AgreedCall>(name, call);
+  ids_[name] = id;
+}
+
+uint32_t AnnouncedCalls::find_id(const std::string& name, const rd_call& params,
+                                 std::shared_ptr<const AgreedCall>* agreed) {
+  Lock lock(mutex_);
+  auto found = ids_.find(name);
+  if (found == ids_.end()) throw CallError{RD_NOT_AGREED};
+  *agreed = agreed_[found->second];
+  if (*agreed == nullptr || !(*agreed)->is_asked_for(params)) throw CallError{RD_NOT_AGREED};
+  return found->second;
+}
+
+std::vector<rd_announced> AnnouncedCalls::announced_until(int64_t until_ns, size_t max_calls) {
+  Lock lock(mutex_);
+  std::vector<rd_announced> found;
+  for (uint32_t id = 0; id < calls_.size() && found.size() < max_calls; ++id)
+    if (calls_[id] != nullptr && calls_[id]->announced_ns <= until_ns) found.push_back({id, calls_[id]->announced_ns});
+  return found;
 }
 
 bool AnnouncedCalls::revoke(uint32_t id) {
@@ -87,7 +125,8 @@ bool AnnouncedCalls::revoke(uint32_t id) {
 void AnnouncedCalls::announce(uint32_t id, const std::shared_ptr<Call>& call, bool will_wait) {
   Lock lock(mutex_);
   if (closing_) throw CallError{RD_CLOSED};
-  if (id >= calls_.size() || agreed_[id] != call->signature) throw CallError{RD_NOT_AGREED};
+  if (id >= calls_.size() || agreed_[id] == nullptr || agreed_[id]->signature != call->signature)
+    throw CallError{RD_NOT_AGREED};
   if (calls_[id] != nullptr) throw CallError{RD_BAD_CALL};
   if (!will_wait && num_waiting_ == 0) wake_thread();
   call->announced_id = int(id);

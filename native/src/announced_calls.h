@@ -10,7 +10,9 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <thread>
+#include <unordered_map>
 #include <vector>
 
 #include "base/fork.h"
@@ -22,6 +24,21 @@
 
 namespace ronde {
 
+// What an id stands for.
+struct AgreedCall {
+  AgreedCall(const std::string& name, const Call& call);
+  // Whether the caller asks for this, apart from its memory. Not for kinds whose members may give different numbers of
+  // elements: who knows only its own cannot tell.
+  bool is_asked_for(const rd_call& params) const;
+
+  std::string name, description;
+  rd_kind kind;
+  ReduceParams reduce_params;
+  int peer;
+  uint64_t count;  // elements
+  uint64_t signature;
+};
+
 // Made as a shared_ptr: its thread uses it for a moment after a callback has closed and destroyed the channel.
 class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
  public:
@@ -29,8 +46,8 @@ class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
   AnnouncedCalls(const Topology& topology, SharedSegment* segment, AbortSignal* abort_signal,
                  std::function<void(Call&)> run_call);
 
-  // From now on the id stands for the call with this signature, until revoke(). Throws CallError{RD_BAD_CALL}.
-  void agree(uint32_t id, uint64_t signature);
+  // From now on the id stands for this call of this name, until revoke(). Throws CallError{RD_BAD_CALL}.
+  void agree(uint32_t id, const std::string& name, const Call& call);
   // The id stands for nothing any more. Returns true if that took an announced call back, which ends with RD_WITHDRAWN.
   // A call that all members have announced runs nevertheless.
   bool revoke(uint32_t id);
@@ -40,6 +57,10 @@ class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
   // for this call, RD_BAD_CALL while a call is announced under it, RD_SYSTEM if there is no thread that could execute
   // it.
   void announce(uint32_t id, const std::shared_ptr<Call>& call, bool will_wait);
+
+  // Returns the id that stands for what the caller asks for under this name, and what was agreed on. Throws
+  // CallError{RD_NOT_AGREED}.
+  uint32_t find_id(const std::string& name, const rd_call& params, std::shared_ptr<const AgreedCall>* agreed);
 
   // Waits for an announced call. Returns false when the deadline expires first. Throws CallError{RD_ABORTED, -1, EINTR}
   // when a signal handler of Python raised an exception. In both cases the call goes on.
@@ -51,6 +72,8 @@ class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
 
   // Members that have not announced the id. Called from any thread.
   std::vector<uint32_t> missing(uint32_t id) const { return log_.missing(id); }
+  // What was announced here until this time and does not run yet, `max_calls` at most.
+  std::vector<rd_announced> announced_until(int64_t until_ns, size_t max_calls);
   // The running call, or null.
   std::shared_ptr<Call> current();
   // Lets the threads of all members look again: the channel was aborted, or a member has left.
@@ -94,12 +117,13 @@ class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
   const std::function<void(Call&)> run_call_;
   ReadyLog log_;
   const SpinPolicy spin_policy_;
-  std::mutex mutex_;                             // guards everything below
-  std::vector<std::optional<uint64_t>> agreed_;  // by id: the signature of the call that it stands for
-  Calls calls_;                                  // by id: what is announced and does not run yet
-  uint32_t num_announced_ = 0;                   // of those
-  uint32_t position_ = 0;                        // of the next entry of the log to execute
-  int64_t last_end_ns_ = 0;                      // when the last batch ended here
+  std::mutex mutex_;                                       // guards everything below
+  std::vector<std::shared_ptr<const AgreedCall>> agreed_;  // by id
+  std::unordered_map<std::string, uint32_t> ids_;          // by name
+  Calls calls_;                                            // by id: what is announced and does not run yet
+  uint32_t num_announced_ = 0;                             // of those
+  uint32_t position_ = 0;                                  // of the next entry of the log to execute
+  int64_t last_end_ns_ = 0;                                // when the last batch ended here
   std::shared_ptr<Call> current_;
   uint32_t num_waiting_ = 0;  // threads in wait() that execute what is ready
   bool closing_ = false;

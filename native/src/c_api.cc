@@ -235,9 +235,10 @@ RD_API int rd_cancel(rd_work* work) {
   return work->call->end_before_start(CallError{RD_CANCELLED}) ? 1 : 0;
 }
 
-RD_API rd_status rd_agree(rd_channel* channel, uint32_t id, uint64_t signature) {
+RD_API rd_status rd_agree(rd_channel* channel, uint32_t id, const char* name, const rd_call* call) {
   return guarded(nullptr, [&] {
-    open_channel(channel)->announced().agree(id, signature);
+    auto open = open_channel(channel);
+    open->announced().agree(id, name, Call(*call, open->topology(), Deadline(0)));
     return RD_OK;
   });
 }
@@ -262,6 +263,19 @@ RD_API rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* ca
   });
 }
 
+RD_API rd_status rd_announce_named(rd_channel* channel, const char* name, const rd_call* call, double timeout_s,
+                                   rd_callback callback, void* context, rd_work** work, rd_result* result) {
+  if (work != nullptr) *work = nullptr;
+  return guarded(result, [&] {
+    std::shared_ptr<const ronde::AgreedCall> agreed;
+    uint32_t id = open_channel(channel)->announced().find_id(name, *call, &agreed);
+    rd_call completed = *call;
+    completed.signature = agreed->signature;
+    completed.description = agreed->description.c_str();
+    return rd_announce(channel, id, &completed, timeout_s, callback, context, work, result);
+  });
+}
+
 RD_API rd_status rd_run_announced(rd_channel* channel, uint32_t id, const rd_call* call, double timeout_s,
                                   double remaining_s, rd_result* result, rd_work** work) {
   *work = nullptr;
@@ -280,6 +294,14 @@ RD_API rd_status rd_run_announced(rd_channel* channel, uint32_t id, const rd_cal
     *work = new rd_work(announced, open);
     return report(ended, result);
   });
+}
+
+RD_API uint32_t rd_get_announced(rd_channel* channel, int64_t until_ns, rd_announced* calls, uint32_t max_calls) {
+  auto found = find_channel(channel);
+  if (found == nullptr || found->topology().max_announced == 0) return 0;
+  std::vector<rd_announced> announced = found->announced().announced_until(until_ns, max_calls);
+  std::copy(announced.begin(), announced.end(), calls);
+  return uint32_t(announced.size());
 }
 
 RD_API uint32_t rd_get_not_announced(rd_channel* channel, uint32_t id, uint32_t* missing) {

@@ -40,8 +40,11 @@ struct Operation {
     call = std::make_shared<Call>(params, channel.topology(), Deadline(timeout_s));
     call->timeout_s = timeout_s;
     if (on_end.function != nullptr) call->add_callback(on_end);
-    channel.announced().agree(id, params.signature);
+    agree(channel);
     channel.announced().announce(id, call, will_wait);
+  }
+  void agree(Channel& channel) const {
+    channel.announced().agree(id, "id " + std::to_string(id), Call(params, channel.topology(), Deadline(0)));
   }
   rd_status wait(Channel& channel, double remaining_s = 60) {
     return channel.announced().wait(call, Deadline(remaining_s)) ? rd_status(call->result.status) : RD_TIMEOUT;
@@ -148,7 +151,7 @@ TEST(every_kind_of_collective_can_be_announced) {
       uint32_t id = (i + rank) % 4;
       calls.push_back(std::make_shared<Call>(params[id], channel.topology(), Deadline(60)));
       calls.back()->timeout_s = 60;
-      channel.announced().agree(id, params[id].signature);
+      channel.announced().agree(id, "any", *calls.back());
       channel.announced().announce(id, calls.back(), false);
     }
     for (auto& call : calls) {
@@ -360,6 +363,52 @@ TEST(an_exception_of_a_signal_handler_ends_the_wait_and_not_the_call) {
   operation.check(2);
 }
 
+TEST(native_code_announces_by_name_what_the_members_have_agreed_on) {
+  ThreadRanks all(setup_of(2, 8));
+  all.run([&](uint32_t, Channel& channel) {
+    AnnouncedCalls& announced = channel.announced();
+    Operation agreed(5, 10, 1);
+    auto find = [&](const rd_call& params) {
+      std::shared_ptr<const ronde::AgreedCall> found;
+      try {
+        return int(announced.find_id("id 5", params, &found));
+      } catch (const ronde::CallError& error) {
+        return -int(error.status);
+      }
+    };
+    CHECK_EQ(find(agreed.params), -int(RD_NOT_AGREED));
+    agreed.agree(channel);
+    CHECK_EQ(find(agreed.params), 5);
+    std::vector<rd_call> others(6, agreed.params);
+    rd_span longer{agreed.data.data(), agreed.data.data(), 11};
+    others[0].spans = &longer;
+    others[1].dtype = RD_INT32;
+    others[2].op = RD_MAX;
+    others[3].prescale = 2;
+    others[4].postscale = 2;
+    others[5].kind = RD_BROADCAST;
+    for (const rd_call& other : others) CHECK_EQ(find(other), -int(RD_NOT_AGREED));
+    announced.revoke(5);
+    CHECK_EQ(find(agreed.params), -int(RD_NOT_AGREED));
+  });
+}
+
+TEST(what_waits_for_other_members_is_known_with_its_time) {
+  ThreadRanks all(setup_of(2, 8));
+  Channel& channel = all.channel(0);
+  Operation first(2, 10, 1), second(6, 10, 1);
+  first.announce(channel, true);
+  int64_t between_ns = ronde::now_ns();
+  while (ronde::now_ns() == between_ns) continue;
+  second.announce(channel, true);
+  auto early = channel.announced().announced_until(between_ns, 10);
+  CHECK_EQ(early.size(), size_t(1));
+  CHECK_EQ(early[0].id, 2u);
+  CHECK(early[0].announced_ns <= between_ns);
+  CHECK_EQ(channel.announced().announced_until(ronde::now_ns(), 10).size(), size_t(2));
+  CHECK_EQ(channel.announced().announced_until(ronde::now_ns(), 1).size(), size_t(1));
+}
+
 TEST(callbacks_run_once_however_a_call_ends_and_may_announce) {
   struct Ended {
     std::atomic<int> count{0}, status{-1};
@@ -428,12 +477,14 @@ TEST(an_id_that_is_unknown_or_in_use_is_refused_and_so_is_an_ordered_call) {
     Operation first(0, 10, 1), second(0, 10, 1);
     first.call = std::make_shared<Call>(first.params, channel.topology(), Deadline(60));
     first.call->timeout_s = 60;
-    CHECK_EQ(status_of([&] { announced.agree(4, 1); }), RD_BAD_CALL);
+    CHECK_EQ(status_of([&] { announced.agree(4, "unknown", *first.call); }), RD_BAD_CALL);
     CHECK_EQ(status_of([&] { announced.announce(4, first.call, true); }), RD_NOT_AGREED);
     CHECK_EQ(status_of([&] { announced.announce(0, first.call, true); }), RD_NOT_AGREED);
-    announced.agree(0, first.params.signature + 1);
+    second.params.signature = first.params.signature + 1;
+    second.agree(channel);
     CHECK_EQ(status_of([&] { announced.announce(0, first.call, true); }), RD_NOT_AGREED);
-    announced.agree(0, first.params.signature);
+    second.params.signature = first.params.signature;
+    first.agree(channel);
     announced.revoke(0);
     CHECK_EQ(status_of([&] { announced.announce(0, first.call, true); }), RD_NOT_AGREED);
     first.announce(channel, true);

@@ -291,6 +291,7 @@ class AnnouncedChannel(Channel):
     ) -> None:
         super().__init__(backend_channel, group, recorder, operation_timeout_s, sample_arrivals=sample_arrivals)
         self.agree = backend_channel.agree
+        self.announced_until = backend_channel.announced_until
         self._announcing_channel = backend_channel
         self._announced: dict[int, RunningCall] = {}
         """By id, the calls that were announced and whose end nobody has seen."""

@@ -32,7 +32,7 @@ from ronde.comm.backends.single_rank import SingleRankBackend
 from ronde.comm.buffers import address_of
 from ronde.comm.call import Call, CallOptions, Signature, Span, get_signature
 from ronde.comm.channel import AnnouncedChannel, AnnouncedOperation, Channel
-from ronde.comm.work import AllreduceWork, BatchStart, NegotiationWaits, Work
+from ronde.comm.work import AllreduceWork, BatchStart, NegotiationWaits, Work, describe_request
 from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.messages import AgreedOperation, OperationRequest
 from ronde.observe.activity import CurrentOperation
@@ -237,7 +237,7 @@ class NamedOperations:
             self._cached_requests.clear()
         signature, name = work.signature, work.name
         if self.announced_channel is not None and shared_id >= 0:
-            self.announced_channel.agree(shared_id, signature.hash)
+            self.announced_channel.agree(shared_id, name, work.make_calls(agreed.row_counts)[0])
             self._shared_names[shared_id] = name
         description = f"{name!r}: {signature.description}"
         self._cached_requests[name] = CachedRequest(
@@ -267,12 +267,14 @@ class NamedOperations:
     def late_operations(self, until_ns: int) -> list[tuple[str, int, tuple[int, ...]]]:
         """What was announced in shared memory until then and still waits for other ranks: a description, when it was
         announced, and these ranks."""
-        found = []
-        for work in self._shared_works():
-            if work.announced_ns <= until_ns:
-                missing = self._missing(work)
-                if missing:
-                    found.append((work.describe_request(), work.announced_ns, missing))
+        channel, found = self.announced_channel, []
+        for id, announced_ns in channel.announced_until(until_ns) if channel is not None else ():
+            with self._lock:
+                name = self._shared_names.get(id, "")
+                cached = self._cached_requests.get(name)
+            missing = self._not_announced(id)
+            if cached is not None and missing:
+                found.append((describe_request(cached.signature, name), announced_ns, missing))
         return found
 
     def blocked_operation(self) -> CurrentOperation | None:
@@ -293,8 +295,11 @@ class NamedOperations:
 
     def _missing(self, work: Work) -> tuple[int, ...]:
         """The ranks that have not announced the work in shared memory; empty if it runs, or is over."""
+        return self._not_announced(work.shared_id) if work.shared_id >= 0 else ()
+
+    def _not_announced(self, id: int) -> tuple[int, ...]:
         channel, rank = self.announced_channel, self._waits.recorder.rank
-        missing = channel.not_announced(work.shared_id) if channel is not None and work.shared_id >= 0 else ()
+        missing = channel.not_announced(id) if channel is not None else ()
         return () if rank in missing else missing
 
     def _announce_shared(self, work: Work, cached: CachedRequest) -> bool:

@@ -268,11 +268,6 @@ class Work:
             return self.signature.description
         return f"{self.signature.label} {self.name!r} of group {self.group}"
 
-    def describe_request(self) -> str:
-        # For stall reports, as the coordinator describes what it waits for: `allreduce 'w' sum float32[3, 4]`.
-        label, description = self.signature.label, self.signature.description
-        return f"{label} {self.name!r}{description[len(label) :]}"
-
     def make_start_timeout(self, deadline: Deadline, missing: tuple[int, ...]) -> OperationTimeout:
         waited_for = f"; it waits for {format_ranks(missing)}" if missing else ""
         error = OperationTimeout(f"{self.describe()} did not start within {deadline.timeout_s:g} s{waited_for}")
@@ -317,6 +312,11 @@ class Work:
         self._calls = self._targets = ()
         self._owners = None
         self._done = True
+
+
+def describe_request(signature: Signature, name: str) -> str:
+    """An operation in a stall report, in the coordinator's words: `allreduce 'w' sum float32[3]`."""
+    return f"{signature.label} {name!r}{signature.description[len(signature.label) :]}"
 
 
 # --- what is called when works are over ------------------------------------------------------------------------------

@@ -90,6 +90,10 @@ class CallTiming(msgspec.Struct, frozen=True, gc=False):
     before them over."""
 
 
+MAX_LATE = 1000
+"""Announced calls that are reported at once as too late."""
+
+
 class CallWithdrawn(Exception):
     """An announced call was taken back, because its id was revoked: it did not run."""
 
@@ -252,8 +256,9 @@ class AnnouncingChannel(BackendChannel, Protocol):
     """A channel whose calls are announced under ids, in any order on any member: each runs when all have announced it.
     Collectives are announced here, and neither run nor submitted."""
 
-    def agree(self, id: int, signature_hash: int) -> None:
-        """From now on the id stands for the call with this hash; the members have agreed on that."""
+    def agree(self, id: int, name: str, call: Call) -> None:
+        """From now on the id stands for a call of this name with the same hash; the members have agreed on that. The
+        memory of the call is not used."""
 
     def revoke(self, id: int) -> bool:
         """The id stands for nothing any more. Returns whether that took back a call that was announced here; one that
@@ -268,6 +273,9 @@ class AnnouncingChannel(BackendChannel, Protocol):
     ) -> CallTiming | None:
         """Announce the call and wait for it. If the wait ends and not the call, because the time is over or a signal
         handler raises an exception, go_on() gets it; None is returned when the time is over."""
+
+    def announced_until(self, until_ns: int) -> list[tuple[int, int]]:
+        """What was announced here until then and does not run yet, MAX_LATE of them at most: its id, and when."""
 
     def not_announced(self, id: int) -> tuple[int, ...]:
         """The members (indices) that have not announced the id."""

@@ -22,6 +22,7 @@ import numpy as np
 
 from ronde.comm.backends.base import (
     LOSS_REASON_S,
+    MAX_LATE,
     CallTiming,
     CallWithdrawn,
     ChannelSpec,
@@ -40,6 +41,7 @@ from ronde.comm.backends.native_library import (
     NativeError,
     NativeHandle,
     NativeStatus,
+    get_announced,
     get_bucket,
     get_current_call,
     get_member_descriptions,
@@ -324,8 +326,12 @@ class NativeChannel:
         assert work is not None
         return NativeRunningCall(self, work, call)
 
-    def agree(self, id: int, signature_hash: int) -> None:
-        self.library.rd_agree(self._handle, id, signature_hash)
+    def agree(self, id: int, name: str, call: Call) -> None:
+        structs = thread_structs.own
+        keep = structs.fill(call, self._algorithm)
+        status = self.library.rd_agree(self._handle, id, name.encode(errors="surrogatepass"), structs.call_address)
+        del keep
+        assert status in (NativeStatus.OK, NativeStatus.CLOSED), status
 
     def revoke(self, id: int) -> bool:
         return bool(self.library.rd_revoke(self._handle, id))
@@ -369,6 +375,9 @@ class NativeChannel:
             if status == NativeStatus.TIMEOUT:
                 return None
         return self._raise_unless_ok(status, call, deadline)
+
+    def announced_until(self, until_ns: int) -> list[tuple[int, int]]:
+        return get_announced(self._handle, until_ns, MAX_LATE)
 
     def not_announced(self, id: int) -> tuple[int, ...]:
         return get_not_announced(self._handle, id, len(self.spec.members))

@@ -95,6 +95,10 @@ class RdCurrentCall(ctypes.Structure):
     )
 
 
+class RdAnnounced(ctypes.Structure):
+    _fields_ = (("id", c_uint32), ("announced_ns", c_int64))
+
+
 RD_CALLBACK = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 """rd_callback: context, rd_result."""
 
@@ -120,8 +124,9 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {  # ctypes has no public nam
     "rd_done": (c_int, (c_void_p,)),
     "rd_release_work": (None, (c_void_p,)),
     "rd_add_callback": (c_int, (c_void_p, RD_CALLBACK, c_void_p)),
-    "rd_agree": (c_int, (c_void_p, c_uint32, c_uint64)),
+    "rd_agree": (c_int, (c_void_p, c_uint32, c_char_p, c_void_p)),
     "rd_revoke": (c_int, (c_void_p, c_uint32)),
+    "rd_get_announced": (c_uint32, (c_void_p, c_int64, POINTER(RdAnnounced), c_uint32)),
     "rd_get_not_announced": (c_uint32, (c_void_p, c_uint32, POINTER(c_uint32))),
     "rd_get_mismatch": (c_int, (c_void_p, POINTER(RdMemberCall))),
     "rd_get_current_call": (None, (c_void_p, POINTER(RdCurrentCall), POINTER(c_uint32))),
@@ -278,6 +283,13 @@ def get_current_call(handle: NativeHandle, num_members: int) -> CurrentCall | No
     sequence = -1 if now.kind in (OperationKind.SEND, OperationKind.RECEIVE) else now.sequence
     description = now.description.decode(errors="replace")
     return CurrentCall(description, now.start_ns, tuple(missing[: now.num_missing]), sequence)
+
+
+def get_announced(handle: NativeHandle, until_ns: int, max_calls: int) -> list[tuple[int, int]]:
+    """The ids of calls that were announced until then and wait for other members, and when each was announced."""
+    calls = (RdAnnounced * max_calls)()
+    number = load_library().rd_get_announced(handle, until_ns, calls, max_calls)
+    return [(call.id, call.announced_ns) for call in calls[:number]]
 
 
 def get_not_announced(handle: NativeHandle, id: int, num_members: int) -> tuple[int, ...]:

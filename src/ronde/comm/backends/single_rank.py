@@ -56,8 +56,8 @@ class SingleRankChannel:
     def submit(self, call: Call, deadline: Deadline) -> RunningCall:
         return _EndedCall(call, self.run(call, deadline))
 
-    def agree(self, id: int, signature_hash: int) -> None:
-        self._agreed[id] = signature_hash
+    def agree(self, id: int, name: str, call: Call) -> None:
+        self._agreed[id] = call.signature_hash
 
     def revoke(self, id: int) -> bool:
         self._agreed.pop(id, None)
@@ -70,6 +70,9 @@ class SingleRankChannel:
         self, id: int, call: Call, deadline: Deadline, go_on: Callable[[RunningCall], None]
     ) -> CallTiming | None:
         return self._run_agreed(id, call, deadline)
+
+    def announced_until(self, until_ns: int) -> list[tuple[int, int]]:
+        return []
 
     def not_announced(self, id: int) -> tuple[int, ...]:
         return ()
