@@ -33,7 +33,7 @@ extern "C" {
 #define RD_DESCRIPTION_BYTES 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 65536
 #define RD_MAX_LOCAL_MEMBERS 1024 /* of one host */
-#define RD_MAX_ANNOUNCED 65536 /* ids of announced calls in one channel */
+#define RD_MAX_ANNOUNCED 65536    /* ids of announced calls in one channel */
 #define RD_NO_SEQUENCE UINT64_MAX
 
 typedef enum rd_status {
