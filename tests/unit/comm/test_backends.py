@@ -20,9 +20,11 @@ from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.keys import JobKey, new_job_key
 from ronde.settings import Settings
 from ronde.types import Deadline, DType, Member, Op, OperationKind, Topology
+from tests.limits import OPERATION_S
 from tests.unit.thread_limit import no_new_threads
 
 DEADLINE = Deadline(10.0)
+"""For what does not wait: it is made once, and may be over."""
 
 
 @pytest.fixture
@@ -77,12 +79,16 @@ def test_sizes_that_the_library_refuses_are_named_with_what_is_allowed(
         backend.open_channel(spec, DEADLINE)
 
 
+def deadline() -> Deadline:
+    return Deadline(OPERATION_S)
+
+
 @pytest.fixture
 def native_channel() -> Iterator[NativeChannel]:
     """A channel of the native backend with one member."""
     topology = Topology((Member(0, "host", 1, ""),), 0)
     backend = NativeBackend(topology, ListenerOfDyingRank(), JobKey(new_job_key()), Settings())  # type: ignore[arg-type]
-    opened = backend.open_channel(ChannelSpec(id="0.ordered", members=(0,), member_index=0, bucket_bytes=8), DEADLINE)
+    opened = backend.open_channel(ChannelSpec(id="0.ordered", members=(0,), member_index=0, bucket_bytes=8), deadline())
     yield opened
     opened.close()
 
@@ -90,21 +96,21 @@ def native_channel() -> Iterator[NativeChannel]:
 def test_a_call_in_the_background_that_gets_no_thread_is_refused_and_not_lost(native_channel: NativeChannel) -> None:
     x = np.ones(3, np.float32)
     with no_new_threads():
-        assert native_channel.run(allreduce(x, x), DEADLINE).algorithm == "direct"  # needs none
+        assert native_channel.run(allreduce(x, x), deadline()).algorithm == "direct"  # needs none
         with pytest.raises(RondeError, match=r"allreduce failed on rank 0: no thread could be started .*ulimit -u"):
-            native_channel.submit(allreduce(x, x), DEADLINE)
-    native_channel.submit(allreduce(x, x), DEADLINE).wait(DEADLINE)
+            native_channel.submit(allreduce(x, x), deadline())
+    native_channel.submit(allreduce(x, x), deadline()).wait(deadline())
 
 
 def test_a_closed_native_channel_refuses_everything(native_channel: NativeChannel) -> None:
     x = np.ones(3, np.float32)
-    ended = native_channel.submit(allreduce(x, x), DEADLINE)
-    ended.wait(DEADLINE)
+    ended = native_channel.submit(allreduce(x, x), deadline())
+    ended.wait(deadline())
     native_channel.close("the round is over")
     native_channel.close()
     for refused in (native_channel.run, native_channel.submit):
         with pytest.raises(RoundEnded, match="allreduce on rank 0: the round is over"):
-            refused(allreduce(x, x), DEADLINE)
+            refused(allreduce(x, x), deadline())
     with pytest.raises(RoundEnded):
         native_channel.bucket()
     assert native_channel.current_call() is None and ended.done()
