@@ -84,7 +84,7 @@ sanitize:  ## the C++ tests under the address, undefined-behaviour and thread sa
 	cd build/address && RONDE_TEST_SMALL=1 UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1 $(CTEST)
 	$(call heading,C++ tests with the thread sanitizer)
 	cmake -S . -B build/thread -DRONDE_TESTS=ON -DRONDE_SANITIZE=thread > /dev/null
-	cmake --build build/thread -j $(JOBS) --target test_announced test_collectives test_faults test_lifetime
+	cmake --build build/thread -j $(JOBS) --target $(filter-out test_reduce,$(notdir $(basename $(wildcard native/tests/test_*.cc))))
 	cd build/thread && RONDE_TEST_SMALL=1 TSAN_OPTIONS=halt_on_error=1 $(FIXED_ADDRESSES) $(CTEST) -E test_reduce
 
 bench: build  ## how fast is an allreduce between two ranks here
