@@ -21,6 +21,7 @@ from ronde.net.addresses import address_family, parse_address, resolve_host
 from ronde.net.event_loop import EventLoop, Timer
 from ronde.net.handshake import NONCE_BYTES, ClientHandshake, ConnectionRequest, HandshakeFailed
 from ronde.net.keys import JobKey
+from ronde.net.open_files import is_open_files_error, make_open_files_error
 from ronde.types import Deadline
 
 HEARTBEAT_S = 10.0
@@ -318,8 +319,12 @@ class PendingConnection:
             self._sock.setblocking(False)
             target = "\0" + address.removeprefix(_UNIX_PREFIX) if isinstance(address, str) else address
             error = self._sock.connect_ex(target)
-        except (OSError, StartFailed) as failure:
-            return self._finish(failure if isinstance(failure, StartFailed) else StartFailed(str(failure)))
+        except StartFailed as failure:
+            return self._finish(failure)
+        except OSError as failure:
+            if is_open_files_error(failure.errno):
+                return self._finish(make_open_files_error("no socket could be made"))
+            return self._finish(StartFailed(str(failure)))
         if error not in (0, errno.EINPROGRESS):
             return self._on_connect_error(OSError(error, os.strerror(error)))
         self._loop.add_writer(self._sock.fileno(), self._on_connected)
