@@ -436,7 +436,9 @@ def the_memory_of_kept_gradients_is_bounded() -> None:
         sizes.append(psutil.Process().memory_info().rss)
         assert np.isclose(float(optimizer.param_groups[0]["params"][0].grad[0]), (ronde.size() - 1) / 2 + step)
         optimizer.step()
+    # The allocator keeps some of what was freed for a while, but not what is kept in every step.
     limit_bytes = 6 * weight.nbytes
-    assert max(sizes[5:]) - sizes[4] < limit_bytes, sizes
+    assert min(sizes[-5:]) - min(sizes[3:8]) < limit_bytes, sizes
+    assert max(sizes[5:]) - sizes[4] < 2 * limit_bytes, sizes
     kept.clear()
     optimizer.close()
