@@ -40,7 +40,7 @@ class Pair {
       }
     }
     for (uint32_t member : {0, 1}) {
-      rd_channel_params params{RD_ABI, 2, member, 2, hosts.data(), 64 * 1024, 4096, bucket_bytes};
+      rd_channel_params params{RD_ABI, 2, member, 2, hosts.data(), 64 * 1024, 4096, bucket_bytes, 0, 0};
       if (one_host && segment_ < 0) {
         segment_ = memfd_create("test", MFD_CLOEXEC);
         CHECK_EQ(ftruncate(segment_, off_t(rd_segment_bytes(&params))), 0);

@@ -16,7 +16,7 @@ namespace {
 
 rd_channel_params params_of(const std::vector<uint32_t>& hosts, uint64_t slot_bytes, uint64_t chunk_bytes,
                             uint64_t bucket_bytes = 0) {
-  return {RD_ABI, uint32_t(hosts.size()), 0, 2, hosts.data(), slot_bytes, chunk_bytes, bucket_bytes};
+  return {RD_ABI, uint32_t(hosts.size()), 0, 2, hosts.data(), slot_bytes, chunk_bytes, bucket_bytes, 0, 0};
 }
 
 // Memory of this size; the descriptor is -1 when it cannot be made.
@@ -30,7 +30,7 @@ FileDescriptor memory_of(uint64_t bytes) {
 rd_status open_and_close(const rd_channel_params& params, int segment) {
   rd_channel* channel = nullptr;
   rd_status status = rd_open(&params, segment, nullptr, 0, nullptr, &channel);
-  rd_close(channel);
+  if (channel != nullptr) rd_release(channel);
   return status;
 }
 
