@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 
 import pytest
 
 from ronde.settings import Settings
+from ronde.types import Deadline
 from tests.jobs.kit import LocalRanks, start_ranks
-from tests.limits import promised_s
+from tests.limits import PATIENCE_S, promised_s
 
 SOON_S = 1.0
 SHUTDOWN_S = 30.0
@@ -87,11 +89,19 @@ def test_shutdown_in_a_signal_handler_ends_init_and_the_next_init_is_like_the_fi
     with start_ranks("interrupts", 2, settings=SETTINGS) as job:
         job.send([0, 1], how="init", action="shut down")
         at = job.receive(0, "waiting")["at"]
+        core = job.coordinator._core
+        attempt = core._connections[0].attempt
         os.kill(job.pids[0], signal.SIGUSR1)
         ended = job.receive(0, "ended")
         assert "shutdown() was called while init() was under way" in ended["error"] and not ended["initialized"]
         assert ended["at"] - at < promised_s(SOON_S)
-        job.send([0, 1])
+        # Rank 0 first: a rank that joins while another one has given up is refused.
+        job.send([0])
+        deadline = Deadline(PATIENCE_S)
+        while 0 not in core._connections or core._connections[0].attempt == attempt:
+            assert not deadline.expired, "rank 0 has not come back"
+            time.sleep(0.01)
+        job.send([1])
         assert [joined["result"] for joined in job.receive_all([0, 1], "joined").values()] == [[2, 2, 2], [2, 2, 2]]
         job.receive_all([0, 1], "over")
         assert job.wait() == [0, 0]
