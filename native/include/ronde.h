@@ -88,7 +88,7 @@ typedef enum rd_kind {
   RD_BROADCAST = 3,
   RD_REDUCE_SCATTER = 4,
   RD_ALLTOALL = 5,
-  RD_SEND = 6,
+  RD_SEND = 6, /* of rd_message, not of rd_call */
   RD_RECEIVE = 7,
   RD_JOIN = 8, /* contribute zeros to the other members' allreduces until every member has joined */
   RD_REDUCE = 9,
@@ -145,7 +145,7 @@ typedef struct rd_call {
   int32_t op;
   int32_t algorithm;
   uint32_t flags;
-  int32_t peer; /* root of a broadcast, reduce, gather or scatter; other side of a send or receive */
+  int32_t peer; /* root of a broadcast, reduce, gather or scatter */
   double prescale;
   double postscale;
   uint64_t signature;      /* must be equal on all members */
@@ -199,11 +199,11 @@ uint64_t rd_segment_bytes(const rd_channel_params* params);
 
 /* Opens a channel. `segment` is the descriptor of the shared memory, or -1 for the only member of a host; the caller
  * keeps it. `sockets` has num_members rows of num_sockets descriptors: in the row of a member on another host, first
- * the socket for aborts, then those for data; -1 in all other rows. `point_to_point` has one socket per member for send
- * and receive, or is null. The channel owns all sockets from here on, even when this function fails. RD_BAD_CALL when
- * params is invalid or the memory has another size than rd_segment_bytes; after RD_SYSTEM, errno says what failed. */
+ * the socket for aborts, then those for data; -1 in all other rows. The channel owns all sockets from here on, even
+ * when this function fails. RD_BAD_CALL when params is invalid or the memory has another size than rd_segment_bytes;
+ * after RD_SYSTEM, errno says what failed. */
 rd_status rd_open(const rd_channel_params* params, int segment, const int* sockets, uint32_t num_sockets,
-                  const int* point_to_point, rd_channel** channel);
+                  rd_channel** channel);
 
 /* Count one more user of a channel, and one less. The last release closes the channel, if nobody has, and frees it. */
 void rd_retain(rd_channel* channel);
@@ -327,7 +327,7 @@ typedef uint64_t rd_endpoint;
 /* Flags of rd_message. */
 #define RD_ANY_SIZE 1u   /* a receive that takes any message of its tag into new memory: see rd_take_received */
 #define RD_EXPECTED 2u   /* a send whose receive was started before: it needs no window, and is dropped without one */
-#define RD_BACKGROUND 4u /* rd_get_current_message does not show it */
+#define RD_BACKGROUND 4u /* rd_get_current_message does not show it, and a wait for it spins less */
 #define RD_REPORT_LOSSES 8u /* a receive from any source that ends with RD_PEER_LOST once for each lost rank */
 
 typedef struct rd_message {
@@ -369,7 +369,8 @@ uint64_t rd_link_bytes(void);
 rd_status rd_add_link(rd_endpoint endpoint, uint32_t peer, int32_t opened_here, int socket, int memory);
 
 /* As rd_run, rd_submit, rd_wait and rd_done. A send has finished when its memory may be used again. rd_result.member is
- * the rank of the other side. A deadline, a signal handler that raises or a lost rank ends this message only. */
+ * the rank of the other side. A deadline, a signal handler that raises or a lost rank ends this message only. After
+ * RD_TIMEOUT, detail is ENOBUFS for a send that waited because its window was full. */
 rd_status rd_run_message(rd_endpoint endpoint, const rd_message* message, rd_result* result, double remaining_s);
 rd_status rd_submit_message(rd_endpoint endpoint, const rd_message* message, double remaining_s, uint64_t* work);
 rd_status rd_wait_message(rd_endpoint endpoint, uint64_t work, rd_result* result, double remaining_s);
@@ -381,6 +382,9 @@ void rd_free_received(void* block);
 
 /* Ends all messages to and from this rank: it is gone. What it had sent can still be received. */
 void rd_lose_peer(rd_endpoint endpoint, uint32_t peer);
+
+/* Ends the receives from any source in a context: `last`, a lost rank, was the last that could have sent something. */
+void rd_end_any_source(rd_endpoint endpoint, uint64_t context, uint32_t last);
 
 /* Ends all messages of a context with RD_CLOSED, and drops what arrives for it from now on. */
 void rd_end_context(rd_endpoint endpoint, uint64_t context);

@@ -111,23 +111,20 @@ RD_API uint64_t rd_segment_bytes(const rd_channel_params* params) {
 }
 
 RD_API rd_status rd_open(const rd_channel_params* params, int segment, const int* sockets, uint32_t num_sockets,
-                         const int* point_to_point, rd_channel** channel) {
+                         rd_channel** channel) {
   *channel = nullptr;
   // The sockets get their owners first, so that any failure below closes them.
   std::vector<std::vector<FileDescriptor>> owned(params->num_members);
-  std::vector<FileDescriptor> owned_point_to_point(params->num_members);
   for (uint32_t member = 0; member < params->num_members; ++member) {
     for (uint32_t i = 0; sockets != nullptr && i < num_sockets; ++i)
       owned[member].emplace_back(sockets[member * num_sockets + i]);
-    if (point_to_point != nullptr) owned_point_to_point[member] = FileDescriptor(point_to_point[member]);
   }
   rd_result result{};
   rd_status status = guarded(&result, [&] {
     ronde::Topology topology(*params);
     std::shared_ptr<ronde::SharedSegment> shared;
     if (segment >= 0) shared = std::make_shared<ronde::SharedSegment>(topology, segment);
-    *channel = new rd_channel(std::make_shared<Channel>(std::move(topology), std::move(shared), std::move(owned),
-                                                        std::move(owned_point_to_point)));
+    *channel = new rd_channel(std::make_shared<Channel>(std::move(topology), std::move(shared), std::move(owned)));
     return RD_OK;
   });
   errno = result.detail;
@@ -180,7 +177,7 @@ RD_API rd_status rd_run(rd_channel* channel, const rd_call* call, rd_result* res
     auto open = open_channel(channel);
     check_may_wait();
     auto running = std::make_shared<Call>(*call, open->topology(), Deadline(remaining_s));
-    open->queue_for(*running).run(running);
+    open->queue().run(running);
     return report(*running, result);
   });
 }
@@ -193,7 +190,7 @@ RD_API rd_status rd_submit(rd_channel* channel, const rd_call* call, double rema
     auto submitted = std::make_shared<Call>(*call, open->topology(), Deadline(remaining_s));
     auto handle = std::make_unique<rd_work>(submitted);
     if (callback != nullptr) submitted->add_callback({callback, context});
-    open->queue_for(*submitted).submit(submitted);
+    open->queue().submit(submitted);
     if (work != nullptr) *work = handle.release();
     return RD_OK;
   });

@@ -61,7 +61,7 @@ bool is_valid(const Call& call, const Topology& topology) {
       return one_span && call.counts.size() == size && call.counts[me] == call.spans.count() && valid_peer;
     case RD_SEND:
     case RD_RECEIVE:
-      return one_span && valid_peer && uint32_t(call.peer) != me;
+      return false;  // messages go through an endpoint
     default:
       return true;
   }

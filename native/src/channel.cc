@@ -36,7 +36,7 @@ std::shared_ptr<char> make_private_bucket(uint64_t bytes) {
 }  // namespace
 
 Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
-                 std::vector<std::vector<FileDescriptor>> sockets, std::vector<FileDescriptor> point_to_point)
+                 std::vector<std::vector<FileDescriptor>> sockets)
     : topology_(std::move(topology)),
       segment_(std::move(segment)),
       private_bucket_(segment_ == nullptr ? make_private_bucket(2 * topology_.bucket_bytes) : nullptr),
@@ -44,41 +44,27 @@ Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
       barrier_(topology_, segment_.get()),
       matcher_(topology_) {
   links_.resize(topology_.size);
-  point_to_point_links_.resize(topology_.size);
   for (uint32_t member = 0; member < topology_.size; ++member) {
     if (member == topology_.member_index) continue;
     if (topology_.hosts[member] == topology_.my_host) {
       if (segment_ == nullptr) throw CallError{RD_BAD_CALL, int(member)};
-      links_[member] = std::make_unique<SharedMemoryLink>(topology_, segment_.get(), LinkUse::kCollective, member);
-      point_to_point_links_[member] =
-          std::make_unique<SharedMemoryLink>(topology_, segment_.get(), LinkUse::kPointToPoint, member);
+      links_[member] = std::make_unique<SharedMemoryLink>(topology_, segment_.get(), member);
       continue;
     }
     if (member >= sockets.size() || sockets[member].empty() || sockets[member][0].get() < 0)
       throw CallError{RD_BAD_CALL, int(member)};
     links_[member] = std::make_unique<TcpLink>(member, std::move(sockets[member]), &abort_signal_);
-    if (member < point_to_point.size() && point_to_point[member].get() >= 0) {
-      std::vector<FileDescriptor> one;
-      one.push_back(std::move(point_to_point[member]));
-      point_to_point_links_[member] = std::make_unique<TcpLink>(member, std::move(one), &abort_signal_);
-    }
   }
-  collectives_ = std::make_unique<CallStream>(*this);
   if (topology_.max_announced > 0)
     announced_ = std::make_shared<AnnouncedCalls>(topology_, segment_.get(), &abort_signal_,
-                                                  [this](Call& call) { execute(call, *collectives_); });
+                                                  [this](Call& call) { execute(call); });
 }
 
 void Channel::close() {
   if (made_by_parent(generation_)) return;
-  bool idle;
-  {
-    std::lock_guard<std::mutex> lock(point_to_point_mutex_);
-    if (closed_.exchange(true)) return;
-    idle = collectives_->queue.refuse_calls();
-    if (announced_ != nullptr) idle = announced_->leave() && idle;
-    for (auto& [key, stream] : point_to_point_) idle = stream->queue.refuse_calls() && idle;
-  }
+  if (closed_.exchange(true)) return;
+  bool idle = queue_.refuse_calls();
+  if (announced_ != nullptr) idle = announced_->leave() && idle;
   if (idle) {
     if (segment_ != nullptr) segment_->mark_left(topology_.local_index);
     abort_signal_.announce_close();
@@ -87,20 +73,12 @@ void Channel::close() {
     abort(CallError{RD_CLOSED, int(topology_.member_index)});
   }
   if (announced_ != nullptr) announced_->close();
-  collectives_->queue.close();
-  for (auto& [key, stream] : point_to_point_) stream->queue.close();
+  queue_.close();
 }
 
-CallQueue& Channel::queue_for(const Call& call) {
-  if (call.kind != RD_SEND && call.kind != RD_RECEIVE) {
-    if (announced_ != nullptr) throw CallError{RD_BAD_CALL};  // they have another order
-    return collectives_->queue;
-  }
-  std::lock_guard<std::mutex> lock(point_to_point_mutex_);
-  if (closed_.load()) throw CallError{RD_CLOSED};
-  auto& stream = point_to_point_[{call.peer, call.kind == RD_SEND}];
-  if (stream == nullptr) stream = std::make_unique<CallStream>(*this);
-  return stream->queue;
+CallQueue& Channel::queue() {
+  if (announced_ != nullptr) throw CallError{RD_BAD_CALL};  // they have another order
+  return queue_;
 }
 
 AnnouncedCalls& Channel::announced() {
@@ -130,21 +108,19 @@ std::shared_ptr<void> Channel::bucket_owner() const {
 
 // Runs one call and stores what became of it in its result. Every error but a mistake of the callers aborts the
 // channel.
-void Channel::execute(Call& call, CallStream& stream) {
+void Channel::execute(Call& call) {
   rd_result& result = call.result;
   result.member = -1;
   result.start_ns = result.ready_ns = result.arrived_ns = now_ns();
   result.sequence = RD_NO_SEQUENCE;
   call.started_ns.store(result.start_ns);
   try {
-    CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, &stream.waiting_for);
-    Group group{topology_,         segment_.get(),  barrier_,        links_,      wait,
-                stream.contiguous, stream.incoming, stream.partials, slots_used_, matcher_.headers()};
+    CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, &waiting_for_);
+    Group group{topology_,   segment_.get(), barrier_,  links_,      wait,
+                contiguous_, incoming_,      partials_, slots_used_, matcher_.headers()};
     wait.check();
     locate_in_bucket(call);
-    if (call.kind == RD_SEND || call.kind == RD_RECEIVE) {
-      send_or_receive(call, group);
-    } else if (call.kind == RD_JOIN) {
+    if (call.kind == RD_JOIN) {
       run_join(call, group);
     } else {
       run_collective(call, group);
@@ -285,60 +261,16 @@ void Channel::run_algorithm(rd_algorithm algorithm, const Call& call, Group& gro
   }
 }
 
-// A message is a header followed by the data. The receiver compares the header with its own call; the sender has
-// finished when the data is on its way.
-void Channel::send_or_receive(Call& call, Group& group) {
-  uint32_t peer = uint32_t(call.peer);
-  Link* link = point_to_point_links_[peer].get();
-  if (link == nullptr) throw CallError{RD_BAD_CALL, call.peer};
-  uint64_t bytes = call.spans.bytes();
-  if (call.kind == RD_SEND) {
-    CallHeader header = call.header(RD_AUTO, 0);
-    send_receive(group.wait, link, &header, sizeof header, nullptr, nullptr, 0);
-    call.result.ready_ns = now_ns();
-    send_receive(group.wait, link, call.spans[0].input, bytes, nullptr, nullptr, 0);
-    return;
-  }
-  CallHeader header{};
-  send_receive(group.wait, nullptr, nullptr, 0, link, &header, sizeof header);
-  call.result.ready_ns = now_ns();
-  uint64_t sent_bytes = header.count * element_bytes(rd_dtype(header.dtype));
-  if (header.signature == call.signature && sent_bytes == bytes) {
-    return send_receive(group.wait, nullptr, nullptr, 0, link, call.spans[0].output, bytes);
-  }
-  // The data must be read nevertheless, or the next message would begin in the middle of it.
-  constexpr uint64_t kDiscardBytes = 1 << 20;
-  for (uint64_t remaining = sent_bytes; remaining > 0;) {
-    uint64_t length = std::min(remaining, kDiscardBytes);
-    send_receive(group.wait, nullptr, nullptr, 0, link, group.incoming.get(kDiscardBytes), length);
-    remaining -= length;
-  }
-  call.member_calls.resize(topology_.size);
-  call.member_calls[peer].signature = header.signature;
-  copy_description(call.member_calls[peer].description, header.description);
-  call.member_calls[topology_.member_index].signature = call.signature;
-  copy_description(call.member_calls[topology_.member_index].description, call.description);
-  throw CallError{RD_MISMATCH, call.peer};
-}
-
 void Channel::get_current_call(rd_current_call* current, uint32_t* missing) {
   *current = {};
   current->sequence = sequence_.load();
-  CallStream* running = collectives_.get();
-  std::shared_ptr<Call> call = announced_ != nullptr ? announced_->current() : running->queue.current();
-  std::lock_guard<std::mutex> lock(point_to_point_mutex_);
-  for (auto& [key, stream] : point_to_point_) {
-    if (call != nullptr) break;
-    call = stream->queue.current();
-    running = stream.get();
-  }
+  std::shared_ptr<Call> call = announced_ != nullptr ? announced_->current() : queue_.current();
   if (call == nullptr) return;
   current->start_ns = call->started_ns.load();
   current->kind = call->kind;
   copy_description(current->description, call->description);
-  std::vector<uint32_t> members;
-  if (running == collectives_.get()) members = barrier_.missing();
-  int32_t waiting_for = running->waiting_for.load();
+  std::vector<uint32_t> members = barrier_.missing();
+  int32_t waiting_for = waiting_for_.load();
   if (members.empty() && waiting_for >= 0) members.push_back(uint32_t(waiting_for));
   std::copy(members.begin(), members.end(), missing);
   current->num_missing = int32_t(members.size());

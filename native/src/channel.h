@@ -1,9 +1,7 @@
-// A channel: one total order of collectives among its members. Send and receive have an order of their own for each
-// peer and direction.
+// A channel: one total order of collectives among its members.
 #pragma once
 
 #include <atomic>
-#include <map>
 #include <memory>
 #include <vector>
 
@@ -19,9 +17,8 @@ namespace ronde {
 class Channel {
  public:
   // `sockets[member]` are the connections to a member on another host: the first one for aborts, the rest for data.
-  // `point_to_point[member]` is the connection for send and receive. Throws CallError.
-  Channel(Topology topology, std::shared_ptr<SharedSegment> segment, std::vector<std::vector<FileDescriptor>> sockets,
-          std::vector<FileDescriptor> point_to_point);
+  // Throws CallError.
+  Channel(Topology topology, std::shared_ptr<SharedSegment> segment, std::vector<std::vector<FileDescriptor>> sockets);
   ~Channel() { close(); }
 
   // Leaves in good order when no call is queued or running; otherwise aborts the channel. Calls that are under way, and
@@ -29,8 +26,7 @@ class Channel {
   void close();
 
   const Topology& topology() const { return topology_; }
-  // Throws CallError: RD_CLOSED, or RD_BAD_CALL for a collective when the channel is for announced calls.
-  CallQueue& queue_for(const Call& call);
+  CallQueue& queue();           // throws CallError{RD_BAD_CALL} when the channel is for announced calls
   AnnouncedCalls& announced();  // throws CallError{RD_BAD_CALL} when max_announced is 0
   void abort(const CallError& error);
   char* bucket(uint32_t area = 0) const;       // of this member; null when bucket_bytes is 0
@@ -38,21 +34,10 @@ class Channel {
   void get_current_call(rd_current_call* current, uint32_t* missing);
 
  private:
-  // One order of calls with what its running call needs.
-  struct CallStream {
-    explicit CallStream(Channel& channel)
-        : queue([this, &channel](Call& call) { channel.execute(call, *this); },
-                [&channel](const CallError& error) { channel.abort(error); }) {}
-    ScratchBuffer contiguous, incoming, partials;
-    std::atomic<int32_t> waiting_for{-1};  // the member that the running call waits for
-    CallQueue queue;                       // the last member, because its thread uses the others
-  };
-
-  void execute(Call& call, CallStream& stream);
+  void execute(Call& call);
   void run_collective(Call& call, Group& group);
   void run_join(Call& call, Group& group);
   void contribute_zeros(const CallHeader& requested, const Deadline& deadline, Group& group);
-  void send_or_receive(Call& call, Group& group);
   void run_algorithm(rd_algorithm algorithm, const Call& call, Group& group);
   void locate_in_bucket(Call& call) const;
 
@@ -64,13 +49,14 @@ class Channel {
   AbortSignal abort_signal_;
   HostBarrier barrier_;
   CallMatcher matcher_;
-  std::vector<std::unique_ptr<Link>> links_, point_to_point_links_;  // per member
+  std::vector<std::unique_ptr<Link>> links_;  // per member
   uint32_t slots_used_ = 0;
   std::atomic<uint64_t> sequence_{0};  // written only by the thread that runs a collective
-  std::unique_ptr<CallStream> collectives_;
+  ScratchBuffer contiguous_, incoming_, partials_;
+  std::atomic<int32_t> waiting_for_{-1};       // the member that the running call waits for
   std::shared_ptr<AnnouncedCalls> announced_;  // null when max_announced is 0; otherwise it runs all collectives
-  std::mutex point_to_point_mutex_;            // guards point_to_point_, and that none is added after closed_ is set
-  std::map<std::pair<int, bool>, std::unique_ptr<CallStream>> point_to_point_;  // by (peer, is it a send)
+  // The last member, because its thread uses the others.
+  CallQueue queue_{[this](Call& call) { execute(call); }, [this](const CallError& error) { abort(error); }};
 };
 
 }  // namespace ronde

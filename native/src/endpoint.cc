@@ -20,18 +20,14 @@ namespace ronde {
 
 namespace {
 
-constexpr int64_t kMaxSleepNs = 50'000'000;  // of a caller, so that Python's signal handlers run
-constexpr int kTickMs = 1;                   // how often the thread looks whether callers still move the bytes
-constexpr uint32_t kThreadSpins = 200;       // of the thread, before it sleeps
+constexpr int64_t kMaxSleepNs = 50'000'000;  // of a caller for which Python's signal handlers have to run
+constexpr int64_t kLongSleepNs = 3600'000'000'000;
+constexpr int kTickMs = 1;              // how often the thread looks whether callers still move the bytes
+constexpr uint32_t kThreadSpins = 200;  // of the thread, before it sleeps
 // A spinning caller asks the kernel once in so many spins: for bytes, when a link is a socket; or else for its end.
 constexpr uint32_t kSocketInterval = 2;
 constexpr uint32_t kWakeupInterval = 500;
 constexpr int64_t kMaxThreadSleepMs = 3'600'000;
-constexpr int kMaxReadsOfLost = 256;  // of what a lost rank has sent: 256 MB are more than a socket holds
-constexpr uint64_t kKickKey = UINT64_MAX;
-
-// Bytes that a message counts for until it was taken: an empty one needs memory, too.
-uint64_t message_cost(uint64_t bytes, uint64_t header_bytes) { return bytes + header_bytes + 64; }
 
 const rd_message& checked(const rd_message& params, uint32_t num_ranks) {
   bool is_send = params.kind == RD_SEND, is_receive = params.kind == RD_RECEIVE;
@@ -184,15 +180,17 @@ void Endpoint::start_receive(const MessagePtr& message) {
     if (!context.reports_losses) {
       context.reports_losses = true;
       for (uint32_t peer = 0; peer < peers_.size(); ++peer)
-        if (peers_[peer].lost) context.losses.push_back(peer);
+        if (peers_[peer].declared) context.losses.push_back(peer);
     }
     if (!context.losses.empty()) {
       report_loss(context, message);
       return erase_if_empty(context, message->tag);
     }
   }
-  if (message->peer != RD_ANY_SOURCE && peers_[uint32_t(message->peer)].lost) {
-    finish(message, RD_PEER_LOST, message->peer, peers_[uint32_t(message->peer)].error);
+  int gone = message->peer;
+  if (gone == RD_ANY_SOURCE && !message->has_flag(RD_REPORT_LOSSES)) gone = context.last_source;
+  if (gone >= 0 && peers_[uint32_t(gone)].lost) {
+    finish(message, RD_PEER_LOST, gone, peers_[uint32_t(gone)].error);
     return erase_if_empty(context, message->tag);
   }
   tag.receives.push_back(message);
@@ -205,6 +203,7 @@ void Endpoint::report_loss(Context& context, const MessagePtr& receive) {
 }
 
 void Endpoint::finish(const MessagePtr& message, rd_status status, int member, int detail) {
+  if (message->finished.load() != 0) return;
   message->result.status = status;
   message->result.member = member;
   message->result.detail = detail;
@@ -220,7 +219,11 @@ void Endpoint::finish(const MessagePtr& message, rd_status status, int member, i
 // Ends a message whose caller no longer waits for it.
 void Endpoint::withdraw(const MessagePtr& message, rd_status status, int member, int detail) {
   if (message->finished.load() != 0) return;
-  message->kind == RD_SEND ? withdraw_send(message) : withdraw_receive(message);
+  if (message->kind == RD_RECEIVE) {
+    withdraw_receive(message);
+  } else if (withdraw_send(message) && status == RD_TIMEOUT) {
+    detail = ENOBUFS;
+  }
   finish(message, status, member, detail);
 }
 
@@ -255,23 +258,25 @@ void Endpoint::withdraw_receive(const MessagePtr& message) {
 }
 
 // A send that has begun must be completed, or the next message would begin in the middle of it: what is left is copied.
-void Endpoint::withdraw_send(const MessagePtr& message) {
+// Returns whether it was waiting for its window.
+bool Endpoint::withdraw_send(const MessagePtr& message) {
   Peer& peer = peers_[uint32_t(message->peer)];
   Flow& flow = peer.flows[message->context];
   auto waiting = std::find(flow.waiting.begin(), flow.waiting.end(), message);
   if (waiting != flow.waiting.end()) {
     flow.waiting.erase(waiting);
-    return;
+    return true;
   }
-  if (peer.outgoing == nullptr) return;
+  if (peer.outgoing == nullptr) return false;
   OutgoingLink& outgoing = *peer.outgoing;
   auto queued = std::find(outgoing.queue.begin(), outgoing.queue.end(), message);
-  if (queued == outgoing.queue.end()) return;
+  if (queued == outgoing.queue.end()) return false;
   if (queued != outgoing.queue.begin() || outgoing.position == 0) {
     outgoing.queue.erase(queued);
-    if (message->has_flag(RD_EXPECTED)) return;
+    if (message->has_flag(RD_EXPECTED)) return false;
     flow.outstanding -= message->cost();
-    return admit(uint32_t(message->peer), message->context);
+    admit(uint32_t(message->peer), message->context);
+    return false;
   }
   rd_message params{};
   params.context = message->context;
@@ -283,8 +288,11 @@ void Endpoint::withdraw_send(const MessagePtr& message) {
   params.window_bytes = message->window_bytes;
   params.header = message->header.data();
   params.header_bytes = message->header.size();
-  OwnedMemory copy(static_cast<char*>(std::malloc(std::max<uint64_t>(1, message->bytes))));
-  if (copy == nullptr) return lose_peer_locked(uint32_t(message->peer), ENOMEM);
+  MessageMemory copy(allocate_message_memory(message->bytes));
+  if (copy == nullptr) {
+    lose_peer_locked(uint32_t(message->peer), ENOMEM);
+    return false;
+  }
   uint64_t ahead = sizeof(Frame) + message->header.size();
   uint64_t sent = outgoing.position > ahead ? outgoing.position - ahead : 0;
   if (message->bytes > sent) std::memcpy(copy.get() + sent, message->data + sent, message->bytes - sent);
@@ -292,6 +300,7 @@ void Endpoint::withdraw_send(const MessagePtr& message) {
   params.bytes = message->bytes;
   *queued = std::make_shared<Message>(params, num_ranks(), message->deadline);
   (*queued)->own_data = std::move(copy);
+  return false;
 }
 
 // --- waiting ---------------------------------------------------------------------------------------------------------
@@ -304,6 +313,9 @@ void Endpoint::run(const MessagePtr& message) {
     if (!wait_for(message, message->deadline, true, lock)) withdraw(message, RD_TIMEOUT, message->peer);
   } catch (const CallError& error) {
     withdraw(message, error.status, error.member, error.detail);
+    // It may have ended meanwhile, by a signal handler that closed the endpoint; what the handler raised counts.
+    message->result.status = error.status;
+    message->result.detail = error.detail;
   }
 }
 
@@ -329,8 +341,10 @@ bool Endpoint::wait(const MessagePtr& message, const Deadline& deadline) {
 
 // The caller moves bytes itself for a while, because that is fastest; then it sleeps and the thread moves them.
 bool Endpoint::wait_for(const MessagePtr& message, const Deadline& deadline, bool run_handlers, Lock& lock) {
+  uint32_t max_spins = message->has_flag(RD_BACKGROUND) ? kThreadSpins : policy_.spins;
   ++num_spinning_;
-  for (uint32_t spins = 0, rounds = 1; spins < policy_.spins && message->finished.load() == 0; ++rounds) {
+  ++num_waits_;
+  for (uint32_t spins = 0, rounds = 1; spins < max_spins && message->finished.load() == 0; ++rounds) {
     bool moved = progress(rounds % (num_sockets_ > 0 ? kSocketInterval : kWakeupInterval) == 0);
     if (message->finished.load() != 0) break;
     if (moved) {
@@ -345,385 +359,25 @@ bool Endpoint::wait_for(const MessagePtr& message, const Deadline& deadline, boo
   if (message->finished.load() != 0) return true;
   if (deadline.expired()) return false;
   ensure_thread();
+  ++num_asleep_;
   kick();
   while (message->finished.load() == 0) {
     ++message->num_sleepers;
     lock.unlock();
-    int64_t limit_ns = std::min<int64_t>(kMaxSleepNs, deadline.remaining_ns());
+    int64_t limit_ns = std::min<int64_t>(run_handlers ? kMaxSleepNs : kLongSleepNs, deadline.remaining_ns());
     bool woken = limit_ns <= 0 || futex_wait(&message->finished, 0, limit_ns);
     bool interrupted = !woken && run_handlers && run_signal_handlers();
     lock.lock();
     --message->num_sleepers;
+    if (interrupted) {
+      --num_asleep_;
+      throw CallError{RD_ABORTED, message->peer, EINTR};
+    }
     if (message->finished.load() != 0) break;
-    if (interrupted) throw CallError{RD_ABORTED, message->peer, EINTR};
-    if (deadline.expired()) return false;
+    if (deadline.expired()) break;
   }
-  return true;
-}
-
-// --- moving bytes ----------------------------------------------------------------------------------------------------
-
-// Moves what can be moved on all links. Returns whether anything was.
-bool Endpoint::progress(bool poll_kernel) {
-  bool moved = false;
-  for (size_t i = 0; i < linked_.size(); ++i) {
-    uint32_t peer = linked_[i];
-    Peer& other = peers_[peer];
-    if (other.incoming != nullptr) {
-      if (other.incoming->link.has_input()) moved |= read(peer);
-      if (other.incoming != nullptr && other.incoming->has_output()) moved |= send_credits(*other.incoming);
-    }
-    if (other.outgoing != nullptr) {
-      if (other.outgoing->link.has_input()) moved |= read_credits(peer);
-      if (other.outgoing != nullptr && other.outgoing->has_output()) moved |= write(*other.outgoing);
-    }
-    check_links(peer);
-    if (other.incoming == nullptr && other.outgoing == nullptr) linked_.erase(linked_.begin() + ptrdiff_t(i--));
-  }
-  if (poll_kernel) moved |= poll_sockets();
-  return moved;
-}
-
-// Handles the sockets that are ready. Returns whether bytes were moved.
-bool Endpoint::poll_sockets() {
-  epoll_event events[16];
-  int count = epoll_wait(epoll_.get(), events, 16, 0);
-  bool moved = false;
-  for (int i = 0; i < count; ++i) {
-    if (events[i].data.u64 == kKickKey) continue;
-    auto peer = uint32_t(events[i].data.u64 / 2);
-    Peer& other = peers_[peer];
-    bool is_outgoing = events[i].data.u64 % 2 == 1;
-    MessageLink* link = is_outgoing ? (other.outgoing == nullptr ? nullptr : &other.outgoing->link)
-                                    : (other.incoming == nullptr ? nullptr : &other.incoming->link);
-    if (link == nullptr) continue;  // it ended with an event before this one
-    link->clear_wakeups();
-    moved |= is_outgoing ? read_credits(peer) : read(peer);
-    if (other.outgoing != nullptr && is_outgoing) moved |= write(*other.outgoing);
-    if (other.incoming != nullptr && !is_outgoing) moved |= send_credits(*other.incoming);
-    check_links(peer);
-  }
-  return moved;
-}
-
-bool Endpoint::write(OutgoingLink& outgoing) {
-  uint64_t moved = 0;
-  while (!outgoing.queue.empty() && moved < kBudgetBytes) {
-    MessagePtr message = outgoing.queue.front();
-    if (outgoing.position == 0) {
-      outgoing.frame = {Frame::kMessage,    message->flags,         message->context, message->tag,
-                        message->signature, message->header.size(), message->bytes};
-      message->result.ready_ns = now_ns();
-    }
-    uint64_t before = outgoing.position;
-    iovec pieces[3];
-    int num_pieces = 0;
-    uint64_t skipped = outgoing.position;
-    auto add = [&](const void* data, uint64_t bytes) {
-      uint64_t skip = std::min(skipped, bytes);
-      skipped -= skip;
-      if (bytes > skip) pieces[num_pieces++] = {const_cast<char*>(static_cast<const char*>(data)) + skip, bytes - skip};
-    };
-    add(&outgoing.frame, sizeof(Frame));
-    add(message->header.data(), message->header.size());
-    add(message->data, message->bytes);
-    uint64_t total = sizeof(Frame) + message->header.size() + message->bytes;
-    outgoing.position += outgoing.link.try_send(pieces, num_pieces);
-    moved += outgoing.position - before;
-    if (outgoing.position < total) return moved > 0;
-    outgoing.queue.pop_front();
-    outgoing.position = 0;
-    finish(message, RD_OK, message->peer);
-  }
-  if (outgoing.queue.empty() && outgoing.says_goodbye && !outgoing.goodbye_sent) {
-    Frame goodbye{};
-    goodbye.kind = Frame::kGoodbye;
-    iovec piece{reinterpret_cast<char*>(&goodbye) + outgoing.position, sizeof(Frame) - outgoing.position};
-    outgoing.position += outgoing.link.try_send(&piece, 1);
-    outgoing.goodbye_sent = outgoing.position == sizeof(Frame);
-  }
-  return moved > 0;
-}
-
-bool Endpoint::read_credits(uint32_t peer) {
-  bool moved = false;
-  while (peers_[peer].outgoing != nullptr) {
-    OutgoingLink& outgoing = *peers_[peer].outgoing;
-    size_t received =
-        outgoing.link.try_receive(outgoing.credit + outgoing.credit_bytes, sizeof(Credit) - outgoing.credit_bytes);
-    if (received == 0) break;
-    moved = true;
-    outgoing.credit_bytes += received;
-    if (outgoing.credit_bytes < sizeof(Credit)) break;
-    Credit credit;
-    std::memcpy(&credit, outgoing.credit, sizeof credit);
-    outgoing.credit_bytes = 0;
-    Flow& flow = peers_[peer].flows[credit.context];
-    flow.outstanding -= std::min(flow.outstanding, credit.bytes);
-    admit(peer, credit.context);
-  }
-  return moved;
-}
-
-bool Endpoint::read(uint32_t peer) {
-  IncomingLink& incoming = *peers_[peer].incoming;
-  uint64_t moved = 0;
-  while (moved < kBudgetBytes && !incoming.ended) {
-    size_t received = 0;
-    if (incoming.arrival != nullptr) {
-      Arrival& arrival = *incoming.arrival;
-      uint64_t wanted = arrival.frame.bytes - arrival.received;
-      char dropped[4096];
-      received = arrival.target != nullptr
-                     ? incoming.link.try_receive(arrival.target + arrival.received, std::min(wanted, kBudgetBytes))
-                     : incoming.link.try_receive(dropped, std::min<uint64_t>(wanted, sizeof dropped));
-      arrival.received += received;
-      if (arrival.complete()) {
-        ArrivalPtr ended = std::move(incoming.arrival);
-        incoming.arrival = nullptr;
-        complete(ended);
-        moved += received;
-        continue;
-      }
-    } else if (incoming.frame_bytes < sizeof(Frame)) {
-      auto* frame = reinterpret_cast<char*>(&incoming.frame);
-      received = incoming.link.try_receive(frame + incoming.frame_bytes, sizeof(Frame) - incoming.frame_bytes);
-      incoming.frame_bytes += received;
-      if (incoming.frame_bytes == sizeof(Frame)) {
-        bool valid = incoming.frame.kind == Frame::kMessage && incoming.frame.header_bytes <= kMaxHeaderBytes &&
-                     incoming.frame.bytes <= kMaxBytes;
-        if (!valid) {
-          incoming.end(incoming.frame.kind == Frame::kGoodbye ? 0 : EPROTO);
-          return true;
-        }
-        incoming.header.resize(incoming.frame.header_bytes);
-        incoming.header_bytes = 0;
-      }
-    } else if (incoming.header_bytes < incoming.header.size()) {
-      received = incoming.link.try_receive(incoming.header.data() + incoming.header_bytes,
-                                           incoming.header.size() - incoming.header_bytes);
-      incoming.header_bytes += received;
-    }
-    moved += received;
-    bool header_read = incoming.frame_bytes == sizeof(Frame) && incoming.header_bytes == incoming.header.size();
-    if (incoming.arrival == nullptr && header_read) {
-      auto arrival = std::make_shared<Arrival>();
-      arrival->source = peer;
-      arrival->frame = incoming.frame;
-      arrival->header = std::move(incoming.header);
-      incoming.header.clear();
-      incoming.frame_bytes = incoming.header_bytes = 0;
-      if (!begin_arrival(arrival)) {
-        incoming.end(ENOMEM);
-        return true;
-      }
-      if (arrival->complete()) {
-        complete(arrival);
-      } else {
-        incoming.arrival = arrival;
-      }
-      continue;
-    }
-    if (received == 0) break;
-  }
-  return moved > 0;
-}
-
-bool Endpoint::send_credits(IncomingLink& incoming) {
-  if (incoming.credits.empty()) return false;
-  iovec piece{incoming.credits.data(), incoming.credits.size()};
-  size_t sent = incoming.link.try_send(&piece, 1);
-  incoming.credits.erase(0, sent);
-  return sent > 0;
-}
-
-// Notices when the links of a rank have ended.
-void Endpoint::check_links(uint32_t peer) {
-  Peer& other = peers_[peer];
-  if (other.incoming != nullptr && other.incoming->ended) return lose_peer_locked(peer, other.incoming->error);
-  if (other.incoming != nullptr && other.incoming->link.closed() && !other.incoming->link.has_input())
-    return lose_peer_locked(peer, other.incoming->link.error());
-  if (other.outgoing == nullptr || !other.outgoing->link.closed()) return;
-  if (other.outgoing->goodbye_sent) {  // it has read everything
-    remove_outgoing(other);
-  } else {
-    lose_peer_locked(peer, other.outgoing->link.error());
-  }
-}
-
-void Endpoint::lose_peer(uint32_t peer) {
-  Lock lock(mutex_);
-  if (peer < peers_.size() && peer != rank_) lose_peer_locked(peer, 0);
-}
-
-// The loss of a rank is noticed here, by the end of a link, or by the caller of lose_peer.
-void Endpoint::lose_peer_locked(uint32_t peer, int error) {
-  Peer& other = peers_[peer];
-  if (other.lost) return;
-  other.lost = true;
-  other.error = error;
-  for (int i = 0; i < kMaxReadsOfLost && other.incoming != nullptr && read(peer); ++i) {
-  }
-  if (other.incoming != nullptr && other.incoming->arrival != nullptr) {
-    ArrivalPtr arrival = std::move(other.incoming->arrival);
-    other.incoming->arrival = nullptr;
-    MessagePtr receive = std::move(arrival->receive);
-    if (arrival->unexpected) {
-      remove_unexpected(arrival);
-    } else if (receive != nullptr && receive->peer == RD_ANY_SOURCE) {
-      // A message of another rank will do. It was started before those that wait.
-      contexts_[receive->context].tags[receive->tag].receives.push_front(receive);
-    } else if (receive != nullptr) {
-      finish(receive, RD_PEER_LOST, int(peer), error);
-    }
-  }
-  for (auto& [number, context] : contexts_) {
-    if (context.reports_losses && !context.ended) context.losses.push_back(peer);
-    for (auto at = context.tags.begin(); at != context.tags.end();) {
-      std::deque<MessagePtr> kept;
-      for (const MessagePtr& receive : at->second.receives) {
-        if (receive->peer == int(peer)) {
-          finish(receive, RD_PEER_LOST, int(peer), error);
-        } else if (receive->has_flag(RD_REPORT_LOSSES) && !context.losses.empty()) {
-          report_loss(context, receive);
-        } else {
-          kept.push_back(receive);
-        }
-      }
-      at->second.receives = std::move(kept);
-      at = at->second.receives.empty() && at->second.unexpected.empty() ? context.tags.erase(at) : std::next(at);
-    }
-  }
-  for (auto& [number, flow] : other.flows)
-    for (const MessagePtr& send : flow.waiting) finish(send, RD_PEER_LOST, int(peer), error);
-  other.flows.clear();
-  other.unreported.clear();
-  if (other.outgoing != nullptr)
-    for (const MessagePtr& send : other.outgoing->queue) finish(send, RD_PEER_LOST, int(peer), error);
-  remove_outgoing(other);
-  remove_incoming(other);
-}
-
-// A closed descriptor leaves the epoll set by itself only when no child process has a copy of it.
-void Endpoint::remove_outgoing(Peer& peer) {
-  if (peer.outgoing == nullptr) return;
-  MessageLink& link = peer.outgoing->link;
-  if (!link.is_shared_memory()) --num_sockets_;
-  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.socket(), nullptr);
-  peer.outgoing.reset();
-}
-
-void Endpoint::remove_incoming(Peer& peer) {
-  if (peer.incoming == nullptr) return;
-  MessageLink& link = peer.incoming->link;
-  if (!link.is_shared_memory()) --num_sockets_;
-  epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, link.socket(), nullptr);
-  peer.incoming.reset();
-}
-
-// --- messages that arrive --------------------------------------------------------------------------------------------
-
-// Decides where the data of a message goes: to the first receive that it fits, or into memory of the endpoint. Returns
-// false when there is no memory for it.
-bool Endpoint::begin_arrival(const ArrivalPtr& arrival) {
-  Context& context = contexts_[arrival->frame.context];
-  if (context.ended) return true;
-  Tag& tag = context.tags[arrival->frame.tag];
-  auto found = std::find_if(tag.receives.begin(), tag.receives.end(), [&](const MessagePtr& receive) {
-    return receive->peer == RD_ANY_SOURCE || receive->peer == int(arrival->source);
-  });
-  bool has_memory = true;
-  if (found != tag.receives.end()) {
-    MessagePtr receive = *found;
-    tag.receives.erase(found);
-    has_memory = match(arrival, receive);
-  } else if ((arrival->frame.flags & RD_EXPECTED) == 0) {
-    has_memory = allocate_block(*arrival);
-    if (has_memory) {
-      arrival->unexpected = true;
-      tag.unexpected.push_back(arrival);
-    }
-  }
-  erase_if_empty(context, arrival->frame.tag);
-  return has_memory;
-}
-
-bool Endpoint::allocate_block(Arrival& arrival) {
-  uint64_t bytes = block_offset(arrival.frame.header_bytes) + block_offset(arrival.frame.bytes) + 64;
-  arrival.block.reset(static_cast<char*>(std::aligned_alloc(64, bytes)));
-  if (arrival.block == nullptr) return false;
-  std::memcpy(arrival.block.get(), arrival.header.data(), arrival.header.size());
-  arrival.target = arrival.block_data();
-  return true;
-}
-
-// Gives a message to a receive. Returns false when there is no memory for it.
-bool Endpoint::match(const ArrivalPtr& arrival, const MessagePtr& receive) {
-  receive->result.ready_ns = now_ns();
-  if (receive->has_flag(RD_ANY_SIZE)) {
-    if (arrival->block == nullptr && !allocate_block(*arrival)) {
-      finish(receive, RD_SYSTEM, int(arrival->source), ENOMEM);
-      return false;
-    }
-  } else if (receive->signature != arrival->frame.signature || receive->bytes != arrival->frame.bytes) {
-    arrival->target = nullptr;
-    arrival->block = nullptr;
-    receive->received_header = arrival->header;
-    finish(receive, RD_MISMATCH, int(arrival->source));
-    return true;
-  } else {
-    if (arrival->block != nullptr && arrival->received > 0)
-      std::memcpy(receive->data, arrival->target, arrival->received);
-    arrival->target = receive->data;
-    arrival->block = nullptr;
-  }
-  arrival->receive = receive;
-  return true;
-}
-
-// Called when all data of a message has arrived, and when a message whose data was there is taken.
-void Endpoint::complete(const ArrivalPtr& arrival) {
-  if (arrival->unexpected) return;
-  give_credit(*arrival);
-  MessagePtr receive = std::move(arrival->receive);
-  if (receive == nullptr) return;
-  receive->received_bytes = arrival->frame.bytes;
-  if (receive->has_flag(RD_ANY_SIZE)) {
-    receive->received_header = std::move(arrival->header);
-    receive->block = std::move(arrival->block);
-  }
-  finish(receive, RD_OK, int(arrival->source));
-}
-
-void Endpoint::remove_unexpected(const ArrivalPtr& arrival) {
-  Context& context = contexts_[arrival->frame.context];
-  auto& unexpected = context.tags[arrival->frame.tag].unexpected;
-  unexpected.erase(std::remove(unexpected.begin(), unexpected.end(), arrival), unexpected.end());
-  erase_if_empty(context, arrival->frame.tag);
-}
-
-void Endpoint::give_credit(const Arrival& arrival) {
-  if ((arrival.frame.flags & RD_EXPECTED) != 0) return;
-  Peer& other = peers_[arrival.source];
-  uint64_t cost = message_cost(arrival.frame.bytes, arrival.frame.header_bytes), context = arrival.frame.context;
-  if (arrival.source == rank_) {
-    other.flows[context].outstanding -= cost;
-    return admit(rank_, context);
-  }
-  if (other.incoming == nullptr) return;
-  uint64_t& unreported = other.unreported[context];
-  unreported += cost;
-  if (unreported < kCreditBatchBytes) return;
-  Credit credit{context, unreported};
-  unreported = 0;
-  other.incoming->credits.append(reinterpret_cast<const char*>(&credit), sizeof credit);
-  send_credits(*other.incoming);
-}
-
-void Endpoint::erase_if_empty(Context& context, uint64_t number) {
-  auto tag = context.tags.find(number);
-  if (tag != context.tags.end() && tag->second.receives.empty() && tag->second.unexpected.empty())
-    context.tags.erase(tag);
+  --num_asleep_;
+  return message->finished.load() != 0;
 }
 
 // --- the end ---------------------------------------------------------------------------------------------------------
@@ -788,6 +442,7 @@ bool Endpoint::leave(const Deadline& deadline) {
 void Endpoint::close() {
   {
     Lock lock(mutex_);
+    closing_.store(true);
     if (!closed_) for_each_message([&](const MessagePtr& message) { finish(message, RD_CLOSED, -1); });
     closed_ = true;
     contexts_.clear();
@@ -836,36 +491,46 @@ void Endpoint::ensure_thread() {
   pthread_setname_np(thread_.native_handle(), "ronde-messages");
 }
 
+// While callers move the bytes themselves, the thread leaves the mutex to them: it would only make them wait.
+bool Endpoint::callers_are_active(uint32_t* last_num_waits) const {
+  uint32_t num_waits = num_waits_.load();
+  bool was_active = num_waits != *last_num_waits;
+  *last_num_waits = num_waits;
+  return num_spinning_.load() > 0 || (was_active && num_asleep_.load() == 0);
+}
+
 void Endpoint::thread_loop() {
   Lock lock(mutex_);
-  for (uint32_t spins = 0; !closed_;) {
+  uint32_t spins = 0, last_num_waits = 0;
+  while (!closed_) {
+    if (callers_are_active(&last_num_waits)) {
+      thread_sleeps_ = true;
+      lock.unlock();
+      do {
+        pollfd kicked{kick_.get(), POLLIN, 0};
+        ::poll(&kicked, 1, kTickMs);
+        clear_kicks();
+      } while (callers_are_active(&last_num_waits) && !closing_.load());
+      lock.lock();
+      thread_sleeps_ = false;
+      spins = 0;
+      continue;
+    }
     bool moved = progress(true);
     int64_t next_deadline_ns = expire_deadlines();
-    bool idle = false;
-    if (moved) {
-      spins = 0;
-    } else if (num_spinning_ == 0) {
-      idle = spins++ >= kThreadSpins && prepare_sleep();
-    }
-    if (!idle && num_spinning_ == 0) {
+    if (moved) spins = 0;
+    if (moved || spins++ < kThreadSpins || !prepare_sleep()) {
       lock.unlock();
       moved ? void(sched_yield()) : pause(policy_, spins);
       lock.lock();
       continue;
     }
-    // While callers move the bytes, only their end matters, which needs no notice.
     thread_sleeps_ = true;
     lock.unlock();
-    if (idle) {
-      epoll_event event;
-      int64_t limit_ms = std::min<int64_t>(next_deadline_ns / 1'000'000 + 1, kMaxThreadSleepMs);
-      epoll_wait(epoll_.get(), &event, 1, int(limit_ms));
-    } else {
-      pollfd kicked{kick_.get(), POLLIN, 0};
-      ::poll(&kicked, 1, kTickMs);
-    }
-    uint64_t kicks;
-    (void)!::read(kick_.get(), &kicks, sizeof kicks);
+    epoll_event event;
+    int64_t limit_ms = std::min<int64_t>(next_deadline_ns / 1'000'000 + 1, kMaxThreadSleepMs);
+    epoll_wait(epoll_.get(), &event, 1, int(limit_ms));
+    clear_kicks();
     lock.lock();
     thread_sleeps_ = false;
     spins = 0;
@@ -874,6 +539,11 @@ void Endpoint::thread_loop() {
       if (peers_[peer].incoming != nullptr) peers_[peer].incoming->link.end_sleep();
     }
   }
+}
+
+void Endpoint::clear_kicks() {
+  uint64_t kicks;
+  (void)!::read(kick_.get(), &kicks, sizeof kicks);
 }
 
 // Wakes the thread, if it sleeps.

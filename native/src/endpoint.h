@@ -18,7 +18,6 @@
 #pragma once
 
 #include <atomic>
-#include <cstdlib>
 #include <deque>
 #include <functional>
 #include <map>
@@ -33,13 +32,12 @@
 #include "base/clock.h"
 #include "link/message_link.h"
 #include "link/wait.h"
+#include "message_memory.h"
 
 namespace ronde {
 
-struct FreeMemory {
-  void operator()(char* memory) const { std::free(memory); }
-};
-using OwnedMemory = std::unique_ptr<char, FreeMemory>;
+// Bytes that a message counts for until it was taken: an empty one needs memory, too.
+inline uint64_t message_cost(uint64_t bytes, uint64_t header_bytes) { return bytes + header_bytes + 64; }
 
 // One send or receive of this rank, from its start to its end.
 struct Message {
@@ -68,13 +66,13 @@ struct Message {
   // What became of it; valid when `finished` is 1, guarded by the endpoint's mutex before.
   std::atomic<uint32_t> finished{0};  // futex word
   rd_result result{};
-  OwnedMemory block;            // of a receive of any size: the header, and behind it the data
+  MessageMemory block;          // of a receive of any size: the header, and behind it the data
   uint64_t received_bytes = 0;  // of the data
   std::string received_header;  // of a receive of any size, and after a mismatch
 
   // For the endpoint, guarded by its mutex.
   uint32_t num_sleepers = 0;
-  OwnedMemory own_data;                                // of a send whose caller no longer waits
+  MessageMemory own_data;                              // of a send whose caller no longer waits
   std::optional<DeadlineList::iterator> in_deadlines;  // of a submitted message
 };
 
@@ -96,6 +94,8 @@ class Endpoint {
   // Ends what involves this rank, after everything that has come from it was read. Later sends to it and receives from
   // it end at once, except for receives of messages that are already here.
   void lose_peer(uint32_t peer);
+  // Ends the receives from any source in a context, because the last rank that could have sent something is lost.
+  void end_any_source(uint64_t context, uint32_t last);
   // Ends all messages of a context, and drops those that arrive from now on.
   void end_context(uint64_t context);
   // Waits until the other ranks have everything that this one has sent, and tells them that nothing more will come.
@@ -140,7 +140,7 @@ class Endpoint {
     std::string header;
     uint64_t received = 0;
     char* target = nullptr;   // where the data goes; null when it is thrown away
-    OwnedMemory block;        // the header and the data, unless the data goes into the receiver's memory
+    MessageMemory block;      // the header and the data, unless the data goes into the receiver's memory
     MessagePtr receive;       // the receive that it was matched with, if any
     bool unexpected = false;  // whether it is among the unexpected ones of its tag
 
@@ -160,6 +160,7 @@ class Endpoint {
     bool ended = false;
     bool reports_losses = false;
     std::deque<uint32_t> losses;  // ranks whose loss has not been reported
+    int last_source = -1;         // the last rank to be lost, when no other can send any more
   };
 
   struct OutgoingLink {
@@ -204,10 +205,12 @@ class Endpoint {
     std::unique_ptr<IncomingLink> incoming;
     std::unordered_map<uint64_t, Flow> flows;           // by context
     std::unordered_map<uint64_t, uint64_t> unreported;  // by context: bytes taken, not yet sent back as credit
-    bool lost = false;
+    bool lost = false;                                  // a link to it has ended, or the caller has declared it lost
+    bool declared = false;                              // the caller has
     int error = 0;
   };
 
+  static constexpr uint64_t kKickKey = UINT64_MAX;  // in the epoll set, in place of a link
   static constexpr uint64_t kCreditBatchBytes = 256 * 1024;
   static constexpr uint64_t kMaxHeaderBytes = 1 << 20;
   static constexpr uint64_t kMaxBytes = uint64_t(1) << 50;
@@ -222,7 +225,7 @@ class Endpoint {
   void finish(const MessagePtr& message, rd_status status, int member, int detail = 0);
   void withdraw(const MessagePtr& message, rd_status status, int member, int detail = 0);
   void withdraw_receive(const MessagePtr& message);
-  void withdraw_send(const MessagePtr& message);
+  bool withdraw_send(const MessagePtr& message);
 
   bool wait_for(const MessagePtr& message, const Deadline& deadline, bool run_handlers, Lock& lock);
   bool progress(bool poll_sockets);
@@ -235,6 +238,7 @@ class Endpoint {
   void lose_peer_locked(uint32_t peer, int error);
   void remove_outgoing(Peer& peer);
   void remove_incoming(Peer& peer);
+  void end_receives(Context& context, const std::function<bool(const MessagePtr&)>& ended);
   void for_each_message(const std::function<void(const MessagePtr&)>& visit);
 
   bool begin_arrival(const ArrivalPtr& arrival);
@@ -247,6 +251,8 @@ class Endpoint {
 
   void ensure_thread();
   void thread_loop();
+  bool callers_are_active(uint32_t* last_num_waits) const;
+  void clear_kicks();
   void kick();
   bool prepare_sleep();
   int64_t expire_deadlines();
@@ -260,11 +266,15 @@ class Endpoint {
   std::vector<uint32_t> linked_;  // ranks with a link, and a few that had one
   std::unordered_map<uint64_t, Context> contexts_;
   Message::DeadlineList deadlines_;  // of submitted messages
-  uint32_t num_spinning_ = 0;        // callers that move bytes themselves
-  uint32_t num_sockets_ = 0;         // links between hosts
+  // Changed under the mutex; the thread also looks at them without it, because it must not get in the callers' way.
+  std::atomic<uint32_t> num_spinning_{0};  // callers that move bytes themselves
+  std::atomic<uint32_t> num_asleep_{0};    // callers that sleep until the thread has moved their bytes
+  std::atomic<uint32_t> num_waits_{0};     // of callers, so far
+  uint32_t num_sockets_ = 0;               // links between hosts
   bool thread_sleeps_ = false;
   bool leaving_ = false;
   bool closed_ = false;
+  std::atomic<bool> closing_{false};  // as closed_, for the thread when it does not have the mutex
   std::thread thread_;  // "ronde-messages"; moves bytes when no caller does, and ends messages at their deadlines
 };
 

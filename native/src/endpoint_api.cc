@@ -1,8 +1,11 @@
 // The functions of ronde.h for messages: plain types in, status codes out. No exception leaves this file.
+#include <cerrno>
 #include <mutex>
 #include <unordered_map>
 
 #include "base/error.h"
+#include "base/fork.h"
+#include "base/waiting.h"
 #include "endpoint.h"
 
 #define RD_API extern "C" __attribute__((visibility("default")))
@@ -18,14 +21,15 @@ using ronde::Message;
 // An endpoint and its submitted messages. It lives until the last call that uses it has returned.
 struct OpenEndpoint {
   OpenEndpoint(uint32_t rank, uint32_t num_ranks, ronde::SpinPolicy policy) : endpoint(rank, num_ranks, policy) {}
+  const uint32_t generation = ronde::fork_generation.load();
   std::mutex mutex;  // guards last_work and submitted
   uint64_t last_work = 0;
   std::unordered_map<uint64_t, std::shared_ptr<Message>> submitted;  // by work
   Endpoint endpoint;
 };
 
+// Guarded by the fork mutex, so that a forked child can look up what belongs to its parent.
 struct OpenEndpoints {
-  std::mutex mutex;  // guards the rest
   rd_endpoint last = 0;
   std::unordered_map<rd_endpoint, std::shared_ptr<OpenEndpoint>> by_number;
 };
@@ -36,11 +40,22 @@ OpenEndpoints& open_endpoints() {
   return *all;
 }
 
+// Returns the open endpoint; null in a forked child and after rd_close_endpoint.
 std::shared_ptr<OpenEndpoint> find(rd_endpoint number) {
-  OpenEndpoints& all = open_endpoints();
-  std::lock_guard<std::mutex> lock(all.mutex);
-  auto found = all.by_number.find(number);
-  return found == all.by_number.end() ? nullptr : found->second;
+  std::lock_guard<std::mutex> lock(ronde::fork_mutex());
+  auto found = open_endpoints().by_number.find(number);
+  bool is_own = found != open_endpoints().by_number.end() && !ronde::made_by_parent(found->second->generation);
+  return is_own ? found->second : nullptr;
+}
+
+std::shared_ptr<OpenEndpoint> find_open(rd_endpoint number) {
+  if (auto open = find(number)) return open;
+  std::lock_guard<std::mutex> lock(ronde::fork_mutex());
+  throw CallError{open_endpoints().by_number.count(number) > 0 ? RD_FORKED : RD_CLOSED};
+}
+
+void check_may_wait() {
+  if (ronde::waiting_is_forbidden) throw CallError{RD_BAD_CALL, -1, EDEADLK};
 }
 
 std::shared_ptr<Message> find_message(OpenEndpoint& open, uint64_t work) {
@@ -60,8 +75,22 @@ rd_status report(const std::shared_ptr<Message>& message, rd_result* result) {
 }
 
 rd_status report(const CallError& error, rd_result* result) {
-  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0, 0, 0};
+  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0, RD_NO_SEQUENCE, 0};
   return error.status;
+}
+
+// Calls the function and returns its status; reports what it throws.
+template <class Function>
+rd_status guarded(rd_result* result, Function function) {
+  try {
+    return function();
+  } catch (const CallError& error) {
+    return report(error, result);
+  } catch (const std::bad_alloc&) {
+    return report(CallError{RD_SYSTEM, -1, ENOMEM}, result);
+  } catch (const std::exception&) {
+    return report(CallError{RD_SYSTEM}, result);
+  }
 }
 
 }  // namespace
@@ -69,55 +98,40 @@ rd_status report(const CallError& error, rd_result* result) {
 RD_API rd_status rd_open_endpoint(uint32_t rank, uint32_t num_ranks, uint32_t num_local, uint32_t num_cores,
                                   rd_endpoint* endpoint) {
   *endpoint = 0;
-  if (rank >= num_ranks) return RD_BAD_CALL;
-  try {
+  return guarded(nullptr, [&] {
+    if (rank >= num_ranks) throw CallError{RD_BAD_CALL};
     auto open = std::make_shared<OpenEndpoint>(rank, num_ranks, ronde::spin_policy(num_local, num_cores));
+    std::lock_guard<std::mutex> lock(ronde::fork_mutex());
     OpenEndpoints& all = open_endpoints();
-    std::lock_guard<std::mutex> lock(all.mutex);
     *endpoint = ++all.last;
     all.by_number.emplace(*endpoint, std::move(open));
     return RD_OK;
-  } catch (const CallError& error) {
-    return error.status;
-  } catch (const std::exception&) {
-    return RD_SYSTEM;
-  }
+  });
 }
 
 RD_API uint64_t rd_link_bytes(void) { return sizeof(ronde::LinkMemory); }
 
 RD_API rd_status rd_add_link(rd_endpoint endpoint, uint32_t peer, int32_t opened_here, int socket, int memory) {
   FileDescriptor owned(socket);
-  auto open = find(endpoint);
-  if (open == nullptr) return RD_CLOSED;
-  try {
-    open->endpoint.add_link(peer, opened_here != 0, std::move(owned), memory);
+  return guarded(nullptr, [&] {
+    find_open(endpoint)->endpoint.add_link(peer, opened_here != 0, std::move(owned), memory);
     return RD_OK;
-  } catch (const CallError& error) {
-    return error.status;
-  } catch (const std::exception&) {
-    return RD_SYSTEM;
-  }
+  });
 }
 
 RD_API rd_status rd_run_message(rd_endpoint endpoint, const rd_message* params, rd_result* result, double remaining_s) {
-  auto open = find(endpoint);
-  if (open == nullptr) return report(CallError{RD_CLOSED}, result);
-  try {
+  return guarded(result, [&] {
+    auto open = find_open(endpoint);
+    check_may_wait();
     auto message = std::make_shared<Message>(*params, open->endpoint.num_ranks(), Deadline(remaining_s));
     open->endpoint.run(message);
     return report(message, result);
-  } catch (const CallError& error) {
-    return report(error, result);
-  } catch (const std::exception&) {
-    return report(CallError{RD_SYSTEM}, result);
-  }
+  });
 }
 
 RD_API rd_status rd_submit_message(rd_endpoint endpoint, const rd_message* params, double remaining_s, uint64_t* work) {
-  auto open = find(endpoint);
-  if (open == nullptr) return RD_CLOSED;
-  try {
+  return guarded(nullptr, [&] {
+    auto open = find_open(endpoint);
     auto message = std::make_shared<Message>(*params, open->endpoint.num_ranks(), Deadline(remaining_s));
     {
       std::lock_guard<std::mutex> lock(open->mutex);
@@ -126,28 +140,20 @@ RD_API rd_status rd_submit_message(rd_endpoint endpoint, const rd_message* param
     }
     open->endpoint.submit(message);
     return RD_OK;
-  } catch (const CallError& error) {
-    return error.status;
-  } catch (const std::exception&) {
-    return RD_SYSTEM;
-  }
+  });
 }
 
 RD_API rd_status rd_wait_message(rd_endpoint endpoint, uint64_t work, rd_result* result, double remaining_s) {
-  auto open = find(endpoint);
-  if (open == nullptr) return report(CallError{RD_CLOSED}, result);
-  auto message = find_message(*open, work);
-  if (message == nullptr) return report(CallError{RD_BAD_CALL}, result);
-  try {
-    if (!open->endpoint.wait(message, Deadline(remaining_s))) return report(CallError{RD_TIMEOUT}, result);
-  } catch (const CallError& error) {
-    return report(error, result);
-  }
-  {
+  return guarded(result, [&] {
+    auto open = find_open(endpoint);
+    auto message = find_message(*open, work);
+    if (message == nullptr) throw CallError{RD_BAD_CALL};
+    if (message->finished.load() == 0) check_may_wait();
+    if (!open->endpoint.wait(message, Deadline(remaining_s))) throw CallError{RD_TIMEOUT};
     std::lock_guard<std::mutex> lock(open->mutex);
     open->submitted.erase(work);
-  }
-  return report(message, result);
+    return report(message, result);
+  });
 }
 
 RD_API int rd_message_done(rd_endpoint endpoint, uint64_t work) {
@@ -170,10 +176,14 @@ RD_API rd_status rd_take_received(rd_received* received) {
   return RD_OK;
 }
 
-RD_API void rd_free_received(void* block) { std::free(block); }
+RD_API void rd_free_received(void* block) { ronde::free_message_memory(block); }
 
 RD_API void rd_lose_peer(rd_endpoint endpoint, uint32_t peer) {
   if (auto open = find(endpoint)) open->endpoint.lose_peer(peer);
+}
+
+RD_API void rd_end_any_source(rd_endpoint endpoint, uint64_t context, uint32_t last) {
+  if (auto open = find(endpoint)) open->endpoint.end_any_source(context, last);
 }
 
 RD_API void rd_end_context(rd_endpoint endpoint, uint64_t context) {
@@ -181,18 +191,17 @@ RD_API void rd_end_context(rd_endpoint endpoint, uint64_t context) {
 }
 
 RD_API rd_status rd_leave_endpoint(rd_endpoint endpoint, double remaining_s) {
-  auto open = find(endpoint);
-  if (open == nullptr) return RD_CLOSED;
-  return open->endpoint.leave(Deadline(remaining_s)) ? RD_OK : RD_TIMEOUT;
+  return guarded(nullptr,
+                 [&] { return find_open(endpoint)->endpoint.leave(Deadline(remaining_s)) ? RD_OK : RD_TIMEOUT; });
 }
 
 RD_API void rd_close_endpoint(rd_endpoint endpoint) {
   std::shared_ptr<OpenEndpoint> closed;
   {
+    std::lock_guard<std::mutex> lock(ronde::fork_mutex());
     OpenEndpoints& all = open_endpoints();
-    std::lock_guard<std::mutex> lock(all.mutex);
     auto found = all.by_number.find(endpoint);
-    if (found == all.by_number.end()) return;
+    if (found == all.by_number.end() || ronde::made_by_parent(found->second->generation)) return;
     closed = std::move(found->second);
     all.by_number.erase(found);
   }

@@ -687,33 +687,6 @@ TEST(adasum_of_equal_vectors_is_the_vector_and_of_orthogonal_ones_the_sum) {
   }
 }
 
-TEST(send_and_receive_do_not_wait_for_collectives) {
-  for (const HostCase& one : cases()) {
-    ThreadRanks all({one.hosts});
-    all.run([&](uint32_t rank, Channel& channel) {
-      uint32_t size = all.size();
-      if (size == 1) return;
-      uint32_t next = (rank + 1) % size, before = (rank + size - 1) % size;
-      for (uint64_t count : {0, 1, 1000, 300000}) {  // the last is larger than any buffer on the way
-        std::vector<int32_t> out(count, int32_t(rank)), in(count, -1);
-        rd_span sent{out.data(), nullptr, count}, received{nullptr, in.data(), count};
-        rd_call send = make_call(RD_SEND, RD_INT32), receive = make_call(RD_RECEIVE, RD_INT32);
-        send.peer = int(next);
-        send.spans = &sent;
-        send.num_spans = 1;
-        receive.peer = int(before);
-        receive.spans = &received;
-        receive.num_spans = 1;
-        auto sending = submit(channel, send);
-        CHECK_EQ(run(channel, make_call(RD_BARRIER))->result.status, int(RD_OK));
-        CHECK_EQ(run(channel, receive)->result.status, int(RD_OK));
-        CHECK_EQ(wait(channel, sending), RD_OK);
-        CHECK(in == std::vector<int32_t>(count, int32_t(before)));
-      }
-    });
-  }
-}
-
 TEST(more_than_two_gibibytes) {
   if (std::getenv("RONDE_TEST_SMALL") != nullptr) return;  // sanitizers need several times the memory
   for (std::vector<uint32_t> hosts : {std::vector<uint32_t>{0, 0}, {0, 1}}) {

@@ -244,25 +244,6 @@ TEST(a_reduction_that_zeros_would_change_cannot_be_joined) {
   }
 }
 
-TEST(a_message_of_the_wrong_size_is_refused_and_the_next_arrives) {
-  for (const auto& hosts : {std::vector<uint32_t>{0, 0}, {0, 1}}) {
-    ThreadRanks all({hosts});
-    all.run([&](uint32_t rank, Channel& channel) {
-      for (uint64_t count : {7, 8}) {
-        std::vector<float> array(rank == 0 ? count : 8, float(count));
-        rd_span span{array.data(), array.data(), array.size()};
-        rd_call c = make_call(rank == 0 ? RD_SEND : RD_RECEIVE);
-        c.peer = rank == 0 ? 1 : 0;
-        c.spans = &span;
-        c.num_spans = 1;
-        c.signature = array.size();
-        int want = rank == 1 && count == 7 ? RD_MISMATCH : RD_OK;
-        CHECK_EQ(run(channel, c)->result.status, want);
-      }
-    });
-  }
-}
-
 TEST(an_invalid_call_is_refused_and_the_channel_stays_usable) {
   ThreadRanks all({{0, 0}});
   all.run([&](uint32_t rank, Channel& channel) {

@@ -25,19 +25,12 @@ class Pair {
   explicit Pair(const std::vector<uint32_t>& hosts, uint64_t bucket_bytes = 0) {
     bool one_host = hosts[0] == hosts[1];
     std::vector<int> rows[2];
-    int point_to_point[2][2] = {{-1, -1}, {-1, -1}};
     constexpr uint32_t kSockets = 2;
     for (auto& row : rows) row.assign(2 * kSockets, -1);
-    for (uint32_t i = 0; i < kSockets + 1 && !one_host; ++i) {
+    for (uint32_t i = 0; i < kSockets && !one_host; ++i) {
       auto [one, other] = tcp_pair();
       int fds[2] = {dup(one.get()), dup(other.get())};
-      for (uint32_t member : {0, 1}) {
-        if (i < kSockets) {
-          rows[member][(1 - member) * kSockets + i] = fds[member];
-        } else {
-          point_to_point[member][1 - member] = fds[member];
-        }
-      }
+      for (uint32_t member : {0, 1}) rows[member][(1 - member) * kSockets + i] = fds[member];
     }
     for (uint32_t member : {0, 1}) {
       rd_channel_params params{RD_ABI, 2, member, 2, hosts.data(), 64 * 1024, 4096, bucket_bytes, 0, 0};
@@ -45,8 +38,7 @@ class Pair {
         segment_ = memfd_create("test", MFD_CLOEXEC);
         CHECK_EQ(ftruncate(segment_, off_t(rd_segment_bytes(&params))), 0);
       }
-      rd_status status = rd_open(&params, one_host ? segment_ : -1, rows[member].data(), kSockets,
-                                 point_to_point[member], &channels_[member]);
+      rd_status status = rd_open(&params, one_host ? segment_ : -1, rows[member].data(), kSockets, &channels_[member]);
       CHECK_EQ(status, RD_OK);
     }
   }

@@ -302,6 +302,7 @@ TEST(a_send_waits_while_its_window_is_full_and_others_pass) {
     CHECK_EQ(run(all[0], params)->result.status, int(RD_OK));
     auto refused = run(all[0], params, 0.05);
     CHECK_EQ(refused->result.status, int(RD_TIMEOUT));
+    CHECK_EQ(refused->result.detail, ENOBUFS);
     auto third = submit(all[0], params);
     rd_message elsewhere = params;
     elsewhere.context = 8;
@@ -374,6 +375,7 @@ TEST(losses_are_reported_after_the_messages_and_once) {
     Ranks all(hosts);
     CHECK_EQ(send(all[1], 0, 0, 7), int(RD_OK));
     CHECK(all[1].leave(Deadline(60)));
+    all[0].lose_peer(1);
     rd_message wanted = make(RD_RECEIVE, RD_ANY_SOURCE, 0, nullptr, 0);
     wanted.flags = RD_ANY_SIZE | RD_REPORT_LOSSES;
     auto first = run(all[0], wanted), second = run(all[0], wanted);
@@ -382,10 +384,19 @@ TEST(losses_are_reported_after_the_messages_and_once) {
     CHECK_EQ(second->result.member, 1);
     auto third = submit(all[0], wanted);
     all.destroy(2);
+    all[0].lose_peer(2);
     CHECK(all[0].wait(third, Deadline(60)));
     CHECK_EQ(third->result.status, int(RD_PEER_LOST));
     CHECK_EQ(third->result.member, 2);
     CHECK_EQ(run(all[0], wanted, 0.01)->result.status, int(RD_TIMEOUT));
+    // A receive from any source ends when nobody is left who could send.
+    CHECK_EQ(receive(all[0], RD_ANY_SOURCE, 1, nullptr, 0.01), int64_t(-RD_TIMEOUT));
+    uint64_t value;
+    auto any = submit(all[0], make(RD_RECEIVE, RD_ANY_SOURCE, 1, &value, sizeof value));
+    all[0].end_any_source(7, 2);
+    CHECK(all[0].wait(any, Deadline(60)));
+    CHECK_EQ(any->result.status, int(RD_PEER_LOST));
+    CHECK_EQ(receive(all[0], RD_ANY_SOURCE, 1), int64_t(-RD_PEER_LOST));
   }
 }
 
@@ -451,6 +462,46 @@ TEST(an_invalid_message_is_refused) {
     CHECK_EQ(status, RD_BAD_CALL);
   }
   CHECK_EQ(run(all[0], good)->result.status, int(RD_OK));
+}
+
+TEST(bytes_that_are_no_messages_end_the_link_and_harm_nobody) {
+  for (uint32_t seed = 0; seed < 200; ++seed) {
+    std::mt19937 random(seed);
+    auto [one, other] = thread_ranks::tcp_pair();
+    Endpoint endpoint(0, 2, ronde::spin_policy(2, 2));
+    // Words that begin like a frame of a message, with what follows at random.
+    std::vector<uint64_t> words(2 + random() % 200);
+    for (uint64_t& word : words) word = random() % 3 == 0 ? random() % 100 : (uint64_t(random()) << 32 | random());
+    if (seed % 2 == 0) words[0] = 1 + (uint64_t(random() % 16) << 32);
+    if (seed % 4 == 0) words[1] = 7;
+    CHECK(::send(other.get(), words.data(), words.size() * 8, 0) == ssize_t(words.size() * 8));
+    endpoint.add_link(1, false, std::move(one), -1);
+    other = FileDescriptor();
+    uint64_t value;
+    rd_message wanted = make(RD_RECEIVE, 1, 99, &value, sizeof value);
+    CHECK_EQ(run(endpoint, wanted)->result.status, int(RD_PEER_LOST));
+  }
+}
+
+TEST(memory_of_messages_is_kept_for_the_next_ones) {
+  using ronde::allocate_message_memory;
+  using ronde::free_message_memory;
+  free_message_memory(nullptr);
+  for (uint64_t bytes : {uint64_t(0), uint64_t(1), uint64_t(100'000), uint64_t(3'000'000)}) {
+    char* first = allocate_message_memory(bytes);
+    CHECK_EQ(uint64_t(first) % 64, uint64_t(0));
+    if (bytes > 0) first[0] = first[bytes - 1] = 1;
+    char* second = allocate_message_memory(bytes);
+    CHECK(first != second);
+    free_message_memory(first);
+    char* third = allocate_message_memory(bytes - bytes / 10);
+    if (bytes >= 100'000) CHECK(third == first);
+    free_message_memory(second);
+    free_message_memory(third);
+  }
+  std::vector<char*> many;  // more than is kept
+  for (int i = 0; i < 20; ++i) many.push_back(allocate_message_memory(10'000'000));
+  for (char* memory : many) free_message_memory(memory);
 }
 
 TEST(many_threads_of_all_ranks_exchange_random_messages) {

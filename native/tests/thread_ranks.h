@@ -58,11 +58,7 @@ class ThreadRanks {
  public:
   explicit ThreadRanks(const GroupSetup& setup) : setup_(setup), size_(uint32_t(setup.hosts.size())) {
     std::vector<std::vector<std::vector<FileDescriptor>>> sockets(size_);
-    std::vector<std::vector<FileDescriptor>> point_to_point(size_);
-    for (uint32_t rank = 0; rank < size_; ++rank) {
-      sockets[rank].resize(size_);
-      for (uint32_t i = 0; i < size_; ++i) point_to_point[rank].emplace_back();
-    }
+    for (uint32_t rank = 0; rank < size_; ++rank) sockets[rank].resize(size_);
     for (uint32_t a = 0; a < size_; ++a) {
       for (uint32_t b = a + 1; b < size_; ++b) {
         if (setup_.hosts[a] == setup_.hosts[b]) continue;
@@ -73,14 +69,11 @@ class ThreadRanks {
           sockets[a][b].push_back(std::move(one));
           sockets[b][a].push_back(std::move(other));
         }
-        auto [one, other] = tcp_pair();
-        point_to_point[a][b] = std::move(one);
-        point_to_point[b][a] = std::move(other);
       }
     }
     for (uint32_t rank = 0; rank < size_; ++rank)
-      channels_.push_back(std::make_unique<Channel>(ronde::Topology(params(rank)), segment(rank),
-                                                    std::move(sockets[rank]), std::move(point_to_point[rank])));
+      channels_.push_back(
+          std::make_unique<Channel>(ronde::Topology(params(rank)), segment(rank), std::move(sockets[rank])));
   }
 
   ~ThreadRanks() {
@@ -163,13 +156,13 @@ inline rd_call make_call(rd_kind kind, rd_dtype dtype = RD_FLOAT32, rd_op op = R
 
 inline std::shared_ptr<Call> run(Channel& channel, const rd_call& params, double remaining_s = 60) {
   auto call = std::make_shared<Call>(params, channel.topology(), Deadline(remaining_s));
-  channel.queue_for(*call).run(call);
+  channel.queue().run(call);
   return call;
 }
 
 inline std::shared_ptr<Call> submit(Channel& channel, const rd_call& params, double remaining_s = 60) {
   auto call = std::make_shared<Call>(params, channel.topology(), Deadline(remaining_s));
-  channel.queue_for(*call).submit(call);
+  channel.queue().submit(call);
   return call;
 }
 

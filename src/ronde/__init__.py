@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         world,
     )
     from ronde.comm.group import Group
+    from ronde.comm.mailbox import Mailbox, MailboxMessage
     from ronde.comm.plan import Bucket, Plan
     from ronde.comm.work import Work
     from ronde.comm.world import init, is_initialized, shutdown
@@ -70,6 +71,8 @@ __all__ = [
     "Bucket",
     "Group",
     "JobFailed",
+    "Mailbox",
+    "MailboxMessage",
     "Mismatch",
     "NotInitialized",
     "OperationTimeout",
@@ -127,11 +130,11 @@ def __getattr__(name: str) -> object:
         from ronde.launch.function import run
 
         return run
-    from ronde.comm import buffers, collectives, group, objects, plan, work
+    from ronde.comm import buffers, collectives, group, mailbox, objects, plan, work
     from ronde.comm import world as world_module
 
     found: dict[str, object] = {"objects": objects}
-    for home in (errors, buffers, collectives, world_module, group, plan, work):
+    for home in (errors, buffers, collectives, world_module, group, mailbox, plan, work):
         found |= {each: getattr(home, each) for each in __all__ if hasattr(home, each)}
     globals().update(found)
     return found[name]

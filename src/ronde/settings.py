@@ -175,6 +175,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             equal_on_all_ranks=True,
         ),
     ] = 1
+    message_buffer_bytes: Annotated[
+        int,
+        Setting(
+            "The most bytes of messages that a rank keeps for each group and sender until it receives them. A sender "
+            "waits when they are used up; one message may be larger.",
+            minimum=0,
+        ),
+    ] = 1024 * 1024 * 1024
     timeline: Annotated[
         str, Setting("File for the Chrome trace of all ranks; written by the coordinator. Empty for none.")
     ] = ""

@@ -16,7 +16,19 @@ from dataclasses import dataclass
 
 from ronde.comm.world import World
 
-MODULES = ("allreduce", "rows", "named", "repeats", "groups", "plans", "messages", "mismatches", "failures", "works")
+MODULES = (
+    "allreduce",
+    "rows",
+    "named",
+    "repeats",
+    "groups",
+    "plans",
+    "messages",
+    "mailboxes",
+    "mismatches",
+    "failures",
+    "works",
+)
 
 
 @dataclass(frozen=True)

@@ -42,11 +42,6 @@ def run_calls(calls: Sequence[Call]) -> None:
         work(calls)
 
 
-def copy_message(send: Call, receive: Call) -> None:
-    """A message from one member to another."""
-    _write(receive.spans, _read(send), send.dtype)
-
-
 def _allreduce(calls: Sequence[Call]) -> None:
     asked = [call for call in calls if call.kind is not OperationKind.JOIN]
     first = asked[0]

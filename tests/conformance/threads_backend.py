@@ -9,17 +9,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import defaultdict, deque
+from collections import deque
 
 import numpy as np
 
 from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, CurrentCall, RunningCall
 from ronde.comm.buffers import aligned_zeros
-from ronde.comm.call import Call, mismatch_error
+from ronde.comm.call import Call
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.text import format_ranks
 from ronde.types import Deadline, OperationKind
-from tests.conformance.reference_collectives import check_calls_match, copy_message, run_calls
+from tests.conformance.reference_collectives import check_calls_match, run_calls
+from tests.conformance.threads_messages import SharedMessages, ThreadsMessageChannel
 
 
 class ThreadsBackend:
@@ -30,10 +31,14 @@ class ThreadsBackend:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._channels: dict[str, _SharedChannel] = {}
+        self._messages: dict[str, SharedMessages] = {}
         self._lost: dict[int, str] = {}
 
-    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> _ThreadsChannel:
+    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> _ThreadsChannel | ThreadsMessageChannel:
         with self._changed:
+            if spec.point_to_point:
+                shared = self._messages.setdefault(spec.id, SharedMessages(spec.members))
+                return ThreadsMessageChannel(spec, shared)
             channel = self._channels.setdefault(spec.id, _SharedChannel(spec.id, spec.members))
             channel.present.add(spec.member_index)
             self._changed.notify_all()
@@ -58,6 +63,9 @@ class ThreadsBackend:
         with self._changed:
             self._lost.setdefault(rank, why)
             self._changed.notify_all()
+
+    def flush(self, deadline: Deadline) -> None:
+        pass
 
     def close(self) -> None:
         pass
@@ -117,8 +125,6 @@ class _SharedChannel:
         self.opened = False
         self._changed = threading.Condition()
         self._queues: list[deque[_MemberCall]] = [deque() for _ in members]
-        self._messages: defaultdict[tuple[OperationKind, int, int], deque[_MemberCall]] = defaultdict(deque)
-        """Sends and receives that have not met yet, by kind, member and peer."""
         self._aborted: tuple[int, str] | None = None
         self._first_closed: tuple[int, Deadline] | None = None
         """Who closed the channel first, and until when to wait for an abort that says why."""
@@ -130,11 +136,8 @@ class _SharedChannel:
     def submit(self, turn: _MemberCall) -> _MemberCall:
         with self._changed:
             self._check(turn)
-            if turn.asked.kind in (OperationKind.SEND, OperationKind.RECEIVE):
-                self._match_message(turn)
-            else:
-                self._queues[turn.member_index].append(turn)
-                self._advance()
+            self._queues[turn.member_index].append(turn)
+            self._advance()
             self._changed.notify_all()
         return turn
 
@@ -163,9 +166,6 @@ class _SharedChannel:
             if self._queues[member_index]:
                 turn = self._queues[member_index][0]
                 return CurrentCall(turn.asked.description, turn.start_ns, tuple(self._late_members()))
-            for (_, member, peer), turns in self._messages.items():
-                if member == member_index and turns:
-                    return CurrentCall(turns[0].asked.description, turns[0].start_ns, (peer,))
         return None
 
     def _late_members(self) -> list[int]:
@@ -190,22 +190,6 @@ class _SharedChannel:
                     queue.popleft()
                     turn.finish(ready_ns, error)
 
-    def _match_message(self, turn: _MemberCall) -> None:
-        me, peer, kind = turn.member_index, turn.asked.peer, turn.asked.kind
-        other_kind = OperationKind.RECEIVE if kind is OperationKind.SEND else OperationKind.SEND
-        if not (waiting := self._messages[other_kind, peer, me]):
-            self._messages[kind, me, peer].append(turn)
-            return
-        other, ready_ns = waiting.popleft(), time.monotonic_ns()
-        send, receive = (turn, other) if kind is OperationKind.SEND else (other, turn)
-        error: Exception | None = None
-        if send.asked.signature_hash == receive.asked.signature_hash:
-            copy_message(send.asked, receive.asked)
-        else:
-            error = mismatch_error({each.rank: each.asked.description for each in (send, receive)})
-        send.finish(ready_ns, error)
-        receive.finish(ready_ns, error)
-
     def _check(self, turn: _MemberCall) -> None:
         """Raise when nothing can be done here any more."""
         description = turn.asked.description
@@ -224,7 +208,7 @@ class _SharedChannel:
 
     def _make_timeout(self, turn: _MemberCall, deadline: Deadline) -> OperationTimeout:
         own, call = turn.deadline.expired, turn.asked
-        missing = [call.peer] if call.kind in (OperationKind.SEND, OperationKind.RECEIVE) else self._late_members()
+        missing = self._late_members()
         waiting = f", waiting for {format_ranks(self.members[index] for index in missing)}" if missing else ""
         limit_s = (turn.deadline if own else deadline).timeout_s
         error = OperationTimeout(f"{call.description} took over {limit_s:g} s{waiting}")
@@ -258,6 +242,9 @@ class _ThreadsChannel:
 
     def current_call(self) -> CurrentCall | None:
         return self._shared.current_call(self.spec.member_index)
+
+    def rank_lost(self, rank: int, why: str) -> None:
+        self.abort(lost_rank=rank, why=why)
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         self._shared.abort(lost_rank, why)

@@ -32,7 +32,7 @@ def test_a_child_is_refused_and_its_parent_is_untouched(ending: str, hosts: str)
         assert child["place"] == ([0, 2, 0, 1, 0] if hosts == "one host" else [0, 2, 0, 2, 0])
         job.send([1])
         for sums in job.receive_all([0, 1], "sums").values():
-            assert sums["sums"] == [[2, 2, 2], [2, 2, 2], [2, 2, 2, 2], [2, 2, 2]]
+            assert sums["sums"] == [[2, 2, 2], [2, 2, 2], [2, 2, 2, 2], [2, 2, 2], [2, 2, 2], [2, 2, 2]]
         assert job.wait() == [0, 0]
 
 

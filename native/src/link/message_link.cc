@@ -7,6 +7,8 @@
 #include <cerrno>
 #include <cstring>
 
+#include "base/fork.h"
+
 namespace ronde {
 
 MessageLink::MessageLink(FileDescriptor socket, int memory, bool opened_here)
@@ -14,11 +16,18 @@ MessageLink::MessageLink(FileDescriptor socket, int memory, bool opened_here)
   if (memory < 0) return;
   void* base = mmap(nullptr, sizeof(LinkMemory), PROT_READ | PROT_WRITE, MAP_SHARED, memory, 0);
   if (base == MAP_FAILED) throw CallError{RD_SYSTEM, -1, errno};
+  try {
+    own_mapping(base, sizeof(LinkMemory), memory);
+  } catch (const CallError&) {
+    munmap(base, sizeof(LinkMemory));
+    throw;
+  }
   memory_ = static_cast<LinkMemory*>(base);
 }
 
 MessageLink::~MessageLink() {
-  if (memory_ != nullptr) munmap(memory_, sizeof(LinkMemory));
+  shutdown(socket_.get(), SHUT_RDWR);  // a child process may have a copy of the socket, so closing it is not enough
+  if (memory_ != nullptr) unmap(memory_, sizeof(LinkMemory));
 }
 
 void MessageLink::set_closed(int error) {
@@ -35,6 +44,17 @@ void MessageLink::notify_other() {
   (void)!send(socket_.get(), &wakeup, 1, MSG_DONTWAIT | MSG_NOSIGNAL);
 }
 
+size_t MessageLink::write_memory(const char* data, size_t bytes) {
+  LinkMemory::Side& own = memory_->sides[own_side_];
+  return write_fifo(own.head, own.tail, memory_->data(own_side_), LinkMemory::capacity(own_side_), data, bytes);
+}
+
+size_t MessageLink::read_memory(char* buffer, size_t bytes) {
+  int side = 1 - own_side_;
+  LinkMemory::Side& other = memory_->sides[side];
+  return read_fifo(other.head, other.tail, memory_->data(side), LinkMemory::capacity(side), buffer, bytes);
+}
+
 size_t MessageLink::try_send(iovec* pieces, int num_pieces) {
   size_t total = 0;
   while (num_pieces > 0 && !closed_) {
@@ -45,7 +65,7 @@ size_t MessageLink::try_send(iovec* pieces, int num_pieces) {
     size_t moved;
     if (memory_ != nullptr) {
       auto* from = static_cast<const char*>(pieces[0].iov_base);
-      moved = memory_->fifos[own_side_].write(from, std::min(pieces[0].iov_len, kStepBytes));
+      moved = write_memory(from, std::min(pieces[0].iov_len, kStepBytes));
       if (moved == 0) break;
       notify_other();
     } else {
@@ -78,7 +98,7 @@ size_t MessageLink::try_receive(char* buffer, size_t bytes) {
   while (total < bytes) {
     size_t moved;
     if (memory_ != nullptr) {
-      moved = memory_->fifos[1 - own_side_].read(buffer + total, std::min(bytes - total, kStepBytes));
+      moved = read_memory(buffer + total, std::min(bytes - total, kStepBytes));
       if (moved > 0 && !closed_) notify_other();
     } else {
       moved = receive_from_socket(buffer + total, bytes - total);
@@ -114,7 +134,9 @@ size_t MessageLink::receive_from_socket(char* buffer, size_t bytes) {
 }
 
 bool MessageLink::has_input() const {
-  return memory_ != nullptr ? !memory_->fifos[1 - own_side_].empty() : input_start_ != input_end_;
+  if (memory_ == nullptr) return input_start_ != input_end_;
+  const LinkMemory::Side& other = memory_->sides[1 - own_side_];
+  return other.head.load() != other.tail.load();
 }
 
 void MessageLink::clear_wakeups() {
@@ -131,7 +153,9 @@ bool MessageLink::prepare_sleep(bool has_output) {
   if (memory_ == nullptr) return !has_input();
   memory_->sides[own_side_].asleep.store(1);
   std::atomic_thread_fence(std::memory_order_seq_cst);
-  return !has_input() && !(has_output && !memory_->fifos[own_side_].full());
+  const LinkMemory::Side& own = memory_->sides[own_side_];
+  bool is_full = own.head.load() - own.tail.load() == LinkMemory::capacity(own_side_);
+  return !has_input() && !(has_output && !is_full);
 }
 
 void MessageLink::end_sleep() {

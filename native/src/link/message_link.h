@@ -21,11 +21,22 @@
 namespace ronde {
 
 struct LinkMemory {
+  // Where ranks share cores, every time that a FIFO is full the scheduler has to change to the other rank: a large FIFO
+  // for the messages, and a small one for what comes back.
+  static constexpr uint64_t kMessageBytes = 512 * 1024, kReportBytes = 16 * 1024;
+
+  // What one rank writes, and whether it sleeps.
   struct alignas(64) Side {
-    std::atomic<uint32_t> asleep;  // 1 while this side needs a byte on the socket to go on
+    std::atomic<uint64_t> head;                // of its FIFO, written by it
+    alignas(64) std::atomic<uint64_t> tail;    // of its FIFO, written by the other rank
+    alignas(64) std::atomic<uint32_t> asleep;  // 1 while it needs a byte on the socket to go on
   };
-  Side sides[2];      // of the rank that opened the link, and of the other
-  ByteFifo fifos[2];  // written by the rank that opened the link, and by the other
+  Side sides[2];  // of the rank that opened the link, and of the other
+  alignas(64) char messages[kMessageBytes];
+  alignas(64) char reports[kReportBytes];
+
+  char* data(int side) { return side == 0 ? messages : reports; }
+  static uint64_t capacity(int side) { return side == 0 ? kMessageBytes : kReportBytes; }
 };
 
 class MessageLink {
@@ -56,6 +67,8 @@ class MessageLink {
   void end_sleep();
 
  private:
+  size_t write_memory(const char* data, size_t bytes);
+  size_t read_memory(char* buffer, size_t bytes);
   void notify_other();
   void set_closed(int error);
   size_t receive_from_socket(char* buffer, size_t bytes);

@@ -30,22 +30,24 @@ uint64_t append_area(uint64_t* end, uint64_t count, uint64_t bytes) {
 
 }  // namespace
 
-size_t ByteFifo::write(const char* from, size_t bytes) {
+size_t write_fifo(std::atomic<uint64_t>& head, const std::atomic<uint64_t>& tail, char* data, uint64_t capacity,
+                  const char* from, size_t bytes) {
   uint64_t start = head.load(std::memory_order_relaxed);
-  size_t moved = std::min<uint64_t>(bytes, kFifoBytes - (start - tail.load(std::memory_order_acquire)));
+  size_t moved = std::min<uint64_t>(bytes, capacity - (start - tail.load(std::memory_order_acquire)));
   if (moved == 0) return 0;
-  size_t at = start % kFifoBytes, before_wrap = std::min<size_t>(moved, kFifoBytes - at);
+  size_t at = start % capacity, before_wrap = std::min<size_t>(moved, capacity - at);
   copy_bytes(data + at, from, before_wrap, false);
   copy_bytes(data, from + before_wrap, moved - before_wrap, false);
   head.store(start + moved);
   return moved;
 }
 
-size_t ByteFifo::read(char* to, size_t bytes) {
+size_t read_fifo(const std::atomic<uint64_t>& head, std::atomic<uint64_t>& tail, const char* data, uint64_t capacity,
+                 char* to, size_t bytes) {
   uint64_t start = tail.load(std::memory_order_relaxed);
   size_t moved = std::min<uint64_t>(bytes, head.load(std::memory_order_acquire) - start);
   if (moved == 0) return 0;
-  size_t at = start % kFifoBytes, before_wrap = std::min<size_t>(moved, kFifoBytes - at);
+  size_t at = start % capacity, before_wrap = std::min<size_t>(moved, capacity - at);
   copy_bytes(to, data + at, before_wrap, false);
   copy_bytes(to + before_wrap, data, moved - before_wrap, false);
   tail.store(start + moved);
@@ -68,7 +70,7 @@ void SharedSegment::compute_offsets(const Topology& topology) {
   headers_ = append_area(&end_, topology.size, sizeof(CallHeader));
   slots_ = append_area(&end_, uint64_t(2) * num_local_, slot_bytes_);
   results_ = append_area(&end_, 2, slot_bytes_);
-  fifos_ = append_area(&end_, uint64_t(2) * num_local_ * num_local_, sizeof(ByteFifo));
+  fifos_ = append_area(&end_, uint64_t(num_local_) * num_local_, sizeof(ByteFifo));
   buckets_ = append_area(&end_, bucket_bytes_ > 0 ? num_local_ : 0, member_bucket_bytes_);
   ready_log_ = append_area(&end_, 1, ReadyLog::bytes(topology));
 }
@@ -105,9 +107,9 @@ uint64_t SharedSegment::bytes(const Topology& topology) {
   return unmapped.end_;
 }
 
-ByteFifo* SharedSegment::fifo(LinkUse use, uint32_t from, uint32_t to) const {
+ByteFifo* SharedSegment::fifo(uint32_t from, uint32_t to) const {
   auto* fifos = reinterpret_cast<ByteFifo*>(base_ + fifos_);
-  return &fifos[(uint64_t(use) * num_local_ + from) * num_local_ + to];
+  return &fifos[uint64_t(from) * num_local_ + to];
 }
 
 void SharedSegment::abort(const CallError& error) {

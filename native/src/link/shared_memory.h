@@ -2,7 +2,7 @@
 // the call header of each member, staging slots, byte FIFOs and buckets.
 //
 //   control | state of each local member | headers of all members | slots [local][2] | results [2] |
-//   fifos [use][from][to] | buckets [local][2] | ready log
+//   fifos [from][to] | buckets [local][2] | ready log
 //
 // The file is sparse: memory that is never touched costs nothing.
 #pragma once
@@ -37,6 +37,12 @@ struct alignas(64) MemberState {
 
 constexpr uint64_t kFifoBytes = 128 * 1024;  // a power of two
 
+// Move what fits or what is there, and return how many bytes that was. `capacity` is that of `data`, a power of two.
+size_t write_fifo(std::atomic<uint64_t>& head, const std::atomic<uint64_t>& tail, char* data, uint64_t capacity,
+                  const char* from, size_t bytes);
+size_t read_fifo(const std::atomic<uint64_t>& head, std::atomic<uint64_t>& tail, const char* data, uint64_t capacity,
+                 char* to, size_t bytes);
+
 // The bytes under way from one member to another: one writer, one reader. head and tail count all bytes ever.
 struct alignas(64) ByteFifo {
   std::atomic<uint64_t> head;              // written by the sender
@@ -44,14 +50,9 @@ struct alignas(64) ByteFifo {
   alignas(64) char data[kFifoBytes];
 
   // Move what fits or what is there, and return how many bytes that was.
-  size_t write(const char* from, size_t bytes);
-  size_t read(char* to, size_t bytes);
-  bool empty() const { return head.load() == tail.load(); }
-  bool full() const { return head.load() - tail.load() == kFifoBytes; }
+  size_t write(const char* from, size_t bytes) { return write_fifo(head, tail, data, kFifoBytes, from, bytes); }
+  size_t read(char* to, size_t bytes) { return read_fifo(head, tail, data, kFifoBytes, to, bytes); }
 };
-
-// Collectives and point-to-point calls are ordered independently, so they never share a FIFO.
-enum class LinkUse { kCollective = 0, kPointToPoint = 1 };
 
 class SharedSegment {
  public:
@@ -76,7 +77,7 @@ class SharedSegment {
     return base_ + slots_ + (uint64_t(local) * 2 + which) * slot_bytes_;
   }
   char* result(uint32_t which) const { return base_ + results_ + which * slot_bytes_; }
-  ByteFifo* fifo(LinkUse use, uint32_t from, uint32_t to) const;
+  ByteFifo* fifo(uint32_t from, uint32_t to) const;
   char* bucket(uint32_t local, uint32_t area) const {
     return base_ + buckets_ + local * member_bucket_bytes_ + area * bucket_bytes_;
   }

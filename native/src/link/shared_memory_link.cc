@@ -6,13 +6,12 @@
 
 namespace ronde {
 
-SharedMemoryLink::SharedMemoryLink(const Topology& topology, SharedSegment* segment, LinkUse use, uint32_t peer)
-    : Link(peer) {
+SharedMemoryLink::SharedMemoryLink(const Topology& topology, SharedSegment* segment, uint32_t peer) : Link(peer) {
   const auto& members = topology.local_members();
   uint32_t local = topology.local_index;
   uint32_t peer_local = uint32_t(std::find(members.begin(), members.end(), peer) - members.begin());
-  out_ = segment->fifo(use, local, peer_local);
-  in_ = segment->fifo(use, peer_local, local);
+  out_ = segment->fifo(local, peer_local);
+  in_ = segment->fifo(peer_local, local);
   peer_state_ = &segment->member_state(peer_local);
 }
 

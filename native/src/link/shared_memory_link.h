@@ -12,7 +12,7 @@ namespace ronde {
 
 class SharedMemoryLink final : public Link {
  public:
-  SharedMemoryLink(const Topology& topology, SharedSegment* segment, LinkUse use, uint32_t peer);
+  SharedMemoryLink(const Topology& topology, SharedSegment* segment, uint32_t peer);
   size_t try_send(const char* data, size_t bytes) override;
   size_t try_receive(char* buffer, size_t bytes) override;
   bool peer_left() const override { return peer_state_->left.load() != 0 && in_->head.load() == in_->tail.load(); }

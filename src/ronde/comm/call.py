@@ -7,6 +7,7 @@ adds the memory.
 
 from __future__ import annotations
 
+import enum
 import hashlib
 import math
 from collections.abc import Mapping
@@ -157,8 +158,21 @@ class Span(msgspec.Struct, frozen=True, gc=False):
     count: int
 
 
+class MessageFlag(enum.IntFlag):
+    """What is special about a send or a receive; the C header's flags of rd_message."""
+
+    ANY_SIZE = 1
+    """A receive without memory of its own: it takes any message of its tag, see Received."""
+    EXPECTED = 2
+    """A send whose receive was started before. It does not wait for space, and is dropped if nobody waits for it."""
+    BACKGROUND = 4
+    """It is not reported as late."""
+    REPORT_LOSSES = 8
+    """A receive from any source that ends with PeerLost for each rank that is lost, once."""
+
+
 class Call(msgspec.Struct, frozen=True, gc=True):
-    """One call of one member, as a channel executes it. Field for field the C header's rd_call."""
+    """One call of one member, as a channel executes it. The first fields are those of the C header's rd_call."""
 
     kind: OperationKind
     dtype: DType = DType.UINT8
@@ -166,7 +180,7 @@ class Call(msgspec.Struct, frozen=True, gc=True):
     spans: tuple[Span, ...] = ()
     peer: int = -1
     """The root of a broadcast, reduce, gather or scatter, or the other side of send and receive, as an index among the
-    members."""
+    members; -1 for a receive from any member."""
     prescale: float = 1.0
     postscale: float = 1.0
     counts: tuple[int, ...] | None = None
@@ -181,3 +195,11 @@ class Call(msgspec.Struct, frozen=True, gc=True):
     """Whether the members agreed on this call before, by name: they need not compare it again."""
     owners: object = None
     """The objects that own the memory of the spans, kept until the call has ended."""
+    tag: int = 0
+    """Of a send or receive: only equal tags meet."""
+    header: bytes | None = None
+    """Of a send to a receive of any size: what arrives along with the array."""
+    window_bytes: int = 0
+    """A send waits while more of this channel is on its way to the receiver or kept there."""
+    flags: int = 0
+    """MessageFlag"""

@@ -65,6 +65,7 @@ class Channel:
         self.backend_channel = backend_channel
         self.group = group
         self.members = backend_channel.spec.members
+        self._is_point_to_point = backend_channel.spec.point_to_point
         self.arrival_sampler = ArrivalSampler(len(self.members) if sample_arrivals else 0)
         """When this rank arrived at operations, for the coordinator; stays empty without sample_arrivals."""
         self._run = backend_channel.run
@@ -126,7 +127,7 @@ class Channel:
         finally:
             thread.operation = ""
 
-    def send_or_receive(self, call: Call, signature: Signature) -> None:
+    def send_or_receive(self, call: Call, signature: Signature) -> CallTiming:
         with InsideOperation(call.description):
             try:
                 timing = self._run(call, Deadline(self._operation_timeout_s))
@@ -135,7 +136,8 @@ class Channel:
                 raise
             start_ns, ready_ns = timing.start_ns, timing.ready_ns
             self._record(signature.label, "", self.group, signature.num_bytes, start_ns, ready_ns, timing.end_ns)
-            self._recorder.record_waits({self.members[call.peer]: ready_ns - start_ns})
+            self._recorder.record_waits({self._other_side(call, timing): ready_ns - start_ns})
+            return timing
 
     def submit(
         self,
@@ -186,8 +188,13 @@ class Channel:
             current.description, since_ns, () if current.description == "join" else missing, bool(missing)
         )
 
+    def rank_lost(self, error: PeerLost) -> None:
+        """A member is lost: end the messages to it and from it, or on a channel of collectives all waits."""
+        if not self._closed:
+            self.backend_channel.rank_lost(error.peer, error.why)
+
     def abort(self, error: RondeError) -> None:
-        """End all waits at once: because a rank is lost (PeerLost), or because the round is over."""
+        """End all waits at once, because the round is over."""
         if self._closed:
             return
         if isinstance(error, PeerLost):
@@ -250,7 +257,7 @@ class Channel:
             moved_ns = self._blocked_intervals.blocked_ns_between(ready_ns, end_ns)
             self._recorder.record_overlap(counted_wait_ns - waited_ns, counted_move_ns - moved_ns)
             if call.kind in POINT_TO_POINT:
-                self._recorder.record_waits({self.members[call.peer]: waited_ns})
+                self._recorder.record_waits({self._other_side(call, outcome): waited_ns})
             elif sequence != NO_SEQUENCE:
                 self.arrival_sampler.add(sequence, start_ns, ready_ns - start_ns, waited_ns)
         else:
@@ -258,15 +265,25 @@ class Channel:
         if on_done is not None:
             on_done()
 
+    def _other_side(self, message: Call, timing: CallTiming) -> int:
+        """The rank that a message went to or came from."""
+        return self.members[message.peer if timing.received is None else timing.received.source]
+
     def _reap_completed(self) -> None:
         """Record and forget calls that have ended, so that works nobody waits for are recorded, too. A channel runs its
-        calls in order, so only the first need be looked at."""
+        collectives in order, so only the first need be looked at; messages end in any order, and each time two of them
+        are."""
         running_calls = self._running_calls
+        num_kept = 0
         while running_calls:
             with self._lock:
                 try:
                     if not running_calls[0].done():
-                        return
+                        num_kept += 1
+                        if not self._is_point_to_point or num_kept == 2:
+                            return
+                        running_calls.rotate(-1)
+                        continue
                     running_call = running_calls.popleft()
                 except IndexError:  # a signal handler or another thread has closed the channel
                     return

@@ -195,14 +195,21 @@ def join(*, group: Group | None = None) -> int:
     return resolve_group(group).join()
 
 
-def send(x: Any, to: int, *, group: Group | None = None, wait: bool = True) -> Any:
-    """Send an array to one member (a rank of the job), which calls receive()."""
-    return resolve_group(group).send(x, to, wait=wait)
+def send(x: Any, to: int, *, tag: int = 0, group: Group | None = None, wait: bool = True) -> Any:
+    """Send an array to one member (a rank of the job), which calls receive() with the same tag.
+
+    It returns, or its Work is done, as soon as x may be changed again: the receiver need not be there.
+    """
+    return resolve_group(group).send(x, to, tag=tag, wait=wait)
 
 
-def receive(out: Any, source: int, *, group: Group | None = None, wait: bool = True) -> Any:
-    """Receive an array from one member (a rank of the job) into `out`, and return `out`."""
-    return resolve_group(group).receive(out, source, wait=wait)
+def receive(out: Any, source: int | None = None, *, tag: int = 0, group: Group | None = None, wait: bool = True) -> Any:
+    """Receive an array from one member (a rank of the job) into `out`, and return `out`. Messages of one member with
+    one tag arrive in the order in which they were sent.
+
+    Without a source the message may come from any member; then it returns `out` and the rank that sent it.
+    """
+    return resolve_group(group).receive(out, source, tag=tag, wait=wait)
 
 
 def plan(buckets: Sequence[Bucket], *, group: Group | None = None) -> Plan:

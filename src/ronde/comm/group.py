@@ -7,6 +7,7 @@ name may come in any order: the members announce it, and it runs on the negotiat
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,10 +19,11 @@ import numpy as np
 
 from ronde.comm.buffers import Array, ReceiveBuffer, SendBuffer, address_of, as_receive_buffer, as_send_buffer
 from ronde.comm.call import Call, CallOptions, Signature, Span, even_shares, get_signature, hash_signature
-from ronde.comm.channel import POINT_TO_POINT, Channel
+from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlThread
+from ronde.comm.mailbox import Handler, Mailbox
 from ronde.comm.named_operations import NamedOperations, OpenChannels
-from ronde.comm.work import AllgatherWork, AllreduceWork, AlltoallWork, ScatterWork, Work
+from ronde.comm.work import AllgatherWork, AllreduceWork, AlltoallWork, ReceiveAnyWork, ScatterWork, Work
 from ronde.errors import RondeError, RoundEnded
 from ronde.net.messages import CanShareIds
 from ronde.text import format_ranks
@@ -31,9 +33,13 @@ JOIN_TIMEOUT_S = 10 * 365 * 86400.0
 """join() waits for as long as others have data. The loss of a rank ends it, not the clock."""
 
 MAX_CACHED_ALLREDUCES = 1024
+MAX_CACHED_MESSAGES = 1024
+MAX_TAG = 2**31 - 1
 
 _RunAllreduce = Callable[[Array, Array | None], Array]
 _RunCached = Callable[..., Any]
+
+logger = logging.getLogger("ronde.comm")
 
 
 class Group:
@@ -69,23 +75,29 @@ class Group:
         self._control_thread = control_thread
         self._cached_allreduces: dict[tuple[object, ...], tuple[Signature, _RunAllreduce]] = {}
         """By shape, dtype and options: the signature, and what runs it in program order and waits."""
+        self._message_signatures: dict[tuple[object, ...], tuple[Signature, int]] = {}
+        """By kind, dtype, shape, rank and tag: the signature, and the index of the other side."""
         self._plan_channels: list[Channel] = []
         self._num_plans = 0
+        self._mailboxes: list[Mailbox] = []
+        self._num_mailboxes = 0
         self._closed_error: Exception | None = None
         self._ordered_channel: Channel | None = None
+        self._message_channel: Channel | None = None
         self._run_cached_allreduce: _RunCached | None = None
         self._named_operations: NamedOperations | None = None
         if self.rank is not None:
             opened: list[Channel] = []
             try:
-                opened.append(open_channels.open(id, "ordered", ranks, point_to_point=True))
+                opened.append(open_channels.open(id, "ordered", ranks))
                 opened.append(open_channels.open(id, "negotiated", ranks))
+                opened.append(open_channels.open(id, "messages", ranks, point_to_point=True))
                 announced_channel = open_channels.open_announced(id, ranks)
             except BaseException:
                 for channel in opened:
                     open_channels.close(channel)
                 raise
-            self._ordered_channel, negotiated_channel = opened
+            self._ordered_channel, negotiated_channel, self._message_channel = opened
             self._run_cached_allreduce = self._ordered_channel.run_cached_allreduce
             self._named_operations = NamedOperations(id, negotiated_channel, control_thread.waits, announced_channel)
             open_channels.add_named_operations(self._named_operations)
@@ -342,18 +354,63 @@ class Group:
         all_joined_ns = self._exchange_row_counts(signature, (joined_ns,), signature.label)
         return max(zip(all_joined_ns, self.ranks, strict=True))[1]
 
-    def send(self, x: Any, to: int, *, wait: bool = True) -> Any:
-        """Send an array to one member (a rank of the world), which calls receive()."""
-        source = self._as_send_buffer(x, "send")
-        span = Span(address_of(source.array), 0, source.array.size)
-        return self._start(self._make_message(OperationKind.SEND, source, span, to), wait)
+    def send(self, x: Any, to: int, *, tag: int = 0, wait: bool = True) -> Any:
+        """Send an array to one member (a rank of the world), which calls receive() with the same tag.
 
-    def receive(self, out: Any, source: int, *, wait: bool = True) -> Any:
-        """Receive an array from one member (a rank of the world) into `out`, and return `out`."""
+        It returns, or its Work is done, as soon as x may be changed again: the receiver need not be there.
+        """
+        source = self._as_send_buffer(x, "send")
+        signature, peer = self._get_message_signature(OperationKind.SEND, source, to, tag)
+        span = Span(address_of(source.array), 0, source.array.size)
+        call = self._make_message(signature, span, source, peer, tag)
+        if wait:
+            self.message_channel.send_or_receive(call, signature)
+            return None
+        return self._start_message(Work(signature, "", (call,)), call)
+
+    def receive(self, out: Any, source: int | None = None, *, tag: int = 0, wait: bool = True) -> Any:
+        """Receive an array from one member (a rank of the world) into `out`, and return `out`. Messages of one member
+        with one tag arrive in the order in which they were sent.
+
+        Without a source the message may come from any member; then it returns `out` and the rank that sent it.
+        """
         given = self._as_send_buffer(out, "receive")
         target = as_receive_buffer(out, given, "receive")
+        signature, peer = self._get_message_signature(OperationKind.RECEIVE, given, source, tag)
         span = Span(0, address_of(target.array), target.array.size)
-        return self._start(self._make_message(OperationKind.RECEIVE, given, span, source, target), wait)
+        call = self._make_message(signature, span, target, peer, tag)
+        if not wait:
+            if source is None:
+                return self._start_message(ReceiveAnyWork(signature, call, target, self.ranks), call)
+            return self._start_message(Work(signature, "", (call,), target.result, (target,)), call)
+        timing = self.message_channel.send_or_receive(call, signature)
+        if target.copy_to is not None:
+            target.copy_to[...] = target.array
+        return target.result if timing.received is None else (target.result, self.ranks[timing.received.source])
+
+    def open_mailbox(
+        self, handler: Handler | None = None, *, on_lost: Callable[[int, str], object] | None = None
+    ) -> Mailbox:
+        """Open a mailbox, for messages that a handler takes as they come. All members open the mailboxes of a group in
+        the same order, and no one waits for the others; a rank that only posts and requests needs no handler.
+
+        The handler gets one MailboxMessage at a time, in a thread of the mailbox. `on_lost` is called there with the
+        rank and the reason when a member is gone.
+        """
+        _ = self.ordered_channel  # raises when nothing can start here
+        self._num_mailboxes += 1
+        name = f"mailbox.{self._num_mailboxes}"
+        channel = self._open_channels.open(self.id, name, self.ranks, point_to_point=True)
+        mailbox = Mailbox(
+            channel,
+            self._world_rank,
+            handler,
+            on_lost,
+            operation_timeout_s=self.operation_timeout_s,
+            close_channel=self._open_channels.close,
+        )
+        self._mailboxes.append(mailbox)
+        return mailbox
 
     # --- for the world, plans and objects --------------------------------------------------------------------------
 
@@ -373,6 +430,13 @@ class Group:
             raise ValueError(f"rank {self._world_rank} is not a member of group {self.id} ({format_ranks(self.ranks)})")
         return self._ordered_channel
 
+    @property
+    def message_channel(self) -> Channel:
+        # The channel of send and receive. Raises as ordered_channel does.
+        _ = self.ordered_channel
+        assert self._message_channel is not None
+        return self._message_channel
+
     def open_plan_channel(self, bucket_bytes: int) -> Channel:
         # A channel for one plan; all members open theirs in the same order.
         self._num_plans += 1
@@ -386,8 +450,17 @@ class Group:
             self._plan_channels.remove(channel)
         self._open_channels.close(channel)
 
+    def close_mailboxes(self) -> None:
+        # Called before this rank sends its last messages. What a handler raised has been logged. Idempotent.
+        while self._mailboxes:
+            try:
+                self._mailboxes.pop().close()
+            except Exception:
+                logger.debug("a handler of group %d failed before", self.id, exc_info=True)
+
     def close(self, removed: bool = False) -> None:
         # Nothing starts here any more: the group was removed, or the round is over. Idempotent.
+        self.close_mailboxes()
         self._cached_allreduces.clear()
         if self._closed_error is not None or self._ordered_channel is None or self._named_operations is None:
             return
@@ -398,8 +471,15 @@ class Group:
         why = str(self._closed_error)
         self._named_operations.abort(RoundEnded(why))
         self._open_channels.remove_named_operations(self.id)
-        for channel in (*self._plan_channels, *self._named_operations.channels, self._ordered_channel):
-            self._open_channels.close(channel, why)
+        channels = (
+            *self._plan_channels,
+            *self._named_operations.channels,
+            self._message_channel,
+            self._ordered_channel,
+        )
+        for channel in channels:
+            if channel is not None:
+                self._open_channels.close(channel, why)
 
     def refuse_in_child(self, error: RondeError) -> None:
         # This process is a forked child: everything raises the error. OpenChannels sees to the channels.
@@ -420,9 +500,7 @@ class Group:
         rows = work.own_rows
         calls = work.make_calls(None if rows is None else self._exchange_row_counts(signature, rows))
         if wait and len(calls) == 1:
-            # Messages between two members are not part of the order of the collectives.
-            run = channel.send_or_receive if signature.kind in POINT_TO_POINT else channel.run
-            run(calls[0], signature)
+            channel.run(calls[0], signature)
             return work.finish()
         running_calls = [channel.submit(call) for call in calls[:-1]]
         running_calls.append(channel.submit(calls[-1], ((signature, ""),)))
@@ -496,8 +574,8 @@ class Group:
             raise TypeError(f"{what} takes one array, got a {type(x).__name__}; call it once per array")
         return self._as_send_buffers(x, what)[0][0]
 
-    def _member_index_of(self, rank: int, what: str) -> int:
-        if rank not in self.ranks:
+    def _member_index_of(self, rank: int | None, what: str) -> int:
+        if rank is None or rank not in self.ranks:
             raise ValueError(f"{what} must be a member of group {self.id} ({format_ranks(self.ranks)}), got {rank!r}")
         return self.ranks.index(rank)
 
@@ -511,21 +589,58 @@ class Group:
             raise ValueError(f"{what}: splits ask for {int(given.sum())} rows of an array with {num_rows}")
         return tuple(given.tolist())
 
-    def _make_message(
-        self, kind: OperationKind, data: SendBuffer, span: Span, peer_rank: int, target: ReceiveBuffer | None = None
-    ) -> Work:
+    # --- messages ----------------------------------------------------------------------------------------------------
+
+    def _get_message_signature(
+        self, kind: OperationKind, data: SendBuffer, peer_rank: int | None, tag: int
+    ) -> tuple[Signature, int]:
+        """The signature of a message and the index of its other side, -1 for any; made and checked once."""
+        key = (kind, data.dtype, data.array.shape, peer_rank, tag)
+        found = self._message_signatures.get(key)
+        if found is None:
+            if len(self._message_signatures) >= MAX_CACHED_MESSAGES:
+                self._message_signatures.clear()
+            found = self._message_signatures[key] = self._make_message_signature(kind, data, peer_rank, tag)
+        return found
+
+    def _make_message_signature(
+        self, kind: OperationKind, data: SendBuffer, peer_rank: int | None, tag: int
+    ) -> tuple[Signature, int]:
         what, word = ("send: to", "to") if kind is OperationKind.SEND else ("receive: source", "from")
-        peer = self._member_index_of(peer_rank, what)
+        if peer_rank is None and kind is OperationKind.RECEIVE:
+            peer, other_side = -1, "any rank"
+            if self.size == 1:
+                raise ValueError(f"receive: group {self.id} has one member, so there is nobody to receive from")
+        else:
+            peer, other_side = self._member_index_of(peer_rank, what), f"rank {peer_rank}"
         if peer == self.rank:
             raise ValueError(f"{what} is this very rank, {peer_rank}; a message needs two")
+        if not isinstance(tag, int | np.integer) or not 0 <= tag <= MAX_TAG:
+            raise ValueError(f"{kind.name.lower()}: tag must be a whole number from 0 to {MAX_TAG}, got {tag!r}")
         label, amount = kind.name.lower(), f"{data.dtype.name.lower()}{list(data.array.shape)}"
-        description, hash = f"{label} {amount} {word} rank {peer_rank}", hash_signature(f"message of {amount}")
+        description = f"{label} {amount} {word} {other_side}" + (f" with tag {tag}" if tag else "")
+        hash = hash_signature(f"message of {amount}")
         shapes, num_bytes = (data.array.shape,), data.array.nbytes
         signature = Signature(kind, data.dtype, shapes, Op.SUM, 1.0, 1.0, -1, label, description, hash, num_bytes)
-        call = signature.make_call((span,), (data, target), peer=peer)
-        if target is None:
-            return Work(signature, "", (call,))
-        return Work(signature, "", (call,), target.result, (target,))
+        return signature, peer
+
+    def _make_message(self, signature: Signature, span: Span, owners: object, peer: int, tag: int) -> Call:
+        return Call(
+            signature.kind,
+            signature.dtype,
+            spans=(span,),
+            peer=peer,
+            description=signature.description,
+            signature_hash=signature.hash,
+            owners=owners,
+            tag=tag,
+            window_bytes=self._open_channels.message_buffer_bytes,
+        )
+
+    def _start_message(self, work: Work, call: Call) -> Work:
+        work.timeout_s = self.operation_timeout_s
+        work.started_on((self.message_channel.submit(call, ((work.signature, ""),)),))
+        return work
 
 
 def _signature_of(kind: OperationKind, send_buffers: Sequence[SendBuffer], options: CallOptions) -> Signature:

@@ -421,6 +421,7 @@ class OpenChannels:
 
     def __init__(self, rank: int, size: int, backend: Backend, recorder: Recorder, settings: Settings) -> None:
         self.operation_timeout_s = settings.operation_s
+        self.message_buffer_bytes = settings.message_buffer_bytes
         self.open_timeout_s = settings.start_s
         """How long opening a channel may take: at first start_s, from the end of the start on operation_s."""
         self.channels: tuple[Channel, ...] = ()
@@ -508,12 +509,15 @@ class OpenChannels:
         self._recorder.record_event(event)
 
     def add(self, channel: Channel) -> None:
-        """Add an open channel. It is aborted at once if a member is lost already."""
+        """Add an open channel. What needs a member that is lost already ends at once."""
         with self._lock:
             self.channels = (*self.channels, channel)
-            error = self.error_for(channel.members)
-        if error is not None:
-            channel.abort(error)
+            lost = {rank: why for rank, why in self._lost.items() if rank in channel.members}
+            closed_error = self.error_for(())
+        for rank, why in lost.items():
+            channel.rank_lost(PeerLost(rank=self._rank, peer=rank, why=why))
+        if closed_error is not None:
+            channel.abort(closed_error)
 
     def add_named_operations(self, named_operations: NamedOperations) -> None:
         """Add a group's named operations. They are aborted at once if a member is lost already."""
@@ -528,11 +532,18 @@ class OpenChannels:
             self.named_operations = {id: named for id, named in self.named_operations.items() if id != group}
 
     def abort_for(self, rank: int, why: str) -> None:
-        """Abort all channels and named operations of which the lost rank is a member."""
+        """End all that involves a lost rank: the collectives and named operations of groups of which it is a member,
+        and the messages to it and from it. What is added from now on sees the loss by itself."""
         with self._lock:
             self._lost.setdefault(rank, why)
         self._backend.rank_lost(rank, why)
-        self._abort(PeerLost(rank=self._rank, peer=rank, why=why), rank)
+        error = PeerLost(rank=self._rank, peer=rank, why=why)
+        for channel in self.channels:
+            if rank in channel.members:
+                channel.rank_lost(error)
+        for named in self.named_operations.values():
+            if rank in named.channel.members:
+                named.abort(error)
 
     def abort_all(self, error: RondeError) -> None:
         """Abort all channels and named operations, because the round is over. The first error counts."""
@@ -541,7 +552,10 @@ class OpenChannels:
                 return
             self.closed_error = error
         self._end_openings(str(error))
-        self._abort(error, self._rank)
+        for channel in self.channels:
+            channel.abort(error)
+        for named in self.named_operations.values():
+            named.abort(error)
 
     def shut(self, error: RondeError) -> None:
         """This rank leaves the round: open nothing any more, and end with the error what is being opened. What is open
@@ -565,12 +579,3 @@ class OpenChannels:
         for rank in range(self._size):
             if rank != self._rank:
                 self._backend.rank_lost(rank, why)
-
-    def _abort(self, error: RondeError, rank: int) -> None:
-        """Abort what has the rank as a member. What is added from now on sees the error by itself."""
-        for channel in self.channels:
-            if rank in channel.members:
-                channel.abort(error)
-        for named in self.named_operations.values():
-            if rank in named.channel.members:
-                named.abort(error)

@@ -426,6 +426,24 @@ def call_when_over(works: Sequence[Work], function: Callable[[], T]) -> Future[T
     return future
 
 
+class ReceiveAnyWork(Work):
+    """A receive from any member. The result also has the rank that sent it."""
+
+    __slots__ = ("_ranks",)
+
+    def __init__(self, signature: Signature, call: Call, target: ReceiveBuffer, ranks: tuple[int, ...]) -> None:
+        super().__init__(signature, "", (call,), target.result, (target,))
+        self._ranks = ranks
+
+    def finish(self) -> Any:
+        out = super().finish()
+        assert self._running_calls is not None
+        timing = self._running_calls[0].timing
+        assert timing is not None and timing.received is not None
+        self._result = (out, self._ranks[timing.received.source])
+        return self._result
+
+
 class AllreduceWork(Work):
     """allreduce of one array, or of several as a unit. Named operations fuse the spans of many into one call."""
 

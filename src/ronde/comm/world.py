@@ -133,6 +133,10 @@ class World:
         self.recorder.record_event(Stopped(at_ns=time.monotonic_ns(), rank=self.rank, orderly=orderly, why=why))
         deadline = Deadline(self.settings.shutdown_s)
         try:
+            for group in self.groups:
+                group.close_mailboxes()
+            if orderly and self._open_channels.closed_error is None:
+                self.joined_round.backend.flush(deadline)
             self.control_thread.leave(_make_leave(orderly, why, error, at_exit), deadline)
             self._open_channels.shut(RoundEnded(f"the round is over: {why or 'shutdown() was called'}"))
             self.control_thread.end_requests()

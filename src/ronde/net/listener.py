@@ -72,6 +72,7 @@ class Listener:
         self._heartbeat_s = heartbeat_s
         self._condition = threading.Condition()  # guards the next four, which accept() waits for
         self._accepted: dict[tuple[str, int], deque[socket.socket]] = {}
+        self._served: dict[str, Callable[[int, socket.socket], None]] = {}
         self._failed_ranks: dict[int, Exception] = {}
         self._closed_reason = ""
         self._shortage: StartFailed | None = None
@@ -111,6 +112,15 @@ class Listener:
                         f"look at the output of rank {rank}, and whether its host can reach this one"
                     )
                 self._condition.wait(deadline.remaining_s)
+
+    def serve(self, purpose: str, on_connection: Callable[[int, socket.socket], None]) -> None:
+        """Hand every socket for this purpose to a function, with the rank that has connected, and none to accept(). The
+        loop calls it, so it must not wait. For any thread."""
+        with self._condition:
+            self._served[purpose] = on_connection
+            for key in [key for key in self._accepted if key[0] == purpose]:
+                for sock in self._accepted.pop(key):
+                    self._loop.call_soon_threadsafe(functools.partial(self._hand_to, on_connection, key[1], sock))
 
     def fail_rank(self, rank: int, error: Exception) -> None:
         """Make every accept() for this rank raise the error; the first error stays. For any thread."""
@@ -293,8 +303,19 @@ class Listener:
             if self._closed_reason or request.rank in self._failed_ranks:
                 sock.close()
                 return
-            self._accepted.setdefault((request.purpose, request.rank), deque()).append(sock)
-            self._condition.notify_all()
+            served = self._served.get(request.purpose)
+            if served is None:
+                self._accepted.setdefault((request.purpose, request.rank), deque()).append(sock)
+                self._condition.notify_all()
+        if served is not None:
+            self._hand_to(served, request.rank, sock)
+
+    def _hand_to(self, served: Callable[[int, socket.socket], None], rank: int, sock: socket.socket) -> None:
+        try:
+            served(rank, sock)
+        except Exception:  # a mistake of the function's owner concerns this peer only
+            logger.exception("a connection of rank %d could not be accepted", rank)
+            sock.close()
 
     def _refuse(self, pending: _PendingHandshake, reason: str, *, reply: bytes = b"") -> None:
         self.num_refused += 1

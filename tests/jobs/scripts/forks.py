@@ -29,7 +29,9 @@ def try_all(attempts: dict[str, Callable[[], object]]) -> dict[str, str]:
     return errors
 
 
-def try_in_a_child(x: Array, plan: ronde.Plan, works: list[ronde.Work], ending: str) -> dict[str, Any] | None:
+def try_in_a_child(
+    x: Array, plan: ronde.Plan, works: list[ronde.Work], mailbox: ronde.Mailbox, ending: str
+) -> dict[str, Any] | None:
     """What a child of this rank can do; None in the child, which is to end as scripts do."""
     group = ronde.world()
     attempts: dict[str, Callable[[], object]] = {
@@ -37,6 +39,12 @@ def try_in_a_child(x: Array, plan: ronde.Plan, works: list[ronde.Work], ending: 
         "allreduce in the background": lambda: ronde.allreduce(x, wait=False),
         "named": lambda: ronde.allreduce(x, name="other"),
         "send": lambda: ronde.send(x, 1),
+        "receive": lambda: ronde.receive(x),
+        "receive in the background": lambda: ronde.receive(x, wait=False),
+        "message": works[2].wait,
+        "post": lambda: mailbox.post(1),
+        "request": lambda: mailbox.request(1),
+        "mailbox": lambda: group.open_mailbox(),
         "work": works[0].wait,
         "named work": works[1].wait,
         "bucket": lambda: plan.run(0),
@@ -79,15 +87,21 @@ def use_what_was_inherited(test: ControlSocket, ending: str) -> None:
     ronde.allreduce(x)  # the next ones take the shortest path
     plan = ronde.plan([ronde.Bucket(4, op="sum")])
     plan.arrays[0][:] = 1
+    mailbox = ronde.world().open_mailbox(lambda message: message.reply(payload=2 * message.payload))
+    mailbox.request(1 - test.rank, payload=x)
     if test.rank == 1:
         test.receive()
     works = [ronde.allreduce(x, wait=False), ronde.allreduce(x, name="named", wait=False)]
+    works.append(ronde.receive(np.empty(3), wait=False))
     if test.rank == 0:
-        answers = try_in_a_child(x, plan, works, ending)
+        answers = try_in_a_child(x, plan, works, mailbox, ending)
         if answers is None:
             return
         test.send("forked", **answers)
-    sums = [works[0].wait(), works[1].wait(), plan.run(0), ronde.allreduce(x)]
+    ronde.send(2 * x, 1 - test.rank)
+    sums = [works[0].wait(), works[1].wait(), plan.run(0), ronde.allreduce(x), works[2].wait()[0]]
+    sums.append(mailbox.request(1 - test.rank, payload=x).payload)
+    ronde.barrier()
     test.send("sums", sums=[each.tolist() for each in sums])
     plan.close()
     ronde.shutdown()

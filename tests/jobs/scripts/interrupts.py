@@ -41,6 +41,18 @@ def wait_in(how: str) -> list[float]:
             ronde.receive(x, 1)
         else:
             ronde.send(2 * x, 0)
+    elif how == "request":
+        asked = threading.Event()
+
+        def handle(message: ronde.MailboxMessage) -> None:
+            message.reply(payload=2 * message.payload)
+            asked.set()
+
+        with ronde.world().open_mailbox(handle) as mailbox:
+            if ronde.rank() == 0:
+                x = mailbox.request(1, payload=x).payload
+            else:
+                asked.wait()
     elif how == "bucket":
         plan = ronde.plan([ronde.Bucket(3, op="sum")])
         plan.arrays[0][:] = 1
@@ -54,12 +66,15 @@ def wait_in(how: str) -> list[float]:
 
 def is_waiting(how: str) -> bool:
     """Whether the main thread waits for the other rank."""
-    if how not in ("named", "group", "init"):
+    if how == "message":
+        return ronde.world().message_channel.current_call() is not None
+    if how not in ("named", "group", "init", "request"):
         return ronde.world().ordered_channel.current_call() is not None
     main_thread = threading.main_thread().ident
     assert main_thread is not None
     frame: FrameType | None = sys._current_frames()[main_thread]
-    while frame is not None and frame.f_code.co_name not in ("wait_for_start", "_wait_for_reply", "_request_join"):
+    waits = ("wait_for_start", "_wait_for_reply", "_request_join", "wait_for_end")
+    while frame is not None and frame.f_code.co_name not in waits:
         frame = frame.f_back
     return frame is not None
 
@@ -85,6 +100,8 @@ class Handler:
                 lambda: ronde.allreduce(x, name="in a handler"),
                 lambda: ronde.barrier(),
                 lambda: ronde.add_group([0, 1]),
+                lambda: ronde.send(x, 1),
+                lambda: ronde.receive(x),
             ]
         if self.action.startswith("shut down"):
             ronde.shutdown()

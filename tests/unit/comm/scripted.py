@@ -89,6 +89,9 @@ class ScriptedChannel:
     def current_call(self) -> CurrentCall | None:
         return self.reported_call
 
+    def rank_lost(self, rank: int, why: str) -> None:
+        self.aborted.append((rank, why))
+
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         self.aborted.append((lost_rank, why))
 

@@ -13,7 +13,7 @@ import pytest
 from ronde.comm.backends.base import ChannelSpec
 from ronde.comm.backends.native import NativeBackend, NativeChannel
 from ronde.comm.backends.native_library import ABI, NativeLibrary
-from ronde.comm.backends.single_rank import SingleRankBackend, SingleRankChannel
+from ronde.comm.backends.single_rank import SingleRankChannel
 from ronde.comm.buffers import Array, address_of
 from ronde.comm.call import Call, Span
 from ronde.errors import PeerLost, RondeError, RoundEnded
@@ -29,8 +29,7 @@ DEADLINE = Deadline(10.0)
 
 @pytest.fixture
 def channel() -> SingleRankChannel:
-    spec = ChannelSpec(id="0.ordered", members=(3,), member_index=0, bucket_bytes=1000)
-    return SingleRankBackend().open_channel(spec, DEADLINE)
+    return SingleRankChannel(ChannelSpec(id="0.ordered", members=(3,), member_index=0, bucket_bytes=1000))
 
 
 def allreduce(x: Array, out: Array, **more: object) -> Call:
@@ -89,6 +88,7 @@ def native_channel() -> Iterator[NativeChannel]:
     topology = Topology((Member(0, "host", 1, ""),), 0)
     backend = NativeBackend(topology, ListenerOfDyingRank(), JobKey(new_job_key()), Settings())  # type: ignore[arg-type]
     opened = backend.open_channel(ChannelSpec(id="0.ordered", members=(0,), member_index=0, bucket_bytes=8), deadline())
+    assert isinstance(opened, NativeChannel)
     yield opened
     opened.close()
 

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -74,6 +74,16 @@ def forked_error(pid: int, description: str = "") -> RondeError:
     )
 
 
+class Received(NamedTuple):
+    """What a receive got whose source or size was open."""
+
+    source: int
+    """The member (index) that sent it."""
+    header: bytes = b""
+    data: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+    """The bytes of the array, in new memory, if any size was wanted."""
+
+
 class CallTiming(msgspec.Struct, frozen=True, gc=False):
     """When and how a call ran. Times are time.monotonic_ns()."""
 
@@ -88,6 +98,8 @@ class CallTiming(msgspec.Struct, frozen=True, gc=False):
     arrived_ns: int = 0
     """When this member had come to it. Of announced calls: when all that were fused were announced here, and those
     before them over."""
+    received: Received | None = None
+    """Of a receive from any member, or of any size."""
 
 
 MAX_LATE = 1000
@@ -127,7 +139,7 @@ class ChannelSpec:
     bucket_bytes: int = 0
     """Size of each of a member's two bucket areas."""
     point_to_point: bool = False
-    """Whether send and receive are needed."""
+    """Whether it is for send and receive, and for nothing else."""
 
 
 class RunningCall:
@@ -220,8 +232,9 @@ class RunningCall:
 
 
 class BackendChannel(Protocol):
-    """One total order of calls. run(), submit() or the wait for a submitted call raise ValueError, TypeError or
-    Mismatch for the caller's mistakes, and PeerLost, RoundEnded or OperationTimeout when the others are the reason."""
+    """One total order of calls; or with point_to_point, messages, which are ordered for each source and tag. run(),
+    submit() or the wait for a submitted call raise ValueError, TypeError or Mismatch for the caller's mistakes, and
+    PeerLost, RoundEnded or OperationTimeout when the others are the reason."""
 
     spec: ChannelSpec
 
@@ -242,6 +255,10 @@ class BackendChannel(Protocol):
 
     def current_call(self) -> CurrentCall | None:
         """None when idle."""
+
+    def rank_lost(self, rank: int, why: str) -> None:
+        """A member is gone, a rank of the world. Messages to and from it end with PeerLost, and other messages go on;
+        of a collective every member is needed, so everything ends, as after abort(). Safe from any thread."""
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         """End all waits at once: with PeerLost when a rank of the world is lost, else with RoundEnded. The first abort
@@ -293,6 +310,10 @@ class Backend(Protocol):
 
     def rank_lost(self, rank: int, why: str) -> None:
         """A rank is gone: waits inside open_channel that need it must end with PeerLost."""
+
+    def flush(self, deadline: Deadline) -> None:
+        """Wait until what this rank has sent is with its receivers. Called before it leaves in good order; nothing can
+        be sent afterwards."""
 
     def close(self) -> None:
         """Idempotent; channels were closed before."""

@@ -1,8 +1,8 @@
 """The native backend: connects the members of a channel and hands sockets and memory to the C++ data plane.
 
 Members of one host share a memory file, made by the lowest of them and passed over a Unix socket. Members of different
-hosts get TCP sockets, for which the higher rank connects to the listener of the lower one: one for aborts, some for
-data, and one more where send and receive are wanted. All of them were authenticated with the job's key.
+hosts get TCP sockets, for which the higher rank connects to the listener of the lower one: one for aborts and some for
+data. All of them were authenticated with the job's key. Messages have links of their own: native_messages.
 """
 
 from __future__ import annotations
@@ -53,6 +53,7 @@ from ronde.comm.backends.native_library import (
     pending_callbacks,
     thread_structs,
 )
+from ronde.comm.backends.native_messages import NativeEndpoint, NativeMessageChannel
 from ronde.comm.call import Call, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, PendingConnection, connect_authenticated, describe_disconnect
@@ -79,14 +80,22 @@ LOSS_NOTICE_S = 5.0
 class NativeBackend:
     name = "native"
 
-    def __init__(self, topology: Topology, listener: Listener, key: JobKey, settings: Settings) -> None:
+    def __init__(
+        self, topology: Topology, listener: Listener, key: JobKey, settings: Settings, loop: EventLoop | None = None
+    ) -> None:
+        """`loop` is that of the listener."""
         self._topology = topology
         self._listener = listener
         self._key = key
         self._settings = settings
         self._lost: dict[int, PeerLost] = {}
+        self._endpoint = NativeEndpoint(topology.rank, topology.size, topology.local_size)
+        if loop is not None:
+            self._endpoint.use_links(topology, listener, loop, self._connect_to_address)
 
-    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> NativeChannel:
+    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> NativeChannel | NativeMessageChannel:
+        if spec.point_to_point:
+            return NativeMessageChannel(spec, self._endpoint)
         return self._open(spec, self._hosts_of(spec), deadline)
 
     def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> NativeChannel | None:
@@ -111,11 +120,9 @@ class NativeBackend:
             if segment >= 0:
                 stack.callback(os.close, segment)
             connections = self._connect_members(spec, hosts, stack, deadline)
-            num = self._settings.num_sockets + 1
-            sockets = {member: [each.detach() for each in row[:num]] for member, row in connections.items()}
-            point_to_point = {member: row[num].detach() for member, row in connections.items() if len(row) > num}
+            sockets = {member: [each.detach() for each in row] for member, row in connections.items()}
             try:
-                handle = open_channel(params, segment, sockets, point_to_point)
+                handle = open_channel(params, segment, sockets)
             except NativeError as error:
                 raise self._make_open_error(what, error, segment, segment_bytes) from None
             return NativeChannel(spec, handle, self._settings.algorithm)
@@ -126,8 +133,11 @@ class NativeBackend:
         self._lost[rank] = lost
         self._listener.fail_rank(rank, lost)
 
+    def flush(self, deadline: Deadline) -> None:
+        self._endpoint.flush(deadline)
+
     def close(self) -> None:
-        pass  # the listener is closed with the round
+        self._endpoint.close()  # the listener is closed with the round
 
     def _find_size_error(self, spec: ChannelSpec, hosts: list[int]) -> str:
         """Return why the library refuses the sizes of a channel."""
@@ -190,7 +200,7 @@ class NativeBackend:
     ) -> dict[int, list[Connection]]:
         """Sockets to the members of other hosts. Connects to all lower ranks at the same time, then accepts the higher
         ones: listeners answer by themselves, so no two members can wait for each other."""
-        num = self._settings.num_sockets + 1 + (1 if spec.point_to_point else 0)
+        num = self._settings.num_sockets + 1
         others = [index for index, host in enumerate(hosts) if host != hosts[spec.member_index]]
         purposes = [f"{spec.id} {number}" for number in range(num)]
         lower = [
@@ -390,6 +400,9 @@ class NativeChannel:
 
     def current_call(self) -> CurrentCall | None:
         return get_current_call(self._handle, len(self.spec.members))
+
+    def rank_lost(self, rank: int, why: str) -> None:
+        self.abort(lost_rank=rank, why=why)
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         self._set_abort_reason(lost_rank, why)

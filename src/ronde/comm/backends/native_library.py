@@ -76,6 +76,9 @@ SPAN = struct.Struct("@PPQ")
 RD_CALL = struct.Struct("@iiiiIiddQPPQPP")
 """rd_call: kind, dtype, op, algorithm, flags, peer, prescale, postscale, signature, description, spans,
 num_spans, counts, splits."""
+RD_MESSAGE = struct.Struct("@QiiQQQPPQPQII")
+"""rd_message: context, kind, peer, tag, signature, window_bytes, description, data, bytes, header, header_bytes, flags,
+reserved."""
 RD_RESULT = struct.Struct("@iiiiqqqqq")
 """rd_result: status, member, detail, algorithm, start_ns, ready_ns, end_ns, sequence (-1 for RD_NO_SEQUENCE),
 arrived_ns."""
@@ -99,6 +102,16 @@ class RdAnnounced(ctypes.Structure):
     _fields_ = (("id", c_uint32), ("announced_ns", c_int64))
 
 
+class RdReceived(ctypes.Structure):
+    _fields_ = (
+        ("block", c_void_p),
+        ("data", c_void_p),
+        ("bytes", c_uint64),
+        ("header", c_void_p),
+        ("header_bytes", c_uint64),
+    )
+
+
 RD_CALLBACK = ctypes.CFUNCTYPE(None, c_void_p, c_void_p)
 """rd_callback: context, rd_result."""
 
@@ -108,7 +121,7 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {  # ctypes has no public nam
     "rd_segment_bytes": (c_uint64, (POINTER(RdChannelParams),)),
     "rd_open": (
         c_int,
-        (POINTER(RdChannelParams), c_int, POINTER(c_int), c_uint32, POINTER(c_int), POINTER(c_void_p)),
+        (POINTER(RdChannelParams), c_int, POINTER(c_int), c_uint32, POINTER(c_void_p)),
     ),
     "rd_release": (None, (c_void_p,)),
     "rd_close": (None, (c_void_p,)),
@@ -130,6 +143,21 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {  # ctypes has no public nam
     "rd_get_not_announced": (c_uint32, (c_void_p, c_uint32, POINTER(c_uint32))),
     "rd_get_mismatch": (c_int, (c_void_p, POINTER(RdMemberCall))),
     "rd_get_current_call": (None, (c_void_p, POINTER(RdCurrentCall), POINTER(c_uint32))),
+    "rd_open_endpoint": (c_int, (c_uint32, c_uint32, c_uint32, c_uint32, POINTER(c_uint64))),
+    "rd_link_bytes": (c_uint64, ()),
+    "rd_add_link": (c_int, (c_uint64, c_uint32, c_int32, c_int, c_int)),
+    "rd_run_message": (c_int, (c_uint64, c_void_p, c_void_p, c_double)),
+    "rd_submit_message": (c_int, (c_uint64, c_void_p, c_double, c_void_p)),
+    "rd_wait_message": (c_int, (c_uint64, c_uint64, c_void_p, c_double)),
+    "rd_message_done": (c_int, (c_uint64, c_uint64)),
+    "rd_take_received": (c_int, (POINTER(RdReceived),)),
+    "rd_free_received": (None, (c_void_p,)),
+    "rd_lose_peer": (None, (c_uint64, c_uint32)),
+    "rd_end_any_source": (None, (c_uint64, c_uint64, c_uint32)),
+    "rd_end_context": (None, (c_uint64, c_uint64)),
+    "rd_leave_endpoint": (c_int, (c_uint64, c_double)),
+    "rd_close_endpoint": (None, (c_uint64,)),
+    "rd_get_current_message": (None, (c_uint64, c_uint64, POINTER(RdCurrentCall), POINTER(c_int32))),
     "rd_set_interpreter": (None, (POINTER(c_void_p),)),
     "rd_fetch_exception": (c_int, (POINTER(c_void_p),)),
     "rd_reduce": (
@@ -241,19 +269,16 @@ def make_channel_params(
     return RdChannelParams(ABI, len(hosts), member_index, num_cores, host_numbers, *sizes)
 
 
-def open_channel(
-    params: RdChannelParams, segment: int, sockets: Mapping[int, Sequence[int]], point_to_point: Mapping[int, int]
-) -> NativeHandle:
-    """Open a channel. The library takes over the descriptors in `sockets` (the one for aborts first, then those for
-    data; as many for each member) and in `point_to_point`."""
+def open_channel(params: RdChannelParams, segment: int, sockets: Mapping[int, Sequence[int]]) -> NativeHandle:
+    """Open a channel. The library takes over the descriptors in `sockets`: the one for aborts first, then those for
+    data; as many for each member."""
     num_members = params.num_members
     num_sockets = max((len(row) for row in sockets.values()), default=0)
     table = (c_int * (num_members * num_sockets or 1))(*[-1] * (num_members * num_sockets))
     for member, row in sockets.items():
         table[member * num_sockets : (member + 1) * num_sockets] = [*row]
-    pairs = (c_int * num_members)(*[point_to_point.get(member, -1) for member in range(num_members)])
     handle = c_void_p()
-    status = load_library().rd_open(params, segment, table, num_sockets, pairs, ctypes.byref(handle))
+    status = load_library().rd_open(params, segment, table, num_sockets, ctypes.byref(handle))
     if status != NativeStatus.OK or handle.value is None:
         raise NativeError(status, detail=ctypes.get_errno())
     return handle.value
@@ -311,6 +336,56 @@ def get_bucket(handle: NativeHandle, num_bytes: int) -> np.ndarray[tuple[int], n
     return np.ctypeslib.as_array(memory)
 
 
+# --- an endpoint for messages ----------------------------------------------------------------------------------------
+
+EndpointHandle: TypeAlias = int
+
+
+def open_endpoint(rank: int, num_ranks: int, num_local: int) -> EndpointHandle:
+    """This rank's end of the links for messages, with none yet."""
+    number = c_uint64()
+    num_cores = len(os.sched_getaffinity(0))
+    status = load_library().rd_open_endpoint(rank, num_ranks, num_local, num_cores, ctypes.byref(number))
+    if status != NativeStatus.OK:
+        raise NativeError(status)
+    return number.value
+
+
+def get_current_message(endpoint: EndpointHandle, context: int) -> tuple[str, int, int] | None:
+    """The oldest message under way in a context: its description, since when, and the rank it waits for, or -1."""
+    now, missing = RdCurrentCall(), c_int32()
+    load_library().rd_get_current_message(endpoint, context, ctypes.byref(now), ctypes.byref(missing))
+    if now.start_ns == 0:
+        return None
+    return now.description.decode(errors="replace"), now.start_ns, missing.value
+
+
+class _ReceivedMemory:
+    """Memory of the library that an array views. It is freed with the last such array."""
+
+    __slots__ = ("__array_interface__", "_block", "_free")
+
+    def __init__(self, received: RdReceived) -> None:
+        data = (received.data, False)
+        self.__array_interface__ = {"data": data, "shape": (received.bytes,), "typestr": "|u1", "version": 3}
+        self._block = received.block
+        self._free = load_library().rd_free_received
+
+    def __del__(self) -> None:
+        self._free(self._block)
+
+
+def take_received() -> tuple[bytes, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+    """The header and the bytes of what this thread's last call has received; after a mismatch, what the sender asked
+    for and nothing."""
+    received = RdReceived()
+    load_library().rd_take_received(ctypes.byref(received))
+    header = ctypes.string_at(received.header, received.header_bytes)
+    if not received.block:
+        return header, np.empty(0, np.uint8)
+    return header, np.asarray(_ReceivedMemory(received))
+
+
 # --- the structs of a call -------------------------------------------------------------------------------------------
 
 MAX_DESCRIPTIONS = 1024
@@ -324,6 +399,11 @@ class CallStructs:
         self.call_address = ctypes.addressof(self.call)
         self.result = ctypes.create_string_buffer(RD_RESULT.size)
         self.result_address = ctypes.addressof(self.result)
+        self.message = ctypes.create_string_buffer(RD_MESSAGE.size)
+        self.message_address = ctypes.addressof(self.message)
+        self.message_work = c_uint64()
+        """Where rd_submit_message() writes the number of the message."""
+        self.message_work_address = ctypes.addressof(self.message_work)
         self.work = c_void_p()
         """Where rd_submit() writes the handle of the submitted call."""
         self.work_address = ctypes.addressof(self.work)
@@ -358,6 +438,35 @@ class CallStructs:
                 return None
         return self._fill_all_fields(call, algorithm)
 
+    def fill_message(self, call: Call, context: int, peer: int) -> object:
+        """Write a send or receive into the struct of messages; `peer` is a rank of the world. The caller keeps what is
+        returned until the library has read the struct."""
+        data = num_bytes = header_address = header_bytes = 0
+        if call.spans:
+            span = call.spans[0]
+            data, num_bytes = span.input or span.output, span.count * call.dtype.num_bytes
+        keep: list[object] = []
+        if call.header is not None:
+            header_address, header_bytes = _copy_bytes(keep, call.header), len(call.header)
+        RD_MESSAGE.pack_into(
+            self.message,
+            0,
+            context,
+            call.kind,
+            peer,
+            call.tag,
+            call.signature_hash,
+            call.window_bytes,
+            self._description_address(call.description),
+            data,
+            num_bytes,
+            header_address,
+            header_bytes,
+            call.flags,
+            0,
+        )
+        return keep
+
     def raise_error(self, status: int, result: bytes) -> None:
         """Raise the error of a call whose result struct has these bytes."""
         self.result.raw = result
@@ -365,10 +474,18 @@ class CallStructs:
 
     def timing_or_raise(self, status: int) -> CallTiming:
         """The timing of a call that succeeded, from the result struct; else NativeError, or what a signal raised."""
-        _, member, detail, algorithm, start_ns, ready_ns, end_ns, sequence, arrived_ns = RD_RESULT.unpack_from(
-            self.result
-        )
+        _, _, _, algorithm, start_ns, ready_ns, end_ns, sequence, arrived_ns = self.result_or_raise(status)
+        return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm], sequence, arrived_ns)
+
+    def has_ended(self) -> bool:
+        """Whether the result struct is that of a call that has ended, and not only of a wait for it."""
+        return bool(RD_RESULT.unpack_from(self.result)[6])
+
+    def result_or_raise(self, status: int) -> tuple[int, ...]:
+        """The fields of the result struct, if the call succeeded; else as timing_or_raise()."""
+        result = RD_RESULT.unpack_from(self.result)
         if status != NativeStatus.OK:
+            _, member, detail, _, start_ns, _, end_ns, _, _ = result
             raised = (c_void_p * 3)()
             if detail == errno.EINTR and load_library().rd_fetch_exception(raised):
                 # What a signal handler raised while the library waited, such as KeyboardInterrupt: ctypes raises the
@@ -378,7 +495,7 @@ class CallStructs:
                 restore.restype = None
                 restore(*raised)
             raise NativeError(status, member, detail, has_ended=end_ns != 0, start_ns=start_ns)
-        return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm], sequence, arrived_ns)
+        return result
 
     def _fill_all_fields(self, call: Call, algorithm: int) -> object:
         spans = call.spans

@@ -10,6 +10,7 @@ import numpy as np
 
 from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, IdNotAgreed, RunningCall
 from ronde.comm.backends.native_library import reduce
+from ronde.comm.backends.native_messages import NativeEndpoint, NativeMessageChannel
 from ronde.comm.buffers import Array, address_of, aligned_zeros, array_at
 from ronde.comm.call import Call
 from ronde.errors import RoundEnded
@@ -19,13 +20,19 @@ from ronde.types import Deadline, DType, Op, OperationKind
 class SingleRankBackend:
     name = "single_rank"
 
-    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> SingleRankChannel:
-        return SingleRankChannel(spec)
+    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> SingleRankChannel | NativeMessageChannel:
+        if not spec.point_to_point:
+            return SingleRankChannel(spec)
+        (rank,) = spec.members
+        return NativeMessageChannel(spec, NativeEndpoint(rank, rank + 1), owns_endpoint=True)
 
     def open_announcing_channel(self, spec: ChannelSpec, deadline: Deadline) -> SingleRankChannel:
         return SingleRankChannel(spec)
 
     def rank_lost(self, rank: int, why: str) -> None:
+        pass
+
+    def flush(self, deadline: Deadline) -> None:
         pass
 
     def close(self) -> None:
@@ -87,6 +94,9 @@ class SingleRankChannel:
 
     def current_call(self) -> CurrentCall | None:
         return None
+
+    def rank_lost(self, rank: int, why: str) -> None:
+        pass
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         self._end_reason = self._end_reason or why

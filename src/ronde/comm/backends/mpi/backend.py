@@ -6,6 +6,7 @@ control plane (names, groups, stall reports) runs beside it as with every backen
     channel             one channel: calls in order, compared between the members
     collectives         the data of each kind of call, with element types and operators that MPI does not have
     failure_detection   waits with a deadline; notices between the members: who waits, left or aborted
+    messages            send, receive and mailboxes
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from ronde.comm.backends.base import ChannelSpec
 from ronde.comm.backends.mpi.channel import MpiChannel
 from ronde.comm.backends.mpi.failure_detection import MAX_IDLE_SLEEP_S, FailureDetector, wait_all
+from ronde.comm.backends.mpi.messages import MpiEndpoint, MpiMessageChannel
 from ronde.errors import PeerLost, StartFailed
 from ronde.net.addresses import candidate_addresses, find_free_ports, format_address, host_identity, local_address_for
 from ronde.net.keys import new_job_key
@@ -74,9 +76,16 @@ class MpiBackend:
         self._closed = self._broken = False
         # A communicator of its own, so that it never receives what the program itself sends over MPI.
         self._comm, request = MPI.COMM_WORLD.Idup()
-        _wait_for_all_ranks(request, Deadline(settings.start_s))
+        deadline = Deadline(settings.start_s)
+        _wait_for_all_ranks(request, deadline)
+        # Never freed: a message that comes too late for its receiver must not reach another communicator.
+        message_comm, request = self._comm.Idup()
+        _wait_for_all_ranks(request, deadline)
+        self._endpoint = MpiEndpoint(message_comm)
 
-    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> MpiChannel:
+    def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> MpiChannel | MpiMessageChannel:
+        if spec.point_to_point:
+            return MpiMessageChannel(spec, self._endpoint)
         self._free_closed_channels()
         self._wait_for_members(spec, deadline)
         # This call blocks, but not for long: all members are about to make it.
@@ -92,6 +101,9 @@ class MpiBackend:
         with self._lock:
             self._lost.setdefault(rank, why)
 
+    def flush(self, deadline: Deadline) -> None:
+        self._endpoint.flush(deadline)
+
     def close(self) -> None:
         from mpi4py import MPI
 
@@ -99,6 +111,7 @@ class MpiBackend:
             if self._closed:
                 return
             self._closed = True
+        self._endpoint.close()
         if MPI.Is_finalized():
             return
         deadline = Deadline(self._shutdown_s)

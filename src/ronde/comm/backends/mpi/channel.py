@@ -1,11 +1,10 @@
 """One channel of the mpi backend: a communicator of its own, calls in order, deadlines, aborts. Made by MpiBackend.
 
 For a collective the members exchange headers, compare them, and move the data: members that ask for different things
-get an error, never a wrong number. A call that they agreed on before goes without headers. Sends and receives wait only
-for the other side.
+get an error, never a wrong number. A call that they agreed on before goes without headers.
 
-Calls that must keep an order share a CallQueue. A call runs in the thread of its caller when nothing is before it. Only
-calls that were submitted, or that find the queue busy, run in a thread of the queue, which starts with the first one.
+Calls run in the order of a CallQueue. A call runs in the thread of its caller when nothing is before it. Only calls
+that were submitted, or that find the queue busy, run in a thread of the queue, which starts with the first one.
 """
 
 from __future__ import annotations
@@ -27,8 +26,6 @@ from ronde.comm.backends.mpi.failure_detection import (
     FailureDetector,
     MpiWait,
     NoticeKind,
-    QueueKey,
-    queue_key,
 )
 from ronde.comm.buffers import aligned_zeros
 from ronde.comm.call import Call, mismatch_error
@@ -248,9 +245,6 @@ class CallQueue:
 
 # --- the channel -----------------------------------------------------------------------------------------------------
 
-TAG_SENDER = 2
-TAG_RECEIVER = 3
-
 MAX_BYTES_WITHOUT_BARRIER = 64 * 1024
 """A pre-agreed call up to this size goes without a barrier before it: that would take as long as the call."""
 
@@ -265,13 +259,13 @@ class MpiChannel:
         self._failure_detector = FailureDetector(spec, comm)
         self._bucket = aligned_zeros(2 * spec.bucket_bytes)
         self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
-        self._queues: dict[QueueKey, CallQueue] = {}
+        self._queue = CallQueue(f"mpi-{spec.id}", self._failure_detector, self._execute)
         self._on_closed = on_closed
         self._closed = False
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         try:
-            return self._queue_for(call).run(call, deadline)
+            return self._checked_queue(call).run(call, deadline)
         except OperationTimeout as error:  # perhaps of a call that was still in the queue
             self._abort_after_error(error)
             raise
@@ -280,18 +274,19 @@ class MpiChannel:
         return None
 
     def submit(self, call: Call, deadline: Deadline) -> MpiRunningCall:
-        return self._queue_for(call).submit(call, deadline)
+        return self._checked_queue(call).submit(call, deadline)
 
     def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         return self._bucket
 
     def current_call(self) -> CurrentCall | None:
-        """The oldest call under way."""
-        waits = [queue.current for queue in list(self._queues.values())]
-        oldest = min((wait for wait in waits if wait is not None), key=lambda wait: wait.start_ns, default=None)
-        if oldest is None:
+        current = self._queue.current
+        if current is None:
             return None
-        return CurrentCall(oldest.call.description, oldest.start_ns, oldest.missing())
+        return CurrentCall(current.call.description, current.start_ns, current.missing())
+
+    def rank_lost(self, rank: int, why: str) -> None:
+        self.abort(lost_rank=rank, why=why)
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
         if not self._closed:
@@ -306,29 +301,24 @@ class MpiChannel:
             self._closed = True
         if MPI.Is_finalized():
             return
-        queues, detector = list(self._queues.values()), self._failure_detector
+        detector = self._failure_detector
         closed = f"rank {detector.rank} has closed channel {self.spec.id}"
         why = f"{closed}: {why}" if why else closed
-        if any(queue.is_busy() for queue in queues):
+        if self._queue.is_busy():
             detector.abort(-1, why)
         elif detector.aborted is None:
             detector.send_notice(NoticeKind.CLOSED, why=why)
-        deadline = Deadline(CLOSE_TIMEOUT_S)
-        idle = all([queue.close(deadline) for queue in queues])  # each is closed
+        idle = self._queue.close(Deadline(CLOSE_TIMEOUT_S))
         # A communicator with calls that never complete cannot be freed; it stays with them until the process ends.
         if idle and not detector.broken and detector.aborted is None:
             self._on_closed(detector)
 
-    def _queue_for(self, call: Call) -> CallQueue:
-        """The queue of the call; refuses calls that make no sense before anything is sent."""
+    def _checked_queue(self, call: Call) -> CallQueue:
+        """The queue; refuses calls that make no sense before anything is sent."""
         check_call(call, len(self.spec.members), self.spec.member_index)
-        key = queue_key(call)
-        with self._lock:
-            if self._closed:
-                raise RoundEnded(f"{call.description}: channel {self.spec.id} is closed")
-            if key not in self._queues:
-                self._queues[key] = CallQueue(f"mpi-{self.spec.id}", self._failure_detector, self._execute)
-            return self._queues[key]
+        if self._closed:
+            raise RoundEnded(f"{call.description}: channel {self.spec.id} is closed")
+        return self._queue
 
     def _execute(self, wait: MpiWait) -> CallTiming:
         from mpi4py import MPI
@@ -368,7 +358,7 @@ class MpiChannel:
             try:
                 header = self._match(wait)
             except Mismatch:  # on all members alike: the call has ended, the channel goes on
-                self._failure_detector.num_finished[wait.key] += 1
+                self._failure_detector.num_finished += 1
                 if call.kind is not OperationKind.JOIN:
                     raise
                 wait.next_collective()  # the mistake is that of the others; who has joined stays
@@ -379,7 +369,7 @@ class MpiChannel:
                 dtype, op = DType(header.dtype), Op(header.op)
                 others = Call(OperationKind.ALLREDUCE, dtype, op, prescale=header.prescale, postscale=header.postscale)
                 collectives.allreduce(others, np.zeros(header.elements, dtype.numpy))
-            self._failure_detector.num_finished[wait.key] += 1
+            self._failure_detector.num_finished += 1
             if call.kind is not OperationKind.JOIN or header is None:
                 return
             wait.next_collective()
@@ -391,10 +381,7 @@ class MpiChannel:
         Members that have joined contribute to named calls without this, but in a plan they need the header.
         """
         call, header = wait.call, None
-        if call.kind in (OperationKind.SEND, OperationKind.RECEIVE):
-            if not call.pre_agreed:
-                self._match_pair(wait)
-        elif call.kind is OperationKind.JOIN or not call.pre_agreed or self.spec.bucket_bytes:
+        if call.kind is OperationKind.JOIN or not call.pre_agreed or self.spec.bucket_bytes:
             headers = bytearray(HEADER.size * len(self.spec.members))
             wait.until([self._comm.Iallgather(HEADER.pack(*CallHeader.from_call(call)), headers)])
             wait.ready_ns = time.monotonic_ns()
@@ -403,17 +390,6 @@ class MpiChannel:
             wait.until([self._comm.Ibarrier()])
             wait.ready_ns = time.monotonic_ns()
         return header
-
-    def _match_pair(self, wait: MpiWait) -> None:
-        call = wait.call
-        own, received = CallHeader.from_call(call), bytearray(HEADER.size)
-        tags = (TAG_SENDER, TAG_RECEIVER) if call.kind is OperationKind.SEND else (TAG_RECEIVER, TAG_SENDER)
-        out = self._comm.Isend(HEADER.pack(*own), call.peer, tags[0])
-        wait.until([out, self._comm.Irecv(received, call.peer, tags[1])])
-        wait.ready_ns = time.monotonic_ns()
-        other = CallHeader._make(HEADER.unpack(received))
-        if (own.signature_hash, own.dtype, own.elements) != (other.signature_hash, other.dtype, other.elements):
-            raise mismatch_error({self._failure_detector.rank: own.text(), self.spec.members[call.peer]: other.text()})
 
 
 def _is_small(call: Call) -> bool:

@@ -39,9 +39,8 @@ SMALL_BYTES = 64 * 1024
 """So much of all members together is sent to everybody, and each reduces it by itself: that is one message in MPI."""
 
 MAX_ELEMENTS_PER_CALL = 1 << 30
-TAG_DATA = 4
-"""Data of send and receive; tags below are those of the channel's headers and notices."""
 TAG_ALLTOALL = 5
+"""Tags below are those of the channel's notices."""
 TAG_ADASUM = 6
 
 
@@ -56,9 +55,11 @@ def check_call(call: Call, size: int, member_index: int) -> None:
     if call.kind in REDUCING_KINDS:
         scaled = call.prescale != 1.0 or call.postscale != 1.0
         problem = find_reduction_error(call.kind, call.dtype, call.op, scaled=scaled)
-    if call.kind in (*ROOTED_KINDS, OperationKind.SEND, OperationKind.RECEIVE):
+    if call.kind in ROOTED_KINDS:
         fits = 0 <= call.peer < size
-    if call.kind in (OperationKind.GATHER, OperationKind.SCATTER):
+    if call.kind in (OperationKind.SEND, OperationKind.RECEIVE):
+        fits = False  # messages have channels of their own
+    elif call.kind in (OperationKind.GATHER, OperationKind.SCATTER):
         fits = fits and len(counts) == size and [counts[member_index]] == [span.count for span in call.spans]
     elif call.kind is OperationKind.REDUCE_SCATTER:
         fits = len(counts) == size and sum(counts) == num_elements(call)
@@ -111,12 +112,6 @@ class MpiCollectives:
                 self._gather(call)
             case OperationKind.SCATTER:
                 self._scatter(call)
-            case OperationKind.SEND:
-                self._move(self._comm.Isend, _read_spans(call), call.peer, TAG_DATA)
-            case OperationKind.RECEIVE:
-                data = _working_memory(call, filled=False)
-                self._move(self._comm.Irecv, data, call.peer, TAG_DATA)
-                _write_spans(call, data)
 
     # --- reductions ---------------------------------------------------------------------------------------------
 

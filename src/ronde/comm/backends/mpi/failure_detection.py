@@ -8,9 +8,6 @@ sends how many calls it has finished, so that the others know which of theirs wi
     my call                     its notice            my wait
     collective number i         finished up to > i    goes on: its part is done, the data is on the way
     collective number i         finished up to <= i   ends: it will never come
-    message i with that member  likewise, by the number of messages finished between us
-    message with another one    closed                goes on
-    message with another one    aborted               ends: an abort is for all members
 """
 
 from __future__ import annotations
@@ -19,9 +16,8 @@ import enum
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -29,7 +25,7 @@ from ronde.comm.backends.base import LOSS_REASON_S, ChannelSpec
 from ronde.comm.call import Call
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.text import format_ranks
-from ronde.types import Deadline, OperationKind
+from ronde.types import Deadline
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -71,22 +67,19 @@ def wait_all(
             else:
                 time.sleep(min(max_sleep_s, waited_s / 8))
     except BaseException:
-        _abandoned.append((requests, owners))
+        abandon(requests, owners)
         raise
+
+
+def abandon(requests: Sequence[MPI.Request], owners: object) -> None:
+    """Keep requests that will never complete, and the owners of their memory, for good."""
+    _abandoned.append((requests, owners))
 
 
 # --- the members of a channel ----------------------------------------------------------------------------------------
 
 TAG_NOTICE = 1
 MAX_REASON_CHARS = 1024
-
-QueueKey: TypeAlias = tuple[OperationKind, int]
-"""Calls with the same key run in order: all collectives; and the messages of each pair of members in each direction."""
-COLLECTIVE_QUEUE: QueueKey = (OperationKind.BARRIER, -1)
-
-
-def queue_key(call: Call) -> QueueKey:
-    return (call.kind, call.peer) if call.kind in (OperationKind.SEND, OperationKind.RECEIVE) else COLLECTIVE_QUEUE
 
 
 class NoticeKind(enum.IntEnum):
@@ -101,10 +94,6 @@ class PeerNotice(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     kind: NoticeKind
     num_collectives: int
     """Collectives that the sender has finished."""
-    num_sent: int = 0
-    """Messages to the receiver that the sender has finished sending."""
-    num_received: int = 0
-    """Messages from the receiver that the sender has finished receiving."""
     lost_rank: int = -1
     why: str = ""
 
@@ -115,7 +104,8 @@ class FailureDetector:
     def __init__(self, spec: ChannelSpec, comm: MPI.Intracomm) -> None:
         self.spec = spec
         self.rank = spec.members[spec.member_index]
-        self.num_finished: Counter[QueueKey] = Counter()
+        self.num_finished = 0
+        """Collectives that this member has finished."""
         self.aborted: tuple[int, str] | None = None
         self.broken = False
         """Whether MPI was left with requests that never complete."""
@@ -139,14 +129,12 @@ class FailureDetector:
         self.send_notice(NoticeKind.ABORTED, lost_rank, why)
 
     def send_notice(self, kind: NoticeKind, lost_rank: int = -1, why: str = "") -> None:
-        """Send a notice to all other members, to each with the number of messages finished between the two."""
-        finished = self.num_finished
+        """Send a notice to all other members."""
+        notice = PeerNotice(kind, self.num_finished, lost_rank, why[:MAX_REASON_CHARS])
+        data = msgspec.msgpack.encode(notice)
         with self._lock:
             for member in [] if self._freed else self._others:
-                num_sent, num_received = finished[OperationKind.SEND, member], finished[OperationKind.RECEIVE, member]
-                reason = why[:MAX_REASON_CHARS]
-                notice = PeerNotice(kind, finished[COLLECTIVE_QUEUE], num_sent, num_received, lost_rank, reason)
-                self._sent.append(self._comm.Isend(msgspec.msgpack.encode(notice), member, TAG_NOTICE))
+                self._sent.append(self._comm.Isend(data, member, TAG_NOTICE))
             self._sent = [sent for sent in self._sent if not sent.Test()]
 
     def receive_notices(self) -> None:
@@ -182,30 +170,19 @@ class FailureDetector:
         return True
 
     def check(self, call: Call) -> None:
-        """Raises when this call, the next one of its queue, can never complete."""
+        """Raises when this call, the next one of the channel, can never complete."""
         if self.aborted is not None:
             raise self._make_error(call, *self.aborted)
         self.receive_notices()
-        for member, notice in self.final_notices.items():
-            if self._needs_member(member, notice, queue_key(call)) and (
+        for notice in self.final_notices.values():
+            if notice.num_collectives <= self.num_finished and (
                 notice.kind is NoticeKind.ABORTED or self._waited_for_reason()
             ):
                 raise self._make_error(call, notice.lost_rank, notice.why)
 
     def missing(self) -> tuple[int, ...]:
         """Members that did not send that they wait in the same collective as this one."""
-        here = self.num_finished[COLLECTIVE_QUEUE]
-        return tuple(member for member in self._others if self.waiting_at.get(member, -1) < here)
-
-    def _needs_member(self, member: int, notice: PeerNotice, queue: QueueKey) -> bool:
-        """Whether the next call of a queue needs something of a member that is gone."""
-        kind, peer = queue
-        if queue == COLLECTIVE_QUEUE:
-            return notice.num_collectives <= self.num_finished[queue]
-        if member == peer:
-            finished = notice.num_received if kind is OperationKind.SEND else notice.num_sent
-            return finished <= self.num_finished[queue]
-        return notice.kind is NoticeKind.ABORTED
+        return tuple(member for member in self._others if self.waiting_at.get(member, -1) < self.num_finished)
 
     def _waited_for_reason(self) -> bool:
         now = time.monotonic()
@@ -233,7 +210,6 @@ class MpiWait:
 
     def __init__(self, failure_detector: FailureDetector, call: Call, deadline: Deadline) -> None:
         self.call = call
-        self.key = queue_key(call)
         self.start_ns = time.monotonic_ns()
         self.ready_ns = 0
         """When every member had arrived."""
@@ -263,14 +239,13 @@ class MpiWait:
         """Raises when the call cannot complete or took too long; sends a notice to the others when it takes long."""
         self._failure_detector.check(self.call)
         is_late, waited_s = self._deadline.expired, time.monotonic() - self._since
-        waits_for_all = self.key == COLLECTIVE_QUEUE
-        if is_late and (self.ready_ns or not waits_for_all or waited_s > MIN_WAIT_TO_NAME_S):
+        if is_late and (self.ready_ns or waited_s > MIN_WAIT_TO_NAME_S):
             missing = self.missing_ranks()
             waiting = f", waiting for {format_ranks(missing)}" if missing else ""
             error = OperationTimeout(f"{self.call.description} took over {self._deadline.timeout_s:g} s{waiting}")
             error.missing = missing
             raise error
-        if waits_for_all and not self._notice_sent and (is_late or waited_s > NOTICE_DELAY_S):
+        if not self._notice_sent and (is_late or waited_s > NOTICE_DELAY_S):
             self._notice_sent = True
             self._failure_detector.send_notice(NoticeKind.WAITING)
 
@@ -278,8 +253,6 @@ class MpiWait:
         """The members (indices) that have not arrived; none as long as that is not known."""
         if self.ready_ns:
             return ()
-        if self.key != COLLECTIVE_QUEUE:
-            return (self.key[1],)
         return self._failure_detector.missing() if time.monotonic() - self._since > 2 * NOTICE_DELAY_S else ()
 
     def missing_ranks(self) -> tuple[int, ...]:
