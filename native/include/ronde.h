@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define RD_ABI 4                 /* changes when a struct or a function of this file changes */
+#define RD_ABI 5                 /* changes when a struct or a function of this file changes */
 #define RD_DESCRIPTION_BYTES 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 65536
 #define RD_MAX_LOCAL_MEMBERS 1024 /* of one host */
@@ -287,6 +287,37 @@ rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* call, dou
  * used. */
 rd_status rd_announce_named(rd_channel* channel, const char* name, const rd_call* call, double timeout_s,
                             rd_callback callback, void* context, rd_work** work, rd_result* result);
+
+/* Calls that were announced together; counted references, as rd_work. */
+typedef struct rd_works rd_works;
+
+typedef struct rd_announcement {
+  uint64_t signature;
+  uint32_t id;
+  uint32_t num_spans;
+} rd_announcement;
+
+/* Announces many calls at once: those that the other members have announced run as one, as far as they can be fused.
+ * All but their memory is what their ids stand for; `spans` has that of all calls, one after the other. is_announced[i]
+ * becomes 1, or 0 if an id does not stand for a call with this signature, or is announced already. With will_wait (not
+ * 0) the caller promises to wait for one of them at once, so that no other thread is woken. Whether it keeps the promise
+ * or not, a later call without will_wait, and be it with no announcements, sees to it that somebody executes them. */
+rd_status rd_announce_many(rd_channel* channel, const rd_announcement* announcements, uint32_t num_announcements,
+                           const rd_span* spans, double timeout_s, int will_wait, uint8_t* is_announced,
+                           rd_works** works, rd_result* result);
+void rd_release_works(rd_works* works);
+
+/* One of the calls, by its index, as a handle of its own. Null if it was not announced. */
+rd_work* rd_get_work(rd_works* works, uint32_t index);
+
+/* Returns as rd_done. */
+int rd_done_one(rd_works* works, uint32_t index);
+
+/* Waits for one of the calls, as rd_wait. With an index beyond the last it waits for none. Also reports other calls
+ * that have succeeded and were not reported before, max_ended at most: num_ended, and of each its index and its result.
+ */
+rd_status rd_wait_one(rd_works* works, uint32_t index, double remaining_s, rd_result* result, uint32_t* num_ended,
+                      uint32_t* ended, rd_result* ended_results, uint32_t max_ended);
 
 /* As rd_announce and rd_wait, but in one step, so that no other thread is woken. When the wait has ended and not the
  * call (see rd_wait), `work` receives its handle, otherwise null. */

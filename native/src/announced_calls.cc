@@ -64,22 +64,45 @@ AnnouncedCalls::AnnouncedCalls(const Topology& topology, SharedSegment* segment,
 // --------------------------------------------------------------------------------------------------------
 
 AgreedCall::AgreedCall(const std::string& name, const Call& call)
-    : name(name),
-      description(call.description),
-      kind(call.kind),
-      reduce_params(call.reduce_params),
-      peer(call.peer),
-      count(call.spans.count()),
-      signature(call.signature) {}
+    : name_(name),
+      description_(call.description),
+      counts_(call.counts),
+      splits_(call.splits),
+      num_spans_(call.spans.size()),
+      count_(call.spans.count()) {
+  params_.kind = call.kind;
+  params_.dtype = call.reduce_params.dtype;
+  params_.op = call.reduce_params.op;
+  params_.algorithm = call.algorithm;
+  params_.flags = call.pre_agreed ? RD_PRE_AGREED : 0;
+  params_.peer = call.peer;
+  params_.prescale = call.reduce_params.prescale;
+  params_.postscale = call.reduce_params.postscale;
+  params_.signature = call.signature;
+  params_.description = description_.c_str();
+  params_.counts = counts_.empty() ? nullptr : counts_.data();
+  params_.splits = splits_.empty() ? nullptr : splits_.data();
+}
+
+std::shared_ptr<Call> AgreedCall::make_call(const rd_span* spans, uint64_t num_spans, const Topology& topology,
+                                            double timeout_s) const {
+  rd_call params = params_;
+  params.spans = spans;
+  params.num_spans = num_spans;
+  auto call = std::make_shared<Call>(params, topology, Deadline(timeout_s));
+  if (num_spans != num_spans_ || call->spans.count() != count_) throw CallError{RD_BAD_CALL};
+  call->timeout_s = timeout_s;
+  return call;
+}
 
 bool AgreedCall::is_asked_for(const rd_call& params) const {
-  constexpr rd_kind kKinds[] = {RD_BARRIER, RD_ALLREDUCE, RD_BROADCAST, RD_REDUCE_SCATTER};
+  constexpr int kKinds[] = {RD_BARRIER, RD_ALLREDUCE, RD_BROADCAST, RD_REDUCE_SCATTER};
   uint64_t asked_count = 0;
   for (uint64_t i = 0; i < params.num_spans; ++i) asked_count += params.spans[i].count;
-  return std::find(std::begin(kKinds), std::end(kKinds), kind) != std::end(kKinds) && params.kind == kind &&
-         params.dtype == reduce_params.dtype && params.op == reduce_params.op && params.peer == peer &&
-         params.prescale == reduce_params.prescale && params.postscale == reduce_params.postscale &&
-         asked_count == count;
+  return std::find(std::begin(kKinds), std::end(kKinds), params_.kind) != std::end(kKinds) &&
+         params.kind == params_.kind && params.dtype == params_.dtype && params.op == params_.op &&
+         params.peer == params_.peer && params.prescale == params_.prescale && params.postscale == params_.postscale &&
+         params.num_spans == num_spans_ && asked_count == count_;
 }
 
 void AnnouncedCalls::agree(uint32_t id, const std::string& name, const Call& call) {
@@ -125,15 +148,49 @@ bool AnnouncedCalls::revoke(uint32_t id) {
 void AnnouncedCalls::announce(uint32_t id, const std::shared_ptr<Call>& call, bool will_wait) {
   Lock lock(mutex_);
   if (closing_) throw CallError{RD_CLOSED};
-  if (id >= calls_.size() || agreed_[id] == nullptr || agreed_[id]->signature != call->signature)
+  if (id >= calls_.size() || agreed_[id] == nullptr || agreed_[id]->signature() != call->signature)
     throw CallError{RD_NOT_AGREED};
   if (calls_[id] != nullptr) throw CallError{RD_BAD_CALL};
-  if (!will_wait && num_waiting_ == 0) wake_thread();
+  if (!will_wait && num_waiting_ == 0) {
+    start_thread();
+    log_.want_executor(true);  // before the arrival: who publishes it sees this
+  }
+  if (add(id, call)) log_.publish(&id, 1);
+}
+
+AnnouncedCalls::Calls AnnouncedCalls::announce_many(const rd_announcement* announcements, uint32_t num_announcements,
+                                                    const rd_span* spans, double timeout_s, bool will_wait) {
+  Calls calls(num_announcements);
+  std::vector<uint32_t> ready;
+  ready.reserve(num_announcements);
+  Lock lock(mutex_);
+  if (closing_) throw CallError{RD_CLOSED};
+  for (uint32_t i = 0; i < num_announcements; ++i) {
+    const rd_announcement& each = announcements[i];
+    const AgreedCall* agreed = each.id < agreed_.size() ? agreed_[each.id].get() : nullptr;
+    if (agreed != nullptr && agreed->signature() == each.signature && calls_[each.id] == nullptr)
+      calls[i] = agreed->make_call(spans, each.num_spans, topology_, timeout_s);
+    spans += each.num_spans;
+  }
+  if (!will_wait && num_waiting_ == 0 && (num_announced_ > 0 || num_announcements > 0)) want_thread();
+  for (uint32_t i = 0; i < num_announcements; ++i) {  // nothing fails from here on
+    if (calls[i] == nullptr || calls_[announcements[i].id] != nullptr) {
+      calls[i] = nullptr;  // not agreed on, or here twice
+    } else if (add(announcements[i].id, calls[i])) {
+      ready.push_back(announcements[i].id);
+    }
+  }
+  if (!ready.empty()) log_.publish(ready.data(), uint32_t(ready.size()));
+  return calls;
+}
+
+// Returns true if all members have announced it now: then the caller publishes it.
+bool AnnouncedCalls::add(uint32_t id, const std::shared_ptr<Call>& call) {
   call->announced_id = int(id);
   call->announced_ns = now_ns();
-  calls_[id] = call;
+  calls_[id] = call;  // before the arrival: another member may publish it at once
   ++num_announced_;
-  log_.arrive(id);  // when the call is in its place: another member may find it ready at once
+  return log_.arrive(id);
 }
 
 bool AnnouncedCalls::cancel(const std::shared_ptr<Call>& call) {
@@ -158,11 +215,11 @@ bool AnnouncedCalls::wait(const std::shared_ptr<Call>& call, const Deadline& dea
   Lock lock(mutex_);
   // Whoever executes may be held up until the deadline of what it executes. A thread with less time lets others do it.
   if (deadline.remaining_ns() < int64_t(call->timeout_s * 0.5e9)) {
-    if (num_waiting_ == 0) wake_thread_or_fail(lock);
+    if (num_waiting_ == 0) want_thread_or_fail(lock);
     lock.unlock();
     return call->wait(deadline);
   }
-  ++num_waiting_;
+  if (num_waiting_++ == 0) log_.want_executor(false);
   CallError raised{RD_OK};
   try {
     wait_and_execute(lock, *call, deadline);
@@ -171,7 +228,7 @@ bool AnnouncedCalls::wait(const std::shared_ptr<Call>& call, const Deadline& dea
   }
   if (raised.status == RD_FORKED) throw raised;  // without the mutex: who held it may not be in this process
   if (!lock.owns_lock()) lock.lock();
-  if (--num_waiting_ == 0 && num_announced_ > 0 && !closing_) wake_thread_or_fail(lock);
+  if (--num_waiting_ == 0 && num_announced_ > 0 && !closing_) want_thread_or_fail(lock);
   if (raised.status != RD_OK && !call->finished()) throw raised;
   return call->finished();
 }
@@ -182,30 +239,32 @@ void AnnouncedCalls::wait_and_execute(Lock& lock, const Call& call, const Deadli
       wait_for_end_of_batch(lock, deadline);
     } else if (log_.is_published(position_)) {
       execute_next(lock, &deadline);
-    } else if (!wait_for_entry(lock, deadline, true)) {
+    } else if (!wait_for_entry(lock, deadline)) {
       end_impossible(lock);
     }
   }
 }
 
-// Lets the thread look for what it has to do; starts it the first time. Throws CallError{RD_SYSTEM}.
-void AnnouncedCalls::wake_thread() {
-  if (!thread_.joinable()) {
-    thread_ = start_channel_thread([self = shared_from_this()] {
-      Lock lock(self->mutex_);
-      while (!self->closing_) self->thread_step(lock);
-    });
-    return;
-  }
-  num_wakeups_.fetch_add(1);
-  if (thread_sleeps_) futex_wake_all(&num_wakeups_);
-  thread_sleeps_ = false;
+// Throws CallError{RD_SYSTEM}.
+void AnnouncedCalls::start_thread() {
+  if (thread_.joinable()) return;
+  thread_ = start_channel_thread([self = shared_from_this()] {
+    Lock lock(self->mutex_);
+    while (!self->closing_) self->thread_step(lock);
+  });
+}
+
+// From now on the thread executes what becomes ready, and what is. Throws CallError{RD_SYSTEM}.
+void AnnouncedCalls::want_thread() {
+  start_thread();
+  log_.want_executor(true);
+  if (log_.is_published(position_)) log_.wake_executor();
 }
 
 // The other members would wait for what nobody executes here.
-void AnnouncedCalls::wake_thread_or_fail(Lock& lock) {
+void AnnouncedCalls::want_thread_or_fail(Lock& lock) {
   try {
-    wake_thread();
+    want_thread();
   } catch (const CallError& error) {
     segment_->abort(CallError{RD_PEER_LOST, int(topology_.member_index)});
     end_all(lock, error);
@@ -213,27 +272,26 @@ void AnnouncedCalls::wake_thread_or_fail(Lock& lock) {
 }
 
 void AnnouncedCalls::thread_step(Lock& lock) {
-  if (num_announced_ == 0 || num_waiting_ > 0 || current_ != nullptr) {
-    uint32_t seen = num_wakeups_.load();
-    thread_sleeps_ = true;
-    lock.unlock();
-    futex_wait(&num_wakeups_, seen, kMaxIdleNs);
-    lock.lock();
-    thread_sleeps_ = false;
-  } else if (log_.is_published(position_)) {
-    execute_next(lock, nullptr);
-  } else if (!wait_for_entry(lock, Deadline(1e9), false)) {
-    end_impossible(lock);
+  uint32_t seen = log_.executor_word()->load();
+  bool wanted = num_announced_ > 0 && num_waiting_ == 0 && current_ == nullptr;
+  log_.want_executor(wanted);
+  if (wanted && log_.is_published(position_)) {
+    log_.want_executor(false);
+    return execute_next(lock, nullptr);
   }
+  lock.unlock();
+  futex_wait(log_.executor_word(), seen, wanted ? kMaxSleepNs : kMaxIdleNs);
+  lock.lock();
+  if (num_announced_ > 0 && num_waiting_ == 0 && !log_.is_published(position_)) end_impossible(lock);
 }
 
 // Waits until there is an entry to execute or calls have ended, or for a moment; returns false if neither has happened.
-bool AnnouncedCalls::wait_for_entry(Lock& lock, const Deadline& deadline, bool spin) {
+bool AnnouncedCalls::wait_for_entry(Lock& lock, const Deadline& deadline) {
   uint32_t position = position_, changes = num_changes_.load();
   auto is_over = [&] { return log_.is_published(position) || num_changes_.load() != changes; };
   lock.unlock();
   bool over = is_over();
-  for (uint32_t i = 1; spin && !over && i < spin_policy_.spins; ++i) {
+  for (uint32_t i = 1; !over && i < spin_policy_.spins; ++i) {
     i % spin_policy_.yield_every == 0 ? void(sched_yield()) : cpu_pause();
     over = is_over();
   }
@@ -424,7 +482,6 @@ void AnnouncedCalls::close() {
   {
     Lock lock(mutex_);
     closing_ = true;
-    if (thread_.joinable()) wake_thread();
   }
   log_.wake();
   if (thread_.joinable()) thread_.get_id() == std::this_thread::get_id() ? thread_.detach() : thread_.join();

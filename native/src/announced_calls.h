@@ -24,19 +24,26 @@
 
 namespace ronde {
 
-// What an id stands for.
-struct AgreedCall {
+// What an id stands for: a call without its memory.
+class AgreedCall {
+ public:
   AgreedCall(const std::string& name, const Call& call);
+  AgreedCall(const AgreedCall&) = delete;
+
+  const std::string& name() const { return name_; }
+  uint64_t signature() const { return params_.signature; }
+  // The call on this memory. Throws CallError{RD_BAD_CALL} when its size is another.
+  std::shared_ptr<Call> make_call(const rd_span* spans, uint64_t num_spans, const Topology& topology,
+                                  double timeout_s) const;
   // Whether the caller asks for this, apart from its memory. Not for kinds whose members may give different numbers of
   // elements: who knows only its own cannot tell.
   bool is_asked_for(const rd_call& params) const;
 
-  std::string name, description;
-  rd_kind kind;
-  ReduceParams reduce_params;
-  int peer;
-  uint64_t count;  // elements
-  uint64_t signature;
+ private:
+  const std::string name_, description_;
+  const std::vector<uint64_t> counts_, splits_;
+  const uint64_t num_spans_, count_;
+  rd_call params_{};  // points to what is above
 };
 
 // Made as a shared_ptr: its thread uses it for a moment after a callback has closed and destroyed the channel.
@@ -57,6 +64,13 @@ class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
   // for this call, RD_BAD_CALL while a call is announced under it, RD_SYSTEM if there is no thread that could execute
   // it.
   void announce(uint32_t id, const std::shared_ptr<Call>& call, bool will_wait);
+
+  // Announces many calls at once, so that they become ready together if the other members have announced them. `spans`
+  // has those of all calls, one after the other. A call whose id does not stand for it is null in the result, and not
+  // announced. Without any calls, somebody executes what is announced, also if a thread does not keep its promise to
+  // wait.
+  std::vector<std::shared_ptr<Call>> announce_many(const rd_announcement* announcements, uint32_t num_announcements,
+                                                   const rd_span* spans, double timeout_s, bool will_wait);
 
   // Returns the id that stands for what the caller asks for under this name, and what was agreed on. Throws
   // CallError{RD_NOT_AGREED}.
@@ -90,11 +104,13 @@ class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
   using Calls = std::vector<std::shared_ptr<Call>>;
 
   // All of these are called with the mutex locked; those that take the lock unlock it meanwhile.
-  void wake_thread();
+  bool add(uint32_t id, const std::shared_ptr<Call>& call);
+  void start_thread();
+  void want_thread();
+  void want_thread_or_fail(Lock& lock);
   void thread_step(Lock& lock);
-  void wake_thread_or_fail(Lock& lock);
   void wait_and_execute(Lock& lock, const Call& call, const Deadline& deadline);
-  bool wait_for_entry(Lock& lock, const Deadline& deadline, bool spin);
+  bool wait_for_entry(Lock& lock, const Deadline& deadline);
   void wait_for_end_of_batch(Lock& lock, const Deadline& deadline);
   void execute_next(Lock& lock, const Deadline* limit);
   Calls next_batch(const Deadline* limit);
@@ -127,10 +143,8 @@ class AnnouncedCalls : public std::enable_shared_from_this<AnnouncedCalls> {
   std::shared_ptr<Call> current_;
   uint32_t num_waiting_ = 0;  // threads in wait() that execute what is ready
   bool closing_ = false;
-  bool thread_sleeps_ = false;
   std::atomic<uint32_t> num_changes_{0};  // futex word: calls have ended
   std::atomic<uint32_t> waiters_{0};      // threads that sleep on it
-  std::atomic<uint32_t> num_wakeups_{0};  // futex word of the thread
   std::thread thread_;  // "ronde-channel", started when nobody waits for an announced call; runs run_call_ and
                         // callbacks, and touches what the mutex guards
 };

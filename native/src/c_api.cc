@@ -36,6 +36,19 @@ struct rd_work {
   const std::weak_ptr<ronde::Channel> channel;  // of an announced call, which the threads that wait for it execute
 };
 
+struct rd_works {
+  rd_works(std::vector<std::shared_ptr<ronde::Call>> announced, const std::shared_ptr<ronde::Channel>& announced_on)
+      : calls(std::move(announced)), channel(announced_on), unreported(calls.size()) {
+    for (uint32_t i = 0; i < calls.size(); ++i) unreported[i] = i;
+  }
+
+  const uint32_t generation = ronde::fork_generation.load();
+  const std::vector<std::shared_ptr<ronde::Call>> calls;  // null if it was not announced
+  const std::weak_ptr<ronde::Channel> channel;
+  std::mutex mutex;                  // guards the indices below
+  std::vector<uint32_t> unreported;  // of calls that nobody has heard of
+};
+
 namespace {
 
 using ronde::Call;
@@ -90,6 +103,33 @@ std::shared_ptr<Channel> open_channel(rd_channel* handle) {
 
 void check_may_wait() {
   if (ronde::waiting_is_forbidden) throw CallError{RD_BAD_CALL, -1, EDEADLK};
+}
+
+// Waits for a call, which is announced on a channel or queued. Throws CallError when the wait ends and not the call.
+void wait_for(const std::shared_ptr<Call>& call, uint32_t generation, const std::weak_ptr<Channel>& announced_on,
+              double remaining_s) {
+  if (call->finished()) return;
+  if (made_by_parent(generation)) throw CallError{RD_FORKED};
+  check_may_wait();
+  auto channel = announced_on.lock();
+  Deadline deadline(remaining_s);
+  bool finished = channel != nullptr ? channel->announced().wait(call, deadline) : call->wait(deadline);
+  if (!finished) throw CallError{RD_TIMEOUT};
+}
+
+rd_status announce(const std::shared_ptr<Channel>& channel, uint32_t id, const std::shared_ptr<Call>& call,
+                   const ronde::Callback& callback, rd_work** work) {
+  auto handle = std::make_unique<rd_work>(call, channel);
+  if (callback.function != nullptr) call->add_callback(callback);
+  channel->announced().announce(id, call, false);
+  if (work != nullptr) *work = handle.release();
+  return RD_OK;
+}
+
+// As rd_done.
+int describe_end(const Call& call) {
+  if (!call.finished()) return 0;
+  return call.result.status == RD_WITHDRAWN ? 2 : 1;
 }
 
 }  // namespace
@@ -216,10 +256,7 @@ RD_API rd_status rd_wait(rd_work* work, rd_result* result, double remaining_s) {
   });
 }
 
-RD_API int rd_done(rd_work* work) {
-  if (!work->call->finished()) return 0;
-  return work->call->result.status == RD_WITHDRAWN ? 2 : 1;
-}
+RD_API int rd_done(rd_work* work) { return describe_end(*work->call); }
 
 RD_API int rd_add_callback(rd_work* work, rd_callback callback, void* context) {
   return !made_by_parent(work->generation) && work->call->add_callback({callback, context}) ? 1 : 0;
@@ -252,11 +289,7 @@ RD_API rd_status rd_announce(rd_channel* channel, uint32_t id, const rd_call* ca
     auto open = open_channel(channel);
     auto announced = std::make_shared<Call>(*call, open->topology(), Deadline(timeout_s));
     announced->timeout_s = timeout_s;
-    auto handle = std::make_unique<rd_work>(announced, open);
-    if (callback != nullptr) announced->add_callback({callback, context});
-    open->announced().announce(id, announced, false);
-    if (work != nullptr) *work = handle.release();
-    return RD_OK;
+    return announce(open, id, announced, {callback, context}, work);
   });
 }
 
@@ -264,12 +297,55 @@ RD_API rd_status rd_announce_named(rd_channel* channel, const char* name, const 
                                    rd_callback callback, void* context, rd_work** work, rd_result* result) {
   if (work != nullptr) *work = nullptr;
   return guarded(result, [&] {
+    auto open = open_channel(channel);
     std::shared_ptr<const ronde::AgreedCall> agreed;
-    uint32_t id = open_channel(channel)->announced().find_id(name, *call, &agreed);
-    rd_call completed = *call;
-    completed.signature = agreed->signature;
-    completed.description = agreed->description.c_str();
-    return rd_announce(channel, id, &completed, timeout_s, callback, context, work, result);
+    uint32_t id = open->announced().find_id(name, *call, &agreed);
+    auto announced = agreed->make_call(call->spans, call->num_spans, open->topology(), timeout_s);
+    return announce(open, id, announced, {callback, context}, work);
+  });
+}
+
+RD_API rd_status rd_announce_many(rd_channel* channel, const rd_announcement* announcements, uint32_t num_announcements,
+                                  const rd_span* spans, double timeout_s, int will_wait, uint8_t* is_announced,
+                                  rd_works** works, rd_result* result) {
+  *works = nullptr;
+  return guarded(result, [&] {
+    auto open = open_channel(channel);
+    auto calls = open->announced().announce_many(announcements, num_announcements, spans, timeout_s, will_wait != 0);
+    for (uint32_t i = 0; i < num_announcements; ++i) is_announced[i] = calls[i] != nullptr;
+    *works = new rd_works(std::move(calls), open);
+    return RD_OK;
+  });
+}
+
+RD_API void rd_release_works(rd_works* works) { delete works; }
+
+RD_API rd_work* rd_get_work(rd_works* works, uint32_t index) {
+  if (index >= works->calls.size() || works->calls[index] == nullptr) return nullptr;
+  return new (std::nothrow) rd_work(works->calls[index], works->channel);
+}
+
+RD_API int rd_done_one(rd_works* works, uint32_t index) { return describe_end(*works->calls[index]); }
+
+RD_API rd_status rd_wait_one(rd_works* works, uint32_t index, double remaining_s, rd_result* result,
+                             uint32_t* num_ended, uint32_t* ended, rd_result* ended_results, uint32_t max_ended) {
+  *num_ended = 0;
+  return guarded(result, [&] {
+    bool waits = index < works->calls.size();
+    if (waits) wait_for(works->calls[index], works->generation, works->channel, remaining_s);
+    std::lock_guard<std::mutex> lock(works->mutex);
+    auto report_other = [&](uint32_t other) {
+      const Call* call = works->calls[other].get();
+      if (call == nullptr || other == index) return true;
+      if (*num_ended == max_ended || !call->finished()) return false;
+      if (call->result.status != RD_OK) return true;  // for who waits for it
+      ended[*num_ended] = other;
+      ended_results[(*num_ended)++] = call->result;
+      return true;
+    };
+    auto& left = works->unreported;
+    left.erase(std::remove_if(left.begin(), left.end(), report_other), left.end());
+    return waits ? report(*works->calls[index], result) : RD_OK;
   });
 }
 

@@ -393,6 +393,44 @@ TEST(native_code_announces_by_name_what_the_members_have_agreed_on) {
   });
 }
 
+TEST(calls_that_are_announced_together_run_as_one) {
+  const uint32_t num_ids = 200, rounds = kSmall ? 5 : 50;
+  ThreadRanks all(setup_of(2, num_ids));
+  std::atomic<uint32_t> num_batches{0};
+  all.run([&](uint32_t rank, Channel& channel) {
+    std::mt19937 random(rank);
+    std::vector<std::unique_ptr<Operation>> operations;
+    for (uint32_t id = 0; id < num_ids; ++id) {
+      operations.push_back(std::make_unique<Operation>(id, 1 + id % 7, 0));
+      operations.back()->agree(channel);
+    }
+    for (uint32_t round = 0; round < rounds; ++round) {
+      std::shuffle(operations.begin(), operations.end(), random);
+      std::vector<rd_announcement> announcements;
+      std::vector<rd_span> spans;
+      for (auto& operation : operations) {
+        std::fill(operation->data.begin(), operation->data.end(), value_of(operation->id, round));
+        announcements.push_back({operation->params.signature, operation->id, 1});
+        spans.push_back(operation->span);
+      }
+      announcements.push_back({1, 7, 0});         // not agreed on
+      announcements.push_back(announcements[0]);  // here twice
+      spans.push_back(spans[0]);
+      auto calls = channel.announced().announce_many(announcements.data(), uint32_t(announcements.size()), spans.data(),
+                                                     60, true);
+      CHECK(calls[num_ids] == nullptr);
+      CHECK(calls[num_ids + 1] == nullptr);
+      for (uint32_t i = 0; i < num_ids; ++i) {
+        CHECK(channel.announced().wait(calls[i], Deadline(60)));
+        CHECK_EQ(calls[i]->result.status, int(RD_OK));
+        operations[i]->check(2 * value_of(operations[i]->id, round));
+        if (calls[i]->result.sequence != RD_NO_SEQUENCE) ++num_batches;
+      }
+    }
+  });
+  CHECK(num_batches.load() <= 2 * rounds * 10);  // mostly one or two per round, and never one per call
+}
+
 TEST(what_waits_for_other_members_is_known_with_its_time) {
   ThreadRanks all(setup_of(2, 8));
   Channel& channel = all.channel(0);

@@ -21,7 +21,7 @@ bool has_tag(uint64_t entry, uint32_t position) { return uint32_t(entry >> 32) =
 uint64_t ReadyLog::bytes(const Topology& topology) {
   if (topology.max_announced == 0) return 0;
   uint64_t per_id = 2 * sizeof(uint64_t) + sizeof(uint32_t) + topology.num_local();
-  return sizeof(Control) + capacity_for(topology.max_announced) * per_id;
+  return sizeof(Control) + topology.num_local() * sizeof(Executor) + capacity_for(topology.max_announced) * per_id;
 }
 
 ReadyLog::ReadyLog(const Topology& topology, char* memory)
@@ -31,21 +31,34 @@ ReadyLog::ReadyLog(const Topology& topology, char* memory)
     memory += number * sizeof *area;
   };
   next(control_, 1);
+  next(executors_, topology.num_local());
   next(log_, capacity_);
   next(seals_, capacity_);
   next(arrived_, capacity_);
   next(announced_, uint64_t(capacity_) * topology.num_local());
 }
 
-void ReadyLog::arrive(uint32_t id) {
+bool ReadyLog::arrive(uint32_t id) {
   announced(topology_.local_index, id).store(1, std::memory_order_relaxed);
-  if (arrived_[id].fetch_add(1, std::memory_order_acq_rel) + 1 < topology_.num_local()) return;
+  if (arrived_[id].fetch_add(1, std::memory_order_acq_rel) + 1 < topology_.num_local()) return false;
   arrived_[id].store(0, std::memory_order_relaxed);
-  uint32_t position = control_->end.fetch_add(1, std::memory_order_relaxed);
-  entry(log_, position).store(tagged(position, id), std::memory_order_release);
-  // Sequentially consistent: a waiter either sees the entry or is counted by the load that follows.
+  return true;
+}
+
+void ReadyLog::publish(const uint32_t* ids, uint32_t num_ids) {
+  uint32_t position = control_->end.fetch_add(num_ids, std::memory_order_relaxed);
+  // Backwards, because readers wait for the first. Sequentially consistent: a waiter either sees the entries or is seen
+  // by the loads that follow.
+  for (uint32_t i = num_ids; i-- > 0;) entry(log_, position + i).store(tagged(position + i, ids[i]));
   control_->num_changes.fetch_add(1);
   if (control_->waiters.load() > 0) futex_wake_all(&control_->num_changes);
+  for (uint32_t local = 0; local < topology_.num_local(); ++local)
+    if (executors_[local].wanted.load() != 0) wake_executor(local);
+}
+
+void ReadyLog::wake_executor(uint32_t local) {
+  executors_[local].num_wakeups.fetch_add(1);
+  futex_wake_all(&executors_[local].num_wakeups);
 }
 
 bool ReadyLog::withdraw(uint32_t id) {
@@ -80,6 +93,7 @@ uint32_t ReadyLog::seal_batch(uint32_t position, uint32_t proposed) {
 void ReadyLog::wake() {
   control_->num_changes.fetch_add(1);
   futex_wake_all(&control_->num_changes);
+  for (uint32_t local = 0; local < topology_.num_local(); ++local) wake_executor(local);
 }
 
 }  // namespace ronde

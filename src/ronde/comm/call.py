@@ -203,3 +203,17 @@ class Call(msgspec.Struct, frozen=True, gc=True):
     """A send waits while more of this channel is on its way to the receiver or kept there."""
     flags: int = 0
     """MessageFlag"""
+
+
+class AnnouncedOperation(NamedTuple):
+    """An operation that this rank announces in shared memory."""
+
+    signature: Signature
+    name: str
+    announced_ns: int
+    shared_id: int
+    spans: tuple[Span, ...]
+
+    @property
+    def description(self) -> str:
+        return f"{self.name!r}: {self.signature.description}"

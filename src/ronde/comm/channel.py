@@ -16,9 +16,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
 from ronde.comm.backends.base import (
+    AnnouncedCall,
+    AnnouncedCalls,
     AnnouncingChannel,
     BackendChannel,
     CallTiming,
@@ -29,7 +31,7 @@ from ronde.comm.backends.base import (
     this_thread,
 )
 from ronde.comm.buffers import Array
-from ronde.comm.call import Call, Signature
+from ronde.comm.call import AnnouncedOperation, Call, Signature
 from ronde.errors import PeerLost, RondeError
 from ronde.observe.activity import CurrentOperation
 from ronde.observe.events import OperationFailed
@@ -42,14 +44,6 @@ POINT_TO_POINT = (OperationKind.SEND, OperationKind.RECEIVE)
 NO_SEQUENCE = -1
 SEQUENCE_EPOCH = 1 << 32
 """Numbers continue at a multiple of this after a join: while some members have joined, only the others count."""
-
-
-class AnnouncedOperation(NamedTuple):
-    """An operation that this rank has announced in shared memory."""
-
-    signature: Signature
-    name: str
-    announced_ns: int
 
 
 class Channel:
@@ -295,7 +289,7 @@ class Channel:
 
 class AnnouncedChannel(Channel):
     """A channel of operations with names that the members announce among themselves, under ids on which they have
-    agreed. They run in the order in which they become ready."""
+    agreed. They run in the order in which they become ready. Whoever announces them keeps their memory."""
 
     def __init__(
         self,
@@ -310,22 +304,17 @@ class AnnouncedChannel(Channel):
         self.agree = backend_channel.agree
         self.announced_until = backend_channel.announced_until
         self._announcing_channel = backend_channel
-        self._announced: dict[int, RunningCall] = {}
-        """By id, the calls that were announced and whose end nobody has seen."""
+        self._unreported: deque[AnnouncedCalls] = deque()
+        """Calls that were announced together, of which nobody may have seen the end."""
+        self._kept: dict[int, RunningCall] = {}
+        """By id, the calls of run_announced() that go on."""
 
     def run_announced(
-        self,
-        id: int,
-        call: Call,
-        operation: AnnouncedOperation,
-        deadline: Deadline,
-        go_on: Callable[[RunningCall], None],
+        self, call: Call, operation: AnnouncedOperation, deadline: Deadline, go_on: Callable[[RunningCall], None]
     ) -> bool:
         """Announce a call, wait for it and record it, as AnnouncingChannel.run_announced. Returns False if the call
         goes on: then go_on() has got it, and gives it to keep()."""
-        if self._announced:
-            self._reap_announced(id)
-        timing = self._announcing_channel.run_announced(id, call, deadline, go_on)
+        timing = self._announcing_channel.run_announced(operation.shared_id, call, deadline, go_on)
         if timing is None:
             return False
         self._record_operation(operation, timing)
@@ -337,28 +326,37 @@ class AnnouncedChannel(Channel):
             sampler.add(sequence, timing.arrived_ns, waited_ns, waited_ns)
         return True
 
-    def announce(self, id: int, call: Call, operation: AnnouncedOperation, on_done: Callable[[], None]) -> RunningCall:
-        """Announce a call, as AnnouncingChannel.announce, and keep it."""
-        self._reap_announced(id)
-        running_call = self._announcing_channel.announce(id, call, self._operation_timeout_s)
-        self.keep(id, running_call, operation, on_done)
-        return running_call
-
     def keep(
-        self, id: int, running_call: RunningCall, operation: AnnouncedOperation, on_done: Callable[[], None]
+        self, running_call: RunningCall, operation: AnnouncedOperation, on_done: Callable[[Sequence[str]], None]
     ) -> None:
-        """Keep an announced call until its end. Then the operation is recorded and on_done is called, in the thread
-        that sees it."""
+        """Keep a call of run_announced() that goes on. At its end the operation is recorded and on_done() gets its
+        name, in the thread that sees it."""
         running_call.on_wait = self._blocked_intervals.add
-        assert running_call.call is not None
-        running_call.on_end = functools.partial(self._record_announced_end, id, running_call.call, operation, on_done)
-        self._announced[id] = running_call
+        running_call.on_end = functools.partial(self._record_kept, operation, on_done)
+        self._kept[operation.shared_id] = running_call
+
+    def announce_many(
+        self, operations: Sequence[AnnouncedOperation], *, will_wait: bool, on_done: Callable[[Sequence[str]], None]
+    ) -> Sequence[RunningCall | None]:
+        """Announce operations together, as AnnouncingChannel.announce_many. Those that have succeeded are recorded and
+        on_done() gets their names, in the thread that sees it."""
+        self._report_oldest()
+        announced = self._announcing_channel.announce_many(
+            operations,
+            self._operation_timeout_s,
+            will_wait=will_wait,
+            on_wait=self._blocked_intervals.add,
+            on_ended=functools.partial(self._record_ended, on_done),
+        )
+        if operations:
+            self._unreported.append(announced)
+        return announced.calls
 
     def revoke(self, id: int) -> bool:
         """The id stands for nothing any more. Returns whether a call that was announced here was taken back."""
         withdrawn = self._announcing_channel.revoke(id)
         if withdrawn:
-            self._announced.pop(id, None)
+            self._kept.pop(id, None)
         return withdrawn
 
     def not_announced(self, id: int) -> tuple[int, ...]:
@@ -370,61 +368,66 @@ class AnnouncedChannel(Channel):
 
     def close(self, why: str = "") -> None:
         super().close(why)
-        self._announced.clear()
+        self._unreported.clear()
+        self._kept.clear()
 
     def refuse_in_child(self, error: RondeError) -> None:
         super().refuse_in_child(error)
-        for running_call in self._announced.values():
+        announced = [call for each in self._unreported for call in each.calls if call is not None]
+        for running_call in (*announced, *self._kept.values()):
             running_call.fail_in_child(error)
-        self._announced.clear()
+        self._unreported.clear()
+        self._kept.clear()
 
     def _record_operation(self, operation: AnnouncedOperation, timing: CallTiming) -> None:
-        signature, name, announced_ns = operation
-        start_ns = timing.start_ns
+        signature, name, start_ns = operation.signature, operation.name, timing.start_ns
         if self._recorder.tracing:
-            negotiated = NegotiationSlice(signature.label, name, self.group, announced_ns, start_ns)
+            negotiated = NegotiationSlice(signature.label, name, self.group, operation.announced_ns, start_ns)
             self._recorder.record_batch_start(start_ns if timing.sequence != NO_SEQUENCE else None, (negotiated,))
         self._record(signature.label, name, self.group, signature.num_bytes, start_ns, timing.ready_ns, timing.end_ns)
 
-    def _record_announced_end(
+    def _record_ended(self, on_done: Callable[[Sequence[str]], None], ended: Sequence[AnnouncedCall]) -> None:
+        """As _record_end, for calls that have succeeded. Each is recorded with all of its time; of those that were
+        fused, one has a sequence number and tells how long callers were blocked."""
+        unblocked_wait_ns = unblocked_move_ns = 0
+        for call in ended:
+            timing = call.timing
+            assert timing is not None
+            self._record_operation(call.operation, timing)
+            arrived_ns, ready_ns = timing.arrived_ns, timing.ready_ns
+            unblocked_wait_ns += ready_ns - timing.start_ns
+            unblocked_move_ns += timing.end_ns - ready_ns
+            if timing.sequence != NO_SEQUENCE:
+                waited_ns = self._blocked_intervals.blocked_ns_between(arrived_ns, ready_ns)
+                unblocked_wait_ns -= waited_ns
+                unblocked_move_ns -= self._blocked_intervals.blocked_ns_between(ready_ns, timing.end_ns)
+                self.arrival_sampler.add(timing.sequence, arrived_ns, ready_ns - arrived_ns, waited_ns)
+        self._recorder.record_overlap(unblocked_wait_ns, unblocked_move_ns)
+        on_done([call.operation.name for call in ended])
+
+    def _record_kept(
         self,
-        id: int,
-        call: Call,
         operation: AnnouncedOperation,
-        on_done: Callable[[], None],
+        on_done: Callable[[Sequence[str]], None],
         outcome: CallTiming | Exception,
     ) -> None:
-        """As _record_end. Of calls that were fused, one is recorded with the time in which a caller was blocked."""
-        kept = self._announced.get(id)
-        if kept is not None and kept.call is call:
-            self._announced.pop(id, None)
+        self._kept.pop(operation.shared_id, None)
         if isinstance(outcome, CallTiming):
-            self._record_operation(operation, outcome)
-            waited_ns = moved_ns = 0
-            arrived_ns, ready_ns = outcome.arrived_ns, outcome.ready_ns
-            if outcome.sequence != NO_SEQUENCE:
-                waited_ns = self._blocked_intervals.blocked_ns_between(arrived_ns, ready_ns)
-                moved_ns = self._blocked_intervals.blocked_ns_between(ready_ns, outcome.end_ns)
-                self.arrival_sampler.add(outcome.sequence, arrived_ns, ready_ns - arrived_ns, waited_ns)
-            self._recorder.record_overlap(ready_ns - outcome.start_ns - waited_ns, outcome.end_ns - ready_ns - moved_ns)
+            ended = AnnouncedCall(operation)
+            ended.timing = outcome
+            self._record_ended(on_done, (ended,))
         else:
-            self.record_failure(call.description, outcome)
-        on_done()
+            self.record_failure(operation.description, outcome)
+            on_done((operation.name,))
 
-    def _reap_announced(self, id: int) -> None:
-        """Record calls that have ended and that nobody has waited for: the one that was announced under this id before,
-        and the oldest. If the oldest goes on, it becomes the youngest, so all of them get their turn."""
-        with self._lock:
-            ended = [self._announced.pop(id)] if id in self._announced else []
-            if self._announced:
-                oldest = next(iter(self._announced))
-                running_call = self._announced.pop(oldest)
-                if running_call.done():
-                    ended.append(running_call)
-                else:
-                    self._announced[oldest] = running_call
-        for running_call in ended:
+    def _report_oldest(self) -> None:
+        """Record calls that have ended and that nobody has waited for. If some of the oldest go on, they become the
+        youngest, so all of them get their turn."""
+        unreported = self._unreported
+        for _ in range(2):  # one more than is added
             try:
-                running_call.wait(Deadline(0.0))
-            except (RondeError, ValueError, TypeError):
-                pass  # recorded, and raised again for those who wait
+                oldest = unreported.popleft()
+            except IndexError:
+                return
+            if not oldest.poll():
+                unreported.append(oldest)

@@ -21,7 +21,7 @@ import msgspec
 from ronde.comm.backends.base import Backend
 from ronde.comm.named_operations import OpenChannels
 from ronde.comm.telemetry import ChannelStallInspector, TraceSender, make_activity_report
-from ronde.comm.work import NegotiationWaits
+from ronde.comm.work import ControlItem, NegotiationWaits
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.net.connect import describe_disconnect, send_and_hang_up, socket_error
 from ronde.net.event_loop import EventLoop, start_thread
@@ -126,8 +126,7 @@ class ControlThread:
         self._clock = ClockOffset()
         self._offset_ns = 0
         self._num_heartbeat_replies = 0
-        self._queue: deque[int | OperationRequest | WorkerMessage] = deque()
-        """Announcements, by id or in full, and messages."""
+        self._queue: deque[ControlItem] = deque()
         self._send_scheduled = False
         self._stopping = False
         self._closes_connections = False
@@ -214,7 +213,7 @@ class ControlThread:
                     return
         self._close_connections()
 
-    def _enqueue(self, item: int | OperationRequest | WorkerMessage) -> None:
+    def _enqueue(self, item: ControlItem) -> None:
         self._queue.append(item)
         # The loop resets the flag before it empties the queue; here the queue is filled before the flag is read. So
         # either the item is in time for the call that is scheduled, or a new one is.
@@ -290,6 +289,8 @@ class ControlThread:
                 known.append(item)
             elif isinstance(item, OperationRequest):
                 new.append(item)
+            elif not isinstance(item, WorkerMessage):
+                item()
             else:
                 self._send_announce(new, known)
                 if isinstance(item, LeaveRound):

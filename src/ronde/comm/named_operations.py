@@ -30,9 +30,9 @@ from ronde.comm.backends.base import (
 )
 from ronde.comm.backends.single_rank import SingleRankBackend
 from ronde.comm.buffers import address_of
-from ronde.comm.call import Call, CallOptions, Signature, Span, get_signature
-from ronde.comm.channel import AnnouncedChannel, AnnouncedOperation, Channel
-from ronde.comm.work import AllreduceWork, BatchStart, NegotiationWaits, Work, describe_request
+from ronde.comm.call import AnnouncedOperation, CallOptions, Signature, Span, get_signature
+from ronde.comm.channel import AnnouncedChannel, Channel
+from ronde.comm.work import AllreduceWork, BatchStart, ControlItem, NegotiationWaits, Work, describe_request
 from ronde.errors import PeerLost, RondeError, RoundEnded
 from ronde.net.messages import AgreedOperation, OperationRequest
 from ronde.observe.activity import CurrentOperation
@@ -85,6 +85,9 @@ class NamedOperations:
         """By name."""
         self._shared_names: dict[int, str] = {}
         """By shared id."""
+        self._queued: dict[str, tuple[Work, CachedRequest]] = {}
+        """By name, what is to be announced in shared memory: when one of them is waited for, or by the control
+        thread."""
         self._announced_by_id: dict[int, Work] = {}
         """By id, the works that were announced by it and have not been answered."""
         self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
@@ -97,17 +100,25 @@ class NamedOperations:
         """Announce that this rank is ready for the operation: in shared memory or by its id, if these stand for the
         same request, else in full. The name is taken until the operation has ended."""
         work.group, work.waits, work.timeout_s = self.group, self._waits, timeout_s
+        item: ControlItem | None
         with InsideOperation(work.describe()), self._lock:
             self._add(work)
             cached = self._cached_requests.get(work.name)
             if cached is None or cached.signature is not work.signature or cached.splits != work.splits:
-                request: int | OperationRequest = self._make_request(work)
-            elif cached.shared_id >= 0 and self._announce_shared(work, cached):
-                return
+                item = self._make_request(work)
+            elif cached.shared_id >= 0:
+                work.shared_id, work.shared_announcer = cached.shared_id, self
+                work.announced_ns = time.monotonic_ns()
+                # One alone is announced at once; those that follow while it is under way are announced together.
+                item = self.announce_queued if len(self._works) > 1 and not self._queued else None
+                self._queued[work.name] = (work, cached)
+                if len(self._works) == 1:
+                    self.announce_queued()
             else:
-                request = cached.id
+                item = cached.id
                 self._announced_by_id[cached.id] = work
-        self._enqueue(work, request)
+        if item is not None:
+            self._enqueue(work, item)
 
     def run(self, work: Work, timeout_s: float) -> Any:
         """Announce the operation and return its result, as work.wait() does."""
@@ -283,7 +294,7 @@ class NamedOperations:
         if not waiting or self.announced_channel is None:
             return None
         since_ns, work = min(waiting, key=lambda item: item[0])
-        missing = self._missing(work)
+        missing = self.find_missing(work)
         if not missing:  # it runs, or others before it do
             current = self.announced_channel.current_call()
             missing = tuple(self.channel.members[index] for index in current.missing) if current is not None else ()
@@ -293,7 +304,7 @@ class NamedOperations:
         with self._lock:
             return [work for work in self._works.values() if work.shared_id >= 0 and not work.done()]
 
-    def _missing(self, work: Work) -> tuple[int, ...]:
+    def find_missing(self, work: Work) -> tuple[int, ...]:
         """The ranks that have not announced the work in shared memory; empty if it runs, or is over."""
         return self._not_announced(work.shared_id) if work.shared_id >= 0 else ()
 
@@ -302,18 +313,36 @@ class NamedOperations:
         missing = channel.not_announced(id) if channel is not None else ()
         return () if rank in missing else missing
 
-    def _announce_shared(self, work: Work, cached: CachedRequest) -> bool:
-        """Announce the work in shared memory. Returns False if the id was revoked. The caller holds the lock."""
-        assert self.announced_channel is not None
-        call, operation = self._make_shared_call(work, cached)
-        try:
-            on_done = functools.partial(self._release_names, (work,))
-            running_call = self.announced_channel.announce(cached.shared_id, call, operation, on_done)
-        except IdNotAgreed:
-            return False
-        work.shared_id = cached.shared_id
-        work.started_on((running_call,))
-        return True
+    def announce_queued(self, will_wait: bool = False) -> None:
+        """Announce in shared memory what is queued for that. With will_wait the caller waits for a part of it at once;
+        the control thread comes a little later and sees to it that it is executed in any case."""
+        channel = self.announced_channel
+        assert channel is not None
+        withdrawn: list[OperationRequest] = []
+        with self._lock:
+            queued, self._queued = list(self._queued.values()), {}
+            if will_wait and not queued:
+                return
+            operations = [
+                AnnouncedOperation(
+                    work.signature, work.name, work.announced_ns, work.shared_id, work.get_spans(cached.row_counts)
+                )
+                for work, cached in queued
+            ]
+            try:
+                calls = channel.announce_many(operations, will_wait=will_wait, on_done=self._release)
+            except RondeError as error:
+                self._fail_works([work for work, _ in queued], error)
+                return
+            with self._waits.condition:
+                for (work, _), call in zip(queued, calls, strict=True):
+                    if call is not None:
+                        work.started_on((call,))
+                    else:
+                        work.withdrawn()
+                        withdrawn.append(self._make_request(work))
+        for request in withdrawn:
+            self._waits.enqueue(request)
 
     def _run_shared(self, work: Work, cached: CachedRequest, deadline: Deadline) -> Any:
         """Announce the work in shared memory and wait for it."""
@@ -322,14 +351,17 @@ class NamedOperations:
         thread = this_thread
         if thread.operation:
             raise reentry_error(work.describe())
-        call, operation = self._make_shared_call(work, cached)
+        [call] = work.make_calls(cached.row_counts, cached.description)
+        announced_ns = work.announced_ns = time.monotonic_ns()
+        work.shared_announcer = self
+        operation = AnnouncedOperation(work.signature, work.name, announced_ns, cached.shared_id, call.spans)
         go_on = functools.partial(self._go_on, work, operation)
         try:
             thread.operation = cached.description  # as InsideOperation, which would take longer
             with self._lock:
                 self._add(work)
-                work.shared_id, work.waiting_since_ns = cached.shared_id, operation.announced_ns
-            if self.announced_channel.run_announced(cached.shared_id, call, operation, deadline, go_on):
+                work.shared_id, work.waiting_since_ns = cached.shared_id, announced_ns
+            if self.announced_channel.run_announced(call, operation, deadline, go_on):
                 self._release_names((work,))
                 return work.succeed()
         except IdNotAgreed:
@@ -352,25 +384,19 @@ class NamedOperations:
         assert self.announced_channel is not None
         with self._lock:
             if work.shared_id >= 0:  # else the call was withdrawn since
-                on_done = functools.partial(self._release_names, (work,))
-                self.announced_channel.keep(work.shared_id, running_call, operation, on_done)
+                self.announced_channel.keep(running_call, operation, self._release)
                 with self._waits.condition:
                     work.started_on((running_call,))
 
     def _withdraw(self, work: Work) -> bool:
         """Take back a work that was announced in shared memory. Returns False if it runs. The caller holds the lock."""
         assert self.announced_channel is not None
-        if not self.announced_channel.revoke(work.shared_id):
+        withdrawn = self.announced_channel.revoke(work.shared_id)
+        if self._queued.pop(work.name, None) is None and not withdrawn:
             return False
         with self._waits.condition:
             work.withdrawn()
         return True
-
-    def _make_shared_call(self, work: Work, cached: CachedRequest) -> tuple[Call, AnnouncedOperation]:
-        [call] = work.make_calls(cached.row_counts, cached.description)
-        work.find_missing = self._missing
-        work.announced_ns = time.monotonic_ns()
-        return call, AnnouncedOperation(work.signature, work.name, work.announced_ns)
 
     # --- names -------------------------------------------------------------------------------------------------------
 
@@ -385,12 +411,12 @@ class NamedOperations:
             )
         self._works[work.name] = work
 
-    def _enqueue(self, work: Work, request: int | OperationRequest) -> None:
+    def _enqueue(self, work: Work, item: ControlItem) -> None:
         if self._closed_error is not None:  # since _add(), by a signal handler
             raise self._closed_error
-        if self._waits.recorder.tracing:
+        if not work.announced_ns and self._waits.recorder.tracing:
             work.announced_ns = time.monotonic_ns()
-        self._waits.enqueue(request)
+        self._waits.enqueue(item)
 
     def _fail_works(self, works: list[Work], error: Exception) -> None:
         with self._waits.condition:
@@ -398,6 +424,14 @@ class NamedOperations:
                 work.fail(error)
             self._waits.condition.notify_all()
         self._release_names(works)
+
+    def _release(self, names: Sequence[str]) -> None:
+        """Operations of these names that were announced in shared memory have ended."""
+        with self._lock:
+            for name in names:
+                work = self._works.get(name)
+                if work is not None and work.shared_id >= 0 and work.done():
+                    del self._works[name]
 
     def _release_names(self, works: Sequence[Work]) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
 T = TypeVar("T")
+ControlItem: TypeAlias = int | OperationRequest | WorkerMessage | Callable[[], None]
+"""What the control thread sends or calls: an announcement by id or in full, a message, or a function."""
 
 QUERY_MISSING_BEFORE_S = 0.5
 """A wait for the start of a named operation asks for the missing ranks when so much of its time is left, or half of it.
@@ -59,6 +61,16 @@ class BatchStart(NamedTuple):
     """(rank, nanoseconds before the last one), as in RunOperations."""
 
 
+class SharedAnnouncer(Protocol):
+    """Announces works in the memory that the members of a group share: NamedOperations."""
+
+    def announce_queued(self, will_wait: bool = False) -> None:
+        """Announce what is queued."""
+
+    def find_missing(self, work: Work) -> tuple[int, ...]:
+        """The ranks that have not announced the work; empty if it runs, or is over."""
+
+
 class Work:
     """One operation under way. It keeps the memory it works on alive.
 
@@ -76,10 +88,10 @@ class Work:
         "_targets",
         "announced_ns",
         "batch_start",
-        "find_missing",
         "group",
         "missing",
         "name",
+        "shared_announcer",
         "shared_id",
         "signature",
         "timeout_s",
@@ -129,8 +141,8 @@ class Work:
         """Under which it is announced in shared memory, if it is."""
         self.waiting_since_ns = 0
         """Since when a thread waits for it, if it is announced in shared memory; 0 when none does."""
-        self.find_missing: Callable[[Work], tuple[int, ...]] | None = None
-        """Returns the ranks that have not announced it in shared memory."""
+        self.shared_announcer: SharedAnnouncer | None = None
+        """Who announces it in shared memory, if anybody does."""
         self.missing: tuple[int, ...] = ()
         """The ranks that have not announced it, if a wait has asked."""
         self.waits: NegotiationWaits | None = None
@@ -194,6 +206,10 @@ class Work:
         # What a channel executes, in this order; row_counts are those of all members, in their order. The description
         # is that of the calls, if it is known.
         return self._calls
+
+    def get_spans(self, row_counts: tuple[int, ...] | None) -> tuple[Span, ...]:
+        # The memory of an operation of one call.
+        return self.make_calls(row_counts)[0].spans
 
     def finish(self) -> Any:
         # The result, when all calls have ended.
@@ -277,7 +293,9 @@ class Work:
     # --- the wait ----------------------------------------------------------------------------------------------------
 
     def _complete(self, deadline: Deadline) -> None:
-        if self._running_calls is None:
+        if self._running_calls is None and self.shared_id >= 0 and self.shared_announcer is not None:
+            self.shared_announcer.announce_queued(will_wait=True)
+        if self._running_calls is None and not self._done:
             assert self.waits is not None
             self.waits.wait_for_start(self, deadline)
         if self._done:
@@ -298,7 +316,7 @@ class Work:
             # A timeout may be that of this wait only. The call may have ended meanwhile, or another thread may have
             # seen its result, so done() does not tell.
             if isinstance(error, OperationTimeout) and all(call.error is not error for call in calls):
-                missing = self.find_missing(self) if self.find_missing is not None else ()
+                missing = self.shared_announcer.find_missing(self) if self.shared_announcer is not None else ()
                 raise (self.make_start_timeout(deadline, missing) if missing else error) from None
             # Other calls of the work may be under way: the memory is kept.
             self.fail(error)
@@ -466,6 +484,9 @@ class AllreduceWork(Work):
         owners = (self._owners, self._result, self._targets)
         return (self.signature.make_call(self.spans, owners, name=self.name, description=description),)
 
+    def get_spans(self, row_counts: tuple[int, ...] | None) -> tuple[Span, ...]:
+        return self.spans
+
 
 class AllgatherWork(Work):
     """allgather or gather of one array or of several. A gather has a root, and no result on the other members."""
@@ -610,7 +631,7 @@ class ScatterWork(Work):
 class NegotiationWaits:
     """The threads that wait for the start of named operations; one object per rank, made by the control thread."""
 
-    def __init__(self, recorder: Recorder, enqueue: Callable[[int | OperationRequest | WorkerMessage], None]) -> None:
+    def __init__(self, recorder: Recorder, enqueue: Callable[[ControlItem], None]) -> None:
         self.condition = threading.Condition()
         """Guards the start of works, and is notified of it."""
         self.enqueue = enqueue

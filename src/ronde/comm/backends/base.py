@@ -10,14 +10,14 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
-from ronde.comm.call import Call
+from ronde.comm.call import AnnouncedOperation, Call
 from ronde.errors import OperationTimeout, RondeError
 from ronde.net.messages import LEAVE_GRACE_S
 from ronde.types import Deadline
@@ -151,8 +151,8 @@ class RunningCall:
 
     __slots__ = ("_lock", "call", "error", "on_end", "on_wait", "timing", "waiting_since_ns")
 
-    def __init__(self, call: Call) -> None:
-        self.call: Call | None = call
+    def __init__(self, call: Call | None) -> None:
+        self.call = call
         self.timing: CallTiming | None = None
         self.error: Exception | None = None
         """One of these is set when the call has ended and a thread has waited for it."""
@@ -231,6 +231,30 @@ class RunningCall:
         raise NotImplementedError
 
 
+class AnnouncedCall(RunningCall):
+    """One of the calls that were announced together. If its id is revoked, waits raise CallWithdrawn."""
+
+    __slots__ = ("operation",)
+
+    def __init__(self, operation: AnnouncedOperation) -> None:
+        super().__init__(None)  # who announces it keeps its memory
+        self.operation = operation
+
+    def make_timeout(self, deadline: Deadline) -> OperationTimeout:
+        return OperationTimeout(f"{self.operation.description} is still under way after {deadline.timeout_s:g} s")
+
+
+class AnnouncedCalls(Protocol):
+    """Calls that were announced together."""
+
+    @property
+    def calls(self) -> Sequence[AnnouncedCall | None]:
+        """None for those whose id does not stand for them (any more). Empty when all have been reported."""
+
+    def poll(self) -> bool:
+        """Report those that have succeeded and for which nobody waits. Returns whether all have been reported."""
+
+
 class BackendChannel(Protocol):
     """One total order of calls; or with point_to_point, messages, which are ordered for each source and tag. run(),
     submit() or the wait for a submitted call raise ValueError, TypeError or Mismatch for the caller's mistakes, and
@@ -281,9 +305,19 @@ class AnnouncingChannel(BackendChannel, Protocol):
         """The id stands for nothing any more. Returns whether that took back a call that was announced here; one that
         all members have announced runs nevertheless."""
 
-    def announce(self, id: int, call: Call, timeout_s: float) -> RunningCall:
-        """Announce a call, which may take timeout_s when it runs. IdNotAgreed if the id does not stand for it. If the
-        id is revoked, waits raise CallWithdrawn."""
+    def announce_many(
+        self,
+        operations: Sequence[AnnouncedOperation],
+        timeout_s: float,
+        *,
+        will_wait: bool,
+        on_wait: Callable[[int, int], object],
+        on_ended: Callable[[Sequence[AnnouncedCall]], None],
+    ) -> AnnouncedCalls:
+        """Announce operations together, each of which may take timeout_s when it runs. Their memory is alive until
+        they have ended. With will_wait the caller promises to wait for one of them at once. The next call without
+        it, also one without operations, sees to it that they are executed if it does not. on_ended() gets the calls
+        that have succeeded, each once, in the thread that sees it."""
 
     def run_announced(
         self, id: int, call: Call, deadline: Deadline, go_on: Callable[[RunningCall], None]

@@ -13,7 +13,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -23,6 +23,7 @@ import numpy as np
 from ronde.comm.backends.base import (
     LOSS_REASON_S,
     MAX_LATE,
+    AnnouncedCall,
     CallTiming,
     CallWithdrawn,
     ChannelSpec,
@@ -35,12 +36,15 @@ from ronde.comm.backends.base import (
 )
 from ronde.comm.backends.native_library import (
     ALGORITHMS,
+    MAX_ENDED,
     MAX_LOCAL_MEMBERS,
     MAX_MEMBERS,
+    NO_INDEX,
     WIDEST_ELEMENT_BYTES,
     NativeError,
     NativeHandle,
     NativeStatus,
+    announce_many,
     get_announced,
     get_bucket,
     get_current_call,
@@ -54,7 +58,7 @@ from ronde.comm.backends.native_library import (
     thread_structs,
 )
 from ronde.comm.backends.native_messages import NativeEndpoint, NativeMessageChannel
-from ronde.comm.call import Call, mismatch_error
+from ronde.comm.call import AnnouncedOperation, Call, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, PendingConnection, connect_authenticated, describe_disconnect
 from ronde.net.event_loop import THREADS_HINT, EventLoop
@@ -336,6 +340,12 @@ class NativeChannel:
         assert work is not None
         return NativeRunningCall(self, work, call)
 
+    @property
+    def handle(self) -> NativeHandle:
+        """The rd_channel, for native code that announces calls by name (rd_announce_named). It is valid for as long as
+        this object, or after rd_retain()."""
+        return self._handle
+
     def agree(self, id: int, name: str, call: Call) -> None:
         structs = thread_structs.own
         keep = structs.fill(call, self._algorithm)
@@ -346,24 +356,21 @@ class NativeChannel:
     def revoke(self, id: int) -> bool:
         return bool(self.library.rd_revoke(self._handle, id))
 
-    def announce(self, id: int, call: Call, timeout_s: float) -> NativeRunningCall:
-        structs = thread_structs.own
-        keep = structs.fill(call, self._algorithm)
-        status = self.library.rd_announce(
-            self._handle,
-            id,
-            structs.call_address,
-            timeout_s,
-            None,
-            None,
-            structs.work_address,
-            structs.result_address,
-        )
-        del keep
-        if status != NativeStatus.OK:
-            self._raise_unless_ok(status, call, Deadline(timeout_s))
-        assert structs.work.value is not None
-        return NativeRunningCall(self, structs.work.value, call)
+    def announce_many(
+        self,
+        operations: Sequence[AnnouncedOperation],
+        timeout_s: float,
+        *,
+        will_wait: bool,
+        on_wait: Callable[[int, int], object],
+        on_ended: Callable[[Sequence[AnnouncedCall]], None],
+    ) -> NativeAnnouncedCalls:
+        try:
+            handle, is_announced = announce_many(self._handle, operations, timeout_s, will_wait)
+        except NativeError as error:
+            description = operations[0].description if operations else "an announced operation"
+            raise self.make_error(description, error, Deadline(timeout_s)) from None
+        return NativeAnnouncedCalls(self, handle, operations, is_announced, on_wait, on_ended)
 
     def run_announced(
         self, id: int, call: Call, deadline: Deadline, go_on: Callable[[RunningCall], None]
@@ -473,6 +480,116 @@ class NativeChannel:
         if member_rank < 0:
             return -1, "another member ended the operation"
         return member_rank, describe_disconnect(errno_code) or "its connection closed"
+
+
+class NativeAnnouncedCalls:
+    """Calls that were announced together: one handle for all of them, and one call of the library to learn that many
+    have ended."""
+
+    def __init__(
+        self,
+        channel: NativeChannel,
+        handle: int,
+        operations: Sequence[AnnouncedOperation],
+        is_announced: bytes,
+        on_wait: Callable[[int, int], object],
+        on_ended: Callable[[Sequence[AnnouncedCall]], None],
+    ) -> None:
+        self.channel = channel
+        self.handle = handle
+        self.calls: Sequence[_NativeAnnouncedCall | None] = [
+            _NativeAnnouncedCall(operation, self, index) if is_announced[index] else None
+            for index, operation in enumerate(operations)
+        ]
+        self._on_wait = on_wait
+        self._on_ended = on_ended
+        self._num_left = sum(is_announced)
+        """Calls whose end was not reported."""
+        self._lock = threading.Lock()
+
+    def poll(self) -> bool:
+        structs = thread_structs.own
+        addresses = (structs.result_address, *structs.ended.addresses)
+        self.channel.library.rd_wait_one(self.handle, NO_INDEX, 0.0, *addresses, MAX_ENDED)
+        self._report(structs.ended.take())
+        return self._num_left == 0
+
+    def wait(self, call: _NativeAnnouncedCall, index: int, deadline: Deadline) -> None:
+        """Wait for one of them, and report others that have ended."""
+        channel, structs = self.channel, thread_structs.own
+        addresses = (structs.result_address, *structs.ended.addresses)
+        began_ns = call.waiting_since_ns = time.monotonic_ns()
+        try:
+            status = channel.library.rd_wait_one(self.handle, index, deadline.remaining_s, *addresses, MAX_ENDED)
+        finally:
+            call.waiting_since_ns = 0
+            self._on_wait(began_ns, time.monotonic_ns())
+        try:
+            timing = structs.timing_or_raise(status)
+        except NativeError as error:
+            if error.status == NativeStatus.TIMEOUT and not error.has_ended:
+                raise call.make_timeout(deadline) from None
+            failure = channel.make_error(call.operation.description, error, deadline)
+            if error.has_ended and not isinstance(failure, CallWithdrawn):
+                call.error = failure
+                with self._lock:
+                    self._leave(1)
+            raise failure from None
+        self._report([(index, timing), *structs.ended.take()])
+
+    def _report(self, ended: list[tuple[int, CallTiming]]) -> None:
+        reported = []
+        with self._lock:
+            for index, timing in ended:
+                call = self.calls[index] if self.calls else None
+                if call is not None and call.timing is None:  # else another thread has reported it
+                    call.timing = timing
+                    reported.append(call)
+            self._leave(len(reported))
+        if reported:
+            self._on_ended(reported)
+
+    def _leave(self, num_ended: int) -> None:
+        self._num_left -= num_ended
+        if not self._num_left:
+            self.calls = ()  # they refer to this object, too
+
+    def __del__(self) -> None:
+        self.channel.library.rd_release_works(self.handle)
+
+
+class _NativeAnnouncedCall(AnnouncedCall):
+    __slots__ = ("_calls", "_index")
+
+    # Thousands of these are made per step, so __init__ does no more than it must.
+    def __init__(self, operation: AnnouncedOperation, calls: NativeAnnouncedCalls, index: int) -> None:
+        self.operation = operation
+        self._calls = calls
+        self._index = index
+        self.call = None
+        self.timing = None
+        self.error = None
+        self.waiting_since_ns = 0
+
+    def wait(self, deadline: Deadline) -> CallTiming:
+        if self.timing is None and self.error is None:
+            self._calls.wait(self, self._index, deadline)
+        if self.error is not None:
+            raise self.error
+        assert self.timing is not None
+        return self.timing
+
+    def has_ended(self) -> bool:
+        return bool(self._calls.channel.library.rd_done_one(self._calls.handle, self._index) == 1)
+
+    def notify_at_end(self, callback: Callable[[], None]) -> bool:
+        library = self._calls.channel.library
+        work = library.rd_get_work(self._calls.handle, self._index)
+        try:
+            return work is not None and pending_callbacks.add(work, callback)
+        finally:
+            if work is not None:
+                library.rd_release_work(work)
 
 
 class NativeRunningCall(RunningCall):

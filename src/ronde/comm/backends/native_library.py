@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from ronde.comm.backends.base import CallTiming, CurrentCall
-from ronde.comm.call import Call
+from ronde.comm.call import AnnouncedOperation, Call
 from ronde.errors import RondeError
 from ronde.types import OperationKind
 
@@ -33,7 +33,7 @@ try:
 except ImportError:
     hot_calls = None  # type: ignore[assignment]
 
-ABI = 4
+ABI = 5
 DESCRIPTION_BYTES = 128
 MAX_MEMBERS = 65_536
 MAX_LOCAL_MEMBERS = 1024
@@ -76,6 +76,8 @@ SPAN = struct.Struct("@PPQ")
 RD_CALL = struct.Struct("@iiiiIiddQPPQPP")
 """rd_call: kind, dtype, op, algorithm, flags, peer, prescale, postscale, signature, description, spans,
 num_spans, counts, splits."""
+ANNOUNCEMENT = struct.Struct("@QII")
+"""rd_announcement: signature, id, num_spans."""
 RD_MESSAGE = struct.Struct("@QiiQQQPPQPQII")
 """rd_message: context, kind, peer, tag, signature, window_bytes, description, data, bytes, header, header_bytes, flags,
 reserved."""
@@ -131,7 +133,14 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {  # ctypes has no public nam
     # Hot: structs go as addresses, which ctypes passes on without making an object.
     "rd_run": (c_int, (c_void_p, c_void_p, c_void_p, c_double)),
     "rd_submit": (c_int, (c_void_p, c_void_p, c_double, c_void_p, c_void_p, c_void_p, c_void_p)),
-    "rd_announce": (c_int, (c_void_p, c_uint32, c_void_p, c_double, c_void_p, c_void_p, c_void_p, c_void_p)),
+    "rd_announce_many": (
+        c_int,
+        (c_void_p, c_char_p, c_uint32, c_char_p, c_double, c_int, c_void_p, c_void_p, c_void_p),
+    ),
+    "rd_wait_one": (c_int, (c_void_p, c_uint32, c_double, c_void_p, c_void_p, c_void_p, c_void_p, c_uint32)),
+    "rd_done_one": (c_int, (c_void_p, c_uint32)),
+    "rd_release_works": (None, (c_void_p,)),
+    "rd_get_work": (c_void_p, (c_void_p, c_uint32)),
     "rd_run_announced": (c_int, (c_void_p, c_uint32, c_void_p, c_double, c_double, c_void_p, c_void_p)),
     "rd_wait": (c_int, (c_void_p, c_void_p, c_double)),
     "rd_done": (c_int, (c_void_p,)),
@@ -310,6 +319,29 @@ def get_current_call(handle: NativeHandle, num_members: int) -> CurrentCall | No
     return CurrentCall(description, now.start_ns, tuple(missing[: now.num_missing]), sequence)
 
 
+def announce_many(
+    handle: NativeHandle, operations: Sequence[AnnouncedOperation], timeout_s: float, will_wait: bool
+) -> tuple[int, bytes]:
+    """Announce operations together. The handle of the calls, and per operation whether it was announced."""
+    structs, number = thread_structs.own, len(operations)
+    is_announced = ctypes.create_string_buffer(number + 1)
+    status = load_library().rd_announce_many(
+        handle,
+        b"".join([ANNOUNCEMENT.pack(each.signature.hash, each.shared_id, len(each.spans)) for each in operations]),
+        number,
+        b"".join([SPAN.pack(span.input, span.output, span.count) for each in operations for span in each.spans]),
+        timeout_s,
+        will_wait,
+        ctypes.addressof(is_announced),
+        structs.work_address,
+        structs.result_address,
+    )
+    if status != NativeStatus.OK:
+        structs.timing_or_raise(status)
+    assert structs.work.value is not None
+    return structs.work.value, is_announced.raw[:number]
+
+
 def get_announced(handle: NativeHandle, until_ns: int, max_calls: int) -> list[tuple[int, int]]:
     """The ids of calls that were announced until then and wait for other members, and when each was announced."""
     calls = (RdAnnounced * max_calls)()
@@ -391,6 +423,44 @@ def take_received() -> tuple[bytes, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
 MAX_DESCRIPTIONS = 1024
 
 
+MAX_ENDED = 128
+"""Calls whose end is reported at once."""
+NO_INDEX = 2**32 - 1
+"""For rd_wait_one(): wait for no call."""
+
+
+class EndedCalls:
+    """Which of the calls that were announced together have ended, and their results."""
+
+    def __init__(self) -> None:
+        self._number = c_uint32()
+        self._indices = (c_uint32 * MAX_ENDED)()
+        self._results = ctypes.create_string_buffer(RD_RESULT.size * MAX_ENDED)
+        self.addresses = tuple([ctypes.addressof(each) for each in (self._number, self._indices, self._results)])
+
+    def take(self) -> list[tuple[int, CallTiming]]:
+        """The indices of these calls, and their timings."""
+        number = self._number.value
+        if not number:
+            return []
+        results = RD_RESULT.iter_unpack(memoryview(self._results)[: number * RD_RESULT.size])
+        return [(index, _make_timing(*result)) for index, result in zip(self._indices[:number], results, strict=True)]
+
+
+def _make_timing(
+    _status: int,
+    _member: int,
+    _detail: int,
+    algorithm: int,
+    start_ns: int,
+    ready_ns: int,
+    end_ns: int,
+    sequence: int,
+    arrived_ns: int,
+) -> CallTiming:
+    return CallTiming(start_ns, ready_ns, end_ns, ALGORITHMS[algorithm], sequence, arrived_ns)
+
+
 class CallStructs:
     """A thread's own structs for a call and its result, filled for every call."""
 
@@ -407,6 +477,8 @@ class CallStructs:
         self.work = c_void_p()
         """Where rd_submit() writes the handle of the submitted call."""
         self.work_address = ctypes.addressof(self.work)
+        self.ended = EndedCalls()
+        """Where rd_wait_one() writes which other calls have ended."""
         self._span = ctypes.create_string_buffer(SPAN.size)
         self._span_address = ctypes.addressof(self._span)
         self._last_call: Call | None = None

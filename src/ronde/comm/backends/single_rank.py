@@ -4,15 +4,23 @@ and for groups of one member in any job."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+import msgspec
 import numpy as np
 
-from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, IdNotAgreed, RunningCall
+from ronde.comm.backends.base import (
+    AnnouncedCall,
+    CallTiming,
+    ChannelSpec,
+    CurrentCall,
+    IdNotAgreed,
+    RunningCall,
+)
 from ronde.comm.backends.native_library import reduce
 from ronde.comm.backends.native_messages import NativeEndpoint, NativeMessageChannel
 from ronde.comm.buffers import Array, address_of, aligned_zeros, array_at
-from ronde.comm.call import Call
+from ronde.comm.call import AnnouncedOperation, Call
 from ronde.errors import RoundEnded
 from ronde.types import Deadline, DType, Op, OperationKind
 
@@ -46,8 +54,8 @@ class SingleRankChannel:
         self.spec = spec
         self._bucket = aligned_zeros(2 * spec.bucket_bytes)
         self._end_reason = ""
-        self._agreed: dict[int, int] = {}
-        """By id: the hash of the call that it stands for."""
+        self._agreed: dict[int, Call] = {}
+        """By id: the call that it stands for."""
 
     def run(self, call: Call, deadline: Deadline) -> CallTiming:
         if self._end_reason:
@@ -64,14 +72,32 @@ class SingleRankChannel:
         return _EndedCall(call, self.run(call, deadline))
 
     def agree(self, id: int, name: str, call: Call) -> None:
-        self._agreed[id] = call.signature_hash
+        self._agreed[id] = msgspec.structs.replace(call, spans=(), owners=None)
 
     def revoke(self, id: int) -> bool:
         self._agreed.pop(id, None)
         return False
 
-    def announce(self, id: int, call: Call, timeout_s: float) -> RunningCall:
-        return _EndedCall(call, self._run_agreed(id, call, Deadline(timeout_s)))
+    def announce_many(
+        self,
+        operations: Sequence[AnnouncedOperation],
+        timeout_s: float,
+        *,
+        will_wait: bool,
+        on_wait: Callable[[int, int], object],
+        on_ended: Callable[[Sequence[AnnouncedCall]], None],
+    ) -> _EndedCalls:
+        calls: list[AnnouncedCall | None] = []
+        for operation in operations:
+            call = self._agreed.get(operation.shared_id)
+            if call is None or call.signature_hash != operation.signature.hash:
+                calls.append(None)
+                continue
+            ended = AnnouncedCall(operation)
+            ended.timing = self.run(msgspec.structs.replace(call, spans=operation.spans), Deadline(timeout_s))
+            calls.append(ended)
+        on_ended([call for call in calls if call is not None])
+        return _EndedCalls(calls)
 
     def run_announced(
         self, id: int, call: Call, deadline: Deadline, go_on: Callable[[RunningCall], None]
@@ -85,7 +111,8 @@ class SingleRankChannel:
         return ()
 
     def _run_agreed(self, id: int, call: Call, deadline: Deadline) -> CallTiming:
-        if self._agreed.get(id) != call.signature_hash:
+        agreed = self._agreed.get(id)
+        if agreed is None or agreed.signature_hash != call.signature_hash:
             raise IdNotAgreed(call.description)
         return self.run(call, deadline)
 
@@ -103,6 +130,16 @@ class SingleRankChannel:
 
     def close(self, why: str = "") -> None:
         self.abort(why=why or f"channel {self.spec.id} is closed")
+
+
+class _EndedCalls:
+    """Calls that were over when they were announced."""
+
+    def __init__(self, calls: Sequence[AnnouncedCall | None]) -> None:
+        self.calls = calls
+
+    def poll(self) -> bool:
+        return True
 
 
 class _EndedCall(RunningCall):

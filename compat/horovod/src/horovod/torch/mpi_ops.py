@@ -203,14 +203,24 @@ def _start(
     finish: Callable[[Any], Any] | None = None,
 ) -> int:
     """Start an operation and return its handle."""
+    return _handles.add(_call(what, name, process_set, function, *args, wait=False), finish)
+
+
+def _call(
+    what: str,
+    name: str | None,
+    process_set: ProcessSet,
+    function: Callable[..., Any],  # of ronde.torch.tensors
+    *args: object,
+    wait: bool,
+) -> Any:  # the result, or a TensorWork
     group = running_group(process_set)
     full_name = f"{what}.{name}" if name is not None else _handles.make_name(what, group.id)
     try:
         with translate_errors():
-            work = function(group, *args, name=full_name, wait=False)
+            return function(group, *args, name=full_name, wait=wait)
     except TypeError as error:  # a dtype that cannot be exchanged
         raise ValueError(str(error)) from error
-    return _handles.add(work, finish)
 
 
 def _reduce_options(
@@ -539,8 +549,8 @@ def allreduce(
     op = handle_average_backwards_compatibility(op, average)
 
     def run(tensors: Sequence[Tensor], name: str | None) -> tuple[Tensor, ...]:
-        handle = allreduce_async(tensors[0], None, name, op, prescale_factor, postscale_factor, process_set)
-        return (synchronize(handle),)
+        options = _reduce_options(op, prescale_factor, postscale_factor, tensors)
+        return (_call("allreduce", name, process_set, allreduce_tensor, tensors[0], None, options, wait=True),)
 
     small, context = compression.compress(tensor)
     return compression.decompress(_apply(HorovodAllreduce, run, name, small)[0], context)
@@ -557,8 +567,8 @@ def allreduce_(
 ) -> Tensor:
     """The reduction in place."""
     op = handle_average_backwards_compatibility(op, average)
-    handle = allreduce_async_(tensor, None, name, op, prescale_factor, postscale_factor, process_set)
-    reduced: Tensor = synchronize(handle)
+    options = _reduce_options(op, prescale_factor, postscale_factor, [tensor])
+    reduced: Tensor = _call("allreduce", name, process_set, allreduce_tensor, tensor, tensor, options, wait=True)
     return reduced
 
 
