@@ -46,8 +46,10 @@ from rich.table import Table
 from ronde.coordinator.coordinator import CoordinatorCore, Event, MessageReceived, ProcessExited, RankConnected
 from ronde.coordinator.negotiation import Send
 from ronde.net.control import ControlServer, _KnownClient
+from ronde.net.handshake import ConnectionRequest
 from ronde.net.keys import JobKey, new_job_key
 from ronde.net.messages import (
+    LIVENESS,
     VERSION,
     ActivityReport,
     AnnounceOperations,
@@ -112,8 +114,6 @@ class SimulatedWorld:
         self._core = CoordinatorCore(size, self._settings)
         self._decoder = WorkerMessageDecoder()
         self._server = ControlServer("127.0.0.1", JobKey(new_job_key()))
-        for rank in range(size):  # without a client the server would not try to send
-            self._server._clients[rank] = _KnownClient(b"rank-%d-0" % rank, 0)
         self._ids: dict[str, int] = {}
         self._num_events = self._received_bytes = self._num_sent = self._sent_bytes = 0
         self._cpu_s = 0.0
@@ -156,8 +156,11 @@ class SimulatedWorld:
             port, pid = self._random.randrange(30_000, 60_000), self._random.randrange(1000, 4_000_000)
             address = f"10.{host // 250}.{host % 250}.1:{port}"
             unix_socket = f"ronde-{self._random.getrandbits(128):032x}"
-            member = Member(rank, f"host-{host:05}", pid, unix_socket, (address,), "pid:[4026531836]")
-            yield RankConnected(rank, rank, f"0 {rank:016x}")
+            worker = f"{self._random.getrandbits(64):016x}"
+            member = Member(rank, f"host-{host:05}", pid, unix_socket, (address,), "pid:[4026531836]", worker)
+            sender = self._core.admit(ConnectionRequest(LIVENESS, rank, f"{rank:016x}", worker), 1).sender
+            self._server._clients[sender] = _KnownClient()  # without a client the server would not try to send
+            yield RankConnected(rank, sender, f"{rank:016x}")
             yield FromRank(rank, encode(JoinRound(VERSION, self._size, member)))
 
     def _from_all(self, message: WorkerMessage, num_silent: int = 0) -> Iterator[FromRank]:
@@ -223,14 +226,16 @@ class SimulatedWorld:
         sends: list[Send] = []
         for event in turn:
             if isinstance(event, FromRank):
-                event_of_core: Event = MessageReceived(event.rank, self._decoder.decode(event.data))
+                event_of_core: Event = MessageReceived(
+                    self._core.senders[event.rank], 0, self._decoder.decode(event.data)
+                )
             else:
                 event_of_core = event
             sends += self._core.handle(event_of_core, self._now_ns)
         sends += self._core.advance(self._now_ns)
         self._core.next_due_ns(self._now_ns)
         for ranks, message in sends:
-            self._server.send_to_all(ranks, message)
+            self._server.send_to_all([self._core.senders[rank] for rank in ranks], message)
         self._cpu_s += time.process_time() - began_s
         self._num_events += len(turn)
         self._received_bytes += sum(len(event.data) for event in turn if isinstance(event, FromRank))

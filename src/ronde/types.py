@@ -153,6 +153,9 @@ class Member:
     """`address:port` where ranks of other hosts connect; tried in turn."""
     pid_namespace: str = ""
     """Where its pid means something; empty if it is not known."""
+    worker: str = ""
+    """The identity of its process, which no other process of the job has: ranks belong to a round, and the next round
+    may give this one to another process."""
 
 
 def check_group_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
@@ -173,13 +176,15 @@ def check_group_ranks(ranks: Iterable[int], size: int) -> tuple[int, ...]:
 class Topology:
     """Which rank is on which host, as seen by one rank. Every rank derives the same from the same members."""
 
-    def __init__(self, members: tuple[Member, ...], rank: int) -> None:
+    def __init__(self, members: tuple[Member, ...], rank: int, *, round: int = 0) -> None:
         by_host: dict[str, list[int]] = {}
         for member in members:
             by_host.setdefault(member.host, []).append(member.rank)
         index_of = {host: index for index, host in enumerate(by_host)}
         self.members = members
         self.rank = rank
+        self.round = round
+        """The id of the round; no other round of the job has it."""
         self.size = len(members)
         self.host_indices = tuple([index_of[member.host] for member in members])
         """Per rank, the index of its host; hosts are counted by their lowest rank."""

@@ -71,6 +71,8 @@ RETRY_INTERVAL_S = 0.02
 FIRST_CONNECT_TIMEOUT_S = 0.2
 MAX_CONNECT_TIMEOUT_S = 2.0
 """How long one port of a range may take to answer: twice as long each time, as the coordinator may be busy."""
+MAX_PORT_WAIT_S = 10.0
+"""How long rank 0 waits until the coordinator of the round before, which another process hosted, has left the port."""
 JOIN_RETRY_S = 0.5
 """How often JoinRound is sent until the round starts."""
 ANSWER_GRACE_S = 2.0
@@ -125,10 +127,19 @@ def settings_from_launcher(settings: Settings, launcher: LauncherEnvironment) ->
 # --- joining ---------------------------------------------------------------------------------------------------------
 
 
+_identities: dict[int, str] = {}
+"""By process: a forked child is another worker than its parent."""
+
+
+def worker_identity() -> str:
+    """Return the identity of this process among all processes of the job: it stays the same from round to round."""
+    return _identities.setdefault(os.getpid(), secrets.token_hex(8))
+
+
 def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
     """Join the round that the complete settings describe. `round` counts the rounds of this process, from 0."""
     if settings.size == 1 and not settings.coordinator_hosted:  # a launcher shows even a job of one
-        member = Member(0, settings.host or host_identity(), os.getpid(), "")
+        member = Member(0, settings.host or host_identity(), os.getpid(), "", worker=worker_identity())
         coordinator = InProcessCoordinator((member,), groups, settings)
         return JoinedRound(settings, Topology((member,), 0), coordinator.client(0), SingleRankBackend())
     for name in ("coordinator", "key"):
@@ -145,15 +156,15 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
         opened.callback(loop.close)
         address = settings.coordinator
         if settings.rank == 0 and not settings.coordinator_hosted:
-            hosted = host_coordinator(settings, key)
+            hosted = host_coordinator(settings, key, Deadline(min(MAX_PORT_WAIT_S, settings.start_s) if round else 0.0))
             opened.callback(hosted.close)
             address = hosted.address
         heartbeat_s = settings.heartbeat_s
-        liveness, control_address, connection = find_coordinator(
-            address, key, settings.rank, round=round, deadline=deadline, heartbeat_s=heartbeat_s
+        liveness, control_address, sender = find_coordinator(
+            address, key, settings.rank, deadline=deadline, heartbeat_s=heartbeat_s
         )
         opened.callback(liveness.close)
-        control = ControlClient(control_address, key, settings.rank, connection=connection, heartbeat_s=heartbeat_s)
+        control = ControlClient(control_address, key, sender, heartbeat_s=heartbeat_s)
         # What is queued is sent, unless the coordinator is gone and would never receive it.
         opened.callback(lambda: control.close(0.0) if is_closed(liveness) else control.close())
         host = settings.address or local_address_for(parse_address(control_address)[0])
@@ -161,9 +172,20 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
         opened.callback(listener.close)
         tcp_addresses = (format_address(host, listener.tcp_port),)
         host_id = settings.host or host_identity()
-        member = Member(settings.rank, host_id, os.getpid(), listener.unix_name, tcp_addresses, pid_namespace())
+        member = Member(
+            settings.rank,
+            host_id,
+            os.getpid(),
+            listener.unix_name,
+            tcp_addresses,
+            pid_namespace(),
+            worker=worker_identity(),
+        )
         join = JoinRound(VERSION, settings.size, member, groups, describe_compatibility(settings))
-        topology = Topology(_request_join(loop, control, liveness.fileno(), join, deadline), settings.rank)
+        started = _request_join(loop, control, liveness.fileno(), join, deadline)
+        topology = Topology(started.members, settings.rank, round=started.round)
+        control.round = started.round
+        listener.start_round(topology)
         backend: Backend
         if settings.backend == "mpi":
             backend = MpiBackend(topology, settings)
@@ -171,8 +193,7 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
             backend = NativeBackend(topology, listener, key, settings, loop)
         opened.callback(backend.close)
         rank = -1 if settings.coordinator_hosted else 0
-        # Every member has a random name for its Unix socket: no other round has the same members.
-        object_key = key.mac(b"objects", msgspec.msgpack.encode(topology.members))
+        object_key = key.mac(b"objects", msgspec.msgpack.encode((topology.round, topology.members)))
         return JoinedRound(
             settings, topology, control, backend, liveness.fileno(), rank, loop, opened.pop_all(), object_key
         )
@@ -192,8 +213,8 @@ def describe_compatibility(settings: Settings) -> dict[str, str]:
 
 def _request_join(
     loop: EventLoop, control: ControlClient, liveness_fd: int, join: JoinRound, deadline: Deadline
-) -> tuple[Member, ...]:
-    """Ask to be a member until the round starts, and return its members. Messages that follow stay in the queue."""
+) -> RoundStarted:
+    """Ask to be a member until the round starts. Messages that follow stay in the queue."""
     answers: list[RoundStarted | JoinRefused] = []
     closed: list[bool] = []
     problems: list[str] = []
@@ -234,7 +255,7 @@ def _request_join(
         loop.remove_reader(liveness_fd)
     if isinstance(answers[0], JoinRefused):
         raise StartFailed(answers[0].reason)
-    return answers[0].members
+    return answers[0]
 
 
 def _run_loop(loop: EventLoop, condition: Callable[[], bool], timeout_s: float) -> None:
@@ -260,38 +281,42 @@ def expand_port_range(address_range: str) -> list[str]:
     return [format_address(host, port) for port in range(first_port, last_port + 1)]
 
 
-def host_coordinator(settings: Settings, key: JobKey) -> CoordinatorServer:
-    """A running coordinator at the address of the settings, or at the first free port of their range."""
+def host_coordinator(settings: Settings, key: JobKey, deadline: Deadline) -> CoordinatorServer:
+    """A running coordinator at the address of the settings, or at the first free port of their range. If none is free,
+    it is tried again until the deadline."""
     problem: StartFailed | None = None
-    for address in expand_port_range(settings.coordinator):
-        host, port = parse_address(address)
-        try:
-            coordinator = CoordinatorServer(host, port, settings.size, key, settings=settings)
-        except StartFailed as error:
-            problem = error
-            continue
-        try:
-            coordinator.start()
-        except BaseException:
-            coordinator.close()
-            raise
-        return coordinator
-    assert problem is not None
-    raise problem
+    while True:
+        for address in expand_port_range(settings.coordinator):
+            host, port = parse_address(address)
+            try:
+                coordinator = CoordinatorServer(host, port, settings.size, key, settings=settings)
+            except StartFailed as error:
+                problem = error
+                continue
+            try:
+                coordinator.start()
+            except BaseException:
+                coordinator.close()
+                raise
+            return coordinator
+        assert problem is not None
+        if deadline.expired:
+            raise problem
+        time.sleep(min(RETRY_INTERVAL_S, deadline.remaining_s))
 
 
 def find_coordinator(
-    address_range: str, key: JobKey, rank: int, *, round: int, deadline: Deadline, heartbeat_s: float
-) -> tuple[Connection, str, int]:
+    address_range: str, key: JobKey, rank: int, *, deadline: Deadline, heartbeat_s: float, worker: str = ""
+) -> tuple[Connection, str, str]:
     """The liveness connection to the coordinator, which is or will be there, `host:port` of its control server, and the
-    number by which it knows this process."""
+    name that the control connection is to have."""
     addresses = expand_port_range(address_range)
     is_range = len(addresses) > 1
     if is_range:
         resolve_host(*parse_address(addresses[0]))  # an unknown name fails at once
     # The detail is unique to this attempt: a second connection with the same detail is a retry of the same process,
     # which replaces the first.
-    request = ConnectionRequest(LIVENESS, rank, detail=f"{round} {secrets.token_hex(8)}")
+    request = ConnectionRequest(LIVENESS, rank, detail=secrets.token_hex(8), worker=worker or worker_identity())
     problems: dict[str, str] = {}
     timeout_s = FIRST_CONNECT_TIMEOUT_S
 
@@ -318,7 +343,7 @@ def find_coordinator(
             admission = _read_admission(connection, reply)
             if admission.status is AdmissionStatus.ADMITTED:
                 control_address = format_address(peer_host(connection), admission.control_port)
-                return connection, control_address, admission.connection
+                return connection, control_address, admission.sender
             problems[address] = admission.reason
         if deadline.expired:
             break

@@ -79,6 +79,7 @@ class World:
                 size=self.size,
                 host=host,
                 pid=os.getpid(),
+                worker=self.topology.members[self.rank].worker,
                 backend=joined_round.backend.name,
             )
         )

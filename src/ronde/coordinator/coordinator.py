@@ -3,14 +3,19 @@
 It forms rounds of the ranks that join, routes what their members send, and decides who is lost. The server carries it
 out over the network, InProcessCoordinator inside one process.
 
-A rank is seen through two things: its messages, and its liveness connection, a socket that the kernel closes when the
-process dies. Whether a second process may be the same rank is decided by the connection: as long as the former one is
-open the second is refused; once it is closed the second has to retry until the rank is declared lost.
+A worker is a process, and a rank is its place in one round. A worker is seen through two things: its messages, and its
+liveness connection, a socket that the kernel closes when the process dies. When it is admitted as a rank, its control
+connection gets a name, and from then on the rank is this connection alone: messages of any other are late, and dropped.
+Whether a second process may be the same rank is decided by the liveness connection: as long as the former one is open
+the second is refused; once it is closed the second has to retry until the rank is declared lost.
 """
 
 from __future__ import annotations
 
+import itertools
 import logging
+import re
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
@@ -58,11 +63,16 @@ START_MARGIN_S = 1.0
 MAX_DETAIL_CHARS = 1000
 MAX_LINE_CHARS = 400
 
+_WORKER = re.compile("[0-9a-z]{1,32}")
+
 logger = logging.getLogger("ronde.coordinator")
 
 
 class MessageReceived(NamedTuple):
-    rank: int
+    sender: str
+    """The name of the control connection that it came over: that of an Admission."""
+    round: int
+    """The id of the round that the sender is in; 0 if it knows of none yet."""
     message: WorkerMessage
 
 
@@ -70,22 +80,22 @@ class RankConnected(NamedTuple):
     """An admitted process has its liveness connection, whose end will be reported as RankDisconnected."""
 
     rank: int
-    connection: int
-    """A number that no other connection has."""
+    connection: str
+    """The name of its control connection, as in its Admission."""
     attempt: str
     """The same for all connections that a process opens in one attempt to join."""
 
 
 class RankDisconnected(NamedTuple):
     rank: int
-    connection: int
+    connection: str
     end: MembershipEnd
 
 
 class MessagesLost(NamedTuple):
-    """So many messages of a rank were lost, as its control connection was broken in between."""
+    """So many messages over a control connection were lost, as it was broken in between."""
 
-    rank: int
+    sender: str
     num_lost: int
 
 
@@ -101,7 +111,7 @@ Event: TypeAlias = MessageReceived | MessagesLost | RankConnected | RankDisconne
 
 @dataclass(slots=True)
 class _Connection:
-    id: int
+    name: str
     attempt: str
     is_open: bool = True
 
@@ -120,7 +130,11 @@ class CoordinatorCore:
         *,
         rounds: int | None = 1,
         process_state: Callable[[Member], str] = lambda member: "",
+        new_round_id: Callable[[], int] = lambda: 1 + secrets.randbits(62),
     ) -> None:
+        self.senders: dict[int, str] = {}
+        """By rank, the name of the control connection that is this rank: that of the last worker that was admitted as
+        it. What is sent to a rank goes there."""
         self.host_names: Sequence[str] = ()
         """By rank, the user's names for the hosts; empty without a launcher."""
         self.lost_peers: dict[int, LostPeer] = {}
@@ -129,7 +143,13 @@ class CoordinatorCore:
         self._settings = settings
         self._rounds_left = rounds
         self._num_rounds = 0
+        self._num_admitted = itertools.count()
+        self._ranks: dict[str, int] = {}
+        """The ranks of the senders."""
+        self._new_round_id = new_round_id
         self._round: Round | None = None
+        self._round_id = 0
+        """Of the newest round, also when it is over; 0 before the first."""
         self._failed_round: Round | None = None
         """The newest round that is over and has lost a rank."""
         self._process_state = process_state
@@ -180,9 +200,13 @@ class CoordinatorCore:
             return _refusal(
                 f"there is no rank {rank} among the {self._size} of this job; check RONDE_RANK and RONDE_SIZE"
             )
+        if not _WORKER.fullmatch(request.worker):
+            return _refusal(f"{shorten(request.worker)!r} cannot be the identity of a process")
         former = self._connections.get(rank)
         if former is not None and former.attempt != request.detail:
             if former.is_open:
+                if self._is_member(rank) and self._has_left(request.worker):
+                    return Admission(AdmissionStatus.RETRY, reason=f"rank {rank} of the round before has not left it")
                 self._add_duplicate(rank)
                 return _refusal(f"another process already is rank {rank} of this job; give each its own RONDE_RANK")
             return Admission(AdmissionStatus.RETRY, reason="the round before is not over")
@@ -192,7 +216,18 @@ class CoordinatorCore:
             del self._connections[rank]
             self._reported_exits.pop(rank, None)
         self._pending_round.connected(rank)
-        return Admission(AdmissionStatus.ADMITTED, control_port)
+        sender = f"{request.worker}-{next(self._num_admitted)}"
+        self._ranks.pop(self.senders.get(rank, ""), None)
+        self._ranks[sender] = rank
+        self.senders[rank] = sender
+        return Admission(AdmissionStatus.ADMITTED, control_port, sender=sender)
+
+    def _has_left(self, worker: str) -> bool:
+        """Whether the worker has left the round under way: in the next one it may be another rank."""
+        round = self._round
+        if round is None:
+            return False
+        return any(each.worker == worker and each.rank not in round.present for each in round.members)
 
     def _add_duplicate(self, rank: int) -> None:
         logger.warning("a second process says that it is rank %d; it was refused", rank)
@@ -204,7 +239,7 @@ class CoordinatorCore:
     def handle(self, event: Event, now_ns: int) -> list[Send]:
         """Take an event; returns what to send at once."""
         if isinstance(event, MessageReceived):
-            return self._handle_message(event.rank, event.message, now_ns)
+            return self._handle_message(event, now_ns)
         if isinstance(event, MessagesLost):
             return self._handle_lost_messages(event, now_ns)
         if isinstance(event, RankConnected):
@@ -214,7 +249,7 @@ class CoordinatorCore:
                 self._connections[event.rank] = _Connection(event.connection, event.attempt)
         elif isinstance(event, RankDisconnected):
             connection = self._connections.get(event.rank)
-            if connection is not None and connection.id == event.connection:
+            if connection is not None and connection.name == event.connection:
                 connection.is_open = False
                 has_reason = event.end.reason is LeaveReason.MESSAGES_LOST  # the rank itself has given it
                 grace_ns = 0 if has_reason else self._exit_grace_ns
@@ -227,7 +262,13 @@ class CoordinatorCore:
             self._pending_round.exited(event.rank, event.how)
         return []
 
-    def _handle_message(self, rank: int, message: WorkerMessage, now_ns: int) -> list[Send]:
+    def _handle_message(self, event: MessageReceived, now_ns: int) -> list[Send]:
+        message, rank = event.message, self._ranks.get(event.sender)
+        if rank is None:  # of a worker that was never admitted, or that another one has replaced
+            logger.info("dropped %s of %s, which is no rank any more", type(message).__name__, event.sender)
+            return []
+        if event.round and event.round != self._round_id:
+            return self._handle_late_message(rank, message, now_ns)
         round = self._round if self._is_member(rank) else None
         if round is not None and round.handle(rank, message, now_ns):
             return []
@@ -248,17 +289,27 @@ class CoordinatorCore:
             logger.info("dropped %s of rank %d, which does not fit its state", type(message).__name__, rank)
         return []
 
+    def _handle_late_message(self, rank: int, message: WorkerMessage, now_ns: int) -> list[Send]:
+        """A message of an earlier round counts for nothing; its sender only must not wait in vain."""
+        if isinstance(message, RankHeartbeat):
+            return [Send((rank,), RankHeartbeatReply(message.sent_ns, now_ns))]
+        if isinstance(message, LeaveRound):
+            return [Send((rank,), LeaveConfirmed())]
+        logger.info("dropped %s of rank %d of an earlier round", type(message).__name__, rank)
+        return []
+
     def _handle_lost_messages(self, event: MessagesLost, now_ns: int) -> list[Send]:
         """A member whose messages were lost cannot go on: others may wait for what it has announced. A rank that joins
         sends its request again and again."""
-        if not self._is_member(event.rank):
+        rank = self._ranks.get(event.sender)
+        if rank is None or not self._is_member(rank):
             return []
         lost = format_count(event.num_lost, "message")
         end = MembershipEnd(
             LeaveReason.MESSAGES_LOST, f"its control connection to the coordinator broke, and {lost} to it got lost"
         )
-        self._reported_exits[event.rank] = (now_ns, end)
-        return [Send((event.rank,), EndRound(f"rank {event.rank} cannot go on: {end.description}"))]
+        self._reported_exits[rank] = (now_ns, end)
+        return [Send((rank,), EndRound(f"rank {rank} cannot go on: {end.description}"))]
 
     def _handle_join(self, rank: int, message: JoinRound, now_ns: int) -> list[Send]:
         if not 0 <= rank < self._size:
@@ -361,8 +412,10 @@ class CoordinatorCore:
 
     def _start_round(self, members: tuple[Member, ...], groups: tuple[tuple[int, ...], ...], now_ns: int) -> None:
         self.lost_peers.clear()
+        self._round_id = self._new_round_id()
         self._round = Round(
             self._num_rounds,
+            self._round_id,
             members,
             groups,
             now_ns,

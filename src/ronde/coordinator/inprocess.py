@@ -14,7 +14,8 @@ from collections.abc import Callable
 from ronde.coordinator.coordinator import CoordinatorCore, Event, MessageReceived, ProcessExited, RankConnected
 from ronde.coordinator.negotiation import Send
 from ronde.net.event_loop import EventLoop, Timer
-from ronde.net.messages import VERSION, CoordinatorMessage, JoinRound, RoundStarted, WorkerMessage
+from ronde.net.handshake import ConnectionRequest
+from ronde.net.messages import LIVENESS, VERSION, CoordinatorMessage, JoinRound, RoundStarted, WorkerMessage
 from ronde.settings import Settings
 from ronde.types import Member
 
@@ -25,11 +26,14 @@ class InProcessCoordinator:
     def __init__(self, members: tuple[Member, ...], groups: tuple[tuple[int, ...], ...], settings: Settings) -> None:
         self._lock = threading.RLock()  # reentrant: a reply may lead to the next message
         self._core = CoordinatorCore(len(members), settings)
-        self._clients = [InProcessControlClient(self, member.rank) for member in members]
+        self._clients: list[InProcessControlClient] = []
         for member in members:
-            self._core.handle(RankConnected(member.rank, member.rank, ""), 0)
+            request = ConnectionRequest(LIVENESS, member.rank, worker=member.worker or "inprocess")
+            sender = self._core.admit(request, 0).sender
+            self._clients.append(InProcessControlClient(self, sender))
+            self._core.handle(RankConnected(member.rank, sender, ""), 0)
             join = JoinRound(VERSION, len(members), member, groups)
-            self._core.handle(MessageReceived(member.rank, join), time.monotonic_ns())
+            self._core.handle(MessageReceived(sender, 0, join), time.monotonic_ns())
         self._deliver(self._core.advance(time.monotonic_ns()))
 
     def client(self, rank: int) -> InProcessControlClient:
@@ -63,9 +67,9 @@ class InProcessCoordinator:
 class InProcessControlClient:
     """The ControlConnection of a rank whose coordinator is in this process, in place of net.control.ControlClient."""
 
-    def __init__(self, coordinator: InProcessCoordinator, rank: int) -> None:
+    def __init__(self, coordinator: InProcessCoordinator, sender: str) -> None:
         self._coordinator = coordinator
-        self._rank = rank
+        self._sender = sender
         self._inbox: deque[CoordinatorMessage] = deque()
         self._loop: EventLoop | None = None
         self._on_message: Callable[[CoordinatorMessage], None] | None = None
@@ -80,7 +84,7 @@ class InProcessControlClient:
         self._schedule()
 
     def send(self, message: WorkerMessage) -> None:
-        self._coordinator.handle(MessageReceived(self._rank, message))
+        self._coordinator.handle(MessageReceived(self._sender, 0, message))
 
     def close(self) -> None:
         self._loop = None

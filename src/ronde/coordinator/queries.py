@@ -90,8 +90,10 @@ class RankQueries:
         state, why = self._rank_state(rank, starting)
         if state != "running":  # what it did last is no longer true
             known = RankActivity(rank=rank, state=state, steps=known.steps, held_up_s=held_up_s, holding_up=holding_up)
-        host, pid = self._host_and_pid(rank)
-        return msgspec.structs.replace(known, state=state, why=why, host=host, pid=pid)
+        member = self._find_member(rank)
+        return msgspec.structs.replace(
+            known, state=state, why=why, host=member.host, pid=member.pid, worker=member.worker
+        )
 
     # --- stacks ----------------------------------------------------------------------------------------------------
 
@@ -135,7 +137,7 @@ class RankQueries:
     def _rank_stacks(self, replies: Mapping[int, StackReply]) -> tuple[RankStack, ...]:
         stacks, starting = [], self._describe_start()
         for rank in range(self._size):
-            host, pid = self._host_and_pid(rank)
+            member = self._find_member(rank)
             line, stack, why = "", "", ""
             if rank in replies:
                 line, stack = replies[rank].line, replies[rank].stack
@@ -145,7 +147,7 @@ class RankQueries:
                     why = describe_silence(self._process_state(self._round.members[rank]))
                 elif state == "lost":
                     why = f"is lost: {why}"
-            stacks.append(RankStack(rank=rank, host=host, pid=pid, line=line, stack=stack, why=why))
+            stacks.append(RankStack(rank=rank, host=member.host, pid=member.pid, line=line, stack=stack, why=why))
         return tuple(stacks)
 
     # --- ranks -----------------------------------------------------------------------------------------------------
@@ -176,14 +178,10 @@ class RankQueries:
             return "left", "has left the round by shutdown()"
         return "starting", "has not called ronde.init() yet"
 
-    def _host_and_pid(self, rank: int) -> tuple[str, int]:
+    def _find_member(self, rank: int) -> Member:
         if rank in self._pending_round.joins:
-            member = self._pending_round.joins[rank].member
-        elif self._round is not None:
-            member = self._round.members[rank]
-        else:
-            return "", 0
-        return member.host, member.pid
+            return self._pending_round.joins[rank].member
+        return self._round.members[rank] if self._round is not None else Member(rank, "", 0, "")
 
 
 class TraceCollector:

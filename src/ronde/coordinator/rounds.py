@@ -304,6 +304,7 @@ class Round:
     def __init__(
         self,
         number: int,
+        id: int,
         members: tuple[Member, ...],
         groups: tuple[tuple[int, ...], ...],
         now_ns: int,
@@ -338,7 +339,7 @@ class Round:
         self._leave_grace_ns = int(min(LEAVE_GRACE_S, settings.shutdown_s) * 1e9)
         """The others learn this much later that a rank has left: they may still be finishing what it has finished."""
         self._leaving: dict[int, tuple[int, MembershipEnd]] = {}  # with due_ns
-        self._sends = [Send(tuple(self.present), RoundStarted(number, members))]
+        self._sends = [Send(tuple(self.present), RoundStarted(id, members))]
         self._started_ns = now_ns
         self._stall_ns = int(settings.stall_s * 1e9)
         self._stall_inspector = StallInspector(settings.stall_s, reply_timeout_s=STACK_REPLY_TIMEOUT_S)

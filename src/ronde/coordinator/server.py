@@ -7,13 +7,10 @@ no rank waits for it in vain: however it ends, every rank gets EndRound or sees 
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-
-import msgspec
 
 from ronde.coordinator.coordinator import (
     MAX_DETAIL_CHARS,
@@ -69,13 +66,12 @@ class CoordinatorServer:
         self._close_wait_s = settings.shutdown_s if rounds is not None else 0.0
         self._close_deadline: Deadline | None = None
         self._closed = False
-        self._connections: dict[int, tuple[int, Connection]] = {}
-        """The rank and the socket of every open liveness connection."""
-        self._ids_by_rank: dict[int, set[int]] = {}
+        self._connections: dict[str, tuple[int, Connection]] = {}
+        """The rank and the socket of every open liveness connection, by the name of the control connection with it."""
+        self._names_by_rank: dict[int, set[str]] = {}
         """The same connections by their rank."""
-        self._connection_ids = itertools.count()
-        self._admitted: dict[tuple[int, str], int] = {}
-        """By rank and attempt, the number of a process that was admitted and is about to have a liveness connection."""
+        self._admitted: dict[tuple[int, str], str] = {}
+        """By rank and attempt, the name of a worker that was admitted and is about to have a liveness connection."""
         self._advance_scheduled = False
         self._timer: Timer | None = None
         self.thread = LoopThread("ronde-coordinator")
@@ -215,41 +211,43 @@ class CoordinatorServer:
         for ranks, message in sends:
             if type(message) is StallReport:
                 stall_logger.warning("%s", message.report)
-            self._control.send_to_all(ranks, message)
+            senders = self._core.senders
+            self._control.send_to_all([senders[rank] for rank in ranks if rank in senders], message)
 
-    def _on_message(self, rank: int, message: WorkerMessage) -> None:
-        self._handle(MessageReceived(rank, message))
+    def _on_message(self, sender: str, round: int, message: WorkerMessage) -> None:
+        self._handle(MessageReceived(sender, round, message))
 
-    def _on_messages_lost(self, rank: int, num_lost: int) -> None:
-        self._handle(MessagesLost(rank, num_lost))
+    def _on_messages_lost(self, sender: str, num_lost: int) -> None:
+        self._handle(MessagesLost(sender, num_lost))
 
     # --- liveness connections --------------------------------------------------------------------------------------
 
     def _make_reply(self, request: ConnectionRequest) -> bytes:
-        for id in list(self._ids_by_rank.get(request.rank, ())):
-            while id in self._connections and is_closed(self._connections[id][1]):
-                self._on_readable(id)  # the loop has not come to it yet
+        for name in list(self._names_by_rank.get(request.rank, ())):
+            while name in self._connections and is_closed(self._connections[name][1]):
+                self._on_readable(name)  # the loop has not come to it yet
+        former = self._core.senders.get(request.rank, "")
         admission = self._core.admit(request, self._control.port)
         if admission.status is AdmissionStatus.ADMITTED:
-            id = self._admitted[request.rank, request.detail] = next(self._connection_ids)
-            admission = msgspec.structs.replace(admission, connection=id)
+            self._control.forget(former)
+            self._admitted[request.rank, request.detail] = admission.sender
         return encode(admission)
 
     def _on_connection(self, request: ConnectionRequest, connection: Connection) -> bool:
-        id = self._admitted.pop((request.rank, request.detail), None)
-        if id is None:  # it was refused, or has to retry
+        name = self._admitted.pop((request.rank, request.detail), None)
+        if name is None:  # it was refused, or has to retry
             connection.close()
             return True
         connection.setblocking(False)
-        self._connections[id] = (request.rank, connection)
-        self._ids_by_rank.setdefault(request.rank, set()).add(id)
-        self._loop.add_reader(connection.fileno(), functools.partial(self._on_readable, id))
-        self._handle(RankConnected(request.rank, id, request.detail))
+        self._connections[name] = (request.rank, connection)
+        self._names_by_rank.setdefault(request.rank, set()).add(name)
+        self._loop.add_reader(connection.fileno(), functools.partial(self._on_readable, name))
+        self._handle(RankConnected(request.rank, name, request.detail))
         return True
 
-    def _on_readable(self, id: int) -> None:
+    def _on_readable(self, name: str) -> None:
         """What can be read is the end of the connection, or the last message of a rank that lost control messages."""
-        rank, connection = self._connections[id]
+        rank, connection = self._connections[name]
         end = MembershipEnd(LeaveReason.PROCESS_GONE)
         try:
             data = connection.recv(4096)
@@ -264,11 +262,11 @@ class CoordinatorServer:
             unreachable = describe_disconnect(error.errno or 0)
             if unreachable:
                 end = MembershipEnd(LeaveReason.UNREACHABLE, unreachable)
-        del self._connections[id]
-        self._ids_by_rank[rank].discard(id)
+        del self._connections[name]
+        self._names_by_rank[rank].discard(name)
         self._loop.remove_reader(connection.fileno())
         connection.close()
-        self._handle(RankDisconnected(rank, id, end))
+        self._handle(RankDisconnected(rank, name, end))
 
 
 def _decode_leave(data: bytes) -> LeaveRound | None:

@@ -53,8 +53,9 @@ HANDSHAKE_FAILURES = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_
 ZAP_ADDRESS = "inproc://zeromq.zap.01"
 """Where ZeroMQ asks whether a client may connect (its RFC 27), inside one context."""
 CONNECTION_EVENTS = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED
-_ROUTING_ID = re.compile(rb"rank-(0|[1-9][0-9]{0,8})-(0|[1-9][0-9]{0,17})")
+_SENDER = re.compile(rb"[0-9a-z]{1,32}-[0-9]{1,18}")
 _SEQUENCE = struct.Struct("!Q")
+_FRAME = struct.Struct("!QQ")
 _MONITOR_EVENT = struct.Struct("=HI")
 
 logger = logging.getLogger("ronde.net")
@@ -73,7 +74,7 @@ class _ControlSocket:
         # No limits on the queues: a dropped message would be a hang elsewhere, and a peer that is stuck gets few.
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.RCVHWM, 0)
-        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + _SEQUENCE.size + CURVE_OVERHEAD_BYTES)
+        self._socket.set(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES + _FRAME.size + CURVE_OVERHEAD_BYTES)
         self._socket.set(zmq.HANDSHAKE_IVL, int(HANDSHAKE_S * 1000))
         self._helpers: list[zmq.Socket[bytes]] = []
         """Other sockets of this context, which the loop reads as well."""
@@ -127,22 +128,21 @@ class _ControlSocket:
 
 @dataclass(slots=True)
 class _KnownClient:
-    """The newest client of a rank."""
+    """What was exchanged with a client."""
 
-    routing_id: bytes
-    connection: int
     num_received: int = 0
     num_sent: int = 0
 
 
 class ControlServer(_ControlSocket):
-    """The coordinator's side. A client with a higher number than the former one of its rank replaces it."""
+    """The coordinator's side. It knows clients by the names that the coordinator gave them when it admitted them, which
+    are their ZeroMQ routing ids; which rank a client is, and whether it still is, the coordinator knows."""
 
     def __init__(self, host: str, key: JobKey, *, port: int = 0) -> None:
         super().__init__(zmq.ROUTER)
         self._client_public = z85.decode(key.client_public)
-        self._clients: dict[int, _KnownClient] = {}
-        """By rank."""
+        self._clients: dict[str, _KnownClient] = {}
+        """By name."""
         # ZeroMQ asks this socket about every client; as the loop answers, no thread is needed.
         self._zap_socket = self._context.socket(zmq.REP)
         self._zap_socket.set(zmq.LINGER, 0)
@@ -165,53 +165,53 @@ class ControlServer(_ControlSocket):
     def start_receiving(
         self,
         loop: EventLoop,
-        on_message: Callable[[int, WorkerMessage], None],
-        on_lost: Callable[[int, int], None] = lambda rank, num_lost: None,
+        on_message: Callable[[str, int, WorkerMessage], None],
+        on_lost: Callable[[str, int], None] = lambda sender, num_lost: None,
     ) -> None:
-        """Hand every message and the rank of its sender to on_message, and let clients connect. on_lost gets a rank and
-        how many of its messages were lost, before the next one is handed on."""
+        """Hand every message to on_message, with its sender's name and the id of the round that it was sent in. Let
+        clients connect. on_lost gets a name and how many messages were lost, before the next one is handed on."""
         decoder = WorkerMessageDecoder()
 
         def on_parts(parts: list[bytes]) -> None:
-            sender = _ROUTING_ID.fullmatch(parts[0])
-            if sender is None:
-                return self._refuse(f"control client {parts[0]!r}", "is not a rank")
-            rank, connection = int(sender[1]), int(sender[2])
-            client = self._clients.get(rank)
-            if client is None or connection > client.connection:
-                client = self._clients[rank] = _KnownClient(parts[0], connection)
-            elif connection < client.connection:  # a late message of a process that was replaced
-                self.num_refused += 1
-                return None
+            if not _SENDER.fullmatch(parts[0]):
+                return self._refuse(f"control client {parts[0]!r}", "is not a worker")
+            sender = parts[0].decode()
+            client = self._clients.get(sender)
+            if client is None:
+                client = self._clients[sender] = _KnownClient()
             try:
-                sequence, data = _split_frame(parts[1:])
+                sequence, round, data = _split_frame(parts[1:])
                 message = decoder.decode(data)
             except ProtocolError as error:  # it counts as lost
-                return self._refuse(f"control message from rank {rank}", str(error))
+                return self._refuse(f"control message from {sender}", str(error))
             num_lost, client.num_received = sequence - client.num_received, sequence + 1
             if num_lost:
-                on_lost(rank, num_lost)
-            on_message(rank, message)
+                on_lost(sender, num_lost)
+            on_message(sender, round, message)
 
         _add_zmq_reader(loop, self._zap_socket, self._answer_zap_requests)
         _add_zmq_reader(loop, self._zmq_monitor, self._count_handshake_failures)
         self._start_receiving(loop, on_parts)
 
-    def send(self, rank: int, message: CoordinatorMessage) -> None:
-        """Send a message without waiting. It is dropped if the rank has sent nothing yet, or is not connected."""
-        self.send_to_all((rank,), message)
+    def send(self, name: str, message: CoordinatorMessage) -> None:
+        """Send a message without waiting. It is dropped if the client has sent nothing yet, or is not connected."""
+        self.send_to_all((name,), message)
 
-    def send_to_all(self, ranks: Sequence[int], message: CoordinatorMessage) -> None:
-        """Send a message to these ranks. It is encoded once, and all share its memory."""
-        frame = zmq.Frame(encode(message, for_many=len(ranks) > 1), copy=True)
+    def send_to_all(self, names: Sequence[str], message: CoordinatorMessage) -> None:
+        """Send a message to these clients. It is encoded once, and all share its memory."""
+        frame = zmq.Frame(encode(message, for_many=len(names) > 1), copy=True)
         send, more = self._socket.send, zmq.NOBLOCK | zmq.SNDMORE
-        for rank in ranks:
-            client = self._clients.get(rank)
+        for name in names:
+            client = self._clients.get(name)
             if client is not None:
-                send(client.routing_id, more)
+                send(name.encode(), more)
                 send(_SEQUENCE.pack(client.num_sent), more)
                 send(frame, zmq.NOBLOCK, copy=False)
                 client.num_sent += 1
+
+    def forget(self, name: str) -> None:
+        """Another client has taken the place of this one."""
+        self._clients.pop(name, None)
 
     def _answer_zap_requests(self) -> None:
         while True:
@@ -235,14 +235,13 @@ class ControlServer(_ControlSocket):
 
 
 class ControlClient(_ControlSocket):
-    """A worker's side. `connection` is the number that the coordinator gave this process: it tells the messages of this
-    client from those of an earlier one of the same rank."""
+    """A worker's side. `name` is the one that the coordinator gave it with its admission."""
 
-    def __init__(
-        self, address: str, key: JobKey, rank: int, *, connection: int = 0, heartbeat_s: float = HEARTBEAT_S
-    ) -> None:
+    def __init__(self, address: str, key: JobKey, name: str, *, heartbeat_s: float = HEARTBEAT_S) -> None:
         host, port = resolve_host(*parse_address(address))[0]
         super().__init__(zmq.DEALER)
+        self.round = 0
+        """The id of the round that the worker is in, which every message carries; 0 before it knows of one."""
         self._num_received = self._num_sent = 0
         self._heartbeat_s = heartbeat_s
         """A broken connection that is not made again within this time is reported."""
@@ -250,7 +249,7 @@ class ControlClient(_ControlSocket):
         self._broken_timer: Timer | None = None
         self._zmq_monitor = self._socket.get_monitor_socket(CONNECTION_EVENTS)
         self._helpers.append(self._zmq_monitor)
-        self._socket.set(zmq.ROUTING_ID, b"rank-%d-%d" % (rank, connection))
+        self._socket.set(zmq.ROUTING_ID, name.encode())
         self._socket.set(zmq.CURVE_SERVERKEY, key.server_public)
         self._socket.set(zmq.CURVE_PUBLICKEY, key.client_public)
         self._socket.set(zmq.CURVE_SECRETKEY, key.client_secret)
@@ -291,7 +290,7 @@ class ControlClient(_ControlSocket):
 
     def send(self, message: WorkerMessage) -> None:
         """Send a message without waiting."""
-        self._socket.send(make_frame(self._num_sent, message), zmq.NOBLOCK)
+        self._socket.send(make_frame(self._num_sent, self.round, message), zmq.NOBLOCK)
         self._num_sent += 1
 
     def _watch_connection(self, loop: EventLoop, on_lost: Callable[[str], None]) -> None:
@@ -319,15 +318,16 @@ def _add_zmq_reader(loop: EventLoop, sock: zmq.Socket[bytes], callback: Callable
     loop.add_reader(sock.fileno(), callback, has_input=lambda: bool(int(sock.get(zmq.EVENTS)) & zmq.POLLIN))
 
 
-def make_frame(sequence: int, message: WorkerMessage) -> bytes:
-    """Return the bytes that a worker sends: how many messages it has sent before, and the message. The coordinator
-    sends the two as parts, because many ranks get the same message."""
-    return _SEQUENCE.pack(sequence) + encode(message)
+def make_frame(sequence: int, round: int, message: WorkerMessage) -> bytes:
+    """Return the bytes that a worker sends: how many messages it has sent before, the id of its round, and the message.
+    The coordinator sends number and message as parts, because many ranks get the same message. It needs no round: a
+    worker gets its messages in order, and RoundStarted comes before those of the round."""
+    return _FRAME.pack(sequence, round) + encode(message)
 
 
-def _split_frame(parts: list[bytes]) -> tuple[int, bytes]:
+def _split_frame(parts: list[bytes]) -> tuple[int, int, bytes]:
     if len(parts) != 1:
         raise ProtocolError(f"a message has one part, got {len(parts)}")
-    if len(parts[0]) < _SEQUENCE.size:
-        raise ProtocolError(f"a message has at least {_SEQUENCE.size} bytes, got {len(parts[0])}")
-    return _SEQUENCE.unpack_from(parts[0])[0], parts[0][_SEQUENCE.size :]
+    if len(parts[0]) < _FRAME.size:
+        raise ProtocolError(f"a message has at least {_FRAME.size} bytes, got {len(parts[0])}")
+    return *_FRAME.unpack_from(parts[0]), parts[0][_FRAME.size :]

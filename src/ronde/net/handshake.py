@@ -5,7 +5,8 @@
                                                       ←  CHALLENGE  magic, version, nonce
     PROOF   request, mac("client", nonces, request)   →
                                                       ←  RESULT     0, length, reply, mac("server", nonces, …)
-                                                         or 1 (wrong key), 2 (internal error), length 0; then it closes
+                                                         or 1 (wrong key), 2 (internal error), 3 (another round),
+                                                         length 0; then it closes
 
 - Nothing can be replayed: each side's proof covers the other side's fresh nonce.
 - Nothing can be reflected: the two proofs have different labels, and so have the two opening messages.
@@ -28,7 +29,7 @@ import msgspec
 from ronde.errors import ProtocolError
 from ronde.net.keys import JobKey
 
-VERSION = 2
+VERSION = 3
 NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_REQUEST_BYTES = 4096
@@ -39,10 +40,12 @@ _CHALLENGE = struct.Struct("!5sB32s")
 _RESULT = struct.Struct("!BI")
 _CLIENT_MAGIC = b"RONDc"
 _SERVER_MAGIC = b"RONDd"
-_ACCEPTED, _WRONG_KEY, _INTERNAL_ERROR = 0, 1, 2
+_ACCEPTED, _WRONG_KEY, _INTERNAL_ERROR, _OTHER_ROUND = 0, 1, 2, 3
 
 INTERNAL_ERROR = _RESULT.pack(_INTERNAL_ERROR, 0)
 """The result sent to a client that has proved the key when the server cannot go on."""
+OTHER_ROUND = _RESULT.pack(_OTHER_ROUND, 0)
+"""The result sent to a client that has proved the key and is not a member of the server's round."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,10 @@ class ConnectionRequest:
     purpose: str
     rank: int
     detail: str = ""
+    worker: str = ""
+    """The identity of its process."""
+    round: int = 0
+    """The id of the round for which it connects; 0 if it is in none."""
 
 
 class HandshakeFailed(ProtocolError):
@@ -167,6 +174,8 @@ class ClientHandshake(_HandshakeSide):
                 "it refused the job's key; give all ranks the same RONDE_KEY, "
                 "and check that no other job has that address"
             )
+        if result == _OTHER_ROUND:
+            raise HandshakeFailed("what listens there is in another round of the job; the round of this rank is over")
         if result != _ACCEPTED or num_reply_bytes > MAX_REPLY_BYTES:
             raise HandshakeFailed("it could not answer; the log of the other side says why")
         self._expect(num_reply_bytes + MAC_BYTES, self._handle_reply)

@@ -20,10 +20,17 @@ from ronde.errors import StartFailed
 from ronde.net.addresses import address_family, format_address, listen_error, resolve_host
 from ronde.net.connect import HEARTBEAT_S, close_in_children, configure_socket, peer_credentials, peer_uid
 from ronde.net.event_loop import EventLoop, LoopThread, Timer
-from ronde.net.handshake import INTERNAL_ERROR, NONCE_BYTES, ConnectionRequest, HandshakeFailed, ServerHandshake
+from ronde.net.handshake import (
+    INTERNAL_ERROR,
+    NONCE_BYTES,
+    OTHER_ROUND,
+    ConnectionRequest,
+    HandshakeFailed,
+    ServerHandshake,
+)
 from ronde.net.keys import JobKey
 from ronde.net.open_files import is_open_files_error, make_open_files_error
-from ronde.types import Deadline
+from ronde.types import Deadline, Topology
 
 __all__ = ["ConnectionRequest", "Listener"]
 
@@ -70,7 +77,10 @@ class Listener:
         self._make_reply = make_reply or (lambda request: b"")
         self._on_connection = on_connection or (lambda request, sock: False)
         self._heartbeat_s = heartbeat_s
-        self._condition = threading.Condition()  # guards the next four, which accept() waits for
+        self._condition = threading.Condition()  # guards the next six, which accept() waits for
+        self._topology: Topology | None = None
+        self._early: list[tuple[ConnectionRequest, socket.socket]] = []
+        """Connections for a round that came before start_round()."""
         self._accepted: dict[tuple[str, int], deque[socket.socket]] = {}
         self._served: dict[str, Callable[[int, socket.socket], None]] = {}
         self._failed_ranks: dict[int, Exception] = {}
@@ -92,6 +102,19 @@ class Listener:
         self._start_accepting()
         if self._thread is not None:
             self._thread.start()
+
+    def start_round(self, topology: Topology) -> None:
+        """From now on this listener is that of a member of this round: only the processes that are its members can
+        connect, and only for this round. Others are refused, also those that have connected before.
+        To be called before serve()."""
+        with self._condition:
+            self._topology = topology
+            early, self._early = self._early, []
+        for request, sock in early:
+            if self._is_expected(request):
+                self._keep(request, sock)
+            else:
+                sock.close()
 
     def accept(self, purpose: str, rank: int, deadline: Deadline) -> socket.socket:
         """Return the next socket of this rank for this purpose. For any thread but the loop's."""
@@ -173,6 +196,8 @@ class Listener:
             for accepted in self._accepted.values():
                 _close_all(accepted)
             self._accepted.clear()
+            _close_all(sock for _, sock in self._early)
+            self._early.clear()
             self._condition.notify_all()
 
     def _set_shortage(self, problem: StartFailed | None) -> None:
@@ -281,7 +306,17 @@ class Listener:
                 self._loop.remove_writer(pending.sock.fileno())
                 self._loop.add_reader(pending.sock.fileno(), advance)
 
+    def _is_expected(self, request: ConnectionRequest) -> bool:
+        """Whether the process may connect: as a member of this listener's round, or because nobody knows better yet."""
+        topology = self._topology
+        if topology is None:
+            return True
+        is_member = 0 <= request.rank < topology.size and topology.members[request.rank].worker == request.worker
+        return is_member and request.round == topology.round
+
     def _call_make_reply(self, request: ConnectionRequest) -> bytes:
+        if not self._is_expected(request):
+            raise HandshakeFailed(f"is rank {request.rank} of another round of this job", reply=OTHER_ROUND)
         try:
             return self._make_reply(request)
         except Exception:  # a mistake of the listener's owner concerns this peer only
@@ -299,6 +334,14 @@ class Listener:
             logger.exception("%s of rank %d could not be accepted", request.purpose, request.rank)
             sock.close()
             return
+        with self._condition:
+            if self._topology is None and request.round and not self._closed_reason:
+                self._early.append((request, sock))
+                return
+        self._keep(request, sock)
+
+    def _keep(self, request: ConnectionRequest, sock: socket.socket) -> None:
+        """Hand a connection to whoever waits for it, or will."""
         with self._condition:
             if self._closed_reason or request.rank in self._failed_ranks:
                 sock.close()

@@ -21,7 +21,7 @@ from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
 from ronde.types import Member
 
-VERSION = 5
+VERSION = 6
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 MAX_INTERNED_BYTES = 4 * 1024 * 1024
 """Encoded announcements that a WorkerMessageDecoder remembers."""
@@ -204,6 +204,7 @@ class RoundStarted(CoordinatorMessage, frozen=True):
     """All ranks have joined. The groups of JoinRound have the ids 1, 2, …; group 0 is the world."""
 
     round: int
+    """Its id, which no other round of the job has."""
     members: tuple[Member, ...]
 
 
@@ -351,8 +352,9 @@ class Admission(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     """Where the coordinator's control server listens, if the rank is admitted."""
     reason: str = ""
     """Why the rank is not admitted, as text for the user."""
-    connection: int = 0
-    """The number of an admitted process, higher than all before."""
+    sender: str = ""
+    """The name of its control connection, if the rank is admitted: the identity of the worker and a number. No other
+    connection of the job has it."""
 
 
 _T = TypeVar("_T")

@@ -67,6 +67,8 @@ class RankActivity(msgspec.Struct, frozen=True, kw_only=True):
     """More about the state, such as how a rank was lost."""
     host: str = ""
     pid: int = 0
+    worker: str = ""
+    """The identity of its process; ranks may go to other processes in the next round."""
     steps: int = 0
     """As marked by ronde.mark_step(), which optimizers call."""
     steps_per_s: float | None = None

@@ -27,6 +27,8 @@ class Started(Event, frozen=True, kw_only=True):
     size: int
     host: str
     pid: int
+    worker: str = ""
+    """The identity of the process, which stays the same when its rank changes from round to round."""
     backend: str = ""
 
     def words(self) -> str:

@@ -292,7 +292,7 @@ def test_half_open_handshakes_and_a_backlog_of_messages_delay_nobody() -> None:
     with ExitStack() as stack:
         server = PolledServer("127.0.0.1", key)
         stack.callback(server.close)
-        client = ControlClient(f"127.0.0.1:{server.port}", key, 0)
+        client = ControlClient(f"127.0.0.1:{server.port}", key, "worker0-0")
         stack.callback(client.close)
         loop, recorder = EventLoop(), Recorder(0)
         listener = Listener(key, unix=True, tcp_host=None, loop=loop)
@@ -319,8 +319,8 @@ def test_half_open_handshakes_and_a_backlog_of_messages_delay_nobody() -> None:
             peer.sendall(b"RON")
         assert server.poll(PATIENCE_S)  # its first heartbeat: it is connected
         for message in BACKLOG:
-            server.send(0, message)
-        server.send(0, messages.StackRequest(7))
+            server.send("worker0-0", message)
+        server.send("worker0-0", messages.StackRequest(7))
         deadline = Deadline(PATIENCE_S)
         replies: list[messages.WorkerMessage] = []
         while not replies and not deadline.expired:

@@ -185,7 +185,7 @@ def test_a_wrong_key_in_the_whole_range_is_reported_even_if_its_coordinator_has_
     taken_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("ronde.comm.joining.FIRST_CONNECT_TIMEOUT_S", 2.0)
-    other = host_coordinator(make(0, port_range(taken_port)), JobKey(new_job_key()))
+    other = host_coordinator(make(0, port_range(taken_port)), JobKey(new_job_key()), Deadline(0))
     errors: list[str] = []
 
     def search() -> None:
@@ -204,7 +204,7 @@ def test_a_wrong_key_in_the_whole_range_is_reported_even_if_its_coordinator_has_
 
 def test_a_range_without_a_free_port_or_of_an_unknown_host_is_reported_at_once(taken_port: int) -> None:
     with pytest.raises(StartFailed, match="cannot listen on"):
-        host_coordinator(make(0, f"127.0.0.1:{taken_port}-{taken_port}"), JobKey(KEY))
+        host_coordinator(make(0, f"127.0.0.1:{taken_port}-{taken_port}"), JobKey(KEY), Deadline(0))
     deadline = Deadline(30)
     with pytest.raises(StartFailed, match="unknown"):
         join_round(make(1, "no-such-host.invalid:7-9", start_s=30.0), (), 0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from ronde.coordinator.coordinator import (
@@ -58,29 +60,37 @@ class Script:
         self.size = size
         self.now_ns = 1000 * S
         self.core = CoordinatorCore(
-            size, Settings.load(settings, environ={}), rounds=rounds, process_state=lambda member: state
+            size,
+            Settings.load(settings, environ={}),
+            rounds=rounds,
+            process_state=lambda member: state,
+            new_round_id=itertools.count(500).__next__,
         )
         self.sent: dict[int, list[CoordinatorMessage]] = {rank: [] for rank in range(size)}
-        self._num_connections = 0
+        self.sent_to: dict[str, list[CoordinatorMessage]] = {}
+        """The same by control connection."""
 
-    def admit(self, rank: int, attempt: str = "first", purpose: str = LIVENESS) -> AdmissionStatus:
-        return self.core.admit(ConnectionRequest(purpose, rank, attempt), PORT).status
+    def admit(self, rank: int, attempt: str = "first", purpose: str = LIVENESS, *, worker: str = "") -> AdmissionStatus:
+        return self.core.admit(ConnectionRequest(purpose, rank, attempt, worker or f"worker{rank}"), PORT).status
 
-    def connect(self, rank: int, attempt: str = "first") -> int:
-        """Be admitted and connected; returns the number of the connection."""
-        assert self.admit(rank, attempt) is AdmissionStatus.ADMITTED
-        self._num_connections += 1
-        self.core.handle(RankConnected(rank, self._num_connections, attempt), self.now_ns)
-        return self._num_connections
+    def connect(self, rank: int, attempt: str = "first", *, worker: str = "") -> str:
+        """Be admitted and connected; returns the name of the connection."""
+        assert self.admit(rank, attempt, worker=worker) is AdmissionStatus.ADMITTED
+        name = self.core.senders[rank]
+        self.core.handle(RankConnected(rank, name, attempt), self.now_ns)
+        return name
 
-    def disconnect(self, rank: int, connection: int) -> None:
+    def disconnect(self, rank: int, connection: str) -> None:
         self.core.handle(RankDisconnected(rank, connection, GONE), self.now_ns)
 
-    def send(self, rank: int, message: WorkerMessage) -> None:
-        self._deliver(self.core.handle(MessageReceived(rank, message), self.now_ns))
+    def send(self, rank: int, message: WorkerMessage, *, sender: str = "", round: int = 0) -> None:
+        """A message of the worker that is this rank now, or of another one."""
+        sender = sender or self.core.senders.get(rank, "nobody-0")
+        self._deliver(self.core.handle(MessageReceived(sender, round, message), self.now_ns))
 
-    def join(self, rank: int) -> None:
-        self.send(rank, JoinRound(VERSION, self.size, Member(rank, "here", 100 + rank, "")))
+    def join(self, rank: int, *, sender: str = "", worker: str = "") -> None:
+        member = Member(rank, "here", 100 + rank, "", worker=worker or f"worker{rank}")
+        self.send(rank, JoinRound(VERSION, self.size, member), sender=sender)
 
     def advance(self, seconds: float = 0.0) -> None:
         """Time goes by; the core is called when it says so, and at the end."""
@@ -91,7 +101,7 @@ class Script:
         self.now_ns = end_ns
         self._deliver(self.core.advance(self.now_ns))
 
-    def start(self, attempt: str = "first") -> list[int]:
+    def start(self, attempt: str = "first") -> list[str]:
         """A round with all ranks; returns their connections."""
         connections = [self.connect(rank, attempt) for rank in range(self.size)]
         for rank in range(self.size):
@@ -114,6 +124,7 @@ class Script:
         for ranks, message in sends:
             for rank in ranks:
                 self.sent[rank].append(message)
+                self.sent_to.setdefault(self.core.senders[rank], []).append(message)
 
 
 # --- admission -------------------------------------------------------------------------------------------------------
@@ -127,10 +138,10 @@ def test_a_rank_that_joins_before_its_connection_is_there_is_waited_for_and_can_
         script.join(rank)
     script.advance(1)
     assert script.sent == {0: [], 1: []}, "the round started although the death of rank 1 would go unnoticed"
-    script.core.handle(RankConnected(1, 77, "first"), script.now_ns)
+    script.core.handle(RankConnected(1, script.core.senders[1], "first"), script.now_ns)
     script.advance()
     assert all(isinstance(script.sent[rank].pop(), RoundStarted) for rank in (0, 1))
-    script.disconnect(1, 77)
+    script.disconnect(1, script.core.senders[1])
     script.advance(1)
     assert script.sent[0] == [RankLost(1, "its process is gone")]
 
@@ -202,13 +213,116 @@ def test_after_a_refusal_the_former_connection_does_not_prevent_another_attempt(
     assert script.admit(0, "again") is AdmissionStatus.ADMITTED
 
 
+# --- workers and ranks -----------------------------------------------------------------------------------------------
+
+
+def replaced_rank_1() -> tuple[Script, str, str]:
+    """Rank 1 of the first round is gone, and another process was admitted as rank 1 of the next; the names of both."""
+    script = Script(2, rounds=None)
+    former = script.start()[1]
+    script.disconnect(1, former)
+    script.advance(1)
+    script.leave(0)
+    latter = script.connect(1, "second", worker="newcomer")
+    script.sent[0].clear()
+    return script, former, latter
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        JoinRound(VERSION, 2, Member(1, "here", 101, "", worker="worker1")),
+        LeaveRound(LeaveReason.FAILED, "it is late"),
+        announce("late"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_late_message_of_the_former_rank_1_is_not_taken_for_one_of_the_new_rank_1(late: WorkerMessage) -> None:
+    script, former, latter = replaced_rank_1()
+    script.send(1, late, sender=former)
+    script.connect(0, "second")
+    script.join(0)
+    script.advance()
+    assert script.sent == {0: [], 1: []}, "it was taken for the new rank 1, which has not sent anything"
+    script.join(1, worker="newcomer")
+    script.send(1, late, sender=former)
+    script.advance()
+    (started,) = script.sent[0]
+    assert isinstance(started, RoundStarted)
+    assert [member.worker for member in started.members] == ["worker0", "newcomer"]
+    assert script.sent_to[latter] == [started] and started not in script.sent_to[former]
+
+
+def test_a_late_message_of_the_former_rank_1_does_nothing_in_the_round_of_the_new_one() -> None:
+    script, former, _ = replaced_rank_1()
+    script.connect(0, "second")
+    script.join(0)
+    script.join(1, worker="newcomer")
+    script.advance()
+    for rank in (0, 1):
+        script.sent[rank].clear()
+    script.send(0, announce("w"))
+    script.send(1, announce("w"), sender=former)
+    script.send(1, LeaveRound(LeaveReason.FAILED), sender=former)
+    script.core.handle(MessagesLost(former, 3), script.now_ns)
+    script.disconnect(1, former)
+    script.advance(1)
+    assert script.sent == {0: [], 1: []}
+    assert script.states() == [("running", "")] * 2
+
+
+def test_a_message_of_an_earlier_round_counts_for_nothing_in_a_later_one_of_the_same_worker() -> None:
+    script = Script(1, rounds=None)
+    script.connect(0)
+    script.join(0)
+    script.advance()
+    first = script.sent[0].pop()
+    script.leave(0)
+    script.connect(0, "again")
+    script.join(0)
+    script.advance()
+    second = script.sent[0].pop()
+    assert isinstance(first, RoundStarted) and isinstance(second, RoundStarted) and first.round != second.round
+    script.send(0, announce("w"), round=first.round)
+    script.send(0, RankHeartbeat(7), round=first.round)
+    script.send(0, LeaveRound(LeaveReason.FAILED), round=first.round)
+    script.advance()
+    assert script.sent[0] == [RankHeartbeatReply(7, script.now_ns), LeaveConfirmed()], "only that nobody waits in vain"
+    assert script.states() == [("running", "")]
+    script.send(0, announce("w"), round=second.round)
+    script.advance()
+    assert [type(message).__name__ for message in script.sent[0]][2:] == ["RunOperations"]
+
+
+def test_workers_that_change_their_ranks_wait_for_those_who_had_them() -> None:
+    script = Script(2, rounds=None)
+    script.start()
+    script.leave(0)
+    assert script.admit(1, "second", worker="worker0") is AdmissionStatus.RETRY, "worker1 is rank 1, and about to leave"
+    assert script.admit(1, "other", worker="stranger") is AdmissionStatus.REFUSED
+    script.leave(1)
+    for rank in (0, 1):
+        script.connect(rank, "second", worker=f"worker{1 - rank}")
+        script.join(rank, worker=f"worker{1 - rank}")
+    script.advance()
+    (started,) = script.sent[0]
+    assert isinstance(started, RoundStarted) and script.sent[1] == [started]
+    assert [member.worker for member in started.members] == ["worker1", "worker0"]
+
+
+@pytest.mark.parametrize("worker", ["", "x" * 33, "a-1", "a\n", "A"])
+def test_a_process_without_a_proper_identity_is_refused(worker: str) -> None:
+    request = ConnectionRequest(LIVENESS, 0, "first", worker)
+    assert Script(1).core.admit(request, PORT).status is AdmissionStatus.REFUSED
+
+
 # --- messages that get lost ------------------------------------------------------------------------------------------
 
 
 def test_a_member_whose_messages_got_lost_is_lost_and_told_why() -> None:
     script = Script(3, rounds=None)
     script.start()
-    script._deliver(script.core.handle(MessagesLost(1, 2), script.now_ns))
+    script._deliver(script.core.handle(MessagesLost(script.core.senders[1], 2), script.now_ns))
     script.advance()
     why = "its control connection to the coordinator broke, and 2 messages to it got lost"
     assert script.sent == {0: [RankLost(1, why)], 1: [EndRound(f"rank 1 cannot go on: {why}")], 2: [RankLost(1, why)]}
@@ -219,7 +333,7 @@ def test_lost_messages_of_a_rank_that_joins_change_nothing() -> None:
     script = Script(2)
     for rank in (0, 1):
         script.connect(rank)
-        script.core.handle(MessagesLost(rank, 1), script.now_ns)
+        script.core.handle(MessagesLost(script.core.senders[rank], 1), script.now_ns)
         script.join(rank)
     script.advance()
     assert all(isinstance(script.sent[rank].pop(), RoundStarted) for rank in (0, 1))
@@ -309,7 +423,7 @@ def test_who_comes_early_to_the_next_round_waits_until_the_others_have_left_this
     script.join(1)
     script.advance()
     [started] = script.sent[0]
-    assert isinstance(started, RoundStarted) and started.round == 1
+    assert isinstance(started, RoundStarted) and started.round == 501
 
 
 @pytest.mark.parametrize("names", [(), ("a", "b")], ids=["no launcher", "a launcher"])
@@ -329,6 +443,7 @@ def test_a_stall_names_the_host_as_the_launcher_does(names: tuple[str, ...]) -> 
 
 def test_a_heartbeat_is_answered_with_the_clock() -> None:
     script = Script(1)
+    script.connect(0)
     script.send(0, RankHeartbeat(42))
     assert script.sent[0] == [RankHeartbeatReply(42, script.now_ns)]
 

@@ -254,6 +254,7 @@ def make_round(
     """A round whose members know that it has started."""
     members = tuple(Member(rank, "here", 100 + rank, "") for rank in range(size))
     made = Round(
+        3,
         7,
         members,
         groups,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import subprocess
 import threading
 import time
@@ -63,10 +64,11 @@ class Rank:
 
     def __init__(self, coordinator: CoordinatorServer, rank: int) -> None:
         self.rank = rank
-        self.line, control, connection = find_coordinator(
-            coordinator.address, KEY, rank, round=0, deadline=Deadline(PATIENCE_S), heartbeat_s=10.0
+        self.worker = secrets.token_hex(8)
+        self.line, control, name = find_coordinator(
+            coordinator.address, KEY, rank, worker=self.worker, deadline=Deadline(PATIENCE_S), heartbeat_s=10.0
         )
-        self.control = PolledClient(control, KEY, rank, connection=connection)
+        self.control = PolledClient(control, KEY, name)
         self._received: list[CoordinatorMessage] = []
 
     def send(self, message: WorkerMessage) -> None:
@@ -74,7 +76,8 @@ class Rank:
 
     def join(self, size: int, *, pid: int = 0) -> None:
         """Ask to be in the round, as this process or another."""
-        member = Member(self.rank, host_identity(), pid or os.getpid(), "", pid_namespace=pid_namespace())
+        pid, namespace = pid or os.getpid(), pid_namespace()
+        member = Member(self.rank, host_identity(), pid, "", pid_namespace=namespace, worker=self.worker)
         self.send(JoinRound(VERSION, size, member))
 
     def receive(self, kind: type[T]) -> T:
@@ -173,7 +176,9 @@ def test_a_process_that_replaces_one_that_died_while_it_joined_is_no_second_proc
     ranks = [job.connect(0), job.connect(1)]  # rank 1 has to retry until the coordinator has done with the former one
     for rank in ranks:
         rank.join(2)
-    assert [rank.receive(RoundStarted).round for rank in ranks] == [0, 0]
+    started = [rank.receive(RoundStarted) for rank in ranks]
+    assert started[0] == started[1]
+    assert [member.worker for member in started[0].members] == [rank.worker for rank in ranks]
     assert "a second process" not in caplog.text
 
 
@@ -224,7 +229,7 @@ def test_the_last_message_of_a_rank_that_lost_control_messages_is_told_to_all(jo
 
 def test_a_control_message_that_nobody_can_read_counts_as_lost(job: Job) -> None:
     ranks = job.gather(2)
-    ranks[1].control._socket.send(make_frame(1, RankHeartbeat(0))[:-1])
+    ranks[1].control._socket.send(make_frame(1, 0, RankHeartbeat(0))[:-1])
     ranks[1].control._num_sent += 1
     ranks[1].send(RankHeartbeat(1))
     lost = "its control connection to the coordinator broke, and 1 message to it got lost"
@@ -268,7 +273,7 @@ def test_who_comes_early_where_rank_0_hosts_calls_until_the_next_coordinator_is_
     first, second = job.gather(2, shutdown_s=PATIENCE_S)
     second.leave()
     with pytest.raises(StartFailed, match=r"rank 1 was not let in within 2 s: the round before is not over"):
-        find_coordinator(job.coordinator.address, KEY, 1, round=1, deadline=Deadline(2.0), heartbeat_s=10.0)
+        find_coordinator(job.coordinator.address, KEY, 1, deadline=Deadline(2.0), heartbeat_s=10.0)
     first.leave()
 
 

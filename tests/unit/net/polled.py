@@ -14,15 +14,19 @@ from ronde.net.messages import CoordinatorMessage, WorkerMessage
 class PolledServer(ControlServer):
     def __init__(self, host: str, key: JobKey, *, port: int = 0) -> None:
         self.loop = EventLoop()
-        self._messages: list[tuple[int, WorkerMessage]] = []
+        self._messages: list[tuple[str, WorkerMessage]] = []
         super().__init__(host, key, port=port)
-        self.num_lost: dict[int, int] = {}
-        """By rank, how many of its messages were lost."""
-        self.start_receiving(
-            self.loop, lambda rank, message: self._messages.append((rank, message)), self.num_lost.__setitem__
-        )
+        self.num_lost: dict[str, int] = {}
+        """By sender, how many of its messages were lost."""
+        self.rounds: list[int] = []
+        """Those that the messages were sent in."""
+        self.start_receiving(self.loop, self._add, self.num_lost.__setitem__)
 
-    def poll(self, timeout_s: float) -> list[tuple[int, WorkerMessage]]:
+    def _add(self, sender: str, round: int, message: WorkerMessage) -> None:
+        self._messages.append((sender, message))
+        self.rounds.append(round)
+
+    def poll(self, timeout_s: float) -> list[tuple[str, WorkerMessage]]:
         """Return what has come, oldest first; waits for a message or a refusal, at most timeout_s."""
         before = self.num_refused
         run_for(self.loop, timeout_s, lambda: bool(self._messages) or self.num_refused != before)
@@ -35,10 +39,8 @@ class PolledServer(ControlServer):
 
 
 class PolledClient(ControlClient):
-    def __init__(
-        self, address: str, key: JobKey, rank: int, *, connection: int = 0, heartbeat_s: float = HEARTBEAT_S
-    ) -> None:
-        super().__init__(address, key, rank, connection=connection, heartbeat_s=heartbeat_s)
+    def __init__(self, address: str, key: JobKey, name: str = "worker0-0", *, heartbeat_s: float = HEARTBEAT_S) -> None:
+        super().__init__(address, key, name, heartbeat_s=heartbeat_s)
         self.loop = EventLoop()
         self.problems: list[str] = []
         """Why messages were lost."""

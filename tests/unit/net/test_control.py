@@ -55,11 +55,11 @@ def connect(server: PolledServer, key: JobKey) -> Iterator[Connect]:
     """Makes clients that the server knows."""
     clients: list[PolledClient] = []
 
-    def make(rank: int) -> PolledClient:
-        client = PolledClient(f"{LOCAL}:{server.port}", key, rank, connection=len(clients))
+    def make(number: int) -> PolledClient:
+        client = PolledClient(f"{LOCAL}:{server.port}", key, f"worker{number}-0")
         clients.append(client)
         client.send(RankHeartbeat(-1))
-        assert heard(server) == [(rank, RankHeartbeat(-1))]
+        assert heard(server) == [(f"worker{number}-0", RankHeartbeat(-1))]
         return client
 
     yield make
@@ -73,9 +73,9 @@ def honest(connect: Connect) -> PolledClient:
     return connect(0)
 
 
-def heard(server: PolledServer, num: int = 1) -> list[tuple[int, WorkerMessage]]:
+def heard(server: PolledServer, num: int = 1) -> list[tuple[str, WorkerMessage]]:
     """What workers say, until it is so many messages."""
-    found: list[tuple[int, WorkerMessage]] = []
+    found: list[tuple[str, WorkerMessage]] = []
     deadline = Deadline(PATIENCE_S)
     while len(found) < num and not deadline.expired:
         found += server.poll(deadline.remaining_s)
@@ -94,8 +94,8 @@ def told(client: PolledClient, num: int = 1) -> list[CoordinatorMessage]:
 def still_talk(server: PolledServer, honest: PolledClient) -> None:
     """Rank 0 is still the one it was, and nobody else is heard."""
     honest.send(RankHeartbeat(77))
-    assert heard(server) == [(0, RankHeartbeat(77))]
-    server.send(0, RankHeartbeatReply(77, 1))
+    assert heard(server) == [("worker0-0", RankHeartbeat(77))]
+    server.send("worker0-0", RankHeartbeatReply(77, 1))
     assert told(honest) == [RankHeartbeatReply(77, 1)]
 
 
@@ -103,10 +103,10 @@ def test_messages_go_both_ways_to_whom_they_are_meant_for(server: PolledServer, 
     clients = [connect(rank) for rank in range(3)]
     for rank, client in enumerate(clients):
         client.send(LeaveRound(LeaveReason.SHUTDOWN, str(rank)))
-    expected = [(rank, LeaveRound(LeaveReason.SHUTDOWN, str(rank))) for rank in range(3)]
+    expected = [(f"worker{rank}-0", LeaveRound(LeaveReason.SHUTDOWN, str(rank))) for rank in range(3)]
     assert sorted(heard(server, 3), key=lambda pair: pair[0]) == expected
     for rank in range(3):
-        server.send(rank, MissingRanks(0, "w", (rank,)))
+        server.send(f"worker{rank}-0", MissingRanks(0, "w", (rank,)))
     assert [told(client) for client in clients] == [[MissingRanks(0, "w", (rank,))] for rank in range(3)]
 
 
@@ -118,9 +118,9 @@ def test_a_message_for_all_arrives_at_each_and_a_rank_that_is_gone_does_not_matt
         client.send(RankHeartbeat(0))
     heard(server, 3)
     for message in (RankLost(7, "killed"), RankLost(8, "x" * 1_000_000)):
-        server.send_to_all((0, 9, 2), message)
+        server.send_to_all(("worker0-0", "worker9-0", "worker2-0"), message)
         assert [told(clients[rank]) for rank in (0, 2)] == [[message]] * 2
-    server.send(1, LeaveConfirmed())
+    server.send("worker1-0", LeaveConfirmed())
     assert told(clients[1]) == [LeaveConfirmed()]
 
 
@@ -129,9 +129,12 @@ def test_many_messages_and_a_large_one_arrive_all_and_in_order(server: PolledSer
         honest.send(RankHeartbeat(number))
     large = TraceBatch(events=(bytes(8 * 1024 * 1024),) * 2)
     honest.send(large)
-    assert heard(server, 5001) == [*((0, RankHeartbeat(number)) for number in range(5000)), (0, large)]
+    assert heard(server, 5001) == [
+        *(("worker0-0", RankHeartbeat(number)) for number in range(5000)),
+        ("worker0-0", large),
+    ]
     for number in range(5000):
-        server.send(0, RankHeartbeatReply(number, 0))
+        server.send("worker0-0", RankHeartbeatReply(number, 0))
     assert told(honest, 5000) == [RankHeartbeatReply(number, 0) for number in range(5000)]
 
 
@@ -140,15 +143,15 @@ def test_the_largest_message_arrives_and_a_larger_one_is_refused(key: JobKey, mo
     monkeypatch.setattr(control, "MAX_MESSAGE_BYTES", 1000)
     monkeypatch.setattr("ronde.net.messages.MAX_MESSAGE_BYTES", 1000)
     server = PolledServer(LOCAL, key)
-    client = PolledClient(f"{LOCAL}:{server.port}", key, 0)
+    client = PolledClient(f"{LOCAL}:{server.port}", key)
     rest = len(encode(LeaveRound(LeaveReason.SHUTDOWN, "x" * 300))) - 300
     largest = LeaveRound(LeaveReason.SHUTDOWN, "x" * (1000 - rest))
     client.send(largest)
-    assert heard(server) == [(0, largest)]
-    for send in (client.send, lambda message: server.send(0, message)):
+    assert heard(server) == [("worker0-0", largest)]
+    for send in (client.send, lambda message: server.send("worker0-0", message)):
         with pytest.raises(ProtocolError, match="at most 1000"):
             send(LeaveRound(LeaveReason.SHUTDOWN, "x" * (1001 - rest)))
-    cheat = RawClient(server.port, key=key, routing_id=b"rank-5-0")
+    cheat = RawClient(server.port, key=key, routing_id=b"worker5-0")
     cheat.socket.send(bytes(100_000))
     cheat.wait_until_refused(server)
     still_talk(server, client)
@@ -156,18 +159,22 @@ def test_the_largest_message_arrives_and_a_larger_one_is_refused(key: JobKey, mo
         end.close()
 
 
-def test_a_rank_that_comes_again_replaces_it(server: PolledServer, connect: Connect) -> None:
-    former, latter = connect(4), connect(4)
-    server.send(4, MissingRanks(0, "w", (1,)))
+def test_workers_of_one_rank_are_told_apart_and_one_that_was_replaced_gets_nothing_more(
+    server: PolledServer, connect: Connect
+) -> None:
+    former, latter = connect(4), connect(5)
+    server.forget("worker4-0")
+    server.send("worker4-0", LeaveConfirmed())
+    server.send("worker5-0", MissingRanks(0, "w", (1,)))
     assert told(latter) == [MissingRanks(0, "w", (1,))]
     assert former.poll(0) == []
 
 
 def test_what_is_said_to_nobody_is_said_in_vain(server: PolledServer, connect: Connect) -> None:
-    server.send(9, RankLost(rank=1, reason="killed"))
+    server.send("worker9-0", RankLost(rank=1, reason="killed"))
     connect(1).close()
     for _ in range(10):
-        server.send(1, LeaveConfirmed())
+        server.send("worker1-0", LeaveConfirmed())
     assert server.poll(0) == []
 
 
@@ -176,8 +183,8 @@ def test_what_was_sent_before_close_is_heard_after_close(server: PolledServer, c
     leaving.send(LeaveRound(LeaveReason.SHUTDOWN))
     leaving.close()
     leaving.close()
-    assert heard(server) == [(0, LeaveRound(LeaveReason.SHUTDOWN))]
-    server.send(1, MissingRanks(0, "w", (7,)))
+    assert heard(server) == [("worker0-0", LeaveRound(LeaveReason.SHUTDOWN))]
+    server.send("worker1-0", MissingRanks(0, "w", (7,)))
     server.close()
     server.close()
     assert told(staying) == [MissingRanks(0, "w", (7,))]
@@ -186,7 +193,7 @@ def test_what_was_sent_before_close_is_heard_after_close(server: PolledServer, c
 def test_closing_does_not_wait_for_somebody_who_is_gone(key: JobKey) -> None:
     with socket.create_server((LOCAL, 0)) as place_holder:
         port = place_holder.getsockname()[1]
-    client = PolledClient(f"{LOCAL}:{port}", key, 0)
+    client = PolledClient(f"{LOCAL}:{port}", key)
     client.send(RankHeartbeat(1))
     start = time.monotonic()
     client.close(flush_s=0.05)
@@ -201,7 +208,7 @@ def test_an_address_that_cannot_be_used_is_named(key: JobKey) -> None:
     with pytest.raises(StartFailed, match="is unknown"):
         PolledServer("no-such-host.invalid", key)
     with pytest.raises(StartFailed, match="is unknown"):
-        PolledClient("no-such-host.invalid:80", key, 0)
+        PolledClient("no-such-host.invalid:80", key)
 
 
 def test_no_socket_survives_exec(server: PolledServer, connect: Connect) -> None:
@@ -222,7 +229,7 @@ def test_messages_that_nobody_takes_wait_in_the_queue(server: PolledServer, hone
 
     honest.stop_receiving()
     for number in range(3):
-        server.send(0, RankHeartbeatReply(number, 0))
+        server.send("worker0-0", RankHeartbeatReply(number, 0))
     for number in range(3):
         honest.start_receiving(honest.loop, take_one)
         run_for(honest.loop, PATIENCE_S, lambda number=number: len(found) > number)  # type: ignore[misc]
@@ -234,7 +241,7 @@ def test_a_long_queue_leaves_other_callbacks_their_turn(server: PolledServer, ho
     honest.stop_receiving()
     num = 3 * control.MAX_MESSAGES_PER_TURN
     for number in range(num):
-        server.send(0, RankHeartbeatReply(number, 0))
+        server.send("worker0-0", RankHeartbeatReply(number, 0))
     server.close(flush_s=PATIENCE_S)  # all are on their way
     found: list[CoordinatorMessage] = []
     seen: list[int] = []
@@ -262,9 +269,9 @@ def forwarder(server: PolledServer) -> Iterator[Forwarder]:
 @pytest.fixture
 def cut_off(forwarder: Forwarder, server: PolledServer, key: JobKey) -> Iterator[PolledClient]:
     """Rank 0, known to the server, which it reaches through the forwarder."""
-    client = PolledClient(f"{LOCAL}:{forwarder.port}", key, 0, heartbeat_s=0.5)
+    client = PolledClient(f"{LOCAL}:{forwarder.port}", key, heartbeat_s=0.5)
     client.send(RankHeartbeat(-1))
-    assert heard(server) == [(0, RankHeartbeat(-1))]
+    assert heard(server) == [("worker0-0", RankHeartbeat(-1))]
     yield client
     client.close(0)
 
@@ -272,8 +279,8 @@ def cut_off(forwarder: Forwarder, server: PolledServer, key: JobKey) -> Iterator
 def talk_again(server: PolledServer, client: PolledClient) -> None:
     """Messages go both ways again. The server knows that the client is back when it has received something."""
     client.send(RankHeartbeat(78))
-    assert heard(server) == [(0, RankHeartbeat(78))]
-    server.send(0, RankHeartbeatReply(78, 1))
+    assert heard(server) == [("worker0-0", RankHeartbeat(78))]
+    server.send("worker0-0", RankHeartbeatReply(78, 1))
     assert told(client) == [RankHeartbeatReply(78, 1)]
 
 
@@ -307,10 +314,10 @@ def test_lost_messages_of_a_rank_are_reported_before_its_next_one(
         assert not deadline.expired
         cut_off.send(RankHeartbeat(4))
         server.poll(0.1)
-    assert set(server.num_lost) == {0} and cut_off.problems == []
+    assert set(server.num_lost) == {"worker0-0"} and cut_off.problems == []
     server.num_lost.clear()
     cut_off.send(LeaveRound(LeaveReason.SHUTDOWN))  # arrives after all others
-    while (0, LeaveRound(LeaveReason.SHUTDOWN)) not in heard(server):
+    while ("worker0-0", LeaveRound(LeaveReason.SHUTDOWN)) not in heard(server):
         pass
     assert server.num_lost == {}, "one loss is reported once"
 
@@ -319,10 +326,10 @@ def test_lost_messages_of_the_coordinator_are_reported_before_its_next_one(
     server: PolledServer, forwarder: Forwarder, cut_off: PolledClient
 ) -> None:
     forwarder.swallow_to_client = True
-    server.send(0, MissingRanks(0, "w", ()))
+    server.send("worker0-0", MissingRanks(0, "w", ()))
     wait_until_swallowed(forwarder, cut_off)
     forwarder.cut()
-    server.send(0, MissingRanks(0, "x", ()))  # to nobody: the client is not back yet
+    server.send("worker0-0", MissingRanks(0, "x", ()))  # to nobody: the client is not back yet
     assert cut_off.problems == []
     talk_again(server, cut_off)
     lost = "the control connection to the coordinator broke, and 2 messages of the coordinator got lost"
@@ -349,13 +356,11 @@ def test_a_connection_that_breaks_while_nobody_looks_is_reported_later(
     assert len(problems) == 1 and "was not made again" in problems[0]
 
 
-def test_late_messages_of_a_process_that_was_replaced_are_dropped(server: PolledServer, connect: Connect) -> None:
-    former, latter = connect(4), connect(4)
-    former.send(LeaveRound(LeaveReason.FAILED))
-    refused_until(server, 1)
-    latter.send(RankHeartbeat(1))
-    assert heard(server) == [(4, RankHeartbeat(1))]
-    assert server.num_lost == {}
+def test_the_round_of_a_worker_travels_with_its_messages(server: PolledServer, honest: PolledClient) -> None:
+    honest.round = 1 << 62
+    honest.send(RankHeartbeat(1))
+    heard(server)
+    assert server.rounds == [0, 1 << 62]
 
 
 # --- who has no key, or has it and sends nonsense --------------------------------------------------------------------
@@ -377,7 +382,7 @@ class RawClient:
         *,
         key: JobKey | None = None,
         keys: tuple[bytes, bytes, bytes] | None = None,
-        routing_id: bytes = b"rank-0-0",
+        routing_id: bytes = b"worker0-0",
     ) -> None:
         if key is not None:
             keys = (key.server_public, key.client_public, key.client_secret)
@@ -437,7 +442,7 @@ def test_a_peer_is_refused_logged_once_and_replaces_nobody(
     server_public = zmq.curve_keypair()[0] if peer == "wrong server key" else key.server_public
     for _ in range(3):
         client = raw(keys=None if peer == "no key" else (server_public, *zmq.curve_keypair()))
-        client.socket.send(make_frame(0, RankHeartbeat(666)), zmq.NOBLOCK)
+        client.socket.send(make_frame(0, 0, RankHeartbeat(666)), zmq.NOBLOCK)
         client.wait_until_refused(server)
         still_talk(server, honest)
         assert client.socket.poll(0) == 0, "it heard something"
@@ -458,12 +463,12 @@ def test_noise_on_the_port_changes_nothing(server: PolledServer, honest: PolledC
     "parts",
     [
         [b""],
-        [bytes(8) + bytes([VERSION])],
+        [bytes(16) + bytes([VERSION])],
         [b"garbage"],
-        [bytes(8) + b"garbage"],
-        [bytes(8) + bytes([VERSION + 1]) + encode(RankHeartbeat(1))[1:]],
-        [b"", make_frame(0, RankHeartbeat(1))],
-        [make_frame(0, RankHeartbeat(1))] * 2,
+        [bytes(16) + b"garbage"],
+        [bytes(16) + bytes([VERSION + 1]) + encode(RankHeartbeat(1))[1:]],
+        [b"", make_frame(0, 0, RankHeartbeat(1))],
+        [make_frame(0, 0, RankHeartbeat(1))] * 2,
     ],
     ids=["empty", "version only", "garbage", "garbage after a number", "another version", "two parts", "twice"],
 )
@@ -475,42 +480,42 @@ def test_a_member_that_sends_nonsense_is_logged_once_and_not_heard(
     parts: list[bytes],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    client = raw(key=key, routing_id=b"rank-5-0")
+    client = raw(key=key, routing_id=b"worker5-0")
     for _ in range(3):
         client.socket.send_multipart(parts)
     refused_until(server, 3)
     assert len(caplog.records) == 1
-    assert "control message from rank 5" in caplog.text
+    assert "control message from worker5-0" in caplog.text
     still_talk(server, honest)
-    client.socket.send(make_frame(0, RankHeartbeat(5)))
-    assert server.poll(PATIENCE_S) == [(5, RankHeartbeat(5))], "it is heard again when it talks sense"
+    client.socket.send(make_frame(0, 0, RankHeartbeat(5)))
+    assert server.poll(PATIENCE_S) == [("worker5-0", RankHeartbeat(5))], "it is heard again when it talks sense"
 
 
 @pytest.mark.parametrize(
     "routing_id",
     [
-        b"rank-",
-        b"rank-1",
-        b"rank--1-0",
-        b"rank-01-0",
-        b"rank-1-01",
-        b"rank-1-1\n",
-        b"rank-9999999999-0",
+        b"worker",
+        b"worker-",
+        b"-0",
+        b"worker--1",
+        b"Worker-1",
+        b"worker-1\n",
+        b"worker-x",
         b"\x01",
         b"x" * 255,
     ],
 )
-def test_a_member_that_is_no_rank_is_ignored(
+def test_a_member_that_is_no_worker_is_ignored(
     server: PolledServer, raw: Callable[..., RawClient], key: JobKey, routing_id: bytes
 ) -> None:
-    raw(key=key, routing_id=routing_id).socket.send(make_frame(0, RankHeartbeat(1)))
+    raw(key=key, routing_id=routing_id).socket.send(make_frame(0, 0, RankHeartbeat(1)))
     refused_until(server, 1)
 
 
 def test_random_messages_of_a_member_change_nothing(
     server: PolledServer, honest: PolledClient, raw: Callable[..., RawClient], key: JobKey
 ) -> None:
-    client = raw(key=key, routing_id=b"rank-5-0")
+    client = raw(key=key, routing_id=b"worker5-0")
 
     @settings(deadline=None, max_examples=50)
     @given(st.lists(st.binary(max_size=50).map(lambda tail: b"\x01" + tail), min_size=1, max_size=3))
@@ -526,8 +531,8 @@ def test_random_messages_of_a_member_change_nothing(
 def test_a_coordinator_that_sends_nonsense_is_ignored(
     server: PolledServer, honest: PolledClient, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for parts in ([b"garbage"], [b""], [b"a", b"b"], [make_frame(0, RankHeartbeat(1))]):
-        server._socket.send_multipart([b"rank-0-0", *parts])
+    for parts in ([b"garbage"], [b""], [b"a", b"b"], [make_frame(0, 0, RankHeartbeat(1))]):
+        server._socket.send_multipart([b"worker0-0", *parts])
     deadline = Deadline(PATIENCE_S)
     while honest.num_refused < 4 and not deadline.expired:
         assert honest.poll(deadline.remaining_s) == []
@@ -538,7 +543,7 @@ def test_a_coordinator_that_sends_nonsense_is_ignored(
 
 def test_nothing_is_sent_to_a_false_coordinator(key: JobKey, other_key: JobKey) -> None:
     server = PolledServer(LOCAL, other_key)
-    client = PolledClient(f"{LOCAL}:{server.port}", key, 0)
+    client = PolledClient(f"{LOCAL}:{server.port}", key)
     client.send(RankHeartbeat(1))
     refused_until(server, 1)
     client.close(flush_s=0)

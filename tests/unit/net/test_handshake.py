@@ -92,17 +92,17 @@ def test_a_mirror_is_not_a_listener() -> None:
 
 def test_two_versions_tell_each_other_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     client = client_side()
-    monkeypatch.setattr(handshake, "VERSION", 3)
-    with pytest.raises(HandshakeFailed, match="speaks version 2 of the handshake, this is 3") as refused:
+    monkeypatch.setattr(handshake, "VERSION", 4)
+    with pytest.raises(HandshakeFailed, match="speaks version 3 of the handshake, this is 4") as refused:
         server_side().feed(client.hello)
-    monkeypatch.setattr(handshake, "VERSION", 2)
-    with pytest.raises(HandshakeFailed, match=r"version 3 .* install the same ronde"):
+    monkeypatch.setattr(handshake, "VERSION", 3)
+    with pytest.raises(HandshakeFailed, match=r"version 4 .* install the same ronde"):
         client.feed(refused.value.reply)
 
 
 def test_promises_of_too_many_bytes_are_refused_before_they_come() -> None:
     with pytest.raises(HandshakeFailed, match="at most 4096"):
-        server_side().feed(handshake._HELLO.pack(b"RONDc", 2, 4097, bytes(32)))
+        server_side().feed(handshake._HELLO.pack(b"RONDc", handshake.VERSION, 4097, bytes(32)))
     client = client_side()
     client.feed(server_side().feed(client.hello))
     with pytest.raises(HandshakeFailed):
@@ -130,7 +130,7 @@ def feed_until_over(side: ClientHandshake | ServerHandshake, data: bytes) -> Non
 
 
 @settings(deadline=None)
-@given(st.binary(max_size=300), st.sampled_from([b"", b"RONDc\x02\x00\x04", b"RONDc\x02\x00\x00", b"RONDd\x02"]))
+@given(st.binary(max_size=300), st.sampled_from([b"", b"RONDc\x03\x00\x04", b"RONDc\x03\x00\x00", b"RONDd\x03"]))
 def test_random_bytes_open_nothing_and_raise_nothing_else(data: bytes, start: bytes) -> None:
     server, client = server_side(), client_side()
     for side in (server, client):

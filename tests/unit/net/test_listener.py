@@ -9,7 +9,7 @@ import select
 import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -22,7 +22,7 @@ from ronde.net import listener as listener_module
 from ronde.net.connect import connect_authenticated, describe_disconnect, socket_error
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
-from ronde.types import Deadline
+from ronde.types import Deadline, Member, Topology
 from tests.services import needs
 
 LOCAL = "127.0.0.1"
@@ -347,7 +347,7 @@ def test_an_address_that_cannot_be_listened_on_is_named(key: JobKey) -> None:
     [
         b"\0",
         b"GET / HTTP/1.1\r\nHost: somewhere.example\r\n\r\n" * 3,
-        b"RONDc\x02\xff\xff" + bytes(32),
+        b"RONDc\x03\xff\xff" + bytes(32),
         bytes(1 << 20),
         b"",
     ],
@@ -439,7 +439,7 @@ def test_a_listener_that_breaks_tells_whoever_waits(
     assert "the listener failed" in caplog.text
 
 
-HELLO = b"RONDc\x02\x00\x10" + bytes(32)
+HELLO = b"RONDc\x03\x00\x10" + bytes(32)
 
 
 @pytest.mark.parametrize("start", [b"", HELLO], ids=["from the start", "after a hello"])
@@ -462,3 +462,48 @@ def test_noise_does_not_stop_the_listener(start: bytes) -> None:
 
         make()
         assert listener.num_refused > 0
+
+
+# --- rounds ----------------------------------------------------------------------------------------------------------
+
+ROUND = 77
+TOPOLOGY = Topology(tuple(Member(rank, "here", 1, "", worker=f"worker{rank}") for rank in range(2)), 0, round=ROUND)
+STALE = {
+    "an earlier round": ConnectionRequest("data", 1, worker="worker1", round=ROUND - 1),
+    "no round": ConnectionRequest("data", 1, worker="worker1"),
+    "an earlier process of the rank": ConnectionRequest("data", 1, worker="former", round=ROUND),
+    "another rank of the process": ConnectionRequest("data", 0, worker="worker1", round=ROUND),
+    "a rank that does not exist": ConnectionRequest("data", 2, worker="worker1", round=ROUND),
+}
+PRESENT = ConnectionRequest("data", 1, worker="worker1", round=ROUND)
+
+
+@pytest.mark.parametrize("stale", STALE)
+@pytest.mark.parametrize("link", ["unix", "tcp"])
+def test_who_is_not_a_member_of_the_round_is_told_so(listener: Listener, key: JobKey, link: str, stale: str) -> None:
+    listener.start_round(TOPOLOGY)
+    with pytest.raises(StartFailed, match="in another round of the job; the round of this rank is over"):
+        connect_authenticated(address(listener, link), key, STALE[stale], Deadline(20))
+    connect_authenticated(address(listener, link), key, PRESENT, Deadline(20))[0].close()
+    listener.accept("data", 1, Deadline(20)).close()
+
+
+def test_a_connection_of_an_earlier_round_that_came_before_this_one_began_is_not_taken(
+    listener: Listener, key: JobKey
+) -> None:
+    where = address(listener, "tcp")
+    with ExitStack() as opened:
+        early = {
+            name: opened.enter_context(connect_authenticated(where, key, request, Deadline(20))[0])
+            for name, request in {**STALE, "present": PRESENT}.items()
+            if request.round
+        }
+        deadline = Deadline(20)
+        while len(listener._early) < len(early):
+            assert not deadline.expired
+        listener.start_round(TOPOLOGY)
+        taken = opened.enter_context(listener.accept("data", 1, Deadline(20)))
+        taken.sendall(b"x")
+        assert early.pop("present").recv(1) == b"x"
+        for sock in early.values():
+            assert sock.recv(1) == b"", "it is closed"

@@ -238,7 +238,7 @@ class NativeBackend:
                     loop,
                     self._topology.members[rank].tcp_addresses[0],
                     self._key,
-                    ConnectionRequest(purpose, self._topology.rank),
+                    self._make_request(purpose),
                     deadline,
                     partial(on_done, number, rank),
                     heartbeat_s=self._settings.heartbeat_s,
@@ -268,12 +268,17 @@ class NativeBackend:
             raise failures[0].with_traceback(None)
         return [made[number] for number in range(len(wanted))]
 
+    def _make_request(self, purpose: str) -> ConnectionRequest:
+        topology = self._topology
+        worker = topology.members[topology.rank].worker
+        return ConnectionRequest(purpose, topology.rank, worker=worker, round=topology.round)
+
     def _connect_to_address(self, rank: int, address: str, purpose: str, deadline: Deadline) -> Connection:
         def give_up_when_lost() -> None:
             if rank in self._lost:
                 raise self._lost[rank]
 
-        request, heartbeat_s = ConnectionRequest(purpose, self._topology.rank), self._settings.heartbeat_s
+        request, heartbeat_s = self._make_request(purpose), self._settings.heartbeat_s
         return connect_authenticated(
             address, self._key, request, deadline, heartbeat_s=heartbeat_s, before_retry=give_up_when_lost
         )[0]
