@@ -18,6 +18,7 @@ from ronde.version import __version__
 if TYPE_CHECKING:
     from ronde.comm import objects
     from ronde.comm.buffers import Bfloat16View
+    from ronde.comm.call import Memory
     from ronde.comm.collectives import (
         add_group,
         allgather,
@@ -73,6 +74,7 @@ __all__ = [
     "JobFailed",
     "Mailbox",
     "MailboxMessage",
+    "Memory",
     "Mismatch",
     "NotInitialized",
     "OperationTimeout",

@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import numpy as np
 
 
+CPU = "cpu"
+"""The device whose memory is that of the process."""
+
+
 class DType(enum.IntEnum):
     """Element types; the numbers are those of the C header."""
 

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
+from ronde.comm.backends.base import Backend
 from ronde.comm.control_thread import JoinedRound
 from ronde.comm.joining import Groups
 from ronde.comm.world import World
@@ -30,9 +31,19 @@ class RanksFailed(AssertionError):
         super().__init__("\n".join(f"--- rank {rank}\n{text}" for rank, text in sorted(failures.items())))
 
 
-def run_threads(size: int, body: Body, *, groups: Groups = (), settings: Settings = QUICK) -> list[Any]:
-    """Run the body in a world per rank; what each returned."""
+def run_threads(
+    size: int,
+    body: Body,
+    *,
+    groups: Groups = (),
+    settings: Settings = QUICK,
+    make_backend: Callable[[ThreadsBackend], Backend] = lambda shared: shared,
+) -> list[Any]:
+    """Run the body in a world per rank; what each returned. Each rank has a backend of its own if one is made."""
     rounds = join_in_process(size, groups, settings)
+    for joined_round in rounds:
+        assert isinstance(joined_round.backend, ThreadsBackend)
+        joined_round.backend = make_backend(joined_round.backend)
     results: list[Any] = [None] * size
     failures: dict[int, str] = {}
 

@@ -11,14 +11,12 @@ import threading
 import time
 from collections import deque
 
-import numpy as np
-
 from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, CurrentCall, RunningCall
-from ronde.comm.buffers import aligned_zeros
-from ronde.comm.call import Call
+from ronde.comm.buffers import aligned_zeros, as_memory
+from ronde.comm.call import Call, Memory
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.text import format_ranks
-from ronde.types import Deadline, OperationKind
+from ronde.types import CPU, Deadline, OperationKind
 from tests.conformance.reference_collectives import check_calls_match, run_calls
 from tests.conformance.threads_messages import SharedMessages, ThreadsMessageChannel
 
@@ -27,6 +25,7 @@ class ThreadsBackend:
     """Where the ranks of one process find each other."""
 
     name = "threads"
+    devices: tuple[str, ...] = (CPU,)
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -237,8 +236,8 @@ class _ThreadsChannel:
     def submit(self, call: Call, deadline: Deadline) -> RunningCall:
         return self._shared.submit(_MemberCall(self._shared, self.spec.member_index, call, deadline))
 
-    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return self._bucket
+    def bucket(self) -> Memory:
+        return as_memory(self._bucket)
 
     def current_call(self) -> CurrentCall | None:
         return self._shared.current_call(self.spec.member_index)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, Received, RunningCall
 from ronde.comm.buffers import Array, array_at
-from ronde.comm.call import Call, MessageFlag, mismatch_error
+from ronde.comm.call import NO_MEMORY, Call, Memory, MessageFlag, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.types import Deadline, OperationKind
 
@@ -261,8 +261,8 @@ class ThreadsMessageChannel:
     def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
         return None
 
-    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return np.empty(0, np.uint8)
+    def bucket(self) -> Memory:
+        return NO_MEMORY
 
     def current_call(self) -> CurrentCall | None:
         return self._shared.current_call(self.spec.member_index)

@@ -15,7 +15,7 @@ from mpi4py import MPI
 from ronde.comm.backends.base import BackendChannel, CallTiming, ChannelSpec, RunningCall
 from ronde.comm.backends.mpi import collectives as moves
 from ronde.comm.backends.mpi.backend import MpiBackend, settings_from_mpi
-from ronde.comm.buffers import Array, address_of
+from ronde.comm.buffers import Array, address_of, as_array
 from ronde.comm.call import Call, Span
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded, StartFailed
 from ronde.settings import Settings
@@ -282,7 +282,7 @@ def arrays_beyond_the_limit_of_one_mpi_call_travel_in_pieces(backend: MpiBackend
 @case_of_backend
 def buckets_are_memory_of_my_own(backend: MpiBackend) -> None:
     with channel(backend, bucket_bytes=4096) as opened:
-        areas = opened.bucket().view(np.float32)
+        areas = as_array(opened.bucket()).view(np.float32)
         assert areas.nbytes == 2 * 4096
         bucket = areas[:1024]
         bucket[:] = RANK

@@ -1,7 +1,8 @@
 """The caller's arrays as memory that a channel can read and write. Used by every collective.
 
-Accepted is whatever NumPy can see without copying: NumPy arrays and scalars, DLPack tensors on the CPU, and objects
-with the buffer protocol. What is not contiguous travels as a copy; an `out` that is not is filled at the end.
+Accepted is whatever NumPy can see without copying: NumPy arrays and scalars, DLPack tensors on the CPU, Memory of the
+CPU, and objects with the buffer protocol. What is not contiguous travels as a copy; an `out` that is not is filled at
+the end.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 
 from ronde.comm.backends.native_library import address_of as address_of
-from ronde.types import DType
+from ronde.comm.call import Memory as Memory
+from ronde.types import CPU, DType
 
 if TYPE_CHECKING:
     Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
@@ -116,6 +118,20 @@ def array_at(start: int, count: int, dtype: np.dtype[Any]) -> Array:
     return np.asarray(SimpleNamespace(__array_interface__=interface))
 
 
+def as_memory(array: Array) -> Memory:
+    """The bytes of a contiguous array, which they keep alive."""
+    return Memory(address_of(array), (array.nbytes,), "uint8", owner=array)
+
+
+def as_array(memory: Memory) -> Array:
+    """An array over memory of the CPU, whose owner it keeps alive."""
+    dtype = memory.number.numpy
+    if not memory.size:
+        return np.empty(memory.shape, dtype)
+    interface = {"data": (memory.address, False), "shape": memory.shape, "typestr": dtype.str, "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=interface, owner=memory.owner))
+
+
 def float32_from_bfloat16(bits: Array) -> Array:
     """The numbers whose bfloat16 bits are given as uint16."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
@@ -133,6 +149,13 @@ def bfloat16_from_float32(numbers: Array) -> Array:
 def _array_and_dtype(x: object, what: str) -> tuple[Array, DType]:
     if isinstance(x, Bfloat16View):
         return x.bits, DType.BFLOAT16
+    if isinstance(x, Memory):
+        if x.device != CPU:
+            raise TypeError(
+                f"{what}: the memory is on {x.device}, and only allreduce, broadcast and reduce can use memory of other"
+                " devices than the CPU so far; copy it to the CPU first"
+            )
+        return as_array(x), x.number
     array = _as_array(x, what)
     found = NUMPY_DTYPES.get(array.dtype)
     if found is not None:
@@ -169,7 +192,10 @@ def _from_dlpack(x: Any, read: Callable[[Any], Array], what: str) -> Array:  # a
     name = type(x).__name__
     device, _ = x.__dlpack_device__()
     if int(device) not in CPU_DEVICES:
-        raise TypeError(f"{what}: the {name} is not in CPU memory (DLPack device {int(device)}); copy it there first")
+        raise TypeError(
+            f"{what}: the {name} is not in CPU memory (DLPack device {int(device)}); copy it there first, or describe "
+            "it as ronde.Memory if the backend takes its device"
+        )
     try:
         return read(x)
     except (RuntimeError, BufferError, TypeError) as error:

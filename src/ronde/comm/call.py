@@ -19,6 +19,7 @@ import msgspec
 from ronde.errors import Mismatch
 from ronde.text import format_rank_answers
 from ronde.types import (
+    CPU,
     JOINABLE,
     REDUCING_KINDS,
     VARIABLE_ROW_KINDS,
@@ -36,6 +37,51 @@ MAX_DESCRIPTION_BYTES = 120
 """The native library keeps 127 bytes of a description."""
 
 
+class Memory(msgspec.Struct, frozen=True):
+    """Contiguous elements in the memory of a device. Collectives take it in place of an array.
+
+    Memory of the CPU is read and written as an array is. On another device an operation is ordered behind what was put
+    on the stream before, and a blocking call returns when the stream waits for it, as the device's own functions do.
+    """
+
+    address: int
+    shape: tuple[int, ...]
+    dtype: str
+    """As that of a Bucket: "float32", "bfloat16" …"""
+    device: str = CPU
+    """The kind of the device, and its number if there are several: "cpu", "cuda:1"."""
+    stream: int | None = None
+    """The stream of the device that writes the elements and will read them; None if they are there, and the host
+    waits for the result."""
+    owner: object = None
+    """Kept until the operation has ended, so that the memory stays alive."""
+
+    @property
+    def number(self) -> DType:
+        """The element type as channels know it."""
+        if self.dtype.upper() not in DType.__members__:
+            names = ", ".join(dtype.name.lower() for dtype in DType)
+            raise TypeError(f"dtype {self.dtype!r} is not supported; supported are {names}")
+        return DType[self.dtype.upper()]
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.size * self.number.num_bytes
+
+
+NO_MEMORY = Memory(0, (0,), "uint8")
+
+
+def kind_of_device(device: str) -> str:
+    """The kind of a device: "cuda" of "cuda:1"."""
+    return device.partition(":")[0]
+
+
 class CallOptions(NamedTuple):
     """The options of a collective; not all kinds use all of them."""
 
@@ -44,6 +90,8 @@ class CallOptions(NamedTuple):
     postscale: float = 1.0
     root: int = -1
     """A rank of the world."""
+    device: str = CPU
+    """The kind of the device."""
 
 
 class Signature(msgspec.Struct, frozen=True, gc=False):
@@ -62,6 +110,8 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
     description: str
     hash: int
     num_bytes: int
+    device: str = CPU
+    """The kind of the device whose memory is used: equal on all members, unlike its number."""
 
     def make_call(
         self,
@@ -73,6 +123,8 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
         counts: tuple[int, ...] | None = None,
         splits: tuple[int, ...] | None = None,
         description: str = "",
+        device: str = CPU,
+        streams: tuple[int, ...] = (),
     ) -> Call:
         """A call on this memory. The members of an operation with a name have agreed on it before."""
         own = self.description
@@ -90,6 +142,8 @@ class Signature(msgspec.Struct, frozen=True, gc=False):
             self.hash,
             bool(name),
             owners,
+            device=device,
+            streams=streams,
         )
 
 
@@ -129,7 +183,9 @@ def get_signature(kind: OperationKind, dtype: DType, shapes: Shapes, options: Ca
         # A description that was cut must still differ where the full one does.
         description = f"{description[: MAX_DESCRIPTION_BYTES - 20]}… #{hash:016x}"
     num_bytes = sum(math.prod(shape) for shape in shapes) * dtype.num_bytes
-    return Signature(kind, dtype, shapes, op, prescale, postscale, options.root, label, description, hash, num_bytes)
+    factors = (prescale, postscale)
+    root, device = options.root, options.device
+    return Signature(kind, dtype, shapes, op, *factors, root, label, description, hash, num_bytes, device)
 
 
 def _describe(kind: OperationKind, dtype: DType, shapes: Shapes, op: Op, options: CallOptions) -> str:
@@ -147,6 +203,8 @@ def _describe(kind: OperationKind, dtype: DType, shapes: Shapes, op: Op, options
         factor = float(getattr(options, field))
         if factor != 1.0:
             words.append(f"{field} {factor!r}")
+    if options.device != CPU:
+        words.append(f"on {options.device}")
     return " ".join(words)
 
 
@@ -203,6 +261,10 @@ class Call(msgspec.Struct, frozen=True, gc=True):
     """A send waits while more of this channel is on its way to the receiver or kept there."""
     flags: int = 0
     """MessageFlag"""
+    device: str = CPU
+    """Where the memory of the spans is."""
+    streams: tuple[int, ...] = ()
+    """The streams of the device whose work so far the call has to wait for; none on the CPU."""
 
 
 class AnnouncedOperation(NamedTuple):

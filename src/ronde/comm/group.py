@@ -18,16 +18,26 @@ import msgspec
 import numpy as np
 
 from ronde.comm.buffers import Array, ReceiveBuffer, SendBuffer, address_of, as_receive_buffer, as_send_buffer
-from ronde.comm.call import Call, CallOptions, Signature, Span, even_shares, get_signature, hash_signature
+from ronde.comm.call import (
+    Call,
+    CallOptions,
+    Memory,
+    Signature,
+    Span,
+    even_shares,
+    get_signature,
+    hash_signature,
+    kind_of_device,
+)
 from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlThread
 from ronde.comm.mailbox import Handler, Mailbox
 from ronde.comm.named_operations import NamedOperations, OpenChannels
-from ronde.comm.work import AllgatherWork, AllreduceWork, AlltoallWork, ReceiveAnyWork, ScatterWork, Work
+from ronde.comm.work import AllgatherWork, AllreduceWork, AlltoallWork, DeviceWork, ReceiveAnyWork, ScatterWork, Work
 from ronde.errors import RondeError, RoundEnded
 from ronde.net.messages import CanShareIds
 from ronde.text import format_ranks
-from ronde.types import DType, Op, OperationKind
+from ronde.types import CPU, DType, Op, OperationKind
 
 JOIN_TIMEOUT_S = 10 * 365 * 86400.0
 """join() waits for as long as others have data. The loss of a rank ends it, not the clock."""
@@ -143,6 +153,9 @@ class Group:
                     target = address_of(out)
                 span = Span(source, target, x.size)
                 return self._start(AllreduceWork(cached[0], _check_name(name), (span,), x, out), wait)
+        if _is_on_device(x):
+            options = CallOptions(op, prescale, postscale)
+            return self._start_on_device(OperationKind.ALLREDUCE, x, out, options, name, wait)
         sources, is_list = self._as_send_buffers(x, "allreduce")
         targets = self._as_receive_buffers(out, sources, is_list, "allreduce")
         signature = _signature_of(OperationKind.ALLREDUCE, sources, CallOptions(op, prescale, postscale))
@@ -180,6 +193,8 @@ class Group:
         wait: bool = True,
     ) -> Any:
         """Return the array of the root, a rank of the world, in a new array or in `out`."""
+        if _is_on_device(x):
+            return self._start_on_device(OperationKind.BROADCAST, x, out, CallOptions(root=root), name, wait)
         source = self._as_send_buffer(x, "broadcast")
         root_index = self._member_index_of(root, "broadcast: root")
         target = as_receive_buffer(out, source, "broadcast")
@@ -262,6 +277,9 @@ class Group:
         On the root the result is in a new array or in `out`; the other members' `out` is not used. A list of arrays of
         one dtype travels as a unit; then the result is a list, and out a list too.
         """
+        if _is_on_device(x):
+            options = CallOptions(op, prescale, postscale, root)
+            return self._start_on_device(OperationKind.REDUCE, x, out, options, name, wait)
         sources, is_list = self._as_send_buffers(x, "reduce")
         root_index = self._member_index_of(root, "reduce: root")
         targets: list[ReceiveBuffer] = []
@@ -493,20 +511,59 @@ class Group:
         channel, signature = self.ordered_channel, work.signature
         if work.name:
             assert self._named_operations is not None
-            if wait:
+            if wait and not work.streams:
                 return self._named_operations.run(work, self.operation_timeout_s)
             self._named_operations.announce(work, self.operation_timeout_s)
-            return work
+            return _wait_on_streams(work) if wait else work
         rows = work.own_rows
         calls = work.make_calls(None if rows is None else self._exchange_row_counts(signature, rows))
-        if wait and len(calls) == 1:
+        if wait and len(calls) == 1 and not work.streams:
             channel.run(calls[0], signature)
             return work.finish()
         running_calls = [channel.submit(call) for call in calls[:-1]]
         running_calls.append(channel.submit(calls[-1], ((signature, ""),)))
         work.timeout_s = self.operation_timeout_s
         work.started_on(tuple(running_calls))
-        return work.wait() if wait else work
+        if not wait:
+            return work
+        return _wait_on_streams(work) if work.streams else work.wait()
+
+    def _start_on_device(
+        self, kind: OperationKind, x: Any, out: Any, options: CallOptions, name: str | None, wait: bool
+    ) -> Any:  # the result, or the work
+        """Start an operation on memory of another device than the CPU."""
+        what = kind.name.lower()
+        _ = self.ordered_channel  # raises when nothing can start here
+        is_list = isinstance(x, list | tuple)
+        if is_list and kind is OperationKind.BROADCAST:
+            raise TypeError(f"broadcast takes one array, got a {type(x).__name__}; call it once per array")
+        sources: list[Memory] = list(x) if is_list else [x]
+        root_index = -1 if kind is OperationKind.ALLREDUCE else self._member_index_of(options.root, f"{what}: root")
+        has_result = kind is not OperationKind.REDUCE or root_index == self.rank
+        outs = list(out) if is_list and isinstance(out, list | tuple) else [out]
+        targets: list[Memory] = outs if has_result else []
+        _check_device_memory(sources, targets, what)
+        device = sources[0].device
+        self._open_channels.check_device(device, what)
+        shapes = tuple([source.shape for source in sources])
+        options = options._replace(device=kind_of_device(device))
+        signature = get_signature(kind, sources[0].number, shapes, options)
+        outputs = [target.address for target in targets] or [0] * len(sources)
+        spans = tuple(
+            Span(source.address, output, source.size) for source, output in zip(sources, outputs, strict=True)
+        )
+        given = [each.stream for each in (*sources, *targets) if each.stream is not None]
+        work = DeviceWork(
+            signature,
+            _check_name(name),
+            spans,
+            (sources, targets),
+            out if has_result else None,
+            device=device,
+            streams=tuple(dict.fromkeys(given)),
+            root=root_index,
+        )
+        return self._start(work, wait)
 
     def _exchange_row_counts(self, ahead_of: Signature, own_rows: tuple[int, ...], label: str = "") -> tuple[int, ...]:
         """The row counts of all members, in their order, or of the root of a scatter, by a small call ahead of the
@@ -646,6 +703,37 @@ class Group:
 def _signature_of(kind: OperationKind, send_buffers: Sequence[SendBuffer], options: CallOptions) -> Signature:
     shapes = tuple([buffer.array.shape for buffer in send_buffers])
     return get_signature(kind, send_buffers[0].dtype, shapes, options)
+
+
+def _is_on_device(x: object) -> bool:
+    """Whether this is memory of another device than the CPU, or a list with such."""
+    if isinstance(x, list | tuple):
+        return any(isinstance(each, Memory) and each.device != CPU for each in x)
+    return isinstance(x, Memory) and x.device != CPU
+
+
+def _check_device_memory(sources: Sequence[Any], targets: Sequence[Any], what: str) -> None:
+    """TypeError or ValueError unless all is memory of one device and dtype, and each target is as its source."""
+    if not all(isinstance(each, Memory) for each in (*sources, *targets)):
+        where = next(each.device for each in sources if isinstance(each, Memory) and each.device != CPU)
+        raise TypeError(
+            f"{what}: x has memory on {where}, so x and out must be ronde.Memory there; ronde allocates none: give "
+            "out=, which may be x"
+        )
+    places = {(each.device, each.dtype) for each in (*sources, *targets)}
+    if len(places) > 1:
+        found = ", ".join(sorted(f"{dtype} on {device}" for device, dtype in places))
+        raise TypeError(f"{what}: all memory must be on one device and have one dtype, got {found}")
+    if targets and [target.shape for target in targets] != [source.shape for source in sources]:
+        raise ValueError(f"{what}: out must have the shapes of x")
+
+
+def _wait_on_streams(work: Work) -> Any:
+    """The result of an operation on another device, for which its streams wait, and not the caller."""
+    result = None
+    for stream in work.streams or (None,):
+        result = work.wait(stream=stream)
+    return result
 
 
 def _check_rows(sources: Sequence[SendBuffer], what: str) -> None:

@@ -30,7 +30,7 @@ from ronde.comm.backends.base import (
 )
 from ronde.comm.backends.single_rank import SingleRankBackend
 from ronde.comm.buffers import address_of
-from ronde.comm.call import AnnouncedOperation, CallOptions, Signature, Span, get_signature
+from ronde.comm.call import AnnouncedOperation, CallOptions, Signature, Span, get_signature, kind_of_device
 from ronde.comm.channel import AnnouncedChannel, Channel
 from ronde.comm.work import AllreduceWork, BatchStart, ControlItem, NegotiationWaits, Work, describe_request
 from ronde.errors import PeerLost, RondeError, RoundEnded
@@ -40,7 +40,7 @@ from ronde.observe.events import ChannelClosed, ChannelOpened
 from ronde.observe.recorder import Recorder
 from ronde.observe.timeline import NegotiationSlice
 from ronde.settings import Settings
-from ronde.types import Deadline, DType, Op, OperationKind
+from ronde.types import CPU, Deadline, DType, Op, OperationKind
 
 _Opened = TypeVar("_Opened")
 
@@ -220,7 +220,11 @@ class NamedOperations:
         else:
             spans = tuple([span for each in operations if isinstance(each, AllreduceWork) for span in each.spans])
             description = f"{first.signature.label} {first.name!r} and {len(operations) - 1} more"
-            calls = (first.signature.make_call(spans, operations, name=first.name, description=description),)
+            streams = tuple({stream: None for each in operations for stream in each.streams})
+            call = first.signature.make_call(
+                spans, operations, name=first.name, description=description, device=first.device, streams=streams
+            )
+            calls = (call,)
         running_calls = [self.channel.submit(call) for call in calls[:-1]]
         running_calls += [self.channel.submit(call, records, on_done=on_done) for call in calls[-1:]]
         return tuple(running_calls)
@@ -238,6 +242,7 @@ class NamedOperations:
             prescale=signature.prescale,
             postscale=signature.postscale,
             splits=work.splits,
+            device=signature.device,
         )
 
     def _cache_request(self, work: Work, agreed: AgreedOperation) -> None:
@@ -469,6 +474,8 @@ class OpenChannels:
         self._sample_arrivals = settings.coordinator_hosted
         self._lock = threading.RLock()  # reentrant: a signal handler that calls shutdown() may interrupt its owner
         self._lost: dict[int, str] = {}
+        self._devices: dict[str, str] = {}
+        """By kind, the device that this rank uses."""
         self._opening: deque[None] = deque()
         """One entry for each channel that is being opened."""
         self._shut = False
@@ -506,7 +513,25 @@ class OpenChannels:
         return channel
 
     def _backend_for(self, members: tuple[int, ...]) -> Backend:
-        return SingleRankBackend() if len(members) == 1 else self._backend
+        is_cpu_only = self._backend.devices == (CPU,)
+        return SingleRankBackend() if len(members) == 1 and is_cpu_only else self._backend
+
+    def check_device(self, device: str, what: str) -> None:
+        """TypeError if no operation can use memory of this device. A rank uses one device of a kind."""
+        kind = kind_of_device(device)
+        if self._devices.setdefault(kind, device) != device:
+            raise TypeError(
+                f"{what}: the memory is on {device}, and this rank has used {self._devices[kind]} before; "
+                "use one device in each rank"
+            )
+        if kind not in self._backend.devices:
+            del self._devices[kind]
+            taken = " and ".join(self._backend.devices)
+            raise TypeError(
+                f"{what}: the memory is on {device}, and the backend {self._backend.name!r} takes only that of {taken};"
+                " copy it to the CPU first, or choose a backend for that device with the setting backend "
+                "(RONDE_BACKEND)"
+            )
 
     def _make_spec(self, group: int, suffix: str, members: tuple[int, ...], **options: Any) -> ChannelSpec:
         index = members.index(self._rank)

@@ -15,7 +15,7 @@ from itertools import accumulate, zip_longest
 import msgspec
 import numpy as np
 
-from ronde.comm.buffers import ALIGNMENT, Array, address_of
+from ronde.comm.buffers import ALIGNMENT, Array, address_of, as_array
 from ronde.comm.call import Call, CallOptions, Signature, Span, even_shares, get_signature
 from ronde.comm.channel import Channel
 from ronde.comm.group import Group
@@ -109,7 +109,7 @@ class Plan(AbstractContextManager["Plan"]):
         sizes = [-(-bucket.num_bytes // ALIGNMENT) * ALIGNMENT for bucket in self.buckets]
         starts = [0, *accumulate(sizes)]
         self._channel: Channel = group.open_plan_channel(starts[-1])
-        memory = self._channel.backend_channel.bucket()
+        memory = as_array(self._channel.backend_channel.bucket())
         arrays = [
             memory[start : start + bucket.num_bytes].view(bucket.number.numpy)
             for area in range(2)

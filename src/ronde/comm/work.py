@@ -31,7 +31,7 @@ from ronde.observe.activity import CurrentOperation
 from ronde.observe.recorder import Recorder
 from ronde.observe.stragglers import attribute_waits
 from ronde.text import format_ranks
-from ronde.types import Deadline
+from ronde.types import CPU, Deadline
 
 if TYPE_CHECKING:
     from concurrent.futures import Future
@@ -103,6 +103,9 @@ class Work:
     """The numbers of rows that this rank gives, when members may differ in them."""
     splits: tuple[int, ...] | None = None
     """For alltoall, and on the root of a scatter, how many rows go to each member."""
+    device: str = CPU
+    streams: tuple[int, ...] = ()
+    """Of an operation on another device: as those of its calls."""
 
     # Thousands of these are made per step, so __init__ does no more than it must.
     def __init__(
@@ -148,12 +151,18 @@ class Work:
         self.waits: NegotiationWaits | None = None
         self.batch_start: BatchStart | None = None
 
-    def wait(self, timeout_s: float | None = None) -> Any:  # arrays, lists of them, or None
+    def wait(self, timeout_s: float | None = None, *, stream: int | None = None) -> Any:  # arrays, lists, or None
         """Wait for the operation and return its result, or raise its error. OperationTimeout is raised after timeout_s;
         the operation then continues.
 
         Without timeout_s it waits as long as an operation may take (the setting operation_s).
+
+        With a stream, and memory of another device than the CPU, not the caller waits but that stream: what is put on
+        it from now on finds the result. An error that comes later is raised by the next wait() without a stream, by
+        exception(), and by later operations of the group.
         """
+        if stream is not None and self.device != CPU:
+            return self._wait_on_stream(stream, Deadline(self.timeout_s if timeout_s is None else timeout_s))
         if not self._done:
             calls = self._running_calls
             if calls is not None and all([call.timing is not None for call in calls]):
@@ -325,6 +334,23 @@ class Work:
         finally:
             self.waiting_since_ns = 0
 
+    def _wait_on_stream(self, stream: int, deadline: Deadline) -> Any:
+        with InsideOperation(f"wait() for {self.describe()}"):
+            if not self.is_started_or_done():
+                assert self.waits is not None
+                self.waits.wait_for_start(self, deadline)  # only then is it known what the stream has to wait for
+            if not self._done:
+                try:
+                    for running_call in self._running_calls or ():
+                        running_call.wait_on_stream(stream, deadline)
+                except (RondeError, ValueError, TypeError) as error:
+                    if all(call.error is not error for call in self._running_calls or ()):
+                        raise  # the wait has failed, and not the call
+                    self.fail(error)
+        if self._error is not None:
+            raise self._error
+        return self._result
+
     def _succeed(self) -> None:
         self.finish()
         self._calls = self._targets = ()
@@ -486,6 +512,45 @@ class AllreduceWork(Work):
 
     def get_spans(self, row_counts: tuple[int, ...] | None) -> tuple[Span, ...]:
         return self.spans
+
+
+class DeviceWork(AllreduceWork):
+    """allreduce, broadcast or reduce of memory of another device than the CPU. The caller gives the memory for the
+    result: it is what the work returns."""
+
+    __slots__ = ("_root", "device", "streams")
+
+    def __init__(
+        self,
+        signature: Signature,
+        name: str,
+        spans: tuple[Span, ...],
+        owners: object,
+        result: Any,
+        *,
+        device: str,
+        streams: tuple[int, ...],
+        root: int = -1,
+    ) -> None:
+        super().__init__(signature, name, spans, owners, result)
+        self.device = device
+        self.streams = streams
+        self._root = root
+        """As an index among the members."""
+
+    def make_calls(self, row_counts: tuple[int, ...] | None = None, description: str = "") -> tuple[Call, ...]:
+        """All memory in one call."""
+        return (
+            self.signature.make_call(
+                self.spans,
+                self._owners,
+                name=self.name,
+                peer=self._root,
+                description=description,
+                device=self.device,
+                streams=self.streams,
+            ),
+        )
 
 
 class AllgatherWork(Work):

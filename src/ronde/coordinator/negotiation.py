@@ -47,6 +47,7 @@ from ronde.net.messages import (
 from ronde.observe.stalls import WaitingOperation
 from ronde.text import format_rank_answers, format_ranks, shorten
 from ronde.types import (
+    CPU,
     JOINABLE,
     REDUCING_KINDS,
     ROOTED_KINDS,
@@ -71,7 +72,7 @@ MAX_STRAGGLERS = 8
 """Most stragglers that are reported, the last ones."""
 
 ComparedField = tuple[str, Callable[[OperationRequest], str]]
-FusionKey = tuple[int, int, int, float, float]
+FusionKey = tuple[int, int, int, float, float, str]
 
 
 def _title(request: OperationRequest) -> str:
@@ -137,6 +138,7 @@ def _compared_fields(first: OperationRequest, requests: Mapping[int, OperationRe
     if first.kind not in NAMED_KINDS or first.kind == OperationKind.BARRIER:
         return
     yield "dtype", _format_dtype
+    yield "the device", lambda request: shorten(request.device)
     if first.kind in REDUCING_KINDS:
         yield "op", _format_op
     if first.kind in ROOTED_KINDS:
@@ -648,9 +650,10 @@ class Negotiator:
         # A request that all have in common is checked once.
         why = why or _find_mismatch(requests or {group.members[0]: request}, group.members)
         if not why and not everybody:
-            if not is_allreduce or not can_be_joined(DType(request.dtype), Op(request.op)):
+            if not is_allreduce or not can_be_joined(DType(request.dtype), Op(request.op)) or request.device != CPU:
                 joined = format_ranks(_ranks_in_mask(group.member_mask & ~announced_mask))
-                why = f"{_title(request)}: {joined} called join() and takes part {JOINABLE}"
+                where = " of memory of the CPU" if request.device != CPU else ""
+                why = f"{_title(request)}: {joined} called join() and takes part {JOINABLE}{where}"
         if why:
             self._reject(operation, why)
             self._forget(operation)
@@ -661,7 +664,7 @@ class Negotiator:
         operation.fusion_key = None
         if self._fusion_bytes and is_allreduce and request.op != Op.ADASUM:  # Adasum looks at each tensor as a whole
             scales = (request.prescale, request.postscale)
-            operation.fusion_key = (request.group, request.dtype, request.op, *scales)
+            operation.fusion_key = (request.group, request.dtype, request.op, *scales, request.device)
             operation.num_bytes = sum(map(math.prod, request.shapes)) * DType(request.dtype).num_bytes
         operation.request = None if requests else request
         operation.requests = requests
@@ -694,7 +697,8 @@ class Negotiator:
         group, agreed = operation.group, operation.agreed_operation
         shared_id, request = -1, operation.lowest_request()
         is_one_call = len(request.shapes) <= 1 or request.kind == OperationKind.ALLREDUCE
-        if is_one_call and group.sharing_mask == group.member_mask and not group.joined_mask:
+        is_on_cpu = request.device == CPU
+        if is_one_call and is_on_cpu and group.sharing_mask == group.member_mask and not group.joined_mask:
             if len(group.shared_ids) < MAX_SHARED_IDS:
                 group.shared_ids.setdefault(operation.name, len(group.shared_ids))
             shared_id = group.shared_ids.get(operation.name, -1)

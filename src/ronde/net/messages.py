@@ -19,7 +19,7 @@ from msgspec.msgpack import Decoder
 from ronde.errors import ProtocolError
 from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample
-from ronde.types import Member
+from ronde.types import CPU, Member
 
 VERSION = 6
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -50,6 +50,8 @@ class OperationRequest(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     postscale: float = 1.0
     splits: tuple[int, ...] | None = None
     """all-to-all, and the root of a scatter: rows for each member; None splits them evenly."""
+    device: str = CPU
+    """The kind of the device whose memory is used."""
 
 
 class WorkerMessage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, tag=True):

@@ -10,8 +10,8 @@ from typing import TypeVar
 import numpy as np
 
 from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, RunningCall
-from ronde.comm.buffers import address_of
-from ronde.comm.call import Call, CallOptions, Span, get_signature
+from ronde.comm.buffers import address_of, as_memory
+from ronde.comm.call import Call, CallOptions, Memory, Span, get_signature
 from ronde.comm.channel import Channel
 from ronde.comm.control_thread import ControlConnection, ControlThread, JoinedRound
 from ronde.comm.named_operations import NamedOperations, OpenChannels
@@ -83,8 +83,8 @@ class ScriptedChannel:
         self.running_calls.append(ScriptedRunningCall(call, self.timing))
         return self.running_calls[-1]
 
-    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return np.zeros(2 * self.spec.bucket_bytes, np.uint8)
+    def bucket(self) -> Memory:
+        return as_memory(np.zeros(2 * self.spec.bucket_bytes, np.uint8))
 
     def current_call(self) -> CurrentCall | None:
         return self.reported_call

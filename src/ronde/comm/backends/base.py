@@ -3,6 +3,9 @@
 A channel is one total order of calls, agreed by all its members; channels never wait for each other. To add a backend,
 write a Backend, a BackendChannel and a RunningCall in a module of their own, allow its name in `settings.py` (backend),
 and create it in `comm/joining.py`.
+
+A call names memory by addresses, and the device on which it is. The contract of a backend for other devices than the
+CPU, such as one over NCCL, is in docs/internals/devices.md.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import msgspec
 import numpy as np
 
-from ronde.comm.call import AnnouncedOperation, Call
+from ronde.comm.call import AnnouncedOperation, Call, Memory
 from ronde.errors import OperationTimeout, RondeError
 from ronde.net.messages import LEAVE_GRACE_S
 from ronde.types import Deadline
@@ -213,6 +216,12 @@ class RunningCall:
         if not self.done():
             self.error = error
 
+    def wait_on_stream(self, stream: int, deadline: Deadline) -> None:
+        """Let what is put on this stream of the device from now on wait until the call has ended, well or not. Raises
+        the error of a call that is known to have failed. Only a call on another device than the CPU has streams: its
+        class has this method, which does not let the host wait. Here it does."""
+        self.wait(deadline)
+
     def notify_at_end(self, callback: Callable[[], None]) -> bool:
         """Call back once, from any thread, when the call has ended. Returns False if that is not possible, also because
         the call has ended: then nothing is called, and done() tells."""
@@ -273,9 +282,10 @@ class BackendChannel(Protocol):
 
     def submit(self, call: Call, deadline: Deadline) -> RunningCall: ...
 
-    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        """This member's bucket memory: two areas of spec.bucket_bytes, one behind the other. A call may work in place
-        in either, whichever the other members use for it. A member that has joined leaves the first as it is."""
+    def bucket(self) -> Memory:
+        """This member's bucket memory, bytes of the CPU: two areas of spec.bucket_bytes, one behind the other. A call
+        may work in place in either, whichever the other members use for it. A member that has joined leaves the first
+        as it is."""
 
     def current_call(self) -> CurrentCall | None:
         """None when idle."""
@@ -334,6 +344,8 @@ class AnnouncingChannel(BackendChannel, Protocol):
 
 class Backend(Protocol):
     name: str
+    devices: tuple[str, ...]
+    """The kinds of devices whose memory it takes; always also that of the CPU."""
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> BackendChannel:
         """Collective among spec.members: all of them open the same channel."""

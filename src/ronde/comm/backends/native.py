@@ -18,8 +18,6 @@ from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ronde.comm.backends.base import (
     LOSS_REASON_S,
     MAX_LATE,
@@ -58,7 +56,7 @@ from ronde.comm.backends.native_library import (
     thread_structs,
 )
 from ronde.comm.backends.native_messages import NativeEndpoint, NativeMessageChannel
-from ronde.comm.call import AnnouncedOperation, Call, mismatch_error
+from ronde.comm.call import AnnouncedOperation, Call, Memory, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, PendingConnection, connect_authenticated, describe_disconnect
 from ronde.net.event_loop import THREADS_HINT, EventLoop
@@ -68,7 +66,7 @@ from ronde.net.messages import MAX_SHARED_IDS
 from ronde.net.open_files import explain_open_files, is_open_files_error, make_open_files_error
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.settings import Settings
-from ronde.types import Deadline, Topology
+from ronde.types import CPU, Deadline, Topology
 
 if TYPE_CHECKING:
     from ronde.comm.backends.hot_calls import AllreduceCache
@@ -83,6 +81,7 @@ LOSS_NOTICE_S = 5.0
 
 class NativeBackend:
     name = "native"
+    devices: tuple[str, ...] = (CPU,)
 
     def __init__(
         self, topology: Topology, listener: Listener, key: JobKey, settings: Settings, loop: EventLoop | None = None
@@ -404,7 +403,7 @@ class NativeChannel:
     def not_announced(self, id: int) -> tuple[int, ...]:
         return get_not_announced(self._handle, id, len(self.spec.members))
 
-    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+    def bucket(self) -> Memory:
         try:
             return get_bucket(self._handle, 2 * self.spec.bucket_bytes)
         except NativeError:

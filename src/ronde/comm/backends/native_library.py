@@ -24,7 +24,7 @@ import msgspec
 import numpy as np
 
 from ronde.comm.backends.base import CallTiming, CurrentCall
-from ronde.comm.call import AnnouncedOperation, Call
+from ronde.comm.call import NO_MEMORY, AnnouncedOperation, Call, Memory
 from ronde.errors import RondeError
 from ronde.types import OperationKind
 
@@ -355,17 +355,17 @@ def get_not_announced(handle: NativeHandle, id: int, num_members: int) -> tuple[
     return tuple(missing[: load_library().rd_get_not_announced(handle, id, missing)])
 
 
-def get_bucket(handle: NativeHandle, num_bytes: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """The bucket memory of this member. It lives for as long as an array uses it, even after the channel is closed."""
+def get_bucket(handle: NativeHandle, num_bytes: int) -> Memory:
+    """The bucket memory of this member. It lives for as long as its owner is kept, even after the channel is closed."""
     if num_bytes == 0:
-        return np.empty(0, np.uint8)
+        return NO_MEMORY
     library = load_library()
     start = library.rd_get_bucket(handle)
     if start is None:
         raise NativeError(NativeStatus.CLOSED)
     memory = (ctypes.c_uint8 * num_bytes).from_address(start)
     weakref.finalize(memory, library.rd_release_bucket, start).atexit = False
-    return np.ctypeslib.as_array(memory)
+    return Memory(start, (num_bytes,), "uint8", owner=memory)
 
 
 # --- an endpoint for messages ----------------------------------------------------------------------------------------

@@ -14,8 +14,6 @@ import threading
 from collections.abc import Callable
 from functools import partial
 
-import numpy as np
-
 from ronde.comm.backends.base import (
     LOSS_REASON_S,
     CallTiming,
@@ -36,7 +34,7 @@ from ronde.comm.backends.native_library import (
     take_received,
     thread_structs,
 )
-from ronde.comm.call import Call, MessageFlag, hash_signature, mismatch_error
+from ronde.comm.call import NO_MEMORY, Call, Memory, MessageFlag, hash_signature, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, ProtocolError, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, describe_disconnect
 from ronde.net.event_loop import EventLoop
@@ -272,8 +270,8 @@ class NativeMessageChannel:
     def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
         return None
 
-    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return np.empty(0, np.uint8)
+    def bucket(self) -> Memory:
+        return NO_MEMORY
 
     def current_call(self) -> CurrentCall | None:
         handle = self.endpoint.open_handle

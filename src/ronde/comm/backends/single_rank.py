@@ -19,14 +19,15 @@ from ronde.comm.backends.base import (
 )
 from ronde.comm.backends.native_library import reduce
 from ronde.comm.backends.native_messages import NativeEndpoint, NativeMessageChannel
-from ronde.comm.buffers import Array, address_of, aligned_zeros, array_at
-from ronde.comm.call import AnnouncedOperation, Call
+from ronde.comm.buffers import Array, address_of, aligned_zeros, array_at, as_memory
+from ronde.comm.call import AnnouncedOperation, Call, Memory
 from ronde.errors import RoundEnded
-from ronde.types import Deadline, DType, Op, OperationKind
+from ronde.types import CPU, Deadline, DType, Op, OperationKind
 
 
 class SingleRankBackend:
     name = "single_rank"
+    devices: tuple[str, ...] = (CPU,)
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> SingleRankChannel | NativeMessageChannel:
         if not spec.point_to_point:
@@ -116,8 +117,8 @@ class SingleRankChannel:
             raise IdNotAgreed(call.description)
         return self.run(call, deadline)
 
-    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return self._bucket
+    def bucket(self) -> Memory:
+        return as_memory(self._bucket)
 
     def current_call(self) -> CurrentCall | None:
         return None

@@ -25,7 +25,7 @@ from ronde.net.addresses import candidate_addresses, find_free_ports, format_add
 from ronde.net.keys import new_job_key
 from ronde.settings import Settings
 from ronde.text import format_ranks
-from ronde.types import Deadline, Topology
+from ronde.types import CPU, Deadline, Topology
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -57,6 +57,7 @@ class MpiBackend:
     """Opens channels among the ranks of MPI's world. Collective among all of them."""
 
     name = "mpi"
+    devices: tuple[str, ...] = (CPU,)
 
     def __init__(self, topology: Topology, settings: Settings) -> None:
         load_mpi()

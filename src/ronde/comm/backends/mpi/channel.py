@@ -27,8 +27,8 @@ from ronde.comm.backends.mpi.failure_detection import (
     MpiWait,
     NoticeKind,
 )
-from ronde.comm.buffers import aligned_zeros
-from ronde.comm.call import Call, mismatch_error
+from ronde.comm.buffers import aligned_zeros, as_memory
+from ronde.comm.call import Call, Memory, mismatch_error
 from ronde.errors import Mismatch, OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.net.event_loop import start_thread
 from ronde.text import format_ranks
@@ -276,8 +276,8 @@ class MpiChannel:
     def submit(self, call: Call, deadline: Deadline) -> MpiRunningCall:
         return self._checked_queue(call).submit(call, deadline)
 
-    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return self._bucket
+    def bucket(self) -> Memory:
+        return as_memory(self._bucket)
 
     def current_call(self) -> CurrentCall | None:
         current = self._queue.current

@@ -22,7 +22,7 @@ import numpy as np
 from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, Received, RunningCall
 from ronde.comm.backends.mpi.failure_detection import MAX_IDLE_SLEEP_S, YIELD_TIME_S, abandon
 from ronde.comm.buffers import Array, array_at
-from ronde.comm.call import Call, MessageFlag, hash_signature, mismatch_error
+from ronde.comm.call import NO_MEMORY, Call, Memory, MessageFlag, hash_signature, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.types import Deadline, OperationKind
 
@@ -458,8 +458,8 @@ class MpiMessageChannel:
     def make_allreduce_cache(self, timeout_s: float, record_failure: object, **more: object) -> None:
         return None
 
-    def bucket(self) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        return np.empty(0, np.uint8)
+    def bucket(self) -> Memory:
+        return NO_MEMORY
 
     def current_call(self) -> CurrentCall | None:
         message = self._endpoint.current_message(self._context)
