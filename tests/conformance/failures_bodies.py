@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 
 import numpy as np
 
+from ronde.comm.buffers import Array
+from ronde.comm.plan import Bucket, Plan
 from ronde.comm.world import World
-from ronde.errors import OperationTimeout, PeerLost, RoundEnded
+from ronde.errors import Mismatch, OperationTimeout, PeerLost, RoundEnded
 from ronde.observe.events import PeerGone
+from ronde.types import Deadline
 from tests.conformance.cases import on_ranks, raises
 
 
@@ -175,28 +180,197 @@ def a_message_that_is_late_ends_alone(world: World) -> None:
     world.group.barrier()
 
 
+# --- what arrays hold after an error: the table in docs/concepts/operations.md ---------------------------------------
+
+
+class Watched:
+    """Arrays that hold 0, 1, 2 … and must keep that."""
+
+    def __init__(self) -> None:
+        self._arrays: list[Array] = []
+
+    def new(self, count: int = 1000) -> Array:
+        self._arrays.append(np.arange(float(count)))
+        return self._arrays[-1]
+
+    def check(self) -> None:
+        for index, array in enumerate(self._arrays):
+            assert np.array_equal(array, np.arange(float(array.size))), f"array {index} has changed"
+
+
+@on_ranks(2, 3)
+def after_a_mistake_every_array_holds_what_it_held(world: World) -> None:
+    for name in (None, "x"):
+        for count in (6, 300_000):
+            _make_mistakes(world, name, count)
+        assert world.group.allreduce(np.ones(2), name=name).tolist() == [world.size] * 2
+
+
+def _make_mistakes(world: World, name: str | None, count: int) -> None:
+    """The last rank asks for another size than the others."""
+    group, size, is_odd, watched = world.group, world.size, world.rank == world.size - 1, Watched()
+    new, x = watched.new, watched.new((count + is_odd) * size)
+    rows = watched.new(count * size).reshape(size, -1)[:, : count - is_odd]
+    asks: list[Callable[[], object]] = [
+        lambda: group.allreduce(x, name=name),
+        lambda: group.allreduce(x, out=x, name=name),
+        lambda: group.allreduce(x, out=new(x.size), name=name),
+        lambda: group.allreduce([x, x], out=[new(x.size), new(x.size)], name=name),
+        lambda: group.broadcast(x, out=x, root=0, name=name),
+        lambda: group.broadcast(x, out=new(x.size), root=size - 1, name=name),
+        lambda: group.reduce(x, out=new(x.size), root=0, name=name),
+        lambda: group.reduce(x, out=x, root=size - 1, name=name),
+        lambda: group.reduce_scatter(x, name=name),
+        lambda: group.allgather(rows, name=name),
+        lambda: group.gather(rows, root=0, name=name),
+        lambda: group.alltoall(rows, name=name),
+        lambda: group.scatter(rows, root=0, name=name),
+    ]
+    for ask in asks:
+        with raises(Mismatch):
+            ask()
+        watched.check()
+    with raises(ValueError, match="out is float64"):
+        group.allreduce(x, out=new(x.size + 1), name=name)
+    watched.check()
+
+
+@on_ranks(2)
+def after_a_message_of_another_size_both_arrays_hold_what_they_held(world: World) -> None:
+    watched = Watched()
+    for count in (3, 300_000):
+        if world.rank == 0:
+            world.group.send(watched.new(count), 1)
+        else:
+            with raises(Mismatch):
+                world.group.receive(watched.new(count + 1), 0)
+        watched.check()
+        world.group.barrier()
+
+
 @on_ranks(2, spoils=True)
 def inputs_keep_their_values_after_a_failure(world: World) -> None:
     if world.rank == 1:
         world.group.receive(np.ones(1), 0)
         world.close(orderly=False, why="gone")
         return
-    inputs = [np.arange(1000.0) for _ in range(6)]
-    group, out = world.group, np.empty(1000)
+    group, watched, out = world.group, Watched(), np.empty(1000)
+    new = watched.new
+    in_place = new()
     works = [
-        group.allreduce(inputs[0], wait=False),
-        group.allreduce(inputs[1], out=out, wait=False),
-        group.broadcast(inputs[2], root=0, out=out, wait=False),
-        group.reduce_scatter(inputs[3], wait=False),
-        group.allreduce(inputs[4], name="x", wait=False),
-        group.allreduce([inputs[5]], wait=False),
+        group.allreduce(new(), wait=False),
+        group.allreduce(new(), out=out, wait=False),
+        group.broadcast(new(), root=0, out=out, wait=False),
+        group.broadcast(in_place, root=0, out=in_place, wait=False),  # on the root it is only read
+        group.reduce(new(), root=0, out=out, wait=False),
+        group.reduce(new(), root=1, out=new(), wait=False),  # on others than the root, out is not used
+        group.reduce_scatter(new(), wait=False),
+        group.allreduce([new(), new()], wait=False),
+        group.allreduce(new(), name="x", wait=False),
+        group.reduce(new(), root=1, out=new(), name="y", wait=False),
+        group.allgather(new(), name="z", wait=False),
+        group.alltoall(new(), name="u", wait=False),
+        group.gather(new(), root=1, name="v", wait=False),
     ]
     group.send(np.ones(1), 1)
     for work in works:
         with raises(PeerLost):
             work.wait()
-    for x in inputs:
-        assert np.array_equal(x, np.arange(1000.0))
+    for ask in (group.allgather, group.alltoall, group.gather, group.scatter, group.reduce_scatter):
+        with raises(PeerLost):
+            ask(new())
+    with raises(PeerLost):
+        group.send(new(), 1)
+    watched.check()
+
+
+@on_ranks(2, 3, spoils=True)
+def after_a_failure_arrays_are_not_used_any_more(world: World) -> None:
+    group, rank, last = world.group, world.rank, world.size - 1
+    group.ordered_channel._operation_timeout_s = 0.2
+    if rank == last:
+        group.barrier(name="time is over")
+        with raises((RoundEnded, OperationTimeout)):
+            group.allreduce(np.full(300_000, 7.0))  # the late member has come, and brings its numbers
+        group.barrier(name="all have failed")
+        return
+    watched = Watched()
+    x, out = watched.new(300_000), np.zeros(300_000)
+    with raises((RoundEnded, OperationTimeout)):
+        group.allreduce(x, out=out)
+    kept = out.copy()
+    group.barrier(name="time is over")
+    group.barrier(name="all have failed")
+    watched.check()
+    if world.joined_round.backend.name != "mpi":  # MPI may still write there
+        assert np.array_equal(out, kept)
+
+
+@on_ranks(2)
+def an_operation_with_a_name_that_is_late_is_still_under_way(world: World) -> None:
+    """Its arrays are in use until it has ended."""
+    group = world.group
+    operation_s = group.operation_timeout_s
+    for step in range(6):  # from the third time on in shared memory, where that is possible
+        if world.rank == 0:
+            x, out = np.ones(3), np.zeros(3)
+            group.operation_timeout_s = 0.05
+            deadline = Deadline(operation_s)
+            while True:
+                try:
+                    work = group.allreduce(x, out=out, name="late", wait=bool(step % 2))
+                    work.wait()
+                except OperationTimeout:
+                    break
+                except ValueError:  # a result is there a moment before its name is free again
+                    assert not deadline.expired
+            group.operation_timeout_s = operation_s
+            with raises(ValueError, match="still under way on this rank"):
+                group.allreduce(x, out=out, name="late")
+            group.barrier()
+            while out.tolist() != [2] * 3:
+                assert not deadline.expired, "it has never run"
+                time.sleep(0.001)
+        else:
+            group.barrier()
+            group.allreduce(np.ones(3), name="late")
+
+
+@on_ranks(2, spoils=True)
+def a_receive_that_ran_out_of_time_takes_nothing_later_either(world: World) -> None:
+    group = world.group
+    for count in (3, 300_000):
+        if world.rank == 0:
+            watched = Watched()
+            group.message_channel._operation_timeout_s = 0.1
+            for source in (1, None):
+                with raises(OperationTimeout):
+                    group.receive(watched.new(count), source)
+            group.message_channel._operation_timeout_s = group.operation_timeout_s
+            group.barrier()
+            assert (group.receive(np.zeros(count), 1) == 7).all()
+            watched.check()
+        else:
+            group.barrier()
+            group.send(np.full(count, 7.0), 0)
+        group.barrier()
+
+
+@on_ranks(2, spoils=True)
+def a_bucket_that_failed_holds_anything_but_others_and_what_was_read_stay(world: World) -> None:
+    buckets = [Bucket(1000, "float64", "sum"), Bucket(1000, "float64", "sum")]
+    plan = Plan(buckets, world.group)
+    plan.arrays[0][:] = 1
+    plan.arrays[1][:] = world.rank + 5
+    assert (plan.run(0) == 2).all()
+    world.group.barrier()
+    if world.rank == 1:
+        world.close(orderly=False, why="gone")
+        return
+    with raises(PeerLost):
+        plan.run(0)
+    assert (plan.arrays[1] == 5).all(), "a bucket that was not started keeps its numbers"
+    assert (plan.spare_arrays[0] == 0).all()
 
 
 @on_ranks(2, spoils=True)
