@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, Received, RunningCall
-from ronde.comm.buffers import Array, array_at
+from ronde.comm.buffers import Array, array_at, as_memory
 from ronde.comm.call import NO_MEMORY, Call, Memory, MessageFlag, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.types import Deadline, OperationKind
@@ -198,7 +198,7 @@ class SharedMessages:
         self._taken(sent)
         call = receive.asked
         if call.flags & MessageFlag.ANY_SIZE:
-            receive.finish(Received(sent.source, sent.call.header or b"", sent.data))
+            receive.finish(Received(sent.source, sent.call.header or b"", as_memory(sent.data)))
         elif call.signature_hash != sent.call.signature_hash:
             texts = {self._members[sent.source]: sent.call.description}
             receive.outcome = mismatch_error({**texts, self._members[receive.member_index]: call.description})

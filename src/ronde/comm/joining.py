@@ -8,6 +8,7 @@ host, or with a home directory in common, have the same. A start that fails leav
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import os
 import secrets
@@ -127,13 +128,13 @@ def settings_from_launcher(settings: Settings, launcher: LauncherEnvironment) ->
 # --- joining ---------------------------------------------------------------------------------------------------------
 
 
-_identities: dict[int, str] = {}
-"""By process: a forked child is another worker than its parent."""
-
-
+@functools.cache
 def worker_identity() -> str:
     """Return the identity of this process among all processes of the job: it stays the same from round to round."""
-    return _identities.setdefault(os.getpid(), secrets.token_hex(8))
+    return secrets.token_hex(8)
+
+
+os.register_at_fork(after_in_child=worker_identity.cache_clear)  # a child is another worker than its parent
 
 
 def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:

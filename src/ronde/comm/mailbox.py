@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 from ronde.comm.backends.base import CallTiming, Received
-from ronde.comm.buffers import Bfloat16View, SendBuffer, address_of, as_send_buffer
+from ronde.comm.buffers import Bfloat16View, SendBuffer, address_of, as_array, as_send_buffer
 from ronde.comm.call import Call, MessageFlag, Signature, Span
 from ronde.comm.channel import Channel
 from ronde.comm.work import Work
@@ -321,7 +321,7 @@ def _decode(received: Received) -> tuple[_Kind, int, bytes, Any]:
             return kind, request, header, None
         dtype = DType(dtype_number)
         assert received.data is not None
-        array = received.data.view(dtype.numpy).reshape(shape)
+        array = as_array(received.data).view(dtype.numpy).reshape(shape)
     except (struct.error, ValueError) as error:
         raise ProtocolError(
             f"member {received.source} has sent a message that no mailbox of this version does"

@@ -28,6 +28,7 @@ import msgspec
 
 from ronde.errors import ProtocolError
 from ronde.net.keys import JobKey
+from ronde.types import Topology
 
 VERSION = 3
 NONCE_BYTES = 32
@@ -59,6 +60,12 @@ class ConnectionRequest:
     """The identity of its process."""
     round: int = 0
     """The id of the round for which it connects; 0 if it is in none."""
+
+
+def member_request(topology: Topology, purpose: str, detail: str = "") -> ConnectionRequest:
+    """The request of a member of a round that connects to another one: the only one that its listener accepts."""
+    worker = topology.members[topology.rank].worker
+    return ConnectionRequest(purpose, topology.rank, detail, worker, topology.round)
 
 
 class HandshakeFailed(ProtocolError):

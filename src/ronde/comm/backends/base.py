@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
-import numpy as np
 
 from ronde.comm.call import AnnouncedOperation, Call, Memory
 from ronde.errors import OperationTimeout, RondeError
@@ -83,7 +82,7 @@ class Received(NamedTuple):
     source: int
     """The member (index) that sent it."""
     header: bytes = b""
-    data: np.ndarray[tuple[int], np.dtype[np.uint8]] | None = None
+    data: Memory | None = None
     """The bytes of the array, in new memory, if any size was wanted."""
 
 

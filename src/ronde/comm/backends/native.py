@@ -60,8 +60,9 @@ from ronde.comm.call import AnnouncedOperation, Call, Memory, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, PendingConnection, connect_authenticated, describe_disconnect
 from ronde.net.event_loop import THREADS_HINT, EventLoop
+from ronde.net.handshake import member_request
 from ronde.net.keys import JobKey
-from ronde.net.listener import ConnectionRequest, Listener
+from ronde.net.listener import Listener
 from ronde.net.messages import MAX_SHARED_IDS
 from ronde.net.open_files import explain_open_files, is_open_files_error, make_open_files_error
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
@@ -237,7 +238,7 @@ class NativeBackend:
                     loop,
                     self._topology.members[rank].tcp_addresses[0],
                     self._key,
-                    self._make_request(purpose),
+                    member_request(self._topology, purpose),
                     deadline,
                     partial(on_done, number, rank),
                     heartbeat_s=self._settings.heartbeat_s,
@@ -267,17 +268,12 @@ class NativeBackend:
             raise failures[0].with_traceback(None)
         return [made[number] for number in range(len(wanted))]
 
-    def _make_request(self, purpose: str) -> ConnectionRequest:
-        topology = self._topology
-        worker = topology.members[topology.rank].worker
-        return ConnectionRequest(purpose, topology.rank, worker=worker, round=topology.round)
-
     def _connect_to_address(self, rank: int, address: str, purpose: str, deadline: Deadline) -> Connection:
         def give_up_when_lost() -> None:
             if rank in self._lost:
                 raise self._lost[rank]
 
-        request, heartbeat_s = self._make_request(purpose), self._settings.heartbeat_s
+        request, heartbeat_s = member_request(self._topology, purpose), self._settings.heartbeat_s
         return connect_authenticated(
             address, self._key, request, deadline, heartbeat_s=heartbeat_s, before_retry=give_up_when_lost
         )[0]

@@ -393,13 +393,11 @@ def get_current_message(endpoint: EndpointHandle, context: int) -> tuple[str, in
 
 
 class _ReceivedMemory:
-    """Memory of the library that an array views. It is freed with the last such array."""
+    """The owner of memory of the library, which is freed with it."""
 
-    __slots__ = ("__array_interface__", "_block", "_free")
+    __slots__ = ("_block", "_free")
 
     def __init__(self, received: RdReceived) -> None:
-        data = (received.data, False)
-        self.__array_interface__ = {"data": data, "shape": (received.bytes,), "typestr": "|u1", "version": 3}
         self._block = received.block
         self._free = load_library().rd_free_received
 
@@ -407,15 +405,15 @@ class _ReceivedMemory:
         self._free(self._block)
 
 
-def take_received() -> tuple[bytes, np.ndarray[tuple[int], np.dtype[np.uint8]]]:
+def take_received() -> tuple[bytes, Memory]:
     """The header and the bytes of what this thread's last call has received; after a mismatch, what the sender asked
     for and nothing."""
     received = RdReceived()
     load_library().rd_take_received(ctypes.byref(received))
     header = ctypes.string_at(received.header, received.header_bytes)
     if not received.block:
-        return header, np.empty(0, np.uint8)
-    return header, np.asarray(_ReceivedMemory(received))
+        return header, NO_MEMORY
+    return header, Memory(received.data or 0, (received.bytes,), "uint8", owner=_ReceivedMemory(received))
 
 
 # --- the structs of a call -------------------------------------------------------------------------------------------

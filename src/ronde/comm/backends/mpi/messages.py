@@ -21,7 +21,7 @@ import numpy as np
 
 from ronde.comm.backends.base import CallTiming, ChannelSpec, CurrentCall, Received, RunningCall
 from ronde.comm.backends.mpi.failure_detection import MAX_IDLE_SLEEP_S, YIELD_TIME_S, abandon
-from ronde.comm.buffers import Array, array_at
+from ronde.comm.buffers import Array, array_at, as_memory
 from ronde.comm.call import NO_MEMORY, Call, Memory, MessageFlag, hash_signature, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded
 from ronde.types import Deadline, OperationKind
@@ -345,7 +345,7 @@ class MpiEndpoint:
         call, members = receive.asked, self._members[receive.context]
         source = members.index(arrival.source)
         if call.flags & MessageFlag.ANY_SIZE:
-            receive.finish(Received(source, arrival.header, arrival.data))
+            receive.finish(Received(source, arrival.header, as_memory(arrival.data)))
         elif call.signature_hash != arrival.signature_hash or _num_bytes(call) != arrival.data.nbytes:
             sent = arrival.header.decode(errors="replace")
             receive.outcome = mismatch_error({arrival.source: sent, self.rank: call.description})
