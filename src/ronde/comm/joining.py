@@ -168,7 +168,7 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
         if settings.backend == "mpi":
             backend = MpiBackend(topology, settings)
         else:
-            backend = NativeBackend(topology, listener, key, settings, loop)
+            backend = NativeBackend(topology, listener, key, settings, loop, control.send)
         opened.callback(backend.close)
         rank = -1 if settings.coordinator_hosted else 0
         # Every member has a random name for its Unix socket: no other round has the same members.

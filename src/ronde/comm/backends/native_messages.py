@@ -40,7 +40,7 @@ from ronde.comm.call import Call, MessageFlag, hash_signature, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, ProtocolError, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, describe_disconnect
 from ronde.net.event_loop import EventLoop
-from ronde.net.listener import Listener
+from ronde.net.listener import ConnectionRequest, Listener
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.types import Deadline, OperationKind, Topology
 
@@ -135,8 +135,9 @@ class NativeEndpoint:
                 "of open files and threads (ulimit -n, ulimit -u)"
             )
 
-    def _on_connection(self, loop: EventLoop, rank: int, sock: Connection) -> None:
+    def _on_connection(self, loop: EventLoop, request: ConnectionRequest, sock: Connection) -> None:
         """Called by the loop, which must not wait: the descriptor of the memory may still be on its way."""
+        rank = request.rank
         if not 0 <= rank < len(self._link_locks):
             sock.close()
         elif sock.family.name == "AF_UNIX":
