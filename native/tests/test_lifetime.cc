@@ -320,7 +320,8 @@ TEST(a_callback_may_close_and_release_its_channel) {
       rd_channel* channel;
       Told told, behind;
     } closing;
-    closing.channel = pair.take(0);
+    closing.channel = pair[0];
+    rd_retain(pair[0]);
     Sum sum, queued;
     rd_callback callback = [](void* context, const rd_result* result) {
       auto* self = static_cast<Closing*>(context);
@@ -514,7 +515,7 @@ TEST(a_forked_child_is_refused_and_its_parent_notices_nothing) {
       expect(current.start_ns == 0);
       for (int member : {0, 1}) {
         rd_close(pair[member]);
-        rd_release(pair.take(member));
+        rd_release(pair[member]);
       }
       rd_release_work(work);
       rd_release_bucket(bucket);
