@@ -115,6 +115,16 @@ def _connect_error(error: OSError, deadline: Deadline) -> NotListening | StartFa
     return StartFailed(f"{error.strerror or error}; check the address")
 
 
+def make_record_pair() -> tuple[Connection, Connection]:
+    """Return two sockets of this process, connected with each other: each send is one record, nothing blocks, and
+    forked children do not keep them."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for sock in pair:
+        sock.setblocking(False)
+        close_in_children(sock)
+    return pair
+
+
 _not_for_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 

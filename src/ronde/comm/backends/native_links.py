@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import itertools
 import logging
-import socket
 import struct
 import threading
 import time
@@ -30,7 +29,7 @@ import msgspec
 from ronde.comm.backends.base import ChannelSpec, CurrentCall
 from ronde.comm.backends.native_library import EventKind, LinkKind, NativeStatus
 from ronde.errors import StartFailed
-from ronde.net.connect import ConnectFailed, Connection, PendingConnection, close_in_children
+from ronde.net.connect import ConnectFailed, Connection, PendingConnection, make_record_pair
 from ronde.net.event_loop import EventLoop
 from ronde.net.keys import JobKey
 from ronde.net.listener import ConnectionRequest, Listener
@@ -41,8 +40,8 @@ from ronde.types import Deadline, Topology
 PURPOSE = "link"
 """What a rank connects for when it opens a link."""
 MAX_LINK_SOCKETS = 1024
-NEVER_NS = 2**63 - 1
-NEVER_S = 1e8
+MAX_OPENING_S = 1e6
+"""Above all deadlines that mean something; a loop cannot wait for centuries."""
 
 EVENT = struct.Struct("@Qiiiiq")
 """rd_event: channel, kind, member, status, detail, deadline_ns."""
@@ -119,10 +118,7 @@ class NativeLinks:
         self._heartbeat_s = settings.heartbeat_s
         self._loop = loop
         self._send = send
-        self._reader, self._writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        for sock in (self._reader, self._writer):
-            sock.setblocking(False)
-            close_in_children(sock)
+        self._reader, self._writer = make_record_pair()
         self._numbers = itertools.count()
         self._lock = threading.RLock()  # guards the next four; reentrant: a signal handler may close a channel
         self._channels: dict[int, LinkedChannel] = {}
@@ -223,8 +219,8 @@ class NativeLinks:
 
     def _open_link(self, channel: LinkedChannel, rank: int, kind: int, deadline_ns: int) -> None:
         num_sockets = self._num_sockets if kind == LinkKind.RING else 1
-        remaining_s = NEVER_S if deadline_ns == NEVER_NS else (deadline_ns - time.monotonic_ns()) / 1e9
-        deadline = Deadline(max(0.0, remaining_s))
+        remaining_s = (deadline_ns - time.monotonic_ns()) / 1e9
+        deadline = Deadline(min(max(0.0, remaining_s), MAX_OPENING_S))
         link, opening = _LinkId(channel.spec.id, rank, kind), _OpeningLink(channel)
         self._opening[link] = opening
         for number in range(num_sockets):
