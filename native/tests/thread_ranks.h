@@ -35,6 +35,7 @@ struct GroupSetup {
   uint32_t num_cores = 2;
   uint64_t fusion_bytes = 1 << 20;
   uint32_t max_announced = 0;  // ids of announced calls
+  bool opens_links = true;     // whether calls get the links that they ask for
   bool counts_bytes = false;   // whether bytes_sent() is wanted; then members do not see when another one closes
 };
 
@@ -150,7 +151,7 @@ class ThreadRanks {
             setup.num_sockets, setup.counts_bytes,
             [this](uint32_t member, uint32_t peer, rd_link_kind kind, bool opened_here, auto sockets) {
               std::lock_guard<std::mutex> lock(mutex_);
-              if (channels_[member] != nullptr)
+              if (channels_[member] != nullptr && setup_.opens_links)
                 channels_[member]->open_link(peer, kind, opened_here, std::move(sockets));
             },
             [this](uint32_t from, const ronde::CallError& error) {
