@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import psutil
 import pytest
 
 from ronde.settings import Settings
+from ronde.types import Deadline
 from tests.jobs.kit import LocalRanks, start_ranks
-from tests.limits import OPERATION_S, promised_s
+from tests.limits import OPERATION_S, PATIENCE_S, promised_s
 
 NUM_SOCKETS = 3
 SETTINGS = Settings(operation_s=OPERATION_S, start_s=OPERATION_S, stall_s=0.0, num_sockets=NUM_SOCKETS)
@@ -139,3 +142,57 @@ def test_a_death_while_links_are_opened_is_told_at_once() -> None:
         for rank in (0, 1):
             told = job.receive(rank, "failed")
             assert told["error"] == "PeerLost" and "rank 2" in told["text"], told
+
+
+@contextmanager
+def waiting_for_a_link() -> Iterator[LocalRanks]:
+    """Rank 0 waits for its link to rank 1, which is stopped."""
+    with ranks_on_hosts(2, 2) as job:
+        job.receive_all([0, 1], "joined")
+        os.kill(job.pids[1], signal.SIGSTOP)
+        start(job, [0], "large")
+        is_connecting = psutil.Process(job.pids[0]).net_connections
+        deadline = Deadline(PATIENCE_S)
+        while not any(each.raddr and each.raddr.port == listening_port(job.pids[1]) for each in is_connecting("tcp")):
+            assert not deadline.expired
+            time.sleep(0.001)
+        yield job
+
+
+def listening_port(pid: int) -> int:
+    """Of the rank's listener, the only TCP port that it listens on."""
+    found = psutil.Process(pid).net_connections("tcp")
+    return next(each.laddr.port for each in found if each.status == psutil.CONN_LISTEN)
+
+
+@pytest.mark.parametrize(("number", "error"), [(signal.SIGINT, "KeyboardInterrupt"), (signal.SIGUSR1, "RoundEnded")])
+def test_a_signal_handler_ends_the_wait_for_a_link(number: signal.Signals, error: str) -> None:
+    with waiting_for_a_link() as job:
+        os.kill(job.pids[0], number)
+        sent_at = time.monotonic()
+        failed = job.receive(0, "failed")
+        assert failed["error"] == error, failed
+        assert failed["at"] - sent_at < promised_s(1.0), failed
+        os.kill(job.pids[1], signal.SIGCONT)
+        start(job, [1], "large")
+        told = job.receive(1, "failed")
+        assert told["error"] in ("PeerLost", "RoundEnded"), told
+
+
+def test_a_process_that_is_forked_while_a_link_is_opened_changes_nothing() -> None:
+    with waiting_for_a_link() as job:
+        os.kill(job.pids[0], signal.SIGUSR2)
+        deadline = Deadline(PATIENCE_S)
+        while not (children := psutil.Process(job.pids[0]).children()):
+            assert not deadline.expired
+            time.sleep(0.001)
+        os.kill(job.pids[1], signal.SIGCONT)
+        start(job, [1], "large")
+        job.receive_all([0, 1], "done")
+        for _ in range(2):
+            act(job, 2, "close plan")
+        ports = {listening_port(pid) for pid in job.pids.values()}
+        for child in children:
+            assert not [each for each in child.net_connections("tcp") if ports & {each.laddr.port, *each.raddr[1:]}]
+            child.kill()
+        leave(job, 2)

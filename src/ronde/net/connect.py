@@ -333,6 +333,7 @@ class PendingConnection:
             address = resolve_address(self._address)[0]
             family = socket.AF_UNIX if isinstance(address, str) else address_family(address[0])
             self._sock = socket.socket(family, socket.SOCK_STREAM)
+            close_in_children(self._sock)
             self._sock.setblocking(False)
             target = "\0" + address.removeprefix(_UNIX_PREFIX) if isinstance(address, str) else address
             error = self._sock.connect_ex(target)

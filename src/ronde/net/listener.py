@@ -236,6 +236,7 @@ class Listener:
         if self._shortage is not None:
             self._set_shortage(None)
         sock.setblocking(False)
+        close_in_children(sock)
         handshake = ServerHandshake(self._key, secrets.token_bytes(NONCE_BYTES), self._call_make_reply)
         pending = _PendingHandshake(sock, _describe_peer(sock), handshake, Deadline(HANDSHAKE_S))
         self._pending[sock] = pending

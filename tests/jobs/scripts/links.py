@@ -4,6 +4,7 @@ its TCP connections with other ranks."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable
 
 import numpy as np
@@ -60,7 +61,16 @@ def count_files() -> int:
     return psutil.Process().num_fds()
 
 
+def fork_child(signum: int, frame: object) -> None:
+    """A child that lives until the test ends it, and takes part in nothing."""
+    if os.fork() == 0:
+        signal.pause()
+        os._exit(0)
+
+
 def main() -> None:
+    signal.signal(signal.SIGUSR1, lambda signum, frame: ronde.shutdown())
+    signal.signal(signal.SIGUSR2, fork_child)
     num_hosts = int(os.environ["TEST_NUM_HOSTS"])
     with ControlSocket() as test:
         more = {"operation_s": 1.0} if os.environ.get("TEST_IMPATIENT") == str(test.rank) else {}
@@ -70,7 +80,7 @@ def main() -> None:
             test.send("started")
             try:
                 ACTIONS[action]()
-            except ronde.RondeError as error:
+            except (ronde.RondeError, KeyboardInterrupt) as error:
                 missing = list(getattr(error, "missing", ()))
                 test.send("failed", error=type(error).__name__, text=str(error), missing=missing)
             else:
