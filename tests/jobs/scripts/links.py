@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import psutil
@@ -73,7 +74,7 @@ def main() -> None:
     signal.signal(signal.SIGUSR2, fork_child)
     num_hosts = int(os.environ["TEST_NUM_HOSTS"])
     with ControlSocket() as test:
-        more = {"operation_s": 1.0} if os.environ.get("TEST_IMPATIENT") == str(test.rank) else {}
+        more: dict[str, Any] = {"operation_s": 1.0} if os.environ["TEST_IMPATIENT"] == str(test.rank) else {}
         ronde.init(host=f"host-{test.rank * num_hosts // int(os.environ['RONDE_SIZE'])}", **more)
         test.send("joined", **count_links())
         while (action := test.receive()["action"]) != "leave":
