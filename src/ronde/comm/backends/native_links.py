@@ -214,7 +214,7 @@ class NativeLinks:
     def _forget_channel(self, number: int, id: str) -> None:
         self._on_events()  # the last one may be an abort, because the channel was closed in the middle of a call
         with self._lock:
-            del self._channels[number]
+            self._channels.pop(number, None)
         self._drop(lambda link: link.channel == id)
 
     def _open_link(self, channel: LinkedChannel, rank: int, kind: int, deadline_ns: int) -> None:
