@@ -1,6 +1,7 @@
 """What thousands of ranks cost the coordinator, and how these costs grow: a simulated world.
 
     python benchmarks/scale.py --ranks 64,512,4096,16384 --json scale.jsonl
+    python benchmarks/scale.py --ranks "" --connections 64,512
 
 The coordinator is the real one without its network: every message of a rank is decoded and handled, and every answer is
 encoded and given to a ControlServer to which nobody is connected. Ranks are nothing but the bytes that they would send.
@@ -20,6 +21,10 @@ does), so the numbers are of use on a busy machine. Each number of ranks has a p
 The table shows for each phase the time per event (a message, a connection or a check) and, from one line to the next,
 the exponents of growth of the time of the whole phase and of the bytes that are sent: 1 when they grow as the ranks do,
 2 when they grow as their square.
+
+With --connections it counts the sockets to ranks of other hosts, of the rank that has most of them. All ranks are
+threads of one process here, and run the calls of a training with one optimizer on real channels of the native library,
+which ask for links as they do between real hosts.
 """
 
 from __future__ import annotations
@@ -31,18 +36,27 @@ import itertools
 import logging
 import math
 import multiprocessing
+import os
 import random
+import socket
+import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import psutil
 from rich.console import Console
 from rich.table import Table
 
+from ronde.comm.backends.base import ChannelSpec
+from ronde.comm.backends.native import NativeChannel
+from ronde.comm.backends.native_library import EventKind, LinkKind, load_library, make_channel_params, open_channel
+from ronde.comm.backends.native_links import EVENT
+from ronde.comm.call import Call, Span
 from ronde.coordinator.coordinator import CoordinatorCore, Event, MessageReceived, ProcessExited, RankConnected
 from ronde.coordinator.negotiation import Send
 from ronde.net.control import ControlServer, _KnownClient
@@ -64,10 +78,12 @@ from ronde.net.messages import (
     WorkerMessageDecoder,
     encode,
 )
+from ronde.net.open_files import raise_open_files_limit
+from ronde.net.shared_memory import create_shared_memory
 from ronde.observe.activity import ActivitySample
 from ronde.observe.stragglers import ArrivalSample, max_samples_per_s
 from ronde.settings import Settings
-from ronde.types import DType, Member, OperationKind
+from ronde.types import Deadline, DType, Member, OperationKind
 
 EVENTS_PER_TURN = 100
 """Events that the coordinator finds together in its sockets, before it answers."""
@@ -94,6 +110,16 @@ class PhaseCost(msgspec.Struct, frozen=True):
     sent_bytes: int
     memory_mb: float
     """Of the process at the end of the phase, above what it was before the first rank."""
+
+
+class SocketCount(msgspec.Struct, frozen=True):
+    """One line of the JSON, with --connections."""
+
+    phase: str
+    ranks: int
+    hosts: int
+    most_sockets: int
+    """To other hosts, of the rank that has most, after this phase and those before it."""
 
 
 class FromRank(NamedTuple):
@@ -246,6 +272,94 @@ class SimulatedWorld:
                 self._ids.update({item.name: item.id for item in message.operations})
 
 
+class SimulatedLinks:
+    """Opens the links that channels of this process ask for, and counts the sockets of each rank."""
+
+    def __init__(self, size: int, num_ring_sockets: int) -> None:
+        self.channels: list[NativeChannel] = []
+        """The number of a channel is its index; that of rank r is `size` after that of rank r on the channel before."""
+        self.num_sockets = [0] * size
+        self._size = size
+        self._num_ring_sockets = num_ring_sockets
+        self._reader, self._writer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._thread = threading.Thread(target=self._serve, daemon=True)
+        self._thread.start()
+
+    @property
+    def events_fd(self) -> int:
+        return self._writer.fileno()
+
+    def close(self) -> None:
+        self._writer.shutdown(socket.SHUT_WR)
+        self._thread.join()
+        self._reader.close()
+        self._writer.close()
+
+    def _serve(self) -> None:
+        while record := self._reader.recv(EVENT.size):
+            number, kind, member, link_kind, *_ = EVENT.unpack(record)
+            assert kind == EventKind.LINK_WANTED, "a call has failed"
+            rank = number % self._size
+            num = self._num_ring_sockets if link_kind == LinkKind.RING else 1
+            pairs = [socket.socketpair() for _ in range(num)]
+            ends = [[pair[side].detach() for pair in pairs] for side in (0, 1)]
+            self.channels[number].add_link(member, link_kind, True, ends[0])
+            self.channels[number - rank + member].add_link(rank, link_kind, False, ends[1])
+            self.num_sockets[rank] += num
+            self.num_sockets[member] += num
+
+
+def count_sockets(size: int) -> list[SocketCount]:
+    """Run the calls of a training on channels of so many ranks."""
+    raise_open_files_limit()
+    settings = Settings()
+    hosts = [rank // RANKS_PER_HOST for rank in range(size)]
+    links = SimulatedLinks(size, settings.num_sockets)
+    counts: list[SocketCount] = []
+    # Small slots, or all of them together would need gigabytes; large enough for an algorithm for many bytes.
+    slot_bytes = RANKS_PER_HOST * 72 * 1024
+    with ExitStack() as opened:
+        opened.callback(links.close)
+        for name in ("ordered", "plan"):
+            segments: dict[int, int] = {}
+            for rank, host in enumerate(hosts):
+                params = make_channel_params(hosts, rank, slot_bytes, 16 * 1024, 0)
+                if host not in segments:
+                    num_bytes = load_library().rd_segment_bytes(params)
+                    segments[host] = create_shared_memory(f"scale {name}", num_bytes)
+                handle = open_channel(params, segments[host], links.events_fd, len(links.channels))
+                spec = ChannelSpec(id=name, members=tuple(range(size)), member_index=rank)
+                links.channels.append(NativeChannel(spec, handle, ""))
+                opened.callback(links.channels[-1].close)
+            for segment in segments.values():
+                os.close(segment)
+        array = np.zeros(1 << 20, np.float32)  # of all ranks: what they compute does not matter
+        pool = opened.enter_context(concurrent.futures.ThreadPoolExecutor(size))
+
+        def run(phase: str, channel: int, call: Call) -> None:
+            for _ in pool.map(lambda each: each.run(call, Deadline(600)), links.channels[channel * size :][:size]):
+                pass
+            counts.append(SocketCount(phase, size, hosts[-1] + 1, max(links.num_sockets)))
+
+        def make_call(kind: OperationKind, count: int, *, pre_agreed: bool = False, **more: Any) -> Call:
+            spans = (Span(array.ctypes.data, array.ctypes.data, count),)
+            return Call(kind, DType.FLOAT32, spans=spans, description=kind.name, pre_agreed=pre_agreed, **more)
+
+        run("broadcast of the parameters", 0, make_call(OperationKind.BROADCAST, 100_000, peer=0))
+        run("agreement on the buckets", 0, make_call(OperationKind.ALLGATHER, 4, counts=(4,) * size))
+        run("a small bucket", 1, make_call(OperationKind.ALLREDUCE, 100, pre_agreed=True))
+        run("a large bucket", 1, make_call(OperationKind.ALLREDUCE, array.size, pre_agreed=True))
+        run("an allreduce without a name", 0, make_call(OperationKind.ALLREDUCE, 100))
+    return counts
+
+
+def render_sockets(counts: list[SocketCount]) -> Table:
+    table = Table("ranks", "hosts", "after", "sockets of the rank with most")
+    for count in counts:
+        table.add_row(f"{count.ranks:,}", f"{count.hosts:,}", count.phase, f"{count.most_sockets:,}")
+    return table
+
+
 def make_request(index: int) -> OperationRequest:
     shape = (64 + index, 3, 3)
     return OperationRequest(0, f"layer{index}.conv.weight", OperationKind.ALLREDUCE, DType.FLOAT32, (shape,), op=1)
@@ -308,17 +422,21 @@ def main() -> None:
     parser.add_argument("--names", type=int, default=161, help="named operations of a step")
     parser.add_argument("--by-names", default="", help="also measure these numbers of names, with 512 ranks")
     parser.add_argument("--json", help="write the results to this file, one JSON object per line")
+    parser.add_argument("--connections", default="", help="also count the sockets of so many ranks")
     flags = parser.parse_args()
     console = Console(width=140)
-    by_ranks = measure_all([(int(part), flags.names) for part in flags.ranks.split(",")], console)
+    by_ranks = measure_all([(int(part), flags.names) for part in flags.ranks.split(",") if part], console)
     console.print(render(by_ranks, "ranks"))
+    sockets = [count for part in flags.connections.split(",") if part for count in count_sockets(int(part))]
+    if sockets:
+        console.print(render_sockets(sockets))
     by_names: list[PhaseCost] = []
     if flags.by_names:
         by_names = measure_all([(512, int(part)) for part in flags.by_names.split(",")], console)
         console.print(render(by_names, "names"))
     if flags.json:
         with Path(flags.json).open("wb") as file:
-            file.writelines(msgspec.json.encode(cost) + b"\n" for cost in [*by_ranks, *by_names])
+            file.writelines(msgspec.json.encode(cost) + b"\n" for cost in [*by_ranks, *by_names, *sockets])
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@
 extern "C" {
 #endif
 
-#define RD_ABI 5                 /* changes when a struct or a function of this file changes */
+#define RD_ABI 6                 /* changes when a struct or a function of this file changes */
 #define RD_DESCRIPTION_BYTES 128 /* bytes of a call's description, with its closing zero */
 #define RD_MAX_MEMBERS 65536
 #define RD_MAX_LOCAL_MEMBERS 1024 /* of one host */
@@ -197,13 +197,41 @@ const char* rd_cpu(void);     /* the reduce kernels in use: "portable", "avx2" o
  * more than a file can have. The host's lowest member creates the memory, filled with zeros. */
 uint64_t rd_segment_bytes(const rd_channel_params* params);
 
-/* Opens a channel. `segment` is the descriptor of the shared memory, or -1 for the only member of a host; the caller
- * keeps it. `sockets` has num_members rows of num_sockets descriptors: in the row of a member on another host, first
- * the socket for aborts, then those for data; -1 in all other rows. The channel owns all sockets from here on, even
- * when this function fails. RD_BAD_CALL when params is invalid or the memory has another size than rd_segment_bytes;
- * after RD_SYSTEM, errno says what failed. */
-rd_status rd_open(const rd_channel_params* params, int segment, const int* sockets, uint32_t num_sockets,
-                  rd_channel** channel);
+/* What a channel between hosts needs from its caller while calls run. The channel sends records of this type
+ * through the socket that rd_open gets. */
+typedef enum rd_event_kind {
+  RD_LINK_WANTED = 0,    /* a call wants to send to a member of another host: give it a link (rd_open_link) */
+  RD_CHANNEL_ABORTED = 1 /* a call has failed here: tell the members of other hosts (rd_abort) */
+} rd_event_kind;
+
+typedef enum rd_link_kind {
+  RD_LINK_SINGLE = 0, /* of one socket */
+  RD_LINK_RING = 1,   /* for large data: of several sockets, if that is faster */
+  RD_NUM_LINK_KINDS = 2
+} rd_link_kind;
+
+typedef struct rd_event {
+  uint64_t channel;    /* the number given to rd_open */
+  int32_t kind;        /* rd_event_kind */
+  int32_t member;      /* that the link goes to, or that has caused the abort, or -1 */
+  int32_t status;      /* of a link its rd_link_kind, of an abort its rd_status */
+  int32_t detail;      /* of an abort: errno, or 0 */
+  int64_t deadline_ns; /* of a link: when the call ends that wants it, CLOCK_MONOTONIC; INT64_MAX for never */
+} rd_event;
+
+/* Opens a channel. It has no links to members of other hosts yet: each is opened when a call first uses it. `segment`
+ * is the descriptor of the shared memory, or -1 for the only member of a host. `events` is one end of a pair
+ * of Unix sockets (SOCK_SEQPACKET), or -1 if all members are on one host; `number` tells channels apart in it. The caller keeps both
+ * descriptors. RD_BAD_CALL when params is invalid or the memory has another size than rd_segment_bytes; after
+ * RD_SYSTEM, errno says what failed. */
+rd_status rd_open(const rd_channel_params* params, int segment, int events, uint64_t number, rd_channel** channel);
+
+/* Opens one direction of a link to a member of another host: the one in which this member sends if it has asked for
+ * the link (opened_here), otherwise the other. The sockets are connected to that member, which is given their other
+ * ends in the same order; the channel owns them from here on, even when this function fails. A direction that is open
+ * stays as it is. */
+rd_status rd_open_link(rd_channel* channel, uint32_t member, int32_t kind, int opened_here, const int* sockets,
+                       uint32_t num_sockets);
 
 /* Count one more user of a channel, and one less. The last release closes the channel, if nobody has, and frees it. */
 void rd_retain(rd_channel* channel);
@@ -216,9 +244,10 @@ void rd_release(rd_channel* channel);
  * also from a signal handler of Python that runs inside rd_run or rd_wait, and from a callback. */
 void rd_close(rd_channel* channel);
 
-/* Ends all waits of all members, on other hosts through the abort sockets. `member` is the lost one, or -1. It can be
- * called from any thread and repeatedly; only the first call counts. */
-void rd_abort(rd_channel* channel, int32_t member);
+/* Ends all waits of the members of this host with this rd_status, the member that has caused it, or -1, and errno or
+ * 0. Who calls it tells the members of other hosts. It can be called from any thread and repeatedly; only the first
+ * abort counts. */
+void rd_abort(rd_channel* channel, int32_t status, int32_t member, int32_t detail);
 
 /* Returns this member's bucket memory, which all members of its host can access, or null when bucket_bytes is 0
  * or the channel is closed: two areas of bucket_bytes, one behind the other. A call on one span of an area, in place,
@@ -300,8 +329,9 @@ typedef struct rd_announcement {
 /* Announces many calls at once: those that the other members have announced run as one, as far as they can be fused.
  * All but their memory is what their ids stand for; `spans` has that of all calls, one after the other. is_announced[i]
  * becomes 1, or 0 if an id does not stand for a call with this signature, or is announced already. With will_wait (not
- * 0) the caller promises to wait for one of them at once, so that no other thread is woken. Whether it keeps the promise
- * or not, a later call without will_wait, and be it with no announcements, sees to it that somebody executes them. */
+ * 0) the caller promises to wait for one of them at once, so that no other thread is woken. Whether it keeps the
+ * promise or not, a later call without will_wait, and be it with no announcements, sees to it that somebody executes
+ * them. */
 rd_status rd_announce_many(rd_channel* channel, const rd_announcement* announcements, uint32_t num_announcements,
                            const rd_span* spans, double timeout_s, int will_wait, uint8_t* is_announced,
                            rd_works** works, rd_result* result);

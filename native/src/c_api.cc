@@ -1,4 +1,6 @@
 // The functions of ronde.h: plain types in, status codes out. No exception leaves this file.
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
@@ -150,21 +152,18 @@ RD_API uint64_t rd_segment_bytes(const rd_channel_params* params) {
   }
 }
 
-RD_API rd_status rd_open(const rd_channel_params* params, int segment, const int* sockets, uint32_t num_sockets,
+RD_API rd_status rd_open(const rd_channel_params* params, int segment, int events, uint64_t number,
                          rd_channel** channel) {
   *channel = nullptr;
-  // The sockets get their owners first, so that any failure below closes them.
-  std::vector<std::vector<FileDescriptor>> owned(params->num_members);
-  for (uint32_t member = 0; member < params->num_members; ++member) {
-    for (uint32_t i = 0; sockets != nullptr && i < num_sockets; ++i)
-      owned[member].emplace_back(sockets[member * num_sockets + i]);
-  }
   rd_result result{};
   rd_status status = guarded(&result, [&] {
     ronde::Topology topology(*params);
     std::shared_ptr<ronde::SharedSegment> shared;
     if (segment >= 0) shared = std::make_shared<ronde::SharedSegment>(topology, segment);
-    *channel = new rd_channel(std::make_shared<Channel>(std::move(topology), std::move(shared), std::move(owned)));
+    FileDescriptor socket(events < 0 ? -1 : fcntl(events, F_DUPFD_CLOEXEC, 0));
+    if (events >= 0 && socket.get() < 0) throw CallError{RD_SYSTEM, -1, errno};
+    ronde::ChannelEvents told(std::move(socket), number);
+    *channel = new rd_channel(std::make_shared<Channel>(std::move(topology), std::move(shared), std::move(told)));
     return RD_OK;
   });
   errno = result.detail;
@@ -189,9 +188,21 @@ RD_API void rd_close(rd_channel* channel) {
   if (closed != nullptr) closed->close();
 }
 
-RD_API void rd_abort(rd_channel* channel, int32_t member) {
+RD_API rd_status rd_open_link(rd_channel* channel, uint32_t member, int32_t kind, int opened_here, const int* sockets,
+                              uint32_t num_sockets) {
+  std::vector<FileDescriptor> owned;  // first, so that any failure below closes them
+  for (uint32_t i = 0; i < num_sockets; ++i) owned.emplace_back(sockets[i]);
+  return guarded(nullptr, [&] {
+    if (kind < 0 || kind >= RD_NUM_LINK_KINDS || owned.empty()) throw CallError{RD_BAD_CALL};
+    open_channel(channel)->open_link(member, rd_link_kind(kind), opened_here != 0, std::move(owned));
+    return RD_OK;
+  });
+}
+
+RD_API void rd_abort(rd_channel* channel, int32_t status, int32_t member, int32_t detail) {
   auto found = find_channel(channel);
-  if (found != nullptr) found->abort(CallError{member >= 0 ? RD_PEER_LOST : RD_ABORTED, member});
+  bool known = status > RD_MISMATCH && status <= RD_CLOSED;
+  if (found != nullptr) found->abort(CallError{known ? rd_status(status) : RD_ABORTED, member, detail}, false);
 }
 
 RD_API void* rd_get_bucket(rd_channel* channel) {

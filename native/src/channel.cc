@@ -8,22 +8,10 @@
 
 #include "algorithm/algorithm.h"
 #include "choose_algorithm.h"
-#include "link/shared_memory_link.h"
-#include "link/tcp_link.h"
 
 namespace ronde {
 
 namespace {
-
-// Removes the first socket of each member, the one for aborts, and returns them.
-std::vector<FileDescriptor> take_abort_sockets(std::vector<std::vector<FileDescriptor>>& sockets) {
-  std::vector<FileDescriptor> taken;
-  for (auto& row : sockets) {
-    taken.push_back(row.empty() ? FileDescriptor() : std::move(row.front()));
-    if (!row.empty()) row.erase(row.begin());
-  }
-  return taken;
-}
 
 // Returns zeros that cost nothing until they are touched.
 std::shared_ptr<char> make_private_bucket(uint64_t bytes) {
@@ -35,26 +23,14 @@ std::shared_ptr<char> make_private_bucket(uint64_t bytes) {
 
 }  // namespace
 
-Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment,
-                 std::vector<std::vector<FileDescriptor>> sockets)
+Channel::Channel(Topology topology, std::shared_ptr<SharedSegment> segment, ChannelEvents events)
     : topology_(std::move(topology)),
       segment_(std::move(segment)),
       private_bucket_(segment_ == nullptr ? make_private_bucket(2 * topology_.bucket_bytes) : nullptr),
-      abort_signal_(take_abort_sockets(sockets)),
+      events_(std::move(events)),
       barrier_(topology_, segment_.get()),
-      matcher_(topology_) {
-  links_.resize(topology_.size);
-  for (uint32_t member = 0; member < topology_.size; ++member) {
-    if (member == topology_.member_index) continue;
-    if (topology_.hosts[member] == topology_.my_host) {
-      if (segment_ == nullptr) throw CallError{RD_BAD_CALL, int(member)};
-      links_[member] = std::make_unique<SharedMemoryLink>(topology_, segment_.get(), member);
-      continue;
-    }
-    if (member >= sockets.size() || sockets[member].empty() || sockets[member][0].get() < 0)
-      throw CallError{RD_BAD_CALL, int(member)};
-    links_[member] = std::make_unique<TcpLink>(member, std::move(sockets[member]), &abort_signal_);
-  }
+      matcher_(topology_),
+      links_(topology_, segment_.get(), &abort_signal_, &events_) {
   if (topology_.max_announced > 0)
     announced_ = std::make_shared<AnnouncedCalls>(topology_, segment_.get(), &abort_signal_,
                                                   [this](Call& call) { execute(call); });
@@ -67,7 +43,6 @@ void Channel::close() {
   if (announced_ != nullptr) idle = announced_->leave() && idle;
   if (idle) {
     if (segment_ != nullptr) segment_->mark_left(topology_.local_index);
-    abort_signal_.announce_close();
     if (announced_ != nullptr) announced_->wake();
   } else {
     abort(CallError{RD_CLOSED, int(topology_.member_index)});
@@ -86,13 +61,18 @@ AnnouncedCalls& Channel::announced() {
   return *announced_;
 }
 
-void Channel::abort(const CallError& error) {
+void Channel::abort(const CallError& error, bool report) {
   if (made_by_parent(generation_)) return;
   // The other members' channels are not closed: for them this member is lost.
   CallError sent = error.status == RD_CLOSED ? CallError{RD_PEER_LOST, int(topology_.member_index)} : error;
-  if (segment_ != nullptr) segment_->abort(sent);
-  abort_signal_.trigger(sent);
+  bool is_first = segment_ == nullptr || segment_->abort(sent);
+  is_first = abort_signal_.trigger(sent) && is_first;
+  if (report && is_first && !topology_.single_host()) events_.report_abort(sent);
   if (announced_ != nullptr) announced_->wake();
+}
+
+void Channel::open_link(uint32_t member, rd_link_kind kind, bool opened_here, std::vector<FileDescriptor> sockets) {
+  links_.open(member, kind, opened_here, std::move(sockets));
 }
 
 char* Channel::bucket(uint32_t area) const {
@@ -116,6 +96,7 @@ void Channel::execute(Call& call) {
   call.started_ns.store(result.start_ns);
   try {
     CallWait wait(topology_, segment_.get(), &abort_signal_, call.deadline, &waiting_for_);
+    events_.set_deadline(call.deadline.at_ns());
     Group group{topology_,   segment_.get(), barrier_,  links_,      wait,
                 contiguous_, incoming_,      partials_, slots_used_, matcher_.headers()};
     wait.check();

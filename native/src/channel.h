@@ -11,14 +11,15 @@
 #include "call_queue.h"
 #include "group.h"
 #include "link/abort.h"
+#include "link/channel_events.h"
+#include "link/links.h"
 
 namespace ronde {
 
 class Channel {
  public:
-  // `sockets[member]` are the connections to a member on another host: the first one for aborts, the rest for data.
-  // Throws CallError.
-  Channel(Topology topology, std::shared_ptr<SharedSegment> segment, std::vector<std::vector<FileDescriptor>> sockets);
+  // Links to members of other hosts are asked for through `events`, and given to open_link(). Throws CallError.
+  Channel(Topology topology, std::shared_ptr<SharedSegment> segment, ChannelEvents events);
   ~Channel() { close(); }
 
   // Leaves in good order when no call is queued or running; otherwise aborts the channel. Calls that are under way, and
@@ -28,7 +29,10 @@ class Channel {
   const Topology& topology() const { return topology_; }
   CallQueue& queue();           // throws CallError{RD_BAD_CALL} when the channel is for announced calls
   AnnouncedCalls& announced();  // throws CallError{RD_BAD_CALL} when max_announced is 0
-  void abort(const CallError& error);
+  // Ends all waits of this host's members. With `report`, those of other hosts are to learn of it through the events.
+  void abort(const CallError& error, bool report = true);
+  // As Links::open.
+  void open_link(uint32_t member, rd_link_kind kind, bool opened_here, std::vector<FileDescriptor> sockets);
   char* bucket(uint32_t area = 0) const;       // of this member; null when bucket_bytes is 0
   std::shared_ptr<void> bucket_owner() const;  // keeps the bucket's memory mapped
   void get_current_call(rd_current_call* current, uint32_t* missing);
@@ -47,9 +51,10 @@ class Channel {
   const std::shared_ptr<SharedSegment> segment_;
   const std::shared_ptr<char> private_bucket_;  // of a member that shares memory with no other
   AbortSignal abort_signal_;
+  ChannelEvents events_;
   HostBarrier barrier_;
   CallMatcher matcher_;
-  std::vector<std::unique_ptr<Link>> links_;  // per member
+  Links links_;
   uint32_t slots_used_ = 0;
   std::atomic<uint64_t> sequence_{0};  // written only by the thread that runs a collective
   ScratchBuffer contiguous_, incoming_, partials_;

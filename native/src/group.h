@@ -7,7 +7,7 @@
 
 #include "call.h"
 #include "link/host_barrier.h"
-#include "link/link.h"
+#include "link/links.h"
 #include "link/shared_memory.h"
 #include "link/wait.h"
 #include "topology.h"
@@ -35,7 +35,7 @@ struct Group {
   const Topology& topology;
   SharedSegment* segment;  // null for the only member of a host
   HostBarrier& barrier;
-  const std::vector<std::unique_ptr<Link>>& links;  // per member; null for this one
+  Links& links;
   CallWait& wait;
   ScratchBuffer& contiguous;  // the spans of a call in one piece
   ScratchBuffer& incoming;    // what was received and is not yet reduced
@@ -50,7 +50,8 @@ struct Group {
     return segment->bucket(local, header.bucket_area) + call.bucket_offset;
   }
 
-  Link* link(uint32_t member) const { return links[member].get(); }
+  Link* link(uint32_t member) const { return links.get(member, RD_LINK_SINGLE); }
+  Link* ring_link(uint32_t member) const { return links.get(member, RD_LINK_RING); }
 
   std::vector<uint32_t> all_members() const {
     std::vector<uint32_t> members(topology.size);

@@ -11,8 +11,8 @@
 #include "check.h"
 #include "thread_ranks.h"
 
+using thread_ranks::LinkOpener;
 using thread_ranks::make_call;
-using thread_ranks::tcp_pair;
 
 namespace {
 
@@ -24,26 +24,19 @@ class Pair {
  public:
   explicit Pair(const std::vector<uint32_t>& hosts, uint64_t bucket_bytes = 0) {
     bool one_host = hosts[0] == hosts[1];
-    std::vector<int> rows[2];
-    constexpr uint32_t kSockets = 2;
-    for (auto& row : rows) row.assign(2 * kSockets, -1);
-    for (uint32_t i = 0; i < kSockets && !one_host; ++i) {
-      auto [one, other] = tcp_pair();
-      int fds[2] = {dup(one.get()), dup(other.get())};
-      for (uint32_t member : {0, 1}) rows[member][(1 - member) * kSockets + i] = fds[member];
-    }
     for (uint32_t member : {0, 1}) {
       rd_channel_params params{RD_ABI, 2, member, 2, hosts.data(), 64 * 1024, 4096, bucket_bytes, 0, 0};
       if (one_host && segment_ < 0) {
         segment_ = memfd_create("test", MFD_CLOEXEC);
         CHECK_EQ(ftruncate(segment_, off_t(rd_segment_bytes(&params))), 0);
       }
-      rd_status status = rd_open(&params, one_host ? segment_ : -1, rows[member].data(), kSockets, &channels_[member]);
+      rd_status status = rd_open(&params, one_host ? segment_ : -1, links_.socket(), member, &channels_[member]);
       CHECK_EQ(status, RD_OK);
     }
   }
 
   ~Pair() {
+    links_.stop();
     for (rd_channel* channel : channels_)
       if (channel != nullptr) rd_release(channel);
     if (segment_ >= 0) ::close(segment_);
@@ -51,11 +44,28 @@ class Pair {
 
   rd_channel* operator[](int member) { return channels_[member]; }
 
-  rd_channel* take(int member) { return std::exchange(channels_[member], nullptr); }
+  rd_channel* take(int member) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    return std::exchange(channels_[member], nullptr);
+  }
 
  private:
   int segment_ = -1;
+  std::mutex mutex_;  // guards the channels from being taken while they get links
   rd_channel* channels_[2] = {nullptr, nullptr};
+  LinkOpener links_{2, false,
+                    [this](uint32_t member, uint32_t peer, rd_link_kind kind, bool opened_here, auto sockets) {
+                      std::lock_guard<std::mutex> lock(mutex_);
+                      std::vector<int> fds;
+                      for (auto& socket : sockets) fds.push_back(dup(socket.get()));
+                      if (channels_[member] != nullptr)
+                        rd_open_link(channels_[member], peer, kind, opened_here, fds.data(), uint32_t(fds.size()));
+                    },
+                    [this](uint32_t from, const ronde::CallError& error) {
+                      std::lock_guard<std::mutex> lock(mutex_);
+                      if (channels_[1 - from] != nullptr)
+                        rd_abort(channels_[1 - from], error.status, error.member, error.detail);
+                    }};
 };
 
 // An allreduce of floats, with its memory.
@@ -310,7 +320,8 @@ TEST(a_callback_may_close_and_release_its_channel) {
       rd_channel* channel;
       Told told, behind;
     } closing;
-    closing.channel = pair.take(0);
+    closing.channel = pair[0];
+    rd_retain(pair[0]);
     Sum sum, queued;
     rd_callback callback = [](void* context, const rd_result* result) {
       auto* self = static_cast<Closing*>(context);
@@ -497,14 +508,14 @@ TEST(a_forked_child_is_refused_and_its_parent_notices_nothing) {
       expect(rd_wait(work, &result, kLongS) == RD_FORKED);
       expect(rd_cancel(work) == 0);
       expect(rd_get_bucket(pair[0]) == nullptr);
-      rd_abort(pair[0], 1);
+      rd_abort(pair[0], RD_PEER_LOST, 1, 0);
       rd_current_call current;
       uint32_t missing[2];
       rd_get_current_call(pair[0], &current, missing);
       expect(current.start_ns == 0);
       for (int member : {0, 1}) {
         rd_close(pair[member]);
-        rd_release(pair.take(member));
+        rd_release(pair[member]);
       }
       rd_release_work(work);
       rd_release_bucket(bucket);

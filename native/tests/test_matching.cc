@@ -1,8 +1,8 @@
 // How headers are matched between hosts: a digest when they are equal, all of them when they differ.
 #include <atomic>
+#include <numeric>
 
 #include "check.h"
-#include "link/tcp_link.h"
 #include "thread_ranks.h"
 
 using namespace thread_ranks;
@@ -12,25 +12,6 @@ using ronde::MatchResult;
 
 namespace {
 
-// A link that counts the bytes it sends.
-class CountedLink final : public ronde::Link {
- public:
-  CountedLink(std::unique_ptr<ronde::Link> link, std::atomic<uint64_t>* count)
-      : Link(link->peer()), link_(std::move(link)), count_(count) {}
-  size_t try_send(const char* data, size_t bytes) override {
-    size_t sent = link_->try_send(data, bytes);
-    *count_ += sent;
-    return sent;
-  }
-  size_t try_receive(char* buffer, size_t bytes) override { return link_->try_receive(buffer, bytes); }
-  int sending_socket() const override { return link_->sending_socket(); }
-  int receiving_socket() const override { return link_->receiving_socket(); }
-
- private:
-  std::unique_ptr<ronde::Link> link_;
-  std::atomic<uint64_t>* count_;
-};
-
 struct Outcome {
   MatchResult result;
   std::vector<CallHeader> headers;
@@ -39,33 +20,30 @@ struct Outcome {
 // Matches one header per host, each host having one member. Returns what each got and the bytes that were sent.
 std::pair<std::vector<Outcome>, uint64_t> match(const std::vector<CallHeader>& headers) {
   uint32_t size = uint32_t(headers.size());
-  std::atomic<uint64_t> sent{0};
-  std::vector<std::unique_ptr<ronde::AbortSignal>> signals(size);
-  std::vector<std::vector<std::unique_ptr<ronde::Link>>> links(size);
-  for (uint32_t rank = 0; rank < size; ++rank) {
-    signals[rank] = std::make_unique<ronde::AbortSignal>(std::vector<FileDescriptor>{});
-    links[rank].resize(size);
-  }
-  for (uint32_t a = 0; a < size; ++a) {
-    for (uint32_t b = a + 1; b < size; ++b) {
-      auto pair = tcp_pair();
-      std::vector<FileDescriptor> ends[2];
-      ends[0].push_back(std::move(pair.first));
-      ends[1].push_back(std::move(pair.second));
-      for (int side = 0; side < 2; ++side) {
-        uint32_t here = side == 0 ? a : b, there = side == 0 ? b : a;
-        links[here][there] = std::make_unique<CountedLink>(
-            std::make_unique<ronde::TcpLink>(there, std::move(ends[side]), signals[here].get()), &sent);
-      }
-    }
-  }
   std::vector<uint32_t> hosts(size);
-  for (uint32_t rank = 0; rank < size; ++rank) hosts[rank] = rank;
+  std::iota(hosts.begin(), hosts.end(), 0);
+  std::vector<ronde::Topology> topologies;
+  std::vector<std::unique_ptr<ronde::AbortSignal>> signals;
+  std::vector<std::unique_ptr<ronde::ChannelEvents>> events;
+  std::vector<std::unique_ptr<ronde::Links>> links;
+  LinkOpener opener(
+      1, true,
+      [&](uint32_t member, uint32_t peer, rd_link_kind kind, bool opened_here, auto sockets) {
+        links[member]->open(peer, kind, opened_here, std::move(sockets));
+      },
+      [](uint32_t, const ronde::CallError&) {});
+  topologies.reserve(size);
+  for (uint32_t rank = 0; rank < size; ++rank) {
+    topologies.emplace_back(rd_channel_params{RD_ABI, size, rank, 2, hosts.data(), 4096, 4096, 0, 0, 0});
+    signals.push_back(std::make_unique<ronde::AbortSignal>());
+    events.push_back(std::make_unique<ronde::ChannelEvents>(opener.events(rank)));
+    links.push_back(std::make_unique<ronde::Links>(topologies[rank], nullptr, signals[rank].get(), events[rank].get()));
+  }
   std::vector<Outcome> outcomes(size);
   std::vector<std::thread> threads;
   for (uint32_t rank = 0; rank < size; ++rank) {
     threads.emplace_back([&, rank] {
-      ronde::Topology topology({RD_ABI, size, rank, 2, hosts.data(), 4096, 4096, 0, 0, 0});
+      const ronde::Topology& topology = topologies[rank];
       ronde::HostBarrier barrier(topology, nullptr);
       Deadline deadline(60);
       std::atomic<int32_t> waiting_for{-1};
@@ -73,15 +51,15 @@ std::pair<std::vector<Outcome>, uint64_t> match(const std::vector<CallHeader>& h
       ronde::ScratchBuffer scratch[3];
       uint32_t slots_used = 0;
       CallMatcher matcher(topology);
-      ronde::Group group{topology,   nullptr,    barrier,    links[rank], wait,
-                         scratch[0], scratch[1], scratch[2], slots_used,  matcher.headers()};
+      ronde::Group group{topology,   nullptr,    barrier,    *links[rank], wait,
+                         scratch[0], scratch[1], scratch[2], slots_used,   matcher.headers()};
       const CallHeader* requested;
       outcomes[rank].headers = matcher.match(group, headers[rank], false);
       outcomes[rank].result = match_headers(outcomes[rank].headers, &requested);
     });
   }
   for (std::thread& thread : threads) thread.join();
-  return {std::move(outcomes), sent.load()};
+  return {std::move(outcomes), opener.bytes_sent()};
 }
 
 CallHeader some_header() {

@@ -29,7 +29,7 @@ FileDescriptor memory_of(uint64_t bytes) {
 // The status of rd_open; an opened channel is closed again.
 rd_status open_and_close(const rd_channel_params& params, int segment) {
   rd_channel* channel = nullptr;
-  rd_status status = rd_open(&params, segment, nullptr, 0, &channel);
+  rd_status status = rd_open(&params, segment, -1, 0, &channel);
   if (channel != nullptr) rd_release(channel);
   return status;
 }

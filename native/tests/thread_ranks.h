@@ -8,9 +8,11 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -29,10 +31,11 @@ struct GroupSetup {
   uint64_t slot_bytes = 64 * 1024;
   uint64_t chunk_bytes = 4096;  // small, so that few elements make many chunks
   uint64_t bucket_bytes = 0;
-  uint32_t num_sockets = 3;  // one for aborts and two for data
+  uint32_t num_sockets = 2;  // of a ring's link
   uint32_t num_cores = 2;
   uint64_t fusion_bytes = 1 << 20;
   uint32_t max_announced = 0;  // ids of announced calls
+  bool opens_links = true;     // whether calls get the links that they ask for
   bool counts_bytes = false;   // whether bytes_sent() is wanted; then members do not see when another one closes
 };
 
@@ -54,39 +57,42 @@ inline std::pair<FileDescriptor, FileDescriptor> tcp_pair() {
   return {std::move(one), std::move(other)};
 }
 
-class ThreadRanks {
+// Does for the channels of this process what the ranks' control threads and the coordinator do for real ones: it opens
+// the links that calls ask for, and passes aborts on. The number of a channel in the events is its member index.
+class LinkOpener {
  public:
-  explicit ThreadRanks(const GroupSetup& setup) : setup_(setup), size_(uint32_t(setup.hosts.size())) {
-    std::vector<std::vector<std::vector<FileDescriptor>>> sockets(size_);
-    for (uint32_t rank = 0; rank < size_; ++rank) sockets[rank].resize(size_);
-    for (uint32_t a = 0; a < size_; ++a) {
-      for (uint32_t b = a + 1; b < size_; ++b) {
-        if (setup_.hosts[a] == setup_.hosts[b]) continue;
-        for (uint32_t i = 0; i < setup_.num_sockets; ++i) {
-          auto [one, other] = tcp_pair();
-          if (setup_.counts_bytes)
-            for (int fd : {one.get(), other.get()}) counted_.emplace_back(dup(fd));
-          sockets[a][b].push_back(std::move(one));
-          sockets[b][a].push_back(std::move(other));
-        }
-      }
-    }
-    for (uint32_t rank = 0; rank < size_; ++rank)
-      channels_.push_back(
-          std::make_unique<Channel>(ronde::Topology(params(rank)), segment(rank), std::move(sockets[rank])));
+  using Open = std::function<void(uint32_t member, uint32_t peer, rd_link_kind kind, bool opened_here,
+                                  std::vector<FileDescriptor> sockets)>;
+  using Abort = std::function<void(uint32_t from_member, const ronde::CallError& error)>;
+
+  // Both functions are called in a thread of this object, one at a time.
+  LinkOpener(uint32_t ring_sockets, bool counts_bytes, Open open, Abort abort)
+      : ring_sockets_(ring_sockets), counts_bytes_(counts_bytes), open_(std::move(open)), abort_(std::move(abort)) {
+    int ends[2];
+    if (socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends) != 0) throw std::runtime_error("no sockets");
+    reader_ = FileDescriptor(ends[0]);
+    writer_ = FileDescriptor(ends[1]);
+    thread_ = std::thread([this] { serve(); });
   }
 
-  ~ThreadRanks() {
-    channels_.clear();
-    for (auto& [base, bytes] : memory_) munmap(base, bytes);
+  ~LinkOpener() { stop(); }
+
+  // Called before the channels are destroyed. Idempotent.
+  void stop() {
+    if (!thread_.joinable()) return;
+    rd_event end{};
+    end.kind = kStop;
+    while (write(writer_.get(), &end, sizeof end) < 0) std::this_thread::yield();
+    thread_.join();
   }
 
-  uint32_t size() const { return size_; }
-  Channel& channel(uint32_t rank) { return *channels_[rank]; }
-  void destroy(uint32_t rank) { channels_[rank].reset(); }
+  int socket() const { return writer_.get(); }
+  ronde::ChannelEvents events(uint32_t member) const { return {FileDescriptor(dup(writer_.get())), member}; }
+  uint32_t num_links() const { return num_links_.load(); }
 
-  // The bytes that all ranks together have sent to ranks of other hosts in collectives.
-  uint64_t bytes_sent() const {
+  // The bytes that were sent over all links together.
+  uint64_t bytes_sent() {
+    std::lock_guard<std::mutex> lock(mutex_);
     uint64_t sum = 0;
     for (const FileDescriptor& socket : counted_) {
       tcp_info info{};
@@ -96,6 +102,85 @@ class ThreadRanks {
     }
     return sum;
   }
+
+ private:
+  static constexpr int32_t kStop = -1;
+
+  void serve() {
+    rd_event event;
+    while (read(reader_.get(), &event, sizeof event) == ssize_t(sizeof event) && event.kind != kStop) {
+      auto from = uint32_t(event.channel);
+      if (event.kind == RD_CHANNEL_ABORTED) {
+        abort_(from, {rd_status(event.status), event.member, event.detail});
+        continue;
+      }
+      auto kind = rd_link_kind(event.status);
+      std::vector<FileDescriptor> here, there;
+      for (uint32_t i = 0; i < (kind == RD_LINK_RING ? ring_sockets_ : 1); ++i) {
+        auto [one, other] = tcp_pair();
+        if (counts_bytes_) {
+          std::lock_guard<std::mutex> lock(mutex_);
+          counted_.emplace_back(dup(one.get()));
+        }
+        here.push_back(std::move(one));
+        there.push_back(std::move(other));
+      }
+      ++num_links_;
+      open_(from, uint32_t(event.member), kind, true, std::move(here));
+      open_(uint32_t(event.member), from, kind, false, std::move(there));
+    }
+  }
+
+  const uint32_t ring_sockets_;
+  const bool counts_bytes_;
+  const Open open_;
+  const Abort abort_;
+  FileDescriptor reader_, writer_;
+  std::mutex mutex_;  // guards the next one
+  std::vector<FileDescriptor> counted_;
+  std::atomic<uint32_t> num_links_{0};
+  std::thread thread_;
+};
+
+class ThreadRanks {
+ public:
+  explicit ThreadRanks(const GroupSetup& setup)
+      : setup_(setup),
+        size_(uint32_t(setup.hosts.size())),
+        links_(
+            setup.num_sockets, setup.counts_bytes,
+            [this](uint32_t member, uint32_t peer, rd_link_kind kind, bool opened_here, auto sockets) {
+              std::lock_guard<std::mutex> lock(mutex_);
+              if (channels_[member] != nullptr && setup_.opens_links)
+                channels_[member]->open_link(peer, kind, opened_here, std::move(sockets));
+            },
+            [this](uint32_t from, const ronde::CallError& error) {
+              std::lock_guard<std::mutex> lock(mutex_);
+              for (uint32_t member = 0; member < size_; ++member)
+                if (member != from && channels_[member] != nullptr) channels_[member]->abort(error, false);
+            }) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (uint32_t rank = 0; rank < size_; ++rank)
+      channels_.push_back(std::make_unique<Channel>(ronde::Topology(params(rank)), segment(rank), links_.events(rank)));
+  }
+
+  ~ThreadRanks() {
+    links_.stop();
+    channels_.clear();
+    for (auto& [base, bytes] : memory_) munmap(base, bytes);
+  }
+
+  uint32_t size() const { return size_; }
+  Channel& channel(uint32_t rank) { return *channels_[rank]; }
+  void destroy(uint32_t rank) {
+    std::unique_ptr<Channel> destroyed;  // after the lock
+    std::lock_guard<std::mutex> lock(mutex_);
+    destroyed.swap(channels_[rank]);
+  }
+
+  // Links in one direction that were opened between hosts, and the bytes that were sent over them.
+  uint32_t num_links() const { return links_.num_links(); }
+  uint64_t bytes_sent() { return links_.bytes_sent(); }
 
   // Runs `body` for every rank in a thread of its own and returns when all have finished.
   void run(const std::function<void(uint32_t, Channel&)>& body) {
@@ -135,8 +220,9 @@ class ThreadRanks {
 
   GroupSetup setup_;
   uint32_t size_;
-  std::vector<FileDescriptor> counted_;
+  std::mutex mutex_;  // guards the channels from being destroyed while they get links
   std::vector<std::unique_ptr<Channel>> channels_;
+  LinkOpener links_;  // after the channels: its thread uses them
   std::vector<void*> bases_;
   std::vector<std::pair<void*, uint64_t>> memory_;
 };

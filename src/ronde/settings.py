@@ -164,7 +164,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
         ),
     ] = ""
     num_sockets: Annotated[
-        int, Setting("TCP connections per pair of neighbours and channel.", minimum=1, equal_on_all_ranks=True)
+        int, Setting("TCP connections to the next rank of a ring, per channel.", minimum=1, equal_on_all_ranks=True)
     ] = 2
     compare_at_step: Annotated[
         int,

@@ -15,6 +15,7 @@ from ronde.comm.backends.base import LOSS_REASON_S, CallTiming, ChannelSpec, Cur
 from ronde.comm.buffers import aligned_zeros, as_memory
 from ronde.comm.call import Call, Memory
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
+from ronde.net.messages import ChannelAborted
 from ronde.text import format_ranks
 from ronde.types import CPU, Deadline, OperationKind
 from tests.conformance.reference_collectives import check_calls_match, run_calls
@@ -62,6 +63,9 @@ class ThreadsBackend:
         with self._changed:
             self._lost.setdefault(rank, why)
             self._changed.notify_all()
+
+    def channel_aborted(self, abort: ChannelAborted) -> None:
+        return None  # no channel of this backend reports it
 
     def flush(self, deadline: Deadline) -> None:
         pass

@@ -33,8 +33,8 @@ class RingRun {
         params_(params),
         arrays_(arrays),
         starts_(std::move(starts)),
-        next_(group.link(members[(position + 1) % num_])),
-        previous_(group.link(members[(position + num_ - 1) % num_])) {}
+        next_(group.ring_link(members[(position + 1) % num_])),
+        previous_(group.ring_link(members[(position + num_ - 1) % num_])) {}
 
   // Assigns the chunks one position further, so that position p ends with chunk p itself complete. Only that chunk gets
   // results, and the array of results has nothing else.

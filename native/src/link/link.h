@@ -18,7 +18,8 @@ class Link {
   virtual size_t try_send(const char* data, size_t bytes) = 0;
   virtual size_t try_receive(char* buffer, size_t bytes) = 0;
 
-  // The socket that the next byte goes through, or -1 for shared memory.
+  // Whether bytes go through sockets; and the socket of the next byte, or -1 when that is not open yet.
+  virtual bool uses_sockets() const { return false; }
   virtual int sending_socket() const { return -1; }
   virtual int receiving_socket() const { return -1; }
 

@@ -112,14 +112,16 @@ ByteFifo* SharedSegment::fifo(uint32_t from, uint32_t to) const {
   return &fifos[uint64_t(from) * num_local_ + to];
 }
 
-void SharedSegment::abort(const CallError& error) {
+bool SharedSegment::abort(const CallError& error) {
   uint32_t none = 0;
-  if (control().abort_status.compare_exchange_strong(none, kBeingWritten)) {
+  bool is_first = control().abort_status.compare_exchange_strong(none, kBeingWritten);
+  if (is_first) {
     control().abort_member.store(error.member);
     control().abort_detail.store(error.detail);
     control().abort_status.store(uint32_t(error.status));
   }
   wake_all();
+  return is_first;
 }
 
 void SharedSegment::mark_left(uint32_t local) {

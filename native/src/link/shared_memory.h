@@ -83,8 +83,8 @@ class SharedSegment {
   }
   ReadyLog ready_log(const Topology& topology) const { return {topology, base_ + ready_log_}; }
 
-  // Records the error unless another abort came first, and wakes all waiters.
-  void abort(const CallError& error);
+  // Records the error unless another abort came first, and wakes all waiters. Returns whether it was the first.
+  bool abort(const CallError& error);
   // Records that a member has closed in good order. Only members that still need it fail.
   void mark_left(uint32_t local);
   // Throws the error of the abort, if there was one.

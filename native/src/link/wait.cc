@@ -21,7 +21,6 @@ void CallWait::pause(uint32_t spins) const {
 }
 
 void CallWait::check() const {
-  if (!topology_.single_host()) abort_signal_->poll();  // a wait for shared memory does not poll sockets itself
   check_abort();
   if (deadline_.expired()) throw CallError{RD_TIMEOUT, waiting_for_->load(std::memory_order_relaxed)};
 }
@@ -38,12 +37,15 @@ void CallWait::sleep_on(std::atomic<uint32_t>* word, uint32_t seen) const {
 }
 
 bool CallWait::waits_for_socket(const StepResult& result) {
-  return (result.sending != nullptr && result.sending->sending_socket() >= 0) ||
-         (result.receiving != nullptr && result.receiving->receiving_socket() >= 0);
+  return (result.sending != nullptr && result.sending->uses_sockets()) ||
+         (result.receiving != nullptr && result.receiving->uses_sockets());
 }
 
 void CallWait::record_peer(const StepResult& result) {
   Link* link = result.receiving != nullptr ? result.receiving : result.sending;
+  // A member that is late can still be connected to: if a link is not open, its other end is to blame.
+  if (result.sending != nullptr && result.sending->uses_sockets() && result.sending->sending_socket() < 0)
+    link = result.sending;
   waiting_for_->store(link == nullptr ? -1 : int32_t(link->peer()), std::memory_order_relaxed);
 }
 
@@ -55,12 +57,20 @@ void CallWait::check_peer_left(const StepResult& result) {
 void CallWait::poll_sockets(const StepResult& result) {
   pollfd sockets[3] = {{abort_signal_->descriptor(), POLLIN, 0}, {-1, POLLOUT, 0}, {-1, POLLIN, 0}};
   bool shared_memory = false;
-  if (result.sending != nullptr) shared_memory |= (sockets[1].fd = result.sending->sending_socket()) < 0;
-  if (result.receiving != nullptr) shared_memory |= (sockets[2].fd = result.receiving->receiving_socket()) < 0;
+  // A link that is not open has no socket: the abort signal wakes this thread when it is.
+  if (result.sending != nullptr) {
+    sockets[1].fd = result.sending->sending_socket();
+    shared_memory |= !result.sending->uses_sockets();
+  }
+  if (result.receiving != nullptr) {
+    sockets[2].fd = result.receiving->receiving_socket();
+    shared_memory |= !result.receiving->uses_sockets();
+  }
   int64_t max_ns = shared_memory ? kMixedSleepNs : kMaxSleepNs;
   int64_t limit_ns = std::max<int64_t>(0, std::min(max_ns, deadline_.remaining_ns()));
   timespec limit{time_t(limit_ns / 1000000000), long(limit_ns % 1000000000)};
   int ready = ppoll(sockets, 3, &limit, nullptr);
+  if (ready > 0 && sockets[0].revents != 0) abort_signal_->clear_wakeup();
   if (ready < 0 || (ready == 0 && !shared_memory)) check_signals();
 }
 

@@ -28,6 +28,7 @@ from ronde.net.event_loop import EventLoop, start_thread
 from ronde.net.messages import (
     AnnounceOperations,
     ChangeGroups,
+    ChannelAborted,
     CoordinatorMessage,
     EndRound,
     GroupsChanged,
@@ -143,6 +144,7 @@ class ControlThread:
             MissingRanks: self._on_missing_ranks,
             RankLost: lambda lost: self._on_rank_lost(lost.rank, lost.reason),
             RanksLost: self._on_ranks_lost,
+            ChannelAborted: joined_round.backend.channel_aborted,
             EndRound: lambda ended: self._end_round(RoundEnded(ended.reason)),
             GroupsChanged: self._on_reply,
             TimelineReply: self._on_reply,

@@ -191,7 +191,7 @@ def join_round(settings: Settings, groups: Groups, round: int) -> JoinedRound:
         if settings.backend == "mpi":
             backend = MpiBackend(topology, settings)
         else:
-            backend = NativeBackend(topology, listener, key, settings, loop)
+            backend = NativeBackend(topology, listener, key, settings, loop, control.send)
         opened.callback(backend.close)
         rank = -1 if settings.coordinator_hosted else 0
         object_key = key.mac(b"objects", msgspec.msgpack.encode((topology.round, topology.members)))

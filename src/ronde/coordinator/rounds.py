@@ -15,9 +15,11 @@ from ronde.coordinator.negotiation import Negotiator, Send
 from ronde.net.messages import (
     LEAVE_GRACE_S,
     VERSION,
+    AbortChannel,
     AnnounceOperations,
     CanShareIds,
     ChangeGroups,
+    ChannelAborted,
     CoordinatorMessage,
     GroupsChanged,
     JoinRound,
@@ -329,6 +331,7 @@ class Round:
             self.negotiator.add_group(ranks)
         self._group_changes: dict[int, deque[ChangeGroups]] = {}
         """By rank, the changes that it has asked for and others have not yet."""
+        self._aborted_channels: set[str] = set()
         self._loss = ""
         """Why no change of groups can be made any more: a rank is lost."""
         self._losses: list[tuple[int, str]] = []
@@ -389,6 +392,11 @@ class Round:
                 self._refuse_group_changes()
             elif len(self._group_changes) == len(self.members):
                 self._change_groups()
+        elif type(message) is AbortChannel:
+            if message.channel not in self._aborted_channels:  # one report is enough for all
+                self._aborted_channels.add(message.channel)
+                abort = ChannelAborted(message.channel, message.status, message.rank, message.error, message.reason)
+                self._send(self.present - {rank}, abort)
         elif type(message) is MissingRanksQuery:
             ranks = self.negotiator.missing(message.group, message.name)
             self._send((rank,), MissingRanks(message.group, message.name, ranks))

@@ -43,9 +43,11 @@ _CLOSED_EVENTS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 class ConnectFailed(StartFailed):
     """A connection could not be made; `reason` is the message without who wanted it and where."""
 
-    def __init__(self, message: str, reason: str = "") -> None:
+    def __init__(self, message: str, reason: str = "", *, is_own_fault: bool = False) -> None:
         super().__init__(message)
         self.reason = reason
+        self.is_own_fault = is_own_fault
+        """Whether this process could not make a socket, whatever the other side does."""
 
 
 class NotListening(Exception):
@@ -111,6 +113,16 @@ def _connect_error(error: OSError, deadline: Deadline) -> NotListening | StartFa
             f"it is unreachable from host {socket.gethostname()} ({error.strerror}); check the network between them"
         )
     return StartFailed(f"{error.strerror or error}; check the address")
+
+
+def make_record_pair() -> tuple[Connection, Connection]:
+    """Return two sockets of this process, connected with each other: each send is one record, nothing blocks, and
+    forked children do not keep them."""
+    pair = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for sock in pair:
+        sock.setblocking(False)
+        close_in_children(sock)
+    return pair
 
 
 _not_for_children: weakref.WeakSet[socket.socket] = weakref.WeakSet()
@@ -280,7 +292,7 @@ class PendingConnection:
         key: JobKey,
         request: ConnectionRequest,
         deadline: Deadline,
-        on_done: Callable[[socket.socket | StartFailed], None],
+        on_done: Callable[[socket.socket | ConnectFailed], None],
         *,
         heartbeat_s: float = HEARTBEAT_S,
     ) -> None:
@@ -289,7 +301,7 @@ class PendingConnection:
         self._key = key
         self._request = request
         self._deadline = deadline
-        self._on_done: Callable[[socket.socket | StartFailed], None] | None = on_done
+        self._on_done: Callable[[socket.socket | ConnectFailed], None] | None = on_done
         self._heartbeat_s = heartbeat_s
         self._sock: socket.socket | None = None
         self._handshake: ClientHandshake | None = None
@@ -301,6 +313,11 @@ class PendingConnection:
         self._retry: Timer | None = None
         self._timeout = loop.call_later(deadline.remaining_s, self._on_timeout)
         loop.call_soon(self._start)
+
+    @property
+    def problem(self) -> str:
+        """Why it is not connected yet. For any thread."""
+        return f"{self._describe()}: {self._problem}"
 
     def cancel(self) -> None:
         """Give up; on_done is not called. Has no effect when it was."""
@@ -316,6 +333,7 @@ class PendingConnection:
             address = resolve_address(self._address)[0]
             family = socket.AF_UNIX if isinstance(address, str) else address_family(address[0])
             self._sock = socket.socket(family, socket.SOCK_STREAM)
+            close_in_children(self._sock)
             self._sock.setblocking(False)
             target = "\0" + address.removeprefix(_UNIX_PREFIX) if isinstance(address, str) else address
             error = self._sock.connect_ex(target)
@@ -323,7 +341,7 @@ class PendingConnection:
             return self._finish(failure)
         except OSError as failure:
             if is_open_files_error(failure.errno):
-                return self._finish(make_open_files_error("no socket could be made"))
+                return self._finish(make_open_files_error("no socket could be made"), is_own_fault=True)
             return self._finish(StartFailed(str(failure)))
         if error not in (0, errno.EINPROGRESS):
             return self._on_connect_error(OSError(error, os.strerror(error)))
@@ -397,11 +415,13 @@ class PendingConnection:
         self._sock = self._handshake = None
         self._unsent = b""
 
-    def _finish(self, outcome: socket.socket | StartFailed) -> None:
+    def _describe(self) -> str:
+        return f"rank {self._request.rank} could not connect to {self._address} for {self._request.purpose!r}"
+
+    def _finish(self, outcome: socket.socket | StartFailed, *, is_own_fault: bool = False) -> None:
         on_done = self._on_done
         self.cancel()
         if on_done is not None:
             if isinstance(outcome, StartFailed):
-                what = f"rank {self._request.rank} could not connect to {self._address} for {self._request.purpose!r}"
-                outcome = ConnectFailed(f"{what}: {outcome}", str(outcome))
+                outcome = ConnectFailed(f"{self._describe()}: {outcome}", str(outcome), is_own_fault=is_own_fault)
             on_done(outcome)

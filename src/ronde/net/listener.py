@@ -81,10 +81,12 @@ class Listener:
         self._topology: Topology | None = None
         self._early: list[tuple[ConnectionRequest, socket.socket]] = []
         """Connections for a round that came before start_round()."""
-        self._accepted: dict[tuple[str, int], deque[socket.socket]] = {}
-        self._served: dict[str, Callable[[int, socket.socket], None]] = {}
+        self._accepted: dict[tuple[str, int], deque[tuple[ConnectionRequest, socket.socket]]] = {}
+        self._served: dict[str, Callable[[ConnectionRequest, socket.socket], None]] = {}
         self._failed_ranks: dict[int, Exception] = {}
         self._closed_reason = ""
+        self.on_shortage: Callable[[StartFailed], None] = lambda problem: None
+        """Called by the loop when no connection can be accepted, because this process has too many open files."""
         self._shortage: StartFailed | None = None
         """Why no connection can be accepted now: this process has too many open files."""
         self._log_paused_until: Deadline | None = None
@@ -124,7 +126,7 @@ class Listener:
                     raise self._failed_ranks[rank].with_traceback(None)
                 accepted = self._accepted.get((purpose, rank))
                 if accepted:
-                    return accepted.popleft()
+                    return accepted.popleft()[1]
                 if self._shortage is not None:
                     raise self._shortage.with_traceback(None)
                 if self._closed_reason:
@@ -136,21 +138,21 @@ class Listener:
                     )
                 self._condition.wait(deadline.remaining_s)
 
-    def serve(self, purpose: str, on_connection: Callable[[int, socket.socket], None]) -> None:
-        """Hand every socket for this purpose to a function, with the rank that has connected, and none to accept(). The
-        loop calls it, so it must not wait. For any thread."""
+    def serve(self, purpose: str, on_connection: Callable[[ConnectionRequest, socket.socket], None]) -> None:
+        """Hand every socket for this purpose to a function, and none to accept(). The loop calls it, so it must not
+        wait. For any thread."""
         with self._condition:
             self._served[purpose] = on_connection
             for key in [key for key in self._accepted if key[0] == purpose]:
-                for sock in self._accepted.pop(key):
-                    self._loop.call_soon_threadsafe(functools.partial(self._hand_to, on_connection, key[1], sock))
+                for request, sock in self._accepted.pop(key):
+                    self._loop.call_soon_threadsafe(functools.partial(self._hand_to, on_connection, request, sock))
 
     def fail_rank(self, rank: int, error: Exception) -> None:
         """Make every accept() for this rank raise the error; the first error stays. For any thread."""
         with self._condition:
             self._failed_ranks.setdefault(rank, error)
             for purpose, _ in [key for key in self._accepted if key[1] == rank]:
-                _close_all(self._accepted.pop((purpose, rank)))
+                _close_all(sock for _, sock in self._accepted.pop((purpose, rank)))
             self._condition.notify_all()
 
     def close(self) -> None:
@@ -194,7 +196,7 @@ class Listener:
         with self._condition:
             self._closed_reason = self._closed_reason or reason
             for accepted in self._accepted.values():
-                _close_all(accepted)
+                _close_all(sock for _, sock in accepted)
             self._accepted.clear()
             _close_all(sock for _, sock in self._early)
             self._early.clear()
@@ -204,6 +206,8 @@ class Listener:
         with self._condition:
             self._shortage = problem
             self._condition.notify_all()
+        if problem is not None:
+            self.on_shortage(problem)
 
     # --- in the loop -----------------------------------------------------------------------------------------------
 
@@ -257,6 +261,7 @@ class Listener:
         if self._shortage is not None:
             self._set_shortage(None)
         sock.setblocking(False)
+        close_in_children(sock)
         handshake = ServerHandshake(self._key, secrets.token_bytes(NONCE_BYTES), self._call_make_reply)
         pending = _PendingHandshake(sock, _describe_peer(sock), handshake, Deadline(HANDSHAKE_S))
         self._pending[sock] = pending
@@ -348,16 +353,21 @@ class Listener:
                 return
             served = self._served.get(request.purpose)
             if served is None:
-                self._accepted.setdefault((request.purpose, request.rank), deque()).append(sock)
+                self._accepted.setdefault((request.purpose, request.rank), deque()).append((request, sock))
                 self._condition.notify_all()
         if served is not None:
-            self._hand_to(served, request.rank, sock)
+            self._hand_to(served, request, sock)
 
-    def _hand_to(self, served: Callable[[int, socket.socket], None], rank: int, sock: socket.socket) -> None:
+    def _hand_to(
+        self,
+        served: Callable[[ConnectionRequest, socket.socket], None],
+        request: ConnectionRequest,
+        sock: socket.socket,
+    ) -> None:
         try:
-            served(rank, sock)
+            served(request, sock)
         except Exception:  # a mistake of the function's owner concerns this peer only
-            logger.exception("a connection of rank %d could not be accepted", rank)
+            logger.exception("a connection of rank %d could not be accepted", request.rank)
             sock.close()
 
     def _refuse(self, pending: _PendingHandshake, reason: str, *, reply: bytes = b"") -> None:

@@ -167,6 +167,17 @@ class ActivityReport(WorkerMessage, frozen=True):
     arrivals: tuple[ArrivalSamples, ...] = ()
 
 
+class AbortChannel(WorkerMessage, frozen=True):
+    """An operation has failed on this rank, and its channel with it: the members on other hosts must not wait for it.
+    Its fields are those of ChannelAborted."""
+
+    channel: str
+    status: int
+    rank: int
+    error: int = 0
+    reason: str = ""
+
+
 class LeaveReason(enum.IntEnum):
     """How a rank's membership in a round ended. A worker sends one of the first five; the rest is found out."""
 
@@ -288,6 +299,21 @@ class RanksLost(CoordinatorMessage, frozen=True):
 
     losses: tuple[tuple[int, str], ...]
     """(rank, reason)"""
+
+
+class ChannelAborted(CoordinatorMessage, frozen=True):
+    """A member has aborted a channel: everything that runs on it, or will, fails. Sent once for each channel."""
+
+    channel: str
+    """Its id, as in ChannelSpec."""
+    status: int
+    """How: a status of the native library."""
+    rank: int
+    """The rank that has caused it; -1 if none has."""
+    error: int = 0
+    """errno, or 0."""
+    reason: str = ""
+    """As text for the user; empty if the status says everything."""
 
 
 class EndRound(CoordinatorMessage, frozen=True):

@@ -11,7 +11,9 @@ from ronde.coordinator.negotiation import Send
 from ronde.coordinator.rounds import MAX_PROMPT_NOTICES, JoinDecision, MembershipEnd, PendingRound, Round
 from ronde.net.messages import (
     VERSION,
+    AbortChannel,
     ChangeGroups,
+    ChannelAborted,
     GroupsChanged,
     JoinRound,
     LeaveReason,
@@ -280,6 +282,19 @@ def test_what_ran_before_a_loss_is_told_before_it_and_what_fails_by_it_after() -
     sends = made.advance(START)
     assert [type(send.message) for send in sends] == [RunOperations, RankLost, OperationRejected]
     assert all(send.ranks == (0,) for send in sends)
+
+
+def test_the_first_abort_of_a_channel_is_told_to_all_others_and_later_ones_to_nobody() -> None:
+    made = make_round(4)
+    made.member_lost(3, KILLED)
+    made.advance(START)
+    for rank in (1, 0, 2):
+        assert made.handle(rank, AbortChannel("0.plan.1", 3, 2, 110, "late"), START)
+    made.handle(2, AbortChannel("0.ordered", 5, 1), START)
+    assert made.advance(START) == [
+        Send((0, 2), ChannelAborted("0.plan.1", 3, 2, 110, "late")),
+        Send((0, 1), ChannelAborted("0.ordered", 5, 1)),
+    ]
 
 
 @pytest.mark.parametrize(

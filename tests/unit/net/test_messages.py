@@ -11,12 +11,14 @@ from ronde.errors import ProtocolError
 from ronde.net import messages
 from ronde.net.messages import (
     VERSION,
+    AbortChannel,
     ActivityReport,
     AgreedOperation,
     AnnounceOperations,
     ArrivalSamples,
     CanShareIds,
     ChangeGroups,
+    ChannelAborted,
     CoordinatorMessage,
     EndRound,
     GroupsChanged,
@@ -76,6 +78,7 @@ WORKER: list[WorkerMessage] = [
     TimelineRequest(path="/tmp/t.json", horovod=True),
     TraceFlushed(),
     ActivityReport(activity=READING, arrivals=(ARRIVALS,)),
+    AbortChannel("0.ordered", 3, 1, 110, "cut"),
     LeaveRound(LeaveReason.FAILED, "ValueError"),
 ]
 COORDINATOR: list[CoordinatorMessage] = [
@@ -93,6 +96,7 @@ COORDINATOR: list[CoordinatorMessage] = [
     GroupsChanged(ranks=(0, 2), id=3, reason="no"),
     RankLost(rank=1, reason="killed"),
     RanksLost(((1, "killed"), (2, "PeerLost: rank 1"))),
+    ChannelAborted("0.ordered", 5, -1),
     EndRound(reason="rank 0 left"),
     StackRequest(query_id=3),
     StallReport(op="allreduce", group=0, waited_s=31.5, missing=(1,), report="…"),

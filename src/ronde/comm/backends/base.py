@@ -21,7 +21,7 @@ import msgspec
 
 from ronde.comm.call import AnnouncedOperation, Call, Memory
 from ronde.errors import OperationTimeout, RondeError
-from ronde.net.messages import LEAVE_GRACE_S
+from ronde.net.messages import LEAVE_GRACE_S, ChannelAborted
 from ronde.types import Deadline
 
 if TYPE_CHECKING:
@@ -355,6 +355,9 @@ class Backend(Protocol):
 
     def rank_lost(self, rank: int, why: str) -> None:
         """A rank is gone: waits inside open_channel that need it must end with PeerLost."""
+
+    def channel_aborted(self, abort: ChannelAborted) -> None:
+        """Another rank has aborted a channel, and the coordinator says so: end all waits on it."""
 
     def flush(self, deadline: Deadline) -> None:
         """Wait until what this rank has sent is with its receivers. Called before it leaves in good order; nothing can

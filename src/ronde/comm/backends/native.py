@@ -1,8 +1,8 @@
-"""The native backend: connects the members of a channel and hands sockets and memory to the C++ data plane.
+"""The native backend: opens channels, and hands shared memory and calls to the C++ data plane.
 
-Members of one host share a memory file, made by the lowest of them and passed over a Unix socket. Members of different
-hosts get TCP sockets, for which the higher rank connects to the listener of the lower one: one for aborts and some for
-data. All of them were authenticated with the job's key. Messages have links of their own: native_messages.
+Members of one host share a memory file, made by the lowest of them and passed over a Unix socket that was authenticated
+with the job's key. Members of different hosts are connected when a call first needs it: native_links. Messages have
+links of their own: native_messages.
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import os
 import threading
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ronde.comm.backends.base import (
@@ -52,18 +50,20 @@ from ronde.comm.backends.native_library import (
     make_allreduce_cache,
     make_channel_params,
     open_channel,
+    open_link,
     pending_callbacks,
     thread_structs,
 )
+from ronde.comm.backends.native_links import NativeLinks
 from ronde.comm.backends.native_messages import NativeEndpoint, NativeMessageChannel
 from ronde.comm.call import AnnouncedOperation, Call, Memory, mismatch_error
 from ronde.errors import OperationTimeout, PeerLost, RondeError, RoundEnded, StartFailed
-from ronde.net.connect import Connection, PendingConnection, connect_authenticated, describe_disconnect
+from ronde.net.connect import Connection, connect_authenticated, describe_disconnect
 from ronde.net.event_loop import THREADS_HINT, EventLoop
 from ronde.net.handshake import member_request
 from ronde.net.keys import JobKey
 from ronde.net.listener import Listener
-from ronde.net.messages import MAX_SHARED_IDS
+from ronde.net.messages import MAX_SHARED_IDS, ChannelAborted, WorkerMessage
 from ronde.net.open_files import explain_open_files, is_open_files_error, make_open_files_error
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.settings import Settings
@@ -72,10 +72,6 @@ from ronde.types import CPU, Deadline, Topology
 if TYPE_CHECKING:
     from ronde.comm.backends.hot_calls import AllreduceCache
 
-MAX_CONNECTING = 64
-"""Connections that a rank makes at the same time."""
-LOSS_CHECK_S = 0.05
-"""How often a rank that connects to others looks whether one of them is lost."""
 LOSS_NOTICE_S = 5.0
 """How long the coordinator may take to report the loss of a rank that has closed its connection."""
 
@@ -85,9 +81,16 @@ class NativeBackend:
     devices: tuple[str, ...] = (CPU,)
 
     def __init__(
-        self, topology: Topology, listener: Listener, key: JobKey, settings: Settings, loop: EventLoop | None = None
+        self,
+        topology: Topology,
+        listener: Listener,
+        key: JobKey,
+        settings: Settings,
+        loop: EventLoop | None = None,
+        send: Callable[[WorkerMessage], None] = lambda message: None,
     ) -> None:
-        """`loop` is that of the listener."""
+        """`loop` is that of the listener; without it, all ranks are on this host. `send` gives a message to the
+        coordinator, in the loop."""
         self._topology = topology
         self._listener = listener
         self._key = key
@@ -96,6 +99,9 @@ class NativeBackend:
         self._endpoint = NativeEndpoint(topology.rank, topology.size, topology.local_size)
         if loop is not None:
             self._endpoint.use_links(topology, listener, loop, self._connect_to_address)
+        self._links: NativeLinks | None = None
+        if loop is not None and any(topology.host_indices):
+            self._links = NativeLinks(topology, listener, key, settings, loop, send)
 
     def open_channel(self, spec: ChannelSpec, deadline: Deadline) -> NativeChannel | NativeMessageChannel:
         if spec.point_to_point:
@@ -123,25 +129,36 @@ class NativeBackend:
             segment = self._share_segment(spec, hosts, segment_bytes, deadline)
             if segment >= 0:
                 stack.callback(os.close, segment)
-            connections = self._connect_members(spec, hosts, stack, deadline)
-            sockets = {member: [each.detach() for each in row] for member, row in connections.items()}
+            links = self._links if any(hosts) else None
+            number = links.new_number() if links is not None else 0
             try:
-                handle = open_channel(params, segment, sockets)
+                handle = open_channel(params, segment, links.events_fd if links is not None else -1, number)
             except NativeError as error:
                 raise self._make_open_error(what, error, segment, segment_bytes) from None
-            return NativeChannel(spec, handle, self._settings.algorithm)
+            channel = NativeChannel(spec, handle, self._settings.algorithm, links, number)
+            if links is not None:
+                links.add_channel(number, channel)
+            return channel
 
     def rank_lost(self, rank: int, why: str) -> None:
         """A rank is gone: end all waits for its connections, and all attempts to connect to it."""
         lost = PeerLost(rank=self._topology.rank, peer=rank, op="opening a channel", why=why)
         self._lost[rank] = lost
         self._listener.fail_rank(rank, lost)
+        if self._links is not None:
+            self._links.rank_lost(rank)
+
+    def channel_aborted(self, abort: ChannelAborted) -> None:
+        if self._links is not None:
+            self._links.channel_aborted(abort)
 
     def flush(self, deadline: Deadline) -> None:
         self._endpoint.flush(deadline)
 
     def close(self) -> None:
         self._endpoint.close()  # the listener is closed with the round
+        if self._links is not None:
+            self._links.close()
 
     def _find_size_error(self, spec: ChannelSpec, hosts: list[int]) -> str:
         """Return why the library refuses the sizes of a channel."""
@@ -199,75 +216,6 @@ class NativeBackend:
                     # The rank has died or given up. The coordinator is about to say so: then accept() raises PeerLost.
                     limit = Deadline(min(LOSS_NOTICE_S, deadline.remaining_s))
 
-    def _connect_members(
-        self, spec: ChannelSpec, hosts: list[int], stack: ExitStack, deadline: Deadline
-    ) -> dict[int, list[Connection]]:
-        """Sockets to the members of other hosts. Connects to all lower ranks at the same time, then accepts the higher
-        ones: listeners answer by themselves, so no two members can wait for each other."""
-        num = self._settings.num_sockets + 1
-        others = [index for index, host in enumerate(hosts) if host != hosts[spec.member_index]]
-        purposes = [f"{spec.id} {number}" for number in range(num)]
-        lower = [
-            (spec.members[index], purpose) for index in others if index < spec.member_index for purpose in purposes
-        ]
-        connected = iter(self._connect_to_all(lower, stack, deadline))
-        rows: dict[int, list[Connection]] = {}
-        for index in others:
-            for purpose in purposes:
-                if index < spec.member_index:
-                    sock = next(connected)
-                else:
-                    sock = stack.enter_context(self._listener.accept(purpose, spec.members[index], deadline))
-                rows.setdefault(index, []).append(sock)
-        return rows
-
-    def _connect_to_all(self, wanted: list[tuple[int, str]], stack: ExitStack, deadline: Deadline) -> list[Connection]:
-        """Connections to these ranks for these purposes, many made at the same time. The stack closes them."""
-        if not wanted:
-            return []
-        made: dict[int, Connection] = {}
-        failures: list[Exception] = []
-        waiting = deque(enumerate(wanted))
-        pending: dict[int, PendingConnection] = {}
-        loop = EventLoop()
-
-        def start_next() -> None:
-            while waiting and len(pending) < MAX_CONNECTING:
-                number, (rank, purpose) = waiting.popleft()
-                pending[number] = PendingConnection(
-                    loop,
-                    self._topology.members[rank].tcp_addresses[0],
-                    self._key,
-                    member_request(self._topology, purpose),
-                    deadline,
-                    partial(on_done, number, rank),
-                    heartbeat_s=self._settings.heartbeat_s,
-                )
-
-        def on_done(number: int, rank: int, outcome: Connection | StartFailed) -> None:
-            del pending[number]
-            if isinstance(outcome, StartFailed):
-                failures.append(StartFailed(f"rank {self._topology.rank} cannot reach rank {rank}: {outcome}"))
-            else:
-                made[number] = stack.enter_context(outcome)
-                start_next()
-
-        def look_for_losses() -> None:
-            failures.extend(self._lost[rank] for rank, _ in wanted if rank in self._lost)
-            loop.call_later(LOSS_CHECK_S, look_for_losses)
-
-        try:
-            start_next()
-            look_for_losses()
-            loop.run_until(lambda: bool(failures) or len(made) == len(wanted))
-        finally:
-            for each in pending.values():
-                each.cancel()
-            loop.close()
-        if failures:
-            raise failures[0].with_traceback(None)
-        return [made[number] for number in range(len(wanted))]
-
     def _connect_to_address(self, rank: int, address: str, purpose: str, deadline: Deadline) -> Connection:
         def give_up_when_lost() -> None:
             if rank in self._lost:
@@ -280,10 +228,17 @@ class NativeBackend:
 
 
 class NativeChannel:
-    def __init__(self, spec: ChannelSpec, handle: NativeHandle, algorithm: str) -> None:
+    def __init__(
+        self, spec: ChannelSpec, handle: NativeHandle, algorithm: str, links: NativeLinks | None = None, number: int = 0
+    ) -> None:
+        """`links` opens those to other hosts, if there are any, and knows the channel by its number."""
         self.spec = spec
         self.library = load_library()
         self._handle = handle
+        self._links = links
+        self._number = number
+        self._failure = ""
+        """Why this rank itself cannot go on."""
         self._algorithm = ALGORITHMS.index(algorithm)
         self._pid = os.getpid()
         self._changed = threading.Condition()
@@ -412,15 +367,31 @@ class NativeChannel:
         self.abort(lost_rank=rank, why=why)
 
     def abort(self, *, lost_rank: int = -1, why: str) -> None:
-        self._set_abort_reason(lost_rank, why)
-        member = self.spec.members.index(lost_rank) if lost_rank in self.spec.members else -1
-        self.library.rd_abort(self._handle, member)
+        is_member = lost_rank in self.spec.members
+        self.abort_with(NativeStatus.PEER_LOST if is_member else NativeStatus.ABORTED, lost_rank, 0, why)
+
+    def abort_with(self, status: int, rank: int, error: int, why: str) -> None:
+        """End all waits of the members on this host, as another one has: with this status of the library, errno, and
+        the rank that has caused it. Without a reason the coordinator's is awaited."""
+        if why:
+            self._set_abort_reason(rank, why)
+        member = self.spec.members.index(rank) if rank in self.spec.members else -1
+        self.library.rd_abort(self._handle, status, member, error)
+
+    def fail(self, why: str) -> None:
+        self._failure = why
+        self.abort(why=why)
+
+    def add_link(self, member: int, kind: int, opened_here: bool, sockets: list[int]) -> None:
+        open_link(self._handle, member, kind, opened_here, sockets)
 
     def close(self, why: str = "") -> None:
         """Leave in good order when idle, end what is under way otherwise. Everything is freed when the last thread has
         left."""
         self._set_abort_reason(-1, why or f"channel {self.spec.id} was closed")
         self.library.rd_close(self._handle)
+        if self._links is not None:
+            self._links.remove_channel(self._number)
 
     def _set_abort_reason(self, lost_rank: int, why: str) -> None:
         with self._changed:
@@ -453,6 +424,8 @@ class NativeChannel:
             return ValueError(f"{description}: the arguments do not fit together")
         if error.status == NativeStatus.TIMEOUT:
             late = f": rank {blamed} did not come in time" if blamed >= 0 else ""
+            if blamed >= 0 and self._links is not None and (problem := self._links.find_problem(self, blamed)):
+                late = f": {problem}"
             timeout: RondeError = RoundEnded(
                 f"{description} on rank {rank}: an operation timed out on another member{late}"
             )
@@ -466,6 +439,8 @@ class NativeChannel:
             if error.detail == errno.EAGAIN and not error.has_ended:
                 reason = f"no thread could be started for it ({reason}); {THREADS_HINT}"
             return RondeError(f"{description} failed on rank {rank}: {reason}")
+        if self._failure:
+            return RondeError(f"{description} failed on rank {rank}: {self._failure}")
         lost, why = self._loss_reason(blamed, error.detail)
         if lost >= 0:
             return PeerLost(rank=rank, peer=lost, op=description, why=why)

@@ -8,13 +8,14 @@ extension of Python, where that can be imported; a Python before 3.11, or one wi
 from __future__ import annotations
 
 import ctypes
+import enum
 import errno
 import itertools
 import os
 import struct
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, c_char, c_char_p, c_double, c_int, c_int32, c_int64, c_uint32, c_uint64, c_void_p
 from functools import lru_cache
 from pathlib import Path
@@ -33,7 +34,7 @@ try:
 except ImportError:
     hot_calls = None  # type: ignore[assignment]
 
-ABI = 5
+ABI = 6
 DESCRIPTION_BYTES = 128
 MAX_MEMBERS = 65_536
 MAX_LOCAL_MEMBERS = 1024
@@ -47,6 +48,20 @@ class NativeStatus:
     OK, BAD_CALL, MISMATCH, TIMEOUT, ABORTED, PEER_LOST, SYSTEM, CLOSED, CANCELLED, FORKED, WITHDRAWN, NOT_AGREED = (
         range(12)
     )
+
+
+class EventKind(enum.IntEnum):
+    """rd_event_kind."""
+
+    LINK_WANTED = 0
+    CHANNEL_ABORTED = 1
+
+
+class LinkKind(enum.IntEnum):
+    """rd_link_kind."""
+
+    SINGLE = 0
+    RING = 1
 
 
 ALGORITHMS = ("", "direct", "doubling", "ring", "two_level", "tree", "pairwise", "halving")
@@ -123,11 +138,12 @@ _FUNCTIONS: dict[str, tuple[Any, Sequence[Any]]] = {  # ctypes has no public nam
     "rd_segment_bytes": (c_uint64, (POINTER(RdChannelParams),)),
     "rd_open": (
         c_int,
-        (POINTER(RdChannelParams), c_int, POINTER(c_int), c_uint32, POINTER(c_void_p)),
+        (POINTER(RdChannelParams), c_int, c_int, c_uint64, POINTER(c_void_p)),
     ),
     "rd_release": (None, (c_void_p,)),
     "rd_close": (None, (c_void_p,)),
-    "rd_abort": (None, (c_void_p, c_int32)),
+    "rd_open_link": (c_int, (c_void_p, c_uint32, c_int32, c_int, POINTER(c_int), c_uint32)),
+    "rd_abort": (None, (c_void_p, c_int32, c_int32, c_int32)),
     "rd_get_bucket": (c_void_p, (c_void_p,)),
     "rd_release_bucket": (None, (c_void_p,)),
     # Hot: structs go as addresses, which ctypes passes on without making an object.
@@ -278,19 +294,19 @@ def make_channel_params(
     return RdChannelParams(ABI, len(hosts), member_index, num_cores, host_numbers, *sizes)
 
 
-def open_channel(params: RdChannelParams, segment: int, sockets: Mapping[int, Sequence[int]]) -> NativeHandle:
-    """Open a channel. The library takes over the descriptors in `sockets`: the one for aborts first, then those for
-    data; as many for each member."""
-    num_members = params.num_members
-    num_sockets = max((len(row) for row in sockets.values()), default=0)
-    table = (c_int * (num_members * num_sockets or 1))(*[-1] * (num_members * num_sockets))
-    for member, row in sockets.items():
-        table[member * num_sockets : (member + 1) * num_sockets] = [*row]
+def open_channel(params: RdChannelParams, segment: int, events: int = -1, number: int = 0) -> NativeHandle:
+    """Open a channel. `events` is the descriptor through which a channel between hosts asks for links, under its
+    number; -1 if all members are on one host."""
     handle = c_void_p()
-    status = load_library().rd_open(params, segment, table, num_sockets, ctypes.byref(handle))
+    status = load_library().rd_open(params, segment, events, number, ctypes.byref(handle))
     if status != NativeStatus.OK or handle.value is None:
         raise NativeError(status, detail=ctypes.get_errno())
     return handle.value
+
+
+def open_link(handle: NativeHandle, member: int, kind: int, opened_here: bool, sockets: Sequence[int]) -> None:
+    """Give sockets to a channel, which owns them from here on; a closed one closes them."""
+    load_library().rd_open_link(handle, member, kind, opened_here, (c_int * len(sockets))(*sockets), len(sockets))
 
 
 def make_allreduce_cache(handle: NativeHandle, **more: Any) -> hot_calls.AllreduceCache | None:

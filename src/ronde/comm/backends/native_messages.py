@@ -38,7 +38,7 @@ from ronde.comm.call import NO_MEMORY, Call, Memory, MessageFlag, hash_signature
 from ronde.errors import OperationTimeout, PeerLost, ProtocolError, RondeError, RoundEnded, StartFailed
 from ronde.net.connect import Connection, describe_disconnect
 from ronde.net.event_loop import EventLoop
-from ronde.net.listener import Listener
+from ronde.net.listener import ConnectionRequest, Listener
 from ronde.net.shared_memory import create_shared_memory, receive_descriptor, send_descriptor
 from ronde.types import Deadline, OperationKind, Topology
 
@@ -133,8 +133,9 @@ class NativeEndpoint:
                 "of open files and threads (ulimit -n, ulimit -u)"
             )
 
-    def _on_connection(self, loop: EventLoop, rank: int, sock: Connection) -> None:
+    def _on_connection(self, loop: EventLoop, request: ConnectionRequest, sock: Connection) -> None:
         """Called by the loop, which must not wait: the descriptor of the memory may still be on its way."""
+        rank = request.rank
         if not 0 <= rank < len(self._link_locks):
             sock.close()
         elif sock.family.name == "AF_UNIX":

@@ -22,6 +22,7 @@ from ronde.comm.backends.native_messages import NativeEndpoint, NativeMessageCha
 from ronde.comm.buffers import Array, address_of, aligned_zeros, array_at, as_memory
 from ronde.comm.call import AnnouncedOperation, Call, Memory
 from ronde.errors import RoundEnded
+from ronde.net.messages import ChannelAborted
 from ronde.types import CPU, Deadline, DType, Op, OperationKind
 
 
@@ -40,6 +41,9 @@ class SingleRankBackend:
 
     def rank_lost(self, rank: int, why: str) -> None:
         pass
+
+    def channel_aborted(self, abort: ChannelAborted) -> None:
+        return None  # no channel of this backend reports it
 
     def flush(self, deadline: Deadline) -> None:
         pass

@@ -23,6 +23,7 @@ from ronde.comm.backends.mpi.messages import MpiEndpoint, MpiMessageChannel
 from ronde.errors import PeerLost, StartFailed
 from ronde.net.addresses import candidate_addresses, find_free_ports, format_address, host_identity, local_address_for
 from ronde.net.keys import new_job_key
+from ronde.net.messages import ChannelAborted
 from ronde.settings import Settings
 from ronde.text import format_ranks
 from ronde.types import CPU, Deadline, Topology
@@ -101,6 +102,9 @@ class MpiBackend:
     def rank_lost(self, rank: int, why: str) -> None:
         with self._lock:
             self._lost.setdefault(rank, why)
+
+    def channel_aborted(self, abort: ChannelAborted) -> None:
+        return None  # no channel of this backend reports it
 
     def flush(self, deadline: Deadline) -> None:
         self._endpoint.flush(deadline)
