@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -49,13 +49,17 @@ FINGERPRINTS = REPLAN_WANTED + 1
 """Index of a fingerprint of the member's parameters, in the step in which these are compared; else zeros. Behind it is
 255 minus each of its bytes. The maxima over all members add up to 255 if, and only if, all fingerprints are equal; the
 zeros of a member in join() change nothing."""
+MAX_ASKING_PREDIVIDE = 1e6
+"""With more, a one might become zero before it is summed up."""
 
 
 class _AgreedBuckets:
     """The buckets that the members agreed on: their memory, their encoders, and the plan that reduces them.
 
     The plan has a channel on which nothing else runs. The order there is equal on all members: the first wire of every
-    bucket; the flags; then, for codecs with more than one wire, the further wires bucket by bucket.
+    bucket; the flags; then, for codecs with more than one wire, the further wires bucket by bucket. Where it can, the
+    last bucket has one more element, in which every member says whether it needs the flags. Usually none does, and
+    they are left out.
     """
 
     def __init__(
@@ -76,6 +80,8 @@ class _AgreedBuckets:
         self.encoders = [None if codec is None else codec.open(bucket, parameters) for bucket in buckets]
         op = parse_op(settings.op)
         scales = 1.0 / (settings.predivide * settings.pass_divisor(num_passes)), settings.predivide
+        adds_up = codec is None and op in (Op.MEAN, Op.SUM) and settings.predivide <= MAX_ASKING_PREDIVIDE
+        self._asks_for_flags = adds_up and len(buckets) > 0 and buckets[-1].dtype in ("float32", "float64")
         planned, further = list[Bucket](), list[Bucket]()
         self.wire_numbers: list[list[int]] = []
         """By bucket, the numbers of its wires in the plan. That of the flags is the number of buckets."""
@@ -90,6 +96,8 @@ class _AgreedBuckets:
             self.wire_numbers.append([number, *range(start, start + len(rest))])
             planned.append(first)
             further += rest
+        if self._asks_for_flags:
+            planned[-1] = replace(planned[-1], count=planned[-1].count + 1)
         flags = Bucket(len(parameters) + NUM_STEP_FLAGS, "uint8", "max", name="flags of the gradients")
         self.plan = Plan([*planned, flags, *further], group)
         self.works: list[Work | None] = [None] * (len(buckets) + 1)
@@ -150,6 +158,15 @@ class _AgreedBuckets:
     def _wire_is_spare(self, number: int) -> bool:
         return self.encoders[number] is None and number < len(self.memories) and self.memories[number].uses_spare
 
+    def ask_for_flags(self, needed: bool) -> None:
+        """Say in the last bucket, which is filled and has not started, whether this member needs the flags."""
+        if self._asks_for_flags:
+            self.gradients(len(self.indices) - 1)[-1:] = needed
+
+    def flags_are_needed(self) -> bool:
+        """Whether any member needs the flags. Called when the last bucket is reduced: the answer is equal on all."""
+        return not self._asks_for_flags or bool(self.gradients(len(self.indices) - 1)[-1:].any())
+
     def write_flags(
         self,
         kinds: Mapping[int, GradientKind],
@@ -157,17 +174,19 @@ class _AgreedBuckets:
         *,
         had_backward: bool,
         replan_wanted: bool,
-    ) -> None:
-        """Set this member's flags. A parameter that `kinds` does not have is DENSE."""
+    ) -> bool:
+        """Set this member's flags, and return whether they are not the usual ones. A parameter that `kinds` does not
+        have is DENSE."""
         self.flags[:] = self._usual_flags
         if not kinds and had_backward and not replan_wanted and own_fingerprint is None:  # as nearly always
-            return
+            return False
         for index, kind in kinds.items():
             self.flags[index] = kind
         self.flags[HAD_BACKWARD] = had_backward
         self.flags[REPLAN_WANTED] = replan_wanted
         if own_fingerprint is not None:
             self.flags[FINGERPRINTS:] = np.concatenate([own_fingerprint, 255 - own_fingerprint])
+        return True
 
     def fingerprints_differ(self) -> bool:
         """Whether the reduced flags say that members have different parameters."""
@@ -346,6 +365,7 @@ class Reducer:
             return
         progress.scale_factor = self._scale_factor(buckets)
         num_buckets = len(buckets.indices)
+        last_is_inline = inline and progress.next_bucket < num_buckets
         for number in range(progress.next_bucket, num_buckets):
             self._fill_bucket(buckets, number)
             if not inline:
@@ -357,7 +377,11 @@ class Reducer:
                 self._record_non_finite(buckets.sparse)
         replan_wanted = self._adapter.parameters_changed(all_ready=self._counter.all_ready())
         own_fingerprint = self._next_fingerprint()
-        buckets.write_flags(progress.kinds, own_fingerprint, had_backward=had_backward, replan_wanted=replan_wanted)
+        flags_needed = buckets.write_flags(
+            progress.kinds, own_fingerprint, had_backward=had_backward, replan_wanted=replan_wanted
+        )
+        if last_is_inline:  # else it asks for the flags already
+            buckets.ask_for_flags(flags_needed)
         if not inline:
             buckets.start(num_buckets)
 
@@ -480,6 +504,8 @@ class Reducer:
         encoder = buckets.encoders[number]
         if encoder is not None:
             encoder.encode(0, buckets.gradients(number), buckets.wires[number])
+        if number + 1 == len(buckets.indices):
+            buckets.ask_for_flags(True)  # start_remaining() asks for less, if it knows all before the bucket starts
 
     def _record_non_finite(self, indices: Sequence[int]) -> None:
         found = self._adapter.find_non_finite(indices)
@@ -493,6 +519,8 @@ class Reducer:
     def _finish_buckets(self, buckets: _AgreedBuckets) -> None:
         """Run what was not started, and wait for the rest. The memory of the gradients holds the results then."""
         for number, encoder in enumerate(buckets.encoders):
+            if number == len(buckets.indices) and not buckets.flags_are_needed():  # so they are the usual ones
+                continue
             buckets.finish(number)
             if encoder is not None and len(encoder.wires) == 1:
                 encoder.decode(buckets.wires[number], buckets.gradients(number))
@@ -604,6 +632,7 @@ class Reducer:
             for number, encoder in enumerate(buckets.encoders):
                 if encoder is not None:
                     encoder.encode(0, buckets.gradients(number), buckets.wires[number])
+            buckets.ask_for_flags(True)
             self._finish_buckets(buckets)
             if buckets.fingerprints_differ():
                 self._compare_parameters()
