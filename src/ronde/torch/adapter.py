@@ -2,7 +2,7 @@
 
 A gradient that autograd makes is copied to its memory in the bucket, and a view of that memory becomes p.grad:
 gradients exist once, and what the optimizer reads is what the ranks wrote. Large ones are copied at once, while they
-are in the cache, so that their memory is free for the next; small ones when their bucket is full, in one call for all.
+are in the cache, so that their memory is free for the next; small ones when their bucket is full, many in one call.
 
 The memory is used again in the next step, unless somebody has kept a gradient, or anything that shares its memory:
 then this rank's gradients of that bucket travel in the spare memory, and p.grad gets copies
