@@ -166,9 +166,10 @@ def what_nobody_waits_for_runs_nevertheless(world: World) -> None:
     repeat(world, "forgotten", np.ones(3, int))
     for step in range(1, 4):
         out = np.zeros(3, int)
-        world.group.allreduce(np.full(3, step), name="forgotten", out=out, wait=False)
+        work = world.group.allreduce(np.full(3, step), name="forgotten", out=out, wait=False)
         while not world.group.allreduce(np.array([(out == 2 * step).all()]), op="min")[0]:
             pass
+        work.wait()  # the result is there a moment before the name is free again
 
 
 @on_ranks(2, 3)

@@ -46,7 +46,7 @@ def test_ronde_and_gloo_are_measured_and_compared(tmp_path: Path) -> None:
     assert [(record["impl"], record["path"], record["bytes"]) for record in records] == [
         (impl, path, num_bytes)
         for num_bytes in (4096, 65536)
-        for impl, path in (("ronde", "array"), ("ronde", "bucket"), ("gloo", "array"))
+        for impl, path in (("ronde", "array"), ("ronde", "named"), ("ronde", "bucket"), ("gloo", "array"))
     ]
     for record in records:
         assert set(record) == {"impl", "op", "path", "ranks", "bytes", "median_us", "min_us", "gbps"}
@@ -54,7 +54,7 @@ def test_ronde_and_gloo_are_measured_and_compared(tmp_path: Path) -> None:
         assert 0 < record["min_us"] <= record["median_us"]
         assert record["gbps"] == pytest.approx(8e-3 * record["bytes"] / record["median_us"], abs=0.01)
     assert output.count("best peer") == 3  # the heading, and one per size
-    assert output.count("×") == 4
+    assert output.count("×") == 6
 
 
 def test_many_gradients_are_reduced_in_every_way_ronde_has(tmp_path: Path) -> None:

@@ -685,7 +685,11 @@ def _make_cached_run(signature: Signature, channel: Channel) -> _RunAllreduce:
             out = np.empty_like(x)
             target = address_of(out)
         spans = (Span(source, target, count),)
-        run(Call(kind, dtype, op, spans, -1, prescale, postscale, None, None, description, signature_hash), signature)
+        owners = (x, out)  # a backend may have to keep them beyond an error
+        call = Call(
+            kind, dtype, op, spans, -1, prescale, postscale, None, None, description, signature_hash, False, owners
+        )
+        run(call, signature)
         return out
 
     return allreduce

@@ -59,7 +59,7 @@ def test_a_mistake_is_one_line_and_ends_with_2(arguments: str, message: str) -> 
     ("arguments", "message"),
     [
         ("allreduce --sizes 4X", "a size is a multiple of 4 bytes"),
-        ("allreduce --paths socket", "no such path: 'socket'; there are array, bucket, many"),
+        ("allreduce --paths socket", "no such path: 'socket'; there are array, named, bucket, many"),
         ("allreduce --sizes many --paths array", "nothing to measure"),
         ("allreduce --peers nccl", "no such peer: 'nccl'"),
         ("allreduce --seconds 0", "seconds must be above 0"),

@@ -5,12 +5,14 @@ What collectives compute is in tests/conformance.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
 from ronde.comm.buffers import Array
+from ronde.comm.call import Call, Signature
 from ronde.comm.group import Group
 from ronde.comm.plan import Bucket, Plan
 from ronde.comm.world import World
@@ -125,6 +127,23 @@ def test_the_quick_way_gives_the_same_as_the_first(alone: World) -> None:
     x.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         alone.group.allreduce(x, out=x)
+
+
+def test_the_quick_way_keeps_the_memory_of_its_call(alone: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    channel = alone.group.ordered_channel
+    calls: list[Call] = []
+    run = channel.run
+
+    def run_and_keep(call: Call, signature: Signature) -> None:
+        calls.append(call)
+        run(call, signature)
+
+    monkeypatch.setattr(channel, "run", run_and_keep)
+    for _ in range(3):
+        x = np.ones(5)
+        kept = [weakref.ref(x), weakref.ref(alone.group.allreduce(x))]
+        del x
+        assert calls[-1].spans and all(each() is not None for each in kept)
 
 
 def test_a_world_that_was_closed_says_so_and_closes_its_plans(alone: World) -> None:

@@ -31,7 +31,9 @@ from ronde.cli.bench.table import BenchmarkDisplay, describe_conditions, format_
 from ronde.text import BINARY_UNITS, format_exact_bytes, format_microseconds
 from ronde.types import Deadline
 
-PATHS = ("array", "bucket", "many")
+SINGLE_PATHS = ("array", "named", "bucket")
+"""The ways of ronde to reduce one array."""
+PATHS = (*SINGLE_PATHS, "many")
 SIZES = "4K,64K,1M,16M,64M,256M,many"
 MANY = "many"
 """Stands for the gradients of ResNet-50 in a list of sizes."""
@@ -90,7 +92,7 @@ def choose_workloads(sizes: str, paths: Sequence[str]) -> list[tuple[int, ...]]:
     for path in paths:
         if path not in PATHS:
             raise ValueError(f"no such path: {path!r}; there are {', '.join(PATHS)}")
-    has_single = "array" in paths or "bucket" in paths
+    has_single = any(path in SINGLE_PATHS for path in paths)
     chosen = [counts for counts in parse_sizes(sizes) if (MANY in paths if len(counts) > 1 else has_single)]
     if not chosen:
         raise ValueError(f"nothing to measure: none of the sizes {sizes!r} goes with the paths {','.join(paths)!r}")
@@ -195,7 +197,7 @@ def make_cases(
         if len(counts) > 1:
             chosen: Sequence[str] = MANY_PATHS[of[pool.name]]
         elif pool.name == RONDE:
-            chosen = [path for path in ("array", "bucket") if path in paths]
+            chosen = [path for path in SINGLE_PATHS if path in paths]
         else:
             chosen = ["array"]
         cases += [AllreduceCase(pool, path, pack_buckets(counts) if path == "many-25MB" else counts) for path in chosen]

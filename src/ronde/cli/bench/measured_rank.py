@@ -60,7 +60,7 @@ def join_ronde() -> Library:
     import ronde
 
     def prepare(path: str, arrays: list[Array]) -> PreparedStep:
-        """`array`: the caller's memory. `bucket`, `many-25MB`: planned buckets. `many`: named operations."""
+        """`array`, `named`: the caller's memory. `bucket`, `many-25MB`: planned buckets. `many`: named operations."""
         if path in ("bucket", "many-25MB"):
             plan = ronde.plan([ronde.Bucket(x.size, "float32", op="sum") for x in arrays])
             if path == "bucket":
@@ -70,6 +70,9 @@ def join_ronde() -> Library:
         if path == "array":
             (x,) = arrays
             return arrays, lambda: allreduce(x, out=x), None
+        if path == "named":
+            (x,) = arrays
+            return arrays, lambda: allreduce(x, out=x, name="gradient"), None
         named = [(x, f"gradient {index}") for index, x in enumerate(arrays)]
         return arrays, lambda: wait_all([allreduce(x, out=x, name=name, wait=False) for x, name in named]), None
 
