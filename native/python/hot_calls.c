@@ -1,10 +1,14 @@
-/* The shortest way from ronde.allreduce(array) to rd_run(): a Python extension in the stable ABI, so that one file
- * serves every CPython from 3.11 on. Where it cannot be imported, ronde calls the library through ctypes, which takes
- * some microseconds more.
+/* What ronde would do too slowly in Python: the shortest way from ronde.allreduce(array) to rd_run(), and the hooks of
+ * gradients. It is a Python extension in the stable ABI, so that one file serves every CPython from 3.11 on. Where it
+ * cannot be imported, ronde calls the library through ctypes, and counts gradients in Python.
  *
  * An AllreduceCache belongs to one channel. It holds the calls that were made before, by element type, shape and
  * options, and runs such a call again: nothing is checked twice, and no Python object is made. What it does not hold,
  * or what needs more than that, it leaves to its caller.
+ *
+ * A ReadyCounter belongs to the gradients of one reducer (ronde/training/reducer.py, which has the same class in
+ * Python). Its hooks are called by the ML library for every gradient, and call Python only when there is something to
+ * do.
  */
 #define Py_LIMITED_API 0x030B0000
 #define PY_SSIZE_T_CLEAN
@@ -360,6 +364,282 @@ static PyType_Slot cache_slots[] = {{Py_tp_doc, "The allreduces of one channel t
 static PyType_Spec cache_spec = {"ronde.comm.backends.hot_calls.AllreduceCache", sizeof(allreduce_cache), 0,
                                  Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, cache_slots};
 
+/* --- gradients that become ready --------------------------------------------------------------------------------- */
+
+typedef struct {
+  PyObject ob_base;
+  Py_ssize_t num_parameters, num_buckets;
+  Py_ssize_t num_ready;      /* in this pass */
+  int reports;               /* whether the next gradient is reported to on_first */
+  int counts;                /* whether full buckets are reported to on_full */
+  Py_ssize_t* bucket_of;     /* by parameter; -1 for those in none */
+  Py_ssize_t* num_gradients; /* by bucket */
+  Py_ssize_t* num_missing;   /* by bucket, in this pass */
+  Py_ssize_t* ready_order;   /* the parameters whose gradients are ready */
+  char* is_ready;            /* by parameter */
+  PyObject *on_first, *on_second, *on_full;
+} ready_counter;
+
+typedef struct {
+  PyObject ob_base;
+  ready_counter* counter;
+  Py_ssize_t index; /* of the parameter; -1 for one that is not counted */
+} ready_hook;
+
+static PyTypeObject* ready_hook_type;
+
+/* Calls a callback with a number, or with None for -1. Returns 0 when it raised. */
+static int report(PyObject* callback, Py_ssize_t number) {
+  if (callback == NULL) return 1; /* the garbage collector has cleared the counter */
+  PyObject* done =
+      number < 0 ? PyObject_CallFunctionObjArgs(callback, Py_None, NULL) : PyObject_CallFunction(callback, "n", number);
+  Py_XDECREF(done);
+  return done != NULL;
+}
+
+static PyObject* hook_call(PyObject* object, PyObject* args, PyObject* keywords) {
+  const ready_hook* self = (ready_hook*)object;
+  ready_counter* counter = self->counter;
+  Py_ssize_t index = self->index;
+  (void)args;
+  (void)keywords;
+  if (counter == NULL) Py_RETURN_NONE;
+  if (counter->reports) {
+    if (!report(counter->on_first, index)) return NULL;
+    counter->reports = 0;
+  }
+  if (index < 0) Py_RETURN_NONE;
+  if (counter->is_ready[index]) {
+    if (!report(counter->on_second, index)) return NULL;
+    Py_RETURN_NONE;
+  }
+  counter->is_ready[index] = 1;
+  counter->ready_order[counter->num_ready++] = index;
+  Py_ssize_t bucket = counter->bucket_of[index];
+  if (counter->counts && bucket >= 0 && --counter->num_missing[bucket] == 0 && !report(counter->on_full, bucket))
+    return NULL;
+  Py_RETURN_NONE;
+}
+
+static int hook_traverse(PyObject* object, visitproc visit, void* arg) {
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(((ready_hook*)object)->counter);
+  return 0;
+}
+
+static int hook_clear(PyObject* object) {
+  Py_CLEAR(((ready_hook*)object)->counter);
+  return 0;
+}
+
+static void hook_dealloc(PyObject* object) {
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  hook_clear(object);
+  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  release(object);
+  Py_DECREF(type);
+}
+
+static PyType_Slot hook_slots[] = {{Py_tp_doc, "What is called when a gradient is ready, with any arguments."},
+                                   {Py_tp_call, hook_call},
+                                   {Py_tp_traverse, hook_traverse},
+                                   {Py_tp_clear, hook_clear},
+                                   {Py_tp_dealloc, hook_dealloc},
+                                   {0, NULL}};
+
+static PyType_Spec hook_spec = {"ronde.comm.backends.hot_calls.ReadyHook", sizeof(ready_hook), 0,
+                                Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+                                hook_slots};
+
+PyDoc_STRVAR(hook_doc,
+             "hook(index)\n--\n\n"
+             "What to call when the gradient of this parameter is ready; None: of one that is not counted.");
+static PyObject* counter_hook(PyObject* object, PyObject* number) {
+  ready_counter* self = (ready_counter*)object;
+  Py_ssize_t index = -1;
+  if (number != Py_None) {
+    index = PyLong_AsSsize_t(number);
+    if (index == -1 && PyErr_Occurred()) return NULL;
+    if (index < 0 || index >= self->num_parameters) {
+      PyErr_SetString(PyExc_IndexError, "there is no such parameter");
+      return NULL;
+    }
+  }
+  allocfunc allocate = (allocfunc)PyType_GetSlot(ready_hook_type, Py_tp_alloc);
+  ready_hook* hook = (ready_hook*)allocate(ready_hook_type, 0);
+  if (hook == NULL) return NULL;
+  Py_INCREF(object);
+  hook->counter = self;
+  hook->index = index;
+  return (PyObject*)hook;
+}
+
+static void begin_pass(ready_counter* self, int counts) {
+  self->num_ready = 0;
+  self->reports = 1;
+  self->counts = counts;
+  memset(self->is_ready, 0, (size_t)self->num_parameters);
+  memcpy(self->num_missing, self->num_gradients, (size_t)self->num_buckets * sizeof *self->num_missing);
+}
+
+PyDoc_STRVAR(begin_doc, "begin(counts)\n--\n\nA pass may begin. `counts`: call on_full for each full bucket in it.");
+static PyObject* counter_begin(PyObject* object, PyObject* counts) {
+  int truth = PyObject_IsTrue(counts);
+  if (truth < 0) return NULL;
+  begin_pass((ready_counter*)object, truth);
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(report_next_doc, "report_next()\n--\n\nCall on_first at the next gradient again.");
+static PyObject* counter_report_next(PyObject* object, PyObject* unused) {
+  (void)unused;
+  ((ready_counter*)object)->reports = 1;
+  Py_RETURN_NONE;
+}
+
+PyDoc_STRVAR(all_ready_doc, "all_ready()\n--\n\nWhether every parameter got a gradient in this pass.");
+static PyObject* counter_all_ready(PyObject* object, PyObject* unused) {
+  (void)unused;
+  const ready_counter* self = (ready_counter*)object;
+  return PyBool_FromLong(self->num_ready == self->num_parameters);
+}
+
+PyDoc_STRVAR(ready_order_doc, "ready_order()\n--\n\nThe parameters whose gradients are ready, the first one first.");
+static PyObject* counter_ready_order(PyObject* object, PyObject* unused) {
+  (void)unused;
+  const ready_counter* self = (ready_counter*)object;
+  PyObject* order = PyList_New(self->num_ready);
+  for (Py_ssize_t i = 0; order != NULL && i < self->num_ready; ++i) {
+    PyObject* index = PyLong_FromSsize_t(self->ready_order[i]);
+    if (index == NULL || PyList_SetItem(order, i, index) != 0) {
+      Py_DECREF(order);
+      return NULL;
+    }
+  }
+  return order;
+}
+
+/* Reads the bucket of every parameter. Returns 0 with an exception when it is none. */
+static int read_buckets(ready_counter* self, PyObject* bucket_of) {
+  for (Py_ssize_t i = 0; i < self->num_parameters; ++i) {
+    PyObject* number = PySequence_GetItem(bucket_of, i);
+    if (number == NULL) return 0;
+    Py_ssize_t bucket = PyLong_AsSsize_t(number);
+    Py_DECREF(number);
+    if (bucket == -1 && PyErr_Occurred()) return 0;
+    if (bucket < -1 || bucket >= self->num_buckets) {
+      PyErr_SetString(PyExc_ValueError, "there is no such bucket");
+      return 0;
+    }
+    self->bucket_of[i] = bucket;
+    if (bucket >= 0) ++self->num_gradients[bucket];
+  }
+  return 1;
+}
+
+static PyObject* counter_new(PyTypeObject* type, PyObject* args, PyObject* keywords) {
+  static char* names[] = {"bucket_of", "num_buckets", "on_first", "on_second", "on_full", NULL};
+  PyObject *bucket_of, *on_first, *on_second, *on_full;
+  Py_ssize_t num_buckets;
+  if (!PyArg_ParseTupleAndKeywords(args, keywords, "OnOOO", names, &bucket_of, &num_buckets, &on_first, &on_second,
+                                   &on_full))
+    return NULL;
+  Py_ssize_t num_parameters = PySequence_Size(bucket_of);
+  if (num_parameters < 0) return NULL;
+  if (num_buckets < 0) {
+    PyErr_SetString(PyExc_ValueError, "num_buckets must not be negative");
+    return NULL;
+  }
+  allocfunc allocate = (allocfunc)PyType_GetSlot(type, Py_tp_alloc);
+  ready_counter* self = (ready_counter*)allocate(type, 0);
+  if (self == NULL) return NULL;
+  Py_INCREF(on_first);
+  Py_INCREF(on_second);
+  Py_INCREF(on_full);
+  self->on_first = on_first;
+  self->on_second = on_second;
+  self->on_full = on_full;
+  self->num_parameters = num_parameters;
+  self->num_buckets = num_buckets;
+  /* One more each: calloc() of nothing may return null. */
+  self->bucket_of = calloc((size_t)num_parameters + 1, sizeof *self->bucket_of);
+  self->ready_order = calloc((size_t)num_parameters + 1, sizeof *self->ready_order);
+  self->is_ready = calloc((size_t)num_parameters + 1, 1);
+  self->num_gradients = calloc((size_t)num_buckets + 1, sizeof *self->num_gradients);
+  self->num_missing = calloc((size_t)num_buckets + 1, sizeof *self->num_missing);
+  if (!self->bucket_of || !self->ready_order || !self->is_ready || !self->num_gradients || !self->num_missing) {
+    Py_DECREF(self);
+    return PyErr_NoMemory();
+  }
+  if (!read_buckets(self, bucket_of)) {
+    Py_DECREF(self);
+    return NULL;
+  }
+  begin_pass(self, 0);
+  return (PyObject*)self;
+}
+
+static int counter_traverse(PyObject* object, visitproc visit, void* arg) {
+  const ready_counter* self = (ready_counter*)object;
+  Py_VISIT(Py_TYPE(object));
+  Py_VISIT(self->on_first);
+  Py_VISIT(self->on_second);
+  Py_VISIT(self->on_full);
+  return 0;
+}
+
+static int counter_clear(PyObject* object) {
+  ready_counter* self = (ready_counter*)object;
+  Py_CLEAR(self->on_first);
+  Py_CLEAR(self->on_second);
+  Py_CLEAR(self->on_full);
+  return 0;
+}
+
+static void counter_dealloc(PyObject* object) {
+  ready_counter* self = (ready_counter*)object;
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  counter_clear(object);
+  free(self->bucket_of);
+  free(self->ready_order);
+  free(self->is_ready);
+  free(self->num_gradients);
+  free(self->num_missing);
+  freefunc release = (freefunc)PyType_GetSlot(type, Py_tp_free);
+  release(object);
+  Py_DECREF(type);
+}
+
+static PyMethodDef counter_methods[] = {{"hook", counter_hook, METH_O, hook_doc},
+                                        {"begin", counter_begin, METH_O, begin_doc},
+                                        {"report_next", counter_report_next, METH_NOARGS, report_next_doc},
+                                        {"all_ready", counter_all_ready, METH_NOARGS, all_ready_doc},
+                                        {"ready_order", counter_ready_order, METH_NOARGS, ready_order_doc},
+                                        {NULL, NULL, 0, NULL}};
+
+static PyType_Slot counter_slots[] = {{Py_tp_doc, "Counts the gradients that become ready in a backward pass."},
+                                      {Py_tp_new, counter_new},
+                                      {Py_tp_traverse, counter_traverse},
+                                      {Py_tp_clear, counter_clear},
+                                      {Py_tp_dealloc, counter_dealloc},
+                                      {Py_tp_methods, counter_methods},
+                                      {0, NULL}};
+
+static PyType_Spec counter_spec = {"ronde.comm.backends.hot_calls.ReadyCounter", sizeof(ready_counter), 0,
+                                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC, counter_slots};
+
+/* --- the module -------------------------------------------------------------------------------------------------- */
+
+static int add_type(PyObject* module, PyType_Spec* spec) {
+  PyObject* type = PyType_FromModuleAndSpec(module, spec, NULL);
+  if (type == NULL) return -1;
+  int failed = PyModule_AddType(module, (PyTypeObject*)type);
+  Py_DECREF(type);
+  return failed;
+}
+
 static int module_exec(PyObject* module) {
   operation_name = PyUnicode_InternFromString("operation");
   tracing_name = PyUnicode_InternFromString("tracing");
@@ -368,23 +648,22 @@ static int module_exec(PyObject* module) {
   if (operation_name == NULL || tracing_name == NULL || next_sequence_name == NULL || long_wait_ns_name == NULL)
     return -1;
   if (PyModule_AddIntConstant(module, "ABI", RD_ABI) != 0) return -1;
-  PyObject* type = PyType_FromModuleAndSpec(module, &cache_spec, NULL);
-  if (type == NULL) return -1;
-  int failed = PyModule_AddType(module, (PyTypeObject*)type);
-  Py_DECREF(type);
-  return failed;
+  if (ready_hook_type == NULL) ready_hook_type = (PyTypeObject*)PyType_FromModuleAndSpec(module, &hook_spec, NULL);
+  if (ready_hook_type == NULL) return -1;
+  return add_type(module, &cache_spec) != 0 || add_type(module, &counter_spec) != 0 ? -1 : 0;
 }
 
 static PyModuleDef_Slot module_slots[] = {{Py_mod_exec, (void*)module_exec}, {0, NULL}};
 
-static struct PyModuleDef module_definition = {PyModuleDef_HEAD_INIT,
-                                               "hot_calls",
-                                               "Repeated calls of the data plane without ctypes.",
-                                               0,
-                                               NULL,
-                                               module_slots,
-                                               NULL,
-                                               NULL,
-                                               NULL};
+static struct PyModuleDef module_definition = {
+    PyModuleDef_HEAD_INIT,
+    "hot_calls",
+    "Repeated calls of the data plane without ctypes, and the hooks of gradients.",
+    0,
+    NULL,
+    module_slots,
+    NULL,
+    NULL,
+    NULL};
 
 PyMODINIT_FUNC PyInit_hot_calls(void) { return PyModuleDef_Init(&module_definition); }

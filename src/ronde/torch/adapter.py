@@ -2,7 +2,7 @@
 
 A gradient that autograd makes is copied to its memory in the bucket, and a view of that memory becomes p.grad:
 gradients exist once, and what the optimizer reads is what the ranks wrote. Large ones are copied at once, while they
-are in the cache, so that their memory is free for the next; small ones when their bucket is full, in one call for all.
+are in the cache, so that their memory is free for the next; small ones when their bucket is full, many in one call.
 
 The memory is used again in the next step, unless somebody has kept a gradient, or anything that shares its memory:
 then this rank's gradients of that bucket travel in the spare memory, and p.grad gets copies
@@ -44,6 +44,9 @@ from ronde.training.adapter import BucketMemory, GradientKind, ParameterInfo
 LARGE_BYTES = 64 * 1024
 """From this size on, copying a gradient takes longer than the call that copies it."""
 
+NUM_COPIED_TOGETHER = 128
+"""So many small gradients, with the objects that they are in C++ and in Python, are in the cache together."""
+
 WIRE_TYPES: dict[torch.dtype, tuple[str, int]] = {
     torch.float16: ("float16", 1),
     torch.bfloat16: ("bfloat16", 1),
@@ -68,6 +71,7 @@ class TorchAdapter:
         self._names: list[str] = []
         self._tensors: list[Tensor] = []
         self._requires_grad: list[bool] = []  # of all tensors, when they were last described
+        self._frozen: list[Tensor] = []  # those that did not train then
         self._parameters: list[Tensor] = []  # those that were described last
         self._parameter_infos: list[ParameterInfo] = []
         self._views: list[Tensor | None] = []  # by index, the memory in the bucket
@@ -96,13 +100,16 @@ class TorchAdapter:
         self._requires_grad = list(map(_requires_grad_of, self._tensors))
         trained = list(compress(zip(self._names, self._tensors, strict=True), self._requires_grad))
         self._parameters = [tensor for _, tensor in trained]
+        self._frozen = [tensor for tensor in self._tensors if not tensor.requires_grad]
         self._parameter_infos = [self._describe_parameter(name, tensor) for name, tensor in trained]
         return self._parameter_infos
 
-    def parameters_changed(self) -> bool:
+    def parameters_changed(self, *, all_ready: bool) -> bool:
+        if all_ready and len(self._tensors) == len(self._requires_grad):  # as nearly always
+            return any(map(_requires_grad_of, self._frozen))
         return list(map(_requires_grad_of, self._tensors)) != self._requires_grad
 
-    def bind_buckets(self, buckets: Sequence[BucketMemory], on_ready: GradientCallback) -> None:
+    def bind_buckets(self, buckets: Sequence[BucketMemory], on_ready: Sequence[GradientCallback]) -> None:
         self.close()
         if buckets:  # results of before, which have not been cleared, are still results
             self._results_outside_buckets = {
@@ -128,10 +135,9 @@ class TorchAdapter:
             bucket.small_references = _References(bucket.small.views)
             for position, index in enumerate(bucket.large.indices):
                 self._large_references[index] = _References(bucket.large.views[position : position + 1])
-        on_ready = self._with_lock(on_ready)
-        for index, parameter in enumerate(self._parameters):
-            on_gradient = partial(self._on_large_gradient, index, on_ready) if self._is_large(index) else None
-            self._hooks.append(_add_gradient_hook(parameter, on_gradient or partial(on_ready, index)))
+        for index, (parameter, hook) in enumerate(zip(self._parameters, map(self._with_lock, on_ready), strict=True)):
+            on_gradient = partial(self._on_large_gradient, index, hook) if self._is_large(index) else hook
+            self._hooks.append(_add_gradient_hook(parameter, on_gradient))
 
     def watch_new_parameters(self, on_gradient: GradientCallback) -> None:
         _remove_hooks(self._new_parameter_hooks)
@@ -156,12 +162,11 @@ class TorchAdapter:
                 self._copy_one_of_any_bucket(index, kinds)
             return kinds
         large, small = bucket.large, bucket.small
-        if list(map(Tensor.data_ptr, bucket.views)) != bucket.addresses:
+        if any(map(ne, map(Tensor.data_ptr, bucket.views), bucket.addresses)):
             moved = map(ne, map(Tensor.data_ptr, bucket.views), bucket.addresses)
             raise self._conversion_error(next(compress((*large.indices, *small.indices), moved)))
         in_place = all(map(is_, map(_grad_of, large.parameters), large.views))
-        grads = list(map(_grad_of, small.parameters))
-        if in_place and all(map(is_, grads, small.views)):
+        if in_place and all(map(is_, map(_grad_of, small.parameters), small.views)):
             bucket.memory.uses_spare = False
             return kinds
         bucket.memory.uses_spare = self._must_use_spare(bucket)
@@ -172,9 +177,9 @@ class TorchAdapter:
         if not in_place:
             for index in large.indices:  # one by one: the memory of each is freed before the next is copied
                 self._copy_one(index, self._parameters[index].grad, kinds)
-        if self._on_device or not _copy_together(small, grads):
-            for index, grad in zip(small.indices, grads, strict=True):
-                self._copy_one(index, grad, kinds)
+        if self._on_device or not all(map(_copy_together, bucket.small_parts)):
+            for index in small.indices:
+                self._copy_one(index, self._parameters[index].grad, kinds)
         return kinds
 
     def assign_results(self, indices: Sequence[int], absent: Sequence[int]) -> None:
@@ -258,7 +263,7 @@ class TorchAdapter:
             if self._last_was_copied:
                 with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
                     self._copy_one(index, grad, {})
-        on_ready(index)
+        on_ready()
 
     def _is_large(self, index: int) -> bool:
         return self._views[index] is not None and self._parameters[index].nbytes >= LARGE_BYTES
@@ -424,6 +429,10 @@ class _BucketTensors:
         self.memory = memory
         self.large = large
         self.small = small
+        self.small_parts = [
+            _BucketViews(*(each[start : start + NUM_COPIED_TOGETHER] for each in small))
+            for start in range(0, len(small.indices), NUM_COPIED_TOGETHER)
+        ]
         self.small_references: _References | None = None
         self.parameters = [*large.parameters, *small.parameters]
         self.views = [*large.views, *small.views]
@@ -499,9 +508,10 @@ def can_count_references() -> bool:
     return True
 
 
-def _copy_together(bucket_views: _BucketViews, grads: list[Any]) -> bool:
+def _copy_together(bucket_views: _BucketViews) -> bool:
     """Copy gradients to their views, which become the gradients, in one call. False if something is not as usual: a
     gradient is missing or sparse, or a parameter no longer has the dtype that it had."""
+    grads: list[Any] = list(map(_grad_of, bucket_views.parameters))
     try:
         torch._foreach_copy_(bucket_views.views, grads)
         deque(map(setattr, bucket_views.parameters, repeat("grad"), bucket_views.views), maxlen=0)

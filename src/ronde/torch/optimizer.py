@@ -31,7 +31,7 @@ from ronde.torch.broadcast_state import broadcast_parameters
 from ronde.torch.tensors import tensor_view
 from ronde.training.compression import CastCodec, Codec, find_codec
 from ronde.training.gradient_settings import GradientSettings
-from ronde.training.reducer import Reducer
+from ronde.training.reducer import ReadyCounter, Reducer
 from ronde.training.steps import TrainingStep
 from ronde.types import Op, parse_op
 
@@ -273,8 +273,10 @@ class OptimizerReducers:
 
 # Called by hooks of parameters, at the end of a pass, and around a step.
 disable_dynamo(
-    Reducer.mark_ready,
-    Reducer.mark_new_parameter,
+    ReadyCounter._mark_ready,
+    Reducer.on_first_gradient,
+    Reducer.on_second_gradient,
+    Reducer.on_bucket_full,
     TorchAdapter._on_large_gradient,
     TrainingStep.pass_started,
     TrainingStep._on_pass_end,

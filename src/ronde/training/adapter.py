@@ -66,14 +66,16 @@ class FrameworkAdapter(Protocol):
     def describe_parameters(self) -> list[ParameterInfo]:
         """The parameters that train now, in an order that is equal on all ranks."""
 
-    def parameters_changed(self) -> bool:
-        """Whether describe_parameters() would list others than it did last. Called in every step."""
+    def parameters_changed(self, *, all_ready: bool) -> bool:
+        """Whether describe_parameters() would list others than it did last. `all_ready`: all that it listed got
+        gradients in this pass, so they train still. Called in every step."""
 
-    def bind_buckets(self, buckets: Sequence[BucketMemory], on_ready: Callable[[int], object]) -> None:
-        """From now on gradients belong into this memory. Call on_ready(index) when a gradient is ready. A gradient
-        without an array stays where it is. Replaces what was bound before, and ends watch_new_parameters()."""
+    def bind_buckets(self, buckets: Sequence[BucketMemory], on_ready: Sequence[Callable[..., object]]) -> None:
+        """From now on gradients belong into this memory. When the gradient of a parameter is ready, call on_ready of
+        its index, with any arguments, in one thread at a time. A gradient without an array stays where it is. Replaces
+        what was bound before, and ends watch_new_parameters()."""
 
-    def watch_new_parameters(self, on_gradient: Callable[[], object]) -> None:
+    def watch_new_parameters(self, on_gradient: Callable[..., object]) -> None:
         """Call on_gradient for every gradient of a parameter that the last description does not list: one that begins
         to train, or was added. Replaces what was watched before."""
 

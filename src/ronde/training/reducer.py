@@ -9,11 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ronde.comm import objects
+from ronde.comm.backends.native_library import make_ready_counter
 from ronde.comm.buffers import Array
 from ronde.comm.group import Group
 from ronde.comm.plan import Bucket, Plan
@@ -34,6 +37,9 @@ from ronde.training.gradient_settings import GradientSettings
 from ronde.training.sync_check import checksum_bytes, compare_checksums
 from ronde.types import DType, Op, parse_op
 
+if TYPE_CHECKING:
+    from ronde.comm.backends import hot_calls
+
 NUM_STEP_FLAGS = 2 + 2 * FINGERPRINT_BYTES
 HAD_BACKWARD = -NUM_STEP_FLAGS
 """Index of the flag, after those of the parameters, that says whether a member had a backward pass."""
@@ -43,13 +49,17 @@ FINGERPRINTS = REPLAN_WANTED + 1
 """Index of a fingerprint of the member's parameters, in the step in which these are compared; else zeros. Behind it is
 255 minus each of its bytes. The maxima over all members add up to 255 if, and only if, all fingerprints are equal; the
 zeros of a member in join() change nothing."""
+MAX_ASKING_PREDIVIDE = 1e6
+"""With more, a one might become zero before it is summed up."""
 
 
 class _AgreedBuckets:
     """The buckets that the members agreed on: their memory, their encoders, and the plan that reduces them.
 
     The plan has a channel on which nothing else runs. The order there is equal on all members: the first wire of every
-    bucket; the flags; then, for codecs with more than one wire, the further wires bucket by bucket.
+    bucket; the flags; then, for codecs with more than one wire, the further wires bucket by bucket. Where it can, the
+    last bucket has one more element, in which every member says whether it needs the flags. Usually none does, and
+    they are left out.
     """
 
     def __init__(
@@ -70,6 +80,8 @@ class _AgreedBuckets:
         self.encoders = [None if codec is None else codec.open(bucket, parameters) for bucket in buckets]
         op = parse_op(settings.op)
         scales = 1.0 / (settings.predivide * settings.pass_divisor(num_passes)), settings.predivide
+        adds_up = codec is None and op in (Op.MEAN, Op.SUM) and settings.predivide <= MAX_ASKING_PREDIVIDE
+        self._asks_for_flags = adds_up and len(buckets) > 0 and buckets[-1].dtype in ("float32", "float64")
         planned, further = list[Bucket](), list[Bucket]()
         self.wire_numbers: list[list[int]] = []
         """By bucket, the numbers of its wires in the plan. That of the flags is the number of buckets."""
@@ -84,6 +96,8 @@ class _AgreedBuckets:
             self.wire_numbers.append([number, *range(start, start + len(rest))])
             planned.append(first)
             further += rest
+        if self._asks_for_flags:
+            planned[-1] = replace(planned[-1], count=planned[-1].count + 1)
         flags = Bucket(len(parameters) + NUM_STEP_FLAGS, "uint8", "max", name="flags of the gradients")
         self.plan = Plan([*planned, flags, *further], group)
         self.works: list[Work | None] = [None] * (len(buckets) + 1)
@@ -144,6 +158,15 @@ class _AgreedBuckets:
     def _wire_is_spare(self, number: int) -> bool:
         return self.encoders[number] is None and number < len(self.memories) and self.memories[number].uses_spare
 
+    def ask_for_flags(self, needed: bool) -> None:
+        """Say in the last bucket, which is filled and has not started, whether this member needs the flags."""
+        if self._asks_for_flags:
+            self.gradients(len(self.indices) - 1)[-1:] = needed
+
+    def flags_are_needed(self) -> bool:
+        """Whether any member needs the flags. Called when the last bucket is reduced: the answer is equal on all."""
+        return not self._asks_for_flags or bool(self.gradients(len(self.indices) - 1)[-1:].any())
+
     def write_flags(
         self,
         kinds: Mapping[int, GradientKind],
@@ -151,15 +174,19 @@ class _AgreedBuckets:
         *,
         had_backward: bool,
         replan_wanted: bool,
-    ) -> None:
-        """Set this member's flags. A parameter that `kinds` does not have is DENSE."""
+    ) -> bool:
+        """Set this member's flags, and return whether they are not the usual ones. A parameter that `kinds` does not
+        have is DENSE."""
         self.flags[:] = self._usual_flags
+        if not kinds and had_backward and not replan_wanted and own_fingerprint is None:  # as nearly always
+            return False
         for index, kind in kinds.items():
             self.flags[index] = kind
         self.flags[HAD_BACKWARD] = had_backward
         self.flags[REPLAN_WANTED] = replan_wanted
         if own_fingerprint is not None:
             self.flags[FINGERPRINTS:] = np.concatenate([own_fingerprint, 255 - own_fingerprint])
+        return True
 
     def fingerprints_differ(self) -> bool:
         """Whether the reduced flags say that members have different parameters."""
@@ -167,25 +194,90 @@ class _AgreedBuckets:
         return bool(negated.any() and (highest != 255 - negated).any())
 
 
+class ReadyCounter:
+    """Counts the gradients that become ready in a backward pass. Nothing in the usual step costs more than a hook of
+    each gradient, so hot_calls (native/python/hot_calls.c) has the same class, which is used where that exists.
+
+    Its hooks take no lock: they are called in one thread at a time.
+    """
+
+    def __init__(
+        self,
+        bucket_of: Sequence[int],
+        num_buckets: int,
+        on_first: Callable[[int | None], object],
+        on_second: Callable[[int], object],
+        on_full: Callable[[int], object],
+    ) -> None:
+        """`bucket_of` has the number of each parameter's bucket, or -1. The callbacks get the index of a parameter or,
+        on_full, the number of a bucket: on_first at the first gradient of a pass, before it counts (None if it is not
+        counted); on_second at each further gradient of a parameter; on_full when the last gradient of a bucket is
+        ready."""
+        self._bucket_of = list(bucket_of)
+        self._num_gradients = [0] * num_buckets
+        for bucket in self._bucket_of:
+            if bucket >= 0:
+                self._num_gradients[bucket] += 1
+        self._on_first, self._on_second, self._on_full = on_first, on_second, on_full
+        self.begin(False)
+
+    def hook(self, index: int | None) -> Callable[..., None]:
+        """What to call, with any arguments, when the gradient of this parameter is ready; None: of a parameter that is
+        not counted, but begins a pass all the same."""
+        return partial(self._mark_ready, index)
+
+    def begin(self, counts: bool) -> None:
+        """A pass may begin. `counts`: call on_full for each full bucket in it."""
+        self._counts = counts
+        self._reports = True
+        self._is_ready = [False] * len(self._bucket_of)
+        self._num_missing = self._num_gradients.copy()
+        self._ready_order: list[int] = []
+
+    def report_next(self) -> None:
+        """Call on_first at the next gradient again."""
+        self._reports = True
+
+    def all_ready(self) -> bool:
+        """Whether every parameter got a gradient in this pass."""
+        return len(self._ready_order) == len(self._bucket_of)
+
+    def ready_order(self) -> list[int]:
+        """The parameters whose gradients are ready, the first one first."""
+        return self._ready_order.copy()
+
+    def _mark_ready(self, index: int | None, *_: object) -> None:
+        if self._reports:
+            self._on_first(index)
+            self._reports = False
+        if index is None:
+            return
+        if self._is_ready[index]:
+            self._on_second(index)
+            return
+        self._is_ready[index] = True
+        self._ready_order.append(index)
+        bucket = self._bucket_of[index]
+        if self._counts and bucket >= 0:
+            self._num_missing[bucket] -= 1
+            if not self._num_missing[bucket]:
+                self._on_full(bucket)
+
+
 @dataclass(slots=True)
 class _PassProgress:
-    """Which gradients of a backward pass are ready, and which buckets have started."""
+    """Which buckets of a backward pass have started, and what is to be done with them."""
 
-    is_ready: list[bool]
-    num_missing: list[int]
-    """By bucket, how many of its gradients are not ready."""
-    fills_buckets: bool
+    fills_buckets: bool = False
     """Whether this is the last pass of its step, after which gradients are reduced: then a full bucket may start."""
-    num_overlapped: int
+    num_overlapped: int = 0
     """How many buckets may start before the pass is over."""
-    scale_factor: float
+    scale_factor: float = 1.0
     """What gradients are multiplied by, when the step has another number of passes than the buckets are made for."""
-    reports_gradient: bool = True
-    """Whether the next gradient is the first one of a pass, or of a part of it, which is reported."""
     next_bucket: int = 0
     """The first bucket that has not started."""
-    ready_order: list[int] = field(default_factory=list)
-    """The indices of the parameters in the order in which gradients became ready, while no buckets are filled."""
+    full_buckets: set[int] = field(default_factory=set)
+    """The buckets whose gradients are all ready, as far as they are counted."""
     kinds: dict[int, GradientKind] = field(default_factory=dict)
     """By index of the parameter, the kinds of the gradients that are not dense."""
 
@@ -223,7 +315,8 @@ class Reducer:
         self._ready_names: list[str] = []  # of parameters, in the order in which gradients were last seen to come
         self._parameters: Sequence[ParameterInfo] = adapter.describe_parameters()
         self._buckets: _AgreedBuckets | None = None
-        self._progress = self._new_progress(is_last=False, inline=False)
+        self._progress = _PassProgress()
+        self._counter: ReadyCounter | hot_calls.ReadyCounter
         self._bind_adapter()
 
     # --- while a pass runs -----------------------------------------------------------------------------------------
@@ -233,43 +326,23 @@ class Reducer:
         `inline`: as in start_remaining()."""
         self._num_passes = self._passes_per_step = num_passes
         self._progress = self._new_progress(is_last=is_last, inline=inline)
+        self._counter.begin(self._progress.fills_buckets and self._progress.num_overlapped > 0)
 
     def report_next_gradient(self) -> None:
         """Call on_pass_started at the next gradient again: the pass that ended was a part of another one."""
-        self._progress.reports_gradient = True
+        self._counter.report_next()
 
-    def mark_ready(self, index: int, _parameter: object = None) -> None:
-        """The gradient of a parameter is ready. Called for every gradient, so it takes no lock: the adapter calls it in
-        one thread at a time."""
+    def on_bucket_full(self, bucket: int) -> None:
+        """All gradients of a bucket are ready. Called by hooks of gradients, in one thread at a time."""
         progress, buckets = self._progress, self._buckets
-        if progress.reports_gradient:
-            self._on_first_gradient(index)
-        if progress.is_ready[index]:
-            self._check_second_gradient(index)
+        if buckets is None:
             return
-        progress.is_ready[index] = True
-        if buckets is None or not progress.fills_buckets:
-            progress.ready_order.append(index)
-            return
-        if not progress.num_overlapped:
-            return
-        bucket = buckets.bucket_of[index]
-        if bucket < 0:
-            return
-        progress.num_missing[bucket] = missing = progress.num_missing[bucket] - 1
-        if missing or bucket != progress.next_bucket:
-            return
+        progress.full_buckets.add(bucket)
         # All members start full buckets in the same order.
-        while progress.next_bucket < progress.num_overlapped and not progress.num_missing[progress.next_bucket]:
+        while progress.next_bucket < progress.num_overlapped and progress.next_bucket in progress.full_buckets:
             self._fill_bucket(buckets, progress.next_bucket)
             buckets.start(progress.next_bucket)
             progress.next_bucket += 1
-
-    def mark_new_parameter(self, _parameter: object = None) -> None:
-        """A parameter got a gradient that was not described when the members agreed. It makes a pass all the same; at
-        its end the members agree anew."""
-        if self._progress.reports_gradient:
-            self._on_first_gradient(None)
 
     # --- when it is over -------------------------------------------------------------------------------------------
 
@@ -283,12 +356,16 @@ class Reducer:
         self._num_steps += 1
         had_backward = had_backward or self._adapter.has_unreduced_gradient()
         if self._buckets is None:
+            ready = self._counter.ready_order()
+            if ready:
+                self._ready_names = [self._parameters[index].name for index in ready]
             self._agree_on_buckets()
         buckets, progress = self._buckets, self._progress
         if buckets is None:
             return
         progress.scale_factor = self._scale_factor(buckets)
         num_buckets = len(buckets.indices)
+        last_is_inline = inline and progress.next_bucket < num_buckets
         for number in range(progress.next_bucket, num_buckets):
             self._fill_bucket(buckets, number)
             if not inline:
@@ -298,8 +375,13 @@ class Reducer:
             progress.kinds.update(self._adapter.copy_to_buckets(buckets.sparse))
             if self._settings.check_finite:
                 self._record_non_finite(buckets.sparse)
-        replan_wanted, own_fingerprint = self._adapter.parameters_changed(), self._next_fingerprint()
-        buckets.write_flags(progress.kinds, own_fingerprint, had_backward=had_backward, replan_wanted=replan_wanted)
+        replan_wanted = self._adapter.parameters_changed(all_ready=self._counter.all_ready())
+        own_fingerprint = self._next_fingerprint()
+        flags_needed = buckets.write_flags(
+            progress.kinds, own_fingerprint, had_backward=had_backward, replan_wanted=replan_wanted
+        )
+        if last_is_inline:  # else it asks for the flags already
+            buckets.ask_for_flags(flags_needed)
         if not inline:
             buckets.start(num_buckets)
 
@@ -349,7 +431,7 @@ class Reducer:
         if self._buckets is None:
             self._forget_buckets()
         else:
-            self._adapter.watch_new_parameters(self.mark_new_parameter)
+            self._adapter.watch_new_parameters(self._counter.hook(None))
 
     def reset(self, group: Group) -> None:
         """Go on with another group, in a new round. The members agree anew at the end of the next pass."""
@@ -366,18 +448,26 @@ class Reducer:
     # --- one pass --------------------------------------------------------------------------------------------------
 
     def _new_progress(self, *, is_last: bool, inline: bool) -> _PassProgress:
-        buckets, is_ready = self._buckets, [False] * len(self._parameters)
+        buckets = self._buckets
         if buckets is None:
-            return _PassProgress(is_ready, [], fills_buckets=False, num_overlapped=0, scale_factor=1.0)
-        return _PassProgress(
-            is_ready,
-            list(map(len, buckets.indices)),
-            fills_buckets=is_last,
-            num_overlapped=len(buckets.indices) - inline if self._overlap else 0,
-            scale_factor=self._scale_factor(buckets),
-        )
+            return _PassProgress()
+        num_overlapped = len(buckets.indices) - inline if self._overlap else 0
+        return _PassProgress(is_last, num_overlapped, self._scale_factor(buckets))
 
-    def _on_first_gradient(self, index: int | None) -> None:
+    def _make_counter(self) -> ReadyCounter | hot_calls.ReadyCounter:
+        bucket_of = [-1] * len(self._parameters) if self._buckets is None else self._buckets.bucket_of
+        arguments = {
+            "bucket_of": bucket_of,
+            "num_buckets": 0 if self._buckets is None else len(self._buckets.indices),
+            "on_first": self.on_first_gradient,
+            "on_second": self.on_second_gradient,
+            "on_full": self.on_bucket_full,
+        }
+        return make_ready_counter(**arguments) or ReadyCounter(**arguments)
+
+    def on_first_gradient(self, index: int | None) -> None:
+        """A pass begins with the gradient of this parameter. None: of one that was not described when the members
+        agreed; it makes a pass all the same, and at its end the members agree anew."""
         if self._holds_results:
             # A mean of equal numbers is that number, so a result may be reduced again with what was added to it.
             adds_up = parse_op(self._settings.op) is Op.MEAN and self._passes_per_step == 1
@@ -390,10 +480,10 @@ class Reducer:
                     "optimizer.zero_grad() before backward(), or set the number of backward passes per step"
                 )
             self._holds_results = False  # the memory of gradients has those of this step from now on
-        self._progress.reports_gradient = False
         self._on_pass_started()
 
-    def _check_second_gradient(self, index: int) -> None:
+    def on_second_gradient(self, index: int) -> None:
+        """A parameter got a further gradient in one pass: ValueError if the first one is under way."""
         buckets, progress = self._buckets, self._progress
         if buckets is not None and progress.fills_buckets and 0 <= buckets.bucket_of[index] < progress.next_bucket:
             raise ValueError(
@@ -414,6 +504,8 @@ class Reducer:
         encoder = buckets.encoders[number]
         if encoder is not None:
             encoder.encode(0, buckets.gradients(number), buckets.wires[number])
+        if number + 1 == len(buckets.indices):
+            buckets.ask_for_flags(True)  # start_remaining() asks for less, if it knows all before the bucket starts
 
     def _record_non_finite(self, indices: Sequence[int]) -> None:
         found = self._adapter.find_non_finite(indices)
@@ -427,6 +519,8 @@ class Reducer:
     def _finish_buckets(self, buckets: _AgreedBuckets) -> None:
         """Run what was not started, and wait for the rest. The memory of the gradients holds the results then."""
         for number, encoder in enumerate(buckets.encoders):
+            if number == len(buckets.indices) and not buckets.flags_are_needed():  # so they are the usual ones
+                continue
             buckets.finish(number)
             if encoder is not None and len(encoder.wires) == 1:
                 encoder.decode(buckets.wires[number], buckets.gradients(number))
@@ -491,8 +585,6 @@ class Reducer:
 
     def _agree_on_buckets(self) -> None:
         """Make the buckets together with the other members. There are none while nothing trains. Collective."""
-        if self._progress.ready_order:
-            self._ready_names = [self._parameters[index].name for index in self._progress.ready_order]
         described = self._adapter.describe_parameters()
         index_by_name = {parameter.name: index for index, parameter in enumerate(described)}
         ready_order = tuple(index_by_name[name] for name in self._ready_names if name in index_by_name)
@@ -540,6 +632,7 @@ class Reducer:
             for number, encoder in enumerate(buckets.encoders):
                 if encoder is not None:
                     encoder.encode(0, buckets.gradients(number), buckets.wires[number])
+            buckets.ask_for_flags(True)
             self._finish_buckets(buckets)
             if buckets.fingerprints_differ():
                 self._compare_parameters()
@@ -551,12 +644,14 @@ class Reducer:
         """Close the buckets, and only record the order of gradients until the members agree on new ones."""
         self._close_buckets()
         self._parameters = self._adapter.describe_parameters()
-        self._progress = self._new_progress(is_last=False, inline=False)
+        self._progress = _PassProgress()
         self._bind_adapter()
 
     def _bind_adapter(self) -> None:
-        self._adapter.bind_buckets([] if self._buckets is None else self._buckets.memories, self.mark_ready)
-        self._adapter.watch_new_parameters(self.mark_new_parameter)
+        counter = self._counter = self._make_counter()
+        hooks = list(map(counter.hook, range(len(self._parameters))))
+        self._adapter.bind_buckets([] if self._buckets is None else self._buckets.memories, hooks)
+        self._adapter.watch_new_parameters(counter.hook(None))
 
     def _close_buckets(self) -> None:
         if self._buckets is not None:

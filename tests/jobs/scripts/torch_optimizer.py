@@ -10,10 +10,21 @@ import torch
 
 import ronde
 from tests.jobs.scripts.control import ControlSocket
-from tests.jobs.torch_checks import changes, kept, mistakes, models, optimizers, start, steps, training, wires
+from tests.jobs.torch_checks import (
+    changes,
+    kept,
+    mistakes,
+    models,
+    optimizers,
+    start,
+    steps,
+    training,
+    usual_steps,
+    wires,
+)
 from tests.jobs.torch_checks.checks import CHECKS
 
-MODULES = (training, start, optimizers, models, changes, kept, steps, wires, mistakes)
+MODULES = (training, start, optimizers, models, changes, kept, steps, usual_steps, wires, mistakes)
 
 
 def main() -> None:

@@ -57,12 +57,12 @@ class ArrayAdapter:
             for each in self._trained
         ]
 
-    def parameters_changed(self) -> bool:
+    def parameters_changed(self, *, all_ready: bool) -> bool:
         return [weight for weight in self.weights if weight.trains] != self._trained
 
-    def bind_buckets(self, buckets: Sequence[BucketMemory], on_ready: Callable[[int], object]) -> None:
+    def bind_buckets(self, buckets: Sequence[BucketMemory], on_ready: Sequence[Callable[..., object]]) -> None:
         self._memories = {index: memory for memory in buckets for index in memory.arrays}
-        self.on_ready = on_ready
+        self.on_ready = lambda index: on_ready[index]()
         self.on_new_parameter = lambda: None
 
     def watch_new_parameters(self, on_gradient: Callable[[], object]) -> None:

@@ -17,6 +17,8 @@ from ronde.training.adapter import ParameterInfo
 from ronde.training.buckets import GradientBucket
 from ronde.training.compression import WireArray
 from ronde.training.gradient_settings import GradientSettings
+from ronde.training.reducer import _AgreedBuckets
+from ronde.training.steps import TrainingStep
 from tests.conformance.ranks import run_threads
 from tests.unit.training.arrays import ONE_EACH, ArrayTraining, Weight, run_training
 
@@ -152,6 +154,129 @@ def test_after_a_reset_it_goes_on_with_another_group() -> None:
         return [*seen, *training.grads("a")]
 
     assert run_threads(2, body, groups=((0, 1),)) == [[0.5, 5.0]] * 2
+
+
+# --- flags -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def flags_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Every rank reduces in its own thread, as one that is alone in its process. What is added to the list whenever a
+    rank reduces its flags is its number of buckets."""
+    monkeypatch.setattr(TrainingStep, "_may_run_inline", True)
+    runs: list[int] = []
+    finish = _AgreedBuckets.finish
+
+    def count(buckets: _AgreedBuckets, number: int) -> None:
+        if number == len(buckets.indices):
+            runs.append(number)
+        finish(buckets, number)
+
+    monkeypatch.setattr(_AgreedBuckets, "finish", count)
+    return runs
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize(
+    "settings",
+    [GradientSettings(), GradientSettings(op="sum"), GradientSettings(predivide=8.0), ONE_EACH],
+    ids=["mean", "sum", "predivide", "one each"],
+)
+def test_flags_travel_when_a_single_rank_needs_them_and_not_in_a_usual_step(
+    flags_runs: list[int], settings: GradientSettings, overlap: bool
+) -> None:
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        seen: list[object] = []
+        for step in range(6):
+            training.clear()
+            world.group.barrier()
+            before = len(flags_runs)
+            world.group.barrier()
+            grads = {"a": 2.0, "b": 4.0}
+            if step == 2 and world.rank == 1:
+                del grads["b"]
+            if step == 4 and world.rank == 2:
+                grads = {}
+            if grads:
+                training.backward(**grads)
+            training.take_step()
+            world.group.barrier()
+            seen += [len(flags_runs) - before, *training.grads("ab")]
+        return seen
+
+    unit = 3.0 if settings.op == "sum" else 1.0
+    usual = [0, 2 * unit, 4 * unit]
+    third = unit / 3
+    expected = [3, *usual[1:], *usual, 3, 2 * unit, 4 * 2 * third, *usual, 3, 2 * 2 * third, 4 * 2 * third, *usual]
+    for seen in run_training(3, body, "ab", settings, overlap=overlap):
+        assert seen == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings"),
+    [
+        ("float16", GradientSettings()),
+        ("float32", GradientSettings(op="adasum")),
+        ("float32", GradientSettings(predivide=1e7)),
+    ],
+    ids=["float16", "adasum", "predivide"],
+)
+def test_flags_travel_in_every_step_where_a_bucket_cannot_ask_for_them(
+    flags_runs: list[int], dtype: str, settings: GradientSettings
+) -> None:
+    def body(training: ArrayTraining, world: World) -> None:
+        for _ in range(3):
+            training.clear()
+            training.backward(a=1.0)
+
+    run_training(2, body, [Weight("a", dtype=dtype)], settings)
+    assert len(flags_runs) == 2 * 3
+
+
+def test_a_rank_that_may_not_wait_in_its_own_thread_always_asks_for_the_flags(
+    flags_runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    main_step: list[TrainingStep] = []
+    monkeypatch.setattr(TrainingStep, "_may_run_inline", property(lambda step: step in main_step))
+
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        if world.rank == 0:
+            main_step.append(training.step)
+        world.group.barrier()
+        for _ in range(4):
+            training.clear()
+            training.backward(a=2.0, b=4.0 * world.rank)
+        return training.grads("ab")
+
+    assert run_training(2, body, "ab", ONE_EACH) == [[2.0, 2.0]] * 2
+    assert len(flags_runs) == 2 * 4
+
+
+def test_a_bucket_that_is_under_way_is_not_written_when_its_rank_becomes_alone_in_its_process(
+    flags_runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline: dict[TrainingStep, bool] = {}
+    monkeypatch.setattr(TrainingStep, "_may_run_inline", property(lambda step: inline.get(step, True)))
+
+    def body(training: ArrayTraining, world: World) -> list[object]:
+        training.backward(a=1.0, b=1.0)
+        inline[training.step] = False
+        training.clear()
+        training.backward(a=1.0, b=1.0)  # prepares a pass in which all buckets start early
+        training.clear()
+        world.group.barrier()
+        before = len(flags_runs)
+        world.group.barrier()
+        training.adapter.weights[0].grad = np.full(4, 2.0 * world.rank, np.float32)
+        training.adapter.on_ready(0)
+        training.adapter.weights[1].grad = np.full(4, 4.0 * world.rank, np.float32)
+        training.adapter.on_ready(1)
+        inline[training.step] = True
+        training.backward_pass.run_end_callbacks()
+        world.group.barrier()
+        return [len(flags_runs) - before, *training.grads("ab")]
+
+    assert run_training(2, body, "ab", ONE_EACH) == [[2, 1.0, 2.0]] * 2
 
 
 # --- codecs -----------------------------------------------------------------------------------------------------------

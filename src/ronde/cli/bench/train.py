@@ -152,6 +152,8 @@ class TrainingResult(msgspec.Struct, frozen=True, kw_only=True):
     """samples_per_s divided by that of one process alone times the ranks."""
     overhead_us: float | None = None
     """step_us less that of as many processes that do not communicate."""
+    above_lockstep_us: float | None = None
+    """step_us less that of as many ranks that only wait for each other in every step."""
     vs_ddp: float | None = None
     """samples_per_s divided by that of the best DDP."""
     vs_ronde: float | None = None
@@ -243,7 +245,8 @@ def best_ddp(results: Sequence[TrainingResult]) -> TrainingResult | None:
 def compare(results: Sequence[TrainingResult]) -> list[TrainingResult]:
     """The results of one network, with the fields that compare them filled in."""
     of = {result.impl: result for result in results}
-    alone, apart, ronde, ddp = of.get(ALONE), of.get(APART), of.get(RONDE), best_ddp(results)
+    alone, apart, lockstep = of.get(ALONE), of.get(APART), of.get(LOCKSTEP)
+    ronde, ddp = of.get(RONDE), best_ddp(results)
 
     def ratio(result: TrainingResult, other: TrainingResult | None, times: int = 1) -> float | None:
         return round(result.samples_per_s / (times * other.samples_per_s), 4) if other else None
@@ -254,6 +257,9 @@ def compare(results: Sequence[TrainingResult]) -> list[TrainingResult]:
             efficiency=ratio(result, alone, result.ranks),
             # The one alone has the machine to itself: its step is not comparable with one beside others.
             overhead_us=round(result.step_us - apart.step_us, 3) if apart and result is not alone else None,
+            above_lockstep_us=round(result.step_us - lockstep.step_us, 3)
+            if lockstep and result not in (alone, apart)
+            else None,
             vs_ddp=ratio(result, ddp),
             vs_ronde=ratio(result, ronde),
         )
@@ -266,13 +272,14 @@ HEADINGS = (
     "samples/s",
     "step",
     "over-\nhead",
+    "above\nlockstep",
     "effi-\nciency",
     "against\nbest DDP",
     "against\nronde",
     "MiB",
     "peak\nRSS",
 )
-COLUMN_DROP_ORDER = ("peak\nRSS", "MiB", "against\nronde", "over-\nhead", "effi-\nciency", "step")
+COLUMN_DROP_ORDER = ("peak\nRSS", "MiB", "against\nronde", "over-\nhead", "above\nlockstep", "effi-\nciency", "step")
 """Which columns a narrow terminal does without, the first one first."""
 
 
@@ -309,7 +316,9 @@ def _make_cells(row: TrainingResult, is_best_ddp: bool) -> dict[str, str]:
     """The texts of a row by heading, without those that there is nothing to say about."""
     cells = {"": row.impl, "samples/s": f"{row.samples_per_s:,.1f}", "step": format_microseconds(row.step_us)}
     if row.overhead_us is not None:
-        cells["over-\nhead"] = "-" * (row.overhead_us < 0) + format_microseconds(abs(row.overhead_us))
+        cells["over-\nhead"] = _format_difference(row.overhead_us)
+    if row.above_lockstep_us is not None and row.impl != LOCKSTEP:
+        cells["above\nlockstep"] = _format_difference(row.above_lockstep_us)
     if row.efficiency is not None:
         cells["effi-\nciency"] = f"{row.efficiency:.0%}"
     if is_best_ddp:
@@ -322,3 +331,7 @@ def _make_cells(row: TrainingResult, is_best_ddp: bool) -> dict[str, str]:
         if mb is not None:
             cells[heading] = f"{mb:,.0f}"
     return cells
+
+
+def _format_difference(microseconds: float) -> str:
+    return "-" * (microseconds < 0) + format_microseconds(abs(microseconds))

@@ -317,6 +317,13 @@ def make_allreduce_cache(handle: NativeHandle, **more: Any) -> hot_calls.Allredu
     return hot_calls.AllreduceCache(run=run, channel=handle, array_type=np.ndarray, empty_like=np.empty_like, **more)
 
 
+def make_ready_counter(**more: Any) -> hot_calls.ReadyCounter | None:
+    """What counts gradients, as training/reducer's ReadyCounter, without Python; None as for make_allreduce_cache()."""
+    if hot_calls is None or hot_calls.ABI != ABI:
+        return None
+    return hot_calls.ReadyCounter(**more)
+
+
 def get_member_descriptions(handle: NativeHandle, num_members: int) -> list[str]:
     """What each member asked for in this thread's last call that was a mismatch."""
     rows = (RdMemberCall * num_members)()

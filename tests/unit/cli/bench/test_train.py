@@ -130,6 +130,15 @@ def test_all_are_compared_with_one_process_the_best_ddp_and_ronde() -> None:
     assert overheads_us == {"alone": None, "apart": 0, "ronde": 10, "hvd": 15, "ddp": 60, "ddp-view-10MB": 30}
 
 
+def test_the_time_above_lockstep_is_compared_when_it_is_measured() -> None:
+    rows = compare([*RESULTS, result_of("lockstep", 190, 96)])
+    above_us = {row.impl: row.above_lockstep_us for row in rows}
+    waiting = {"alone": None, "apart": None, "lockstep": 0}
+    assert above_us == {**waiting, "ronde": 4, "hvd": 9, "ddp": 54, "ddp-view-10MB": 24}
+    table = render_training_tables(rows, width=120)
+    assert "lockstep" in line_with(table, "samples/s") and "4.0 µs" in line_with(table, "ronde  ")
+
+
 def test_without_the_others_nothing_is_compared() -> None:
     (result,) = compare([result_of("ddp", 1)])
     assert (result.efficiency, result.overhead_us, result.vs_ronde, result.vs_ddp) == (None, None, None, 1.0)
