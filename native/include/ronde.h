@@ -221,9 +221,9 @@ typedef struct rd_event {
 
 /* Opens a channel. It has no links to members of other hosts yet: each is opened when a call first uses it. `segment`
  * is the descriptor of the shared memory, or -1 for the only member of a host. `events` is one end of a pair
- * of Unix sockets (SOCK_SEQPACKET), or -1 if all members are on one host; `number` tells channels apart in it. The caller keeps both
- * descriptors. RD_BAD_CALL when params is invalid or the memory has another size than rd_segment_bytes; after
- * RD_SYSTEM, errno says what failed. */
+ * of Unix sockets (SOCK_SEQPACKET), or -1 if all members are on one host; `number` tells channels apart in it. The
+ * caller keeps both descriptors. RD_BAD_CALL when params is invalid or the memory has another size than
+ * rd_segment_bytes; after RD_SYSTEM, errno says what failed. */
 rd_status rd_open(const rd_channel_params* params, int segment, int events, uint64_t number, rd_channel** channel);
 
 /* Opens one direction of a link to a member of another host: the one in which this member sends if it has asked for

@@ -23,6 +23,7 @@ constexpr double kLongS = 300;
 class Pair {
  public:
   explicit Pair(const std::vector<uint32_t>& hosts, uint64_t bucket_bytes = 0) {
+    std::lock_guard<std::mutex> lock(mutex_);
     bool one_host = hosts[0] == hosts[1];
     for (uint32_t member : {0, 1}) {
       rd_channel_params params{RD_ABI, 2, member, 2, hosts.data(), 64 * 1024, 4096, bucket_bytes, 0, 0};

@@ -11,6 +11,7 @@ import enum
 import hashlib
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -37,7 +38,8 @@ MAX_DESCRIPTION_BYTES = 120
 """The native library keeps 127 bytes of a description."""
 
 
-class Memory(msgspec.Struct, frozen=True):
+@dataclass(frozen=True, eq=False, slots=True)
+class Memory:
     """Contiguous elements in the memory of a device. Collectives take it in place of an array.
 
     Memory of the CPU is read and written as an array is. On another device an operation is ordered behind what was put
@@ -45,11 +47,13 @@ class Memory(msgspec.Struct, frozen=True):
     """
 
     address: int
+    """Of the first element, as the device knows it."""
     shape: tuple[int, ...]
+    """Of the elements, which lie in C order."""
     dtype: str
-    """As that of a Bucket: "float32", "bfloat16" …"""
+    """Name of the element type, such as float32 or bfloat16."""
     device: str = CPU
-    """The kind of the device, and its number if there are several: "cpu", "cuda:1"."""
+    """The kind of the device, and its number if there are several: `cpu`, `cuda:1`."""
     stream: int | None = None
     """The stream of the device that writes the elements and will read them; None if they are there, and the host
     waits for the result."""
@@ -71,6 +75,7 @@ class Memory(msgspec.Struct, frozen=True):
 
     @property
     def num_bytes(self) -> int:
+        """Size in bytes."""
         return self.size * self.number.num_bytes
 
 
