@@ -20,6 +20,7 @@ from ronde.comm.backends.base import BackendChannel, CallTiming, ChannelSpec, Cu
 from ronde.comm.buffers import Array, address_of
 from ronde.comm.call import Call, Memory
 from ronde.errors import RoundEnded
+from ronde.net.messages import ChannelAborted
 from ronde.types import CPU, Deadline
 from tests.conformance.threads_backend import ThreadsBackend
 from tests.limits import OPERATION_S
@@ -92,6 +93,9 @@ class FakeDeviceBackend:
 
     def rank_lost(self, rank: int, why: str) -> None:
         self._cpu.rank_lost(rank, why)
+
+    def channel_aborted(self, abort: ChannelAborted) -> None:
+        self._cpu.channel_aborted(abort)
 
     def flush(self, deadline: Deadline) -> None:
         pass
