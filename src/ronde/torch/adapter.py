@@ -421,6 +421,9 @@ class _BucketViews(NamedTuple):
     parameters: list[Tensor]
     views: list[Tensor]
 
+    def cut(self, start: int, end: int) -> _BucketViews:
+        return _BucketViews(self.indices[start:end], self.parameters[start:end], self.views[start:end])
+
 
 class _BucketTensors:
     """The gradients of one bucket as tensors."""
@@ -430,8 +433,7 @@ class _BucketTensors:
         self.large = large
         self.small = small
         self.small_parts = [
-            _BucketViews(*(each[start : start + NUM_COPIED_TOGETHER] for each in small))
-            for start in range(0, len(small.indices), NUM_COPIED_TOGETHER)
+            small.cut(start, start + NUM_COPIED_TOGETHER) for start in range(0, len(small.indices), NUM_COPIED_TOGETHER)
         ]
         self.small_references: _References | None = None
         self.parameters = [*large.parameters, *small.parameters]

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -456,7 +456,7 @@ class Reducer:
 
     def _make_counter(self) -> ReadyCounter | hot_calls.ReadyCounter:
         bucket_of = [-1] * len(self._parameters) if self._buckets is None else self._buckets.bucket_of
-        arguments = {
+        arguments: dict[str, Any] = {
             "bucket_of": bucket_of,
             "num_buckets": 0 if self._buckets is None else len(self._buckets.indices),
             "on_first": self.on_first_gradient,
