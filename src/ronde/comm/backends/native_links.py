@@ -101,7 +101,7 @@ class _OpeningLink:
 
 
 class NativeLinks:
-    """Opens links for all channels of a rank. What it does not say is for the thread of the loop."""
+    """Opens links for all channels of a rank. Methods are for the loop's thread unless they say otherwise."""
 
     def __init__(
         self,
@@ -296,9 +296,11 @@ class NativeLinks:
             if wanted.channel in self._closed:
                 return sock.close()
             sockets = self._accepted.setdefault(link, [None] * wanted.num_sockets)
-            if len(sockets) != wanted.num_sockets or sockets[wanted.number] is not None:  # a second attempt
+            if len(sockets) != wanted.num_sockets:
                 return sock.close()
-            sockets[wanted.number] = sock
+            previous, sockets[wanted.number] = sockets[wanted.number], sock
+            if previous is not None:  # a second attempt: the other side has given up the first
+                previous.close()
             self._hand_over(link)
 
     def _find_channel(self, id: str) -> LinkedChannel | None:
