@@ -8,6 +8,7 @@
 #include <unordered_map>
 
 #include "base/fork.h"
+#include "base/guarded.h"
 #include "base/python_signals.h"
 #include "base/waiting.h"
 #include "channel.h"
@@ -58,6 +59,7 @@ using ronde::CallError;
 using ronde::Channel;
 using ronde::Deadline;
 using ronde::FileDescriptor;
+using ronde::guarded;
 using ronde::last_mismatch;
 using ronde::made_by_parent;
 
@@ -69,25 +71,6 @@ rd_status report(const Call& call, rd_result* result) {
   if (result != nullptr) *result = call.result;
   if (call.result.status == RD_MISMATCH) last_mismatch = call.member_calls;
   return rd_status(call.result.status);
-}
-
-rd_status report(const CallError& error, rd_result* result) {
-  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0, RD_NO_SEQUENCE, 0};
-  return error.status;
-}
-
-// Calls the function and returns its status; reports what it throws.
-template <class Function>
-rd_status guarded(rd_result* result, Function function) {
-  try {
-    return function();
-  } catch (const CallError& error) {
-    return report(error, result);
-  } catch (const std::bad_alloc&) {
-    return report(CallError{RD_SYSTEM, -1, ENOMEM}, result);
-  } catch (const std::exception&) {
-    return report(CallError{RD_SYSTEM}, result);
-  }
 }
 
 // Returns the open channel; null in a forked child and after rd_close.

@@ -3,8 +3,8 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "base/error.h"
 #include "base/fork.h"
+#include "base/guarded.h"
 #include "base/waiting.h"
 #include "endpoint.h"
 
@@ -16,6 +16,7 @@ using ronde::CallError;
 using ronde::Deadline;
 using ronde::Endpoint;
 using ronde::FileDescriptor;
+using ronde::guarded;
 using ronde::Message;
 
 // An endpoint and its submitted messages. It lives until the last call that uses it has returned.
@@ -72,25 +73,6 @@ rd_status report(const std::shared_ptr<Message>& message, rd_result* result) {
   if (result != nullptr) *result = message->result;
   if (message->block != nullptr || message->result.status == RD_MISMATCH) last_received = message;
   return rd_status(message->result.status);
-}
-
-rd_status report(const CallError& error, rd_result* result) {
-  if (result != nullptr) *result = rd_result{error.status, error.member, error.detail, 0, 0, 0, 0, RD_NO_SEQUENCE, 0};
-  return error.status;
-}
-
-// Calls the function and returns its status; reports what it throws.
-template <class Function>
-rd_status guarded(rd_result* result, Function function) {
-  try {
-    return function();
-  } catch (const CallError& error) {
-    return report(error, result);
-  } catch (const std::bad_alloc&) {
-    return report(CallError{RD_SYSTEM, -1, ENOMEM}, result);
-  } catch (const std::exception&) {
-    return report(CallError{RD_SYSTEM}, result);
-  }
 }
 
 }  // namespace

@@ -9,6 +9,7 @@ import psutil
 
 import ronde
 from tests.jobs.scripts.control import ControlSocket
+from tests.jobs.scripts.links import run_plan
 
 
 def run_operations(rank: int, size: int) -> None:
@@ -26,16 +27,6 @@ def run_operations(rank: int, size: int) -> None:
     ronde.barrier()
 
 
-def run_plan(rank: int, size: int) -> None:
-    """What training with one optimizer does."""
-    plan = ronde.plan([ronde.Bucket(300_000, op="sum"), ronde.Bucket(7, op="sum")])
-    for step in range(2):
-        for index, array in enumerate(plan.arrays):
-            array[:] = rank + step
-            plan.run(index)
-            assert (array == size * (size - 1) // 2 + size * step).all()
-
-
 def num_links() -> int:
     """Established TCP connections of this process."""
     return sum(each.status == psutil.CONN_ESTABLISHED for each in psutil.Process().net_connections("tcp"))
@@ -45,7 +36,7 @@ if __name__ == "__main__":
     with ControlSocket() as test:
         hosts = int(os.environ["TEST_NUM_HOSTS"])
         ronde.init(host=f"host-{test.rank * hosts // int(os.environ['RONDE_SIZE'])}" if hosts > 1 else "")
-        run_plan(ronde.rank(), ronde.size())
+        run_plan()
         test.send("trained", num_links=num_links())
         run_operations(ronde.rank(), ronde.size())
         test.send("done")
